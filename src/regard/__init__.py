@@ -1,0 +1,51 @@
+"""regard: the attention mechanism as a library.
+
+Say in one line which tokens may look at which; regard computes it exactly and fast on the machine at hand, tells what it costs before
+it runs, and shows what it did afterwards.
+"""
+
+from regard.attend import Call, attend, attend_state, explain, watching
+from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
+from regard.describe.mask import Mask, draw
+from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
+from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
+from regard.describe.score import Dot, Score
+from regard.errors import ProblemError, RefusalError, RegardError
+from regard.plan.choose import Plan
+from regard.state import State
+from regard.torch_signature import scaled_dot_product_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Alibi",
+    "Bias",
+    "Blocks",
+    "Call",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Documents",
+    "Dot",
+    "Global",
+    "Lengths",
+    "Mask",
+    "Plan",
+    "Prefix",
+    "ProblemError",
+    "RefusalError",
+    "RegardError",
+    "Score",
+    "State",
+    "T5Bias",
+    "TensorBias",
+    "Tree",
+    "Where",
+    "Window",
+    "attend",
+    "attend_state",
+    "draw",
+    "explain",
+    "scaled_dot_product_attention",
+    "watching",
+]

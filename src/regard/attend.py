@@ -1,0 +1,215 @@
+"""The front door: `attend`, `attend_state`, `explain`, and the one place where calls can be watched."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias
+from regard.describe.mask import Mask
+from regard.describe.score import Score
+from regard.operator import attend_traced, traced
+from regard.plan.choose import Plan, choose
+from regard.plan.execute import execute
+from regard.plan.problem import Operands, Problem, pose
+from regard.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a watcher is told of one call: the tensors and words as they were run, the plan, and the results.
+
+    `mask` and `bias` stand in the call (their rows know their positions); `scale` and `offset` are numbers; `state` is without the
+    sink, `out` with it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    score: Score | None
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+    dropout: float
+    offset: int
+    plan: Plan
+    state: State
+    out: Tensor
+
+
+_watchers: ContextVar[tuple[Callable[[Call], None], ...]] = ContextVar("watchers", default=())
+
+
+@contextmanager
+def watching(tell: Callable[[Call], None]) -> Iterator[None]:
+    """Tell `tell` of each call of `attend` and `attend_state` made inside, in this thread; calls that torch traces are not told.
+
+    >>> import torch
+    >>> from regard import attend
+    >>> q = torch.randn(1, 2, 3, 8)
+    >>> with watching(lambda call: print(call.plan.backend, tuple(call.state.lse.shape))):
+    ...     _ = attend(q, q, q)
+    sdpa (1, 2, 3)
+    """
+    token = _watchers.set((*_watchers.get(), tell))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    offset: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
+
+    In order: `s = scale * q . k`; softcap `c * tanh(s / c)`; `+ bias`; what the mask hides gets no weight; softmax over the keys, with
+    a further column `sink[head]` that takes weight and gives no value; dropout; `@ v`. Vaswani et al. 2017, arXiv:1706.03762, §3.2.
+
+    A query that may see no key gives 0, and gradients of 0. What is masked is never read into a result, be it NaN.
+
+    Args:
+        q: [batch, heads, queries, qk_dim].
+        k: [batch, kv_heads, keys, qk_dim]; heads is a whole multiple of kv_heads, and query head h uses key head
+            `h // (heads // kv_heads)` (MHA, GQA and MQA are this number; nothing is repeated in memory).
+        v: [batch, kv_heads, keys, v_dim].
+        mask: which query may see which key; None for all.
+        bias: what is added to the scores; None for nothing.
+        score: how q and k are compared; None for their dot product.
+        scale: None for `qk_dim ** -0.5`.
+        softcap: the cap c, above 0; None for none. Gemma Team 2024, arXiv:2408.00118, §2.
+        sink: a logit per head, [heads]; None for none. See `State.with_sink`.
+        dropout: the probability that a weight is dropped, drawn from torch's generator.
+        offset: position of the first query, where keys start at 0; None puts the last query at the last key.
+        backend: an engine by name, which runs or raises; None lets regard choose, and `explain` tells how.
+
+    Returns:
+        [batch, heads, queries, v_dim], of the type of q.
+
+    Raises:
+        ProblemError: the call makes no sense.
+        RefusalError: no engine, or not the one named, can run it.
+
+    >>> import torch
+    >>> from regard import attend, Causal, Window, Prefix
+    >>> q, k, v = torch.randn(1, 8, 64, 16), torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
+    >>> attend(q, k, v, mask=Causal() & (Window(32) | Prefix(4))).shape
+    torch.Size([1, 8, 64, 16])
+    """
+    if traced(q, k, v):
+        state = attend_traced(
+            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, dropout=dropout, offset=offset,
+            backend=backend,
+        )  # fmt: skip
+        return state.out if sink is None else state.with_sink(sink)
+    problem, operands = pose(
+        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+        offset=offset, lse=bool(_watchers.get()),
+    )  # fmt: skip
+    plan, state = execute(problem, operands, backend)
+    out = state.out if sink is None else state.with_sink(sink)
+    _tell(problem, operands, score, plan, state, out)
+    return out
+
+
+def attend_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    offset: int | None = None,
+    backend: str | None = None,
+) -> State:
+    """Attention over these keys as a `State`: `.out` and `.lse`, which merges with states over other keys by `|`.
+
+    The arguments and errors are those of `attend`. The keys of a part start at position 0 as everywhere: say with `offset` where the
+    queries stand as seen from the part's first key.
+
+    >>> import torch
+    >>> from regard import attend, attend_state, Causal
+    >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    >>> early = attend_state(q, k[:, :, :4], v[:, :, :4], mask=Causal(), offset=0)
+    >>> late = attend_state(q, k[:, :, 4:], v[:, :, 4:], mask=Causal(), offset=-4)
+    >>> torch.allclose((early | late).out, attend(q, k, v, mask=Causal()), atol=1e-6)
+    True
+    """
+    if traced(q, k, v):
+        return attend_traced(
+            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, dropout=0.0, offset=offset,
+            backend=backend,
+        )  # fmt: skip
+    problem, operands = pose(
+        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,
+        lse=True,
+    )  # fmt: skip
+    plan, state = execute(problem, operands, backend)
+    _tell(problem, operands, score, plan, state, state.out)
+    return state
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    offset: int | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
+
+    q, k and v may be meta tensors (`torch.empty(..., device="meta")`): then the plan is for this machine, its GPU if it has one.
+    `print` shows the problem, the engine, who was passed over and why, the tiles, GFLOP and MiB.
+
+    >>> import torch
+    >>> from regard import explain, Causal, Window
+    >>> q, k = torch.empty(1, 32, 4096, 128, device="meta"), torch.empty(1, 8, 4096, 128, device="meta")
+    >>> plan = explain(q, k, k, mask=Causal() & Window(512))
+    >>> plan.backend, plan.schedule.pairs, plan.flops
+    ('reference', 62918656, 32214351872)
+    """
+    problem, operands = pose(
+        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+        offset=offset, lse=False,
+    )  # fmt: skip
+    if problem.device == "meta":
+        problem = replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
+    return choose(problem, operands, backend)
+
+
+def _tell(problem: Problem, operands: Operands, score: Score | None, plan: Plan, state: State, out: Tensor) -> None:
+    watchers = _watchers.get()
+    if not watchers:
+        return
+    o, p = operands, problem
+    call = Call(o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state, out)
+    for tell in watchers:
+        tell(call)

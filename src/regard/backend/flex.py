@@ -1,0 +1,172 @@
+"""FlexAttention under `torch.compile`: any mask and bias on CUDA, and forward without gradients on CPU.
+
+It is fed by our schedule, not by `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles become its `BlockMask`, and
+inside PARTIAL tiles it looks up the schedule's bits. So the compiled kernel is the same for every mask, whatever its words; a bias
+is a vector over k - q per head, or a tensor, and there is one kernel for each of these forms.
+
+Like torch's other kernels it multiplies what is hidden by 0, so data that is not finite is refused where a mask hides some of it.
+"""
+
+import shutil
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias, Sum
+from regard.errors import RefusalError
+from regard.plan.problem import Operands, Problem
+from regard.plan.schedule import Schedule
+from regard.state import State
+
+Modify = Callable[..., Tensor]
+
+KERNELS = 64
+"""Variants that dynamo may compile; at its own default of 8 it would fall back to a dense, unfused path."""
+
+
+@dataclass(frozen=True)
+class Flex:
+    """torch's FlexAttention."""
+
+    name: str = "flex"
+    tile: int = 128
+
+    def refusals(self, problem: Problem) -> list[str]:
+        p, cpu = problem, problem.device == "cpu"
+        found = {
+            f"it compiles for cpu and cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
+            "it has no float64": p.dtype == torch.float64,
+            "it has no dropout": p.dropout > 0,
+            f"the score {p.score} is not known to it": p.score is not None,
+            "it has no gradients on cpu": cpu and p.grad,
+            "it has no log-sum-exp on cpu, which a State and a sink need": cpu and (p.lse or p.sink),
+            "it has no vmap or forward-mode derivative": p.transformed,
+            "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim, p.v_dim),
+        }
+        lacking = _lacking() if cpu else None
+        return [reason for reason, applies in found.items() if applies] + ([lacking] if lacking else [])
+
+    def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
+        q, k, v = operands.q, operands.k, operands.v
+        hides = problem.mask is not None
+        if hides and not all(bool(torch.isfinite(t).all()) for t in ((q, k, v) if problem.grad else (k, v))):
+            raise RefusalError("flex: keys or values hold NaN or inf, which FlexAttention would carry past the mask")
+        block_mask = _block_mask(schedule, q.device) if hides else None
+        score_mod = _score_mod(problem, operands.bias, q.device)
+        shared = problem.heads != problem.kv_heads
+        wants_lse = problem.lse or problem.sink
+        with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore
+            result = _compiled()(q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None)
+        if wants_lse:
+            return State(result[0], result[1].lse)
+        return State(result, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
+
+
+@cache
+def _lacking() -> str | None:
+    """What torch.compile needs on CPU and this machine has not."""
+    compilers = ("g++", "clang++", "c++")
+    if not any(shutil.which(name) for name in compilers):
+        return f"torch.compile needs a C++ compiler on cpu, and none of {', '.join(compilers)} is on the path"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "torch.compile needs Python.h on cpu (Debian: the package python3-dev)"
+    return None
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(_attend, fullgraph=True)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Modify | None, block_mask: Any, scale: float, shared: bool, aux: Any
+) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=shared, return_aux=aux)
+
+
+def _aux() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+def _block_mask(schedule: Schedule, device: torch.device) -> Any:
+    """The schedule in FlexAttention's form: per query tile the FULL and the PARTIAL key tiles, and the bits of the latter."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    full, partial, number = (x.to(device) for x in _tables(schedule))
+    patterns = torch.cat([schedule.pattern(i)[None] for i in range(len(schedule.patterns))] or [_no_bits(schedule)]).to(device)
+    tile, batches, heads = schedule.tile, *schedule.maps
+    several_batches, several_heads = int(batches > 1), int(heads > 1)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return patterns[number[b * several_batches, h * several_heads, q // tile, k // tile], q % tile, k % tile]
+
+    counts = [listed.sum(dim=3, dtype=torch.int32) for listed in (partial, full)]
+    order = [listed.to(torch.int8).argsort(dim=3, descending=True, stable=True).to(torch.int32) for listed in (partial, full)]
+    return BlockMask.from_kv_blocks(
+        counts[0], order[0], counts[1], order[1], tile, mask_mod, seq_lengths=(schedule.queries, schedule.keys)
+    )
+
+
+def _tables(schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
+    """(full, partial) as bool and the pattern's number as int32, each [maps, maps, query tiles, key tiles]."""
+    rows, across = schedule.maps[0] * schedule.maps[1] * schedule.query_tiles, -(-schedule.keys // schedule.tile)
+    full, partial = torch.zeros(rows, across, dtype=torch.bool), torch.zeros(rows, across, dtype=torch.bool)
+    number = torch.zeros(rows, across, dtype=torch.int32)
+    for row in range(rows):
+        for run in schedule.runs(row):
+            full[row, run.start // schedule.tile : -(-run.stop // schedule.tile)] = True
+        for patch in schedule.patches(row):
+            partial[row, patch.start // schedule.tile] = True
+            number[row, patch.start // schedule.tile] = patch.pattern
+    shape = (*schedule.maps, schedule.query_tiles, across)
+    return full.view(shape), partial.view(shape), number.view(shape)
+
+
+def _no_bits(schedule: Schedule) -> Tensor:
+    return torch.zeros(1, schedule.tile, schedule.tile, dtype=torch.bool)
+
+
+def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Modify | None:
+    """Softcap, then bias, in FlexAttention's form; None if there is neither."""
+    cap = problem.softcap
+    adds = [] if bias is None else [_added(problem, term, device) for term in _terms(bias)]
+    if cap is None and not adds:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        score = score if cap is None else cap * torch.tanh(score / cap)
+        for add in adds:
+            score = score + add(b, h, q, k)
+        return score
+
+    return score_mod
+
+
+def _terms(bias: Bias) -> list[Bias]:
+    return [*_terms(bias.a), *_terms(bias.b)] if isinstance(bias, Sum) else [bias]
+
+
+def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
+    """A bias as a look-up by query and key numbers of the call: in a vector over k - q per head, or in the whole table."""
+    h = torch.arange(problem.heads, device=device)
+    if bias.per_distance():
+        first = 1 - problem.queries  # the least k - q, from 0, with q counted from the first query of the call
+        distance = torch.arange(first, problem.keys, device=device) - problem.offset
+        vector = bias.value(0, h[:, None], 0, distance) if problem.heads else torch.empty(0)
+        vector = vector.to(torch.float32)
+        return lambda b, h, q, k: vector[h, k - q - first]
+    b, q = torch.arange(problem.batch, device=device), torch.arange(problem.queries, device=device) + problem.offset
+    k = torch.arange(problem.keys, device=device)
+    table = bias.value(b[:, None, None, None], h[:, None, None], q[:, None], k)
+    table = table.expand(problem.batch, problem.heads, problem.queries, problem.keys)
+    return lambda b, h, q, k: table[b, h, q, k]

@@ -1,0 +1,261 @@
+"""The reference: the definition of what regard computes, for every word and type, on any device that torch has.
+
+For each tile of queries it takes the key tiles that the schedule lists, computes their scores at once, and merges chunks of
+keys as states, so it needs memory for one tile of queries by `SCORES` and never queries x keys. All of it is plain,
+functional torch, so gradients of any order, forward mode and vmap need no code of their own. When gradients are wanted
+of a large problem each tile is recomputed in the backward pass (Chen et al. 2016, arXiv:1604.06174), which keeps that memory.
+
+What is masked is never read into a result. A FULL tile has nothing masked. In a PARTIAL one a NaN would pass through
+0 * NaN, in `weights @ v` and in the gradients, so keys and values that are not finite are taken out of the products there and put
+back for just the pairs that are kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from regard.plan.problem import Operands, Problem
+from regard.plan.schedule import Schedule
+from regard.state import State
+
+SCORES = 1 << 24
+"""Scores computed at once: 64 MiB in float32. More is no faster; less makes more calls."""
+
+REMEMBERED = 1 << 22
+"""Scores that autograd may keep before tiles are recomputed in the backward pass instead."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The engine that runs everything.
+
+    Attributes:
+        compute: the type it computes in; None: float64 for float64, else float32.
+    """
+
+    name: str = "reference"
+    compute: torch.dtype | None = None
+    tile: int = 128
+
+    def refusals(self, problem: Problem) -> list[str]:
+        return [] if problem.score is None else [f"the score {problem.score} is not known to it"]
+
+    def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
+        if not problem.batch * problem.heads * problem.queries:
+            return _nothing(problem, operands)
+        compute = self.compute or (torch.float64 if problem.dtype == torch.float64 else torch.float32)
+        guarded = len(schedule.patch_tile) > 0 and (problem.transformed or not _finite(operands.q, operands.k, operands.v))
+        states = [
+            [_map(_block(problem, schedule, operands, compute, guarded, m, n)) for n in range(schedule.maps[1])]
+            for m in range(schedule.maps[0])
+        ]
+        whole = _joined([_joined(row, dim=1) for row in states], dim=0)
+        if problem.grad and not schedule.pairs:
+            return _nothing(problem, operands)
+        return State(whole.out.to(problem.dtype), whole.lse.to(_lse_dtype(problem)))
+
+
+class _Block(NamedTuple):
+    """The part of a call that shares a map of the schedule; k and v in the type of the computation."""
+
+    problem: Problem
+    schedule: Schedule
+    q: Tensor  # [batch, heads, queries, qk_dim]
+    k: Tensor  # [batch, kv_heads, keys, qk_dim]
+    v: Tensor  # [batch, kv_heads, keys, v_dim]
+    operands: Operands
+    first: tuple[int, int]  # batch row and head of the block in the call
+    row: int  # of its first query tile in the schedule
+    guarded: bool  # some key or value may be NaN or infinite
+
+
+class _Piece(NamedTuple):
+    """Key positions start <= k < stop; the number of their pattern, None where all pairs are kept."""
+
+    start: int
+    stop: int
+    pattern: int | None
+
+
+def _block(
+    problem: Problem, schedule: Schedule, operands: Operands, compute: torch.dtype, guarded: bool, m: int, n: int
+) -> _Block:
+    """Block m, n of the schedule's maps: a batch row or all of them, a head or all."""
+    b = slice(None) if schedule.maps[0] == 1 else slice(m, m + 1)
+    h = slice(None) if schedule.maps[1] == 1 else slice(n, n + 1)
+    group = problem.heads // problem.kv_heads
+    g = slice(None) if schedule.maps[1] == 1 else slice(n // group, n // group + 1)
+    k, v = operands.k[b, g].to(compute), operands.v[b, g].to(compute)
+    row = (m * schedule.maps[1] + n) * schedule.query_tiles
+    return _Block(problem, schedule, operands.q[b, h], k, v, operands, (b.start or 0, h.start or 0), row, guarded)
+
+
+def _map(block: _Block) -> State:
+    """The state of a block, query tile by query tile."""
+    problem, schedule = block.problem, block.schedule
+    again = problem.grad and not problem.transformed and schedule.covered > REMEMBERED
+
+    def tile(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        state = _tile(block._replace(k=k, v=v), t)
+        return state.out, state.lse
+
+    def remembered(t: int) -> State:
+        if not again:
+            return State(*tile(t, block.k, block.v))
+        keep_rng = problem.dropout > 0
+        return State(*checkpoint(tile, t, block.k, block.v, use_reentrant=False, preserve_rng_state=keep_rng))
+
+    return _joined([remembered(t) for t in range(schedule.query_tiles)], dim=2)
+
+
+def _tile(block: _Block, t: int) -> State:
+    """The state of query tile t: its listed keys in chunks, merged."""
+    start = t * block.schedule.tile
+    q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype)
+    budget = max(block.schedule.tile, SCORES // (q[..., 0].numel() or 1))
+    chunks = [_chunk(block, q, start, pieces) for pieces in _chunks(block.schedule, block.row + t, budget)]
+    if not chunks:
+        rows = q.sum(dim=3) * 0
+        return State(rows.new_zeros((*rows.shape, block.v.shape[3])), torch.full_like(rows, -torch.inf))
+    return reduce(or_, chunks)
+
+
+def _chunks(schedule: Schedule, row: int, budget: int) -> Iterator[list[_Piece]]:
+    """The listed keys of a query tile, in order, in lists of at most `budget` keys; a long run is cut."""
+    runs = (_Piece(run.start, run.stop, None) for run in schedule.runs(row))
+    patches = (_Piece(*patch) for patch in schedule.patches(row))
+    chunk: list[_Piece] = []
+    room = budget
+    for start, stop, pattern in sorted([*runs, *patches]):
+        while start < stop:
+            if pattern is not None and chunk and room < stop - start:
+                yield chunk
+                chunk, room = [], budget
+            cut = stop if pattern is not None else min(stop, start + room)
+            chunk.append(_Piece(start, cut, pattern))
+            room -= cut - start
+            start = cut
+            if room <= 0:
+                yield chunk
+                chunk, room = [], budget
+    if chunk:
+        yield chunk
+
+
+def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
+    """The state of one tile of queries, whose first is query `first` of the call, over some pieces of keys."""
+    k, v = _taken(block.k, pieces), _taken(block.v, pieces)
+    keep = _kept(block.schedule, pieces, q.shape[2], q.device)
+    scores = block.problem.scale * _products(q, k, block.guarded and keep is not None)
+    if block.problem.softcap is not None:
+        scores = block.problem.softcap * torch.tanh(scores / block.problem.softcap)
+    if block.operands.bias is not None:
+        scores = scores + _bias(block, first, q, pieces).to(scores.dtype)
+    if keep is not None:
+        scores = torch.where(keep, scores, -torch.inf)
+    top = scores.amax(dim=3, keepdim=True).detach()
+    weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))  # [batch, heads, queries, keys]
+    total = weights.sum(dim=3)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    weights = F.dropout(weights / total[..., None], block.problem.dropout)
+    out = _mixed(weights, v, keep if block.guarded else None)
+    return State(out, torch.where(empty, -torch.inf, top[..., 0] + torch.log(total)))
+
+
+def _products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
+    """q . k for each query head with the key head of its group, [batch, heads, queries, keys].
+
+    Guarded: gradients do not flow through products with a query or key that is not finite, since they would reach, as
+    0 * NaN, those that it is masked from; the row that does see it is NaN, and so are its gradients.
+    """
+    if not guarded:
+        return _ungrouped(_grouped(q, k) @ k.mT, q)
+    clean_q, clean_k = (torch.where(torch.isfinite(t).all(dim=3, keepdim=True), t, 0.0) for t in (q, k))
+    clean = _products(clean_q, clean_k, guarded=False)
+    fine = _products((clean_q == q).all(3, keepdim=True).to(q.dtype), (clean_k == k).all(3, keepdim=True).to(k.dtype), guarded=False)
+    return torch.where(fine > 0, clean, _products(q, k, guarded=False).detach())
+
+
+def _mixed(weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    """weights @ v, [batch, heads, queries, v_dim]; with `keep`, v that is not finite counts in just the pairs kept."""
+    if keep is None:
+        return _ungrouped(_grouped(weights, v) @ v, weights)
+    out = _mixed(weights, torch.where(torch.isfinite(v), v, 0.0), None)
+    seen = keep.to(v.dtype)
+    nan, up, down = (seen @ kind.to(v.dtype) > 0 for kind in (v.isnan(), v == torch.inf, v == -torch.inf))
+    special = torch.where(up, torch.inf, torch.where(down, -torch.inf, 0.0))
+    special = torch.where(nan | (up & down), torch.nan, special)
+    return out + special.repeat_interleave(out.shape[1] // v.shape[1], dim=1)
+
+
+def _grouped(x: Tensor, like: Tensor) -> Tensor:
+    """[batch, heads, rows, n] as [batch, kv_heads, group * rows, n]: a group's queries beside each other, no key repeated."""
+    return x.unflatten(1, (like.shape[1], -1)).flatten(2, 3)
+
+
+def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_grouped`, to the heads and rows of `like`."""
+    return x.unflatten(2, (-1, like.shape[2])).flatten(1, 2)
+
+
+def _taken(x: Tensor, pieces: list[_Piece]) -> Tensor:
+    """The keys or values of the pieces: a view where the pieces touch."""
+    if all(left.stop == right.start for left, right in zip(pieces, pieces[1:], strict=False)):
+        return x[:, :, pieces[0].start : pieces[-1].stop]
+    return torch.cat([x[:, :, piece.start : piece.stop] for piece in pieces], dim=2)
+
+
+def _kept(schedule: Schedule, pieces: list[_Piece], rows: int, device: torch.device) -> Tensor | None:
+    """The mask over the pieces, bool [rows, keys]; None where all is kept."""
+    if all(piece.pattern is None for piece in pieces):
+        return None
+    parts = [
+        torch.ones(rows, piece.stop - piece.start, dtype=torch.bool)
+        if piece.pattern is None
+        else schedule.pattern(piece.pattern)[:rows, : piece.stop - piece.start]
+        for piece in pieces
+    ]
+    return torch.cat(parts, dim=1).to(device)
+
+
+def _bias(block: _Block, first: int, q: Tensor, pieces: list[_Piece]) -> Tensor:
+    """The bias over a tile of queries and pieces of keys, broadcastable to [batch, heads, queries, keys]."""
+    (batch, heads, rows), device = q.shape[:3], q.device
+    b = torch.arange(block.first[0], block.first[0] + batch, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(block.first[1], block.first[1] + heads, device=device).view(-1, 1, 1)
+    start = block.problem.offset + first
+    query = torch.arange(start, start + rows, device=device).view(-1, 1)
+    key = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
+    assert block.operands.bias is not None
+    return block.operands.bias.value(b, h, query, key)
+
+
+def _joined(states: list[State], dim: int) -> State:
+    if len(states) == 1:
+        return states[0]
+    return State(torch.cat([s.out for s in states], dim), torch.cat([s.lse for s in states], dim))
+
+
+def _nothing(problem: Problem, operands: Operands) -> State:
+    """The state of a call that keeps no pair: out 0, lse -inf, and gradients 0 rather than none."""
+    sizes = (problem.batch, problem.heads, problem.queries)
+    tied = [operands.q, operands.k, operands.v, *([] if operands.bias is None else operands.bias.tensors())]
+    zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
+    out = operands.q.new_zeros((*sizes, problem.v_dim)) + zero
+    return State(out, torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device))
+
+
+def _lse_dtype(problem: Problem) -> torch.dtype:
+    return torch.float64 if problem.dtype == torch.float64 else torch.float32
+
+
+def _finite(*tensors: Tensor) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors)

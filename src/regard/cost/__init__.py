@@ -1,0 +1,1 @@
+"""What attention costs: arithmetic over a problem and its schedule. Nothing is run."""

@@ -1,0 +1,31 @@
+"""Floating-point operations and bytes of one call.
+
+>>> from regard.plan.schedule import schedule
+>>> s = schedule(None, batch=1, heads=8, queries=2048, keys=2048, offset=0, tile=128)
+>>> flops(s, qk_dim=64, v_dim=64) / 1e9
+8.589934592
+"""
+
+from regard.plan.schedule import Schedule
+
+
+def flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
+    """FLOPs of the two products, `q . k` and `weights @ v`, over the kept pairs only: 2 (qk_dim + v_dim) each.
+
+    The convention of Dao et al. 2022, arXiv:2205.14135, §4 and of torch's FLOP counter; softmax is not counted.
+    """
+    return 2 * schedule.pairs * (qk_dim + v_dim)
+
+
+def bytes_moved(schedule: Schedule, *, kv_heads: int, qk_dim: int, v_dim: int, item: int) -> int:
+    """The least that any engine reads and writes, in bytes: q, out, the keys and values that are seen, each once.
+
+    Args:
+        item: bytes per element.
+    """
+    rows = schedule.batch * schedule.heads * schedule.queries * (qk_dim + v_dim)
+    batches, heads = schedule.maps
+    copies = (schedule.batch // batches if batches else 0) * (kv_heads if heads == 1 else 1)
+    if heads > 1:  # heads of a group may see different keys of their shared head: at most all that each sees
+        copies = copies * kv_heads / schedule.heads
+    return int((rows + schedule.keys_read * copies * (qk_dim + v_dim)) * item)

@@ -1,0 +1,194 @@
+"""Biases: numbers added to the scores, after the softcap and before the mask.
+
+A bias answers `value(b, h, q, k)` for positions, as a mask does, differentiably in the tensors that it carries. `a + b`
+adds two.
+"""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from regard.describe.mask import Frame, Positions
+from regard.describe.word import Word, word
+from regard.errors import ProblemError
+
+
+class Bias(Word):
+    """What is added to the scores; abstract, see `Alibi`, `T5Bias`, `TensorBias`."""
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        """The number added to the score of query position q and key position k in head h of batch row b."""
+        raise NotImplementedError(f"{type(self).__name__}.value")
+
+    def at(self, frame: Frame) -> "Bias":
+        """This bias in a call, whose rows `TensorBias` is laid out by. Raises `ProblemError` if it does not fit."""
+        return self
+
+    def per_distance(self) -> bool:
+        """Whether the value depends on the head and on k - q alone, so that it can be kept as a vector per head."""
+        return False
+
+    def __add__(self, other: "Bias") -> "Bias":
+        if not isinstance(other, Bias):  # pyright: ignore[reportUnnecessaryIsInstance]
+            what = "a tensor; wrap it as TensorBias(tensor)" if isinstance(other, Tensor) else type(other).__name__
+            raise ProblemError(f"a bias adds to biases only: the right side of + is {what}.")
+        return Sum(self, other)
+
+
+@word
+class Sum(Bias):
+    """Two biases added; written `a + b`."""
+
+    a: Bias
+    b: Bias
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self.a.value(b, h, q, k) + self.b.value(b, h, q, k)
+
+    def at(self, frame: Frame) -> Bias:
+        return Sum(self.a.at(frame), self.b.at(frame))
+
+    def per_distance(self) -> bool:
+        return self.a.per_distance() and self.b.per_distance()
+
+    def text(self) -> str:
+        return f"{self.a!r} + {self.b!r}"
+
+
+@word
+class Alibi(Bias):
+    """Attention with linear biases: `-slope[h] * |q - k|`. Press et al. 2022, arXiv:2108.12409, §3.
+
+    With n heads, a power of two, head h (from 0) has slope `2 ** (-8 * (h + 1) / n)`. For other n the slopes are those of
+    the greatest power of two below n, followed by every second slope of twice that power (the authors' own rule). The
+    paper is causal; where keys come after the query the distance counts as well, as in flash-attention.
+
+    Args:
+        heads: query heads of the call, at least 1.
+
+    >>> Alibi(4).slopes().tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    >>> Alibi(3).slopes().tolist()
+    [0.0625, 0.00390625, 0.25]
+    """
+
+    heads: int
+
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ProblemError(f"Alibi(heads={self.heads}): expected at least 1 head.")
+
+    def slopes(self) -> Tensor:
+        """The slope of each head, float64 [heads]."""
+        power = 1 << (self.heads.bit_length() - 1)
+        slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+        between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+        return torch.tensor((slopes + between)[: self.heads], dtype=torch.float64)
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        distance = torch.as_tensor(q - k)
+        return -self.slopes().to(distance.device)[h] * distance.abs()
+
+    def at(self, frame: Frame) -> Bias:
+        if self.heads != frame.heads:
+            raise ProblemError(f"{self!r} has slopes for {self.heads} heads and the call has {frame.heads}.")
+        return self
+
+    def per_distance(self) -> bool:
+        return True
+
+
+@word
+class T5Bias(Bias):
+    """Learned relative bias: `table[bucket(k - q), h]`. Raffel et al. 2020, arXiv:1910.10683, §2.1.
+
+    Half of the buckets (per direction) are for exact distances, the other half grow with the logarithm of the distance up to
+    `max_distance`, beyond which all share the last. Bidirectional: the upper half of the table is for keys after the query.
+
+    Args:
+        table: [buckets, heads]; gradients flow to it. transformers' `relative_attention_bias.weight`.
+        bidirectional: True for encoders; False puts all keys after the query into bucket 0.
+        max_distance: tokens.
+
+    >>> T5Bias(torch.zeros(32, 2)).bucket(torch.tensor([0, -1, 1, -1000])).tolist()
+    [0, 1, 17, 15]
+    """
+
+    table: Tensor
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        needed = 4 if self.bidirectional else 2
+        if self.table.ndim != 2 or self.table.shape[0] < needed or not self.table.is_floating_point():
+            raise ProblemError(
+                f"T5Bias(table) is {self.table.dtype} {list(self.table.shape)}: expected floats [buckets, heads] with at least "
+                f"{needed} buckets."
+            )
+        if self.max_distance <= self._exact():
+            raise ProblemError(f"T5Bias(max_distance={self.max_distance}): must exceed the {self._exact()} exact distances.")
+
+    def _exact(self) -> int:
+        return self.table.shape[0] // (4 if self.bidirectional else 2)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The row of the table for each k - q, int64."""
+        exact, one_way = self._exact(), self.table.shape[0] // (2 if self.bidirectional else 1)
+        offset = (distance > 0) * one_way if self.bidirectional else torch.zeros_like(distance)
+        far = distance.abs() if self.bidirectional else (-distance).clamp(min=0)
+        # float32 and this order of operations, as in the original: bucket borders are rounded the same way
+        log = torch.log(far.clamp(min=1).float() / exact) / math.log(self.max_distance / exact) * (one_way - exact)
+        return offset + torch.where(far < exact, far, (exact + log.long()).clamp(max=one_way - 1))
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        bucket = self.bucket(torch.as_tensor(k - q))
+        return self.table[bucket, h]
+
+    def at(self, frame: Frame) -> Bias:
+        if self.table.shape[1] != frame.heads:
+            raise ProblemError(f"{self!r} has a column for {self.table.shape[1]} heads and the call has {frame.heads}.")
+        return self
+
+    def per_distance(self) -> bool:
+        return True
+
+
+@word
+class TensorBias(Bias):
+    """Any bias as a tensor; gradients flow to it.
+
+    Its rows are the queries of the call and its columns the keys. Entries of -inf hide a pair, though a mask does so better:
+    what a mask hides is not computed.
+
+    Args:
+        tensor: floats, broadcastable to [batch, heads, queries, keys].
+        offset: position of its first row; None: the call's own offset (alone: the last row at the last column).
+    """
+
+    tensor: Tensor
+    offset: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tensor.is_floating_point() or self.tensor.ndim > 4:
+            raise ProblemError(
+                f"TensorBias(tensor) is {self.tensor.dtype} {list(self.tensor.shape)}: expected floats, broadcastable to "
+                "[batch, heads, queries, keys]. A bool tensor is a mask: Dense(mask)."
+            )
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        rows, columns = self._sizes()[2:]
+        index = (b, h, q - (columns - rows if self.offset is None else self.offset), k)[4 - self.tensor.ndim :]
+        return self.tensor[tuple(i * 0 if n == 1 else i for i, n in zip(index, self.tensor.shape, strict=True))]
+
+    def at(self, frame: Frame) -> Bias:
+        sizes = (frame.batch, frame.heads, frame.queries, frame.keys)
+        if any(own not in (1, called) for own, called in zip(self._sizes(), sizes, strict=True)):
+            raise ProblemError(
+                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(sizes)}: every size must be that or 1."
+            )
+        return TensorBias(self.tensor, frame.offset)
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return cast("tuple[int, int, int, int]", (1,) * (4 - self.tensor.ndim) + tuple(self.tensor.shape))

@@ -1,0 +1,227 @@
+"""Masks: which query may look at which key.
+
+A mask answers two questions about *positions* (query i of a call stands at `offset + i`, key j at j):
+
+- `keep(b, h, q, k)`: is the pair kept? Exact, pointwise, broadcasting.
+- `bounds(rectangles)`: is *some* pair of the rectangle kept, are *all*? Sound (an undecided rectangle is some and not
+  all), never exact by duty. The schedule splits only what is undecided, so its cost follows the mask's boundary.
+
+`&`, `|` and `~` combine masks; their bounds follow by Kleene's three-valued logic. The words themselves are in
+`mask_by_rule.py` (arithmetic on positions) and `mask_by_table.py` (what needs data).
+"""
+
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from regard.describe.word import Word, word
+from regard.errors import ProblemError
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Positions = int | Tensor
+"""A position, or an int64 tensor of positions; the four of a `keep` broadcast."""
+
+NONE, ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
+"""What stands in a signature for a mask that keeps nothing, or everything, of a rectangle."""
+
+
+class Rectangles(NamedTuple):
+    """Many rectangles of positions: batch b, head h, queries q0 <= q < q1, keys k0 <= k < k1; arrays of one length."""
+
+    b: Ints
+    h: Ints
+    q0: Ints
+    q1: Ints
+    k0: Ints
+    k1: Ints
+
+
+class Frame(NamedTuple):
+    """The sizes of a call, and the position of its first query."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    offset: int
+
+    @property
+    def positions(self) -> int:
+        """One past the last position that a query stands at."""
+        return self.offset + self.queries
+
+
+class Mask(Word):
+    """Which query may look at which key; abstract, see the words for what there is.
+
+    ```
+    >>> from regard import Causal, Window, Prefix, draw
+    >>> print(draw(Causal() & (Window(2) | Prefix(1)), 4, 4))
+    █ · · ·
+    █ █ · ·
+    █ █ █ ·
+    █ · █ █
+
+    ```
+    """
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        """Whether head h of batch row b keeps the pair of query position q and key position k; a bool tensor."""
+        raise NotImplementedError(f"{type(self).__name__}.keep")
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        """(some, all): whether some pair, and all pairs, of each rectangle may be, and surely are, kept."""
+        raise NotImplementedError(f"{type(self).__name__}.bounds")
+
+    def signature(self, r: Rectangles) -> Ints:
+        """Numbers [rectangles, n] of which the pattern inside a rectangle is a function: equal rows, equal patterns.
+
+        It lets a schedule look at one tile of the diagonal of a causal mask instead of at all. This default says that
+        every rectangle is its own.
+        """
+        return np.stack([r.b, r.h, r.q0, r.k0], axis=1)
+
+    def spread(self) -> tuple[int, int]:
+        """How many batch rows and heads the mask tells apart: 1 where it is the same for all."""
+        return 1, 1
+
+    def at(self, frame: Frame) -> "Mask":
+        """This mask in a call: words laid out by the rows of the call (`Dense`, `Tree`) learn where those stand.
+
+        Raises:
+            ProblemError: the mask does not fit the call (its data has other sizes).
+        """
+        return self
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, _mask(other, "&"))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, _mask(other, "|"))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def __bool__(self) -> NoReturn:
+        raise ProblemError(
+            f"{self!r} is a mask, which is neither true nor false: combine masks with & | ~ (not `and`, `or`, `not`), "
+            "and test for its absence with `mask is None`."
+        )
+
+
+class Pair(Mask):
+    """Two masks combined; abstract, see `And` and `Or`."""
+
+    a: Mask
+    b: Mask
+
+    def signature(self, r: Rectangles) -> Ints:
+        return np.concatenate([marked(self.a, r), marked(self.b, r)], axis=1)
+
+    def spread(self) -> tuple[int, int]:
+        (batch_a, heads_a), (batch_b, heads_b) = self.a.spread(), self.b.spread()
+        return max(batch_a, batch_b), max(heads_a, heads_b)
+
+    def at(self, frame: Frame) -> Mask:
+        return type(self)(self.a.at(frame), self.b.at(frame))  # pyright: ignore[reportCallIssue]
+
+
+@word
+class And(Pair):
+    """Kept by both; written `a & b`."""
+
+    a: Mask
+    b: Mask
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self.a.keep(b, h, q, k) & self.b.keep(b, h, q, k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
+        return some_a & some_b, all_a & all_b
+
+    def text(self) -> str:
+        return f"{_inner(self.a, Or)} & {_inner(self.b, Or, And)}"
+
+
+@word
+class Or(Pair):
+    """Kept by either; written `a | b`."""
+
+    a: Mask
+    b: Mask
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self.a.keep(b, h, q, k) | self.b.keep(b, h, q, k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
+        return some_a | some_b, all_a | all_b
+
+    def text(self) -> str:
+        return f"{self.a!r} | {_inner(self.b, Or)}"
+
+
+@word
+class Not(Mask):
+    """Kept where the other is not; written `~a`."""
+
+    a: Mask
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self.a.keep(b, h, q, k) ^ True  # right for a Python bool as well, where ~ is not
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        some, every = self.a.bounds(r)
+        return ~every, ~some
+
+    def signature(self, r: Rectangles) -> Ints:
+        return marked(self.a, r)
+
+    def spread(self) -> tuple[int, int]:
+        return self.a.spread()
+
+    def at(self, frame: Frame) -> Mask:
+        return Not(self.a.at(frame))
+
+    def text(self) -> str:
+        return f"~{_inner(self.a, Or, And)}"
+
+
+def marked(mask: Mask, r: Rectangles) -> Ints:
+    """The mask's signature, overwritten with ALL or NONE where its bounds decide: there its own numbers do not matter."""
+    (some, every), own = mask.bounds(r), mask.signature(r)
+    return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
+
+
+def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: int = 0, head: int = 0) -> str:
+    """The mask as a picture, a row per query: █ where the pair is kept, · where not.
+
+    Args:
+        offset: position of the first query; None puts the last query at the last key, as `attend` does.
+
+    >>> from regard import Causal, draw
+    >>> print(draw(Causal(), 2, 4))
+    █ █ █ ·
+    █ █ █ █
+    """
+    start = keys - queries if offset is None else offset
+    mask = mask.at(Frame(*mask.spread(), queries, keys, start))
+    q = torch.arange(start, start + queries)[:, None]
+    kept = mask.keep(torch.tensor(batch), torch.tensor(head), q, torch.arange(keys)[None, :]).expand(queries, keys)
+    return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
+
+
+def _mask(other: object, operator: str) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    what = "a tensor; wrap it as Dense(tensor)" if isinstance(other, Tensor) else f"{type(other).__name__}"
+    raise ProblemError(f"a mask combines with masks only: the right side of {operator} is {what}.")
+
+
+def _inner(mask: Mask, *bracketed: type[Mask]) -> str:
+    return f"({mask!r})" if isinstance(mask, bracketed) else repr(mask)

@@ -1,0 +1,263 @@
+"""Masks that are arithmetic on positions (and at most a number per batch row), with exact bounds.
+
+In the pictures a row is a query, a column a key; █ is kept.
+"""
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles
+from regard.describe.tensors import derived
+from regard.describe.word import word
+from regard.errors import ProblemError
+
+
+@word
+class Causal(Mask):
+    """A query sees itself and what came before: `k <= q`.
+
+    It compares positions, not corners: a query at `offset + i` sees keys 0 to `offset + i`. Vaswani et al. 2017,
+    arXiv:1706.03762, §3.2.3.
+
+    >>> from regard import draw
+    >>> print(draw(Causal(), 3, 3))
+    █ · ·
+    █ █ ·
+    █ █ █
+    """
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return cast(Tensor, k <= q)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return r.k0 <= r.q1 - 1, r.k1 - 1 <= r.q0
+
+    def signature(self, r: Rectangles) -> Ints:
+        return (r.q0 - r.k0)[:, None]
+
+
+@word
+class Window(Mask):
+    """A query sees keys that are near: `q - k < left` and `k - q < right`.
+
+    The window counts the query itself: `Causal() & Window(4096)` sees 4,096 keys, as transformers' `sliding_window` and
+    Keras count. flash-attention, JAX and ONNX count the *other* keys: their `(w, 0)` is `Window(w + 1)` here.
+    Beltagy et al. 2020, arXiv:2004.05150, §3.1.
+
+    Args:
+        left: tokens to the left, itself included, at least 1; None for no limit.
+        right: tokens to the right, itself included, at least 1; None for no limit.
+
+    >>> from regard import draw
+    >>> print(draw(Window(2, 1), 3, 3))
+    █ · ·
+    █ █ ·
+    · █ █
+    """
+
+    left: int | None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.left is None and self.right is None:
+            raise ProblemError("Window(None, None) limits nothing: give a left or a right size, or leave the mask out.")
+        for side, size in (("left", self.left), ("right", self.right)):
+            if size is not None and size < 1:
+                raise ProblemError(
+                    f"Window({side}={size}) would hide a token from itself: a window counts the query, so it is at "
+                    "least 1; None means no limit."
+                )
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        after = cast(Tensor, self.left is None or (q - k) < self.left)
+        before = cast(Tensor, self.right is None or (k - q) < self.right)
+        return after & before
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        nearest, farthest = r.q0 - (r.k1 - 1), (r.q1 - 1) - r.k0  # the extremes of q - k
+        some, every = np.ones_like(r.q0, dtype=bool), np.ones_like(r.q0, dtype=bool)
+        if self.left is not None:
+            some, every = some & (nearest < self.left), every & (farthest < self.left)
+        if self.right is not None:
+            some, every = some & (-farthest < self.right), every & (-nearest < self.right)
+        return some, every
+
+    def signature(self, r: Rectangles) -> Ints:
+        return (r.q0 - r.k0)[:, None]
+
+
+@word
+class Prefix(Mask):
+    """Every query sees the first keys: `k < size`. Attention sinks, and the visible prefix of a prefix-LM.
+
+    Xiao et al. 2024, arXiv:2309.17453, §3.2 (sinks); Raffel et al. 2020, arXiv:1910.10683, §3.2.1 (prefix-LM).
+
+    Args:
+        size: keys, at least 0; an int, or an integer tensor [batch].
+
+    >>> from regard import draw
+    >>> print(draw(Prefix(1), 2, 3))
+    █ · ·
+    █ · ·
+    """
+
+    size: int | Tensor
+
+    def __post_init__(self) -> None:
+        check_sizes(self.size, "Prefix(size)")
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return _before(self.size, b, k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return _first_keys(self.size, r)
+
+    def signature(self, r: Rectangles) -> Ints:
+        return (_sizes(self.size, r.b) - r.k0)[:, None]
+
+    def spread(self) -> tuple[int, int]:
+        return (len(self.size), 1) if isinstance(self.size, Tensor) else (1, 1)
+
+    def at(self, frame: Frame) -> Mask:
+        return _per_row(self, self.size, frame)
+
+
+@word
+class Lengths(Mask):
+    """Row b of the batch has `lengths[b]` keys, the rest is padding: `k < lengths[b]`.
+
+    Args:
+        lengths: keys per batch row; an integer tensor [batch].
+
+    >>> from regard import draw
+    >>> print(draw(Lengths(torch.tensor([2, 3])), 1, 3, batch=0))
+    █ █ ·
+    """
+
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        check_sizes(self.lengths, "Lengths(lengths)")
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return _before(self.lengths, b, k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return _first_keys(self.lengths, r)
+
+    def signature(self, r: Rectangles) -> Ints:
+        return (_sizes(self.lengths, r.b) - r.k0)[:, None]
+
+    def spread(self) -> tuple[int, int]:
+        return len(self.lengths), 1
+
+    def at(self, frame: Frame) -> Mask:
+        return _per_row(self, self.lengths, frame)
+
+
+@word
+class Global(Mask):
+    """Some tokens see all and are seen by all: q or k in the set. Beltagy et al. 2020, arXiv:2004.05150, §3.1.
+
+    Args:
+        positions: the positions of those tokens, an iterable of ints.
+
+    >>> from regard import draw
+    >>> print(draw(Global([1]), 3, 3))
+    · █ ·
+    █ █ █
+    · █ ·
+    """
+
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", tuple(sorted({int(p) for p in self.positions})))
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        q, k = torch.as_tensor(q), torch.as_tensor(k)
+        chosen = torch.tensor(self.positions, dtype=torch.int64, device=q.device)
+        return torch.isin(q, chosen) | torch.isin(k, chosen)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        queries, keys = self._count(r.q0, r.q1), self._count(r.k0, r.k1)
+        return (queries > 0) | (keys > 0), (queries == r.q1 - r.q0) | (keys == r.k1 - r.k0)
+
+    def signature(self, r: Rectangles) -> Ints:
+        row = np.where(self._count(r.q0, r.q1) > 0, r.q0, -1)  # which of the two sides the pattern depends on
+        column = np.where(self._count(r.k0, r.k1) > 0, r.k0, -1)
+        return np.stack([row, column], axis=1)
+
+    def _count(self, start: Ints, stop: Ints) -> Ints:
+        chosen = np.asarray(self.positions, dtype=np.int64)
+        return np.searchsorted(chosen, stop) - np.searchsorted(chosen, start)
+
+
+@word
+class Dilated(Mask):
+    """A query sees every step-th key, counted from itself: `(q - k) % step == 0`.
+
+    The strided pattern of Child et al. 2019, arXiv:1904.10509, §4.2.
+
+    Args:
+        step: tokens, at least 1.
+
+    >>> from regard import draw
+    >>> print(draw(Dilated(2), 2, 4))
+    █ · █ ·
+    · █ · █
+    """
+
+    step: int
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ProblemError(f"Dilated(step={self.step}): a step is at least 1 token.")
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return cast(Tensor, (q - k) % self.step == 0)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        nearest, farthest = r.q0 - (r.k1 - 1), (r.q1 - 1) - r.k0
+        some = farthest // self.step * self.step >= nearest
+        return some, some & ((nearest == farthest) | (self.step == 1))
+
+    def signature(self, r: Rectangles) -> Ints:
+        return ((r.q0 - r.k0) % self.step)[:, None]
+
+
+def check_sizes(sizes: object, what: str) -> None:
+    """Raise `ProblemError` unless `sizes` is an int of at least 0 or an integer tensor of one axis."""
+    if isinstance(sizes, Tensor):
+        if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
+            raise ProblemError(f"{what} is {sizes.dtype} {list(sizes.shape)}: expected an integer tensor [batch].")
+    elif not isinstance(sizes, int):
+        raise ProblemError(f"{what} is {type(sizes).__name__}: expected an int or an integer tensor [batch].")
+    elif sizes < 0:
+        raise ProblemError(f"{what} is {sizes}: expected at least 0 keys.")
+
+
+def _before(sizes: int | Tensor, b: Positions, k: Positions) -> Tensor:
+    if isinstance(sizes, Tensor):
+        sizes = sizes.to(k.device if isinstance(k, Tensor) else sizes.device)[b]
+    return cast(Tensor, k < sizes)
+
+
+def _first_keys(sizes: int | Tensor, r: Rectangles) -> tuple[Bools, Bools]:
+    limit = _sizes(sizes, r.b)
+    return r.k0 < limit, r.k1 <= limit
+
+
+def _sizes(sizes: int | Tensor, b: Ints) -> Ints:
+    if isinstance(sizes, Tensor):
+        return derived(sizes, "sizes", lambda t: t.detach().cpu().numpy().astype(np.int64))[b]
+    return np.full(len(b), sizes, dtype=np.int64)
+
+
+def _per_row(mask: Mask, sizes: int | Tensor, frame: Frame) -> Mask:
+    if isinstance(sizes, Tensor) and len(sizes) != frame.batch:
+        raise ProblemError(f"{mask!r} has sizes for {len(sizes)} batch rows and the call has {frame.batch}.")
+    return mask

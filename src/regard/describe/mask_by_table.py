@@ -1,0 +1,338 @@
+"""Masks that hold data: ids, layouts, trees, dense tensors, predicates.
+
+Their bounds come from small tables made once per tensor (`rectangle_tables.py`); data on a GPU is copied to the host once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles
+from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
+from regard.describe.tensors import derived
+from regard.describe.word import word
+from regard.errors import ProblemError
+
+
+@word
+class Documents(Mask):
+    """Packed documents: a token sees the tokens of its own document, those with the same id.
+
+    Args:
+        ids: a document number per position, integer [tokens] or [batch, tokens]; tokens at least the call's keys and
+            positions. `Documents(torch.repeat_interleave(torch.arange(n), lengths))` packs n documents.
+
+    >>> from regard import draw
+    >>> print(draw(Documents(torch.tensor([0, 0, 1])), 3, 3))
+    █ █ ·
+    █ █ ·
+    · · █
+    """
+
+    ids: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", torch.as_tensor(self.ids))
+        if self.ids.ndim not in (1, 2) or self.ids.is_floating_point():
+            raise ProblemError(
+                f"Documents(ids) is {self.ids.dtype} {list(self.ids.shape)}: expected integers [tokens] or [batch, tokens]."
+            )
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        ids = _beside(self.ids, q, k)
+        return ids[q] == ids[k] if ids.ndim == 1 else ids[b, q] == ids[b, k]
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        extremes = derived(self.ids, "extremes", lambda t: RangeExtremes(_numpy(t.reshape(-1, t.shape[-1]))))
+        row = r.b if self.ids.ndim == 2 else np.zeros_like(r.b)
+        lowest_q, highest_q = extremes(row, r.q0, r.q1)
+        lowest_k, highest_k = extremes(row, r.k0, r.k1)
+        some = (lowest_q <= highest_k) & (lowest_k <= highest_q)
+        return some, (lowest_q == highest_k) & (lowest_k == highest_q) & some
+
+    def spread(self) -> tuple[int, int]:
+        return (self.ids.shape[0], 1) if self.ids.ndim == 2 else (1, 1)
+
+    def at(self, frame: Frame) -> Mask:
+        tokens = max(frame.positions, frame.keys)
+        if self.ids.ndim == 2 and self.ids.shape[0] not in (1, frame.batch):
+            raise ProblemError(f"{self!r} has ids for {self.ids.shape[0]} batch rows and the call has {frame.batch}.")
+        if self.ids.shape[-1] < tokens or frame.offset < 0:
+            raise ProblemError(
+                f"{self!r} has ids for positions 0 to {self.ids.shape[-1] - 1}, and the call has {frame.keys} keys and "
+                f"queries at {frame.offset} to {frame.positions - 1}: give an id for every position."
+            )
+        return self if self.ids.ndim == 1 or self.ids.shape[0] > 1 else Documents(self.ids[0])
+
+
+@word
+class Blocks(Mask):
+    """Any block-sparse layout: the pair is kept where `layout[q // size, k // size]`.
+
+    Args:
+        layout: bool [query blocks, key blocks], or with heads, or batch and heads, in front.
+        size: tokens per side of a block, at least 1.
+
+    >>> from regard import draw
+    >>> print(draw(Blocks(torch.tensor([[True, False], [True, True]]), size=2), 4, 4))
+    █ █ · ·
+    █ █ · ·
+    █ █ █ █
+    █ █ █ █
+    """
+
+    layout: Tensor
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.layout.dtype != torch.bool or self.layout.ndim not in (2, 3, 4):
+            raise ProblemError(
+                f"Blocks(layout) is {self.layout.dtype} {list(self.layout.shape)}: expected bool [query blocks, key "
+                "blocks], or [heads, ...] or [batch, heads, ...] in front."
+            )
+        if self.size < 1:
+            raise ProblemError(f"Blocks(size={self.size}): a block has at least 1 token a side.")
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return _looked_up(_beside(self.layout, q, k), b, h, q // self.size, k // self.size)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        counts = derived(self.layout, f"blocks {self.size}", lambda t: BlockCounts.of(_four(t), 1, self.size))
+        return counts.bounds(r)
+
+    def spread(self) -> tuple[int, int]:
+        return _four_sizes(self.layout)[:2]
+
+    def at(self, frame: Frame) -> Mask:
+        rows, columns = (n * self.size for n in self.layout.shape[-2:])
+        _check_rows("Blocks", self, self.layout, frame)
+        if frame.offset < 0 or rows < frame.positions or columns < frame.keys:
+            raise ProblemError(
+                f"{self!r} covers positions below {rows} x {columns}, and the call has queries at {frame.offset} to "
+                f"{frame.positions - 1} and {frame.keys} keys."
+            )
+        return self
+
+
+@word
+class Tree(Mask):
+    """Speculative decoding: a draft token sees its ancestors in the tree of drafts, itself, and the whole context.
+
+    The tree's tokens are the last `len(parents)` keys of the call; the keys before them are the context, which all of
+    the tree sees (and which is causal in itself). Miao et al. 2024, arXiv:2305.09781, §4.2.
+
+    Args:
+        parents: for each draft token the index of its parent in the tree, -1 or None for a root; a parent comes before
+            its children. A sequence or integer tensor [tokens].
+        start: position of the tree's first token; None puts the tree at the end of the keys.
+
+    >>> from regard import draw
+    >>> print(draw(Tree([-1, 0, 0, 1]), 4, 5))
+    █ █ · · ·
+    █ █ █ · ·
+    █ █ · █ ·
+    █ █ █ · █
+    """
+
+    parents: tuple[int, ...]
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        given = cast("Sequence[Any]", self.parents.tolist() if isinstance(self.parents, Tensor) else self.parents)
+        parents = tuple(-1 if parent is None else int(parent) for parent in given)
+        for child, parent in enumerate(parents):
+            if not -1 <= parent < child:
+                raise ProblemError(f"Tree: token {child} has parent {parent}; a parent is -1 (none) or comes before its child.")
+        object.__setattr__(self, "parents", parents)
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        q, k = torch.as_tensor(q), torch.as_tensor(k)
+        last = len(self.parents) - 1
+        i, j = q - (self.start or 0), k - (self.start or 0)
+        related = torch.from_numpy(self._ancestors()).to(q.device)[i.clamp(0, last), j.clamp(0, last)]
+        return torch.where((i >= 0) & (j >= 0), related, k <= q)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        start = self.start or 0
+        context = (r.k1 <= start) | (r.q1 <= start)  # causal there: a tree's token stands after all of the context
+        return r.k0 <= r.q1 - 1, context & (r.k1 - 1 <= r.q0)
+
+    def at(self, frame: Frame) -> Mask:
+        tokens = len(self.parents)
+        start = frame.keys - tokens if self.start is None else self.start
+        if start < 0 or start + tokens < max(frame.keys, frame.positions):
+            raise ProblemError(
+                f"Tree has {tokens} tokens from position {start}, and the call has {frame.keys} keys and queries up to "
+                f"{frame.positions - 1}: the tree's tokens are the last keys."
+            )
+        return Tree(self.parents, start)
+
+    def _ancestors(self) -> Bools:
+        seen = np.eye(len(self.parents), dtype=bool)
+        for child, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[child] |= seen[parent]
+        return seen
+
+
+@word
+class Dense(Mask):
+    """Any mask as a bool tensor; True keeps, as in torch's `scaled_dot_product_attention`.
+
+    Its rows are the queries of the call and its columns the keys. `torch.nn.MultiheadAttention` means the opposite by
+    True: pass `Dense(~mask)`.
+
+    Args:
+        mask: bool, broadcastable to [batch, heads, queries, keys].
+        offset: position of its first row; None: the call's own offset (alone: the last row at the last column).
+
+    >>> from regard import draw
+    >>> print(draw(Dense(torch.tensor([[True, False], [False, True]])), 2, 2))
+    █ ·
+    · █
+    """
+
+    mask: Tensor
+    offset: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask.dtype != torch.bool or self.mask.ndim > 4:
+            raise ProblemError(
+                f"Dense(mask) is {self.mask.dtype} {list(self.mask.shape)}: expected bool, broadcastable to [batch, heads, "
+                "queries, keys]. A float mask is a bias: TensorBias(mask)."
+            )
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return _looked_up(_beside(self.mask, q, k), b, h, q - self._first(), k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        counts = derived(self.mask, "dense", lambda t: BlockCounts.of(_four(t), 64, 1))
+        return counts.bounds(r._replace(q0=r.q0 - self._first(), q1=r.q1 - self._first()))
+
+    def signature(self, r: Rectangles) -> Ints:
+        batch, heads, rows, columns = _four_sizes(self.mask)
+        moves = (batch > 1, heads > 1, rows > 1, columns > 1)
+        return np.stack([x * moved for x, moved in zip((r.b, r.h, r.q0, r.k0), moves, strict=True)], axis=1)
+
+    def spread(self) -> tuple[int, int]:
+        return _four_sizes(self.mask)[:2]
+
+    def at(self, frame: Frame) -> Mask:
+        _check_rows("Dense", self, self.mask, frame)
+        *_, rows, columns = _four_sizes(self.mask)
+        first = frame.offset if self.offset is None else self.offset
+        if columns not in (1, frame.keys):
+            raise ProblemError(f"{self!r} has {columns} columns and the call has {frame.keys} keys.")
+        if rows != 1 and not (first <= frame.offset and frame.positions <= first + rows):
+            raise ProblemError(f"{self!r} has {rows} rows and the call has {frame.queries} queries.")
+        if self.offset is None and rows not in (1, frame.queries):
+            raise ProblemError(f"{self!r} has {rows} rows and the call has {frame.queries} queries.")
+        return Dense(self.mask, first)
+
+    def _first(self) -> int:
+        *_, rows, columns = _four_sizes(self.mask)
+        return columns - rows if self.offset is None else self.offset
+
+
+@word
+class Where(Mask):
+    """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
+
+    Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Words that say the
+    same cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
+
+    >>> from regard import draw
+    >>> print(draw(Where(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
+    █ ·
+    · █
+    """
+
+    fn: Callable[[Any, Any, Any, Any], Tensor]
+    batch: int = 1
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ProblemError(f"Where(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor.")
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        b, h, q, k = (torch.as_tensor(x) for x in (b, h, q, k))
+        kept = self.fn(b, h, q, k)
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
+            what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__  # pyright: ignore
+            raise ProblemError(f"Where: fn(b, h, q, k) gave {what}; expected a bool tensor.")
+        return kept
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return np.ones_like(r.b, dtype=bool), np.zeros_like(r.b, dtype=bool)
+
+    def spread(self) -> tuple[int, int]:
+        return self.batch, self.heads
+
+    def at(self, frame: Frame) -> Mask:
+        looked = _looked_at(self.fn)
+        return Where(self.fn, frame.batch if looked[0] else 1, frame.heads if looked[1] else 1)
+
+    def text(self) -> str:
+        return f"Where({getattr(self.fn, '__name__', type(self.fn).__name__)})"
+
+
+class _Probe(torch.Tensor):
+    """A tensor that remembers whether anything was computed from it."""
+
+    looked = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            if isinstance(x, _Probe):
+                x.looked = True
+                return x.as_subclass(torch.Tensor)
+            return type(x)(plain(y) for y in cast("Sequence[Any]", x)) if isinstance(x, tuple | list) else x
+
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
+            return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
+
+
+def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor]) -> tuple[bool, bool]:
+    """Whether fn looks at b, at h: found by calling it with tensors that notice."""
+    b, h = (torch.zeros((), dtype=torch.int64).as_subclass(_Probe) for _ in range(2))
+    zero = torch.zeros((), dtype=torch.int64)
+    fn(b, h, zero, zero)
+    return b.looked, h.looked
+
+
+def _looked_up(table: Tensor, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+    """table[b, h, q, k] for a table that may lack leading axes or broadcast along some."""
+    index = (b, h, q, k)[4 - table.ndim :]
+    return table[tuple(i * 0 if n == 1 else i for i, n in zip(index, table.shape, strict=True))]
+
+
+def _check_rows(name: str, mask: Mask, table: Tensor, frame: Frame) -> None:
+    batch, heads = _four_sizes(table)[:2]
+    if batch not in (1, frame.batch) or heads not in (1, frame.heads):
+        raise ProblemError(
+            f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {frame.batch} and {frame.heads}: {name} "
+            "broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
+        )
+
+
+def _four_sizes(table: Tensor) -> tuple[int, int, int, int]:
+    return cast("tuple[int, int, int, int]", (1,) * (4 - table.ndim) + tuple(table.shape))
+
+
+def _four(table: Tensor) -> Bools:
+    return cast(Bools, table.detach().cpu().numpy().reshape(_four_sizes(table)))
+
+
+def _numpy(ids: Tensor) -> Ints:
+    return ids.detach().cpu().numpy().astype(np.int64)
+
+
+def _beside(table: Tensor, *positions: Positions) -> Tensor:
+    """The table on the device of the positions."""
+    device = next((p.device for p in positions if isinstance(p, Tensor)), table.device)
+    return table.to(device)

@@ -1,0 +1,85 @@
+"""Tables that answer questions about whole rectangles at once: the bounds of masks that hold data.
+
+Both round a rectangle outward to blocks of tokens, so their answers are sound and not always exact, and both are small
+beside the data: `RangeExtremes` n / 64 * log2(n / 64) numbers, `BlockCounts` one pair of counts per 64 x 64 pairs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from regard.describe.mask import Bools, Ints, Rectangles
+
+BLOCK = 64
+
+
+class RangeExtremes:
+    """The least and the greatest of values[row, start:stop], by a sparse table over blocks of 64.
+
+    Bender & Farach-Colton 2000, "The LCA problem revisited", §3: level j holds the extremes of 2^j blocks, and two
+    overlapping entries cover any range.
+    """
+
+    def __init__(self, values: Ints) -> None:
+        rows, tokens = values.shape
+        padded = np.pad(values, ((0, 0), (0, -tokens % BLOCK)), mode="edge").reshape(rows, -1, BLOCK)
+        self.lowest, self.highest = [padded.min(axis=2)], [padded.max(axis=2)]
+        for level in range(int(self.lowest[0].shape[1]).bit_length() - 1):
+            low, high, step = self.lowest[level], self.highest[level], 1 << level
+            self.lowest.append(np.minimum(low[:, :-step], low[:, step:]))
+            self.highest.append(np.maximum(high[:, :-step], high[:, step:]))
+
+    def __call__(self, row: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+        """(least, greatest) over blocks that cover start <= i < stop, for arrays of queries at once."""
+        first, last = start // BLOCK, (stop - 1) // BLOCK
+        level = np.frexp(last - first + 1)[1] - 1  # floor(log2(blocks))
+        low, high = np.empty_like(start), np.empty_like(start)
+        for j in np.unique(level):
+            at = level == j
+            left, right = first[at], last[at] - (1 << int(j)) + 1
+            low[at] = np.minimum(self.lowest[j][row[at], left], self.lowest[j][row[at], right])
+            high[at] = np.maximum(self.highest[j][row[at], left], self.highest[j][row[at], right])
+        return low, high
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """How many blocks of a [batch, heads, rows, columns] table hold some True, and how many only True, in a rectangle.
+
+    `some` and `every` are running sums over both axes, with a leading zero, so that a rectangle costs four look-ups.
+    """
+
+    some: Ints
+    every: Ints
+    rows: int
+    columns: int
+
+    @staticmethod
+    def of(table: Bools, group: int, size: int) -> "BlockCounts":
+        """Count `table`, whose entries stand for size x size tokens, in blocks of group x group entries."""
+        down, across = (1 if n == 1 else group for n in table.shape[2:])  # an axis of 1 broadcasts: one block covers all
+        some = _grouped(_grouped(table, 2, down, np.logical_or), 3, across, np.logical_or)
+        every = _grouped(_grouped(table, 2, down, np.logical_and), 3, across, np.logical_and)
+        limits = [1 << 62 if n == 1 and size == 1 else block * size for n, block in zip(table.shape[2:], (down, across))]
+        return BlockCounts(_running(some), _running(every), *limits)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        """(some, all) of each rectangle of rows and columns."""
+        b = r.b if self.some.shape[0] > 1 else np.zeros_like(r.b)
+        h = r.h if self.some.shape[1] > 1 else np.zeros_like(r.h)
+        top, bottom = r.q0 // self.rows, (r.q1 - 1) // self.rows + 1
+        left, right = r.k0 // self.columns, (r.k1 - 1) // self.columns + 1
+
+        def within(sums: Ints) -> Ints:
+            return sums[b, h, bottom, right] - sums[b, h, top, right] - sums[b, h, bottom, left] + sums[b, h, top, left]
+
+        return within(self.some) > 0, within(self.every) == (bottom - top) * (right - left)
+
+
+def _grouped(table: Bools, axis: int, group: int, join: np.ufunc) -> Bools:
+    return join.reduceat(table, np.arange(0, table.shape[axis], group), axis=axis)
+
+
+def _running(blocks: Bools) -> Ints:
+    sums = blocks.cumsum(axis=2, dtype=np.int64).cumsum(axis=3)
+    return np.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))

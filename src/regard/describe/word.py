@@ -1,0 +1,139 @@
+"""A word: one frozen value of a description (a mask, a bias, a score), and the two forms it takes besides itself.
+
+- Its **outline** is the same value with every tensor and function replaced by a ticket: hashable, comparable, printable,
+  and it keeps nothing alive. Plans are cached by outlines.
+- Its **spelling** is a JSON text and a list of tensors: what passes through a torch operator, which takes nothing else.
+
+Words are frozen dataclasses, made with `@word`; equal outlines are equal words, so words that carry tensors are compared
+by the identity of those tensors.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+
+from torch import Tensor
+
+from regard.describe.tensors import Ticket, ticket
+
+W = TypeVar("W", bound="type[Word]")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A word without its tensors.
+
+    ```
+    >>> from regard import Causal, Window
+    >>> (Causal() & Window(4)).outline().text
+    'Causal() & Window(left=4)'
+
+    ```
+    """
+
+    name: str
+    parts: tuple[Any, ...]
+    text: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def carries_tensors(self) -> bool:
+        """Whether any tensor or function stands behind this outline."""
+        return any(isinstance(p, Ticket) or (isinstance(p, Outline) and p.carries_tensors()) for p in self.parts)
+
+
+class Word:
+    """The root of masks, biases and scores. Subclasses are made with `@word` and are final or abstract."""
+
+    _named: ClassVar[dict[str, "type[Word]"]] = {}
+
+    def outline(self) -> Outline:
+        """This word with its tensors replaced by tickets."""
+        return Outline(type(self).__name__, tuple(_outlined(part) for part in self.parts()), self.text())
+
+    def parts(self) -> tuple[Any, ...]:
+        """The values of the fields, in order."""
+        return tuple(getattr(self, name) for name in type(self).__dataclass_fields__)  # pyright: ignore
+
+    def text(self) -> str:
+        """How the word is printed: as it is written in Python, defaults left out, tensors as type and shape."""
+        given = (
+            f"{f.name}={_outlined(getattr(self, f.name))!r}"
+            for f in dataclasses.fields(cast(Any, self))
+            if f.default is dataclasses.MISSING or getattr(self, f.name) is not f.default
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def spell(self, tensors: list[Tensor]) -> str:
+        """The word as JSON, its tensors appended to `tensors`; `unspell` reads it."""
+        return "[" + ", ".join(['"' + type(self).__name__ + '"'] + [_spelled(p, tensors) for p in self.parts()]) + "]"
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the word carries, in the order of its spelling."""
+        found: list[Tensor] = []
+        for part in self.parts():
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif isinstance(part, Word):
+                found.extend(part.tensors())
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Word) and self.outline() == other.outline()
+
+    def __hash__(self) -> int:
+        return hash(self.outline())
+
+    def __repr__(self) -> str:
+        return self.text()
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def word(cls: W) -> W:
+    """Make a class a word: a frozen dataclass, compared and printed by its outline, found by its name when unspelled."""
+    made = dataclass(frozen=True, eq=False, repr=False)(cls)
+    Word._named[cls.__name__] = made  # pyright: ignore[reportPrivateUsage]
+    return made
+
+
+def unspell(text: str, tensors: list[Tensor]) -> Word:
+    """The word that `Word.spell` wrote.
+
+    >>> from regard import Window
+    >>> unspell(Window(4).spell([]), [])
+    Window(left=4)
+    """
+    return _read(json.loads(text), tensors)
+
+
+def _read(node: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(node, dict):
+        tree = cast("dict[str, Any]", node)
+        return tensors[tree["tensor"]] if "tensor" in tree else tuple(_read(n, tensors) for n in tree["tuple"])
+    if isinstance(node, list):
+        name, *parts = cast("list[Any]", node)
+        return Word._named[name](*(_read(part, tensors) for part in parts))  # pyright: ignore[reportPrivateUsage]
+    return node
+
+
+def _spelled(part: Any, tensors: list[Tensor]) -> str:
+    if isinstance(part, Word):
+        return part.spell(tensors)
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        return '{"tensor": ' + str(len(tensors) - 1) + "}"
+    if isinstance(part, tuple):
+        return '{"tuple": [' + ", ".join([_spelled(p, tensors) for p in cast("tuple[Any, ...]", part)]) + "]}"
+    if part is None:
+        return "null"
+    if isinstance(part, bool):
+        return "true" if part else "false"
+    return str(part)
+
+
+def _outlined(part: Any) -> Any:
+    if isinstance(part, Word):
+        return part.outline()
+    return ticket(part) if isinstance(part, Tensor) or callable(part) else part

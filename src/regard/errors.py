@@ -1,0 +1,28 @@
+"""The errors that regard raises on purpose.
+
+```
+RegardError(Exception)
+├── ProblemError(RegardError, ValueError)              what was asked makes no sense: sizes, types, values
+└── RefusalError(RegardError, NotImplementedError)     it makes sense, and no engine (or not the one named) can run it
+```
+
+Every message says what came, what was expected, and what to do.
+"""
+
+
+class RegardError(Exception):
+    """The root: `except RegardError` catches whatever regard raises on purpose."""
+
+
+class ProblemError(RegardError, ValueError):
+    """What was asked makes no sense.
+
+    Raised before anything is computed, by the description that finds it or by `regard.plan.problem.pose`.
+    """
+
+
+class RefusalError(RegardError, NotImplementedError):
+    """It makes sense, and no engine can run it, or the engine asked for by name cannot.
+
+    Nothing falls back silently: an engine asked for by name runs or raises this with its reasons.
+    """

@@ -1,0 +1,170 @@
+"""The operator that torch sees: `regard::attend`, with a schema, a fake kernel, autograd and vmap.
+
+What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is whole whatever
+engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call that is not traced does not
+come here: it runs its engine directly, which costs less and can be differentiated twice.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias
+from regard.describe.mask import And, Frame, Mask, Not, Or
+from regard.describe.mask_by_table import Dense, Where
+from regard.describe.score import Score
+from regard.describe.word import unspell
+from regard.plan.execute import execute
+from regard.plan.problem import check_tensors, check_words, pose
+from regard.state import State
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor[] carried, str mask, str bias, float? scale, float? softcap, float dropout, "
+    "Tensor? seed, SymInt offset, str? backend"
+)
+
+_library = torch.library.Library("regard", "DEF")
+_library.define(f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"attend_backward(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcarried)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def traced(*tensors: Tensor) -> bool:
+    """Whether torch is tracing, or the tensors have no data to compute with."""
+    return torch.compiler.is_compiling() or any(_without_data(t) for t in tensors)
+
+
+def attend_traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None,
+    bias: Bias | None,
+    score: Score | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    offset: int | None,
+    backend: str | None,
+) -> State:
+    """The state of a call, as one operator in the graph; the words are taken apart here, while torch is tracing."""
+    check_words(mask, bias, score)
+    carried: list[Tensor] = []
+    start = k.shape[2] - q.shape[2] if offset is None else offset
+    if mask is not None:
+        mask = _tabulated(mask, Frame(q.shape[0], q.shape[1], q.shape[2], k.shape[2], start), q.device)
+    mask_text = "" if mask is None else mask.spell(carried)
+    bias_text = "" if bias is None else bias.spell(carried)
+    seed = torch.randint(1 << 62, ()) if dropout else None
+    out, lse = torch.ops.regard.attend(
+        q, k, v, carried, mask_text, bias_text, scale, softcap, dropout, seed, start, backend
+    )  # fmt: skip
+    return State(out, lse)
+
+
+def _without_data(t: Tensor) -> bool:
+    return t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor)  # pyright: ignore
+
+
+def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
+    """The mask with every `Where` evaluated, as its function cannot pass through an operator."""
+    if isinstance(mask, And | Or):
+        return type(mask)(_tabulated(mask.a, frame, device), _tabulated(mask.b, frame, device))
+    if isinstance(mask, Not):
+        return Not(_tabulated(mask.a, frame, device))
+    if not isinstance(mask, Where):
+        return mask
+    b = torch.arange(frame.batch, device=device)[:, None, None, None]
+    h = torch.arange(frame.heads, device=device)[:, None, None]
+    q = torch.arange(frame.queries, device=device)[:, None] + frame.offset
+    return Dense(mask.fn(b, h, q, torch.arange(frame.keys, device=device)), frame.offset)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any) -> State:
+    mask, bias, scale, softcap, dropout, seed, offset, backend = rest
+    tensors = list(carried)
+    problem, operands = pose(
+        q, k, v,
+        mask=cast(Mask, unspell(mask, tensors)) if mask else None,
+        bias=cast(Bias, unspell(bias, tensors)) if bias else None,
+        score=None, scale=scale, softcap=softcap, sink=None, dropout=dropout, offset=offset, lse=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(int(seed))
+        return execute(problem, operands, backend)[1]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        state = _run(q, k, v, carried, *rest)
+    return state.out.contiguous(), state.lse.contiguous()
+
+
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+    check_tensors(q, k, v)
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse)
+
+
+def _backward(
+    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The gradients, by running the call once more with autograd watching its engine."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *carried)]
+        state = _run(*leaves[:3], leaves[3:], *rest)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(
+            torch.autograd.grad((state.out, state.lse), wanted, (grad_out, grad_lse), materialize_grads=True)
+        )
+    grads = [next(found).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
+    return grads[0], grads[1], grads[2], grads[3:]
+
+
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, *carried)]
+    return like[0], like[1], like[2], like[3:]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, carried, *rest = inputs
+    ctx.save_for_backward(q, k, v, *carried)
+    ctx.rest, ctx.floats = rest, [t.is_floating_point() for t in carried]
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    q, k, v, *carried = ctx.saved_tensors
+    dq, dk, dv, dcarried = torch.ops.regard.attend_backward(grad_out, grad_lse, q, k, v, carried, *ctx.rest)
+    flowing = [grad if flows else None for grad, flows in zip(dcarried, ctx.floats, strict=True)]
+    return dq, dk, dv, flowing, *([None] * len(ctx.rest))
+
+
+def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """vmap: call by call, since words with tensors say other things of other slices."""
+    def at(i: int, x: Any, dim: Any) -> Any:
+        if isinstance(x, list):
+            return [at(i, y, d) for y, d in zip(cast("list[Any]", x), dim or [None] * len(x), strict=True)]  # pyright: ignore
+        return x if dim is None else x.select(dim, i)
+
+    calls = [
+        torch.ops.regard.attend(*(at(i, x, dim) for x, dim in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return (torch.stack([out for out, _ in calls]), torch.stack([lse for _, lse in calls])), (0, 0)
+
+
+for _key in ("CPU", "CUDA", "MPS", "XPU"):
+    _library.impl("attend", _attend, _key)
+    _library.impl("attend_backward", _backward, _key)
+torch.library.register_fake("regard::attend", _attend_fake, lib=_library)
+torch.library.register_fake("regard::attend_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("regard::attend", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_vmap("regard::attend", _mapped, lib=_library)

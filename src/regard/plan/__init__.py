@@ -1,0 +1,1 @@
+"""From a call to a plan: pose the problem, schedule the tiles, choose the engine. Nothing is computed here."""

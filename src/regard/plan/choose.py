@@ -1,0 +1,164 @@
+"""The choice of an engine, and the plan: what will run, why, and what it costs. `str(plan)` is what `explain` prints.
+
+When no engine is named, the first of the device's row in `ORDER` that refuses nothing is taken. An engine that is named runs
+or raises its reasons; it never gives way to another.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+
+from regard.backend.contract import Backend
+from regard.backend.flex import Flex
+from regard.backend.reference import Reference
+from regard.backend.sdpa import Sdpa
+from regard.cost import attention as cost
+from regard.describe.mask import Mask
+from regard.errors import ProblemError, RefusalError
+from regard.plan.lower import simplify_mask
+from regard.plan.problem import Operands, Problem
+from regard.plan.schedule import Schedule, schedule
+
+ENGINES: dict[str, Backend] = {
+    engine.name: engine
+    for engine in (Sdpa(), Flex(), Reference(), Reference(name="reference64", compute=torch.float64))
+}
+"""Every engine, by the name that `backend=` takes."""
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("sdpa", "reference"),
+    "cuda": ("flex", "reference"),
+}
+"""The engines tried on each device, best first; elsewhere only the reference."""
+
+ASIDE = {
+    ("cpu", "flex"): "on cpu it is used only by name: it compiles for seconds, and has no gradients and no log-sum-exp",
+    ("cpu", "reference64"): "it is used only by name: float64 costs twice the time",
+    ("cuda", "reference64"): "it is used only by name: float64 costs many times the time",
+}
+"""Why an engine is not in the row of its device."""
+
+KEPT_PLANS, KEPT_BYTES = 256, 256 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run, why, and what it costs.
+
+    Attributes:
+        problem: as the engine gets it, after the lowering steps.
+        schedule: the tiles.
+        steps: what lowering did, in words.
+        backend: the engine's name.
+        passed_over: the engines that were not taken, with their reasons.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    steps: tuple[str, ...]
+    backend: str
+    passed_over: dict[str, list[str]] = field(hash=False)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs over the kept pairs; see `regard.cost.attention.flops`."""
+        return cost.flops(self.schedule, qk_dim=self.problem.qk_dim, v_dim=self.problem.v_dim)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that must be read and written at least; see `regard.cost.attention.bytes_moved`."""
+        p = self.problem
+        return cost.bytes_moved(
+            self.schedule, kv_heads=p.kv_heads, qk_dim=p.qk_dim, v_dim=p.v_dim, item=p.dtype.itemsize
+        )
+
+    def __str__(self) -> str:
+        s, p = self.schedule, self.problem
+        full, partial, skipped = s.tiles
+        every = p.batch * p.heads * p.queries * p.keys
+        share = f"{100 * s.pairs / every:.3g} %" if every else "none"
+        lines = [
+            str(p),
+            *(f"  {step}" for step in self.steps),
+            f"runs on {self.backend}",
+            *(f"  passed over {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()),
+            f"tiles of {s.tile} x {s.tile}: {full + partial:,} computed ({full:,} full, {partial:,} partial in "
+            f"{len(s.patterns):,} patterns), {skipped:,} skipped",
+            f"pairs {s.pairs:,} of {every:,} ({share})",
+            f"{self.flops / 1e9:.4g} GFLOP, at least {self.bytes / 2**20:.4g} MiB read and written",
+        ]
+        return "\n".join(lines)
+
+
+def choose(problem: Problem, operands: Operands, named: str | None, without: tuple[tuple[str, str], ...] = ()) -> Plan:
+    """The plan of a problem.
+
+    Args:
+        named: the engine asked for; None takes the first that refuses nothing.
+        without: engines that refused at run time, with their reasons.
+
+    Raises:
+        ProblemError: no engine has that name.
+        RefusalError: the named engine, or every engine, refuses.
+    """
+    if named is not None and named not in ENGINES:
+        raise ProblemError(f"backend {named!r} is not known: expected one of {', '.join(ENGINES)}, or None to let regard choose.")
+    key = (problem, named, without)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _made(problem, operands.mask, named, dict(without))
+        _plans.put(key, plan)
+    return plan
+
+
+def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
+    sizes = {"batch": asked.batch, "heads": asked.heads, "queries": asked.queries, "keys": asked.keys, "offset": asked.offset}
+    schedules: dict[int, Schedule] = {}
+    passed: dict[str, list[str]] = {}
+    for name in (named,) if named else ORDER.get(asked.device, ("reference",)):
+        engine = ENGINES[name]
+        tiles = schedules.setdefault(engine.tile, schedule(mask, **sizes, tile=engine.tile))
+        problem, step = simplify_mask(asked, tiles)
+        reasons = [without[name]] if name in without else engine.refusals(problem)
+        if not reasons:
+            return Plan(problem, tiles, (step,) if step else (), name, passed | ({} if named else _aside(asked.device)))
+        passed[name] = reasons
+    raise RefusalError(_refused(asked, passed, named))
+
+
+def _aside(device: str) -> dict[str, list[str]]:
+    return {engine: [why] for (place, engine), why in ASIDE.items() if place == device}
+
+
+def _refused(problem: Problem, passed: dict[str, list[str]], named: str | None) -> str:
+    head = f"The backend {named!r} cannot run this." if named else "No backend can run this."
+    hint = "\n  Leave backend=None to let regard choose." if named else ""
+    reasons = "".join(f"\n  {name}: {reason}" for name, found in passed.items() for reason in found)
+    return f"{head}\n  {problem}{reasons}{hint}"
+
+
+class _Plans:
+    """The plans made lately. They hold outlines and no tensors, so nothing of the user's is kept alive."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[object, Plan] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def get(self, key: object) -> Plan | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: object, plan: Plan) -> None:
+        with self._lock:
+            self._kept[key] = plan
+            self._bytes += plan.schedule.nbytes
+            while len(self._kept) > KEPT_PLANS or (self._bytes > KEPT_BYTES and len(self._kept) > 1):
+                self._bytes -= self._kept.popitem(last=False)[1].schedule.nbytes
+
+
+_plans = _Plans()

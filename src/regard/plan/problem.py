@@ -1,0 +1,211 @@
+"""The problem: what a call asks for, without its tensors; and `pose`, where every error of input is raised.
+
+A `Problem` is frozen and hashable, so plans are cached by it; it holds sizes, types and the outlines of the words. What must
+travel to the engine, the tensors and the words that carry them, are the `Operands`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from regard.describe.bias import Bias
+from regard.describe.mask import Frame, Mask
+from regard.describe.score import Dot, Score
+from regard.describe.word import Outline, Word
+from regard.errors import ProblemError
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a call asks for, as sizes, types and outlines.
+
+    `grad` says that gradients will flow back from it, `lse` that the log-sum-exp is wanted as well as the output, `transformed`
+    that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    device: str
+    mask: Outline | None
+    bias: Outline | None
+    score: Outline | None
+    scale: float
+    softcap: float | None
+    sink: bool
+    dropout: float
+    offset: int
+    grad: bool
+    lse: bool
+    transformed: bool
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        parts = [
+            f"q [{self.batch}, {self.heads}, {self.queries}, {self.qk_dim}]",
+            f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.qk_dim}|{self.v_dim}] {kind} on {self.device}, "
+            f"mask {self.mask}, bias {self.bias}",
+        ]
+        extra = {
+            "score": self.score,
+            "softcap": self.softcap,
+            "sink": self.sink or None,
+            "dropout": self.dropout or None,
+            "offset": self.offset if self.offset != self.keys - self.queries else None,
+            "gradients": self.grad or None,
+            "under torch.func": self.transformed or None,
+        }
+        said = ", ".join(name if value is True else f"{name} {value}" for name, value in extra.items() if value is not None)
+        return " · ".join(parts) + (", " + said if said else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """What a problem is posed over: the tensors, and the words that carry tensors, placed in the call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    sink: Tensor | None
+
+
+def pose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None,
+    bias: Bias | None,
+    score: Score | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    dropout: float,
+    offset: int | None,
+    lse: bool,
+) -> tuple[Problem, Operands]:
+    """Check a call and take it apart into its problem and its operands.
+
+    Shapes: q [batch, heads, queries, qk_dim], k [batch, kv_heads, keys, qk_dim], v [batch, kv_heads, keys, v_dim], sink [heads].
+
+    Raises:
+        ProblemError: anything about the call that makes no sense.
+    """
+    check_tensors(q, k, v)
+    (batch, heads, queries, qk_dim), (kv_heads, keys), v_dim = q.shape, k.shape[1:3], v.shape[3]
+    check_words(mask, bias, score)
+    _check_numbers(scale, softcap, dropout)
+    if sink is not None:
+        _check_sink(sink, heads, q)
+    offset = keys - queries if offset is None else _index(offset, "offset")
+    frame = Frame(batch, heads, queries, keys, offset)
+    mask = None if mask is None else mask.at(frame)
+    bias = None if bias is None else bias.at(frame)
+    given = (q, k, v, *([] if sink is None else [sink]), *([] if bias is None else bias.tensors()))
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=queries,
+        keys=keys,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        dtype=q.dtype,
+        device=q.device.type,
+        mask=None if mask is None else mask.outline(),
+        bias=None if bias is None else bias.outline(),
+        score=None if score is None or isinstance(score, Dot) else score.outline(),
+        scale=(qk_dim**-0.5 if qk_dim else 1.0) if scale is None else float(scale),
+        softcap=softcap,
+        sink=sink is not None,
+        dropout=float(dropout),
+        offset=offset,
+        grad=torch.is_grad_enabled() and any(t.requires_grad for t in given),
+        lse=lse,
+        transformed=_transformed(given),
+    )
+    return problem, Operands(q, k, v, mask, bias, sink)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, t, axes in (("q", q, "heads, queries, qk_dim"), ("k", k, "kv_heads, keys, qk_dim"), ("v", v, "kv_heads, keys, v_dim")):
+        if not isinstance(t, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"{name} is {type(t).__name__}: expected a tensor [batch, {axes}].")
+        if t.ndim != 4:
+            raise ProblemError(f"{name} has shape {list(t.shape)}: expected [batch, {axes}].")
+        if t.dtype not in DTYPES:
+            raise ProblemError(f"{name} is {t.dtype}: expected float64, float32, bfloat16 or float16.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}: they must be of one type; convert with .to(q.dtype).")
+    if not q.device == k.device == v.device:
+        raise ProblemError(f"q is on {q.device}, k on {k.device} and v on {v.device}: they must be on one device.")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ProblemError(
+            f"q has {q.shape[0]} batch rows, k {k.shape[0]} and v {v.shape[0]}: they must agree; k.expand repeats without a copy."
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ProblemError(
+            f"k has {k.shape[1]} heads and {k.shape[2]} keys, v has {v.shape[1]} and {v.shape[2]}: a value belongs to each key."
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ProblemError(f"q has {q.shape[3]} dimensions and k {k.shape[3]}: their dot product needs the same qk_dim.")
+    if (k.shape[1] == 0 and q.shape[1] > 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
+        raise ProblemError(
+            f"q has {q.shape[1]} heads and k has {k.shape[1]}: query heads must be a whole multiple of key heads (grouped-query "
+            f"attention shares each key head among a group of {q.shape[1]} / {k.shape[1]} query heads)."
+        )
+
+
+def check_words(mask: object, bias: object, score: object) -> None:
+    for name, given, kind in (("mask", mask, Mask), ("bias", bias, Bias), ("score", score, Score)):
+        if given is None or isinstance(given, kind):
+            continue
+        what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
+        hint = {
+            "mask": "wrap a bool tensor as Dense(mask) (True keeps), a float one as bias=TensorBias(mask)",
+            "bias": "wrap a tensor as TensorBias(bias)",
+            "score": "use Dot() or leave it out",
+        }[name]
+        wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Word) else ""
+        raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
+
+
+def _check_numbers(scale: float | None, softcap: float | None, dropout: float) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ProblemError(f"scale is {scale}: expected a finite number, or None for qk_dim ** -0.5.")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ProblemError(f"softcap is {softcap}: expected a finite number above 0, or None for no cap.")
+    if not 0 <= dropout < 1:
+        raise ProblemError(f"dropout is {dropout}: expected a probability, 0 <= dropout < 1.")
+
+
+def _check_sink(sink: Tensor, heads: int, q: Tensor) -> None:
+    if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():  # pyright: ignore
+        what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)  # pyright: ignore
+        raise ProblemError(f"sink is {what}: expected a float tensor with a logit per query head, [{heads}].")
+    if sink.device != q.device:
+        raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
+
+
+def _transformed(tensors: tuple[Tensor, ...]) -> bool:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # pyright: ignore
+
+
+def _index(value: object, name: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ProblemError(f"{name} is {value!r}: expected an int, or None to put the last query at the last key.")
+    return value.__index__()  # pyright: ignore

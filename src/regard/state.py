@@ -1,0 +1,80 @@
+"""A state: attention over some of the keys, in the form that can be merged with attention over others.
+
+Softmax over a union of keys is a weighted mean of the softmaxes over its parts, with the weights `exp(lse)`. So split keys,
+shared prefixes, ring attention and chunks of a prompt are one operation: `a | b`. It is associative and commutative, and the
+state over no keys (out 0, lse -inf) is its identity. (Milakov & Gimelshein 2018, arXiv:1805.02867, §3; the states of
+FlashInfer, Ye et al. 2025, arXiv:2501.01005, §2.2.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.errors import ProblemError
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Attention over some keys.
+
+    Attributes:
+        out: [batch, heads, queries, v_dim], what attention over those keys gives.
+        lse: [batch, heads, queries], fp32 (fp64 for fp64): the natural logarithm of the sum of exp(score) over those keys;
+            -inf where a query saw none. Never includes a sink.
+
+    >>> import torch
+    >>> from regard import attend, attend_state
+    >>> q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+    >>> halves = attend_state(q, k[:, :, :2], v[:, :, :2]) | attend_state(q, k[:, :, 2:], v[:, :, 2:])
+    >>> torch.allclose(halves.out, attend(q, k, v), atol=1e-6)
+    True
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __or__(self, other: "State") -> "State":
+        """The state over the keys of both, which must be different keys. Differentiable in all four tensors."""
+        if not isinstance(other, State):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"a State merges with a State, and the right side of | is {type(other).__name__}.")
+        if self.out.shape != other.out.shape:
+            raise ProblemError(
+                f"states over the same queries merge: these are {list(self.out.shape)} and {list(other.out.shape)}."
+            )
+        top = torch.maximum(self.lse, other.lse).detach()
+        top = torch.where(top == -torch.inf, 0.0, top)  # both empty: exp(-inf - 0) is 0, exp(-inf + inf) is not
+        mine, yours = torch.exp(self.lse - top), torch.exp(other.lse - top)
+        total = mine + yours
+        empty = total == 0
+        safe = torch.where(empty, 1.0, total)
+        lse = torch.where(empty, -torch.inf, top + torch.log(safe))
+        return State((self._weighed(mine / safe) + other._weighed(yours / safe)).to(self.out.dtype), lse)
+
+    def with_sink(self, logits: Tensor) -> Tensor:
+        """The output when each head also attends to a column of score `logits[head]` that gives no value.
+
+        A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. What comes back is an output, not a
+        state, since a state merges and a sink must be counted once. Xiao et al. 2024, arXiv:2309.17453, §3.1 (SoftMax-off-by-one
+        is a logit of 0); OpenAI 2025, arXiv:2508.10925, §2.2 (learned per head).
+
+        Args:
+            logits: [heads].
+
+        Returns:
+            [batch, heads, queries, v_dim].
+
+        >>> import torch
+        >>> State(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)).with_sink(torch.zeros(1)).tolist()
+        [[[[0.5, 0.5]]]]
+        """
+        if logits.shape != self.lse.shape[1:2]:
+            raise ProblemError(f"sink logits are {list(logits.shape)}: expected one per head, [{self.lse.shape[1]}].")
+        seen = self.lse > -torch.inf
+        share = torch.sigmoid(torch.where(seen, self.lse, 0.0) - logits.to(self.lse.dtype)[:, None])
+        return self._weighed(share).to(self.out.dtype)
+
+    def _weighed(self, weight: Tensor) -> Tensor:
+        """weight * out in the precision of lse, and 0 where no key was seen, whatever stands there."""
+        empty = (self.lse == -torch.inf)[..., None]
+        return torch.where(empty, 0.0, weight[..., None] * self.out.to(self.lse.dtype))
