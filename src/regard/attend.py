@@ -114,17 +114,16 @@ def attend(
     torch.Size([1, 8, 64, 16])
     """
     if traced(q, k, v):
-        state = attend_traced(
-            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, dropout=dropout, offset=offset,
-            backend=backend,
-        )  # fmt: skip
-        return state.out if sink is None else state.with_sink(sink)
+        return attend_traced(
+            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+            offset=offset, backend=backend,
+        ).out  # fmt: skip
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
         offset=offset, lse=bool(_watchers.get()),
     )  # fmt: skip
     plan, state = execute(problem, operands, backend)
-    out = state.out if sink is None else state.with_sink(sink)
+    out = state.out if sink is None else state.with_sink(sink).to(q.dtype)
     _tell(problem, operands, score, plan, state, out)
     return out
 
@@ -157,8 +156,8 @@ def attend_state(
     """
     if traced(q, k, v):
         return attend_traced(
-            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, dropout=0.0, offset=offset,
-            backend=backend,
+            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0,
+            offset=offset, backend=backend,
         )  # fmt: skip
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,

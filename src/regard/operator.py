@@ -21,7 +21,7 @@ from regard.plan.problem import check_tensors, check_words, pose
 from regard.state import State
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor[] carried, str mask, str bias, float? scale, float? softcap, float dropout, "
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, str mask, str bias, float? scale, float? softcap, float dropout, "
     "Tensor? seed, SymInt offset, str? backend"
 )
 
@@ -48,11 +48,12 @@ def attend_traced(
     score: Score | None,
     scale: float | None,
     softcap: float | None,
+    sink: Tensor | None,
     dropout: float,
     offset: int | None,
     backend: str | None,
 ) -> State:
-    """The state of a call, as one operator in the graph; the words are taken apart here, while torch is tracing."""
+    """The state of a call, its `out` with the sink, as one operator in the graph; the words are taken apart here, while torch is tracing."""
     check_words(mask, bias, score)
     carried: list[Tensor] = []
     start = k.shape[2] - q.shape[2] if offset is None else offset
@@ -62,7 +63,7 @@ def attend_traced(
     bias_text = "" if bias is None else bias.spell(carried)
     seed = torch.randint(1 << 62, ()) if dropout else None
     out, lse = torch.ops.regard.attend(
-        q, k, v, carried, mask_text, bias_text, scale, softcap, dropout, seed, start, backend
+        q, k, v, sink, carried, mask_text, bias_text, scale, softcap, dropout, seed, start, backend
     )  # fmt: skip
     return State(out, lse)
 
@@ -85,66 +86,86 @@ def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
     return Dense(mask.fn(b, h, q, torch.arange(frame.keys, device=device)), frame.offset)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any) -> State:
+def _run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> State:
     mask, bias, scale, softcap, dropout, seed, offset, backend = rest
     tensors = list(carried)
     problem, operands = pose(
         q, k, v,
         mask=cast(Mask, unspell(mask, tensors)) if mask else None,
         bias=cast(Bias, unspell(bias, tensors)) if bias else None,
-        score=None, scale=scale, softcap=softcap, sink=None, dropout=dropout, offset=offset, lse=True,
+        score=None, scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, lse=True,
     )  # fmt: skip
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(int(seed))
-        return execute(problem, operands, backend)[1]
+        state = execute(problem, operands, backend)[1]
+    return state if sink is None else State(state.with_sink(sink).to(q.dtype), state.lse)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        state = _run(q, k, v, carried, *rest)
+        state = _run(q, k, v, *rest)
     return state.out.contiguous(), state.lse.contiguous()
 
 
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     check_tensors(q, k, v)
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse)
 
 
 def _backward(
-    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    carried: Sequence[Tensor],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients, by running the call once more with autograd watching its engine."""
+    """The gradients of q, k, v and of [sink, *carried], by running the call again with autograd watching its engine."""
+    given = [q, k, v, *([] if sink is None else [sink]), *carried]
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in (q, k, v, *carried)]
-        state = _run(*leaves[:3], leaves[3:], *rest)
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+        state = _run(*leaves[:3], None if sink is None else leaves[3], leaves[-len(carried) :] if carried else [], *rest)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(
-            torch.autograd.grad((state.out, state.lse), wanted, (grad_out, grad_lse), materialize_grads=True)
+        grads = torch.autograd.grad(
+            (state.out, state.lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True
         )
-    grads = [next(found).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
-    return grads[0], grads[1], grads[2], grads[3:]
+    found = iter(grads)
+    flowed = [next(found).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
+    return flowed[0], flowed[1], flowed[2], flowed[3:]
 
 
 def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, carried: Sequence[Tensor], *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    carried: Sequence[Tensor],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, *carried)]
+    given = [q, k, v, *([] if sink is None else [sink]), *carried]
+    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
     return like[0], like[1], like[2], like[3:]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, carried, *rest = inputs
-    ctx.save_for_backward(q, k, v, *carried)
-    ctx.rest, ctx.floats = rest, [t.is_floating_point() for t in carried]
+    q, k, v, sink, carried, *rest = inputs
+    ctx.save_for_backward(q, k, v, *([] if sink is None else [sink]), *carried)
+    ctx.rest, ctx.sunk, ctx.floats = rest, sink is not None, [t.is_floating_point() for t in carried]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, *carried = ctx.saved_tensors
-    dq, dk, dv, dcarried = torch.ops.regard.attend_backward(grad_out, grad_lse, q, k, v, carried, *ctx.rest)
+    q, k, v, *more = ctx.saved_tensors
+    sink, carried = (more[0], more[1:]) if ctx.sunk else (None, more)
+    dq, dk, dv, dmore = torch.ops.regard.attend_backward(grad_out, grad_lse, q, k, v, sink, carried, *ctx.rest)
+    dsink, dcarried = (dmore[0], dmore[1:]) if ctx.sunk else (None, dmore)
     flowing = [grad if flows else None for grad, flows in zip(dcarried, ctx.floats, strict=True)]
-    return dq, dk, dv, flowing, *([None] * len(ctx.rest))
+    return dq, dk, dv, dsink, flowing, *([None] * len(ctx.rest))
 
 
 def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:

@@ -13,6 +13,7 @@ class Backend(Protocol):
     Attributes:
         name: what users call it by.
         tile: tokens per side of the schedule's tiles that it wants.
+        hides_by_zero: whether it hides a key by a weight of 0, which lets NaN through; then it is given finite ones only.
     """
 
     @property
@@ -21,14 +22,13 @@ class Backend(Protocol):
     @property
     def tile(self) -> int: ...
 
+    @property
+    def hides_by_zero(self) -> bool: ...
+
     def refusals(self, problem: Problem) -> list[str]:
         """Why it cannot run this problem, in the user's words; empty if it can."""
         ...
 
     def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
-        """The state over all keys: dropout applied, the sink not folded in.
-
-        Raises:
-            RefusalError: for what only the data can tell; the caller then asks the next engine, if none was named.
-        """
+        """The state over all keys: dropout applied, the sink not folded in."""
         ...

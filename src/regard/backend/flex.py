@@ -3,8 +3,6 @@
 It is fed by our schedule, not by `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles become its `BlockMask`, and
 inside PARTIAL tiles it looks up the schedule's bits. So the compiled kernel is the same for every mask, whatever its words; a bias
 is a vector over k - q per head, or a tensor, and there is one kernel for each of these forms.
-
-Like torch's other kernels it multiplies what is hidden by 0, so data that is not finite is refused where a mask hides some of it.
 """
 
 import shutil
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, Sum
-from regard.errors import RefusalError
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -36,6 +33,7 @@ class Flex:
 
     name: str = "flex"
     tile: int = 128
+    hides_by_zero: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:
         p, cpu = problem, problem.device == "cpu"
@@ -54,10 +52,7 @@ class Flex:
 
     def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
         q, k, v = operands.q, operands.k, operands.v
-        hides = problem.mask is not None
-        if hides and not all(bool(torch.isfinite(t).all()) for t in ((q, k, v) if problem.grad else (k, v))):
-            raise RefusalError("flex: keys or values hold NaN or inf, which FlexAttention would carry past the mask")
-        block_mask = _block_mask(schedule, q.device) if hides else None
+        block_mask = None if problem.mask is None else _block_mask(schedule, q.device)
         score_mod = _score_mod(problem, operands.bias, q.device)
         shared = problem.heads != problem.kv_heads
         wants_lse = problem.lse or problem.sink

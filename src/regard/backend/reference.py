@@ -25,8 +25,8 @@ from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
 
-SCORES = 1 << 24
-"""Scores computed at once: 64 MiB in float32. More is no faster; less makes more calls."""
+SCORES = 1 << 22
+"""Scores computed at once: 16 MiB in float32, near the share of a cache; more is no faster, less makes more calls."""
 
 REMEMBERED = 1 << 22
 """Scores that autograd may keep before tiles are recomputed in the backward pass instead."""
@@ -43,6 +43,7 @@ class Reference:
     name: str = "reference"
     compute: torch.dtype | None = None
     tile: int = 128
+    hides_by_zero: bool = False
 
     def refusals(self, problem: Problem) -> list[str]:
         return [] if problem.score is None else [f"the score {problem.score} is not known to it"]
@@ -59,7 +60,8 @@ class Reference:
         whole = _joined([_joined(row, dim=1) for row in states], dim=0)
         if problem.grad and not schedule.pairs:
             return _nothing(problem, operands)
-        return State(whole.out.to(problem.dtype), whole.lse.to(_lse_dtype(problem)))
+        out = whole.out if problem.sink else whole.out.to(problem.dtype)  # the sink is folded in before the rounding
+        return State(out, whole.lse.to(_lse_dtype(problem)))
 
 
 class _Block(NamedTuple):
@@ -92,7 +94,7 @@ def _block(
     h = slice(None) if schedule.maps[1] == 1 else slice(n, n + 1)
     group = problem.heads // problem.kv_heads
     g = slice(None) if schedule.maps[1] == 1 else slice(n // group, n // group + 1)
-    k, v = operands.k[b, g].to(compute), operands.v[b, g].to(compute)
+    k, v = (t[b, g].to(compute).contiguous() for t in (operands.k, operands.v))  # one layout, so one order of sums
     row = (m * schedule.maps[1] + n) * schedule.query_tiles
     return _Block(problem, schedule, operands.q[b, h], k, v, operands, (b.start or 0, h.start or 0), row, guarded)
 
@@ -118,7 +120,7 @@ def _map(block: _Block) -> State:
 def _tile(block: _Block, t: int) -> State:
     """The state of query tile t: its listed keys in chunks, merged."""
     start = t * block.schedule.tile
-    q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype)
+    q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype).contiguous()
     budget = max(block.schedule.tile, SCORES // (q[..., 0].numel() or 1))
     chunks = [_chunk(block, q, start, pieces) for pieces in _chunks(block.schedule, block.row + t, budget)]
     if not chunks:
@@ -193,7 +195,8 @@ def _mixed(weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     nan, up, down = (seen @ kind.to(v.dtype) > 0 for kind in (v.isnan(), v == torch.inf, v == -torch.inf))
     special = torch.where(up, torch.inf, torch.where(down, -torch.inf, 0.0))
     special = torch.where(nan | (up & down), torch.nan, special)
-    return out + special.repeat_interleave(out.shape[1] // v.shape[1], dim=1)
+    special = special.repeat_interleave(out.shape[1] // v.shape[1], dim=1)
+    return torch.where(special == 0, out, out + special)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """torch's fused CPU kernel behind `scaled_dot_product_attention`, where it needs no mask or bias built and means the same.
 
 It knows one mask, the causal triangle with its corner at the top left. Everything else it takes only as a full
-[queries, keys] tensor, and computes every hidden pair; so it is asked for nothing else. It multiplies hidden keys and values by 0,
-which lets a NaN through, so before a causal call the data is looked at, and refused if it is not finite.
+[queries, keys] tensor, and computes every hidden pair; so it is asked for nothing else.
 
 The kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to 2.13), since it gives
 the log-sum-exp and never becomes torch's own fallback, which materialises all scores.
@@ -11,9 +10,7 @@ the log-sum-exp and never becomes torch's own fallback, which materialises all s
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from regard.errors import RefusalError
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -25,6 +22,7 @@ class Sdpa:
 
     name: str = "sdpa"
     tile: int = 128
+    hides_by_zero: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
@@ -37,16 +35,15 @@ class Sdpa:
             "dropout makes torch build all scores": p.dropout > 0,
             f"qk_dim {p.qk_dim} and v_dim {p.v_dim} differ, which makes torch build all scores": p.qk_dim != p.v_dim,
             "its log-sum-exp, which a State and a sink need, has no gradient": p.grad and (p.lse or p.sink),
+            "it rounds its output before a sink can be folded in": p.sink and p.dtype in (torch.bfloat16, torch.float16),
             "it has no vmap or forward-mode derivative": p.transformed,
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim),
         }
         return [reason for reason, applies in found.items() if applies]
 
     def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
-        causal = len(schedule.patch_tile) > 0 or schedule.covered < _rectangle(problem)
-        q, k, v = (_unit_stride(t) for t in (operands.q, operands.k, operands.v))
-        if causal and not _finite(*((q, k, v) if problem.grad else (k, v))):
-            raise RefusalError("sdpa: keys or values hold NaN or inf, which torch's kernel would carry past a causal mask")
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (operands.q, operands.k, operands.v))
+        causal = problem.mask is not None and len(schedule.patch_tile) > 0
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore
         out, lse = attention(q, k, v, 0.0, causal, scale=problem.scale)
         return State(out, lse)
@@ -58,16 +55,3 @@ def _known(problem: Problem) -> bool:
         return True
     hides_nothing = problem.offset >= problem.keys - 1  # the first query already stands at the last key, as in decoding
     return problem.mask.name == "Causal" and (problem.offset == 0 or hides_nothing)
-
-
-def _rectangle(problem: Problem) -> int:
-    return problem.batch * problem.heads * problem.queries * problem.keys
-
-
-def _unit_stride(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _finite(*tensors: Tensor) -> bool:
-    """Whether all are finite: the extremes tell, in one pass and without a tensor of bools."""
-    return all(bool(torch.isfinite(torch.stack(torch.aminmax(t.detach()))).all()) for t in tensors)

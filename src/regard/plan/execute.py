@@ -1,9 +1,21 @@
-"""From a posed problem to its state: choose an engine, run it, and go on to the next if the data makes it refuse."""
+"""From a posed problem to its state: choose an engine and run it, on data that it cannot carry past the mask.
+
+Some engines hide a key by multiplying it with a weight of 0, and 0 * NaN is NaN. Before such an engine runs under a mask its keys and
+values are looked at. If some are not finite it gets them as zeros, which changes no bit of the rows that do not see them; the rows
+that do are taken from the next engine, one that selects instead of multiplying.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from regard.errors import RefusalError
 from regard.plan.choose import ENGINES, Plan, choose
 from regard.plan.problem import Operands, Problem
 from regard.state import State
+
+LEAKS = "keys or values hold NaN or inf, which it would carry past the mask"
 
 
 def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Plan, State]:
@@ -12,12 +24,45 @@ def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Pl
     Raises:
         RefusalError: the named engine, or every engine, refuses, for reasons of the problem or of the data.
     """
-    without: tuple[tuple[str, str], ...] = ()
-    while True:
-        plan = choose(problem, operands, named, without)
-        try:
-            return plan, ENGINES[plan.backend].run(plan.problem, plan.schedule, operands)
-        except RefusalError as refusal:
-            if named is not None:
-                raise
-            without = (*without, (plan.backend, str(refusal)))
+    plan = choose(problem, operands, named)
+    if plan.problem.mask is None or not ENGINES[plan.backend].hides_by_zero or _clean(plan.problem, operands):
+        return plan, _run(plan, operands)
+    if named is not None:
+        raise RefusalError(f"The backend {named!r} cannot run this.\n  {problem}\n  {named}: {LEAKS}")
+    exact = choose(problem, operands, None, without=((plan.backend, LEAKS),))
+    if not _finite(operands.q):
+        return exact, _run(exact, operands)
+    bad = ~(_finite_rows(operands.k) & _finite_rows(operands.v))
+    cleaned = replace(operands, k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))
+    touched = _sees(exact, operands, bad)
+    whole, dirty = _run(plan, cleaned), _run(exact, operands)
+    return exact, State(torch.where(touched[..., None], dirty.out, whole.out), torch.where(touched, dirty.lse, whole.lse))
+
+
+def _run(plan: Plan, operands: Operands) -> State:
+    return ENGINES[plan.backend].run(plan.problem, plan.schedule, operands)
+
+
+def _clean(problem: Problem, operands: Operands) -> bool:
+    """Whether nothing can leak: keys and values are finite, and queries too if their rows take part in gradients of keys."""
+    return _finite(operands.k) and _finite(operands.v) and (not problem.grad or _finite(operands.q))
+
+
+def _finite(t: Tensor) -> bool:
+    """Whether all is finite: the extremes tell, in one pass and without a tensor of bools."""
+    return not t.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(t.detach()))).all())
+
+
+def _finite_rows(t: Tensor) -> Tensor:
+    return torch.isfinite(t).all(dim=3, keepdim=True)
+
+
+def _sees(plan: Plan, operands: Operands, bad: Tensor) -> Tensor:
+    """Which queries see a bad key, [batch, heads, queries]: their mean of `bad` over what they see, by attention itself."""
+    with torch.no_grad():
+        q, k = (torch.zeros_like(t[..., :1]) for t in (operands.q, operands.k))
+        problem = replace(
+            plan.problem, qk_dim=1, v_dim=1, bias=None, softcap=None, scale=1.0, sink=False, dropout=0.0, grad=False
+        )
+        mean = replace(operands, q=q, k=k, v=bad.to(q.dtype), bias=None, sink=None)
+        return ENGINES[plan.backend].run(problem, plan.schedule, mean).out[..., 0] > 0

@@ -21,6 +21,9 @@ from regard.describe.mask import Bools, Ints, Mask, Rectangles, marked
 CHUNK = 1 << 22
 """Pairs of which `keep` is asked at once: what the making of a schedule needs of memory is a few times this many bytes."""
 
+ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+"""How many bits of each byte are set."""
+
 
 class Span(NamedTuple):
     """Consecutive FULL key tiles of one query tile: keys start <= k < stop, all of them kept by every query of the tile."""
@@ -77,7 +80,7 @@ class Schedule:
     @cached_property
     def pairs(self) -> int:
         """Kept pairs of query and key, exactly, over all batch rows and heads."""
-        bits = np.bitwise_count(self.patterns).sum(axis=(1, 2), dtype=np.int64)
+        bits = ONES[self.patterns].sum(axis=(1, 2), dtype=np.int64)
         return (self._full_pairs + int(bits[self.patch_pattern].sum())) * self.shared
 
     @cached_property
@@ -274,7 +277,7 @@ def _patterns(mask: Mask | None, grid: _Grid, cells: Ints) -> tuple[Ints, Ints, 
     bits, kept = _bits(mask, grid, Rectangles(*(side[representative] for side in r)))
     area = edges[representative].prod(axis=1)
     sure, partial = cells[(kept == area)[group]], (kept > 0) & (kept < area)
-    chosen, number = _distinct(bits[partial].reshape(int(partial.sum()), -1))
+    chosen, number = _distinct(bits[partial].reshape(-1, grid.tile**2 // 8))
     numbers = np.full(len(bits), -1)
     numbers[partial] = number
     at = partial[group]

@@ -1,0 +1,72 @@
+"""Biases: worked numbers of the papers, sums, and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from regard import Alibi, ProblemError, T5Bias, TensorBias
+from regard.describe.mask import Frame
+
+
+def test_alibi_slopes_are_the_papers():
+    assert Alibi(8).slopes().tolist() == [2.0**-i for i in range(1, 9)]  # §3: 1/2, 1/4, ..., 1/256 for 8 heads
+    twelve = Alibi(12).slopes().tolist()
+    assert twelve[:8] == Alibi(8).slopes().tolist()
+    assert twelve[8:] == pytest.approx([2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5])
+
+
+def test_alibi_grows_with_the_distance_to_either_side():
+    value = Alibi(2).value(0, torch.tensor([0, 1])[:, None], torch.tensor(2), torch.arange(4))
+    assert value.tolist() == [[-0.125, -0.0625, 0.0, -0.0625], [-2 / 256, -1 / 256, 0.0, -1 / 256]]
+
+
+def _t5_bucket(distance: int, *, bidirectional: bool, buckets: int, limit: int) -> int:
+    """Raffel et al. 2020 for one number, in words of the paper rather than of tensors."""
+    start = 0
+    if bidirectional:
+        buckets //= 2
+        start, distance = (buckets if distance > 0 else 0), abs(distance)
+    else:
+        distance = max(-distance, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return start + distance
+    ratio = math.log(distance / exact) / math.log(limit / exact)
+    return start + min(exact + int(ratio * (buckets - exact)), buckets - 1)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_buckets_are_the_papers(bidirectional: bool):
+    distances = [d for d in range(-300, 301) if abs(d) not in (16, 32, 64, 128)]  # at borders the last bit of log decides
+    found = T5Bias(torch.zeros(32, 1), bidirectional=bidirectional).bucket(torch.tensor(distances)).tolist()
+    expected = [_t5_bucket(d, bidirectional=bidirectional, buckets=32, limit=128) for d in distances]
+    assert found == expected
+
+
+def test_biases_add():
+    table, tensor = torch.randn(8, 2), torch.randn(3, 5)
+    both = T5Bias(table) + TensorBias(tensor, offset=0) + Alibi(2)
+    q, k, h = torch.arange(3)[:, None], torch.arange(5), torch.tensor([[[0]], [[1]]])
+    parts = [word.value(0, h, q, k) for word in (T5Bias(table), TensorBias(tensor, offset=0), Alibi(2))]
+    assert torch.allclose(both.value(0, h, q, k), parts[0] + parts[1] + parts[2])
+
+
+FRAME = Frame(batch=2, heads=4, queries=3, keys=5, offset=2)
+WRONG = {
+    "alibi for other heads": (lambda: Alibi(3).at(FRAME), "3 heads and the call has 4"),
+    "t5 for other heads": (lambda: T5Bias(torch.zeros(32, 3)).at(FRAME), "3 heads"),
+    "t5 of integers": (lambda: T5Bias(torch.zeros(32, 3, dtype=torch.int64)), "expected floats"),
+    "t5 with too near a limit": (lambda: T5Bias(torch.zeros(32, 3), max_distance=8), "must exceed"),
+    "a tensor of another shape": (lambda: TensorBias(torch.zeros(3, 4)).at(FRAME), "does not broadcast"),
+    "a bool tensor": (lambda: TensorBias(torch.zeros(3, 4, dtype=torch.bool)), "Dense"),
+    "a tensor added": (lambda: Alibi(4) + torch.zeros(3), "TensorBias"),  # pyright: ignore[reportOperatorIssue]
+    "no heads": (lambda: Alibi(0), "at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_makes_no_sense_is_said_to_make_none(name: str):
+    make, says = WRONG[name]
+    with pytest.raises(ProblemError, match=says):
+        make()

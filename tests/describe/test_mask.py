@@ -1,0 +1,139 @@
+"""Masks: pictures that can be checked by hand, the algebra, and what is refused."""
+
+import pytest
+import torch
+
+from regard import (
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Global,
+    Lengths,
+    Mask,
+    Prefix,
+    ProblemError,
+    Tree,
+    Where,
+    Window,
+    draw,
+)
+
+PICTURES = {
+    "a window counts the query itself": (Causal() & Window(2), "█··· ██·· ·██· ··██"),
+    "a window to both sides": (Window(2, 2), "██·· ███· ·███ ··██"),
+    "a window to the right alone": (Window(None, 1), "█··· ██·· ███· ████"),
+    "sinks stay in sight": (Causal() & (Window(1) | Prefix(1)), "█··· ██·· █·█· █··█"),
+    "a prefix-LM sees its prefix both ways": (Causal() | Prefix(2), "██·· ██·· ███· ████"),
+    "padding is never seen": (Lengths(torch.tensor([3])), "███· ███· ███· ███·"),
+    "documents keep to themselves": (Documents(torch.tensor([7, 7, 5, 7])), "██·█ ██·█ ··█· ██·█"),
+    "global tokens see and are seen": (Global([1]) | Window(1, 1), "██·· ████ ·██· ·█·█"),
+    "a dilated pattern counts from the query": (Dilated(2), "█·█· ·█·█ █·█· ·█·█"),
+    "blocks are squares": (Blocks(torch.tensor([[True, False], [False, True]]), 2), "██·· ██·· ··██ ··██"),
+    "drafts see their ancestors": (Tree([-1, 0, 0]), "█··· ██·· ███· ██·█"),
+    "a tree may have several roots": (Tree([None, None]), "█··· ██·· ███· ██·█"),
+    "dense says True to keep": (Dense(torch.eye(4, dtype=torch.bool)), "█··· ·█·· ··█· ···█"),
+    "a predicate": (Where(lambda b, h, q, k: q + k == 3), "···█ ··█· ·█·· █···"),
+    "not": (~Causal(), "·███ ··██ ···█ ····"),
+    "and, or, not together": (~(Causal() & ~Prefix(1)), "████ █·██ █··█ █···"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_mask_looks_as_drawn(name: str):
+    mask, picture = PICTURES[name]
+    # "several roots": token 3's siblings are not its ancestors, the context of two tokens is
+    assert draw(mask, 4, 4).replace(" ", "").split("\n") == picture.split(" ")
+
+
+def test_queries_stand_at_the_end_of_the_keys_unless_said_otherwise():
+    assert draw(Causal(), 1, 3) == "█ █ █"
+    assert draw(Causal(), 1, 3, offset=0) == "█ · ·"
+
+
+def test_a_batch_row_and_a_head_can_be_drawn():
+    layouts = torch.tensor([[[True]], [[False]]])
+    assert draw(Lengths(torch.tensor([1, 2])), 1, 2, batch=1) == "█ █"
+    assert draw(Blocks(layouts, 2), 1, 2, head=1) == "· ·"
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(3), ~Prefix(2)])
+def test_a_mask_is_not_a_truth_value(mask: Mask):
+    with pytest.raises(ProblemError, match="neither true nor false"):
+        bool(mask)
+
+
+def test_a_mask_is_written_as_it_is_said():
+    assert repr(Causal() & (Window(1024) | Prefix(4))) == "Causal() & (Window(left=1024) | Prefix(size=4))"
+    assert repr(~(Causal() | Prefix(1))) == "~(Causal() | Prefix(size=1))"
+    assert repr(Lengths(torch.tensor([1, 2]))) == "Lengths(lengths=int64[2])"
+
+
+def test_masks_without_tensors_are_equal_by_value():
+    assert Causal() & Window(3) == Causal() & Window(3)
+    assert Causal() & Window(3) != Causal() & Window(4)
+    assert Causal() & Window(3) != Window(3) & Causal()
+    assert len({Causal(), Causal(), Prefix(1)}) == 2
+
+
+def test_masks_with_tensors_are_equal_by_the_identity_of_the_tensors():
+    lengths = torch.tensor([1, 2])
+    assert Lengths(lengths) == Lengths(lengths)
+    assert Lengths(lengths) != Lengths(lengths.clone())
+
+
+def test_a_tensor_that_changed_makes_another_mask():
+    lengths = torch.tensor([1, 2])
+    before = Lengths(lengths).outline()
+    lengths += 1
+    assert Lengths(lengths).outline() != before
+
+
+def test_tensors_of_inference_mode_are_told_apart_by_content():
+    with torch.inference_mode():
+        lengths = torch.tensor([1, 2])
+        before, again = Lengths(lengths).outline(), Lengths(lengths.clone()).outline()
+        lengths[0] = 5
+    assert before == again
+    assert Lengths(lengths).outline() != before
+
+
+WRONG = {
+    "a window without itself": (lambda: Window(0), "at least 1"),
+    "a window without limits": (lambda: Window(None), "limits nothing"),
+    "a negative prefix": (lambda: Prefix(-1), "at least 0"),
+    "float lengths": (lambda: Lengths(torch.tensor([1.0])), "integer tensor"),
+    "lengths with two axes": (lambda: Lengths(torch.tensor([[1]])), "integer tensor"),
+    "float documents": (lambda: Documents(torch.tensor([1.0])), "expected integers"),
+    "a dilation of 0": (lambda: Dilated(0), "at least 1"),
+    "a float layout": (lambda: Blocks(torch.zeros(2, 2), 2), "expected bool"),
+    "blocks of 0": (lambda: Blocks(torch.zeros(2, 2, dtype=torch.bool), 0), "at least 1"),
+    "a child before its parent": (lambda: Tree([1, -1]), "comes before its child"),
+    "a float dense mask": (lambda: Dense(torch.zeros(2, 2)), "TensorBias"),
+    "a predicate that is none": (lambda: Where(3), "expected a function"),  # pyright: ignore[reportArgumentType]
+    "a predicate of floats": (lambda: draw(Where(lambda b, h, q, k: q * 1.0), 2, 2), "expected a bool tensor"),
+    "a tensor combined": (lambda: Causal() & torch.ones(2, 2), "Dense"),  # pyright: ignore[reportOperatorIssue]
+    "too few lengths": (lambda: draw(Lengths(torch.tensor([1])) & Lengths(torch.tensor([1, 2])), 2, 2), "batch rows"),
+    "too few documents": (lambda: draw(Documents(torch.tensor([0])), 2, 2), "an id for every position"),
+    "a layout too small": (lambda: draw(Blocks(torch.zeros(1, 1, dtype=torch.bool), 2), 3, 3), "covers positions"),
+    "a tree that is not the end": (lambda: draw(Tree([-1], start=0), 2, 2), "last keys"),
+    "dense rows": (lambda: draw(Dense(torch.zeros(3, 4, dtype=torch.bool)), 2, 4), "3 rows"),
+    "dense columns": (lambda: draw(Dense(torch.zeros(2, 3, dtype=torch.bool)), 2, 4), "3 columns"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_makes_no_sense_is_said_to_make_none(name: str):
+    make, says = WRONG[name]
+    with pytest.raises(ProblemError, match=says):
+        make()
+
+
+def test_a_predicate_is_asked_once_for_what_it_does_not_look_at():
+    from regard.describe.mask import Frame
+
+    frame = Frame(batch=3, heads=5, queries=2, keys=2, offset=0)
+    assert Where(lambda b, h, q, k: q >= k).at(frame).spread() == (1, 1)
+    assert Where(lambda b, h, q, k: q >= k + b).at(frame).spread() == (3, 1)
+    assert Where(lambda b, h, q, k: torch.tensor([True, False]).repeat(3)[h] & (q >= k)).at(frame).spread() == (1, 5)

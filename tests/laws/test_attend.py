@@ -1,0 +1,160 @@
+"""Laws: whatever the description, attention is what the formula says, its gradients too, and what is masked does not exist."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from regard import Causal, Dense, TensorBias, attend, attend_state
+from tests.expressions import BATCH, HEADS, biases, masks
+from tests.oracle import Case, dense, kept, worst
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@st.composite
+def cases(draw: st.DrawFn, words: bool = True) -> Case:
+    """A random call: shapes (grouped heads, one query, no batch, v_dim != qk_dim), strides, words and numbers."""
+    queries, keys = draw(st.sampled_from([(13, 13), (1, 29), (11, 23), (23, 11), (5, 131)]))
+    batch, kv_heads = draw(st.sampled_from([BATCH, BATCH, BATCH, 0])), draw(st.sampled_from([1, 2, 3, 6]))
+    qk_dim, v_dim = draw(st.sampled_from([(8, 8), (5, 7), (16, 3), (1, 1)]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    def tensor(heads: int, tokens: int, dim: int) -> Tensor:
+        made = torch.randn(batch, tokens, heads, dim, generator=g, dtype=torch.float64).transpose(1, 2)
+        return draw(st.sampled_from([made, made.contiguous(), made.mT.contiguous().mT]))
+
+    case = Case(tensor(HEADS, queries, qk_dim), tensor(kv_heads, keys, qk_dim), tensor(kv_heads, keys, v_dim))
+    if not words:
+        return case
+    if batch and queries <= keys:
+        case.words["mask"] = draw(st.one_of(st.none(), masks(queries, keys)))
+        case.words["bias"] = draw(biases(queries, keys))
+    else:
+        case.words["mask"] = draw(st.sampled_from([None, Causal(), ~Causal()]))
+    case.words["softcap"] = draw(st.sampled_from([None, 1.5]))
+    case.words["scale"] = draw(st.sampled_from([None, 0.7, 0.0]))
+    case.words["sink"] = draw(st.sampled_from([None, torch.linspace(-3, 3, HEADS, dtype=torch.float64)]))
+    return case
+
+
+def run(case: Case, **more: Any) -> Tensor:
+    return attend(case.q, case.k, case.v, **{**case.words, **more})
+
+
+def without_sink(case: Case) -> dict[str, Any]:
+    return {name: word for name, word in case.words.items() if name != "sink"}
+
+
+@given(case=cases(), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=150)
+def test_attention_is_what_the_formula_says(case: Case, dtype: torch.dtype):
+    case = case.to(dtype)
+    (truth, lse), naive = dense(case), dense(case, dtype)
+    out = run(case)
+    assert out.dtype == dtype
+    assert out.shape == truth.shape
+    # float64 has no better judge than itself; a row of few keys may by luck cost naive fp32 less than a rounding or two
+    units = {torch.float64: 32, torch.float32: 3}.get(dtype, 0.5) * torch.finfo(dtype).eps
+    largest = float(case.v.abs().max()) if case.v.numel() else 0.0
+    assert worst(out, truth) <= max((1.5 if dtype == torch.float32 else 1.0) * worst(naive[0], truth), units * largest)
+    state = attend_state(case.q, case.k, case.v, **without_sink(case))
+    assert state.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert worst(state.lse, lse) <= max(1.5 * worst(naive[1], lse), 2e-6 if dtype != torch.float64 else 1e-14)
+
+
+@given(case=cases())
+@settings(max_examples=40)
+def test_gradients_are_what_the_formula_says(case: Case):
+    def gradients(function: Any) -> list[Tensor]:
+        leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+        words = dict(case.words)
+        if "sink" in leaves:
+            words["sink"] = leaves["sink"]
+        if "bias" in leaves:
+            words["bias"] = TensorBias(leaves["bias"])
+        out = function(Case(leaves["q"], leaves["k"], leaves["v"], words))
+        weight = torch.linspace(-1, 1, max(out.numel(), 1), dtype=out.dtype)[: out.numel()].view(out.shape)
+        return list(torch.autograd.grad((out * weight).sum(), list(leaves.values()), materialize_grads=True))
+
+    tensors = {"q": case.q, "k": case.k, "v": case.v}
+    if case.words.get("sink") is not None:
+        tensors["sink"] = case.words["sink"]
+    if isinstance(case.words.get("bias"), TensorBias):
+        tensors["bias"] = case.words["bias"].tensor
+    found, truth = gradients(run), gradients(lambda c: dense(c)[0])
+    for ours, theirs in zip(found, truth, strict=True):
+        assert worst(ours, theirs) < 1e-12
+
+
+@given(case=cases(), bad=st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+@settings(max_examples=60)
+def test_what_is_masked_is_never_read_into_a_result(case: Case, bad: float):
+    """A key that some queries see and others do not, made NaN, changes no bit of the others' rows."""
+    keep = kept(case)
+    if not keep.numel():
+        return
+    key = keep.shape[3] // 2
+    clean = run(case)
+    k, v = case.k.clone(), case.v.clone()
+    k[:, :, key], v[:, :, key] = bad, bad
+    dirty = run(Case(case.q, k, v, case.words))
+    hidden = ~keep[..., key]
+    assert torch.equal(dirty[hidden], clean[hidden])
+    if bad != bad:  # NaN: those who see it are NaN
+        assert bool(dirty[~hidden].isnan().all())
+
+
+@given(case=cases())
+@settings(max_examples=40)
+def test_what_is_masked_is_never_read_into_a_gradient(case: Case):
+    keep = kept(case)
+    if not keep.numel():
+        return
+    key = keep.shape[3] // 2
+    case.words["mask"] = hides = Dense(keep & (torch.arange(keep.shape[3]) != key))  # hidden from everybody
+    leaves = [t.detach().clone() for t in (case.q, case.k, case.v)]
+    leaves[1][:, :, key] = leaves[2][:, :, key] = float("nan")
+    case.q, case.k, case.v = (t.requires_grad_() for t in leaves)
+    grads = torch.autograd.grad(run(case, mask=hides).sum(), (case.q, case.k, case.v), materialize_grads=True)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    assert float(grads[1][:, :, key].abs().sum() + grads[2][:, :, key].abs().sum()) == 0
+
+
+@given(case=cases(), cut=st.floats(0, 1))
+@settings(max_examples=40)
+def test_states_over_parts_of_the_keys_merge_to_the_whole(case: Case, cut: float):
+    case.words = {"softcap": case.words["softcap"]}
+    keys = case.k.shape[2]
+    at = int(cut * keys)
+    parts = [attend_state(case.q, case.k[:, :, s], case.v[:, :, s], **case.words) for s in (slice(at), slice(at, None))]
+    whole = attend_state(case.q, case.k, case.v, **case.words)
+    merged = parts[0] | parts[1]
+    assert worst(merged.out, whole.out) < 1e-12
+    assert worst(merged.lse, whole.lse) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_nothing_is_zero(dtype: torch.dtype):
+    q, k, v = (torch.randn(1, 2, 5, 4, dtype=dtype, requires_grad=True) for _ in range(3))
+    state = attend_state(q, k, v, mask=Causal(), offset=-3)  # queries 0 to 2 stand before the first key
+    assert torch.equal(state.out[:, :, :3], torch.zeros(1, 2, 3, 4, dtype=dtype))
+    assert bool((state.lse[:, :, :3] == -torch.inf).all())
+    (state.out.sum() + state.lse[:, :, 3:].sum()).backward()
+    assert q.grad is not None
+    assert torch.equal(q.grad[:, :, :3], torch.zeros(1, 2, 3, 4, dtype=dtype))
+    assert bool(torch.isfinite(q.grad).all())
+
+
+@pytest.mark.parametrize("sink", [None, torch.zeros(2)])
+def test_a_call_that_keeps_nothing_is_zero_and_so_are_its_gradients(sink: Tensor | None):
+    q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    out = attend(q, k, v, mask=Dense(torch.zeros(5, 5, dtype=torch.bool)), sink=sink)
+    out.sum().backward()
+    assert not out.any()
+    for t in (q, k, v):
+        assert t.grad is not None
+        assert not t.grad.any()
