@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Bias, Mask
+from regard.describe.mask import Frame
 
 
 @dataclass(repr=False)
@@ -42,7 +43,10 @@ def kept(case: Case) -> Tensor:
     """The mask, dense: bool [batch, heads, queries, keys]."""
     sizes = (*case.q.shape[:3], case.k.shape[2])
     mask: Mask | None = case.words.get("mask")
-    return torch.ones(sizes, dtype=torch.bool) if mask is None else mask.keep(*positions(case)).expand(sizes)
+    if mask is None:
+        return torch.ones(sizes, dtype=torch.bool)
+    b, h, q, k = positions(case)
+    return mask.at(Frame(*sizes, int(q[0]) if len(q) else 0)).keep(b, h, q, k).expand(sizes)
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

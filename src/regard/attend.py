@@ -193,7 +193,7 @@ def explain(
     >>> q, k = torch.empty(1, 32, 4096, 128, device="meta"), torch.empty(1, 8, 4096, 128, device="meta")
     >>> plan = explain(q, k, k, mask=Causal() & Window(512))
     >>> plan.backend, plan.schedule.pairs, plan.flops
-    ('reference', 62918656, 32214351872)
+    ('reference', 62922752, 32216449024)
     """
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,

@@ -69,7 +69,7 @@ def attend_traced(
 
 
 def _without_data(t: Tensor) -> bool:
-    return t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor)  # pyright: ignore
+    return isinstance(t, Tensor) and (t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor))  # pyright: ignore
 
 
 def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:

@@ -57,7 +57,7 @@ class Flex:
         shared = problem.heads != problem.kv_heads
         wants_lse = problem.lse or problem.sink
         with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore
-            result = _compiled()(q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None)
+            result = _compiled(q.device.type)(q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None)
         if wants_lse:
             return State(result[0], result[1].lse)
         return State(result, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
@@ -75,8 +75,9 @@ def _lacking() -> str | None:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(_attend, fullgraph=True)
+def _compiled(device: str) -> Callable[..., Any]:
+    # on cpu a kernel per length: inductor's template for it does not compile with symbolic lengths (torch 2.13)
+    return torch.compile(_attend, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
 def _attend(

@@ -60,8 +60,9 @@ class Reference:
         whole = _joined([_joined(row, dim=1) for row in states], dim=0)
         if problem.grad and not schedule.pairs:
             return _nothing(problem, operands)
-        out = whole.out if problem.sink else whole.out.to(problem.dtype)  # the sink is folded in before the rounding
-        return State(out, whole.lse.to(_lse_dtype(problem)))
+        if problem.sink:
+            return whole  # it is folded in before the result is rounded
+        return State(whole.out.to(problem.dtype), whole.lse.to(_lse_dtype(problem)))
 
 
 class _Block(NamedTuple):

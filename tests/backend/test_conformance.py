@@ -1,0 +1,144 @@
+"""Every engine, on every case of the table and in every type, is what the formula says, or says why it is not run."""
+
+import pytest
+import torch
+
+from regard import Causal, RefusalError, TensorBias, Window, attend, attend_state, explain
+from regard.plan.choose import ENGINES
+from tests.conformance import cases
+from tests.oracle import Case, dense, worst
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+COMPILED = ["window and sinks", "packed documents", "everything", "biases added"]
+"""What flex is tried on: each form compiles for seconds."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "flex"])
+@pytest.mark.parametrize("name", cases())
+def test_an_engine_computes_the_formula_or_says_why_not(name: str, engine: str, dtype: torch.dtype):
+    case = cases()[name].to(dtype)
+    try:
+        out = attend(case.q, case.k, case.v, **case.words, backend=engine)
+    except RefusalError as refusal:
+        assert f"{engine}: " in str(refusal)  # noqa: PT017
+        pytest.skip(_reasons(refusal))
+    truth, naive = dense(case)[0], dense(case, dtype)[0]
+    units = {torch.float64: 32, torch.float32: 3}.get(dtype, 0.5) * torch.finfo(dtype).eps * float(case.v.abs().max())
+    assert worst(out, truth) <= max((1.5 if dtype == torch.float32 else 1.0) * worst(naive, truth), units)
+
+
+def _reasons(refusal: RefusalError) -> str:
+    """The lines of a refusal that say why, in one."""
+    return "; ".join(line.strip() for line in str(refusal).split("\n")[2:-1])
+
+
+def test_the_reference_refuses_nothing():
+    for case in cases().values():
+        assert explain(case.q, case.k, case.v, **case.words, backend="reference").backend == "reference"
+
+
+def test_sdpa_takes_what_torch_computes_without_a_mask():
+    taken = {name for name, case in cases().items() if explain(case.q, case.k, case.v, **case.words).backend == "sdpa"}
+    assert taken == {
+        "dense",
+        "multi-head",
+        "multi-query",
+        "causal",
+        "causal, three tiles",
+        "causal, corner at the top left",
+        "decoding",
+        "window longer than the sequence",
+        "scale",
+    }
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_flex_computes_the_formula_where_it_compiles(name: str):
+    case = cases()[name]
+    case = Case(case.q, case.k, case.v, {n: word for n, word in case.words.items() if n != "sink"})
+    plan_words = {**case.words, "backend": "flex"}
+    try:
+        explain(case.q, case.k, case.v, **plan_words)
+    except RefusalError as refusal:
+        pytest.skip(_reasons(refusal))
+    assert worst(attend(case.q, case.k, case.v, **plan_words), dense(case)[0]) < 5e-6
+
+
+def test_flex_says_what_it_lacks_on_cpu():
+    q = torch.randn(1, 2, 3, 16, requires_grad=True)
+    with pytest.raises(RefusalError, match="no gradients on cpu"):
+        attend(q, q, q, backend="flex")
+    with pytest.raises(RefusalError, match="no log-sum-exp on cpu"):
+        attend_state(q.detach(), q.detach(), q.detach(), backend="flex")
+
+
+@pytest.mark.parametrize("engine", ["reference64", "reference"])
+def test_float64_on_request_is_better_than_float32(engine: str):
+    case = cases()["everything"]
+    out = attend(case.q, case.k, case.v, **case.words, backend=engine)
+    error = worst(out, dense(case)[0])
+    rounding = torch.finfo(torch.float32).eps / 2 * float(out.abs().max())
+    assert (error <= rounding) == (engine == "reference64")
+
+
+def test_the_reference_needs_no_memory_for_all_scores():
+    """32,768 tokens: scores would take 4 GiB a head. The largest tensor is watched."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+            result = func(*args, **(kwargs or {}))
+            for t in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(t, torch.Tensor):
+                    self.size = max(self.size, t.untyped_storage().nbytes())
+            return result
+
+    q, k, v = (torch.randn(1, 1, 32_768, 8, requires_grad=True) for _ in range(3))
+    with Largest() as largest:
+        attend(q, k, v, mask=Causal() & Window(2048), backend="reference").sum().backward()
+        attend(q.detach()[:, :, -512:], k.detach(), v.detach(), mask=Causal(), backend="reference")
+    assert largest.size <= 16 << 20
+
+
+def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pytest.MonkeyPatch):
+    """Tiles recomputed in the backward pass give the same bits as tiles remembered."""
+    from regard.backend import reference
+
+    case = cases()["everything"]
+    table = torch.randn(2, 1, 53, 211, requires_grad=True)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (case.q, case.k, case.v)]
+        words = {**case.words, "bias": TensorBias(table), "backend": "reference"}
+        return torch.autograd.grad(attend(*leaves, **words).sin().sum(), (*leaves, table))
+
+    remembered = gradients()
+    monkeypatch.setattr(reference, "REMEMBERED", 0)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), remembered, strict=True))
+
+
+def test_dropout_is_seeded_by_torchs_generator_and_keeps_the_mean():
+    q, k, v = torch.randn(1, 1, 64, 8), torch.randn(1, 1, 512, 8), torch.ones(1, 1, 512, 4)
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return attend(q, k, v, dropout=0.25, mask=Causal())
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    mean = torch.stack([drawn(seed) for seed in range(40)]).mean()
+    assert abs(float(mean) - 1) < 0.01
+
+
+def test_dropout_of_a_large_problem_drops_the_same_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch):
+    from regard.backend import reference
+
+    monkeypatch.setattr(reference, "REMEMBERED", 0)
+    q, k = torch.randn(1, 1, 16, 8, dtype=torch.float64), torch.randn(1, 1, 16, 8, dtype=torch.float64)
+    v = torch.randn(1, 1, 16, 4, dtype=torch.float64, requires_grad=True)
+    out = attend(q, k, v, dropout=0.5)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert torch.allclose((grad * v).sum(), out.sum())  # linear in v: only the same dropped weights give this

@@ -1,0 +1,81 @@
+"""One table of named calls, which every engine computes or refuses in words; run by `tests/backend/test_conformance.py`.
+
+Sizes are primes where the name does not say otherwise, so that no two axes can be taken for one another.
+"""
+
+import torch
+from torch import Tensor
+
+from regard import (
+    Alibi,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Global,
+    Lengths,
+    Prefix,
+    T5Bias,
+    TensorBias,
+    Tree,
+    Window,
+)
+from tests.oracle import Case
+
+
+def _tensor(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def _call(
+    queries: int, keys: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, v_dim: int | None = None, **words: object
+) -> Case:
+    q, k = _tensor(2, heads, queries, dim), _tensor(2, kv_heads, keys, dim)
+    return Case(q, k, _tensor(2, kv_heads, keys, v_dim or dim), dict(words))
+
+
+def cases() -> dict[str, Case]:
+    """A fresh copy of the table."""
+    return {
+        "dense": _call(37, 53),
+        "multi-head": _call(37, 53, kv_heads=4),
+        "multi-query": _call(37, 53, kv_heads=1),
+        "values of another size": _call(37, 53, v_dim=24),
+        "causal": _call(131, 131, mask=Causal()),
+        "causal, three tiles": _call(293, 293, mask=Causal()),
+        "causal, keys before the queries": _call(37, 149, mask=Causal()),
+        "causal, corner at the top left": _call(37, 53, mask=Causal(), offset=0),
+        "causal, more queries than keys": _call(53, 37, mask=Causal()),
+        "decoding": _call(1, 307, mask=Causal()),
+        "window": _call(293, 293, mask=Causal() & Window(41)),
+        "window longer than the sequence": _call(131, 131, mask=Causal() & Window(4096)),
+        "window and sinks": _call(293, 293, mask=Causal() & (Window(41) | Prefix(4))),
+        "window to both sides": _call(131, 131, mask=Window(17, 5)),
+        "prefix-LM": _call(131, 131, mask=Causal() | Prefix(torch.tensor([11, 43]))),
+        "ragged padding": _call(53, 131, mask=Lengths(torch.tensor([131, 29]))),
+        "a row of nothing but padding": _call(53, 53, mask=Causal() & Lengths(torch.tensor([53, 0]))),
+        "packed documents": _call(211, 211, mask=Causal() & Documents(torch.arange(211) // 47)),
+        "longformer": _call(211, 211, mask=Window(19, 19) | Global([0, 101])),
+        "strided": _call(131, 131, mask=Causal() & (Window(13) | Dilated(13))),
+        "a tree of drafts": _call(7, 149, mask=Tree([-1, 0, 0, 1, 1, 2, -1])),
+        "any mask": _call(53, 131, mask=Dense(_tensor(2, 4, 53, 131) > 0)),
+        "a mask per head": _call(53, 131, mask=Dense(_tensor(4, 53, 131) > 0)),
+        "alibi": _call(131, 131, mask=Causal(), bias=Alibi(4)),
+        "alibi, heads no power of two": _call(131, 131, heads=6, mask=Causal(), bias=Alibi(6)),
+        "t5": _call(131, 131, bias=T5Bias(_tensor(32, 4))),
+        "a bias tensor": _call(53, 131, bias=TensorBias(_tensor(2, 1, 53, 131))),
+        "biases added": _call(53, 131, bias=TensorBias(_tensor(4, 53, 131)) + Alibi(4)),
+        "softcap": _call(131, 131, mask=Causal(), softcap=2.0),
+        "scale": _call(37, 53, scale=1.0),
+        "sinks learned per head": _call(131, 131, mask=Causal() & Window(41), sink=_tensor(4)),
+        "everything": _call(
+            53,
+            211,
+            v_dim=24,
+            mask=Causal() & (Window(41) | Prefix(4)) & Lengths(torch.tensor([211, 190])),
+            bias=Alibi(4) + T5Bias(_tensor(32, 4), bidirectional=False),
+            softcap=3.0,
+            sink=_tensor(4),
+            scale=0.3,
+        ),
+    }

@@ -1,0 +1,116 @@
+"""The choice: no silent fallback, reasons for all that were passed over, and a cache that keeps no tensor alive."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from regard import Alibi, Causal, Documents, Lengths, Prefix, RefusalError, Window, attend, explain
+from regard.plan.choose import ENGINES, ORDER
+
+
+def meta(*sizes: int) -> torch.Tensor:
+    return torch.empty(*sizes, device="meta")
+
+
+def test_a_named_engine_never_gives_way_to_another():
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(RefusalError) as refusal:
+        attend(q, q, q, bias=Alibi(2), backend="sdpa")
+    assert str(refusal.value).split("\n") == [
+        "The backend 'sdpa' cannot run this.",
+        "  q [1, 2, 5, 8] · kv [1, 2, 5, 8|8] float32 on cpu, mask None, bias Alibi(heads=2)",
+        "  sdpa: a bias would be built in full for every head",
+        "  Leave backend=None to let regard choose.",
+    ]
+
+
+def test_a_refusal_is_also_what_python_calls_not_implemented():
+    assert issubclass(RefusalError, NotImplementedError)
+
+
+def test_the_plan_says_who_was_passed_over_and_why():
+    plan = explain(meta(1, 2, 64, 8), meta(1, 2, 64, 8), meta(1, 2, 64, 8), mask=Causal() & Window(8), softcap=2.0)
+    assert plan.backend == "reference"
+    assert plan.passed_over["sdpa"] == [
+        "mask Causal() & Window(left=8) would be built in full, [queries, keys], and every hidden pair computed",
+        "it has no softcap",
+    ]
+    assert "by name" in plan.passed_over["flex"][0]
+
+
+def test_a_plan_is_printed_with_problem_engine_reasons_tiles_and_costs():
+    q, kv = meta(1, 32, 4096, 128), meta(1, 8, 4096, 128)
+    assert str(explain(q, kv, kv, mask=Causal() & Window(5000))).split("\n") == [
+        "q [1, 32, 4096, 128] · kv [1, 8, 4096, 128|128] float32 on cpu, mask Causal(), bias None",
+        "  simplify_mask: Causal() & Window(left=5000) is Causal() here",
+        "runs on sdpa",
+        "  passed over flex: on cpu it is used only by name: it compiles for seconds, and has no gradients and no log-sum-exp",
+        "  passed over reference64: it is used only by name: float64 costs twice the time",
+        "tiles of 128 x 128: 16,896 computed (15,872 full, 1,024 partial in 1 patterns), 15,872 skipped",
+        "pairs 268,500,992 of 536,870,912 (50 %)",
+        "137.5 GFLOP, at least 160 MiB read and written",
+    ]
+
+
+def test_explaining_computes_nothing():
+    huge = meta(1, 8, 1 << 20, 128)
+    plan = explain(huge, huge, huge, mask=Causal() & (Window(4096) | Prefix(4)))
+    assert plan.schedule.pairs == 8 * 4_290_758_650
+    assert plan.flops == 4 * 128 * plan.schedule.pairs
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (Window(64), "hides nothing"),
+        (Lengths(torch.tensor([64])), "hides nothing"),
+        (Causal() & Window(64), "is Causal() here"),
+        (Causal() & Documents(torch.zeros(64, dtype=torch.int64)), "is Causal() here"),
+        (Causal() & Window(63), None),
+        (Causal(), None),
+    ],
+)
+def test_a_mask_is_said_in_the_simplest_word(mask, said):  # noqa: ANN001
+    q = meta(1, 2, 64, 8)
+    steps = explain(q, q, q, mask=mask).steps
+    assert (said in steps[0]) if said else not steps
+
+
+def test_equal_calls_share_a_plan():
+    q = meta(1, 2, 64, 8)
+    ids = torch.arange(64) // 10
+    assert explain(q, q, q, mask=Documents(ids)) is explain(q, q, q, mask=Documents(ids))
+
+
+def test_a_mask_changed_in_place_gets_a_new_plan():
+    q, k, v = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 6, 4), torch.randn(1, 1, 6, 4)
+    lengths = torch.tensor([6])
+    before = attend(q, k, v, mask=Lengths(lengths))
+    lengths[0] = 3
+    assert torch.allclose(attend(q, k, v, mask=Lengths(lengths)), attend(q, k[:, :, :3], v[:, :, :3]), atol=1e-6)
+    assert not torch.equal(attend(q, k, v, mask=Lengths(lengths)), before)
+
+
+def test_the_cache_of_plans_keeps_no_tensor_alive():
+    q, ids, slopes = torch.randn(1, 2, 64, 8), torch.arange(64) // 10, torch.randn(2)
+    attend(q, q, q, mask=Causal() & Documents(ids), sink=slopes)
+    ghosts = [weakref.ref(t) for t in (q, ids, slopes)]
+    del q, ids, slopes
+    gc.collect()
+    assert all(ghost() is None for ghost in ghosts)
+
+
+def test_every_engine_has_a_place_or_a_reason_not_to():
+    from regard.plan.choose import ASIDE
+
+    for device, row in ORDER.items():
+        assert {*row, *(name for place, name in ASIDE if place == device)} >= set(ENGINES) - {"sdpa"}
+
+
+def test_bytes_count_each_key_once():
+    q, kv = meta(2, 4, 256, 16), meta(2, 2, 256, 16)
+    rows, keys = 2 * 4 * 256 * 32 * 4, 2 * 2 * 32 * 4
+    assert explain(q, kv, kv).bytes == rows + keys * 256
+    assert explain(q, kv, kv, mask=Prefix(100)).bytes == rows + keys * 128  # of two tiles of 128, the first is read

@@ -1,0 +1,85 @@
+"""The front door: worked numbers, watching, and that every argument counts."""
+
+import pytest
+import torch
+
+from regard import Alibi, Call, Causal, Dot, TensorBias, attend, attend_state, watching
+
+
+def test_a_worked_example():
+    """Queries and keys of two dimensions, scaled by sqrt 2: scores, softmax and mix checked by hand to four digits."""
+    q = torch.tensor([[[[1.18, 0.78], [0.62, 0.59], [0.66, 0.71]]]])
+    k = torch.tensor([[[[0.83, 0.71], [0.53, 0.66], [0.76, 0.41]]]])
+    v = torch.tensor([[[[1.02, 1.07], [0.52, 0.93], [0.79, 0.56]]]])
+    expected = torch.tensor([[0.8000, 0.8691], [0.7893, 0.8649], [0.7904, 0.8673]])
+    assert torch.allclose(attend(q, k, v)[0, 0], expected, atol=6e-5)
+
+
+def test_one_hot_scores_look_up_their_value():
+    q = k = 50 * torch.eye(4)[None, None]
+    v = torch.randn(1, 1, 4, 3)
+    assert torch.allclose(attend(q, k, v), v, atol=1e-6)
+
+
+def test_equal_scores_give_the_mean_of_what_is_seen():
+    q, v = torch.zeros(1, 1, 4, 2), torch.tensor([1.0, 3.0, 5.0, 7.0]).view(1, 1, 4, 1)
+    assert attend(q, q, v, mask=Causal()).flatten().tolist() == [1, 2, 3, 4]
+
+
+ARGUMENTS = {
+    "mask": Causal(),
+    "bias": Alibi(2),
+    "scale": 0.1,
+    "softcap": 0.5,
+    "sink": torch.ones(2),
+    "dropout": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument_changes_the_result(name: str):
+    q = torch.randn(1, 2, 5, 8)
+    assert not torch.allclose(attend(q, q, q, **{name: ARGUMENTS[name]}), attend(q, q, q), atol=1e-3)
+
+
+def test_offset_moves_the_queries():
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 6, 8)
+    assert torch.equal(attend(q, k, k, mask=Causal(), offset=4), attend(q, k, k, mask=Causal()))
+    first = attend(q, k, k, mask=Causal(), offset=0)
+    assert torch.allclose(first[:, :, 0], k[:, :, 0])
+
+
+def test_the_dot_product_is_what_no_score_means():
+    q = torch.randn(1, 2, 5, 8)
+    assert torch.equal(attend(q, q, q, score=Dot()), attend(q, q, q))
+
+
+def test_any_strides_give_the_same():
+    q, k, v = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 4, 8, 7).mT, torch.randn(2, 4, 7, 16)[..., ::2]
+    for words in ({}, {"mask": Causal()}, {"bias": Alibi(4)}):
+        assert torch.allclose(attend(q, k, v, **words), attend(*(t.contiguous() for t in (q, k, v)), **words), atol=1e-6)
+
+
+def test_a_watcher_is_told_of_every_call():
+    calls: list[Call] = []
+    q, sink = torch.randn(1, 2, 5, 8), torch.zeros(2)
+    with watching(calls.append):
+        out = attend(q, q, q, mask=Causal(), sink=sink)
+        state = attend_state(q, q, q, bias=TensorBias(torch.zeros(5, 5)))
+    attend(q, q, q)
+    assert len(calls) == 2
+    assert calls[0].out is out
+    assert torch.allclose(calls[0].state.with_sink(sink), out)
+    assert calls[0].scale == 8**-0.5
+    assert calls[0].offset == 0
+    assert calls[0].plan.backend == "sdpa"
+    assert calls[1].state is state
+
+
+def test_a_watcher_leaves_when_an_error_passes():
+    calls: list[Call] = []
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(RuntimeError), watching(calls.append):
+        raise RuntimeError
+    attend(q, q, q)
+    assert not calls

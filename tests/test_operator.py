@@ -1,0 +1,169 @@
+"""What torch traces: whole graphs, export, the operator's own checks, vmap and higher derivatives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from regard import (
+    Alibi,
+    Causal,
+    Documents,
+    Lengths,
+    Prefix,
+    ProblemError,
+    State,
+    T5Bias,
+    TensorBias,
+    Tree,
+    Where,
+    Window,
+    attend,
+    attend_state,
+)
+
+Q, K, V = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
+IDS = torch.arange(23) // 9
+SINK = torch.linspace(-1, 1, 4)
+
+
+def composed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, table: Tensor, sink: Tensor) -> Tensor:
+    mask = Causal() & (Window(7) | Prefix(3)) & Documents(ids)
+    return attend(q, k, v, mask=mask, bias=T5Bias(table) + Alibi(4), sink=sink, softcap=5.0)
+
+
+def compiled(function: Any, **how: Any) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **how)
+
+
+def test_a_composed_call_compiles_to_one_graph_with_the_same_bits_and_gradients():
+    leaves = [t.clone().requires_grad_() for t in (Q, K, V)] + [torch.randn(32, 4, requires_grad=True), SINK.clone().requires_grad_()]
+    q, k, v, table, sink = leaves
+    expected = composed(q, k, v, IDS, table, sink)
+    found = compiled(composed)(q, k, v, IDS, table, sink)
+    assert torch.equal(found, expected)
+    for ours, eager in zip(torch.autograd.grad(found.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), strict=True):
+        assert torch.allclose(ours, eager, atol=1e-6)
+
+
+WORDS = {
+    "a predicate": {"mask": Where(lambda b, h, q, k: (q + k + b) % 3 == 0) | Causal()},
+    "not": {"mask": ~Prefix(3)},
+    "a tree": {"mask": Tree([-1, 0, 0], start=20)},
+    "lengths": {"mask": Lengths(torch.tensor([3, 23]))},
+    "a named engine": {"mask": Causal(), "backend": "reference"},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_pass_through_the_operator(name: str):
+    words = WORDS[name]
+    found = compiled(lambda q, k, v: attend(q, k, v, **words))(Q, K, V)
+    assert torch.allclose(found, attend(Q, K, V, **words), atol=1e-7)
+
+
+def test_one_graph_serves_every_length():
+    torch._dynamo.reset()
+    counts = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(lambda q, k, v: attend(q, k, v, mask=Causal()), fullgraph=True, dynamic=True, backend=counts)
+    compiled_by = []
+    for keys in (13, 17, 19, 23):
+        k, v = K[:, :, :keys].contiguous(), V[:, :, :keys].contiguous()
+        assert torch.allclose(function(Q, k, v), attend(Q, k, v, mask=Causal()))
+        compiled_by.append(counts.frame_count)
+    assert set(compiled_by) == {compiled_by[0]}  # all of it at the first call
+
+
+def test_states_compile_and_merge_inside_a_graph():
+    def halves(q: Tensor, k: Tensor, v: Tensor) -> State:
+        return attend_state(q, k[:, :, :9], v[:, :, :9]) | attend_state(q, k[:, :, 9:], v[:, :, 9:])
+
+    found, whole = compiled(lambda *t: halves(*t).out)(Q, K, V), attend(Q, K, V)
+    assert torch.allclose(found, whole, atol=1e-6)
+
+
+def test_dropout_in_a_graph_is_seeded_and_differentiated_with_the_same_draw():
+    v = V.double().requires_grad_()
+    function = compiled(lambda v: attend(Q.double(), K.double(), v, dropout=0.5))
+    torch.manual_seed(3)
+    out = function(v)
+    torch.manual_seed(3)
+    assert torch.equal(function(v), out)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert torch.allclose((grad * v).sum(), out.sum())
+
+
+def test_a_module_exports():
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, mask=Causal() & Window(5))
+
+    keys = torch.export.Dim("keys", min=11, max=512)
+    exported = torch.export.export(Layer(), (Q, K, V), dynamic_shapes=({}, {2: keys}, {2: keys})).module()
+    assert torch.equal(exported(Q, K, V), Layer()(Q, K, V))
+    longer = [torch.cat([t, t], dim=2) for t in (K, V)]
+    assert torch.equal(exported(Q, *longer), Layer()(Q, *longer))
+
+
+def test_the_operator_passes_torchs_own_checks():
+    carried: list[Tensor] = []
+    mask = (Causal() & Documents(IDS)).spell(carried)
+    bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried)
+    leaves = [t.clone().requires_grad_() for t in (Q, K, V, SINK)]
+    opcheck(torch.ops.regard.attend, (*leaves, carried, mask, bias, None, 5.0, 0.0, None, 12, None))
+    opcheck(torch.ops.regard.attend, (Q.double(), K.double(), V.double(), None, [], "", "", 0.5, None, 0.0, None, 12, None))
+
+
+def test_meta_tensors_have_shapes_and_wrong_ones_errors():
+    q, k, v = (t.to("meta") for t in (Q, K, V))
+    assert attend(q, k, v[..., :5]).shape == (2, 4, 11, 5)
+    assert attend_state(q, k, v).lse.dtype == torch.float32
+    with pytest.raises(ProblemError, match="same qk_dim"):
+        attend(q, k[..., :5], v)
+
+
+def test_vmap_over_a_leading_axis():
+    q, k, v = (torch.stack([t, 2 * t, 3 * t]) for t in (Q, K, V))
+    mask = Causal() & Documents(IDS)
+    found = torch.vmap(lambda q, k, v: attend(q, k, v, mask=mask))(q, k, v)
+    assert torch.allclose(found, torch.stack([attend(*each, mask=mask) for each in zip(q, k, v, strict=True)]), atol=1e-6)
+    shared = torch.vmap(lambda q: attend(q, K, V))(q)
+    assert torch.allclose(shared, torch.stack([attend(each, K, V) for each in q]), atol=1e-6)
+
+
+def test_vmap_inside_a_graph():
+    q = torch.stack([Q, 2 * Q])
+    found = compiled(torch.vmap(lambda q: attend(q, K, V, mask=Causal())))(q)
+    assert torch.allclose(found, torch.stack([attend(each, K, V, mask=Causal()) for each in q]), atol=1e-6)
+
+
+def small(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("mask", [Causal() & Window(3), ~Causal(), None])
+def test_derivatives_of_every_order_and_direction(mask: Any):
+    q, k, v, sink, bias = small(1, 2, 4, 3), small(1, 1, 5, 3), small(1, 1, 5, 2), small(2), small(1, 2, 4, 5)
+
+    def function(*t: Tensor) -> Tensor:
+        return attend(*t[:3], sink=t[3], bias=TensorBias(t[4]), mask=mask, softcap=3.0, backend="reference")
+
+    assert torch.autograd.gradcheck(function, (q, k, v, sink, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, (q, k, v, sink, bias))
+
+
+def test_the_log_sum_exp_is_differentiable():
+    q, k, v = small(1, 2, 4, 3), small(1, 1, 5, 3), small(1, 1, 5, 2)
+    assert torch.autograd.gradcheck(lambda *t: attend_state(*t, mask=Causal()).lse, (q, k, v))
+
+
+def test_transforms_choose_an_engine_that_knows_them():
+    q = torch.randn(1, 2, 5, 4)
+    out, tangent = torch.func.jvp(lambda t: attend(t, t, t, mask=Causal()), (q,), (torch.ones_like(q),))
+    assert torch.allclose(out, attend(q, q, q, mask=Causal()), atol=1e-6)
+    assert tangent.shape == q.shape
+    hessian = torch.func.hessian(lambda t: attend(t, t, t, mask=Causal()).sum())(q[:, :1, :2, :2])
+    assert bool(torch.isfinite(hessian).all())

@@ -1,0 +1,106 @@
+"""States: merging is associative, commutative, safe for empty states and differentiable; a sink is counted once."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import ProblemError, State, attend, attend_state
+
+SIZES = (2, 3, 5)
+
+
+def random_state(*, empty: float = 0.0) -> State:
+    lse = torch.randn(SIZES, dtype=torch.float64)
+    gone = torch.rand(SIZES) < empty
+    lse[gone] = -torch.inf
+    out = torch.randn(*SIZES, 7, dtype=torch.float64)
+    out[gone] = 0
+    return State(out, lse)
+
+
+def same(a: State, b: State) -> bool:
+    return torch.allclose(a.out, b.out, atol=1e-14) and torch.allclose(a.lse, b.lse, atol=1e-14)
+
+
+def test_states_merge_in_any_order():
+    a, b, c = (random_state(empty=0.3) for _ in range(3))
+    assert same(a | b, b | a)
+    assert same((a | b) | c, a | (b | c))
+
+
+def test_an_empty_state_changes_nothing():
+    a = random_state()
+    nothing = State(torch.zeros_like(a.out), torch.full_like(a.lse, -torch.inf))
+    assert same(a | nothing, a)
+    assert same(nothing | a, a)
+    both = nothing | nothing
+    assert torch.equal(both.out, nothing.out)
+    assert torch.equal(both.lse, nothing.lse)
+
+
+def test_garbage_in_an_empty_state_does_not_spread():
+    a = random_state()
+    garbage = State(torch.full_like(a.out, torch.nan), torch.full_like(a.lse, -torch.inf))
+    assert same(a | garbage, a)
+
+
+def test_merging_by_hand():
+    one, three = (State(torch.full((1, 1, 1, 1), x), torch.tensor([[[w]]]).log()) for x, w in ((1.0, 1.0), (3.0, 3.0)))
+    merged = one | three
+    assert merged.out.item() == pytest.approx((1 * 1 + 3 * 3) / 4)
+    assert merged.lse.exp().item() == pytest.approx(4)
+
+
+def test_far_apart_states_do_not_overflow():
+    a, b = (State(torch.ones(1, 1, 1, 1) * x, torch.full((1, 1, 1), lse)) for x, lse in ((1.0, 1e4), (2.0, -1e4)))
+    assert (a | b).out.item() == 1
+    assert (b | a).lse.item() == 1e4
+
+
+def test_merging_is_differentiable():
+    a, b = random_state(), random_state()
+
+    def merge(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        merged = State(*tensors[:2]) | State(*tensors[2:])
+        return merged.out, merged.lse
+
+    tensors = [t.requires_grad_() for t in (a.out, a.lse, b.out, b.lse)]
+    assert torch.autograd.gradcheck(merge, tensors)
+    assert torch.autograd.gradgradcheck(merge, tensors)
+
+
+def test_gradients_through_empty_states_are_zero_and_not_nan():
+    lse = torch.full(SIZES, -torch.inf, requires_grad=True)
+    out = torch.zeros(*SIZES, 7, requires_grad=True)
+    merged = State(out, lse) | State(out, lse)
+    merged.out.sum().backward()
+    assert lse.grad is not None
+    assert out.grad is not None
+    assert not lse.grad.any()
+    assert not out.grad.any()
+
+
+def test_a_sink_takes_its_share_and_gives_nothing():
+    state = State(torch.ones(1, 1, 1, 1), torch.tensor([[[3.0]]]).log())
+    assert state.with_sink(torch.tensor([1.0])).item() == pytest.approx(3 / (3 + torch.e))
+
+
+def test_the_sink_of_a_row_that_sees_nothing_gives_zero():
+    state = State(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf))
+    assert state.with_sink(torch.tensor([-torch.inf])).tolist() == [[[[0, 0]]]]
+
+
+def test_attend_folds_the_sink_in_once():
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+    sink = torch.randn(2)
+    parts = attend_state(q, k[:, :, :2], v[:, :, :2]) | attend_state(q, k[:, :, 2:], v[:, :, 2:])
+    assert torch.allclose(parts.with_sink(sink), attend(q, k, v, sink=sink), atol=1e-6)
+
+
+def test_states_of_other_queries_do_not_merge():
+    with pytest.raises(ProblemError, match="same queries"):
+        _ = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)) | State(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3))
+    with pytest.raises(ProblemError, match="right side"):
+        _ = State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)) | torch.zeros(1)  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(ProblemError, match="one per head"):
+        State(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)).with_sink(torch.zeros(3))
