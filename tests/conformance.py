@@ -1,4 +1,4 @@
-"""One table of named calls, which every engine computes or refuses in words; run by `tests/backend/test_conformance.py`.
+"""One table of named calls, which every engine computes or refuses in words (`tests/backend/test_conformance.py`).
 
 Sizes are primes where the name does not say otherwise, so that no two axes can be taken for one another.
 """

@@ -1,4 +1,4 @@
-"""Random descriptions for the laws: mask expressions, biases, shapes. Sizes are small primes, so that no two axes agree."""
+"""Random descriptions for the laws: masks, biases, shapes. Sizes are small primes, so that no two axes agree."""
 
 import torch
 from hypothesis import strategies as st

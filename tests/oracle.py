@@ -1,4 +1,4 @@
-"""The independent judge: attention written down densely in float64, from the formula, with nothing of regard's engines."""
+"""The independent judge: attention in float64 from the formula, dense, with nothing of regard's engines."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +50,7 @@ def kept(case: Case) -> Tensor:
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """(out, lse) computed in `dtype` with all scores at once: in float64 the judge, in a call's own type "naive PyTorch"."""
+    """(out, lse) computed in `dtype` with all scores at once: float64 is the judge, a call's type "naive"."""
     q, k, v = (t.to(dtype) for t in (case.q, case.k, case.v))
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

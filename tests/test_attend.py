@@ -57,7 +57,9 @@ def test_the_dot_product_is_what_no_score_means():
 def test_any_strides_give_the_same():
     q, k, v = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 4, 8, 7).mT, torch.randn(2, 4, 7, 16)[..., ::2]
     for words in ({}, {"mask": Causal()}, {"bias": Alibi(4)}):
-        assert torch.allclose(attend(q, k, v, **words), attend(*(t.contiguous() for t in (q, k, v)), **words), atol=1e-6)
+        assert torch.allclose(
+            attend(q, k, v, **words), attend(*(t.contiguous() for t in (q, k, v)), **words), atol=1e-6
+        )
 
 
 def test_a_watcher_is_told_of_every_call():

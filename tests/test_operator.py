@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from regard import (
@@ -39,12 +40,17 @@ def compiled(function: Any, **how: Any) -> Any:
 
 
 def test_a_composed_call_compiles_to_one_graph_with_the_same_bits_and_gradients():
-    leaves = [t.clone().requires_grad_() for t in (Q, K, V)] + [torch.randn(32, 4, requires_grad=True), SINK.clone().requires_grad_()]
+    leaves = [t.clone().requires_grad_() for t in (Q, K, V)] + [
+        torch.randn(32, 4, requires_grad=True),
+        SINK.clone().requires_grad_(),
+    ]
     q, k, v, table, sink = leaves
     expected = composed(q, k, v, IDS, table, sink)
     found = compiled(composed)(q, k, v, IDS, table, sink)
     assert torch.equal(found, expected)
-    for ours, eager in zip(torch.autograd.grad(found.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), strict=True):
+    for ours, eager in zip(
+        torch.autograd.grad(found.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), strict=True
+    ):
         assert torch.allclose(ours, eager, atol=1e-6)
 
 
@@ -67,8 +73,10 @@ def test_words_pass_through_the_operator(name: str):
 
 def test_one_graph_serves_every_length():
     torch._dynamo.reset()
-    counts = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    function = torch.compile(lambda q, k, v: attend(q, k, v, mask=Causal()), fullgraph=True, dynamic=True, backend=counts)
+    counts = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(
+        lambda q, k, v: attend(q, k, v, mask=Causal()), fullgraph=True, dynamic=True, backend=counts
+    )
     compiled_by = []
     for keys in (13, 17, 19, 23):
         k, v = K[:, :, :keys].contiguous(), V[:, :, :keys].contiguous()
@@ -114,7 +122,9 @@ def test_the_operator_passes_torchs_own_checks():
     bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried)
     leaves = [t.clone().requires_grad_() for t in (Q, K, V, SINK)]
     opcheck(torch.ops.regard.attend, (*leaves, carried, mask, bias, None, 5.0, 0.0, None, 12, None))
-    opcheck(torch.ops.regard.attend, (Q.double(), K.double(), V.double(), None, [], "", "", 0.5, None, 0.0, None, 12, None))
+    opcheck(
+        torch.ops.regard.attend, (Q.double(), K.double(), V.double(), None, [], "", "", 0.5, None, 0.0, None, 12, None)
+    )
 
 
 def test_meta_tensors_have_shapes_and_wrong_ones_errors():
@@ -129,7 +139,9 @@ def test_vmap_over_a_leading_axis():
     q, k, v = (torch.stack([t, 2 * t, 3 * t]) for t in (Q, K, V))
     mask = Causal() & Documents(IDS)
     found = torch.vmap(lambda q, k, v: attend(q, k, v, mask=mask))(q, k, v)
-    assert torch.allclose(found, torch.stack([attend(*each, mask=mask) for each in zip(q, k, v, strict=True)]), atol=1e-6)
+    assert torch.allclose(
+        found, torch.stack([attend(*each, mask=mask) for each in zip(q, k, v, strict=True)]), atol=1e-6
+    )
     shared = torch.vmap(lambda q: attend(q, K, V))(q)
     assert torch.allclose(shared, torch.stack([attend(each, K, V) for each in q]), atol=1e-6)
 
@@ -162,7 +174,7 @@ def test_the_log_sum_exp_is_differentiable():
 
 def test_transforms_choose_an_engine_that_knows_them():
     q = torch.randn(1, 2, 5, 4)
-    out, tangent = torch.func.jvp(lambda t: attend(t, t, t, mask=Causal()), (q,), (torch.ones_like(q),))
+    out, tangent, *_ = torch.func.jvp(lambda t: attend(t, t, t, mask=Causal()), (q,), (torch.ones_like(q),))
     assert torch.allclose(out, attend(q, q, q, mask=Causal()), atol=1e-6)
     assert tangent.shape == q.shape
     hessian = torch.func.hessian(lambda t: attend(t, t, t, mask=Causal()).sum())(q[:, :1, :2, :2])

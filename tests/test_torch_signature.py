@@ -30,7 +30,10 @@ CALLS = {
     "a bool mask of one row": ((r(2, 4, 5, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {"attn_mask": r(1, 7) > 0}),
     "a mask per batch row": ((r(2, 4, 5, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {"attn_mask": r(2, 1, 5, 7) > 0}),
     "a mask of three axes": ((r(3, 5, 8), r(3, 7, 8), r(3, 7, 8)), {"attn_mask": r(3, 5, 7) > 0}),
-    "a mask of five axes": ((r(2, 3, 4, 5, 8), r(2, 3, 4, 7, 8), r(2, 3, 4, 7, 8)), {"attn_mask": r(2, 1, 4, 5, 7) > 0}),
+    "a mask of five axes": (
+        (r(2, 3, 4, 5, 8), r(2, 3, 4, 7, 8), r(2, 3, 4, 7, 8)),
+        {"attn_mask": r(2, 1, 4, 5, 7) > 0},
+    ),
     "a float mask": ((r(2, 4, 5, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {"attn_mask": r(2, 1, 5, 7)}),
     "a row that sees nothing": ((r(1, 1, 2, 8), r(1, 1, 2, 8), r(1, 1, 2, 8)), {"attn_mask": torch.eye(2, 2) > 1}),
     "scale": ((r(2, 4, 5, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {"scale": 0.3}),

@@ -1,7 +1,7 @@
 """regard: the attention mechanism as a library.
 
-Say in one line which tokens may look at which; regard computes it exactly and fast on the machine at hand, tells what it costs before
-it runs, and shows what it did afterwards.
+Say in one line which tokens may look at which; regard computes it exactly and fast on the machine at hand, tells what
+it costs before it runs, and shows what it did afterwards.
 """
 
 from regard.attend import Call, attend, attend_state, explain, watching

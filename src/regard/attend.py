@@ -1,6 +1,6 @@
 """The front door: `attend`, `attend_state`, `explain`, and the one place where calls can be watched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ from regard.state import State
 class Call:
     """What a watcher is told of one call: the tensors and words as they were run, the plan, and the results.
 
-    `mask` and `bias` stand in the call (their rows know their positions); `scale` and `offset` are numbers; `state` is without the
-    sink, `out` with it.
+    `mask` and `bias` stand in the call (their rows know their positions); `scale` and `offset` are numbers; `state`
+    is without the sink, `out` with it.
     """
 
     q: Tensor
@@ -46,8 +46,10 @@ _watchers: ContextVar[tuple[Callable[[Call], None], ...]] = ContextVar("watchers
 
 
 @contextmanager
-def watching(tell: Callable[[Call], None]) -> Iterator[None]:
-    """Tell `tell` of each call of `attend` and `attend_state` made inside, in this thread; calls that torch traces are not told.
+def watching(tell: Callable[[Call], None]) -> Generator[None]:
+    """Tell `tell` of each call of `attend` and `attend_state` made inside, in this thread.
+
+    Calls that torch traces are not told, as they are not run.
 
     >>> import torch
     >>> from regard import attend
@@ -80,8 +82,9 @@ def attend(
 ) -> Tensor:
     """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
 
-    In order: `s = scale * q . k`; softcap `c * tanh(s / c)`; `+ bias`; what the mask hides gets no weight; softmax over the keys, with
-    a further column `sink[head]` that takes weight and gives no value; dropout; `@ v`. Vaswani et al. 2017, arXiv:1706.03762, §3.2.
+    In order: `s = scale * q . k`; softcap `c * tanh(s / c)`; `+ bias`; what the mask hides gets no weight; softmax
+    over the keys, with a further column `sink[head]` that takes weight and gives no value; dropout; `@ v`. Vaswani et
+    al. 2017, arXiv:1706.03762, §3.2.
 
     A query that may see no key gives 0, and gradients of 0. What is masked is never read into a result, be it NaN.
 
@@ -143,8 +146,8 @@ def attend_state(
 ) -> State:
     """Attention over these keys as a `State`: `.out` and `.lse`, which merges with states over other keys by `|`.
 
-    The arguments and errors are those of `attend`. The keys of a part start at position 0 as everywhere: say with `offset` where the
-    queries stand as seen from the part's first key.
+    The arguments and errors are those of `attend`. The keys of a part start at position 0 as everywhere: say with
+    `offset` where the queries stand as seen from the part's first key.
 
     >>> import torch
     >>> from regard import attend, attend_state, Causal
@@ -185,8 +188,8 @@ def explain(
 ) -> Plan:
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
-    q, k and v may be meta tensors (`torch.empty(..., device="meta")`): then the plan is for this machine, its GPU if it has one.
-    `print` shows the problem, the engine, who was passed over and why, the tiles, GFLOP and MiB.
+    q, k and v may be meta tensors (`torch.empty(..., device="meta")`): then the plan is for this machine, its GPU if
+    it has one. `print` shows the problem, the engine, who was passed over and why, the tiles, GFLOP and MiB.
 
     >>> import torch
     >>> from regard import explain, Causal, Window

@@ -1,8 +1,8 @@
 """The operator that torch sees: `regard::attend`, with a schema, a fake kernel, autograd and vmap.
 
-What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is whole whatever
-engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call that is not traced does not
-come here: it runs its engine directly, which costs less and can be differentiated twice.
+What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is
+whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call
+that is not traced does not come here: it runs its engine directly, which costs less and can be differentiated twice.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from regard.describe.bias import Bias
 from regard.describe.mask import And, Frame, Mask, Not, Or
@@ -21,14 +22,15 @@ from regard.plan.problem import check_tensors, check_words, pose
 from regard.state import State
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, str mask, str bias, float? scale, float? softcap, float dropout, "
-    "Tensor? seed, SymInt offset, str? backend"
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, str mask, str bias, float? scale, float? softcap, "
+    "float dropout, Tensor? seed, SymInt offset, str? backend"
 )
 
 _library = torch.library.Library("regard", "DEF")
 _library.define(f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"attend_backward(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcarried)",
+    f"attend_backward(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dmore)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -53,7 +55,7 @@ def attend_traced(
     offset: int | None,
     backend: str | None,
 ) -> State:
-    """The state of a call, its `out` with the sink, as one operator in the graph; the words are taken apart here, while torch is tracing."""
+    """The state of a call, its `out` with the sink, as one operator; its words are taken apart while torch traces."""
     check_words(mask, bias, score)
     carried: list[Tensor] = []
     start = k.shape[2] - q.shape[2] if offset is None else offset
@@ -68,8 +70,8 @@ def attend_traced(
     return State(out, lse)
 
 
-def _without_data(t: Tensor) -> bool:
-    return isinstance(t, Tensor) and (t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor))  # pyright: ignore
+def _without_data(t: object) -> bool:
+    return isinstance(t, FakeTensor) or (isinstance(t, Tensor) and t.device.type == "meta")
 
 
 def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
@@ -128,7 +130,9 @@ def _backward(
     given = [q, k, v, *([] if sink is None else [sink]), *carried]
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
-        state = _run(*leaves[:3], None if sink is None else leaves[3], leaves[-len(carried) :] if carried else [], *rest)
+        more = leaves[3:]
+        sunk = more.pop(0) if sink is not None else None
+        state = _run(leaves[0], leaves[1], leaves[2], sunk, more, *rest)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads = torch.autograd.grad(
             (state.out, state.lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True
@@ -170,9 +174,11 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, .
 
 def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """vmap: call by call, since words with tensors say other things of other slices."""
+
     def at(i: int, x: Any, dim: Any) -> Any:
         if isinstance(x, list):
-            return [at(i, y, d) for y, d in zip(cast("list[Any]", x), dim or [None] * len(x), strict=True)]  # pyright: ignore
+            listed = cast("list[Any]", x)
+            return [at(i, y, d) for y, d in zip(listed, dim or [None] * len(listed), strict=True)]
         return x if dim is None else x.select(dim, i)
 
     calls = [

@@ -1,9 +1,10 @@
 """A state: attention over some of the keys, in the form that can be merged with attention over others.
 
-Softmax over a union of keys is a weighted mean of the softmaxes over its parts, with the weights `exp(lse)`. So split keys,
-shared prefixes, ring attention and chunks of a prompt are one operation: `a | b`. It is associative and commutative, and the
-state over no keys (out 0, lse -inf) is its identity. (Milakov & Gimelshein 2018, arXiv:1805.02867, §3; the states of
-FlashInfer, Ye et al. 2025, arXiv:2501.01005, §2.2.)
+Softmax over a union of keys is a weighted mean of the softmaxes over its parts, with the weights `exp(lse)`. So split
+keys,
+shared prefixes, ring attention and chunks of a prompt are one operation: `a | b`. It is associative and commutative,
+and the state over no keys (out 0, lse -inf) is its identity. (Milakov & Gimelshein 2018, arXiv:1805.02867, §3; the
+states of FlashInfer, Ye et al. 2025, arXiv:2501.01005, §2.2.)
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ class State:
 
     Attributes:
         out: [batch, heads, queries, v_dim], what attention over those keys gives.
-        lse: [batch, heads, queries], fp32 (fp64 for fp64): the natural logarithm of the sum of exp(score) over those keys;
-            -inf where a query saw none. Never includes a sink.
+        lse: [batch, heads, queries], fp32 (fp64 for fp64): the natural logarithm of the sum of exp(score) over those
+            keys; -inf where a query saw none. Never includes a sink.
 
     >>> import torch
     >>> from regard import attend, attend_state
@@ -54,9 +55,9 @@ class State:
     def with_sink(self, logits: Tensor) -> Tensor:
         """The output when each head also attends to a column of score `logits[head]` that gives no value.
 
-        A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. What comes back is an output, not a
-        state, since a state merges and a sink must be counted once. Xiao et al. 2024, arXiv:2309.17453, §3.1 (SoftMax-off-by-one
-        is a logit of 0); OpenAI 2025, arXiv:2508.10925, §2.2 (learned per head).
+        A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. What comes back is an
+        output, not a state, since a state merges and a sink must be counted once. Xiao et al. 2024, arXiv:2309.17453,
+        §3.1 (SoftMax-off-by-one is a logit of 0); OpenAI 2025, arXiv:2508.10925, §2.2 (learned per head).
 
         Args:
             logits: [heads].

@@ -1,7 +1,7 @@
 """torch's own `scaled_dot_product_attention`, computed by regard: one import to change.
 
-The signature and semantics are torch's: any leading axes that broadcast, causal with its corner at the top left, bool masks that keep
-where True, float masks that are added, `enable_gqa`.
+The signature and semantics are torch's: any leading axes that broadcast, causal with its corner at the top left, bool
+masks that keep where True, float masks that are added, `enable_gqa`.
 """
 
 import torch
@@ -50,7 +50,9 @@ def scaled_dot_product_attention(
     True
     """
     if attn_mask is not None and is_causal:
-        raise ProblemError("attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend.")
+        raise ProblemError(
+            "attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend."
+        )
     lead = _leading(query, key, value, enable_gqa)
     shared = enable_gqa and key.shape[-3] == value.shape[-3]
     q, k, v = _four(query, lead), _four(key, lead, shared), _four(value, lead, shared)
@@ -73,8 +75,8 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
     heads = query.shape[-3:-2]
     if enable_gqa and any(shape[-3] == 0 or heads[0] % shape[-3] for shape in (key.shape, value.shape)):
         raise ProblemError(
-            f"query has {heads[0]} heads, key {key.shape[-3]} and value {value.shape[-3]}: with enable_gqa the query's must be a "
-            "whole multiple of both."
+            f"query has {heads[0]} heads, key {key.shape[-3]} and value {value.shape[-3]}: with "
+            "enable_gqa the query's must be a whole multiple of both."
         )
     try:
         if enable_gqa:
@@ -87,19 +89,21 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
 
 
 def _four(t: Tensor, lead: tuple[int, ...], shared: bool = False) -> Tensor:
-    """[..., tokens, dim] as [batch, heads, tokens, dim]; `shared` keeps its own number of heads, else they become the query's."""
+    """[..., tokens, dim] as [batch, heads, tokens, dim], with the query's heads unless these are `shared`."""
     heads = lead[-1:]
     own = t.shape[-3:-2]
     if shared:
         heads = own
     elif own not in ((), (1,), heads):
-        t = t.repeat_interleave(heads[0] // own[0], dim=-3)  # key and value share differently: only torch's math path does that
+        t = t.repeat_interleave(
+            heads[0] // own[0], dim=-3
+        )  # key and value share differently: only torch's math path does that
     t = t.expand(*lead[:-1], *heads, *t.shape[-2:])
     return t.reshape(-1 if t.numel() else _product(lead[:-1]), *(heads or (1,)), *t.shape[-2:])
 
 
 def _mask_four(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """A mask as something that broadcasts to [batch, heads, queries, keys], not expanded where it need not be."""
+    """A mask that broadcasts to [batch, heads, queries, keys], expanded only where it must be."""
     if mask.ndim <= 2:
         return mask
     mask = mask.reshape((1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape))

@@ -89,7 +89,7 @@ def test_the_reference_needs_no_memory_for_all_scores():
     class Largest(TorchDispatchMode):
         size = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             for t in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(t, torch.Tensor):

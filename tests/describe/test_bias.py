@@ -38,7 +38,9 @@ def _t5_bucket(distance: int, *, bidirectional: bool, buckets: int, limit: int) 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_t5_buckets_are_the_papers(bidirectional: bool):
-    distances = [d for d in range(-300, 301) if abs(d) not in (16, 32, 64, 128)]  # at borders the last bit of log decides
+    distances = [
+        d for d in range(-300, 301) if abs(d) not in (16, 32, 64, 128)
+    ]  # at borders the last bit of log decides
     found = T5Bias(torch.zeros(32, 1), bidirectional=bidirectional).bucket(torch.tensor(distances)).tolist()
     expected = [_t5_bucket(d, bidirectional=bidirectional, buckets=32, limit=128) for d in distances]
     assert found == expected

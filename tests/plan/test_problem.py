@@ -20,7 +20,11 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "batches": ((Q, K[:1], V), {}, "q has 2 batch rows, k 1 and v 2"),
     "keys without values": ((Q, K, V[:, :, :3]), {}, "a value belongs to each key"),
     "dimensions": ((Q, K[..., :4], V), {}, "same qk_dim"),
-    "groups": ((Q, K[:, :7], V[:, :7]), {}, "q has 32 heads and k has 7: query heads must be a whole multiple of key heads"),
+    "groups": (
+        (Q, K[:, :7], V[:, :7]),
+        {},
+        "q has 32 heads and k has 7: query heads must be a whole multiple of key heads",
+    ),
     "a tensor for a mask": ((Q, K, V), {"mask": torch.ones(5, 7)}, "TensorBias"),
     "a bias for a mask": ((Q, K, V), {"mask": Alibi(32)}, "expected a regard Mask"),
     "a mask for a bias": ((Q, K, V), {"bias": Causal()}, "expected a regard Bias"),
@@ -34,7 +38,11 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "sink elsewhere": ((Q, K, V), {"sink": torch.zeros(32, device="meta")}, "one device"),
     "offset": ((Q, K, V), {"offset": 1.5}, "offset is 1.5: expected an int"),
     "offset by bool": ((Q, K, V), {"offset": True}, "expected an int"),
-    "lengths of another batch": ((Q, K, V), {"mask": Lengths(torch.zeros(3, dtype=torch.int64))}, "3 batch rows and the call has 2"),
+    "lengths of another batch": (
+        (Q, K, V),
+        {"mask": Lengths(torch.zeros(3, dtype=torch.int64))},
+        "3 batch rows and the call has 2",
+    ),
     "a bias of another shape": ((Q, K, V), {"bias": TensorBias(torch.zeros(7, 5))}, "does not broadcast"),
     "an unknown engine": ((Q, K, V), {"backend": "cuda"}, "expected one of sdpa, flex, reference, reference64"),
 }

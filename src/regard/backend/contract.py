@@ -13,7 +13,8 @@ class Backend(Protocol):
     Attributes:
         name: what users call it by.
         tile: tokens per side of the schedule's tiles that it wants.
-        hides_by_zero: whether it hides a key by a weight of 0, which lets NaN through; then it is given finite ones only.
+        hides_by_zero: whether it hides a key by a weight of 0, which lets NaN through; then it is given finite ones
+            only.
     """
 
     @property

@@ -1,8 +1,9 @@
 """FlexAttention under `torch.compile`: any mask and bias on CUDA, and forward without gradients on CPU.
 
-It is fed by our schedule, not by `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles become its `BlockMask`, and
-inside PARTIAL tiles it looks up the schedule's bits. So the compiled kernel is the same for every mask, whatever its words; a bias
-is a vector over k - q per head, or a tensor, and there is one kernel for each of these forms.
+It is fed by our schedule, not by `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles become its
+`BlockMask`, and inside PARTIAL tiles it looks up the schedule's bits. So the compiled kernel is the same for every
+mask, whatever its words; a bias is a vector over k - q per head, or a tensor, and there is one kernel for each of
+these forms.
 """
 
 import shutil
@@ -56,8 +57,10 @@ class Flex:
         score_mod = _score_mod(problem, operands.bias, q.device)
         shared = problem.heads != problem.kv_heads
         wants_lse = problem.lse or problem.sink
-        with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore
-            result = _compiled(q.device.type)(q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None)
+        with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore[reportPrivateUsage]
+            result = _compiled(q.device.type)(
+                q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None
+            )
         if wants_lse:
             return State(result[0], result[1].lse)
         return State(result, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
@@ -83,9 +86,10 @@ def _compiled(device: str) -> Callable[..., Any]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Modify | None, block_mask: Any, scale: float, shared: bool, aux: Any
 ) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention import flex_attention
 
-    return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=shared, return_aux=aux)
+    attend: Any = flex_attention.flex_attention
+    return attend(q, k, v, score_mod, block_mask, scale, enable_gqa=shared, return_aux=aux)
 
 
 def _aux() -> Any:
@@ -95,11 +99,13 @@ def _aux() -> Any:
 
 
 def _block_mask(schedule: Schedule, device: torch.device) -> Any:
-    """The schedule in FlexAttention's form: per query tile the FULL and the PARTIAL key tiles, and the bits of the latter."""
+    """FlexAttention's form of the schedule: FULL and PARTIAL key tiles of each query tile, and the latter's bits."""
     from torch.nn.attention.flex_attention import BlockMask
 
     full, partial, number = (x.to(device) for x in _tables(schedule))
-    patterns = torch.cat([schedule.pattern(i)[None] for i in range(len(schedule.patterns))] or [_no_bits(schedule)]).to(device)
+    patterns = torch.cat([schedule.pattern(i)[None] for i in range(len(schedule.patterns))] or [_no_bits(schedule)]).to(
+        device
+    )
     tile, batches, heads = schedule.tile, *schedule.maps
     several_batches, several_heads = int(batches > 1), int(heads > 1)
 
@@ -107,7 +113,9 @@ def _block_mask(schedule: Schedule, device: torch.device) -> Any:
         return patterns[number[b * several_batches, h * several_heads, q // tile, k // tile], q % tile, k % tile]
 
     counts = [listed.sum(dim=3, dtype=torch.int32) for listed in (partial, full)]
-    order = [listed.to(torch.int8).argsort(dim=3, descending=True, stable=True).to(torch.int32) for listed in (partial, full)]
+    order = [
+        listed.to(torch.int8).argsort(dim=3, descending=True, stable=True).to(torch.int32) for listed in (partial, full)
+    ]
     return BlockMask.from_kv_blocks(
         counts[0], order[0], counts[1], order[1], tile, mask_mod, seq_lengths=(schedule.queries, schedule.keys)
     )
@@ -153,7 +161,7 @@ def _terms(bias: Bias) -> list[Bias]:
 
 
 def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
-    """A bias as a look-up by query and key numbers of the call: in a vector over k - q per head, or in the whole table."""
+    """A bias as a look-up by the numbers of query and key: in a vector over k - q per head, or in the whole table."""
     h = torch.arange(problem.heads, device=device)
     if bias.per_distance():
         first = 1 - problem.queries  # the least k - q, from 0, with q counted from the first query of the call

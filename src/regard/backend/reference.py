@@ -1,18 +1,20 @@
 """The reference: the definition of what regard computes, for every word and type, on any device that torch has.
 
-For each tile of queries it takes the key tiles that the schedule lists, computes their scores at once, and merges chunks of
-keys as states, so it needs memory for one tile of queries by `SCORES` and never queries x keys. All of it is plain,
-functional torch, so gradients of any order, forward mode and vmap need no code of their own. When gradients are wanted
-of a large problem each tile is recomputed in the backward pass (Chen et al. 2016, arXiv:1604.06174), which keeps that memory.
+For each tile of queries it takes the key tiles that the schedule lists, computes their scores at once, and merges
+chunks of keys as states, so it needs memory for one tile of queries by `SCORES` and never queries x keys. All of it
+is plain, functional torch, so gradients of any order, forward mode and vmap need no code of their own. When gradients
+are wanted of a large problem each tile is recomputed in the backward pass (Chen et al. 2016, arXiv:1604.06174), which
+keeps that memory.
 
 What is masked is never read into a result. A FULL tile has nothing masked. In a PARTIAL one a NaN would pass through
-0 * NaN, in `weights @ v` and in the gradients, so keys and values that are not finite are taken out of the products there and put
-back for just the pairs that are kept.
+0 * NaN, in `weights @ v` and in the gradients, so keys and values that are not finite are taken out of the products
+there and put back for just the pairs that are kept.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 from typing import NamedTuple
 
@@ -52,7 +54,9 @@ class Reference:
         if not problem.batch * problem.heads * problem.queries:
             return _nothing(problem, operands)
         compute = self.compute or (torch.float64 if problem.dtype == torch.float64 else torch.float32)
-        guarded = len(schedule.patch_tile) > 0 and (problem.transformed or not _finite(operands.q, operands.k, operands.v))
+        guarded = len(schedule.patch_tile) > 0 and (
+            problem.transformed or not _finite(operands.q, operands.k, operands.v)
+        )
         states = [
             [_map(_block(problem, schedule, operands, compute, guarded, m, n)) for n in range(schedule.maps[1])]
             for m in range(schedule.maps[0])
@@ -131,23 +135,18 @@ def _tile(block: _Block, t: int) -> State:
 
 
 def _chunks(schedule: Schedule, row: int, budget: int) -> Iterator[list[_Piece]]:
-    """The listed keys of a query tile, in order, in lists of at most `budget` keys; a long run is cut."""
-    runs = (_Piece(run.start, run.stop, None) for run in schedule.runs(row))
-    patches = (_Piece(*patch) for patch in schedule.patches(row))
+    """The listed keys of a query tile, in order, in lists of at most `budget` keys; longer runs are cut."""
+    runs = [
+        _Piece(start, min(start + budget, run.stop), None)
+        for run in schedule.runs(row)
+        for start in range(run.start, run.stop, budget)
+    ]
     chunk: list[_Piece] = []
-    room = budget
-    for start, stop, pattern in sorted([*runs, *patches]):
-        while start < stop:
-            if pattern is not None and chunk and room < stop - start:
-                yield chunk
-                chunk, room = [], budget
-            cut = stop if pattern is not None else min(stop, start + room)
-            chunk.append(_Piece(start, cut, pattern))
-            room -= cut - start
-            start = cut
-            if room <= 0:
-                yield chunk
-                chunk, room = [], budget
+    for piece in sorted([*runs, *(_Piece(*patch) for patch in schedule.patches(row))]):
+        if chunk and sum(p.stop - p.start for p in [*chunk, piece]) > budget:
+            yield chunk
+            chunk = []
+        chunk.append(piece)
     if chunk:
         yield chunk
 
@@ -183,7 +182,9 @@ def _products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
         return _ungrouped(_grouped(q, k) @ k.mT, q)
     clean_q, clean_k = (torch.where(torch.isfinite(t).all(dim=3, keepdim=True), t, 0.0) for t in (q, k))
     clean = _products(clean_q, clean_k, guarded=False)
-    fine = _products((clean_q == q).all(3, keepdim=True).to(q.dtype), (clean_k == k).all(3, keepdim=True).to(k.dtype), guarded=False)
+    fine = _products(
+        (clean_q == q).all(3, keepdim=True).to(q.dtype), (clean_k == k).all(3, keepdim=True).to(k.dtype), guarded=False
+    )
     return torch.where(fine > 0, clean, _products(q, k, guarded=False).detach())
 
 
@@ -201,7 +202,7 @@ def _mixed(weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """[batch, heads, rows, n] as [batch, kv_heads, group * rows, n]: a group's queries beside each other, no key repeated."""
+    """[batch, heads, rows, n] as [batch, kv_heads, group * rows, n]: a group's queries, one after another."""
     return x.unflatten(1, (like.shape[1], -1)).flatten(2, 3)
 
 
@@ -212,7 +213,7 @@ def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
 
 def _taken(x: Tensor, pieces: list[_Piece]) -> Tensor:
     """The keys or values of the pieces: a view where the pieces touch."""
-    if all(left.stop == right.start for left, right in zip(pieces, pieces[1:], strict=False)):
+    if all(left.stop == right.start for left, right in pairwise(pieces)):
         return x[:, :, pieces[0].start : pieces[-1].stop]
     return torch.cat([x[:, :, piece.start : piece.stop] for piece in pieces], dim=2)
 

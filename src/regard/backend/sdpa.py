@@ -1,10 +1,10 @@
-"""torch's fused CPU kernel behind `scaled_dot_product_attention`, where it needs no mask or bias built and means the same.
+"""torch's fused CPU kernel, for what it computes without building a mask or a bias, and means as we do.
 
 It knows one mask, the causal triangle with its corner at the top left. Everything else it takes only as a full
 [queries, keys] tensor, and computes every hidden pair; so it is asked for nothing else.
 
-The kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to 2.13), since it gives
-the log-sum-exp and never becomes torch's own fallback, which materialises all scores.
+The kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to
+2.13), since it gives the log-sum-exp and never becomes torch's own fallback, which materialises all scores.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ class Sdpa:
             "dropout makes torch build all scores": p.dropout > 0,
             f"qk_dim {p.qk_dim} and v_dim {p.v_dim} differ, which makes torch build all scores": p.qk_dim != p.v_dim,
             "its log-sum-exp, which a State and a sink need, has no gradient": p.grad and (p.lse or p.sink),
-            "it rounds its output before a sink can be folded in": p.sink and p.dtype in (torch.bfloat16, torch.float16),
+            "it rounds its output before a sink can be folded in": p.sink
+            and p.dtype in (torch.bfloat16, torch.float16),
             "it has no vmap or forward-mode derivative": p.transformed,
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim),
         }
@@ -44,7 +45,7 @@ class Sdpa:
     def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (operands.q, operands.k, operands.v))
         causal = problem.mask is not None and len(schedule.patch_tile) > 0
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = attention(q, k, v, 0.0, causal, scale=problem.scale)
         return State(out, lse)
 

@@ -1,6 +1,6 @@
 """Floating-point operations and bytes of one call.
 
->>> from regard.plan.schedule import schedule
+>>> from regard.plan.tiling import schedule
 >>> s = schedule(None, batch=1, heads=8, queries=2048, keys=2048, offset=0, tile=128)
 >>> flops(s, qk_dim=64, v_dim=64) / 1e9
 8.589934592

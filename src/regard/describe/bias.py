@@ -61,9 +61,9 @@ class Sum(Bias):
 class Alibi(Bias):
     """Attention with linear biases: `-slope[h] * |q - k|`. Press et al. 2022, arXiv:2108.12409, §3.
 
-    With n heads, a power of two, head h (from 0) has slope `2 ** (-8 * (h + 1) / n)`. For other n the slopes are those of
-    the greatest power of two below n, followed by every second slope of twice that power (the authors' own rule). The
-    paper is causal; where keys come after the query the distance counts as well, as in flash-attention.
+    With n heads, a power of two, head h (from 0) has slope `2 ** (-8 * (h + 1) / n)`. For other n the slopes are
+    those of the greatest power of two below n, followed by every second slope of twice that power (the authors' own
+    rule). The paper is causal; where keys come after the query the distance counts as well, as in flash-attention.
 
     Args:
         heads: query heads of the call, at least 1.
@@ -104,8 +104,9 @@ class Alibi(Bias):
 class T5Bias(Bias):
     """Learned relative bias: `table[bucket(k - q), h]`. Raffel et al. 2020, arXiv:1910.10683, §2.1.
 
-    Half of the buckets (per direction) are for exact distances, the other half grow with the logarithm of the distance up to
-    `max_distance`, beyond which all share the last. Bidirectional: the upper half of the table is for keys after the query.
+    Half of the buckets (per direction) are for exact distances, the other half grow with the logarithm of the
+    distance up to `max_distance`, beyond which all share the last. Bidirectional: the upper half of the table is for
+    keys after the query.
 
     Args:
         table: [buckets, heads]; gradients flow to it. transformers' `relative_attention_bias.weight`.
@@ -124,11 +125,13 @@ class T5Bias(Bias):
         needed = 4 if self.bidirectional else 2
         if self.table.ndim != 2 or self.table.shape[0] < needed or not self.table.is_floating_point():
             raise ProblemError(
-                f"T5Bias(table) is {self.table.dtype} {list(self.table.shape)}: expected floats [buckets, heads] with at least "
-                f"{needed} buckets."
+                f"T5Bias(table) is {self.table.dtype} {list(self.table.shape)}: expected floats [buckets, heads] "
+                f"with at least {needed} buckets."
             )
         if self.max_distance <= self._exact():
-            raise ProblemError(f"T5Bias(max_distance={self.max_distance}): must exceed the {self._exact()} exact distances.")
+            raise ProblemError(
+                f"T5Bias(max_distance={self.max_distance}): must exceed the {self._exact()} exact distances."
+            )
 
     def _exact(self) -> int:
         return self.table.shape[0] // (4 if self.bidirectional else 2)
@@ -159,8 +162,8 @@ class T5Bias(Bias):
 class TensorBias(Bias):
     """Any bias as a tensor; gradients flow to it.
 
-    Its rows are the queries of the call and its columns the keys. Entries of -inf hide a pair, though a mask does so better:
-    what a mask hides is not computed.
+    Its rows are the queries of the call and its columns the keys. Entries of -inf hide a pair, though a mask does so
+    better: what a mask hides is not computed.
 
     Args:
         tensor: floats, broadcastable to [batch, heads, queries, keys].
@@ -173,8 +176,8 @@ class TensorBias(Bias):
     def __post_init__(self) -> None:
         if not self.tensor.is_floating_point() or self.tensor.ndim > 4:
             raise ProblemError(
-                f"TensorBias(tensor) is {self.tensor.dtype} {list(self.tensor.shape)}: expected floats, broadcastable to "
-                "[batch, heads, queries, keys]. A bool tensor is a mask: Dense(mask)."
+                f"TensorBias(tensor) is {self.tensor.dtype} {list(self.tensor.shape)}: expected floats, "
+                "broadcastable to [batch, heads, queries, keys]. A bool tensor is a mask: Dense(mask)."
             )
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -186,7 +189,8 @@ class TensorBias(Bias):
         sizes = (frame.batch, frame.heads, frame.queries, frame.keys)
         if any(own not in (1, called) for own, called in zip(self._sizes(), sizes, strict=True)):
             raise ProblemError(
-                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(sizes)}: every size must be that or 1."
+                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(sizes)}: "
+                "every size must be that or 1."
             )
         return TensorBias(self.tensor, frame.offset)
 

@@ -193,7 +193,7 @@ class Not(Mask):
 
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
-    """The mask's signature, overwritten with ALL or NONE where its bounds decide: there its own numbers do not matter."""
+    """The mask's signature, with ALL or NONE where its bounds decide, since there its own numbers do not matter."""
     (some, every), own = mask.bounds(r), mask.signature(r)
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 

@@ -3,6 +3,7 @@
 In the pictures a row is a query, a column a key; █ is kept.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import numpy as np
@@ -172,14 +173,14 @@ class Global(Mask):
     · █ ·
     """
 
-    positions: tuple[int, ...]
+    positions: Iterable[int]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(sorted({int(p) for p in self.positions})))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         q, k = torch.as_tensor(q), torch.as_tensor(k)
-        chosen = torch.tensor(self.positions, dtype=torch.int64, device=q.device)
+        chosen = torch.tensor(tuple(self.positions), dtype=torch.int64, device=q.device)
         return torch.isin(q, chosen) | torch.isin(k, chosen)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
@@ -192,7 +193,7 @@ class Global(Mask):
         return np.stack([row, column], axis=1)
 
     def _count(self, start: Ints, stop: Ints) -> Ints:
-        chosen = np.asarray(self.positions, dtype=np.int64)
+        chosen = np.asarray(tuple(self.positions), dtype=np.int64)
         return np.searchsorted(chosen, stop) - np.searchsorted(chosen, start)
 
 

@@ -1,6 +1,7 @@
 """Masks that hold data: ids, layouts, trees, dense tensors, predicates.
 
-Their bounds come from small tables made once per tensor (`rectangle_tables.py`); data on a GPU is copied to the host once.
+Their bounds come from small tables made once per tensor (`rectangle_tables.py`); data on a GPU is copied to the host
+once.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ class Documents(Mask):
         object.__setattr__(self, "ids", torch.as_tensor(self.ids))
         if self.ids.ndim not in (1, 2) or self.ids.is_floating_point():
             raise ProblemError(
-                f"Documents(ids) is {self.ids.dtype} {list(self.ids.shape)}: expected integers [tokens] or [batch, tokens]."
+                f"Documents(ids) is {self.ids.dtype} {list(self.ids.shape)}: expected integers [tokens] or "
+                "[batch, tokens]."
             )
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -137,15 +139,16 @@ class Tree(Mask):
     █ █ █ · █
     """
 
-    parents: tuple[int, ...]
+    parents: Sequence[int | None] | Tensor
     start: int | None = None
 
     def __post_init__(self) -> None:
-        given = cast("Sequence[Any]", self.parents.tolist() if isinstance(self.parents, Tensor) else self.parents)
-        parents = tuple(-1 if parent is None else int(parent) for parent in given)
+        parents = tuple(-1 if parent is None else int(parent) for parent in self.parents)
         for child, parent in enumerate(parents):
             if not -1 <= parent < child:
-                raise ProblemError(f"Tree: token {child} has parent {parent}; a parent is -1 (none) or comes before its child.")
+                raise ProblemError(
+                    f"Tree: token {child} has parent {parent}; a parent is -1 (none) or comes before its child."
+                )
         object.__setattr__(self, "parents", parents)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -172,7 +175,7 @@ class Tree(Mask):
 
     def _ancestors(self) -> Bools:
         seen = np.eye(len(self.parents), dtype=bool)
-        for child, parent in enumerate(self.parents):
+        for child, parent in enumerate(cast("tuple[int, ...]", self.parents)):
             if parent >= 0:
                 seen[child] |= seen[parent]
         return seen
@@ -201,8 +204,8 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         if self.mask.dtype != torch.bool or self.mask.ndim > 4:
             raise ProblemError(
-                f"Dense(mask) is {self.mask.dtype} {list(self.mask.shape)}: expected bool, broadcastable to [batch, heads, "
-                "queries, keys]. A float mask is a bias: TensorBias(mask)."
+                f"Dense(mask) is {self.mask.dtype} {list(self.mask.shape)}: expected bool, broadcastable to "
+                "[batch, heads, queries, keys]. A float mask is a bias: TensorBias(mask)."
             )
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -241,8 +244,8 @@ class Dense(Mask):
 class Where(Mask):
     """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
 
-    Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Words that say the
-    same cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
+    Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Words that
+    say the same cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
 
     >>> from regard import draw
     >>> print(draw(Where(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
@@ -256,13 +259,15 @@ class Where(Mask):
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise ProblemError(f"Where(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor.")
+            raise ProblemError(
+                f"Where(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor."
+            )
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         b, h, q, k = (torch.as_tensor(x) for x in (b, h, q, k))
-        kept = self.fn(b, h, q, k)
-        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
-            what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__  # pyright: ignore
+        kept = cast(object, self.fn(b, h, q, k))  # whatever the user's function returns
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+            what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
             raise ProblemError(f"Where: fn(b, h, q, k) gave {what}; expected a bool tensor.")
         return kept
 
@@ -293,7 +298,7 @@ class _Probe(torch.Tensor):
                 return x.as_subclass(torch.Tensor)
             return type(x)(plain(y) for y in cast("Sequence[Any]", x)) if isinstance(x, tuple | list) else x
 
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
 
 
@@ -315,8 +320,8 @@ def _check_rows(name: str, mask: Mask, table: Tensor, frame: Frame) -> None:
     batch, heads = _four_sizes(table)[:2]
     if batch not in (1, frame.batch) or heads not in (1, frame.heads):
         raise ProblemError(
-            f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {frame.batch} and {frame.heads}: {name} "
-            "broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
+            f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {frame.batch} and "
+            f"{frame.heads}: {name} broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
         )
 
 

@@ -57,11 +57,12 @@ class BlockCounts:
     @staticmethod
     def of(table: Bools, group: int, size: int) -> "BlockCounts":
         """Count `table`, whose entries stand for size x size tokens, in blocks of group x group entries."""
-        down, across = (1 if n == 1 else group for n in table.shape[2:])  # an axis of 1 broadcasts: one block covers all
+        # an axis of 1 broadcasts: one block covers all
+        down, across = (1 if n == 1 else group for n in table.shape[2:])
         some = _grouped(_grouped(table, 2, down, np.logical_or), 3, across, np.logical_or)
         every = _grouped(_grouped(table, 2, down, np.logical_and), 3, across, np.logical_and)
-        limits = [1 << 62 if n == 1 and size == 1 else block * size for n, block in zip(table.shape[2:], (down, across))]
-        return BlockCounts(_running(some), _running(every), *limits)
+        rows, columns = (1 << 62 if n == 1 and size == 1 else group * size for n in table.shape[2:])
+        return BlockCounts(_running(some), _running(every), rows, columns)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         """(some, all) of each rectangle of rows and columns."""

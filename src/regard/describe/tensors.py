@@ -1,8 +1,8 @@
 """What descriptions need to know of the tensors that they carry: who a tensor is, and tables derived from it.
 
-A description is a value: it is compared and hashed. A tensor is not a value to compare (that would read all of it), so a
-tensor is known by a `Ticket`: its serial number, and its version, which every in-place change raises. A ticket keeps
-nothing alive, so whoever keeps tickets (the cache of plans) keeps no tensor.
+A description is a value: it is compared and hashed. A tensor is not a value to compare (that would read all of it),
+so a tensor is known by a `Ticket`: its serial number, and its version, which every in-place change raises. A ticket
+keeps nothing alive, so whoever keeps tickets (the cache of plans) keeps no tensor.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _derived = WeakIdKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Stands for a tensor, or a function, in the outline of a description: equal tickets mean the same unchanged thing."""
+    """Stands for a tensor or a function; equal tickets mean the same unchanged thing."""
 
     serial: int | str
     version: int

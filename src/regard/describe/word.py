@@ -1,11 +1,11 @@
 """A word: one frozen value of a description (a mask, a bias, a score), and the two forms it takes besides itself.
 
-- Its **outline** is the same value with every tensor and function replaced by a ticket: hashable, comparable, printable,
-  and it keeps nothing alive. Plans are cached by outlines.
+- Its **outline** is the same value with every tensor and function replaced by a ticket: hashable, comparable,
+  printable, and it keeps nothing alive. Plans are cached by outlines.
 - Its **spelling** is a JSON text and a list of tensors: what passes through a torch operator, which takes nothing else.
 
-Words are frozen dataclasses, made with `@word`; equal outlines are equal words, so words that carry tensors are compared
-by the identity of those tensors.
+Words are frozen dataclasses, made with `@word`; equal outlines are equal words, so words that carry tensors are
+compared by the identity of those tensors.
 """
 
 import dataclasses
@@ -48,6 +48,7 @@ class Word:
     """The root of masks, biases and scores. Subclasses are made with `@word` and are final or abstract."""
 
     _named: ClassVar[dict[str, "type[Word]"]] = {}
+    _fields: ClassVar[tuple[str, ...]] = ()
 
     def outline(self) -> Outline:
         """This word with its tensors replaced by tickets."""
@@ -55,7 +56,7 @@ class Word:
 
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
-        return tuple(getattr(self, name) for name in type(self).__dataclass_fields__)  # pyright: ignore
+        return tuple(getattr(self, name) for name in self._fields)
 
     def text(self) -> str:
         """How the word is printed: as it is written in Python, defaults left out, tensors as type and shape."""
@@ -92,8 +93,9 @@ class Word:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def word(cls: W) -> W:
-    """Make a class a word: a frozen dataclass, compared and printed by its outline, found by its name when unspelled."""
+    """Make a class a word: a frozen dataclass, compared and printed by its outline, unspelled by its name."""
     made = dataclass(frozen=True, eq=False, repr=False)(cls)
+    made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
     Word._named[cls.__name__] = made  # pyright: ignore[reportPrivateUsage]
     return made
 

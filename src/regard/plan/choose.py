@@ -1,7 +1,7 @@
 """The choice of an engine, and the plan: what will run, why, and what it costs. `str(plan)` is what `explain` prints.
 
-When no engine is named, the first of the device's row in `ORDER` that refuses nothing is taken. An engine that is named runs
-or raises its reasons; it never gives way to another.
+When no engine is named, the first of the device's row in `ORDER` that refuses nothing is taken. An engine that is
+named runs or raises its reasons; it never gives way to another.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,8 @@ from regard.describe.mask import Mask
 from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import simplify_mask
 from regard.plan.problem import Operands, Problem
-from regard.plan.schedule import Schedule, schedule
+from regard.plan.schedule import Schedule
+from regard.plan.tiling import schedule
 
 ENGINES: dict[str, Backend] = {
     engine.name: engine
@@ -79,13 +80,13 @@ class Plan:
         full, partial, skipped = s.tiles
         every = p.batch * p.heads * p.queries * p.keys
         share = f"{100 * s.pairs / every:.3g} %" if every else "none"
+        kinds = f"{full:,} full, {partial:,} partial in {len(s.patterns):,} patterns"
         lines = [
             str(p),
             *(f"  {step}" for step in self.steps),
             f"runs on {self.backend}",
             *(f"  passed over {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()),
-            f"tiles of {s.tile} x {s.tile}: {full + partial:,} computed ({full:,} full, {partial:,} partial in "
-            f"{len(s.patterns):,} patterns), {skipped:,} skipped",
+            f"tiles of {s.tile} x {s.tile}: {full + partial:,} computed ({kinds}), {skipped:,} skipped",
             f"pairs {s.pairs:,} of {every:,} ({share})",
             f"{self.flops / 1e9:.4g} GFLOP, at least {self.bytes / 2**20:.4g} MiB read and written",
         ]
@@ -104,7 +105,9 @@ def choose(problem: Problem, operands: Operands, named: str | None, without: tup
         RefusalError: the named engine, or every engine, refuses.
     """
     if named is not None and named not in ENGINES:
-        raise ProblemError(f"backend {named!r} is not known: expected one of {', '.join(ENGINES)}, or None to let regard choose.")
+        raise ProblemError(
+            f"backend {named!r} is not known: expected one of {', '.join(ENGINES)}, or None to let regard choose."
+        )
     key = (problem, named, without)
     plan = _plans.get(key)
     if plan is None:
@@ -114,7 +117,13 @@ def choose(problem: Problem, operands: Operands, named: str | None, without: tup
 
 
 def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
-    sizes = {"batch": asked.batch, "heads": asked.heads, "queries": asked.queries, "keys": asked.keys, "offset": asked.offset}
+    sizes = {
+        "batch": asked.batch,
+        "heads": asked.heads,
+        "queries": asked.queries,
+        "keys": asked.keys,
+        "offset": asked.offset,
+    }
     schedules: dict[int, Schedule] = {}
     passed: dict[str, list[str]] = {}
     for name in (named,) if named else ORDER.get(asked.device, ("reference",)):

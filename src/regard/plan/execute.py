@@ -1,8 +1,8 @@
 """From a posed problem to its state: choose an engine and run it, on data that it cannot carry past the mask.
 
-Some engines hide a key by multiplying it with a weight of 0, and 0 * NaN is NaN. Before such an engine runs under a mask its keys and
-values are looked at. If some are not finite it gets them as zeros, which changes no bit of the rows that do not see them; the rows
-that do are taken from the next engine, one that selects instead of multiplying.
+Some engines hide a key by multiplying it with a weight of 0, and 0 * NaN is NaN. Before such an engine runs under a
+mask its keys and values are looked at. If some are not finite it gets them as zeros, which changes no bit of the rows
+that do not see them; the rows that do are taken from the next engine, one that selects instead of multiplying.
 """
 
 from dataclasses import replace
@@ -36,7 +36,9 @@ def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Pl
     cleaned = replace(operands, k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))
     touched = _sees(exact, operands, bad)
     whole, dirty = _run(plan, cleaned), _run(exact, operands)
-    return exact, State(torch.where(touched[..., None], dirty.out, whole.out), torch.where(touched, dirty.lse, whole.lse))
+    return exact, State(
+        torch.where(touched[..., None], dirty.out, whole.out), torch.where(touched, dirty.lse, whole.lse)
+    )
 
 
 def _run(plan: Plan, operands: Operands) -> State:
@@ -44,7 +46,7 @@ def _run(plan: Plan, operands: Operands) -> State:
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:
-    """Whether nothing can leak: keys and values are finite, and queries too if their rows take part in gradients of keys."""
+    """Whether nothing can leak: keys and values are finite, and queries too where gradients of keys take them in."""
     return _finite(operands.k) and _finite(operands.v) and (not problem.grad or _finite(operands.q))
 
 
@@ -58,7 +60,7 @@ def _finite_rows(t: Tensor) -> Tensor:
 
 
 def _sees(plan: Plan, operands: Operands, bad: Tensor) -> Tensor:
-    """Which queries see a bad key, [batch, heads, queries]: their mean of `bad` over what they see, by attention itself."""
+    """Which queries see a bad key, [batch, heads, queries]: their mean of `bad`, found by attention itself."""
     with torch.no_grad():
         q, k = (torch.zeros_like(t[..., :1]) for t in (operands.q, operands.k))
         problem = replace(

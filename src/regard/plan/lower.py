@@ -1,7 +1,7 @@
 """Lowering: small named steps that say the same problem in words that more engines know.
 
-A step takes a problem and what is known of it, and returns another problem that has the same answer. Its name and what it did
-are kept in the plan, and `explain` shows them.
+A step takes a problem and what is known of it, and returns another problem that has the same answer. Its name and
+what it did are kept in the plan, and `explain` shows them.
 """
 
 from dataclasses import replace
@@ -10,13 +10,15 @@ import numpy as np
 
 from regard.describe.mask_by_rule import Causal
 from regard.plan.problem import Problem
-from regard.plan.schedule import Schedule, schedule
+from regard.plan.schedule import Schedule
+from regard.plan.tiling import schedule
 
 
 def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, str | None]:
     """Say the mask in a simpler word if, in this call, it hides nothing or just what `Causal()` hides.
 
-    A window that is longer than the sequence, lengths that are all full, one decoded token: what the schedule lists tells.
+    A window that is longer than the sequence, lengths that are all full, one decoded token: what the schedule lists
+        tells.
 
     Returns:
         the problem, and what was done, None if nothing.

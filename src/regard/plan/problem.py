@@ -1,11 +1,12 @@
 """The problem: what a call asks for, without its tensors; and `pose`, where every error of input is raised.
 
-A `Problem` is frozen and hashable, so plans are cached by it; it holds sizes, types and the outlines of the words. What must
-travel to the engine, the tensors and the words that carry them, are the `Operands`.
+A `Problem` is frozen and hashable, so plans are cached by it; it holds sizes, types and the outlines of the words.
+What must travel to the engine, the tensors and the words that carry them, are the `Operands`.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Problem:
     """What a call asks for, as sizes, types and outlines.
 
-    `grad` says that gradients will flow back from it, `lse` that the log-sum-exp is wanted as well as the output, `transformed`
-    that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation.
+    `grad` says that gradients will flow back from it, `lse` that the log-sum-exp is wanted as well as the output,
+    `transformed` that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation.
     """
 
     batch: int
@@ -51,11 +52,8 @@ class Problem:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        parts = [
-            f"q [{self.batch}, {self.heads}, {self.queries}, {self.qk_dim}]",
-            f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.qk_dim}|{self.v_dim}] {kind} on {self.device}, "
-            f"mask {self.mask}, bias {self.bias}",
-        ]
+        q = f"q [{self.batch}, {self.heads}, {self.queries}, {self.qk_dim}]"
+        kv = f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.qk_dim}|{self.v_dim}] {kind} on {self.device}"
         extra = {
             "score": self.score,
             "softcap": self.softcap,
@@ -65,8 +63,10 @@ class Problem:
             "gradients": self.grad or None,
             "under torch.func": self.transformed or None,
         }
-        said = ", ".join(name if value is True else f"{name} {value}" for name, value in extra.items() if value is not None)
-        return " · ".join(parts) + (", " + said if said else "")
+        said = ", ".join(
+            name if value is True else f"{name} {value}" for name, value in extra.items() if value is not None
+        )
+        return f"{q} · {kv}, mask {self.mask}, bias {self.bias}" + (", " + said if said else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,8 @@ def pose(
 ) -> tuple[Problem, Operands]:
     """Check a call and take it apart into its problem and its operands.
 
-    Shapes: q [batch, heads, queries, qk_dim], k [batch, kv_heads, keys, qk_dim], v [batch, kv_heads, keys, v_dim], sink [heads].
+    Shapes: q [batch, heads, queries, qk_dim], k [batch, kv_heads, keys, qk_dim], v [batch, kv_heads, keys, v_dim],
+        sink [heads].
 
     Raises:
         ProblemError: anything about the call that makes no sense.
@@ -140,7 +141,12 @@ def pose(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, t, axes in (("q", q, "heads, queries, qk_dim"), ("k", k, "kv_heads, keys, qk_dim"), ("v", v, "kv_heads, keys, v_dim")):
+    """Raise `ProblemError` unless the three have shapes, a type and a device that make one call."""
+    for name, t, axes in (
+        ("q", q, "heads, queries, qk_dim"),
+        ("k", k, "kv_heads, keys, qk_dim"),
+        ("v", v, "kv_heads, keys, v_dim"),
+    ):
         if not isinstance(t, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"{name} is {type(t).__name__}: expected a tensor [batch, {axes}].")
         if t.ndim != 4:
@@ -148,27 +154,34 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if t.dtype not in DTYPES:
             raise ProblemError(f"{name} is {t.dtype}: expected float64, float32, bfloat16 or float16.")
     if not q.dtype == k.dtype == v.dtype:
-        raise ProblemError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}: they must be of one type; convert with .to(q.dtype).")
+        raise ProblemError(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}: they must be of one type; convert with .to(q.dtype)."
+        )
     if not q.device == k.device == v.device:
         raise ProblemError(f"q is on {q.device}, k on {k.device} and v on {v.device}: they must be on one device.")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ProblemError(
-            f"q has {q.shape[0]} batch rows, k {k.shape[0]} and v {v.shape[0]}: they must agree; k.expand repeats without a copy."
+            f"q has {q.shape[0]} batch rows, k {k.shape[0]} and v {v.shape[0]}: they must agree; "
+            "k.expand repeats without a copy."
         )
     if k.shape[1:3] != v.shape[1:3]:
         raise ProblemError(
-            f"k has {k.shape[1]} heads and {k.shape[2]} keys, v has {v.shape[1]} and {v.shape[2]}: a value belongs to each key."
+            f"k has {k.shape[1]} heads and {k.shape[2]} keys, v has {v.shape[1]} and {v.shape[2]}: a value "
+            "belongs to each key."
         )
     if q.shape[3] != k.shape[3]:
-        raise ProblemError(f"q has {q.shape[3]} dimensions and k {k.shape[3]}: their dot product needs the same qk_dim.")
+        raise ProblemError(
+            f"q has {q.shape[3]} dimensions and k {k.shape[3]}: their dot product needs the same qk_dim."
+        )
     if (k.shape[1] == 0 and q.shape[1] > 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
         raise ProblemError(
-            f"q has {q.shape[1]} heads and k has {k.shape[1]}: query heads must be a whole multiple of key heads (grouped-query "
-            f"attention shares each key head among a group of {q.shape[1]} / {k.shape[1]} query heads)."
+            f"q has {q.shape[1]} heads and k has {k.shape[1]}: query heads must be a whole multiple of key heads "
+            f"(grouped-query attention shares each key head among a group of {q.shape[1]} / {k.shape[1]} query heads)."
         )
 
 
 def check_words(mask: object, bias: object, score: object) -> None:
+    """Raise `ProblemError` unless each is a word of its kind, or None."""
     for name, given, kind in (("mask", mask, Mask), ("bias", bias, Bias), ("score", score, Score)):
         if given is None or isinstance(given, kind):
             continue
@@ -191,21 +204,24 @@ def _check_numbers(scale: float | None, softcap: float | None, dropout: float) -
         raise ProblemError(f"dropout is {dropout}: expected a probability, 0 <= dropout < 1.")
 
 
-def _check_sink(sink: Tensor, heads: int, q: Tensor) -> None:
-    if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():  # pyright: ignore
-        what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)  # pyright: ignore
+def _check_sink(sink: object, heads: int, q: Tensor) -> None:
+    if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():
+        what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
         raise ProblemError(f"sink is {what}: expected a float tensor with a logit per query head, [{heads}].")
     if sink.device != q.device:
         raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
 
 
 def _transformed(tensors: tuple[Tensor, ...]) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+    if functorch.peek_interpreter_stack() is not None:
         return True
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # pyright: ignore
+    if forward_ad._current_level < 0:  # pyright: ignore[reportPrivateUsage]
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _index(value: object, name: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ProblemError(f"{name} is {value!r}: expected an int, or None to put the last query at the last key.")
-    return value.__index__()  # pyright: ignore
+    return value.__index__()

@@ -1,0 +1,179 @@
+"""How a schedule is found: ask `mask.bounds` of rectangles, and split only those that are undecided.
+
+All rectangles of a level are asked at once, as arrays, so the cost follows the mask's boundary and not the square of
+the length. Tiles that stay undecided are looked into pair by pair, one tile for each signature (`Mask.signature`).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from regard.describe.mask import Bools, Ints, Mask, Rectangles, marked
+from regard.plan.schedule import Schedule
+
+CHUNK = 1 << 22
+"""Pairs of which `keep` is asked at once: what the making of a schedule needs of memory is a few times this many
+bytes."""
+
+
+def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: int, offset: int, tile: int) -> Schedule:
+    """The schedule of a mask that stands in its call (`mask.at`), or of none.
+
+    Args:
+        offset: position of the first query.
+        tile: tokens per side, a multiple of 8.
+
+    >>> from regard import Causal
+    >>> s = schedule(Causal(), batch=1, heads=1, queries=256, keys=256, offset=0, tile=64)
+    >>> s.tiles, s.pairs, len(s.patterns)
+    ((6, 4, 6), 32896, 1)
+    """
+    spread = (1, 1) if mask is None else mask.spread()
+    maps = (batch if spread[0] > 1 else 1, heads if spread[1] > 1 else 1)
+    grid = _Grid(maps, queries, keys, offset, tile)
+    full, undecided = _split(mask, grid)
+    sure, partial, numbers, patterns = _patterns(mask, grid, undecided)
+    run_start, run_tile, run_length = _runs(grid, np.concatenate([_row_runs(full), sure]))
+    order = np.lexsort((partial[:, 1], partial[:, 0]))
+    patch_start = np.searchsorted(partial[order, 0], np.arange(grid.rows + 1))
+    return Schedule(
+        batch, heads, queries, keys, offset, tile, maps,
+        run_start, run_tile, run_length, patch_start, partial[order, 1], numbers[order], patterns,
+    )  # fmt: skip
+
+
+class _Grid(NamedTuple):
+    """The call, cut into tiles."""
+
+    maps: tuple[int, int]
+    queries: int
+    keys: int
+    offset: int
+    tile: int
+
+    @property
+    def down(self) -> int:
+        return -(-self.queries // self.tile)
+
+    @property
+    def across(self) -> int:
+        return -(-self.keys // self.tile)
+
+    @property
+    def rows(self) -> int:
+        return self.maps[0] * self.maps[1] * self.down
+
+    def positions(self, cells: Ints) -> Rectangles:
+        """Rectangles of tiles [n, (map, q0, q1, k0, k1)] as rectangles of positions."""
+        m, q0, q1, k0, k1 = cells.T
+        top, bottom = q0 * self.tile, np.minimum(q1 * self.tile, self.queries)
+        left, right = k0 * self.tile, np.minimum(k1 * self.tile, self.keys)
+        return Rectangles(m // self.maps[1], m % self.maps[1], top + self.offset, bottom + self.offset, left, right)
+
+
+def _split(mask: Mask | None, grid: _Grid) -> tuple[Ints, Ints]:
+    """(rectangles of tiles that are all kept, single tiles that are undecided), as [n, (map, q0, q1, k0, k1)]."""
+    maps = np.arange(grid.maps[0] * grid.maps[1])
+    cells = np.stack([maps, 0 * maps, 0 * maps + grid.down, 0 * maps, 0 * maps + grid.across], axis=1)
+    if not grid.down or not grid.across:
+        cells = cells[:0]
+    if mask is None:
+        return cells, cells[:0]
+    full, undecided = [cells[:0]], [cells[:0]]
+    while len(cells):
+        some, every = mask.bounds(grid.positions(cells))
+        full.append(cells[every])
+        cells = cells[some & ~every]
+        single = (cells[:, 2] - cells[:, 1] == 1) & (cells[:, 4] - cells[:, 3] == 1)
+        undecided.append(cells[single])
+        cells = _quarters(cells[~single])
+    return np.concatenate(full), np.concatenate(undecided)
+
+
+def _quarters(cells: Ints) -> Ints:
+    """Each rectangle cut in two along each of its axes that is longer than a tile."""
+    for low, high in ((1, 2), (3, 4)):
+        middle = (cells[:, low] + cells[:, high] + 1) // 2
+        first, second = cells.copy(), cells[cells[:, high] - cells[:, low] > 1]
+        first[:, high] = middle
+        second[:, low] = middle[cells[:, high] - cells[:, low] > 1]
+        cells = np.concatenate([first, second])
+    return cells
+
+
+def _row_runs(rectangles: Ints) -> Ints:
+    """Rectangles of tiles as runs [n, (map, row of tiles, first tile, tiles)], one for every row they span."""
+    height = rectangles[:, 2] - rectangles[:, 1]
+    rows = np.repeat(rectangles, height, axis=0)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(height) - height, height)
+    return np.stack([rows[:, 0], rows[:, 1] + within, rows[:, 3], rows[:, 4] - rows[:, 3]], axis=1)
+
+
+def _runs(grid: _Grid, runs: Ints) -> tuple[Ints, Ints, Ints]:
+    """Runs [n, (map, row of tiles, first tile, tiles)] in compressed sparse rows, neighbours merged."""
+    row = runs[:, 0] * grid.down + runs[:, 1]
+    order = np.lexsort((runs[:, 2], row))
+    row, first, length = row[order], runs[order, 2], runs[order, 3]
+    head = np.ones(len(row), dtype=bool)
+    head[1:] = (row[1:] != row[:-1]) | (first[1:] != first[:-1] + length[:-1])
+    starts = np.flatnonzero(head)
+    lengths = np.add.reduceat(length, starts) if len(starts) else length
+    return np.searchsorted(row[starts], np.arange(grid.rows + 1)), first[starts], lengths
+
+
+def _patterns(mask: Mask | None, grid: _Grid, cells: Ints) -> tuple[Ints, Ints, Ints, np.ndarray]:
+    """Look into the undecided tiles, once per signature.
+
+    Returns: runs of the tiles that turn out to be full, the PARTIAL tiles [n, (row, key tile)], their patterns'
+        numbers, the patterns.
+    """
+    nothing = np.zeros((0, grid.tile, grid.tile // 8), dtype=np.uint8)
+    if mask is None or not len(cells):
+        return np.zeros((0, 4), np.int64), np.zeros((0, 2), np.int64), np.zeros(0, np.int64), nothing
+    r = grid.positions(cells)
+    edges = np.stack([r.q1 - r.q0, r.k1 - r.k0], axis=1)
+    representative, group = _distinct(np.concatenate([marked(mask, r), edges], axis=1))
+    bits, kept = _bits(mask, grid, Rectangles(*(side[representative] for side in r)))
+    area = edges[representative].prod(axis=1)
+    sure, partial = cells[(kept == area)[group]], (kept > 0) & (kept < area)
+    chosen, number = _distinct(bits[partial].reshape(-1, grid.tile**2 // 8))
+    numbers = np.full(len(bits), -1)
+    numbers[partial] = number
+    at = partial[group]
+    runs = np.stack([sure[:, 0], sure[:, 1], sure[:, 3], np.ones(len(sure), np.int64)], axis=1)
+    places = np.stack([cells[at, 0] * grid.down + cells[at, 1], cells[at, 3]], axis=1)
+    return runs, places, numbers[group[at]], bits[partial][chosen]
+
+
+def _distinct(rows: np.ndarray) -> tuple[Ints, Ints]:
+    """(the first of each kind of row, the kind of each row): rows compared as bytes."""
+    rows = np.ascontiguousarray(rows)
+    if not len(rows):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    _, first, kind = np.unique(
+        rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))), return_index=True, return_inverse=True
+    )
+    return first, kind.reshape(-1)
+
+
+def _bits(mask: Mask, grid: _Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
+    """The patterns of tiles, packed, and how many pairs each keeps."""
+    step = max(1, CHUNK // grid.tile**2)
+    packed, kept = [], []
+    for start in range(0, len(r.b), step):
+        pattern = _evaluated(mask, grid.tile, Rectangles(*(side[start : start + step] for side in r)))
+        packed.append(np.packbits(pattern, axis=2, bitorder="little"))
+        kept.append(pattern.sum(axis=(1, 2), dtype=np.int64))
+    return np.concatenate(packed), np.concatenate(kept)
+
+
+def _evaluated(mask: Mask, tile: int, r: Rectangles) -> Bools:
+    """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges, where it is not asked."""
+    steps = np.arange(tile)
+    # under torch.func too: a mask is looked at, not differentiated or mapped over
+    with torch._C._DisableFuncTorch():  # pyright: ignore[reportPrivateUsage]
+        b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
+        q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
+        kept = mask.keep(b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1))
+        return (kept.cpu() & (q < q1) & (k < k1)).numpy()

@@ -1,0 +1,31 @@
+"""What holds for every test: a fixed seed, the same examples in every run, one process for the tests of a model."""
+
+import hypothesis
+import pytest
+import torch
+
+from regard import native
+
+# A law that fails fails for everybody. To look for new failures: ./test --hypothesis-profile=search tests/laws
+hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile("same examples")
+
+
+def pytest_report_header() -> str:
+    """What is under test: the torch, and the instruction sets of the compiled library."""
+    return f"torch: {torch.__version__}, native: {', '.join(native.isas()) or native.absence()}"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same random numbers, whichever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests marked `model` in one worker of pytest-xdist: the checkpoint then is loaded once."""
+    for item in items:
+        if item.get_closest_marker("model"):
+            item.add_marker(pytest.mark.xdist_group("model"))

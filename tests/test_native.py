@@ -1,0 +1,109 @@
+"""The compiled library: found, checked, asked, and done without when it is not there."""
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from regard import native
+from regard.errors import ProblemError, RefusalError
+
+needs_library = pytest.mark.skipif(not native.available(), reason=str(native.absence()))
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+CPUINFO = Path("/proc/cpuinfo")
+
+# What a machine must have for each instruction set, as Linux spells it in /proc/cpuinfo; each row includes those above.
+X86_FEATURES = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512bf16": {"avx512_bf16", "avx512_vnni"},
+}
+
+
+def library_that_speaks(version: int, folder: Path) -> Path:
+    """A library with nothing in it but a version of the interface."""
+    source, library = folder / "old.cpp", folder / native.LIBRARY
+    source.write_text(f'extern "C" int regard_abi_version() {{ return {version}; }}\n')
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return library
+
+
+@pytest.fixture
+def look_at(monkeypatch: pytest.MonkeyPatch):
+    """Makes regard look for its library at another path."""
+
+    def look(path: Path) -> None:
+        monkeypatch.setattr(native, "_find", lambda: str(path))
+
+    return look
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_where_there_is_a_compiler_there_is_the_library():
+    assert native.absence() is None
+
+
+@needs_library
+def test_the_plainest_instruction_set_is_first_and_the_best_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("REGARD_ISA", raising=False)
+    assert native.isas()[0] == "portable"
+    assert native.isa() == native.isas()[-1]
+
+
+@needs_library
+@pytest.mark.skipif(platform.machine() != "x86_64" or not CPUINFO.exists(), reason="reads x86 flags in /proc/cpuinfo")
+def test_the_instruction_sets_are_those_that_the_system_lists():
+    flags = set(next(line for line in CPUINFO.read_text().splitlines() if line.startswith("flags")).split())
+    expected, needed = ["portable"], set[str]()
+    for name, features in X86_FEATURES.items():
+        needed |= features
+        if needed <= flags:
+            expected.append(name)
+    assert native.isas() == tuple(expected)
+
+
+@needs_library
+def test_every_instruction_set_of_the_machine_can_be_pinned(monkeypatch: pytest.MonkeyPatch):
+    for name in native.isas():
+        monkeypatch.setenv("REGARD_ISA", name)
+        assert native.isa() == name
+
+
+@needs_library
+def test_an_instruction_set_that_the_machine_lacks_is_refused_with_those_it_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REGARD_ISA", "avx1024")
+    with pytest.raises(ProblemError, match="REGARD_ISA is 'avx1024', and this machine runs portable"):
+        native.isa()
+
+
+def test_a_missing_library_is_explained_and_harmless(look_at, tmp_path: Path):
+    look_at(tmp_path / native.LIBRARY)
+    assert not native.available()
+    assert native.isas() == ()
+    assert "without its compiled library" in str(native.absence())
+    with pytest.raises(RefusalError, match=r"Install g\+\+ or clang\+\+"):
+        native.isa()
+
+
+def test_a_file_that_is_no_library_is_explained_and_harmless(look_at, tmp_path: Path):
+    broken = tmp_path / native.LIBRARY
+    broken.write_bytes(b"not a library")
+    look_at(broken)
+    assert not native.available()
+    assert "cannot be used" in str(native.absence())
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_a_library_of_another_version_is_refused(look_at, tmp_path: Path):
+    look_at(library_that_speaks(native.ABI + 1, tmp_path))
+    assert not native.available()
+    assert f"speaks version {native.ABI + 1} of its interface" in str(native.absence())
+    assert f"these sources speak {native.ABI}" in str(native.absence())
+
+
+def test_both_sides_state_the_same_version_of_the_interface():
+    header = Path(__file__).parents[1] / "native" / "abi.h"
+    assert f"#define REGARD_ABI_VERSION {native.ABI}\n" in header.read_text()
