@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from regard.describe.bias import Bias
@@ -66,20 +67,20 @@ def watching(tell: Callable[[Call], None]) -> Generator[None]:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "batch heads queries qk_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"],
+    v: Float[Tensor, "batch kv_heads keys v_dim"],
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
     score: Score | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
     dropout: float = 0.0,
     offset: int | None = None,
     backend: str | None = None,
-) -> Tensor:
+) -> Float[Tensor, "batch heads queries v_dim"]:
     """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
 
     In order: `s = scale * q . k`; softcap `c * tanh(s / c)`; `+ bias`; what the mask hides gets no weight; softmax
@@ -132,9 +133,9 @@ def attend(
 
 
 def attend_state(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "batch heads queries qk_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"],
+    v: Float[Tensor, "batch kv_heads keys v_dim"],
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -172,16 +173,16 @@ def attend_state(
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "batch heads queries qk_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"],
+    v: Float[Tensor, "batch kv_heads keys v_dim"],
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
     score: Score | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
     dropout: float = 0.0,
     offset: int | None = None,
     backend: str | None = None,

@@ -10,6 +10,7 @@ states of FlashInfer, Ye et al. 2025, arXiv:2501.01005, §2.2.)
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ProblemError
@@ -32,8 +33,8 @@ class State:
     True
     """
 
-    out: Tensor
-    lse: Tensor
+    out: Float[Tensor, "batch heads queries v_dim"]
+    lse: Float[Tensor, "batch heads queries"]
 
     def __or__(self, other: "State") -> "State":
         """The state over the keys of both, which must be different keys. Differentiable in all four tensors."""
@@ -52,7 +53,7 @@ class State:
         lse = torch.where(empty, -torch.inf, top + torch.log(safe))
         return State((self._weighed(mine / safe) + other._weighed(yours / safe)).to(self.out.dtype), lse)
 
-    def with_sink(self, logits: Tensor) -> Tensor:
+    def with_sink(self, logits: Float[Tensor, " heads"]) -> Float[Tensor, "batch heads queries v_dim"]:
         """The output when each head also attends to a column of score `logits[head]` that gives no value.
 
         A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. What comes back is an

@@ -48,12 +48,22 @@ class Documents(Mask):
         return ids[q] == ids[k] if ids.ndim == 1 else ids[b, q] == ids[b, k]
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        extremes = derived(self.ids, "extremes", lambda t: RangeExtremes(_numpy(t.reshape(-1, t.shape[-1]))))
-        row = r.b if self.ids.ndim == 2 else np.zeros_like(r.b)
-        lowest_q, highest_q = extremes(row, r.q0, r.q1)
-        lowest_k, highest_k = extremes(row, r.k0, r.k1)
+        (lowest_q, highest_q), (lowest_k, highest_k) = self._extremes(r)
         some = (lowest_q <= highest_k) & (lowest_k <= highest_q)
         return some, (lowest_q == highest_k) & (lowest_k == highest_q) & some
+
+    def signature(self, r: Rectangles) -> Ints:
+        (lowest_q, highest_q), (lowest_k, highest_k) = self._extremes(r)
+        one_q, one_k = lowest_q == highest_q, lowest_k == highest_k  # a side within one document: only its id matters
+        row = np.where(one_q, lowest_q, r.q0)
+        column = np.where(one_k & ~one_q, lowest_k, r.k0)
+        return np.stack([r.b, one_q, one_k & ~one_q, row, column], axis=1)
+
+    def _extremes(self, r: Rectangles) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+        """(least, greatest) id among the queries, and among the keys, of each rectangle."""
+        extremes = derived(self.ids, "extremes", lambda t: RangeExtremes(_numpy(t.reshape(-1, t.shape[-1]))))
+        row = r.b if self.ids.ndim == 2 else np.zeros_like(r.b)
+        return extremes(row, r.q0, r.q1), extremes(row, r.k0, r.k1)
 
     def spread(self) -> tuple[int, int]:
         return (self.ids.shape[0], 1) if self.ids.ndim == 2 else (1, 1)
@@ -104,6 +114,22 @@ class Blocks(Mask):
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         counts = derived(self.layout, f"blocks {self.size}", lambda t: BlockCounts.of(_four(t), 1, self.size))
         return counts.bounds(r)
+
+    def signature(self, r: Rectangles) -> Ints:
+        """Where the rectangle begins within a block, and the layout of the blocks it meets, as bits of a number."""
+        table = derived(self.layout, "layout", _four)
+        top, left = r.q0 // self.size, r.k0 // self.size
+        down, across = ((stop - 1) // self.size - start + 1 for stop, start in ((r.q1, top), (r.k1, left)))
+        if not len(top) or down.max() * across.max() > 62:
+            return super().signature(r)
+        met = np.zeros_like(r.b)
+        b, h = (index * (size > 1) for index, size in zip((r.b, r.h), table.shape, strict=False))
+        for i in range(down.max()):
+            for j in range(across.max()):
+                inside = (i < down) & (j < across)
+                kept = table[b, h, top + np.minimum(i, down - 1), left + np.minimum(j, across - 1)]
+                met |= (inside & kept).astype(np.int64) << (i * int(across.max()) + j)
+        return np.stack([r.q0 % self.size, r.k0 % self.size, met], axis=1)
 
     def spread(self) -> tuple[int, int]:
         return _four_sizes(self.layout)[:2]

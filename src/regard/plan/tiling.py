@@ -175,5 +175,6 @@ def _evaluated(mask: Mask, tile: int, r: Rectangles) -> Bools:
     with torch._C._DisableFuncTorch():  # pyright: ignore[reportPrivateUsage]
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
         q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
-        kept = mask.keep(b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1))
-        return (kept.cpu() & (q < q1) & (k < k1)).numpy()
+        kept = mask.keep(b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1)).cpu()
+        whole = bool((q1 - q0 == tile).all() and (k1 - k0 == tile).all())
+        return kept.expand(len(b), tile, tile).numpy() if whole else (kept & (q < q1) & (k < k1)).numpy()
