@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.plan.problem import Operands, Problem
+from regard.plan.problem import Operands, Problem, is_finite
 from regard.plan.schedule import Schedule
 from regard.state import State
 
@@ -55,7 +55,7 @@ class Reference:
             return _nothing(problem, operands)
         compute = self.compute or (torch.float64 if problem.dtype == torch.float64 else torch.float32)
         guarded = len(schedule.patch_tile) > 0 and (
-            problem.transformed or not _finite(operands.q, operands.k, operands.v)
+            problem.transformed or not all(map(is_finite, (operands.q, operands.k, operands.v)))
         )
         states = [
             [_map(_block(problem, schedule, operands, compute, guarded, m, n)) for n in range(schedule.maps[1])]
@@ -260,7 +260,3 @@ def _nothing(problem: Problem, operands: Operands) -> State:
 
 def _lse_dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
-
-
-def _finite(*tensors: Tensor) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in tensors)

@@ -44,7 +44,7 @@ class Sdpa:
 
     def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (operands.q, operands.k, operands.v))
-        causal = problem.mask is not None and len(schedule.patch_tile) > 0
+        causal = problem.mask is not None
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = attention(q, k, v, 0.0, causal, scale=problem.scale)
         return State(out, lse)
@@ -52,7 +52,4 @@ class Sdpa:
 
 def _known(problem: Problem) -> bool:
     """Whether the mask hides nothing, or is the triangle that the kernel knows."""
-    if problem.mask is None:
-        return True
-    hides_nothing = problem.offset >= problem.keys - 1  # the first query already stands at the last key, as in decoding
-    return problem.mask.name == "Causal" and (problem.offset == 0 or hides_nothing)
+    return problem.mask is None or (problem.mask.name == "Causal" and problem.offset == 0)

@@ -5,7 +5,7 @@ adds two.
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,9 @@ class Sum(Bias):
     def per_distance(self) -> bool:
         return self.a.per_distance() and self.b.per_distance()
 
-    def text(self) -> str:
-        return f"{self.a!r} + {self.b!r}"
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"{parts[0]} + {parts[1]}"
 
 
 @word

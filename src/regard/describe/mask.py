@@ -10,14 +10,14 @@ A mask answers two questions about *positions* (query i of a call stands at `off
 `mask_by_rule.py` (arithmetic on positions) and `mask_by_table.py` (what needs data).
 """
 
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.describe.word import Word, word
+from regard.describe.word import Outline, Word, word
 from regard.errors import ProblemError
 
 Ints = NDArray[np.int64]
@@ -144,8 +144,9 @@ class And(Pair):
         (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
         return some_a & some_b, all_a & all_b
 
-    def text(self) -> str:
-        return f"{_inner(self.a, Or)} & {_inner(self.b, Or, And)}"
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"{_inner(parts[0], 'Or')} & {_inner(parts[1], 'Or', 'And')}"
 
 
 @word
@@ -162,8 +163,9 @@ class Or(Pair):
         (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
         return some_a | some_b, all_a | all_b
 
-    def text(self) -> str:
-        return f"{self.a!r} | {_inner(self.b, Or)}"
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"{parts[0]} | {_inner(parts[1], 'Or')}"
 
 
 @word
@@ -188,8 +190,9 @@ class Not(Mask):
     def at(self, frame: Frame) -> Mask:
         return Not(self.a.at(frame))
 
-    def text(self) -> str:
-        return f"~{_inner(self.a, Or, And)}"
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"~{_inner(parts[0], 'Or', 'And')}"
 
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
@@ -223,5 +226,5 @@ def _mask(other: object, operator: str) -> Mask:
     raise ProblemError(f"a mask combines with masks only: the right side of {operator} is {what}.")
 
 
-def _inner(mask: Mask, *bracketed: type[Mask]) -> str:
-    return f"({mask!r})" if isinstance(mask, bracketed) else repr(mask)
+def _inner(mask: Outline, *bracketed: str) -> str:
+    return f"({mask})" if mask.name in bracketed else str(mask)

@@ -307,8 +307,9 @@ class Where(Mask):
         looked = _looked_at(self.fn)
         return Where(self.fn, frame.batch if looked[0] else 1, frame.heads if looked[1] else 1)
 
-    def text(self) -> str:
-        return f"Where({getattr(self.fn, '__name__', type(self.fn).__name__)})"
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"Where({parts[0]})"
 
 
 class _Probe(torch.Tensor):

@@ -7,7 +7,6 @@ keeps nothing alive, so whoever keeps tickets (the cache of plans) keeps no tens
 
 import hashlib
 import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -67,6 +66,3 @@ def _serial(thing: object) -> int:
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest() + str(tensor.device)
-
-
-__all__ = ["Ticket", "derived", "ticket", "weakref"]

@@ -10,12 +10,12 @@ compared by the identity of those tensors.
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from torch import Tensor
 
-from regard.describe.tensors import Ticket, ticket
+from regard.describe.tensors import ticket
 
 W = TypeVar("W", bound="type[Word]")
 
@@ -34,14 +34,14 @@ class Outline:
 
     name: str
     parts: tuple[Any, ...]
-    text: str = field(compare=False)
+
+    @property
+    def text(self) -> str:
+        """How the word is printed."""
+        return Word._named[self.name].written(self.parts)  # pyright: ignore[reportPrivateUsage]
 
     def __repr__(self) -> str:
         return self.text
-
-    def carries_tensors(self) -> bool:
-        """Whether any tensor or function stands behind this outline."""
-        return any(isinstance(p, Ticket) or (isinstance(p, Outline) and p.carries_tensors()) for p in self.parts)
 
 
 class Word:
@@ -52,20 +52,22 @@ class Word:
 
     def outline(self) -> Outline:
         """This word with its tensors replaced by tickets."""
-        return Outline(type(self).__name__, tuple(_outlined(part) for part in self.parts()), self.text())
+        return Outline(type(self).__name__, tuple(_outlined(part) for part in self.parts()))
 
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
         return tuple(getattr(self, name) for name in self._fields)
 
-    def text(self) -> str:
-        """How the word is printed: as it is written in Python, defaults left out, tensors as type and shape."""
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        """A word of these parts as it is written in Python, defaults left out, tensors as type and shape."""
+        fields = dataclasses.fields(cast(Any, cls))
         given = (
-            f"{f.name}={_outlined(getattr(self, f.name))!r}"
-            for f in dataclasses.fields(cast(Any, self))
-            if f.default is dataclasses.MISSING or getattr(self, f.name) is not f.default
+            f"{f.name}={part!r}"
+            for f, part in zip(fields, parts, strict=True)
+            if f.default is dataclasses.MISSING or part is not f.default
         )
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{cls.__name__}({', '.join(given)})"
 
     def spell(self, tensors: list[Tensor]) -> str:
         """The word as JSON, its tensors appended to `tensors`; `unspell` reads it."""
@@ -88,7 +90,7 @@ class Word:
         return hash(self.outline())
 
     def __repr__(self) -> str:
-        return self.text()
+        return self.outline().text
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

@@ -6,6 +6,7 @@ named runs or raises its reasons; it never gives way to another.
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cache, partial
 from threading import Lock
 
 import torch
@@ -77,16 +78,16 @@ class Plan:
 
     def __str__(self) -> str:
         s, p = self.schedule, self.problem
-        full, partial, skipped = s.tiles
+        full, mixed, skipped = s.tiles
         every = p.batch * p.heads * p.queries * p.keys
         share = f"{100 * s.pairs / every:.3g} %" if every else "none"
-        kinds = f"{full:,} full, {partial:,} partial in {len(s.patterns):,} patterns"
+        kinds = f"{full:,} full, {mixed:,} partial in {len(s.patterns):,} patterns"
         lines = [
             str(p),
             *(f"  {step}" for step in self.steps),
             f"runs on {self.backend}",
             *(f"  passed over {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()),
-            f"tiles of {s.tile} x {s.tile}: {full + partial:,} computed ({kinds}), {skipped:,} skipped",
+            f"tiles of {s.tile} x {s.tile}: {full + mixed:,} computed ({kinds}), {skipped:,} skipped",
             f"pairs {s.pairs:,} of {every:,} ({share})",
             f"{self.flops / 1e9:.4g} GFLOP, at least {self.bytes / 2**20:.4g} MiB read and written",
         ]
@@ -117,24 +118,22 @@ def choose(problem: Problem, operands: Operands, named: str | None, without: tup
 
 
 def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
-    sizes = {
-        "batch": asked.batch,
-        "heads": asked.heads,
-        "queries": asked.queries,
-        "keys": asked.keys,
-        "offset": asked.offset,
-    }
-    schedules: dict[int, Schedule] = {}
+    lowered = cache(partial(_lowered, asked, mask))  # by tile: engines that want the same tile share their schedule
     passed: dict[str, list[str]] = {}
     for name in (named,) if named else ORDER.get(asked.device, ("reference",)):
-        engine = ENGINES[name]
-        tiles = schedules.setdefault(engine.tile, schedule(mask, **sizes, tile=engine.tile))
-        problem, step = simplify_mask(asked, tiles)
-        reasons = [without[name]] if name in without else engine.refusals(problem)
+        problem, tiles, step = lowered(ENGINES[name].tile)
+        reasons = [without[name]] if name in without else ENGINES[name].refusals(problem)
         if not reasons:
             return Plan(problem, tiles, (step,) if step else (), name, passed | ({} if named else _aside(asked.device)))
         passed[name] = reasons
     raise RefusalError(_refused(asked, passed, named))
+
+
+def _lowered(asked: Problem, mask: Mask | None, tile: int) -> tuple[Problem, Schedule, str | None]:
+    a = asked
+    tiles = schedule(mask, batch=a.batch, heads=a.heads, queries=a.queries, keys=a.keys, offset=a.offset, tile=tile)
+    problem, step = simplify_mask(asked, tiles)
+    return problem, tiles, step
 
 
 def _aside(device: str) -> dict[str, list[str]]:

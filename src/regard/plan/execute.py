@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.errors import RefusalError
 from regard.plan.choose import ENGINES, Plan, choose
-from regard.plan.problem import Operands, Problem
+from regard.plan.problem import Operands, Problem, is_finite
 from regard.state import State
 
 LEAKS = "keys or values hold NaN or inf, which it would carry past the mask"
@@ -30,7 +30,7 @@ def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Pl
     if named is not None:
         raise RefusalError(f"The backend {named!r} cannot run this.\n  {problem}\n  {named}: {LEAKS}")
     exact = choose(problem, operands, None, without=((plan.backend, LEAKS),))
-    if not _finite(operands.q):
+    if not is_finite(operands.q):
         return exact, _run(exact, operands)
     bad = ~(_finite_rows(operands.k) & _finite_rows(operands.v))
     cleaned = replace(operands, k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))
@@ -47,12 +47,7 @@ def _run(plan: Plan, operands: Operands) -> State:
 
 def _clean(problem: Problem, operands: Operands) -> bool:
     """Whether nothing can leak: keys and values are finite, and queries too where gradients of keys take them in."""
-    return _finite(operands.k) and _finite(operands.v) and (not problem.grad or _finite(operands.q))
-
-
-def _finite(t: Tensor) -> bool:
-    """Whether all is finite: the extremes tell, in one pass and without a tensor of bools."""
-    return not t.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(t.detach()))).all())
+    return is_finite(operands.k) and is_finite(operands.v) and (not problem.grad or is_finite(operands.q))
 
 
 def _finite_rows(t: Tensor) -> Tensor:

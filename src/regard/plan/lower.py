@@ -23,18 +23,25 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, str | Non
     Returns:
         the problem, and what was done, None if nothing.
     """
-    if problem.mask is None or problem.mask == Causal().outline():
+    if problem.mask is None:
         return problem, None
     if tiles.pairs == problem.batch * problem.heads * problem.queries * problem.keys:
         return replace(problem, mask=None), f"simplify_mask: {problem.mask} hides nothing here"
-    if tiles.maps == (1, 1) and _same(tiles, _triangle(tiles)):
-        return replace(problem, mask=Causal().outline()), f"simplify_mask: {problem.mask} is Causal() here"
+    if problem.mask != _CAUSAL and tiles.maps == (1, 1) and _is_triangle(tiles):
+        return replace(problem, mask=_CAUSAL), f"simplify_mask: {problem.mask} is Causal() here"
     return problem, None
 
 
-def _triangle(like: Schedule) -> Schedule:
-    sizes = {name: getattr(like, name) for name in ("batch", "heads", "queries", "keys", "offset", "tile")}
-    return schedule(Causal(), **sizes)
+_CAUSAL = Causal().outline()
+
+
+def _is_triangle(tiles: Schedule) -> bool:
+    """Whether the schedule lists just what `Causal()` keeps: first as many pairs, then the same ones."""
+    seen = np.clip(np.arange(tiles.queries) + tiles.offset + 1, 0, tiles.keys)
+    if int(seen.sum()) * tiles.batch * tiles.heads != tiles.pairs:
+        return False
+    sizes = {name: getattr(tiles, name) for name in ("batch", "heads", "queries", "keys", "offset", "tile")}
+    return _same(tiles, schedule(Causal(), **sizes))
 
 
 def _same(a: Schedule, b: Schedule) -> bool:

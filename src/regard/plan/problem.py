@@ -140,6 +140,11 @@ def pose(
     return problem, Operands(q, k, v, mask, bias, sink)
 
 
+def is_finite(t: Tensor) -> bool:
+    """Whether all of a tensor is finite: its extremes tell, in one pass and without a tensor of bools."""
+    return not t.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(t.detach()))
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise `ProblemError` unless the three have shapes, a type and a device that make one call."""
     for name, t, axes in (
