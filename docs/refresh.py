@@ -1,0 +1,58 @@
+"""Makes what the README shows, with the real commands: the demo's output, the page's picture, the numbers.
+
+```
+python docs/refresh.py            # all; on a quiet machine, since it measures
+python docs/refresh.py demo       # one of: demo, bench
+```
+"""
+
+# a script, not a part of a package
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def demo() -> str:
+    """What `regard inspect` prints, and docs/page.png, a picture of the page that it writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "regard.html"
+        command = [Path(sys.executable).parent / "regard", "inspect", "--out", page]
+        shown = _output(command, COLUMNS="100").replace(str(page), "regard.html")
+        picture = [sys.executable, ROOT / "docs" / "screenshot.py", page, ROOT / "docs" / "page.png"]
+        _output([*picture, "--state", "head=18.6", "--scale", "1.25"])
+    return f"```\n{shown.strip()}\n```"
+
+
+def bench() -> str:
+    """The tables of `python -m bench`, also written to docs/bench.md; the README gets the schedules."""
+    _output([sys.executable, "-m", "bench", "--write"])
+    section = (ROOT / "docs" / "bench.md").read_text().split("\n## ")[1]
+    return section.split("\n", 2)[2].strip()
+
+
+def _output(command: list[str | Path], **environment: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def main() -> None:
+    """Put each part between its marks in the README."""
+    parts = {"demo": demo, "bench": bench}
+    for name in sys.argv[1:] or parts:
+        text = parts[name]()
+        marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
+        whole = marked.sub(
+            lambda _, text=text, name=name: f"<!-- {name} -->\n{text}\n<!-- /{name} -->", README.read_text()
+        )
+        README.write_text(whole)
+
+
+if __name__ == "__main__":
+    main()
