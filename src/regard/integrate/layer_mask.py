@@ -1,0 +1,111 @@
+"""The mask as it travels through a transformers model, from where it is made to the attention of every layer.
+
+transformers hands on, untouched, whatever a mask function returns, if it passes for a mask that is ready: a tensor, or
+torch's `BlockMask`, of four dimensions. `LayerMask` is such a BlockMask by type alone: it holds words. A model that
+computes with its masks (slices them, joins two) is given the dense bool tensor the moment it does.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from regard.describe.mask import Frame, Mask
+
+_BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImportUsage]  the very class it tests for
+
+
+class LayerMask(_BlockMask):
+    """A mask in words and the call that it is for; one for all layers of a kind in a forward pass.
+
+    Args:
+        mask: the words; None keeps everything.
+        shape: (batch, 1, queries, keys) of the call.
+        offset: position of the first query, the first key being at 0.
+        device: where the model computes.
+
+    ```
+    >>> from regard import Causal
+    >>> mask = LayerMask(Causal(), (1, 1, 2, 3), 1, "cpu")
+    >>> mask
+    LayerMask(Causal(), shape=(1, 1, 2, 3), offset=1)
+    >>> mask[0, 0, :, 1:]
+    tensor([[ True, False],
+            [ True,  True]])
+
+    ```
+    """
+
+    def __init__(
+        self, mask: Mask | None, shape: tuple[int, int, int, int], offset: int, device: torch.device | str
+    ) -> None:
+        # BlockMask's own __init__ wants the tables of blocks that this mask does without.
+        self.mask, self._shape, self.offset, self._device = mask, shape, offset, device
+        self._dense: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, 1, queries, keys)."""
+        return self._shape
+
+    def contiguous(self) -> "LayerMask":
+        """Itself: `generate` asks masks for this."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> "LayerMask":
+        """Itself: the words' few tensors follow the queries and keys."""
+        return self
+
+    def dense(self) -> Tensor:
+        """The mask as a tensor, bool [batch, 1, queries, keys]; made once, when a model first computes with it."""
+        if self._dense is None:
+            batch, _, queries, keys = self._shape
+            b = torch.arange(batch, device=self._device)[:, None, None, None]
+            q = torch.arange(self.offset, self.offset + queries, device=self._device)[:, None]
+            k = torch.arange(keys, device=self._device)
+            if self.mask is None:
+                kept = torch.ones((), dtype=torch.bool, device=self._device)
+            else:
+                kept = self.mask.at(Frame(batch, 1, queries, keys, self.offset)).keep(b, torch.zeros_like(b), q, k)
+            self._dense = kept.expand(batch, 1, queries, keys)
+        return self._dense
+
+    to_dense = dense
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    def __and__(self, other: Any) -> Tensor:
+        return self.dense() & other
+
+    def __or__(self, other: Any) -> Tensor:
+        return self.dense() | other
+
+    def __invert__(self) -> Tensor:
+        return ~self.dense()
+
+    def __getattr__(self, name: str) -> Any:
+        """What a tensor has and this has not (`dtype`, `masked_fill`, ...): that of the dense mask."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"LayerMask has no attribute {name!r}")
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """In a torch function (`torch.cat([mask, other])`) it is its dense tensor."""
+        return function(*_densified(args), **{name: _densified(value) for name, value in (kwargs or {}).items()})
+
+    def __repr__(self) -> str:
+        return f"LayerMask({self.mask!r}, shape={self._shape}, offset={self.offset})"
+
+    __str__ = __repr__
+
+
+def _densified(value: Any) -> Any:
+    if isinstance(value, LayerMask):
+        return value.dense()
+    return type(value)(_densified(x) for x in value) if type(value) in (tuple, list) else value

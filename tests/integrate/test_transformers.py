@@ -1,0 +1,418 @@
+"""Models with regard's attention give what they give with transformers' eager attention."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+
+from regard import Causal, ProblemError, RefusalError
+from regard.attend import Call, watching
+from regard.integrate.layer_mask import LayerMask
+from regard.integrate.transformers import attention, register, use_regard
+from tests.integrate.zoo import BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
+
+SIDES = ["left", "right", "hole"]
+
+
+def calls_of(name: str, *args: Any, **kwargs: Any) -> list[Call]:
+    """What regard was asked for in one forward pass."""
+    calls: list[Call] = []
+    use_regard(model(name))
+    with torch.no_grad(), watching(calls.append):
+        model(name)(*args, **kwargs)
+    return calls
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_logits_are_those_of_eager(name: str):
+    ids = tokens()
+    with torch.no_grad():
+        eager, ours = both(name, lambda m: m(ids).logits)
+    assert close(ours, eager)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_logits_of_a_padded_batch_are_those_of_eager(name: str):
+    ids, masks = tokens(), [padding(side) for side in SIDES]
+    with torch.no_grad():
+        eager, ours = both(name, lambda m: torch.cat([m(ids, attention_mask=mask).logits for mask in masks]))
+    real = torch.cat(masks).bool()
+    assert close(ours[real], eager[real])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_of_an_encoder_decoder_are_those_of_eager(name: str):
+    read, mask, written = tokens(), padding("right"), tokens(length=7)
+
+    def run(m: Any) -> Tensor:
+        whole = m(input_ids=read, decoder_input_ids=written).logits
+        return torch.cat([whole, m(input_ids=read, attention_mask=mask, decoder_input_ids=written).logits])
+
+    with torch.no_grad():
+        eager, ours = both(name, run)
+    assert close(ours, eager)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "llama4", "gpt2"])
+def test_packed_documents_do_not_see_each_other(name: str):
+    ids = tokens()
+    positions = torch.cat([torch.arange(7), torch.arange(6)]).expand(2, -1)
+    with torch.no_grad():
+        eager, ours = both(name, lambda m: m(ids, position_ids=positions, use_cache=False).logits)
+        alone = torch.cat([model(name)(ids[:, part]).logits for part in (slice(0, 7), slice(7, 13))], dim=1)
+    assert close(ours, eager)
+    assert close(ours, alone) or name == "llama4"  # whose chunks ran on across documents before 5.23
+
+
+def test_a_mask_of_four_dimensions_may_be_bool_or_float():
+    ids, keep = tokens(), torch.rand(2, 1, 13, 13) < 0.5
+    keep |= torch.eye(13, dtype=torch.bool)
+    added = torch.zeros(2, 1, 13, 13).masked_fill(~keep, torch.finfo(torch.float32).min)
+    slopes = torch.randn(2, 4, 13, 13)
+    with torch.no_grad():
+        eager, ours = both("llama", lambda m: torch.cat([m(ids, attention_mask=x).logits for x in (added, slopes)]))
+        by_bool = model("llama")(ids, attention_mask=keep).logits
+    assert close(ours, eager)
+    assert close(by_bool, eager[:2])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_in_bfloat16_it_is_no_further_from_float32_than_eager_is_twice(name: str):
+    ids = tokens()
+    with torch.no_grad():
+        exact, _ = both(name, lambda m: m(ids).logits)
+        half = model(name).to(torch.bfloat16)
+        try:
+            eager, ours = both(name, lambda m: m(ids).logits.float())
+        finally:
+            half.float()
+            model.cache_clear()  # its weights are rounded now
+    assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max()
+
+
+# ---- generation -----------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedily": {},
+    "with a static cache": {"cache_implementation": "static"},
+    "with beams": {"num_beams": 3},
+    "by sampling": {"do_sample": True},
+    "without a cache": {"use_cache": False},
+    "by looking up the prompt": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("llama", way) for way in WAYS),
+        ("mistral", "greedily"),
+        ("mistral", "without a cache"),
+        ("gemma3", "with a static cache"),
+        ("gemma3", "by looking up the prompt"),
+        ("gpt_oss", "greedily"),
+        ("t5", "with beams"),
+    ],
+)
+def test_it_writes_what_eager_writes(name: str, way: str):
+    rows = 1 if way == "by looking up the prompt" else 2  # transformers' rule
+    ids, mask = tokens(rows), padding("right" if name in PAIRS else "left", rows)
+
+    def run(m: Any) -> Tensor:
+        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0} | WAYS[way]
+        return m.generate(ids, attention_mask=mask, **options)
+
+    eager, ours = both(name, run)
+    assert ours.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4", "deepseek_v3"])
+def test_a_text_may_come_in_pieces(name: str, cache: Any):
+    """Through caches that slide on (the windows and chunks here are of 5), by one token and by several."""
+    ids, mask = tokens(length=21), padding("left", length=21)
+    room: dict[str, Any] = {"max_cache_len": 32} if cache is StaticCache else {}
+
+    def run(m: Any) -> Tensor:
+        past, start, said = cache(config=m.config, **room), 0, []
+        for end in (9, 10, 16, 17, 21):
+            piece = {"attention_mask": mask[:, :end], "past_key_values": past, "use_cache": True}
+            said.append(m(ids[:, start:end], **piece).logits)
+            start = end
+        return torch.cat(said, dim=1)[mask.bool()]
+
+    with torch.no_grad():
+        eager, ours = both(name, run)
+    assert close(ours, eager)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "bert"])
+def test_gradients_are_those_of_eager(name: str):
+    ids, mask = tokens(), padding("left")
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 4] = -100  # predicted by a token of padding, which sees nothing here and everything in eager
+
+    def run(m: Any) -> Tensor:
+        m.zero_grad()
+        m(ids, attention_mask=mask, labels=labels).loss.backward()
+        return torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
+
+    eager, ours = both(name, run)
+    assert eager.abs().max() > 1e-3
+    assert close(ours, eager)
+
+
+def test_gradients_reach_the_position_bias_of_t5():
+    read, written = tokens(), tokens(length=7)
+
+    def run(m: Any) -> Tensor:
+        m.zero_grad()
+        m(input_ids=read, labels=written).loss.backward()
+        stacks = (m.encoder, m.decoder)
+        return torch.stack([s.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad for s in stacks])
+
+    eager, ours = both("t5", run)
+    assert eager.abs().max() > 1e-4
+    assert torch.allclose(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_is_for_training():
+    subject, calls = model("llama"), []
+    for layer in subject.model.layers:
+        layer.self_attn.attention_dropout = 0.25
+    use_regard(subject)
+    try:
+        with watching(calls.append):
+            subject(tokens())
+            subject.train()(tokens())
+    finally:
+        model.cache_clear()
+    assert [call.dropout for call in calls] == [0, 0, 0.25, 0.25]
+
+
+def test_dropout_given_outside_training_is_ignored():
+    """Some models hand on their probability as it stands; eager looks at `module.training` too."""
+    q = torch.randn(1, 2, 9, 4)
+    module = Plain().eval()
+    assert torch.equal(attention(module, q, q, q, None, dropout=0.9)[0], attention(module, q, q, q, None)[0])
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_compiled_model_is_one_graph(name: str):
+    ids, mask = tokens(), padding("left")
+    use_regard(model(name))
+    compiled = torch.compile(model(name), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        ours = compiled(ids, attention_mask=mask, use_cache=False).logits
+        plain = model(name)(ids, attention_mask=mask, use_cache=False).logits
+    assert close(ours[mask.bool()], plain[mask.bool()])
+
+
+# ---- what it is told ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama", ["Causal()"] * 2),
+        ("mistral", ["Causal() & Window(left=5)"] * 2),
+        ("gemma3", ["Causal() & Window(left=5)", "Causal()"]),
+        ("llama4", ["Causal() & Documents(ids=int64[2, 13])", "Causal()"]),
+        ("bert", ["None"] * 2),
+        ("modernbert", ["None", "Window(left=4, right=4)"]),
+    ],
+)
+def test_masks_arrive_in_words(name: str, said: list[str]):
+    assert [repr(call.mask) for call in calls_of(name, tokens())] == said
+
+
+@pytest.mark.parametrize(
+    ("side", "said"),
+    [
+        ("left", "Causal() & ~Lengths(lengths=int64[2])"),
+        ("right", "Causal() & Lengths(lengths=int64[2])"),
+        ("hole", "Causal() & Dense(mask=bool[2, 1, 1, 13], offset=0)"),
+    ],
+)
+def test_padding_arrives_in_words(side: str, said: str):
+    assert {repr(call.mask) for call in calls_of("llama", tokens(), attention_mask=padding(side))} == {said}
+
+
+def test_packed_documents_arrive_in_words():
+    positions = torch.cat([torch.arange(7), torch.arange(6)]).expand(2, -1)
+    calls = calls_of("mistral", tokens(), position_ids=positions, use_cache=False)
+    assert {repr(call.mask) for call in calls} == {"Causal() & Window(left=5) & Documents(ids=int64[2, 13])"}
+
+
+@pytest.mark.parametrize("mask", [None, padding("left")])
+def test_the_layers_of_a_pass_share_one_plan(mask: Tensor | None):
+    first, second = calls_of("llama", tokens(), attention_mask=mask)
+    assert first.plan is second.plan
+
+
+def test_keys_are_not_repeated_for_grouped_heads():
+    assert [(call.q.shape[1], call.k.shape[1]) for call in calls_of("llama", tokens())] == [(4, 2)] * 2
+
+
+def test_a_static_cache_is_masked_by_position_alone():
+    """The keys that are still to come are hidden by Causal: no padding is needed for them."""
+    cache = StaticCache(model("llama").config, max_cache_len=32)
+    prompt = calls_of("llama", tokens(), attention_mask=padding("left") * 0 + 1, past_key_values=cache)
+    step = calls_of("llama", tokens(length=1), attention_mask=torch.ones(2, 14), past_key_values=cache)
+    assert [(repr(c.mask), c.offset, c.k.shape[2]) for c in (*prompt, *step)] == [
+        *[("Causal()", 0, 32)] * 2,
+        *[("Causal()", 13, 32)] * 2,
+    ]
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss", "bert"])
+def test_weights_are_given_when_asked_for(name: str):
+    """GPT-2 does not hand the wish on to its attention function; the weights come all the same."""
+    ids = tokens()
+    with torch.no_grad():
+        eager, ours = both(name, lambda m: torch.stack(m(ids, output_attentions=True).attentions))
+    assert ours.shape == (2, 2, 4, 13, 13)
+    assert close(ours, eager)
+
+
+def test_whoever_watches_sees_a_call_once_though_weights_are_asked_for():
+    assert len(calls_of("llama", tokens(), output_attentions=True)) == 2
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_a_model_that_attends_by_itself_is_refused(name: str):
+    with pytest.raises(ProblemError, match="never asks transformers' AttentionInterface"):
+        use_regard(model(name))
+
+
+def test_only_models_of_transformers_are_taken():
+    with pytest.raises(ProblemError, match=r"got Linear: expected a model of transformers"):
+        use_regard(nn.Linear(2, 2))
+
+
+def module_with_eager(**named: Any) -> nn.Module:
+    """A module of a model file whose own eager attention takes `named` by name."""
+    file = ModuleType("modeling_made_up")
+    exec(f"def eager_attention_forward(module, query, {', '.join(named) or 'key'}=None, **kwargs): ...", file.__dict__)
+    sys.modules[file.__name__] = file
+    return type("MadeUpAttention", (nn.Module,), {"__module__": file.__name__})()
+
+
+@pytest.mark.parametrize(("name", "module"), [("indices", nn.Module()), ("twist", module_with_eager(twist=None))])
+def test_a_keyword_that_changes_the_result_is_refused(name: str, module: nn.Module):
+    q, given = torch.randn(1, 2, 3, 4), {name: torch.ones(1)}
+    with pytest.raises(RefusalError, match=f"passes {name}="):
+        attention(module, q, q, q, None, 0.0, None, None, None, None, None, None, False, **given)
+
+
+def test_a_keyword_that_eager_drops_is_dropped():
+    q = torch.randn(1, 2, 3, 4)
+    out, weights = attention(module_with_eager(), q, q, q, None, position_ids=torch.arange(3), colour="green")
+    assert out.shape == (1, 3, 2, 4)
+    assert weights is None
+
+
+def test_a_model_with_an_indexer_is_refused_before_it_computes_nonsense():
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    latent: dict[str, Any] = {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    }
+    sparse: dict[str, Any] = {"index_topk": 2, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1}
+    made = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes, **latent, **sparse, num_key_value_heads=4)).eval()
+    use_regard(made)
+    with pytest.raises(RefusalError, match="keys chosen by an indexer"):
+        made(torch.tensor([[3, 4, 5]]))
+
+
+# ---- the attention function by itself -------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """An attention module that says nothing of itself, as BERT's."""
+
+
+def test_without_a_mask_the_first_query_is_at_the_first_key():
+    """As a static cache has it when the prompt comes: 3 queries, 7 keys of which 4 are still to come."""
+    q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
+    whole, _ = attention(Plain(), q, k, v, None)
+    prompt, _ = attention(Plain(), q, k[:, :, :3], v[:, :, :3], None)
+    assert torch.allclose(whole, prompt, atol=1e-6)
+
+
+def test_a_single_query_without_a_mask_sees_every_key():
+    q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4)
+    assert torch.equal(attention(Plain(), q, k, k, None)[0], attention(Plain(), q, k, k, None, is_causal=False)[0])
+
+
+def test_the_output_has_tokens_before_heads_and_is_contiguous():
+    q = torch.randn(2, 5, 4, 8).transpose(1, 2)
+    out, _ = attention(Plain(), q, q, q[..., :3], None)
+    assert out.shape == (2, 5, 4, 3)
+    assert out.is_contiguous()
+
+
+def test_one_set_of_learned_queries_serves_every_row():
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(5, 2, 7, 4)
+    out, _ = attention(Plain(), q, k, k, None, is_causal=False)
+    each = torch.cat([attention(Plain(), q, row[None], row[None], None, is_causal=False)[0] for row in k])
+    assert torch.allclose(out, each, atol=1e-6)
+
+
+def test_a_mask_for_other_keys_is_a_problem():
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ProblemError, match="for 3 queries and 5 keys, and Plain came with 3 and 3"):
+        attention(Plain(), q, q, q, LayerMask(None, (1, 1, 3, 5), 2, "cpu"))
+
+
+def test_a_mask_for_one_key_stands_for_all_of_them():
+    """What MiniMax makes of a cache whose first layer keeps no keys; tensors broadcast."""
+    q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4)
+    given = LayerMask(Causal(), (1, 1, 1, 1), 0, "cpu")
+    assert torch.equal(attention(Plain(), q, k, k, given)[0], attention(Plain(), q, k, k, None)[0])
+
+
+def test_a_mask_of_integers_is_a_problem():
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ProblemError, match=r"attention_mask is torch.int64 \[1, 1, 3, 3\]"):
+        attention(Plain(), q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.int64))
+
+
+def test_a_sink_per_row_is_refused():
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(RefusalError, match=r"sinks of this model are \[1, 2, 3, 1\]"):
+        attention(Plain(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
+
+
+def test_the_name_can_be_given_when_a_model_is_made():
+    register()
+    register()
+    made = LlamaForCausalLM._from_config(model("llama").config, attn_implementation="regard").eval()
+    calls: list[Call] = []
+    with torch.no_grad(), watching(calls.append):
+        made(tokens())
+    assert len(calls) == 2
