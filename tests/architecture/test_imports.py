@@ -13,8 +13,7 @@ SOURCES = ROOT / "src" / "regard"
 # What may be imported in which files or folders of src/regard only.
 HOMES = {
     "triton": ["backend/triton.py"],
-    # transformers recognises a mask by its being a subclass of BlockMask
-    "torch.nn.attention": ["backend/flex.py", "integrate/transformers.py"],
+    "torch.nn.attention": ["backend/flex.py"],
     "torch.distributed": ["parallel/"],
     "transformers": ["integrate/"],
     "ctypes": ["native.py"],

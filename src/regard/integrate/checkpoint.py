@@ -1,7 +1,7 @@
 """A model to look at: from the package that comes with weights, from a directory, from the Hugging Face cache or hub.
 
 ```python
-model, tokenizer, label = load()                          # SmolLM2-135M-Instruct, 1 s, no network
+model, tokenizer, label = load()                          # SmolLM2-135M-Instruct, 3 s, no network
 model, tokenizer, label = load("Qwen/Qwen3-0.6B")         # the cache if it is there, else the hub
 model, tokenizer, label = load("checkpoints/mine")        # a directory with config.json, weights and a tokenizer
 ```
@@ -37,19 +37,20 @@ def load(name: str | None = None) -> tuple[Any, Any, str]:
         ProblemError: what it takes is not installed; there is no such model, or it cannot be reached or read; it brings
             code of its own, which is not run.
     """
-    _check_installed()
+    _check_installed("transformers")
     with _quiet():
         if name is None:
+            _check_installed("gguf")
             from regard.integrate import smollm2
 
             return *smollm2.load(), smollm2.LABEL
         return *_loaded(name), Path(name).name
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("transformers") is None:
+def _check_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
         raise ProblemError(
-            "to load a model, regard needs transformers, which is not installed: pip install 'regard[models]'."
+            f"to load this model, regard needs {package}, which is not installed: pip install 'regard[models]'."
         )
 
 
