@@ -2,7 +2,7 @@
 
 ```
 python docs/refresh.py            # all; on a quiet machine, since it measures
-python docs/refresh.py demo       # one of: demo, bench
+python docs/refresh.py demo       # one of: explain, demo, bench
 ```
 """
 
@@ -17,6 +17,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+
+
+def explain() -> str:
+    """What the README's first example prints."""
+    first = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert first is not None
+    return f"```\n{_output([sys.executable, '-c', first.group(1)]).strip()}\n```"
 
 
 def demo() -> str:
@@ -44,7 +51,7 @@ def _output(command: list[str | Path], **environment: str) -> str:
 
 def main() -> None:
     """Put each part between its marks in the README."""
-    parts = {"demo": demo, "bench": bench}
+    parts = {"explain": explain, "demo": demo, "bench": bench}
     for name in sys.argv[1:] or parts:
         text = parts[name]()
         marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)

@@ -1,5 +1,6 @@
 """What the project says of itself in its papers holds: links lead somewhere, versions agree, news can be rendered."""
 
+import doctest
 import re
 import tomllib
 from pathlib import Path
@@ -40,3 +41,15 @@ def test_every_piece_of_news_is_of_a_kind_that_the_changelog_shows():
     kinds = "|".join(kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"])
     names = [path.name for path in (ROOT / PROJECT["tool"]["towncrier"]["directory"]).iterdir()]
     assert [name for name in names if not re.fullmatch(rf"\+[a-z0-9-]+\.({kinds})\.md", name)] == []
+
+
+def test_the_first_example_of_the_readme_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]):
+    code, printed = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
+    exec(code, {})
+    assert capsys.readouterr().out == printed
+
+
+def test_the_sessions_in_the_readme_run_as_shown():
+    text = re.sub(r"^```.*$", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    session = doctest.DocTestParser().get_doctest(text, {}, "README.md", None, None)
+    assert doctest.DocTestRunner().run(session) == doctest.TestResults(0, attempted=2)

@@ -6,13 +6,14 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.inspect.page import as_json, is_causal, pack, page, unpack, write_page
+from regard.inspect.page import as_json, is_causal, pack, page, unpack, write_page, write_whole
 from tests.inspect.reports import report, weights
 
 NASTY = (
@@ -180,3 +181,18 @@ def test_what_is_the_same_in_every_page_is_small():
     text = page(report())
     data = [text for _, text in scripts(Parsed(text), "text/plain") + scripts(Parsed(text), "application/json")]
     assert len(text.encode()) - sum(map(len, data)) < 62 * 1024
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "page.html"
+    write_whole(path, b"before")
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]

@@ -201,20 +201,17 @@ def _check(path: Path) -> None:
 
 
 def _write(report: "Report", asked: argparse.Namespace) -> None:
-    from regard.inspect.page import finite, write_page
+    from regard.inspect.page import finite, write_page, write_whole
 
     try:
         write_page(report, asked.out)
         if asked.json is not None:
-            _write_json(json.dumps(finite(report.to_dict()), indent=1, allow_nan=False), asked.json)
+            scores = json.dumps(finite(report.to_dict()), indent=1, allow_nan=False)
+            if asked.json == STDOUT:
+                print(scores, flush=True)
+            else:
+                write_whole(Path(asked.json), f"{scores}\n".encode())
     except BrokenPipeError:
         raise
     except OSError as error:
         raise ProblemError(f"{error.filename or asked.out} cannot be written: {error.strerror}.") from None
-
-
-def _write_json(content: str, path: str) -> None:
-    if path == STDOUT:
-        print(content, flush=True)
-    else:
-        Path(path).write_text(content + "\n", encoding="utf-8")

@@ -51,7 +51,21 @@ def write_page(report: Report, path: str | os.PathLike[str]) -> int:
         OSError: the file cannot be written.
     """
     content = page(report).encode("utf-8", errors="replace")  # a lone surrogate in a file's name, say
-    return Path(path).write_bytes(content)
+    return write_whole(Path(path), content)
+
+
+def write_whole(path: Path, content: bytes) -> int:
+    """Write a file whole or not at all: beside its place first, and then into it. A device is written to as it is."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        return path.write_bytes(content)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        written = part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return written
 
 
 def page(report: Report) -> str:
