@@ -3,7 +3,23 @@
 import pytest
 import torch
 
-from regard import Alibi, Call, Causal, Dot, TensorBias, attend, attend_state, watching
+from regard import (
+    Alibi,
+    Call,
+    Causal,
+    Dot,
+    Global,
+    Prefix,
+    ProblemError,
+    TensorBias,
+    Tree,
+    Where,
+    Window,
+    attend,
+    attend_state,
+    draw,
+    watching,
+)
 
 
 def test_a_worked_example():
@@ -85,3 +101,23 @@ def test_a_watcher_leaves_when_an_error_passes():
         raise RuntimeError
     attend(q, q, q)
     assert not calls
+
+
+def test_autocast_is_obeyed_as_torch_obeys_it():
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8).bfloat16(), torch.randn(1, 2, 7, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q, k, v, bias=Alibi(2))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attend(q.bfloat16(), k, v.bfloat16(), bias=Alibi(2)))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ProblemError, match="a value belongs to each key"):
+        attend(q, k, v[:, :, :3])
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_changes_nothing(device: str):
+    q = torch.randn(1, 2, 300, 8)
+    mask = Causal() & (Window(40) | Global([3])) & Where(lambda b, h, q, k: (q + k) % 5 > 0) | Tree([-1, 0])
+    expected = attend(q, q, q, mask=mask, bias=Alibi(2))
+    with torch.device(device):
+        assert torch.equal(attend(q, q, q, mask=mask & ~Prefix(0), bias=Alibi(2)), expected)
+        assert draw(Where(lambda b, h, q, k: q >= k), 2, 2) == "█ ·\n█ █"

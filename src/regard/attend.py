@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -117,6 +118,7 @@ def attend(
     >>> attend(q, k, v, mask=Causal() & (Window(32) | Prefix(4))).shape
     torch.Size([1, 8, 64, 16])
     """
+    q, k, v = _autocast(q, k, v)
     if traced(q, k, v):
         return attend_traced(
             q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
@@ -158,6 +160,7 @@ def attend_state(
     >>> torch.allclose((early | late).out, attend(q, k, v, mask=Causal()), atol=1e-6)
     True
     """
+    q, k, v = _autocast(q, k, v)
     if traced(q, k, v):
         return attend_traced(
             q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0,
@@ -199,6 +202,7 @@ def explain(
     >>> plan.backend, plan.schedule.pairs, plan.flops
     ('reference', 62922752, 32216449024)
     """
+    q, k, v = _autocast(q, k, v)
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
         offset=offset, lse=False,
@@ -206,6 +210,17 @@ def explain(
     if problem.device == "meta":
         problem = replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
     return choose(problem, operands, backend)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in the type that `torch.autocast` asks for, where it is on; as torch's own attention does."""
+    whatever: tuple[Any, ...] = (q, k, v)
+    if not all(isinstance(t, Tensor) for t in whatever) or not torch.amp.is_autocast_available(q.device.type):
+        return q, k, v
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _tell(problem: Problem, operands: Operands, score: Score | None, plan: Plan, state: State, out: Tensor) -> None:

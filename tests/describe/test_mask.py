@@ -106,6 +106,8 @@ WRONG = {
     "float lengths": (lambda: Lengths(torch.tensor([1.0])), "integer tensor"),
     "lengths with two axes": (lambda: Lengths(torch.tensor([[1]])), "integer tensor"),
     "float documents": (lambda: Documents(torch.tensor([1.0])), "expected integers"),
+    "a list of documents": (lambda: Documents([0, 1]), "is list: expected a tensor"),
+    "a list for a dense mask": (lambda: Dense([[True]]), "is list: expected a tensor"),
     "a dilation of 0": (lambda: Dilated(0), "at least 1"),
     "a float layout": (lambda: Blocks(torch.zeros(2, 2), 2), "expected bool"),
     "blocks of 0": (lambda: Blocks(torch.zeros(2, 2, dtype=torch.bool), 0), "at least 1"),

@@ -124,8 +124,8 @@ def _block_mask(schedule: Schedule, device: torch.device) -> Any:
 def _tables(schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
     """(full, partial) as bool and the pattern's number as int32, each [maps, maps, query tiles, key tiles]."""
     rows, across = schedule.maps[0] * schedule.maps[1] * schedule.query_tiles, -(-schedule.keys // schedule.tile)
-    full, partial = torch.zeros(rows, across, dtype=torch.bool), torch.zeros(rows, across, dtype=torch.bool)
-    number = torch.zeros(rows, across, dtype=torch.int32)
+    full, partial = (torch.zeros(rows, across, dtype=torch.bool, device="cpu") for _ in range(2))
+    number = torch.zeros(rows, across, dtype=torch.int32, device="cpu")
     for row in range(rows):
         for run in schedule.runs(row):
             full[row, run.start // schedule.tile : -(-run.stop // schedule.tile)] = True
@@ -137,7 +137,7 @@ def _tables(schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _no_bits(schedule: Schedule) -> Tensor:
-    return torch.zeros(1, schedule.tile, schedule.tile, dtype=torch.bool)
+    return torch.zeros(1, schedule.tile, schedule.tile, dtype=torch.bool, device="cpu")
 
 
 def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Modify | None:
@@ -166,7 +166,7 @@ def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
     if bias.per_distance():
         first = 1 - problem.queries  # the least k - q, from 0, with q counted from the first query of the call
         distance = torch.arange(first, problem.keys, device=device) - problem.offset
-        vector = bias.value(0, h[:, None], 0, distance) if problem.heads else torch.empty(0)
+        vector = bias.value(0, h[:, None], 0, distance)
         vector = vector.to(torch.float32)
         return lambda b, h, q, k: vector[h, k - q - first]
     b, q = torch.arange(problem.batch, device=device), torch.arange(problem.queries, device=device) + problem.offset

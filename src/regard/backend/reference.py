@@ -223,7 +223,7 @@ def _kept(schedule: Schedule, pieces: list[_Piece], rows: int, device: torch.dev
     if all(piece.pattern is None for piece in pieces):
         return None
     parts = [
-        torch.ones(rows, piece.stop - piece.start, dtype=torch.bool)
+        torch.ones(rows, piece.stop - piece.start, dtype=torch.bool, device="cpu")
         if piece.pattern is None
         else schedule.pattern(piece.pattern)[:rows, : piece.stop - piece.start]
         for piece in pieces

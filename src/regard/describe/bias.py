@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Frame, Positions
+from regard.describe.mask import Frame, Positions, as_tensors
 from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
@@ -86,10 +86,10 @@ class Alibi(Bias):
         power = 1 << (self.heads.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
         between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
-        return torch.tensor((slopes + between)[: self.heads], dtype=torch.float64)
+        return torch.tensor((slopes + between)[: self.heads], dtype=torch.float64, device="cpu")
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        distance = torch.as_tensor(q - k)
+        (distance,) = as_tensors(q - k)
         return -self.slopes().to(distance.device)[h] * distance.abs()
 
     def at(self, frame: Frame) -> Bias:
@@ -147,7 +147,7 @@ class T5Bias(Bias):
         return offset + torch.where(far < exact, far, (exact + log.long()).clamp(max=one_way - 1))
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        bucket = self.bucket(torch.as_tensor(k - q))
+        bucket = self.bucket(*as_tensors(k - q))
         return self.table[bucket, h]
 
     def at(self, frame: Frame) -> Bias:

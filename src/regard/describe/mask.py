@@ -201,6 +201,12 @@ def marked(mask: Mask, r: Rectangles) -> Ints:
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 
 
+def as_tensors(*positions: Positions) -> tuple[Tensor, ...]:
+    """Positions as tensors, ints on the device of the others, whatever the default device."""
+    device = next((p.device for p in positions if isinstance(p, Tensor)), "cpu")
+    return tuple(p if isinstance(p, Tensor) else torch.tensor(p, device=device) for p in positions)
+
+
 def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: int = 0, head: int = 0) -> str:
     """The mask as a picture, a row per query: █ where the pair is kept, · where not.
 
@@ -214,8 +220,8 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     """
     start = keys - queries if offset is None else offset
     mask = mask.at(Frame(*mask.spread(), queries, keys, start))
-    q = torch.arange(start, start + queries)[:, None]
-    kept = mask.keep(torch.tensor(batch), torch.tensor(head), q, torch.arange(keys)[None, :]).expand(queries, keys)
+    q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
+    kept = mask.keep(batch, head, q, k).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles
+from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.tensors import derived
 from regard.describe.word import word
 from regard.errors import ProblemError
@@ -179,7 +179,7 @@ class Global(Mask):
         object.__setattr__(self, "positions", tuple(sorted({int(p) for p in self.positions})))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        q, k = torch.as_tensor(q), torch.as_tensor(k)
+        q, k = as_tensors(q, k)
         chosen = torch.tensor(tuple(self.positions), dtype=torch.int64, device=q.device)
         return torch.isin(q, chosen) | torch.isin(k, chosen)
 

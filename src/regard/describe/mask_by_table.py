@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles
+from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.tensors import derived
 from regard.describe.word import word
@@ -36,12 +36,7 @@ class Documents(Mask):
     ids: Tensor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", torch.as_tensor(self.ids))
-        if self.ids.ndim not in (1, 2) or self.ids.is_floating_point():
-            raise ProblemError(
-                f"Documents(ids) is {self.ids.dtype} {list(self.ids.shape)}: expected integers [tokens] or "
-                "[batch, tokens]."
-            )
+        _check_tensor(self.ids, "Documents(ids)", (1, 2), "integers [tokens] or [batch, tokens]", integers=True)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         ids = _beside(self.ids, q, k)
@@ -100,11 +95,8 @@ class Blocks(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        if self.layout.dtype != torch.bool or self.layout.ndim not in (2, 3, 4):
-            raise ProblemError(
-                f"Blocks(layout) is {self.layout.dtype} {list(self.layout.shape)}: expected bool [query blocks, key "
-                "blocks], or [heads, ...] or [batch, heads, ...] in front."
-            )
+        expected = "bool [query blocks, key blocks], or [heads, ...] or [batch, heads, ...] in front"
+        _check_tensor(self.layout, "Blocks(layout)", (2, 3, 4), expected)
         if self.size < 1:
             raise ProblemError(f"Blocks(size={self.size}): a block has at least 1 token a side.")
 
@@ -178,7 +170,7 @@ class Tree(Mask):
         object.__setattr__(self, "parents", parents)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        q, k = torch.as_tensor(q), torch.as_tensor(k)
+        q, k = as_tensors(q, k)
         last = len(self.parents) - 1
         i, j = q - (self.start or 0), k - (self.start or 0)
         related = torch.from_numpy(self._ancestors()).to(q.device)[i.clamp(0, last), j.clamp(0, last)]
@@ -228,11 +220,8 @@ class Dense(Mask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mask.dtype != torch.bool or self.mask.ndim > 4:
-            raise ProblemError(
-                f"Dense(mask) is {self.mask.dtype} {list(self.mask.shape)}: expected bool, broadcastable to "
-                "[batch, heads, queries, keys]. A float mask is a bias: TensorBias(mask)."
-            )
+        expected = "bool, broadcastable to [batch, heads, queries, keys] (a float mask is a bias: TensorBias(mask))"
+        _check_tensor(self.mask, "Dense(mask)", (0, 1, 2, 3, 4), expected)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _looked_up(_beside(self.mask, q, k), b, h, q - self._first(), k)
@@ -290,8 +279,7 @@ class Where(Mask):
             )
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        b, h, q, k = (torch.as_tensor(x) for x in (b, h, q, k))
-        kept = cast(object, self.fn(b, h, q, k))  # whatever the user's function returns
+        kept = cast(object, self.fn(*as_tensors(b, h, q, k)))  # whatever the user's function returns
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
             what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
             raise ProblemError(f"Where: fn(b, h, q, k) gave {what}; expected a bool tensor.")
@@ -331,10 +319,19 @@ class _Probe(torch.Tensor):
 
 def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor]) -> tuple[bool, bool]:
     """Whether fn looks at b, at h: found by calling it with tensors that notice."""
-    b, h = (torch.zeros((), dtype=torch.int64).as_subclass(_Probe) for _ in range(2))
-    zero = torch.zeros((), dtype=torch.int64)
+    b, h = (torch.zeros((), dtype=torch.int64, device="cpu").as_subclass(_Probe) for _ in range(2))
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
     fn(b, h, zero, zero)
     return b.looked, h.looked
+
+
+def _check_tensor(given: object, name: str, axes: tuple[int, ...], expected: str, *, integers: bool = False) -> None:
+    """Raise `ProblemError` unless it is a tensor of so many axes, of integers or else of bools."""
+    if not isinstance(given, Tensor):
+        raise ProblemError(f"{name} is {type(given).__name__}: expected a tensor, {expected}.")
+    fits = not given.is_floating_point() if integers else given.dtype == torch.bool
+    if not fits or given.ndim not in axes:
+        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected {expected}.")
 
 
 def _looked_up(table: Tensor, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:

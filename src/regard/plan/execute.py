@@ -42,7 +42,10 @@ def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Pl
 
 
 def _run(plan: Plan, operands: Operands) -> State:
-    return ENGINES[plan.backend].run(plan.problem, plan.schedule, operands)
+    with torch.autocast(
+        operands.q.device.type, enabled=False
+    ):  # the types are settled; an engine's products keep theirs
+        return ENGINES[plan.backend].run(plan.problem, plan.schedule, operands)
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:
@@ -62,4 +65,4 @@ def _sees(plan: Plan, operands: Operands, bad: Tensor) -> Tensor:
             plan.problem, qk_dim=1, v_dim=1, bias=None, softcap=None, scale=1.0, sink=False, dropout=0.0, grad=False
         )
         mean = replace(operands, q=q, k=k, v=bad.to(q.dtype), bias=None, sink=None)
-        return ENGINES[plan.backend].run(problem, plan.schedule, mean).out[..., 0] > 0
+        return _run(replace(plan, problem=problem), mean).out[..., 0] > 0
