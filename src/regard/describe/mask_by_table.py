@@ -104,7 +104,7 @@ class Blocks(Mask):
         return _looked_up(_beside(self.layout, q, k), b, h, q // self.size, k // self.size)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        counts = derived(self.layout, f"blocks {self.size}", lambda t: BlockCounts.of(_four(t), 1, self.size))
+        counts = derived(self.layout, f"blocks {self.size}", lambda t: BlockCounts.of_layout(_four(t), self.size))
         return counts.bounds(r)
 
     def signature(self, r: Rectangles) -> Ints:
@@ -227,7 +227,7 @@ class Dense(Mask):
         return _looked_up(_beside(self.mask, q, k), b, h, q - self._first(), k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        counts = derived(self.mask, "dense", lambda t: BlockCounts.of(_four(t), 64, 1))
+        counts = derived(self.mask, "dense", lambda t: BlockCounts.of_table(_four(t)))
         return counts.bounds(r._replace(q0=r.q0 - self._first(), q1=r.q1 - self._first()))
 
     def signature(self, r: Rectangles) -> Ints:

@@ -11,6 +11,8 @@ import numpy as np
 from regard.describe.mask import Bools, Ints, Rectangles
 
 BLOCK = 64
+EVERYWHERE = 1 << 62
+EIGHT_TRUE = np.uint64(0x0101010101010101)
 
 
 class RangeExtremes:
@@ -55,14 +57,22 @@ class BlockCounts:
     columns: int
 
     @staticmethod
-    def of(table: Bools, group: int, size: int) -> "BlockCounts":
-        """Count `table`, whose entries stand for size x size tokens, in blocks of group x group entries."""
-        # an axis of 1 broadcasts: one block covers all
-        down, across = (1 if n == 1 else group for n in table.shape[2:])
-        some = _grouped(_grouped(table, 2, down, np.logical_or), 3, across, np.logical_or)
-        every = _grouped(_grouped(table, 2, down, np.logical_and), 3, across, np.logical_and)
-        rows, columns = (1 << 62 if n == 1 and size == 1 else group * size for n in table.shape[2:])
-        return BlockCounts(_running(some), _running(every), rows, columns)
+    def of_layout(layout: Bools, size: int) -> "BlockCounts":
+        """Of a layout, whose entries stand for blocks of size x size tokens."""
+        sums = _running(layout)
+        return BlockCounts(sums, sums, size, size)
+
+    @staticmethod
+    def of_table(table: Bools) -> "BlockCounts":
+        """Of a table with an entry per pair, in blocks of 64 x 64; an axis of 1 broadcasts, so one block covers it."""
+        down, across = (1 if n == 1 else BLOCK for n in table.shape[2:])
+        rows, columns = (EVERYWHERE if n == 1 else BLOCK for n in table.shape[2:])
+        # eight bools are looked at as one word: reading n x n of them is what this costs
+        if table.shape[3] % 8:
+            table = np.pad(table, ((0, 0), (0, 0), (0, 0), (0, -table.shape[3] % 8)), mode="edge")
+        words = np.ascontiguousarray(table).view(np.uint64)
+        some, every = (_grouped(words, down, -(-across // 8), join) for join in (np.bitwise_or, np.bitwise_and))
+        return BlockCounts(_running(some != 0), _running(every == EIGHT_TRUE), rows, columns)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         """(some, all) of each rectangle of rows and columns."""
@@ -77,8 +87,10 @@ class BlockCounts:
         return within(self.some) > 0, within(self.every) == (bottom - top) * (right - left)
 
 
-def _grouped(table: Bools, axis: int, group: int, join: np.ufunc) -> Bools:
-    return join.reduceat(table, np.arange(0, table.shape[axis], group), axis=axis)
+def _grouped(words: np.ndarray, down: int, across: int, join: np.ufunc) -> np.ndarray:
+    for axis, group in ((2, down), (3, across)):
+        words = join.reduceat(words, np.arange(0, words.shape[axis], group), axis=axis)
+    return words
 
 
 def _running(blocks: Bools) -> Ints:
