@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Causal, Dense, TensorBias, attend, attend_state
+from regard import Causal, Dense, Mask, TensorBias, Window, attend, attend_state
 from tests.expressions import BATCH, HEADS, biases, masks
 from tests.oracle import Case, dense, kept, worst
 
@@ -159,3 +159,13 @@ def test_a_call_that_keeps_nothing_is_zero_and_so_are_its_gradients(sink: Tensor
     for t in (q, k, v):
         assert t.grad is not None
         assert not t.grad.any()
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(3)])
+def test_a_query_that_is_not_finite_spoils_only_the_gradients_of_what_it_sees(mask: Mask):
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    q[:, :, 1] = float("nan")
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves, mask=mask)
+    grads = torch.autograd.grad(out[:, :, 2:].sum(), leaves)  # row 1 is not looked at
+    assert all(bool(torch.isfinite(grad[:, :, 2:]).all()) for grad in grads)

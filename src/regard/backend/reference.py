@@ -167,7 +167,10 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     total = weights.sum(dim=3)
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    weights = F.dropout(weights / total[..., None], block.problem.dropout)
+    weights = weights / total[..., None]
+    if keep is not None and block.guarded:  # in a row that is NaN too, what is hidden weighs nothing
+        weights = torch.where(keep, weights, 0.0)
+    weights = F.dropout(weights, block.problem.dropout)
     out = _mixed(weights, v, keep if block.guarded else None)
     return State(out, torch.where(empty, -torch.inf, top[..., 0] + torch.log(total)))
 
