@@ -67,6 +67,8 @@ def cases() -> dict[str, Case]:
         "biases added": _call(53, 131, bias=TensorBias(_tensor(4, 53, 131)) + Alibi(4)),
         "softcap": _call(131, 131, mask=Causal(), softcap=2.0),
         "scale": _call(37, 53, scale=1.0),
+        "scale 0, causal": _call(37, 37, mask=Causal(), scale=0.0),
+        "scale below 0, causal": _call(37, 37, mask=Causal(), scale=-0.5),
         "sinks learned per head": _call(131, 131, mask=Causal() & Window(41), sink=_tensor(4)),
         "everything": _call(
             53,

@@ -118,13 +118,13 @@ def test_a_module_exports():
 
 def test_the_operator_passes_torchs_own_checks():
     carried: list[Tensor] = []
-    mask = (Causal() & Documents(IDS)).spell(carried)
-    bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried)
+    numbers: list[int] = []
+    mask = (Causal() & Documents(IDS)).spell(carried, numbers)
+    bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried, numbers)
     leaves = [t.clone().requires_grad_() for t in (Q, K, V, SINK)]
-    opcheck(torch.ops.regard.attend, (*leaves, carried, mask, bias, None, 5.0, 0.0, None, 12, None))
-    opcheck(
-        torch.ops.regard.attend, (Q.double(), K.double(), V.double(), None, [], "", "", 0.5, None, 0.0, None, 12, None)
-    )
+    opcheck(torch.ops.regard.attend, (*leaves, carried, numbers, mask, bias, None, 5.0, 0.0, None, 12, None, True))
+    wide = (Q.double(), K.double(), V.double(), None, [], [], "", "", 0.5, None, 0.0, None, 12, None, False)
+    opcheck(torch.ops.regard.attend, wide)
 
 
 def test_meta_tensors_have_shapes_and_wrong_ones_errors():
@@ -179,3 +179,43 @@ def test_transforms_choose_an_engine_that_knows_them():
     assert tangent.shape == q.shape
     hessian = torch.func.hessian(lambda t: attend(t, t, t, mask=Causal()).sum())(q[:, :1, :2, :2])
     assert bool(torch.isfinite(hessian).all())
+
+
+def test_words_with_lengths_in_them_compile_once_for_all_lengths():
+    function = torch.compile(
+        lambda q, k: attend(q, k, k, mask=Window(k.shape[2] // 2) & Where(lambda b, h, q, k: k <= q)),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for keys in (13, 17, 23):
+        k = K[:, :, :keys].contiguous()
+        expected = attend(Q, k, k, mask=Window(keys // 2) & Causal())
+        assert torch.allclose(function(Q, k), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("words", [{"offset": -20}, {"mask": Prefix(0)}])
+def test_a_graph_of_a_call_that_keeps_nothing_has_gradients_of_zero(words: dict[str, Any]):
+    q = Q.clone().requires_grad_()
+    compiled(lambda q: attend(q, K, V, **{"mask": Causal(), **words}))(q).sum().backward()
+    assert q.grad is not None
+    assert not q.grad.any()
+
+
+@pytest.mark.parametrize("words", [{"dropout": 3.0}, {"softcap": -1.0}, {"backend": "x"}, {"sink": torch.zeros(3)}])
+def test_what_makes_no_sense_is_an_error_on_meta_tensors_too(words: dict[str, Any]):
+    q = Q.to("meta")
+    with pytest.raises(ProblemError):
+        attend(q, q, q, **words)
+
+
+def test_a_named_engine_is_differentiated_inside_a_graph():
+    q, k = Q.clone().requires_grad_(), Q.clone()
+    (ours,) = torch.autograd.grad(compiled(lambda q: attend(q, k, k, mask=Causal(), backend="sdpa"))(q).sum(), q)
+    (eager,) = torch.autograd.grad(attend(q, k, k, mask=Causal()).sum(), q)
+    assert torch.allclose(ours, eager, atol=1e-6)
+
+
+def test_a_mask_cannot_be_mapped_over():
+    with pytest.raises(ProblemError, match="mapped over by vmap"):
+        torch.vmap(lambda lengths: attend(Q, K, V, mask=Lengths(lengths)))(torch.tensor([[3, 5], [7, 9]]))

@@ -89,6 +89,7 @@ def attend(
     al. 2017, arXiv:1706.03762, §3.2.
 
     A query that may see no key gives 0, and gradients of 0. What is masked is never read into a result, be it NaN.
+    `backend="reference"` can be differentiated any number of times; torch's fused kernel once.
 
     Args:
         q: [batch, heads, queries, qk_dim].
@@ -122,7 +123,7 @@ def attend(
     if traced(q, k, v):
         return attend_traced(
             q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-            offset=offset, backend=backend,
+            offset=offset, backend=backend, lse=False,
         ).out  # fmt: skip
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
@@ -164,7 +165,7 @@ def attend_state(
     if traced(q, k, v):
         return attend_traced(
             q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0,
-            offset=offset, backend=backend,
+            offset=offset, backend=backend, lse=True,
         )  # fmt: skip
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,

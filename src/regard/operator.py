@@ -2,7 +2,8 @@
 
 What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is
 whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call
-that is not traced does not come here: it runs its engine directly, which costs less and can be differentiated twice.
+that is not traced does not come here: it runs its engine directly, which costs less, and which the reference can
+differentiate twice.
 """
 
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ from regard.describe.mask import And, Frame, Mask, Not, Or
 from regard.describe.mask_by_table import Dense, Where
 from regard.describe.score import Score
 from regard.describe.word import unspell
+from regard.plan.choose import check_engine
 from regard.plan.execute import execute
-from regard.plan.problem import check_tensors, check_words, pose
+from regard.plan.problem import check_numbers, check_sink, check_tensors, check_words, pose
 from regard.state import State
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, str mask, str bias, float? scale, float? softcap, "
-    "float dropout, Tensor? seed, SymInt offset, str? backend"
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, float? scale, "
+    "float? softcap, float dropout, Tensor? seed, SymInt offset, str? backend, bool lse"
 )
 
 _library = torch.library.Library("regard", "DEF")
@@ -54,20 +56,27 @@ def attend_traced(
     dropout: float,
     offset: int | None,
     backend: str | None,
+    lse: bool,
 ) -> State:
     """The state of a call, its `out` with the sink, as one operator; its words are taken apart while torch traces."""
     check_words(mask, bias, score)
+    check_numbers(scale, softcap, dropout)
+    check_engine(backend)
+    if sink is not None:
+        check_sink(sink, q.shape[1], q)
     carried: list[Tensor] = []
+    numbers: list[int] = []
     start = k.shape[2] - q.shape[2] if offset is None else offset
     if mask is not None:
         mask = _tabulated(mask, Frame(q.shape[0], q.shape[1], q.shape[2], k.shape[2], start), q.device)
-    mask_text = "" if mask is None else mask.spell(carried)
-    bias_text = "" if bias is None else bias.spell(carried)
+    mask_text = "" if mask is None else mask.spell(carried, numbers)
+    bias_text = "" if bias is None else bias.spell(carried, numbers)
     seed = torch.randint(1 << 62, ()) if dropout else None
-    out, lse = torch.ops.regard.attend(
-        q, k, v, sink, carried, mask_text, bias_text, scale, softcap, dropout, seed, start, backend
-    )  # fmt: skip
-    return State(out, lse)
+    return State(
+        *torch.ops.regard.attend(
+            q, k, v, sink, carried, numbers, mask_text, bias_text, scale, softcap, dropout, seed, start, backend, lse
+        )
+    )
 
 
 def _without_data(t: object) -> bool:
@@ -89,13 +98,12 @@ def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> State:
-    mask, bias, scale, softcap, dropout, seed, offset, backend = rest
-    tensors = list(carried)
+    numbers, mask, bias, scale, softcap, dropout, seed, offset, backend, lse = rest
     problem, operands = pose(
         q, k, v,
-        mask=cast(Mask, unspell(mask, tensors)) if mask else None,
-        bias=cast(Bias, unspell(bias, tensors)) if bias else None,
-        score=None, scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, lse=True,
+        mask=cast(Mask, unspell(mask, carried, numbers)) if mask else None,
+        bias=cast(Bias, unspell(bias, carried, numbers)) if bias else None,
+        score=None, scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, lse=lse,
     )  # fmt: skip
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
@@ -134,8 +142,10 @@ def _backward(
         sunk = more.pop(0) if sink is not None else None
         state = _run(leaves[0], leaves[1], leaves[2], sunk, more, *rest)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        outputs = {state.out: grad_out} | ({state.lse: grad_lse} if rest[-1] else {})
+        flowing = {out: grad for out, grad in outputs.items() if out.requires_grad}
         grads = torch.autograd.grad(
-            (state.out, state.lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True
+            list(flowing), wanted, list(flowing.values()), allow_unused=True, materialize_grads=True
         )
     found = iter(grads)
     flowed = [next(found).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
@@ -169,7 +179,9 @@ def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, .
     dq, dk, dv, dmore = torch.ops.regard.attend_backward(grad_out, grad_lse, q, k, v, sink, carried, *ctx.rest)
     dsink, dcarried = (dmore[0], dmore[1:]) if ctx.sunk else (None, dmore)
     flowing = [grad if flows else None for grad, flows in zip(dcarried, ctx.floats, strict=True)]
-    return dq, dk, dv, dsink, flowing, *([None] * len(ctx.rest))
+    numbers, *others = ctx.rest
+    nothing = None if numbers else []  # torch takes an empty list for one of tensors
+    return dq, dk, dv, dsink, flowing, nothing, *([None] * len(others))
 
 
 def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:

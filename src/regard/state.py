@@ -1,10 +1,9 @@
 """A state: attention over some of the keys, in the form that can be merged with attention over others.
 
 Softmax over a union of keys is a weighted mean of the softmaxes over its parts, with the weights `exp(lse)`. So split
-keys,
-shared prefixes, ring attention and chunks of a prompt are one operation: `a | b`. It is associative and commutative,
-and the state over no keys (out 0, lse -inf) is its identity. (Milakov & Gimelshein 2018, arXiv:1805.02867, §3; the
-states of FlashInfer, Ye et al. 2025, arXiv:2501.01005, §2.2.)
+keys, shared prefixes, ring attention and chunks of a prompt are one operation: `a | b`. It is associative and
+commutative, and the state over no keys (out 0, lse -inf) is its identity. (Milakov & Gimelshein 2018,
+arXiv:1805.02867, §3; the states of FlashInfer, Ye et al. 2025, arXiv:2501.01005, §2.2.)
 """
 
 from dataclasses import dataclass
@@ -79,4 +78,4 @@ class State:
     def _weighed(self, weight: Tensor) -> Tensor:
         """weight * out in the precision of lse, and 0 where no key was seen, whatever stands there."""
         empty = (self.lse == -torch.inf)[..., None]
-        return torch.where(empty, 0.0, weight[..., None] * self.out.to(self.lse.dtype))
+        return weight[..., None] * torch.where(empty, 0.0, self.out.to(self.lse.dtype))

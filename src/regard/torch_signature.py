@@ -49,6 +49,10 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-6)
     True
     """
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(
+            f"attn_mask is {attn_mask!r}: expected a tensor, as torch does; attend takes masks in words."
+        )
     if attn_mask is not None and is_causal:
         raise ProblemError(
             "attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend."
@@ -104,8 +108,8 @@ def _four(t: Tensor, lead: tuple[int, ...], shared: bool = False) -> Tensor:
 
 def _mask_four(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
     """A mask that broadcasts to [batch, heads, queries, keys], expanded only where it must be."""
-    if mask.ndim <= 2:
-        return mask
+    if mask.ndim <= 2 or (mask.ndim == 4 and len(lead) == 2):
+        return mask  # as it is: a mask that is known again has its plan already
     mask = mask.reshape((1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape))
     batch, own = mask.shape[: len(lead) - 1], mask.shape[len(lead) - 1 :]
     if any(size != 1 for size in batch):

@@ -72,3 +72,11 @@ def test_what_makes_no_sense_is_said_to_make_none(name: str):
     make, says = WRONG[name]
     with pytest.raises(ProblemError, match=says):
         make()
+
+
+def test_a_table_placed_by_offset_serves_calls_inside_it():
+    table = torch.randn(9, 9)
+    placed = TensorBias(table, offset=0).at(Frame(1, 1, 2, 9, 4))
+    assert torch.equal(placed.value(0, 0, torch.tensor([[4], [5]]), torch.arange(9)), table[4:6])
+    with pytest.raises(ProblemError, match="must cover"):
+        TensorBias(table, offset=0).at(Frame(1, 1, 2, 9, 8))

@@ -19,17 +19,20 @@ def test_a_word_that_is_spelled_and_read_is_the_same_word(mask: Word, bias: Bias
         if said is None or holds_a_predicate(said):
             continue
         tensors: list[torch.Tensor] = []
-        text = said.spell(tensors)
-        assert unspell(text, tensors) == said
+        numbers: list[int] = []
+        text = said.spell(tensors, numbers)
+        assert unspell(text, tensors, numbers) == said
         assert [id(t) for t in tensors] == [id(t) for t in said.tensors()]
 
 
 def test_a_spelling_by_hand():
     ids = torch.arange(3)
     tensors: list[torch.Tensor] = []
-    assert (Causal() & Documents(ids)).spell(tensors) == '["And", ["Causal"], ["Documents", {"tensor": 0}]]'
+    numbers: list[int] = []
+    assert (Causal() & Documents(ids)).spell(tensors, numbers) == '["And", ["Causal"], ["Documents", {"tensor": 0}]]'
     assert tensors[0] is ids
-    assert Tree([-1, 0]).spell([]) == '["Tree", {"tuple": [-1, 0]}, null]'
+    assert Tree([-1, 0]).spell(tensors, numbers) == '["Tree", {"tuple": [{"number": 0}, {"number": 1}]}, null]'
+    assert numbers == [-1, 0]
 
 
 def test_an_outline_keeps_no_tensor():

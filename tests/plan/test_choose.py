@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from regard import Alibi, Causal, Documents, Lengths, Prefix, RefusalError, Window, attend, explain
+from regard import Alibi, Causal, Documents, Lengths, Prefix, RefusalError, Where, Window, attend, explain
 from regard.plan.choose import ASIDE, ENGINES, ORDER
 
 
@@ -112,3 +112,46 @@ def test_bytes_count_each_key_once():
     rows, keys = 2 * 4 * 256 * 32 * 4, 2 * 2 * 32 * 4
     assert explain(q, kv, kv).bytes == rows + keys * 256
     assert explain(q, kv, kv, mask=Prefix(100)).bytes == rows + keys * 128  # of two tiles of 128, the first is read
+
+
+def test_predicates_that_cannot_be_known_again_get_plans_of_their_own():
+    class Below:
+        __slots__ = ("limit",)
+
+        def __init__(self, limit: int) -> None:
+            self.limit = limit
+
+        def __call__(self, b, h, q, k):
+            return k < self.limit
+
+    q = torch.randn(1, 1, 20, 4)
+    for limit in range(1, 20):
+        found = attend(q, q, q, mask=Where(Below(limit)))
+        assert torch.allclose(found, attend(q, q, q, mask=Prefix(limit)), atol=1e-6)
+
+
+def test_a_predicate_whose_tensor_changed_gets_a_new_plan():
+    q, limit = torch.randn(1, 1, 20, 4), torch.tensor(3)
+    mask = Where(lambda b, h, q, k: k < limit)
+    for now in (3, 6):
+        limit.fill_(now)
+        assert torch.allclose(attend(q, q, q, mask=mask), attend(q, q, q, mask=Prefix(now)), atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_nothing_is_looked_into_where_there_is_no_batch(rows: int):
+    q = torch.randn(0, 2, 5, 4)
+    assert attend(q, q, q, mask=Lengths(torch.zeros(0, dtype=torch.int64))).shape == (0, 2, 5, 4)
+    none = torch.randn(rows, 2, 5, 0)
+    assert not attend(none, none, none, mask=Causal(), backend="reference").numel()
+
+
+def test_plans_are_counted_once_and_leave_when_there_are_many():
+    from regard.plan.choose import KEPT_PLANS, _Plans
+
+    plans, plan = _Plans(), explain(*(meta(1, 2, 64, 8),) * 3, mask=Causal())
+    for key in (*range(KEPT_PLANS + 5), 7, KEPT_PLANS):
+        plans.put(key, plan)
+    assert plans.get(0) is None
+    assert plans.get(KEPT_PLANS + 4) is plan
+    assert plans._bytes == len(plans._kept) * plan.schedule.nbytes

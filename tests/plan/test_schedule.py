@@ -161,3 +161,12 @@ def test_a_dense_mask_is_looked_into_only_where_it_is_mixed():
     keep[300, 300] = True
     s = made(Dense(keep), 512, 512, 0, 64)
     assert (s.tiles[0] // s.shared, s.tiles[1] // s.shared, len(s.patterns)) == (16, 1, 1)
+
+
+@pytest.mark.parametrize("tokens", [300, 700])
+@pytest.mark.parametrize("tile", [8, 64])
+def test_long_documents_are_scheduled_exactly(tokens: int, tile: int):
+    lengths = torch.tensor([5, 90, 130, 1, 64, 200])
+    ids = torch.repeat_interleave(torch.tensor([3, 1, 4, 1, 5, 9]), lengths).repeat(2)[:tokens]
+    mask = Causal() & Documents(torch.stack([ids, ids.flip(0)])) | Documents(ids % 2) & Prefix(70)
+    assert torch.equal(drawn(made(mask, tokens, tokens, 0, tile)), dense(mask, tokens, tokens, 0))

@@ -46,6 +46,8 @@ class Flex:
             "it has no gradients on cpu": cpu and p.grad,
             "it has no log-sum-exp on cpu, which a State and a sink need": cpu and (p.lse or p.sink),
             "it has no vmap or forward-mode derivative": p.transformed,
+            f"it needs 16 dimensions on cuda, and has {p.qk_dim} and {p.v_dim}": not cpu
+            and min(p.qk_dim, p.v_dim) < 16,
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim, p.v_dim),
         }
         lacking = _lacking() if cpu else None

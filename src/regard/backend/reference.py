@@ -126,11 +126,11 @@ def _tile(block: _Block, t: int) -> State:
     """The state of query tile t: its listed keys in chunks, merged."""
     start = t * block.schedule.tile
     q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype).contiguous()
-    budget = max(block.schedule.tile, SCORES // (q[..., 0].numel() or 1))
+    budget = max(block.schedule.tile, SCORES // (q.shape[:3].numel() or 1))
     chunks = [_chunk(block, q, start, pieces) for pieces in _chunks(block.schedule, block.row + t, budget)]
     if not chunks:
-        rows = q.sum(dim=3) * 0
-        return State(rows.new_zeros((*rows.shape, block.v.shape[3])), torch.full_like(rows, -torch.inf))
+        rows = q.shape[:3]
+        return State(q.new_zeros((*rows, block.v.shape[3])), q.new_full(rows, -torch.inf))
     return reduce(or_, chunks)
 
 
@@ -257,8 +257,8 @@ def _nothing(problem: Problem, operands: Operands) -> State:
     sizes = (problem.batch, problem.heads, problem.queries)
     tied = [operands.q, operands.k, operands.v, *([] if operands.bias is None else operands.bias.tensors())]
     zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
-    out = operands.q.new_zeros((*sizes, problem.v_dim)) + zero
-    return State(out, torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device))
+    lse = torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device)
+    return State(operands.q.new_zeros((*sizes, problem.v_dim)) + zero, lse + zero)
 
 
 def _lse_dtype(problem: Problem) -> torch.dtype:

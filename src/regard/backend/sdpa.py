@@ -38,6 +38,9 @@ class Sdpa:
             "it rounds its output before a sink can be folded in": p.sink
             and p.dtype in (torch.bfloat16, torch.float16),
             "it has no vmap or forward-mode derivative": p.transformed,
+            f"it hides keys before it multiplies by scale, which must then be above 0 and is {p.scale}": (
+                p.mask is not None and p.scale <= 0
+            ),
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim),
         }
         return [reason for reason, applies in found.items() if applies]

@@ -125,8 +125,7 @@ def _difference(run: Run) -> str:
 
 def _text(report: Report) -> Text:
     """The end of the prompt, and what the model wrote."""
-    prompt = "".join(report.tokens[: report.prompt_tokens])
-    shown = prompt if len(prompt) <= SHOWN else "… " + prompt[-SHOWN:].partition(" ")[2]
+    shown = report.text if len(report.text) <= SHOWN else "… " + report.text[-SHOWN:].partition(" ")[2]
     return Text.assemble((visible(shown), "dim"), (visible(report.continuation), "bold"))
 
 

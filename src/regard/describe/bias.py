@@ -78,8 +78,9 @@ class Alibi(Bias):
     heads: int
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ProblemError(f"Alibi(heads={self.heads}): expected at least 1 head.")
+        heads = cast(object, self.heads)
+        if not isinstance(heads, int) or heads < 1:
+            raise ProblemError(f"Alibi(heads={heads!r}): expected the number of query heads, at least 1.")
 
     def slopes(self) -> Tensor:
         """The slope of each head, float64 [heads]."""
@@ -188,12 +189,15 @@ class TensorBias(Bias):
 
     def at(self, frame: Frame) -> Bias:
         sizes = (frame.batch, frame.heads, frame.queries, frame.keys)
-        if any(own not in (1, called) for own, called in zip(self._sizes(), sizes, strict=True)):
+        own, first = self._sizes(), frame.offset if self.offset is None else self.offset
+        placed = self.offset is not None and first <= frame.offset and frame.positions <= first + own[2]
+        fits = [size in (1, called) for size, called in zip(own, sizes, strict=True)]
+        if not all(fits[:2]) or not fits[3] or not (own[2] == 1 or placed or (self.offset is None and fits[2])):
             raise ProblemError(
-                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(sizes)}: "
-                "every size must be that or 1."
+                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(sizes)} with the first query at "
+                f"{frame.offset}: every size must be that or 1, and rows placed by offset must cover the queries."
             )
-        return TensorBias(self.tensor, frame.offset)
+        return TensorBias(self.tensor, first)
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return cast("tuple[int, int, int, int]", (1,) * (4 - self.tensor.ndim) + tuple(self.tensor.shape))

@@ -219,17 +219,18 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     █ █ █ █
     """
     start = keys - queries if offset is None else offset
+    mask = _mask(mask, "draw")
     mask = mask.at(Frame(*mask.spread(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
     kept = mask.keep(batch, head, q, k).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
 
 
-def _mask(other: object, operator: str) -> Mask:
+def _mask(other: object, place: str) -> Mask:
     if isinstance(other, Mask):
         return other
     what = "a tensor; wrap it as Dense(tensor)" if isinstance(other, Tensor) else f"{type(other).__name__}"
-    raise ProblemError(f"a mask combines with masks only: the right side of {operator} is {what}.")
+    raise ProblemError(f"{place} takes a mask, and got {what}.")
 
 
 def _inner(mask: Outline, *bracketed: str) -> str:

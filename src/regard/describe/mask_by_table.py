@@ -40,6 +40,7 @@ class Documents(Mask):
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         ids = _beside(self.ids, q, k)
+        ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
         return ids[q] == ids[k] if ids.ndim == 1 else ids[b, q] == ids[b, k]
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
@@ -57,7 +58,7 @@ class Documents(Mask):
     def _extremes(self, r: Rectangles) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
         """(least, greatest) id among the queries, and among the keys, of each rectangle."""
         extremes = derived(self.ids, "extremes", lambda t: RangeExtremes(_numpy(t.reshape(-1, t.shape[-1]))))
-        row = r.b if self.ids.ndim == 2 else np.zeros_like(r.b)
+        row = r.b if self.spread()[0] > 1 else np.zeros_like(r.b)
         return extremes(row, r.q0, r.q1), extremes(row, r.k0, r.k1)
 
     def spread(self) -> tuple[int, int]:
@@ -72,7 +73,7 @@ class Documents(Mask):
                 f"{self!r} has ids for positions 0 to {self.ids.shape[-1] - 1}, and the call has {frame.keys} keys and "
                 f"queries at {frame.offset} to {frame.positions - 1}: give an id for every position."
             )
-        return self if self.ids.ndim == 1 or self.ids.shape[0] > 1 else Documents(self.ids[0])
+        return self
 
 
 @word
@@ -292,7 +293,7 @@ class Where(Mask):
         return self.batch, self.heads
 
     def at(self, frame: Frame) -> Mask:
-        looked = _looked_at(self.fn)
+        looked = _looked_at(self.fn, frame.offset)
         return Where(self.fn, frame.batch if looked[0] else 1, frame.heads if looked[1] else 1)
 
     @classmethod
@@ -317,11 +318,11 @@ class _Probe(torch.Tensor):
             return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
 
 
-def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor]) -> tuple[bool, bool]:
+def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor], query: int) -> tuple[bool, bool]:
     """Whether fn looks at b, at h: found by calling it with tensors that notice."""
     b, h = (torch.zeros((), dtype=torch.int64, device="cpu").as_subclass(_Probe) for _ in range(2))
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    fn(b, h, zero, zero)
+    q, k = torch.tensor(query, device="cpu"), torch.tensor(0, device="cpu")
+    fn(b, h, q, k)
     return b.looked, h.looked
 
 

@@ -40,7 +40,8 @@ def ticket(thing: Tensor | Callable[..., Any]) -> Ticket:
     Tensors made under `torch.inference_mode` count no versions; those are known by a digest of their content.
     """
     if not isinstance(thing, Tensor):
-        return Ticket(_serial(thing), 0, getattr(thing, "__name__", type(thing).__name__))
+        name = getattr(thing, "__name__", type(thing).__name__)
+        return Ticket(_serial(thing), hash(tuple(ticket(held) for held in _held(thing))), name)
     text = f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
     if thing.is_inference():
         return Ticket(_digest(thing), 0, text)
@@ -56,13 +57,27 @@ def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
     return kept[name][1]
 
 
+def _held(function: Callable[..., Any]) -> list[Tensor]:
+    """The tensors that a function has closed over, or takes by default: when they change it is another function."""
+    cells = getattr(function, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells if _is_filled(cell)]
+    return [value for value in (*values, *(getattr(function, "__defaults__", None) or ())) if isinstance(value, Tensor)]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
 def _serial(thing: object) -> int:
     try:
         return cast(int, _serial_of.setdefault(thing, next(_serials)))
-    except TypeError:  # cannot be weakly referenced (a builtin): such things live as long as the program
-        return id(thing)
+    except TypeError:  # it cannot be weakly referenced, so it cannot be known again when its id is another's
+        return next(_serials)
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest() + str(tensor.device)
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest() + str(tensor.device)

@@ -2,7 +2,8 @@
 
 - Its **outline** is the same value with every tensor and function replaced by a ticket: hashable, comparable,
   printable, and it keeps nothing alive. Plans are cached by outlines.
-- Its **spelling** is a JSON text and a list of tensors: what passes through a torch operator, which takes nothing else.
+- Its **spelling** is a JSON text, a list of tensors and a list of ints, which may be symbolic while torch traces: what
+  passes through a torch operator, which takes nothing else.
 
 Words are frozen dataclasses, made with `@word`; equal outlines are equal words, so words that carry tensors are
 compared by the identity of those tensors.
@@ -10,6 +11,7 @@ compared by the identity of those tensors.
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
@@ -69,9 +71,16 @@ class Word:
         )
         return f"{cls.__name__}({', '.join(given)})"
 
-    def spell(self, tensors: list[Tensor]) -> str:
-        """The word as JSON, its tensors appended to `tensors`; `unspell` reads it."""
-        return "[" + ", ".join(['"' + type(self).__name__ + '"'] + [_spelled(p, tensors) for p in self.parts()]) + "]"
+    def spell(self, tensors: list[Tensor], numbers: list[int]) -> str:
+        """The word as JSON, its tensors and ints appended to the lists; `unspell` reads it."""
+        parts = [_spelled(part, tensors, numbers) for part in self.parts()]
+        return "[" + ", ".join(['"' + type(self).__name__ + '"', *parts]) + "]"
+
+    def is_known(self) -> bool:
+        """Whether this and the words in it were made with `@word`."""
+        return self._named.get(type(self).__name__) is type(self) and all(
+            part.is_known() for part in self.parts() if isinstance(part, Word)
+        )
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the word carries, in the order of its spelling."""
@@ -102,39 +111,44 @@ def word(cls: W) -> W:
     return made
 
 
-def unspell(text: str, tensors: list[Tensor]) -> Word:
+def unspell(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Word:
     """The word that `Word.spell` wrote.
 
     >>> from regard import Window
-    >>> unspell(Window(4).spell([]), [])
+    >>> tensors, numbers = [], []
+    >>> Window(4).spell(tensors, numbers), numbers
+    ('["Window", {"number": 0}, null]', [4])
+    >>> unspell('["Window", {"number": 0}, null]', tensors, numbers)
     Window(left=4)
     """
-    return _read(json.loads(text), tensors)
+
+    def read(node: Any) -> Any:
+        if isinstance(node, dict):
+            ((kind, value),) = cast("dict[str, Any]", node).items()
+            return {"tensor": tensors, "number": numbers}[kind][value] if kind != "tuple" else tuple(map(read, value))
+        if isinstance(node, list):
+            name, *parts = cast("list[Any]", node)
+            return Word._named[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
+        return node
+
+    return read(json.loads(text))
 
 
-def _read(node: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(node, dict):
-        tree = cast("dict[str, Any]", node)
-        return tensors[tree["tensor"]] if "tensor" in tree else tuple(_read(n, tensors) for n in tree["tuple"])
-    if isinstance(node, list):
-        name, *parts = cast("list[Any]", node)
-        return Word._named[name](*(_read(part, tensors) for part in parts))  # pyright: ignore[reportPrivateUsage]
-    return node
-
-
-def _spelled(part: Any, tensors: list[Tensor]) -> str:
+def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     if isinstance(part, Word):
-        return part.spell(tensors)
+        return part.spell(tensors, numbers)
     if isinstance(part, Tensor):
         tensors.append(part)
         return '{"tensor": ' + str(len(tensors) - 1) + "}"
     if isinstance(part, tuple):
-        return '{"tuple": [' + ", ".join([_spelled(p, tensors) for p in cast("tuple[Any, ...]", part)]) + "]}"
+        inner = [_spelled(p, tensors, numbers) for p in cast("tuple[Any, ...]", part)]
+        return '{"tuple": [' + ", ".join(inner) + "]}"
     if part is None:
         return "null"
     if isinstance(part, bool):
         return "true" if part else "false"
-    return str(part)
+    numbers.append(part)
+    return '{"number": ' + str(len(numbers) - 1) + "}"
 
 
 def _outlined(part: Any) -> Any:

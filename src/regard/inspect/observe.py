@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from regard.attend import Call, watching
+from regard.errors import ProblemError
 from regard.inspect.measures import Breadth, Score, breadth, previous_token, sink
 from regard.inspect.weights import Weights
 
@@ -63,6 +64,9 @@ def observe(model: nn.Module | None = None, each: Callable[[Look], Any] = measur
             they come.
         each: computes what to keep of a call; by default `measured`.
 
+    Raises:
+        ProblemError: a model was given and none of its attention was seen; `use_regard(model)` lets regard compute it.
+
     ```
     >>> import torch
     >>> from regard import Causal, attend
@@ -87,6 +91,11 @@ def observe(model: nn.Module | None = None, each: Callable[[Look], Any] = measur
             hooks.callback(module.register_forward_hook(place.leaving(name), always_call=True).remove)
         hooks.enter_context(watching(look))
         yield seen
+    if model is not None and place.ran and not seen:
+        raise ProblemError(
+            f"{type(model).__name__} ran and none of its attention was observed: it is not regard's. Call "
+            "use_regard(model) of regard.integrate.transformers first; a model that torch.compile traced is not seen."
+        )
 
 
 class _Place:
@@ -96,12 +105,14 @@ class _Place:
         self._running: list[str] = []
         self._attended: set[str] = set()
         self._last = -1
+        self.ran = False
 
     def entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, arguments: Any) -> None:
             if not self._running:  # a forward pass begins
                 self._attended, self._last = set(), -1
             self._running.append(name)
+            self.ran = True
 
         return enter
 

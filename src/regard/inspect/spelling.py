@@ -1,32 +1,52 @@
 """Tokens as a reader wants to see them: real text instead of a tokenizer's markers."""
 
+from codecs import getincrementaldecoder
 from functools import cache
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
+
+PART = "⋯"
+"""What stands for a token that holds only the first bytes of a character; the token that completes it shows it."""
 
 
 def readable(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
     r"""The display string of each token.
 
-    Byte-level tokens (`Ġthe`, `Ċ`) become the text that their bytes spell (` the`, a line break); a piece of a
-    character shows its bytes (`\xe2\x80`). SentencePiece's `▁` becomes a space and `<0x0A>` its byte; WordPiece's `##`
-    goes. Special tokens stay as they are.
+    Byte-level tokens (`Ġthe`, `Ċ`) become the text that their bytes spell (` the`, a line break). Where several tokens
+    spell one character the last one shows it, and those before show `⋯`; bytes that no token completes stay bytes
+    (`\xe2\x80`). SentencePiece's `▁` becomes a space and `<0x0A>` its byte; WordPiece's `##` goes. Special tokens stay
+    as they are.
     """
     byte_level, special = _is_byte_level(tokenizer), set(tokenizer.all_special_ids)
     pieces = tokenizer.convert_ids_to_tokens(ids)
-    return tuple(_special(p) if i in special else _readable(p, byte_level) for i, p in zip(ids, pieces, strict=True))
+    spelled = [_special(p) if i in special else _spelled(p, byte_level) for i, p in zip(ids, pieces, strict=True)]
+    shown: list[str] = []
+    for in_bytes, group in groupby(spelled, lambda piece: isinstance(piece, bytes)):
+        run = list(group)
+        shown += _decoded(cast("list[bytes]", run)) if in_bytes else cast("list[str]", run)
+    return tuple(shown)
+
+
+def _decoded(run: list[bytes]) -> list[str]:
+    """What each of consecutive tokens adds to the text that their bytes spell together."""
+    decoder = getincrementaldecoder("utf-8")(errors="backslashreplace")
+    shown = [decoder.decode(piece) or PART for piece in run]
+    unfinished = decoder.decode(b"", final=True)
+    return [*shown[:-1], shown[-1].removesuffix(PART) + unfinished] if unfinished else shown
 
 
 def _special(piece: str | None) -> str:
     return "" if piece is None else str(piece)
 
 
-def _readable(piece: str | None, byte_level: bool) -> str:
+def _spelled(piece: str | None, byte_level: bool) -> bytes | str:
+    """A token's text, or its bytes where it is spelled in bytes."""
     if piece is None:  # an id that the model has and the tokenizer has not
         return ""
-    if byte_level and all(character in _byte_of() for character in piece):
-        return bytes(_byte_of()[character] for character in piece).decode("utf-8", errors="backslashreplace")
+    if byte_level and piece and all(character in _byte_of() for character in piece):
+        return bytes(_byte_of()[character] for character in piece)
     if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
-        return bytes([int(piece[3:5], 16)]).decode("utf-8", errors="backslashreplace")
+        return bytes([int(piece[3:5], 16)])
     return piece.removeprefix("##").replace("▁", " ")
 
 

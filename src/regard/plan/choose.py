@@ -105,16 +105,21 @@ def choose(problem: Problem, operands: Operands, named: str | None, without: tup
         ProblemError: no engine has that name.
         RefusalError: the named engine, or every engine, refuses.
     """
-    if named is not None and named not in ENGINES:
-        raise ProblemError(
-            f"backend {named!r} is not known: expected one of {', '.join(ENGINES)}, or None to let regard choose."
-        )
+    check_engine(named)
     key = (problem, named, without)
     plan = _plans.get(key)
     if plan is None:
         plan = _made(problem, operands.mask, named, dict(without))
         _plans.put(key, plan)
     return plan
+
+
+def check_engine(named: object) -> None:
+    """Raise `ProblemError` unless it is the name of an engine, or None."""
+    if named is not None and (not isinstance(named, str) or named not in ENGINES):
+        raise ProblemError(
+            f"backend {named!r} is not known: expected one of {', '.join(ENGINES)}, or None to let regard choose."
+        )
 
 
 def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
@@ -163,6 +168,8 @@ class _Plans:
 
     def put(self, key: object, plan: Plan) -> None:
         with self._lock:
+            if key in self._kept:
+                return
             self._kept[key] = plan
             self._bytes += plan.schedule.nbytes
             while len(self._kept) > KEPT_PLANS or (self._bytes > KEPT_BYTES and len(self._kept) > 1):

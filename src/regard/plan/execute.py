@@ -15,7 +15,7 @@ from regard.plan.choose import ENGINES, Plan, choose
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.state import State
 
-LEAKS = "keys or values hold NaN or inf, which it would carry past the mask"
+LEAKS = "keys, values or (where gradients flow) queries hold NaN or inf, which it would carry past the mask"
 
 
 def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Plan, State]:
@@ -30,7 +30,7 @@ def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Pl
     if named is not None:
         raise RefusalError(f"The backend {named!r} cannot run this.\n  {problem}\n  {named}: {LEAKS}")
     exact = choose(problem, operands, None, without=((plan.backend, LEAKS),))
-    if not is_finite(operands.q):
+    if problem.grad and not is_finite(operands.q):
         return exact, _run(exact, operands)
     bad = ~(_finite_rows(operands.k) & _finite_rows(operands.v))
     cleaned = replace(operands, k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))

@@ -17,8 +17,7 @@ from regard.plan.tiling import schedule
 def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, str | None]:
     """Say the mask in a simpler word if, in this call, it hides nothing or just what `Causal()` hides.
 
-    A window that is longer than the sequence, lengths that are all full, one decoded token: what the schedule lists
-        tells.
+    A window that is longer than the sequence, lengths that are all full, one decoded token: the schedule tells.
 
     Returns:
         the problem, and what was done, None if nothing.

@@ -56,6 +56,7 @@ class Problem:
         kv = f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.qk_dim}|{self.v_dim}] {kind} on {self.device}"
         extra = {
             "score": self.score,
+            "scale": None if math.isclose(self.scale, (self.qk_dim or 1) ** -0.5) else self.scale,
             "softcap": self.softcap,
             "sink": self.sink or None,
             "dropout": self.dropout or None,
@@ -107,9 +108,9 @@ def pose(
     check_tensors(q, k, v)
     (batch, heads, queries, qk_dim), (kv_heads, keys), v_dim = q.shape, k.shape[1:3], v.shape[3]
     check_words(mask, bias, score)
-    _check_numbers(scale, softcap, dropout)
+    check_numbers(scale, softcap, dropout)
     if sink is not None:
-        _check_sink(sink, heads, q)
+        check_sink(sink, heads, q)
     offset = keys - queries if offset is None else _index(offset, "offset")
     frame = Frame(batch, heads, queries, keys, offset)
     mask = None if mask is None else mask.at(frame)
@@ -189,6 +190,7 @@ def check_words(mask: object, bias: object, score: object) -> None:
     """Raise `ProblemError` unless each is a word of its kind, or None."""
     for name, given, kind in (("mask", mask, Mask), ("bias", bias, Bias), ("score", score, Score)):
         if given is None or isinstance(given, kind):
+            _check_word(name, given)
             continue
         what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
         hint = {
@@ -200,16 +202,36 @@ def check_words(mask: object, bias: object, score: object) -> None:
         raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
 
 
-def _check_numbers(scale: float | None, softcap: float | None, dropout: float) -> None:
-    if scale is not None and not math.isfinite(scale):
+def _check_word(name: str, given: Word | None) -> None:
+    if given is None:
+        return
+    if not given.is_known():
+        raise ProblemError(
+            f"{name} is a {type(given).__name__}, which is no word that regard knows; see Where and TensorBias."
+        )
+    if isinstance(given, Mask) and any(_functorch().is_batchedtensor(t) for t in given.tensors()):
+        raise ProblemError(
+            f"{given!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
+        )
+
+
+def check_numbers(scale: object, softcap: object, dropout: object) -> None:
+    """Raise `ProblemError` unless the numbers are numbers and make sense."""
+    for name, given in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if isinstance(given, Tensor):
+            raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
+            raise ProblemError(f"{name} is {given!r}: expected a number.")
+    if isinstance(scale, int | float) and not math.isfinite(scale):
         raise ProblemError(f"scale is {scale}: expected a finite number, or None for qk_dim ** -0.5.")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if isinstance(softcap, int | float) and not (math.isfinite(softcap) and softcap > 0):
         raise ProblemError(f"softcap is {softcap}: expected a finite number above 0, or None for no cap.")
-    if not 0 <= dropout < 1:
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ProblemError(f"dropout is {dropout}: expected a probability, 0 <= dropout < 1.")
 
 
-def _check_sink(sink: object, heads: int, q: Tensor) -> None:
+def check_sink(sink: object, heads: int, q: Tensor) -> None:
+    """Raise `ProblemError` unless it is a logit per head beside q."""
     if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():
         what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
         raise ProblemError(f"sink is {what}: expected a float tensor with a logit per query head, [{heads}].")
@@ -217,9 +239,12 @@ def _check_sink(sink: object, heads: int, q: Tensor) -> None:
         raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
 
 
+def _functorch() -> Any:
+    return getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+
+
 def _transformed(tensors: tuple[Tensor, ...]) -> bool:
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
-    if functorch.peek_interpreter_stack() is not None:
+    if _functorch().peek_interpreter_stack() is not None:
         return True
     if forward_ad._current_level < 0:  # pyright: ignore[reportPrivateUsage]
         return False

@@ -110,8 +110,9 @@ class Schedule:
 
     @property
     def nbytes(self) -> int:
-        """What the schedule itself takes of memory, in bytes."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+        """What the schedule takes of memory, in bytes, with its patterns unpacked as engines want them."""
+        lists = sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+        return lists + 8 * self.patterns.nbytes
 
     @property
     def shared(self) -> int:

@@ -30,6 +30,8 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     ((6, 4, 6), 32896, 1)
     """
     spread = (1, 1) if mask is None else mask.spread()
+    if not batch * heads:
+        mask, spread = None, (1, 1)
     maps = (batch if spread[0] > 1 else 1, heads if spread[1] > 1 else 1)
     grid = _Grid(maps, queries, keys, offset, tile)
     full, undecided = _split(mask, grid)
