@@ -19,6 +19,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*BENCHES, []], help="which; all if none is named")
     parser.add_argument("--write", action="store_true", help=f"write the tables to {PAGE.name}")
     asked = parser.parse_args()
+    if asked.write and asked.names:
+        parser.error("--write writes the whole page: name no bench")
     sections = []
     for name in asked.names or BENCHES:
         title, about, run = BENCHES[name]

@@ -10,6 +10,7 @@ from regard.inspect.measures import (
     sink,
 )
 from regard.inspect.observe import Look, Seen, observe
+from regard.inspect.page import write_page
 from regard.inspect.report import DEFINITIONS, Definition, Head, Picture, Report, Run
 from regard.inspect.stimulus import Repeats
 from regard.inspect.survey import survey
@@ -35,4 +36,5 @@ __all__ = [
     "previous_token",
     "sink",
     "survey",
+    "write_page",
 ]
