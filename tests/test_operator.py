@@ -219,3 +219,13 @@ def test_a_named_engine_is_differentiated_inside_a_graph():
 def test_a_mask_cannot_be_mapped_over():
     with pytest.raises(ProblemError, match="mapped over by vmap"):
         torch.vmap(lambda lengths: attend(Q, K, V, mask=Lengths(lengths)))(torch.tensor([[3, 5], [7, 9]]))
+
+
+def test_a_traced_forward_derivative_is_refused_and_not_zero():
+    def tangent(q: Tensor) -> Tensor:
+        _, found, *_ = torch.func.jvp(lambda t: attend(t, K, V, mask=Causal()), (q,), (torch.ones_like(q),))
+        return found
+
+    with pytest.raises(Exception, match=r"exception|jvp"):
+        compiled(tangent)(Q)
+    assert torch.allclose(torch.compile(tangent, backend="aot_eager")(Q), tangent(Q))  # a graph break: eager, and right

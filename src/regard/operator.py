@@ -12,12 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
 from regard.describe.mask import And, Frame, Mask, Not, Or
 from regard.describe.mask_by_table import Dense, Where
 from regard.describe.score import Score
 from regard.describe.word import unspell
+from regard.errors import RefusalError
 from regard.plan.choose import check_engine
 from regard.plan.execute import execute
 from regard.plan.problem import check_numbers, check_sink, check_tensors, check_words, pose
@@ -59,6 +61,11 @@ def attend_traced(
     lse: bool,
 ) -> State:
     """The state of a call, its `out` with the sink, as one operator; its words are taken apart while torch traces."""
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        raise RefusalError(
+            "forward-mode derivatives (jvp) of a traced call are not known: leave torch.compile out, or differentiate "
+            "backward."
+        )
     check_words(mask, bias, score)
     check_numbers(scale, softcap, dropout)
     check_engine(backend)
