@@ -1,8 +1,10 @@
-"""Makes what the README shows, with the real commands: the demo's output, the page's picture, the numbers.
+"""Makes what the README shows, with the real commands: the demo's output, the page's picture, the schedules.
+
+What `./bench` measures it writes itself, to docs/performance.md.
 
 ```
 python docs/refresh.py            # all; on a quiet machine, since it measures
-python docs/refresh.py demo       # one of: explain, demo, bench
+python docs/refresh.py demo       # one of: explain, demo, schedules
 ```
 """
 
@@ -37,11 +39,10 @@ def demo() -> str:
     return f"```\n{shown.strip()}\n```"
 
 
-def bench() -> str:
-    """The tables of `python -m bench`, also written to docs/bench.md; the README gets the schedules."""
-    _output([sys.executable, "-m", "bench", "--write"])
-    section = (ROOT / "docs" / "bench.md").read_text().split("\n## ")[1]
-    return section.split("\n", 2)[2].strip()
+def schedules() -> str:
+    """The tables of `python -m benchmarks.schedules`, also written to docs/schedules.md."""
+    _output([sys.executable, "-m", "benchmarks.schedules", "--write"])
+    return (ROOT / "docs" / "schedules.md").read_text().split("\n", 2)[2].strip()
 
 
 def _output(command: list[str | Path], **environment: str) -> str:
@@ -51,7 +52,7 @@ def _output(command: list[str | Path], **environment: str) -> str:
 
 def main() -> None:
     """Put each part between its marks in the README."""
-    parts = {"explain": explain, "demo": demo, "bench": bench}
+    parts = {"explain": explain, "demo": demo, "schedules": schedules}
     for name in sys.argv[1:] or parts:
         text = parts[name]()
         marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)

@@ -3,10 +3,91 @@
 // C linkage and plain types, so that the library is built without Python.h or torch, and serves every Python and torch.
 // Whoever changes the meaning of anything declared here raises REGARD_ABI_VERSION, here and in src/regard/native.py: a
 // library left over from another version is then refused instead of misread.
+//
+// A call is one struct whose every field has 8 bytes, so that Python writes it with one `struct.pack`. Sizes and strides
+// count elements, not bytes; the last stride of every tensor with a dim is 1 and is not given. A size of 0 is allowed.
 #pragma once
 
-#define REGARD_ABI_VERSION 1
+#include <cstdint>
+
+#define REGARD_ABI_VERSION 2
 #define REGARD_API extern "C" __attribute__((visibility("default")))
+
+enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
+
+// What a function returns. Above 0 there is more to do: call again with the same struct.
+enum regard_status : int64_t {
+    REGARD_DONE = 0,
+    REGARD_MORE = 1,
+    REGARD_BAD_SIZE = -1,       // a size, stride or number makes no sense, or overflows 64 bits
+    REGARD_BAD_POINTER = -2,    // a tensor that is needed is a null pointer
+    REGARD_BAD_SCHEDULE = -3,   // a tile or pattern outside of the call
+    REGARD_BAD_WORKSPACE = -4,  // smaller than regard_workspace says
+    REGARD_BAD_ISA = -5,        // an instruction set that this machine lacks
+};
+
+// [batch, heads, tokens, dim]; the stride of dim is 1.
+struct regard_tensor {
+    void *data;
+    int64_t batch, head, token;
+};
+
+// Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of the axis
+// whose tokens are the lanes of a kernel: of queries, or, transposed, of keys. Rows of all maps stand one after another.
+struct regard_schedule {
+    int64_t rows;                                        // tiles of the lanes' axis in each map
+    const int64_t *run_start, *run_tile, *run_length;    // FULL tiles
+    const int64_t *patch_start, *patch_tile, *patch_pattern;  // PARTIAL tiles
+    const uint64_t *patterns;  // [patterns][64]: for each token of the other axis, a bit for each lane, least bit first
+    int64_t pattern_count;
+};
+
+struct regard_call {
+    int64_t bytes;    // sizeof(regard_call) or sizeof(regard_gradient): which of the two this is
+    int64_t isa;      // an index into regard_isas(); -1: the plain loops that every kernel must equal
+    int64_t dtype;    // of q, k, v, out and their gradients
+    int64_t threads;  // at most so many
+
+    int64_t batch, heads, kv_heads, queries, keys, qk_dim, v_dim;
+
+    double scale;
+    double softcap;  // 0: none
+    double dropout;  // 0: none
+    uint64_t seed;   // of the dropout
+
+    regard_tensor q, k, v;
+    regard_tensor out;
+    // "wide" numbers are float64 for float64, else float32.
+    void *lse;               // wide [batch, heads, queries], without the sink
+    const void *sink;        // wide [heads], or null: its column is folded into out, not into lse
+    const void *distance;    // wide: added to the score of row i and key j is distance[h * distance_head + keys - 1 + i - j],
+    int64_t distance_head;   // so a head has queries + keys - 1 numbers; 0: all heads share them. Null: none
+    const void *bias;        // added to the score: any dtype, any strides, 0 where it broadcasts. Null: none
+    int64_t bias_dtype;
+    int64_t bias_batch, bias_head, bias_row, bias_key;
+
+    int64_t maps_batch, maps_head;  // (1 or batch, 1 or heads)
+    regard_schedule by_query;       // lanes are queries
+
+    void *workspace;  // 64-byte aligned; regard_workspace says how many bytes; its content is kept between calls for MORE
+    int64_t workspace_bytes;
+    double seconds;  // return MORE after about so long; 0: never
+    int64_t next;    // 0 at first; the first unit of work that is still to do
+};
+
+// The gradients of a call: by recomputation from lse. `call.out` and `call.lse` are what the forward pass gave.
+struct regard_gradient {
+    regard_call call;
+    regard_tensor dout;
+    const void *dlse;           // wide [batch, heads, queries]; null: none flows
+    regard_tensor dq, dk, dv;   // of the dtype of the call; written whole
+    void *delta;                // wide [batch, heads, queries]: written; sum(dout * out) of each row
+    void *ddistance;            // wide, laid out like distance; zeros beforehand. Null: not wanted
+    void *dbias;                // wide [bias batch, bias heads, bias rows, bias keys], contiguous, zeros beforehand; an
+                                // axis whose stride in `bias` is 0 has size 1. Null: not wanted
+    int64_t bias_sizes[4];      // of dbias
+    regard_schedule by_key;     // lanes are keys: the schedule transposed
+};
 
 // The version of this interface that the library was built with.
 REGARD_API int regard_abi_version();
@@ -16,3 +97,20 @@ REGARD_API const char *regard_isa();
 
 // Every such instruction set, plainest first, ended by a null pointer: {"portable", "avx2", nullptr}.
 REGARD_API const char *const *regard_isas();
+
+// The bytes of workspace that the call needs; a regard_status below 0 if the call makes no sense.
+REGARD_API int64_t regard_workspace(const regard_call *call);
+
+// Attention: out and lse. Nothing is read or written before all sizes are checked.
+REGARD_API int64_t regard_forward(regard_call *call);
+
+// Its gradients: dq, dk, dv, delta, ddistance, dbias.
+REGARD_API int64_t regard_backward(regard_gradient *gradient);
+
+// FLOP/s of products of that dtype that never leave the registers, measured for about so many seconds on so many
+// threads: what no kernel of that instruction set can exceed. A regard_status below 0 if the question makes no sense.
+REGARD_API double regard_products(int64_t isa, int64_t dtype, int64_t threads, double seconds);
+
+// Bytes/s of one read of the data, shared between the threads. It must have been written before: memory that never was
+// is read much faster, since it is not there.
+REGARD_API double regard_stream(int64_t isa, const void *data, int64_t bytes, int64_t threads);

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by ./demo, ./test and .ci/run: makes .venv ready, doing only what has changed since the last time.
+# Sourced by ./demo, ./test, ./bench and .ci/run: makes .venv ready, doing only what has changed since the last time.
 #
 # Needed: a Python from 3.11 on with the module venv. Welcome: a C++ compiler (without one regard runs on torch's kernels).
 # Runs in bash 3.2, as macOS has it. Sets $root and $venv.

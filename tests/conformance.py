@@ -19,8 +19,9 @@ from regard import (
     TensorBias,
     Tree,
     Window,
+    attend,
 )
-from tests.oracle import Case
+from tests.oracle import Case, dense, worst
 
 
 def _tensor(*sizes: int) -> Tensor:
@@ -81,3 +82,11 @@ def cases() -> dict[str, Case]:
             scale=0.3,
         ),
     }
+
+
+def computes_the_formula(case: Case, engine: str) -> None:
+    """Run a case of the table; the error is at most that of plain PyTorch in its type, or a rounding or two."""
+    out, dtype = attend(case.q, case.k, case.v, **case.words, backend=engine), case.q.dtype
+    truth, naive = dense(case)[0], dense(case, dtype)[0]
+    units = {torch.float64: 32, torch.float32: 3}.get(dtype, 0.5) * torch.finfo(dtype).eps * float(case.v.abs().max())
+    assert worst(out, truth) <= max((1.5 if dtype == torch.float32 else 1.0) * worst(naive, truth), units)

@@ -1,10 +1,13 @@
 """What holds for every test: a fixed seed, the same examples in every run, one process for the tests of a model."""
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
 
 from regard import native
+from regard.plan import choose, known
 
 # A law that fails fails for everybody. To look for new failures: ./test --hypothesis-profile=search tests/laws
 hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)
@@ -21,6 +24,14 @@ def pytest_report_header() -> str:
 def seed() -> None:
     """Every test draws the same random numbers, whichever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regard as it is where no compiler was: without its library, and without the plans that were made with it."""
+    monkeypatch.setattr(native, "_find", lambda: str(tmp_path / native.LIBRARY))
+    monkeypatch.setattr(choose, "_plans", choose._Plans())
+    monkeypatch.setattr(known, "_calls", {})
 
 
 @pytest.hookimpl(tryfirst=True)

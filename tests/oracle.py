@@ -61,7 +61,8 @@ def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tenso
         scores = cap * torch.tanh(scores / cap)
     bias: Bias | None = words.get("bias")
     if bias is not None:
-        scores = scores + bias.value(*positions(case)).to(dtype)
+        for term in bias.terms():
+            scores = scores + term.value(*positions(case)).to(dtype)
     keep = kept(case)
     scores = scores.masked_fill(~keep, -torch.inf)
     seen = keep.any(dim=3, keepdim=True)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from regard import (
     Alibi,
@@ -23,7 +25,10 @@ from regard import (
     Window,
     attend,
     attend_state,
+    explain,
+    watching,
 )
+from tests.test_native import needs_library
 
 Q, K, V = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
 IDS = torch.arange(23) // 9
@@ -229,3 +234,54 @@ def test_a_traced_forward_derivative_is_refused_and_not_zero():
     with pytest.raises(Exception, match=r"exception|jvp"):
         compiled(tangent)(Q)
     assert torch.allclose(torch.compile(tangent, backend="aot_eager")(Q), tangent(Q))  # a graph break: eager, and right
+
+
+def counted_flops(function: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"mask": Causal() & Window(7)}, {"mask": Lengths(torch.tensor([3, 23]))}, {"backend": "reference"}],
+    ids=str,
+)
+def test_torchs_counter_counts_the_flops_of_the_pairs_that_are_kept(words: dict[str, Any]):
+    q = Q.clone().requires_grad_()
+    forward = explain(Q, K, V, **words).flops
+    assert counted_flops(lambda: attend(Q, K, V, **words)) == forward
+    assert counted_flops(lambda: attend_state(Q, K, V, **words)) == forward
+    both = counted_flops(lambda: attend(q, K, V, **words).sum().backward())
+    assert both == forward + forward // (2 * 16) * 2 * (3 * 8 + 2 * 8)  # 8 + 8 dims a pair, five products back
+
+
+def test_a_call_that_is_counted_is_the_same_call():
+    expected = attend(Q, K, V, mask=Causal(), sink=SINK)
+    with FlopCounterMode(display=False):
+        assert torch.equal(attend(Q, K, V, mask=Causal(), sink=SINK), expected)
+
+
+def test_a_watcher_is_told_of_calls_that_are_counted():
+    calls: list[Any] = []
+    with FlopCounterMode(display=False), watching(calls.append):
+        attend(Q, K, V)
+    assert len(calls) == 1
+
+
+def test_masks_without_data_count_as_none():
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        q, k, lengths = torch.empty(2, 4, 11, 8), torch.empty(2, 2, 23, 8), torch.ones(2, dtype=torch.int64)
+        attend(q, k, k, mask=Lengths(lengths))
+    assert counter.get_total_flops() == 2 * 2 * 4 * 11 * 23 * 16
+
+
+@needs_library
+def test_the_backward_pass_of_the_operator_runs_no_forward_pass(monkeypatch: pytest.MonkeyPatch):
+    from regard.backend import native
+
+    q, passes = Q.clone().requires_grad_(), list[int]()
+    compute = native._Ready.compute
+    monkeypatch.setattr(native._Ready, "compute", lambda *a: passes.append(1) or compute(*a))
+    compiled(lambda q: attend(q, K, V, mask=Causal(), sink=SINK))(q).sum().backward()
+    assert len(passes) == 1

@@ -13,10 +13,11 @@ from torch import Tensor
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
-from regard.operator import attend_traced, traced
+from regard.operator import attend_traced, is_counted
 from regard.plan.choose import Plan, choose
 from regard.plan.execute import execute
-from regard.plan.problem import Operands, Problem, pose
+from regard.plan.known import prepare
+from regard.plan.problem import Operands, pose
 from regard.state import State
 
 
@@ -24,8 +25,8 @@ from regard.state import State
 class Call:
     """What a watcher is told of one call: the tensors and words as they were run, the plan, and the results.
 
-    `mask` and `bias` stand in the call (their rows know their positions); `scale` and `offset` are numbers; `state`
-    is without the sink, `out` with it.
+    `mask` and `bias` stand in the call (their rows know their positions); `scale` and `offset` are numbers; `out` is
+    with the sink, `lse` without.
     """
 
     q: Tensor
@@ -40,11 +41,15 @@ class Call:
     dropout: float
     offset: int
     plan: Plan
-    state: State
     out: Tensor
+    lse: Tensor
 
 
-_watchers: ContextVar[tuple[Callable[[Call], None], ...]] = ContextVar("watchers", default=())
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+
+Watchers = tuple[Callable[[Call], None], ...]
+
+_watchers: ContextVar[Watchers] = ContextVar("watchers", default=())
 
 
 @contextmanager
@@ -56,9 +61,9 @@ def watching(tell: Callable[[Call], None]) -> Generator[None]:
     >>> import torch
     >>> from regard import attend
     >>> q = torch.randn(1, 2, 3, 8)
-    >>> with watching(lambda call: print(call.plan.backend, tuple(call.state.lse.shape))):
+    >>> with watching(lambda call: print(call.plan.backend, tuple(call.lse.shape))):
     ...     _ = attend(q, q, q)
-    sdpa (1, 2, 3)
+    native (1, 2, 3)
     """
     token = _watchers.set((*_watchers.get(), tell))
     try:
@@ -89,7 +94,7 @@ def attend(
     al. 2017, arXiv:1706.03762, §3.2.
 
     A query that may see no key gives 0, and gradients of 0. What is masked is never read into a result, be it NaN.
-    `backend="reference"` can be differentiated any number of times; torch's fused kernel once.
+    The compiled engine and torch's fused kernel can be differentiated once, `backend="reference"` any number of times.
 
     Args:
         q: [batch, heads, queries, qk_dim].
@@ -119,20 +124,22 @@ def attend(
     >>> attend(q, k, v, mask=Causal() & (Window(32) | Prefix(4))).shape
     torch.Size([1, 8, 64, 16])
     """
-    q, k, v = _autocast(q, k, v)
-    if traced(q, k, v):
+    if _is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    prepared = None if _is_traced() else prepare(
+        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+        offset=offset, backend=backend, lse=bool(_watchers.get()),
+    )  # fmt: skip
+    if prepared is None:
         return attend_traced(
             q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
             offset=offset, backend=backend, lse=False,
         ).out  # fmt: skip
-    problem, operands = pose(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-        offset=offset, lse=bool(_watchers.get()),
-    )  # fmt: skip
-    plan, state = execute(problem, operands, backend)
-    out = state.out if sink is None else state.with_sink(sink).to(q.dtype)
-    _tell(problem, operands, score, plan, state, out)
-    return out
+    plan, operands = prepared
+    plan, state = execute(plan, operands, backend)
+    if watchers := _watchers.get():
+        _tell(watchers, operands, score, plan, state)
+    return state.out
 
 
 def attend_state(
@@ -161,18 +168,21 @@ def attend_state(
     >>> torch.allclose((early | late).out, attend(q, k, v, mask=Causal()), atol=1e-6)
     True
     """
-    q, k, v = _autocast(q, k, v)
-    if traced(q, k, v):
+    if _is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
+    prepared = None if _is_traced() else prepare(
+        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,
+        backend=backend, lse=True,
+    )  # fmt: skip
+    if prepared is None:
         return attend_traced(
             q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0,
             offset=offset, backend=backend, lse=True,
         )  # fmt: skip
-    problem, operands = pose(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,
-        lse=True,
-    )  # fmt: skip
-    plan, state = execute(problem, operands, backend)
-    _tell(problem, operands, score, plan, state, state.out)
+    plan, operands = prepared
+    plan, state = execute(plan, operands, backend)
+    if watchers := _watchers.get():
+        _tell(watchers, operands, score, plan, state)
     return state
 
 
@@ -201,9 +211,10 @@ def explain(
     >>> q, k = torch.empty(1, 32, 4096, 128, device="meta"), torch.empty(1, 8, 4096, 128, device="meta")
     >>> plan = explain(q, k, k, mask=Causal() & Window(512))
     >>> plan.backend, plan.schedule.pairs, plan.flops
-    ('reference', 62922752, 32216449024)
+    ('native', 62922752, 32216449024)
     """
-    q, k, v = _autocast(q, k, v)
+    if _is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
         offset=offset, lse=False,
@@ -224,11 +235,14 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _tell(problem: Problem, operands: Operands, score: Score | None, plan: Plan, state: State, out: Tensor) -> None:
-    watchers = _watchers.get()
-    if not watchers:
-        return
-    o, p = operands, problem
-    call = Call(o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state, out)
+def _is_traced() -> bool:
+    """Whether the call is to be seen by torch as one operator: it is traced, or counted and watched by nobody else."""
+    return torch.compiler.is_compiling() or (is_counted() and not _watchers.get())
+
+
+def _tell(watchers: Watchers, operands: Operands, score: Score | None, plan: Plan, state: State) -> None:
+    o, p = operands, plan.problem
+    numbers = (p.scale, p.softcap, o.sink, p.dropout, p.offset)
+    call = Call(o.q, o.k, o.v, o.mask, o.bias, score, *numbers, plan, state.out, state.lse)
     for tell in watchers:
         tell(call)

@@ -5,21 +5,77 @@ every torch, and regard works without it: then `available()` is False and `absen
 
 Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512bf16" on x86 or "neon" on 64-bit ARM. The
 last one that the machine has is used, unless the environment variable `REGARD_ISA` names another.
+
+A call is a struct whose every field has 8 bytes. `CALL` and `GRADIENT` name the fields in order; an `Entry`
+writes and runs it.
 """
 
 import ctypes
 import os
+import struct
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, NoReturn
 
 # Before the library: its OpenMP must find the threads that torch brought, and not start others.
-import torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import torch
 
-from regard.errors import ProblemError, RefusalError
+from regard.errors import ProblemError, RefusalError, RegardError
+
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""regard_dtype of native/abi.h."""
 
 LIBRARY = "libregard.so"
-ABI = 1  # REGARD_ABI_VERSION of native/abi.h
+ABI = 2  # REGARD_ABI_VERSION of native/abi.h
+
+
+def _tensor(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}.{field}" for field in ("data", "batch", "head", "token"))
+
+
+def _schedule(name: str) -> tuple[str, ...]:
+    lists = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern", "patterns")
+    return tuple(f"{name}.{field}" for field in ("rows", *lists, "pattern_count"))
+
+
+CALL = (
+    *("bytes", "isa", "dtype", "threads", "batch", "heads", "kv_heads", "queries", "keys", "qk_dim", "v_dim"),
+    *(
+        "scale",
+        "softcap",
+        "dropout",
+        "seed",
+        *_tensor("q"),
+        *_tensor("k"),
+        *_tensor("v"),
+        *_tensor("out"),
+        "lse",
+        "sink",
+    ),
+    *("distance", "distance_head", "bias", "bias_dtype", "bias_batch", "bias_head", "bias_row", "bias_key"),
+    *("maps_batch", "maps_head", *_schedule("by_query"), "workspace", "workspace_bytes", "seconds", "next"),
+)
+"""The fields of regard_call."""
+
+GRADIENT = (
+    *(*CALL, *_tensor("dout"), "dlse", *_tensor("dq"), *_tensor("dk"), *_tensor("dv"), "delta", "ddistance", "dbias"),
+    *(*(f"bias_sizes.{axis}" for axis in range(4)), *_schedule("by_key")),
+)
+"""The fields of regard_gradient, which begins with a regard_call."""
+
+NUMBERS = ("scale", "softcap", "dropout", "seconds")
+"""The fields that are doubles; all others are integers and addresses."""
+
+WRONG = {
+    -1: "a size makes no sense",
+    -2: "a tensor is missing",
+    -3: "a tile is outside of the call",
+    -4: "the workspace is too small",
+    -5: "the machine lacks the instruction set",
+}
+"""regard_status below 0."""
 
 
 def available() -> bool:
@@ -60,6 +116,71 @@ def isa() -> str:
             f"to use {here[-1]}."
         )
     return asked
+
+
+class Entry:
+    """A function of the library that runs a struct: regard_forward of `CALL`, or regard_backward of `GRADIENT`."""
+
+    def __init__(self, name: str, fields: tuple[str, ...]) -> None:
+        library: Any = _load(_find())
+        self._fields, self._memory = fields, ctypes.c_int64 * len(fields)
+        self._run, self._workspace = getattr(library, name), library.regard_workspace
+        self._run.restype = self._workspace.restype = ctypes.c_int64
+        self._run.argtypes = self._workspace.argtypes = (ctypes.c_void_p,)
+
+    def packed(self, values: Mapping[str, float]) -> bytes:
+        """A struct with these fields, all others 0; `bytes` is put in."""
+        kinds = "".join("d" if field in NUMBERS else "q" for field in self._fields)
+        values = {"bytes": 8 * len(self._fields), **values}
+        return struct.pack("=" + kinds, *(values.get(field, 0) for field in self._fields))
+
+    def opened(self, packed: bytes) -> Any:
+        """A copy of the struct to write to and to run: an array of its fields by number, as integers."""
+        return self._memory.from_buffer_copy(packed)
+
+    def workspace(self, call: Any) -> int:
+        """The bytes of workspace that an opened struct needs."""
+        found = int(self._workspace(call))
+        return found if found >= 0 else _wrong(found)
+
+    def __call__(self, call: Any) -> None:
+        """Run an opened struct. Where it limits its seconds, Python sees to its signals in between."""
+        while status := self._run(call):
+            if status < 0:
+                _wrong(status)
+
+
+def _wrong(status: int) -> NoReturn:
+    raise RegardError(
+        f"regard's compiled library does not take a call that regard made: {WRONG.get(status)} (status {status} "
+        'of native/abi.h). This is an error in regard, please report it; backend="reference" does without the library.'
+    )
+
+
+def products(dtype: torch.dtype, threads: int, seconds: float) -> float:
+    """FLOP/s of products that never leave the registers, measured for about so many seconds; see native/limits.h."""
+    measured = _measuring("regard_products", ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
+    return _positive(measured(isas().index(isa()), DTYPES[dtype], threads, seconds))
+
+
+def stream(address: int, size: int, threads: int) -> float:
+    """Bytes/s of one read of `size` bytes from `address` on, which must have been written before."""
+    measured = _measuring("regard_stream", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    return _positive(measured(isas().index(isa()), address, size, threads))
+
+
+def _measuring(name: str, *arguments: type) -> Any:
+    """A function of the library that takes an instruction set and these, and gives a number."""
+    function = getattr(_load(_find()), name)
+    function.restype, function.argtypes = ctypes.c_double, (ctypes.c_int64, *arguments)
+    return function
+
+
+def _positive(number: float) -> float:
+    """The number, unless it is a regard_status."""
+    if number < 0:
+        raise ProblemError(f"regard's compiled library cannot measure this (status {number:.0f} of native/abi.h).")
+    return number
 
 
 def _find() -> str:

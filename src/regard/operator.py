@@ -3,17 +3,19 @@
 What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is
 whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call
 that is not traced does not come here: it runs its engine directly, which costs less, and which the reference can
-differentiate twice.
+differentiate twice. Only where a dispatch mode is on does it come here too, so that torch's FLOP counter sees it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
+from regard.backend.contract import Resumable
+from regard.cost import attention as cost
 from regard.describe.bias import Bias
 from regard.describe.mask import And, Frame, Mask, Not, Or
 from regard.describe.mask_by_table import Dense, Where
@@ -22,26 +24,31 @@ from regard.describe.word import unspell
 from regard.errors import RefusalError
 from regard.plan.choose import check_engine
 from regard.plan.execute import execute
-from regard.plan.problem import check_numbers, check_sink, check_tensors, check_words, pose
+from regard.plan.known import prepare
+from regard.plan.problem import check_numbers, check_sink, check_tensors, check_words, is_without_data
+from regard.plan.schedule import Schedule
+from regard.plan.tiling import schedule
 from regard.state import State
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, float? scale, "
-    "float? softcap, float dropout, Tensor? seed, SymInt offset, str? backend, bool lse"
+    "float? softcap, float dropout, Tensor? seed, SymInt offset, str? backend, bool wants_lse"
 )
+
+_len_torch_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 
 _library = torch.library.Library("regard", "DEF")
 _library.define(f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"attend_backward(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}) "
+    f"attend_backward(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dmore)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def traced(*tensors: Tensor) -> bool:
-    """Whether torch is tracing, or the tensors have no data to compute with."""
-    return torch.compiler.is_compiling() or any(_without_data(t) for t in tensors)
+def is_counted() -> bool:
+    """Whether a dispatch mode is on, as torch's FLOP counter is: it is shown the call as one operator."""
+    return _len_torch_dispatch_stack() > 0
 
 
 def attend_traced(
@@ -86,10 +93,6 @@ def attend_traced(
     )
 
 
-def _without_data(t: object) -> bool:
-    return isinstance(t, FakeTensor) or (isinstance(t, Tensor) and t.device.type == "meta")
-
-
 def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
     """The mask with every `Where` evaluated, as its function cannot pass through an operator."""
     if isinstance(mask, And | Or):
@@ -104,24 +107,33 @@ def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
     return Dense(mask.fn(b, h, q, torch.arange(frame.keys, device=device)), frame.offset)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> State:
-    numbers, mask, bias, scale, softcap, dropout, seed, offset, backend, lse = rest
-    problem, operands = pose(
+def _run(
+    before: State | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any
+) -> State:
+    """The state of a call; `before` is what it gave, from which an engine that can do so goes on to its gradients."""
+    numbers, mask, bias, scale, softcap, dropout, seed, offset, backend, wants_lse = rest
+    prepared = prepare(
         q, k, v,
         mask=cast(Mask, unspell(mask, carried, numbers)) if mask else None,
         bias=cast(Bias, unspell(bias, carried, numbers)) if bias else None,
-        score=None, scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, lse=lse,
+        score=None, scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, backend=backend,
+        lse=wants_lse,
     )  # fmt: skip
+    assert prepared is not None  # the operator runs on data, or its fake kernel does
+    plan, operands = prepared
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(int(seed))
-        state = execute(problem, operands, backend)[1]
-    return state if sink is None else State(state.with_sink(sink).to(q.dtype), state.lse)
+        if before is not None and isinstance(plan.ready, Resumable):
+            for change in plan.changes:
+                operands = change(operands)
+            return plan.ready.resume(operands, before)
+        return execute(plan, operands, backend)[1]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        state = _run(q, k, v, *rest)
+        state = _run(None, q, k, v, *rest)
     return state.out.contiguous(), state.lse.contiguous()
 
 
@@ -134,6 +146,8 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -141,13 +155,16 @@ def _backward(
     carried: Sequence[Tensor],
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients of q, k, v and of [sink, *carried], by running the call again with autograd watching its engine."""
+    """The gradients of q, k, v and of [sink, *carried].
+
+    An engine that can differentiate from `out` and `lse` does; else the call is run again with autograd watching it.
+    """
     given = [q, k, v, *([] if sink is None else [sink]), *carried]
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
         more = leaves[3:]
         sunk = more.pop(0) if sink is not None else None
-        state = _run(leaves[0], leaves[1], leaves[2], sunk, more, *rest)
+        state = _run(State(out, lse), leaves[0], leaves[1], leaves[2], sunk, more, *rest)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         outputs = {state.out: grad_out} | ({state.lse: grad_lse} if rest[-1] else {})
         flowing = {out: grad for out, grad in outputs.items() if out.requires_grad}
@@ -162,6 +179,8 @@ def _backward(
 def _backward_fake(
     grad_out: Tensor,
     grad_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -174,16 +193,46 @@ def _backward_fake(
     return like[0], like[1], like[2], like[3:]
 
 
+def _attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return cost.flops(_counted(q, k, *rest), qk_dim=q.shape[3], v_dim=v.shape[3])
+
+
+def _backward_flops(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+    out_val: Any = None,
+) -> int:
+    return cost.gradient_flops(_counted(q, k, *rest), qk_dim=q.shape[3], v_dim=v.shape[3])
+
+
+def _counted(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> Schedule:
+    """The schedule of a call, whose pairs are counted; of all pairs, if the mask's tensors have no data."""
+    numbers, text, offset = rest[0], rest[1], rest[7]
+    sizes = {"batch": q.shape[0], "heads": q.shape[1], "queries": q.shape[2], "keys": k.shape[2], "offset": offset}
+    if not text or any(map(is_without_data, carried)):
+        return schedule(None, tile=128, **sizes)
+    mask = cast(Mask, unspell(text, carried, numbers))
+    return schedule(mask.at(Frame(**sizes)), tile=128, **sizes)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sink, carried, *rest = inputs
-    ctx.save_for_backward(q, k, v, *([] if sink is None else [sink]), *carried)
+    ctx.save_for_backward(*output, q, k, v, *([] if sink is None else [sink]), *carried)
     ctx.rest, ctx.sunk, ctx.floats = rest, sink is not None, [t.is_floating_point() for t in carried]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, *more = ctx.saved_tensors
+    out, lse, q, k, v, *more = ctx.saved_tensors
     sink, carried = (more[0], more[1:]) if ctx.sunk else (None, more)
-    dq, dk, dv, dmore = torch.ops.regard.attend_backward(grad_out, grad_lse, q, k, v, sink, carried, *ctx.rest)
+    dq, dk, dv, dmore = torch.ops.regard.attend_backward(
+        grad_out, grad_lse, out, lse, q, k, v, sink, carried, *ctx.rest
+    )
     dsink, dcarried = (dmore[0], dmore[1:]) if ctx.sunk else (None, dmore)
     flowing = [grad if flows else None for grad, flows in zip(dcarried, ctx.floats, strict=True)]
     numbers, *others = ctx.rest
@@ -214,3 +263,5 @@ torch.library.register_fake("regard::attend", _attend_fake, lib=_library)
 torch.library.register_fake("regard::attend_backward", _backward_fake, lib=_library)
 torch.library.register_autograd("regard::attend", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_vmap("regard::attend", _mapped, lib=_library)
+register_flop_formula(torch.ops.regard.attend, get_raw=True)(_attend_flops)
+register_flop_formula(torch.ops.regard.attend_backward, get_raw=True)(_backward_flops)

@@ -15,6 +15,8 @@ from tests.oracle import Case, dense, kept, worst
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
+pytestmark = pytest.mark.parametrize("engine", [None, "reference"], ids=["chosen", "reference"])
+
 
 @st.composite
 def cases(draw: st.DrawFn, words: bool = True) -> Case:
@@ -42,8 +44,8 @@ def cases(draw: st.DrawFn, words: bool = True) -> Case:
     return case
 
 
-def run(case: Case, **more: Any) -> Tensor:
-    return attend(case.q, case.k, case.v, **{**case.words, **more})
+def run(case: Case, engine: str | None, **more: Any) -> Tensor:
+    return attend(case.q, case.k, case.v, **{**case.words, **more}, backend=engine)
 
 
 def without_sink(case: Case) -> dict[str, Any]:
@@ -52,24 +54,26 @@ def without_sink(case: Case) -> dict[str, Any]:
 
 @given(case=cases(), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=150)
-def test_attention_is_what_the_formula_says(case: Case, dtype: torch.dtype):
+def test_attention_is_what_the_formula_says(engine: str | None, case: Case, dtype: torch.dtype):
     case = case.to(dtype)
     (truth, lse), naive = dense(case), dense(case, dtype)
-    out = run(case)
+    out = run(case, engine)
     assert out.dtype == dtype
     assert out.shape == truth.shape
     # float64 has no better judge than itself; a row of few keys may by luck cost naive fp32 less than a rounding or two
     units = {torch.float64: 32, torch.float32: 3}.get(dtype, 0.5) * torch.finfo(dtype).eps
     largest = float(case.v.abs().max()) if case.v.numel() else 0.0
     assert worst(out, truth) <= max((1.5 if dtype == torch.float32 else 1.0) * worst(naive[0], truth), units * largest)
-    state = attend_state(case.q, case.k, case.v, **without_sink(case))
+    state = attend_state(case.q, case.k, case.v, **without_sink(case), backend=engine)
     assert state.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert worst(state.lse, lse) <= max(1.5 * worst(naive[1], lse), 2e-6 if dtype != torch.float64 else 1e-14)
+    seen = lse[torch.isfinite(lse)].abs()
+    eps = 3 * torch.finfo(state.lse.dtype).eps * (max(1.0, float(seen.max())) if seen.numel() else 1.0)
+    assert worst(state.lse, lse) <= max(1.5 * worst(naive[1], lse), 4 * eps)
 
 
 @given(case=cases())
 @settings(max_examples=40)
-def test_gradients_are_what_the_formula_says(case: Case):
+def test_gradients_are_what_the_formula_says(engine: str | None, case: Case):
     def gradients(function: Any) -> list[Tensor]:
         leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
         words = dict(case.words)
@@ -86,23 +90,23 @@ def test_gradients_are_what_the_formula_says(case: Case):
         tensors["sink"] = case.words["sink"]
     if isinstance(case.words.get("bias"), TensorBias):
         tensors["bias"] = case.words["bias"].tensor
-    found, truth = gradients(run), gradients(lambda c: dense(c)[0])
+    found, truth = gradients(lambda c: run(c, engine)), gradients(lambda c: dense(c)[0])
     for ours, theirs in zip(found, truth, strict=True):
-        assert worst(ours, theirs) < 1e-12
+        assert worst(ours, theirs) < (1e-12 if theirs.dtype == torch.float64 else 1e-5)  # a bias may be float32
 
 
 @given(case=cases(), bad=st.sampled_from([float("nan"), float("inf"), -float("inf")]))
 @settings(max_examples=60)
-def test_what_is_masked_is_never_read_into_a_result(case: Case, bad: float):
+def test_what_is_masked_is_never_read_into_a_result(engine: str | None, case: Case, bad: float):
     """A key that some queries see and others do not, made NaN, changes no bit of the others' rows."""
     keep = kept(case)
     if not keep.numel():
         return
     key = keep.shape[3] // 2
-    clean = run(case)
+    clean = run(case, engine)
     k, v = case.k.clone(), case.v.clone()
     k[:, :, key], v[:, :, key] = bad, bad
-    dirty = run(Case(case.q, k, v, case.words))
+    dirty = run(Case(case.q, k, v, case.words), engine)
     hidden = ~keep[..., key]
     assert torch.equal(dirty[hidden], clean[hidden])
     if math.isnan(bad):  # those who see it are NaN
@@ -111,7 +115,7 @@ def test_what_is_masked_is_never_read_into_a_result(case: Case, bad: float):
 
 @given(case=cases())
 @settings(max_examples=40)
-def test_what_is_masked_is_never_read_into_a_gradient(case: Case):
+def test_what_is_masked_is_never_read_into_a_gradient(engine: str | None, case: Case):
     keep = kept(case)
     if not keep.numel():
         return
@@ -120,28 +124,31 @@ def test_what_is_masked_is_never_read_into_a_gradient(case: Case):
     leaves = [t.detach().clone() for t in (case.q, case.k, case.v)]
     leaves[1][:, :, key] = leaves[2][:, :, key] = float("nan")
     case.q, case.k, case.v = (t.requires_grad_() for t in leaves)
-    grads = torch.autograd.grad(run(case, mask=hides).sum(), (case.q, case.k, case.v), materialize_grads=True)
+    grads = torch.autograd.grad(run(case, engine, mask=hides).sum(), (case.q, case.k, case.v), materialize_grads=True)
     assert all(bool(torch.isfinite(grad).all()) for grad in grads)
     assert float(grads[1][:, :, key].abs().sum() + grads[2][:, :, key].abs().sum()) == 0
 
 
 @given(case=cases(), cut=st.floats(0, 1))
 @settings(max_examples=40)
-def test_states_over_parts_of_the_keys_merge_to_the_whole(case: Case, cut: float):
+def test_states_over_parts_of_the_keys_merge_to_the_whole(engine: str | None, case: Case, cut: float):
     case.words = {"softcap": case.words["softcap"]}
     keys = case.k.shape[2]
     at = int(cut * keys)
-    parts = [attend_state(case.q, case.k[:, :, s], case.v[:, :, s], **case.words) for s in (slice(at), slice(at, None))]
-    whole = attend_state(case.q, case.k, case.v, **case.words)
+    parts = [
+        attend_state(case.q, case.k[:, :, s], case.v[:, :, s], **case.words, backend=engine)
+        for s in (slice(at), slice(at, None))
+    ]
+    whole = attend_state(case.q, case.k, case.v, **case.words, backend=engine)
     merged = parts[0] | parts[1]
     assert worst(merged.out, whole.out) < 1e-12
     assert worst(merged.lse, whole.lse) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_that_sees_nothing_is_zero(dtype: torch.dtype):
+def test_a_row_that_sees_nothing_is_zero(engine: str | None, dtype: torch.dtype):
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=dtype, requires_grad=True) for _ in range(3))
-    state = attend_state(q, k, v, mask=Causal(), offset=-3)  # queries 0 to 2 stand before the first key
+    state = attend_state(q, k, v, mask=Causal(), offset=-3, backend=engine)  # queries 0 to 2 stand before the first key
     assert torch.equal(state.out[:, :, :3], torch.zeros(1, 2, 3, 4, dtype=dtype))
     assert bool((state.lse[:, :, :3] == -torch.inf).all())
     (state.out.sum() + state.lse[:, :, 3:].sum()).backward()
@@ -151,9 +158,9 @@ def test_a_row_that_sees_nothing_is_zero(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(2)])
-def test_a_call_that_keeps_nothing_is_zero_and_so_are_its_gradients(sink: Tensor | None):
+def test_a_call_that_keeps_nothing_is_zero_and_so_are_its_gradients(engine: str | None, sink: Tensor | None):
     q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    out = attend(q, k, v, mask=Dense(torch.zeros(5, 5, dtype=torch.bool)), sink=sink)
+    out = attend(q, k, v, mask=Dense(torch.zeros(5, 5, dtype=torch.bool)), sink=sink, backend=engine)
     out.sum().backward()
     assert not out.any()
     for t in (q, k, v):
@@ -162,10 +169,10 @@ def test_a_call_that_keeps_nothing_is_zero_and_so_are_its_gradients(sink: Tensor
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(3)])
-def test_a_query_that_is_not_finite_spoils_only_the_gradients_of_what_it_sees(mask: Mask):
+def test_a_query_that_is_not_finite_spoils_only_the_gradients_of_what_it_sees(engine: str | None, mask: Mask):
     q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
     q[:, :, 1] = float("nan")
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = attend(*leaves, mask=mask)
+    out = attend(*leaves, mask=mask, backend=engine)
     grads = torch.autograd.grad(out[:, :, 2:].sum(), leaves)  # row 1 is not looked at
     assert all(bool(torch.isfinite(grad[:, :, 2:]).all()) for grad in grads)

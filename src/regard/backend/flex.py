@@ -10,14 +10,16 @@ import shutil
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, Sum
+from regard.backend.contract import Ready
+from regard.describe.bias import Bias
+from regard.plan.lower import Lowering
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -34,6 +36,7 @@ class Flex:
 
     name: str = "flex"
     tile: int = 128
+    lowerings: tuple[Lowering, ...] = ()
     hides_by_zero: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -53,19 +56,24 @@ class Flex:
         lacking = _lacking() if cpu else None
         return [reason for reason, applies in found.items() if applies] + ([lacking] if lacking else [])
 
-    def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
-        q, k, v = operands.q, operands.k, operands.v
-        block_mask = None if problem.mask is None else _block_mask(schedule, q.device)
-        score_mod = _score_mod(problem, operands.bias, q.device)
-        shared = problem.heads != problem.kv_heads
-        wants_lse = problem.lse or problem.sink
-        with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore[reportPrivateUsage]
-            result = _compiled(q.device.type)(
-                q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None
-            )
-        if wants_lse:
-            return State(result[0], result[1].lse)
+    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+        return partial(_run, problem, schedule)
+
+
+def _run(problem: Problem, schedule: Schedule, operands: Operands) -> State:
+    q, k, v = operands.q, operands.k, operands.v
+    block_mask = None if problem.mask is None else _block_mask(schedule, q.device)
+    score_mod = _score_mod(problem, operands.bias, q.device)
+    shared = problem.heads != problem.kv_heads
+    wants_lse = problem.lse or problem.sink
+    with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore[reportPrivateUsage]
+        result = _compiled(q.device.type)(
+            q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None
+        )
+    if not wants_lse:
         return State(result, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
+    state = State(result[0], result[1].lse)
+    return state if operands.sink is None else State(state.with_sink(operands.sink), state.lse)
 
 
 @cache
@@ -145,7 +153,7 @@ def _no_bits(schedule: Schedule) -> Tensor:
 def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Modify | None:
     """Softcap, then bias, in FlexAttention's form; None if there is neither."""
     cap = problem.softcap
-    adds = [] if bias is None else [_added(problem, term, device) for term in _terms(bias)]
+    adds = [] if bias is None else [_added(problem, term, device) for term in bias.terms()]
     if cap is None and not adds:
         return None
 
@@ -156,10 +164,6 @@ def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Mod
         return score
 
     return score_mod
-
-
-def _terms(bias: Bias) -> list[Bias]:
-    return [*_terms(bias.a), *_terms(bias.b)] if isinstance(bias, Sum) else [bias]
 
 
 def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:

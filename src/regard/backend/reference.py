@@ -13,9 +13,9 @@ there and put back for just the pairs that are kept.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
-from operator import or_
+from operator import add, or_
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from regard.backend.contract import Ready
+from regard.plan.lower import Lowering
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -45,12 +47,16 @@ class Reference:
     name: str = "reference"
     compute: torch.dtype | None = None
     tile: int = 128
+    lowerings: tuple[Lowering, ...] = ()
     hides_by_zero: bool = False
 
     def refusals(self, problem: Problem) -> list[str]:
         return [] if problem.score is None else [f"the score {problem.score} is not known to it"]
 
-    def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
+    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+        return partial(self._run, problem, schedule)
+
+    def _run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
         if not problem.batch * problem.heads * problem.queries:
             return _nothing(problem, operands)
         compute = self.compute or (torch.float64 if problem.dtype == torch.float64 else torch.float32)
@@ -64,9 +70,8 @@ class Reference:
         whole = _joined([_joined(row, dim=1) for row in states], dim=0)
         if problem.grad and not schedule.pairs:
             return _nothing(problem, operands)
-        if problem.sink:
-            return whole  # it is folded in before the result is rounded
-        return State(whole.out.to(problem.dtype), whole.lse.to(_lse_dtype(problem)))
+        out = whole.out if operands.sink is None else whole.with_sink(operands.sink)
+        return State(out.to(problem.dtype), whole.lse.to(_lse_dtype(problem)))
 
 
 class _Block(NamedTuple):
@@ -159,7 +164,7 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     if block.problem.softcap is not None:
         scores = block.problem.softcap * torch.tanh(scores / block.problem.softcap)
     if block.operands.bias is not None:
-        scores = scores + _bias(block, first, q, pieces).to(scores.dtype)
+        scores = scores + _bias(block, first, q, pieces)
     if keep is not None:
         scores = torch.where(keep, scores, -torch.inf)
     top = scores.amax(dim=3, keepdim=True).detach()
@@ -243,7 +248,7 @@ def _bias(block: _Block, first: int, q: Tensor, pieces: list[_Piece]) -> Tensor:
     query = torch.arange(start, start + rows, device=device).view(-1, 1)
     key = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
     assert block.operands.bias is not None
-    return block.operands.bias.value(b, h, query, key)
+    return reduce(add, (term.value(b, h, query, key).to(q.dtype) for term in block.operands.bias.terms()))
 
 
 def _joined(states: list[State], dim: int) -> State:
@@ -256,6 +261,7 @@ def _nothing(problem: Problem, operands: Operands) -> State:
     """The state of a call that keeps no pair: out 0, lse -inf, and gradients 0 rather than none."""
     sizes = (problem.batch, problem.heads, problem.queries)
     tied = [operands.q, operands.k, operands.v, *([] if operands.bias is None else operands.bias.tensors())]
+    tied += [] if operands.sink is None else [operands.sink]
     zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
     lse = torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device)
     return State(operands.q.new_zeros((*sizes, problem.v_dim)) + zero, lse + zero)

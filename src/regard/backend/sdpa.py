@@ -8,9 +8,12 @@ The kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cp
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from regard.backend.contract import Ready
+from regard.plan.lower import Lowering, pack
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -22,6 +25,7 @@ class Sdpa:
 
     name: str = "sdpa"
     tile: int = 128
+    lowerings: tuple[Lowering, ...] = (pack,)
     hides_by_zero: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -45,12 +49,16 @@ class Sdpa:
         }
         return [reason for reason, applies in found.items() if applies]
 
-    def run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (operands.q, operands.k, operands.v))
-        causal = problem.mask is not None
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = attention(q, k, v, 0.0, causal, scale=problem.scale)
-        return State(out, lse)
+    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+        return partial(_run, problem)
+
+
+def _run(problem: Problem, operands: Operands) -> State:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    causal = problem.mask is not None
+    out, lse = attention(operands.q, operands.k, operands.v, 0.0, causal, scale=problem.scale)
+    state = State(out, lse)
+    return state if operands.sink is None else State(state.with_sink(operands.sink), lse)
 
 
 def _known(problem: Problem) -> bool:

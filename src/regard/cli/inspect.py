@@ -79,9 +79,9 @@ def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
 def run(asked: argparse.Namespace, tools: Callable[[], Tools]) -> int:
     """Do what was asked. Everything that can be wrong with it is found before the model is loaded."""
     text = read(asked.text)
-    _check(Path(asked.out))
+    check_place(asked.out)
     if asked.json not in (None, STDOUT):
-        _check(Path(asked.json))
+        check_place(asked.json)
     terminal = _terminal()
     with terminal.Stages() as stages:
         report = _surveyed(tools(), text, asked, stages)
@@ -188,9 +188,10 @@ def _short(name: str) -> str:
 # ---- out ------------------------------------------------------------------------------------------------------------
 
 
-def _check(path: Path) -> None:
-    """Minutes of work must not end at a folder that is not there."""
-    if str(path) == STDOUT:
+def check_place(name: str) -> None:
+    """Raise unless a file of that name can be written: minutes of work must not end at a folder that is not there."""
+    path = Path(name)
+    if name == STDOUT:
         raise ProblemError("the page cannot go to stdout: name a file after --out.")
     if path.is_dir():
         raise ProblemError(f"{path} is a folder: name the file to write in it.")

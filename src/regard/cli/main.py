@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from regard import __version__
-from regard.cli import inspect
+from regard.cli import bench, inspect
 from regard.errors import RegardError
 
 
@@ -22,12 +22,21 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
     Args:
         tools: what `inspect` works with; tests bring their own.
     """
+
+    def run() -> int:
+        asked = _parser(tools).parse_args(arguments)
+        return asked.run(asked)
+
+    return ended(run)
+
+
+def ended(run: Callable[[], int]) -> int:
+    """Run a command and return its exit code; what regard raises, Ctrl-C and a closed pipe end it in a line or none."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no "…" gets a "?"
     try:
-        asked = _parser(tools).parse_args(arguments)
-        code: int = asked.run(asked)
+        code = run()
         sys.stdout.flush()  # here, where a closed pipe is understood
     except RegardError as error:
         return _end(2, f"error: {' '.join(str(error).split())}")
@@ -44,7 +53,7 @@ def _end(code: int, message: str) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other error of the command."""
 
     def error(self, message: str) -> NoReturn:
@@ -52,11 +61,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(tools: Callable[[], inspect.Tools]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="regard", description="Attention as a library; its command shows what goes on in a model.")
+    parser = Parser(
+        prog="regard",
+        description="Attention as a library; its command shows what goes on in a model, and how fast it is here.",
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and the compiled library, and exit")
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     commands = parser.add_subparsers(metavar="command", title="commands")
     inspect.add_to(commands, tools)
+    bench.add_to(commands)
     return parser
 
 

@@ -17,6 +17,14 @@ def flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
     return 2 * schedule.pairs * (qk_dim + v_dim)
 
 
+def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
+    """FLOPs of the backward pass: the scores once more, the gradients of the weights, and those of q, k and v.
+
+    The five products that Dao et al. 2022, arXiv:2205.14135, §B.4 and torch's FLOP counter count.
+    """
+    return 2 * schedule.pairs * (3 * qk_dim + 2 * v_dim)
+
+
 def bytes_moved(schedule: Schedule, *, kv_heads: int, qk_dim: int, v_dim: int, item: int) -> int:
     """The least that any engine reads and writes, in bytes: q, out, the keys and values that are seen, each once.
 

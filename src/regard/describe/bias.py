@@ -1,7 +1,7 @@
 """Biases: numbers added to the scores, after the softcap and before the mask.
 
 A bias answers `value(b, h, q, k)` for positions, as a mask does, differentiably in the tensors that it carries. `a + b`
-adds two.
+adds two, each as exact as it is: engines add them in the type that they compute in.
 """
 
 import math
@@ -30,6 +30,10 @@ class Bias(Word):
         """Whether the value depends on the head and on k - q alone, so that it can be kept as a vector per head."""
         return False
 
+    def terms(self) -> list["Bias"]:
+        """The biases of which this is the sum."""
+        return [self]
+
     def __add__(self, other: "Bias") -> "Bias":
         if not isinstance(other, Bias):  # pyright: ignore[reportUnnecessaryIsInstance]
             what = "a tensor; wrap it as TensorBias(tensor)" if isinstance(other, Tensor) else type(other).__name__
@@ -52,6 +56,9 @@ class Sum(Bias):
 
     def per_distance(self) -> bool:
         return self.a.per_distance() and self.b.per_distance()
+
+    def terms(self) -> list[Bias]:
+        return [*self.a.terms(), *self.b.terms()]
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -165,7 +172,8 @@ class TensorBias(Bias):
     """Any bias as a tensor; gradients flow to it.
 
     Its rows are the queries of the call and its columns the keys. Entries of -inf hide a pair, though a mask does so
-    better: what a mask hides is not computed.
+    better: what a mask hides is not computed. Axes that broadcast are best left at size 1: a tensor that was expanded
+    gets a gradient for every element.
 
     Args:
         tensor: floats, broadcastable to [batch, heads, queries, keys].
@@ -198,6 +206,13 @@ class TensorBias(Bias):
                 f"{frame.offset}: every size must be that or 1, and rows placed by offset must cover the queries."
             )
         return TensorBias(self.tensor, first)
+
+    def rows(self, queries: int, offset: int) -> Tensor:
+        """The tensor of a call, placed in it (`at`): [batch or 1, heads or 1, queries or 1, keys or 1]."""
+        whole = self.tensor[(None,) * (4 - self.tensor.ndim)]
+        if whole.shape[2] in (1, queries) and (whole.shape[2] == 1 or self.offset == offset):
+            return whole
+        return whole.narrow(2, offset - cast(int, self.offset), queries)
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return cast("tuple[int, int, int, int]", (1,) * (4 - self.tensor.ndim) + tuple(self.tensor.shape))

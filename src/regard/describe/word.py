@@ -12,17 +12,17 @@ compared by the identity of those tensors.
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from torch import Tensor
 
-from regard.describe.tensors import ticket
+from regard.describe.tensors import Ticket, ticket
 
 W = TypeVar("W", bound="type[Word]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outline:
     """A word without its tensors.
 
@@ -36,6 +36,22 @@ class Outline:
 
     name: str
     parts: tuple[Any, ...]
+    _hash: int | None = field(default=None, init=False)  # kept, as every call looks its plan up by outlines
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Outline) and self.name == other.name and self.parts == other.parts)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            object.__setattr__(self, "_hash", hash((self.name, self.parts)))
+        return cast(int, self._hash)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing in the word can change: it carries no tensor and no function."""
+        return not any(
+            isinstance(part, Ticket) or (isinstance(part, Outline) and not part.is_constant) for part in self.parts
+        )
 
     @property
     def text(self) -> str:
@@ -53,8 +69,14 @@ class Word:
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def outline(self) -> Outline:
-        """This word with its tensors replaced by tickets."""
-        return Outline(type(self).__name__, tuple(_outlined(part) for part in self.parts()))
+        """This word with its tensors replaced by tickets. Made once for a word that is constant."""
+        kept = self.__dict__.get("_outline")
+        if kept is not None:
+            return kept
+        made = Outline(type(self).__name__, tuple(_outlined(part) for part in self.parts()))
+        if made.is_constant:
+            self.__dict__["_outline"] = made
+        return made
 
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
@@ -78,9 +100,11 @@ class Word:
 
     def is_known(self) -> bool:
         """Whether this and the words in it were made with `@word`."""
-        return self._named.get(type(self).__name__) is type(self) and all(
-            part.is_known() for part in self.parts() if isinstance(part, Word)
-        )
+        if "_known" not in self.__dict__:
+            self.__dict__["_known"] = self._named.get(type(self).__name__) is type(self) and all(
+                part.is_known() for part in self.parts() if isinstance(part, Word)
+            )
+        return self.__dict__["_known"]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the word carries, in the order of its spelling."""

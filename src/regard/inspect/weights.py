@@ -95,7 +95,7 @@ class Weights:
                 "Observe with a function of your own that takes what it needs from the call."
             )
         sink = None if call.sink is None else call.sink.detach()
-        q, k, lse = call.q.detach(), call.k.detach(), call.state.lse.detach()
+        q, k, lse = call.q.detach(), call.k.detach(), call.lse.detach()
         return cls(q, k, lse, call.mask, call.bias, call.scale, call.softcap, sink, call.offset)
 
     @property

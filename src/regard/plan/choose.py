@@ -5,32 +5,34 @@ named runs or raises its reasons; it never gives way to another.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from threading import Lock
 
 import torch
 
-from regard.backend.contract import Backend
+from regard.backend.contract import Backend, Ready
 from regard.backend.flex import Flex
+from regard.backend.native import Native
 from regard.backend.reference import Reference
 from regard.backend.sdpa import Sdpa
 from regard.cost import attention as cost
 from regard.describe.mask import Mask
 from regard.errors import ProblemError, RefusalError
-from regard.plan.lower import simplify_mask
+from regard.plan.lower import Step, simplify_mask
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 
 ENGINES: dict[str, Backend] = {
     engine.name: engine
-    for engine in (Sdpa(), Flex(), Reference(), Reference(name="reference64", compute=torch.float64))
+    for engine in (Native(), Sdpa(), Flex(), Reference(), Reference(name="reference64", compute=torch.float64))
 }
 """Every engine, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("sdpa", "reference"),
+    "cpu": ("native", "sdpa", "reference"),
     "cuda": ("flex", "reference"),
 }
 """The engines tried on each device, best first; elsewhere only the reference."""
@@ -38,6 +40,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 ASIDE = {
     ("cpu", "flex"): "on cpu it is used only by name: it compiles for seconds, and has no gradients and no log-sum-exp",
     ("cpu", "reference64"): "it is used only by name: float64 costs twice the time",
+    ("cuda", "native"): "it computes on cpu",
     ("cuda", "reference64"): "it is used only by name: float64 costs many times the time",
 }
 """Why an engine is not in the row of its device."""
@@ -50,18 +53,40 @@ class Plan:
     """What will run, why, and what it costs.
 
     Attributes:
+        asked: the problem as it was posed.
         problem: as the engine gets it, after the lowering steps.
         schedule: the tiles.
-        steps: what lowering did, in words.
+        steps: what lowering did.
         backend: the engine's name.
         passed_over: the engines that were not taken, with their reasons.
     """
 
+    asked: Problem
     problem: Problem
     schedule: Schedule
-    steps: tuple[str, ...]
+    steps: tuple[Step, ...]
     backend: str
     passed_over: dict[str, list[str]] = field(hash=False)
+
+    @property
+    def engine(self) -> Backend:
+        """The engine itself."""
+        return ENGINES[self.backend]
+
+    @cached_property
+    def ready(self) -> Ready:
+        """The engine, ready for this problem."""
+        return self.engine.ready(self.problem, self.schedule)
+
+    @cached_property
+    def changes(self) -> tuple[Callable[[Operands], Operands], ...]:
+        """What the steps do to the operands of each call."""
+        return tuple(step.apply for step in self.steps if step.apply is not None)
+
+    @cached_property
+    def is_careful(self) -> bool:
+        """Whether the data must be looked at before the engine runs: it would carry NaN past the mask."""
+        return self.problem.mask is not None and self.engine.hides_by_zero
 
     @property
     def flops(self) -> int:
@@ -123,22 +148,30 @@ def check_engine(named: object) -> None:
 
 
 def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
-    lowered = cache(partial(_lowered, asked, mask))  # by tile: engines that want the same tile share their schedule
     passed: dict[str, list[str]] = {}
+    tiled = cache(partial(_schedule, asked, mask))  # by tile: engines that want the same tile share their schedule
     for name in (named,) if named else ORDER.get(asked.device, ("reference",)):
-        problem, tiles, step = lowered(ENGINES[name].tile)
-        reasons = [without[name]] if name in without else ENGINES[name].refusals(problem)
+        engine = ENGINES[name]
+        tiles = tiled(engine.tile)
+        problem, steps = _lowered(asked, tiles, engine)
+        reasons = [without[name]] if name in without else engine.refusals(problem)
         if not reasons:
-            return Plan(problem, tiles, (step,) if step else (), name, passed | ({} if named else _aside(asked.device)))
+            return Plan(asked, problem, tiles, steps, name, passed | ({} if named else _aside(asked.device)))
         passed[name] = reasons
     raise RefusalError(_refused(asked, passed, named))
 
 
-def _lowered(asked: Problem, mask: Mask | None, tile: int) -> tuple[Problem, Schedule, str | None]:
+def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
     a = asked
-    tiles = schedule(mask, batch=a.batch, heads=a.heads, queries=a.queries, keys=a.keys, offset=a.offset, tile=tile)
-    problem, step = simplify_mask(asked, tiles)
-    return problem, tiles, step
+    return schedule(mask, batch=a.batch, heads=a.heads, queries=a.queries, keys=a.keys, offset=a.offset, tile=tile)
+
+
+def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
+    problem, steps = asked, list[Step]()
+    for lowering in (simplify_mask, *engine.lowerings):
+        problem, step = lowering(problem, tiles)
+        steps += [step] if step else []
+    return problem, tuple(steps)
 
 
 def _aside(device: str) -> dict[str, list[str]]:

@@ -1,39 +1,44 @@
-"""From a posed problem to its state: choose an engine and run it, on data that it cannot carry past the mask.
+"""From a plan to the state: run its engine, on data that it cannot carry past the mask.
 
 Some engines hide a key by multiplying it with a weight of 0, and 0 * NaN is NaN. Before such an engine runs under a
 mask its keys and values are looked at. If some are not finite it gets them as zeros, which changes no bit of the rows
 that do not see them; the rows that do are taken from the next engine, one that selects instead of multiplying.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from regard.errors import RefusalError
-from regard.plan.choose import ENGINES, Plan, choose
+from regard.plan.choose import Plan, choose
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.state import State
+
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 
 LEAKS = "keys, values or (where gradients flow) queries hold NaN or inf, which it would carry past the mask"
 
 
-def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Plan, State]:
+def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, State]:
     """The plan that ran and its state.
 
+    Args:
+        named: the engine that was asked for.
+
     Raises:
-        RefusalError: the named engine, or every engine, refuses, for reasons of the problem or of the data.
+        RefusalError: the named engine, or every engine, refuses, for reasons of the data.
     """
-    plan = choose(problem, operands, named)
-    if plan.problem.mask is None or not ENGINES[plan.backend].hides_by_zero or _clean(plan.problem, operands):
+    if not plan.is_careful or _clean(plan.problem, operands):
         return plan, _run(plan, operands)
     if named is not None:
-        raise RefusalError(f"The backend {named!r} cannot run this.\n  {problem}\n  {named}: {LEAKS}")
-    exact = choose(problem, operands, None, without=((plan.backend, LEAKS),))
-    if problem.grad and not is_finite(operands.q):
+        raise RefusalError(f"The backend {named!r} cannot run this.\n  {plan.asked}\n  {named}: {LEAKS}")
+    exact = choose(plan.asked, operands, None, without=((plan.backend, LEAKS),))
+    if plan.problem.grad and not is_finite(operands.q):
         return exact, _run(exact, operands)
     bad = ~(_finite_rows(operands.k) & _finite_rows(operands.v))
-    cleaned = replace(operands, k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))
+    cleaned = operands._replace(k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))
     touched = _sees(exact, operands, bad)
     whole, dirty = _run(plan, cleaned), _run(exact, operands)
     return exact, State(
@@ -42,10 +47,12 @@ def execute(problem: Problem, operands: Operands, named: str | None) -> tuple[Pl
 
 
 def _run(plan: Plan, operands: Operands) -> State:
-    with torch.autocast(
-        operands.q.device.type, enabled=False
-    ):  # the types are settled; an engine's products keep theirs
-        return ENGINES[plan.backend].run(plan.problem, plan.schedule, operands)
+    for change in plan.changes:
+        operands = change(operands)
+    if not _is_any_autocast_enabled():
+        return plan.ready(operands)
+    with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; an engine's products keep theirs
+        return plan.ready(operands)
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:
@@ -64,5 +71,5 @@ def _sees(plan: Plan, operands: Operands, bad: Tensor) -> Tensor:
         problem = replace(
             plan.problem, qk_dim=1, v_dim=1, bias=None, softcap=None, scale=1.0, sink=False, dropout=0.0, grad=False
         )
-        mean = replace(operands, q=q, k=k, v=bad.to(q.dtype), bias=None, sink=None)
-        return _run(replace(plan, problem=problem), mean).out[..., 0] > 0
+        mean = operands._replace(q=q, k=k, v=bad.to(q.dtype), bias=None, sink=None)
+        return _run(replace(plan, problem=problem, steps=()), mean).out[..., 0] > 0

@@ -1,20 +1,50 @@
 """Lowering: small named steps that say the same problem in words that more engines know.
 
-A step takes a problem and what is known of it, and returns another problem that has the same answer. Its name and
-what it did are kept in the plan, and `explain` shows them.
+A lowering takes a problem and its schedule, and returns another problem with the same answer and the `Step` that led
+there: what it did in words, which the plan keeps and `explain` shows, and what it does to the operands of every call.
+`simplify_mask` serves all engines; each engine lists the others that it wants.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import add
+from typing import Any, cast
 
 import numpy as np
+import torch
 
+from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask_by_rule import Causal
-from regard.plan.problem import Problem
+from regard.describe.tensors import Ticket
+from regard.describe.word import Outline
+from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 
 
-def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, str | None]:
+@dataclass(frozen=True)
+class Step:
+    """What a lowering did.
+
+    Attributes:
+        name: of the lowering.
+        did: what it did, in words.
+        apply: what is to be done to the operands of each call, differentiably; None for nothing. It holds no tensor.
+    """
+
+    name: str
+    did: str
+    apply: Callable[[Operands], Operands] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.did}"
+
+
+Lowering = Callable[[Problem, Schedule], tuple[Problem, Step | None]]
+
+
+def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     """Say the mask in a simpler word if, in this call, it hides nothing or just what `Causal()` hides.
 
     A window that is longer than the sequence, lengths that are all full, one decoded token: the schedule tells.
@@ -25,10 +55,32 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, str | Non
     if problem.mask is None:
         return problem, None
     if tiles.pairs == problem.batch * problem.heads * problem.queries * problem.keys:
-        return replace(problem, mask=None), f"simplify_mask: {problem.mask} hides nothing here"
+        return replace(problem, mask=None), Step("simplify_mask", f"{problem.mask} hides nothing here")
     if problem.mask != _CAUSAL and tiles.maps == (1, 1) and _is_triangle(tiles):
-        return replace(problem, mask=_CAUSAL), f"simplify_mask: {problem.mask} is Causal() here"
+        return replace(problem, mask=_CAUSAL), Step("simplify_mask", f"{problem.mask} is Causal() here")
     return problem, None
+
+
+def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Copy the tensors in which the numbers of a token do not lie side by side."""
+    if not problem.gapped:
+        return problem, None
+    names, one = " and ".join(problem.gapped), len(problem.gapped) == 1
+    did = f"{names} {'is' if one else 'are'} copied, as the numbers of a token lie apart in {'it' if one else 'them'}"
+    return replace(problem, gapped=()), Step("pack", did, partial(_packed, problem.gapped))
+
+
+def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Add the tensors among the biases into one, as exactly as scores are; what is a vector over k - q stays."""
+    parts = [] if problem.bias is None else _terms(problem.bias)
+    tensors = [part for part in parts if part.name == "TensorBias"]
+    if len(tensors) < 2:
+        return problem, None
+    whole = Outline("TensorBias", (Ticket("added", 0, f"{len(tensors)} added"), None))
+    others = [part for part in parts if part.name != "TensorBias"]
+    bias = reduce(lambda a, b: Outline("Sum", (a, b)), [*others, whole])
+    did = f"the {len(tensors)} tensors of the bias are added into one"
+    return replace(problem, bias=bias), Step("add_biases", did, partial(_added, problem))
 
 
 _CAUSAL = Causal().outline()
@@ -48,3 +100,25 @@ def _same(a: Schedule, b: Schedule) -> bool:
     if not all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names):
         return False
     return np.array_equal(a.patterns[a.patch_pattern], b.patterns[b.patch_pattern])
+
+
+def _packed(names: tuple[str, ...], operands: Operands) -> Operands:
+    copies: dict[str, Any] = {name: getattr(operands, name).contiguous() for name in names}
+    return operands._replace(**copies)
+
+
+def _terms(bias: Outline) -> list[Outline]:
+    return [term for part in bias.parts for term in _terms(part)] if bias.name == "Sum" else [bias]
+
+
+def _added(problem: Problem, operands: Operands) -> Operands:
+    """The operands with all `TensorBias`es in one, whose rows are the queries of the call."""
+    terms = cast(Bias, operands.bias).terms()
+    tensors = [cast(TensorBias, term).rows(problem.queries, problem.offset) for term in terms if _is_tensor(term)]
+    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), problem.offset)
+    return operands._replace(bias=reduce(add, [*(term for term in terms if not _is_tensor(term)), whole]))
+
+
+def _is_tensor(term: Bias) -> bool:
+    return isinstance(term, TensorBias)

@@ -6,10 +6,11 @@ What must travel to the engine, the tensors and the words that carry them, are t
 
 import math
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
@@ -17,6 +18,9 @@ from regard.describe.mask import Frame, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.word import Outline, Word
 from regard.errors import ProblemError
+
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+_peek_interpreter_stack = _functorch.peek_interpreter_stack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,7 +30,9 @@ class Problem:
     """What a call asks for, as sizes, types and outlines.
 
     `grad` says that gradients will flow back from it, `lse` that the log-sum-exp is wanted as well as the output,
-    `transformed` that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation.
+    `transformed` that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation. `gapped` names
+    the tensors in which the numbers of a token do not lie side by side; `foreign` says that some tensor's numbers do
+    not lie where its address says (it is sparse, lazily negated, or of a class that keeps them elsewhere).
     """
 
     batch: int
@@ -49,6 +55,8 @@ class Problem:
     grad: bool
     lse: bool
     transformed: bool
+    gapped: tuple[str, ...]
+    foreign: bool
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -70,8 +78,7 @@ class Problem:
         return f"{q} · {kv}, mask {self.mask}, bias {self.bias}" + (", " + said if said else "")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operands:
+class Operands(NamedTuple):
     """What a problem is posed over: the tensors, and the words that carry tensors, placed in the call."""
 
     q: Tensor
@@ -115,7 +122,11 @@ def pose(
     frame = Frame(batch, heads, queries, keys, offset)
     mask = None if mask is None else mask.at(frame)
     bias = None if bias is None else bias.at(frame)
+    if bias is not None:
+        check_device(bias, q)
     given = (q, k, v, *([] if sink is None else [sink]), *([] if bias is None else bias.tensors()))
+    transformed = _transformed(given)
+    foreign = not transformed and any(map(_is_foreign, given))
     problem = Problem(
         batch=batch,
         heads=heads,
@@ -136,9 +147,16 @@ def pose(
         offset=offset,
         grad=torch.is_grad_enabled() and any(t.requires_grad for t in given),
         lse=lse,
-        transformed=_transformed(given),
+        transformed=transformed,
+        gapped=() if transformed or foreign else gapped(q, k, v),
+        foreign=foreign,
     )
     return problem, Operands(q, k, v, mask, bias, sink)
+
+
+def gapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...]:
+    """Which of the three have their numbers of a token not side by side: a last axis, of 2 or more, not of stride 1."""
+    return tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if t.stride(3) != 1 and t.shape[3] > 1)
 
 
 def is_finite(t: Tensor) -> bool:
@@ -209,7 +227,7 @@ def _check_word(name: str, given: Word | None) -> None:
         raise ProblemError(
             f"{name} is a {type(given).__name__}, which is no word that regard knows; see Where and TensorBias."
         )
-    if isinstance(given, Mask) and any(_functorch().is_batchedtensor(t) for t in given.tensors()):
+    if isinstance(given, Mask) and any(_functorch.is_batchedtensor(t) for t in given.tensors()):
         raise ProblemError(
             f"{given!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
         )
@@ -239,16 +257,37 @@ def check_sink(sink: object, heads: int, q: Tensor) -> None:
         raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
 
 
-def _functorch() -> Any:
-    return getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+def check_device(bias: Bias, q: Tensor) -> None:
+    """Raise `ProblemError` unless the tensors of the bias are where q is."""
+    for t in bias.tensors():
+        if t.device != q.device and q.device.type != "meta":
+            raise ProblemError(
+                f"{bias!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
+            )
+
+
+def in_transform() -> bool:
+    """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is at work."""
+    return _peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+
+
+def is_without_data(t: object) -> bool:
+    """Whether it is a tensor of sizes and a type alone: on the meta device, or fake."""
+    return isinstance(t, Tensor) and (t.is_meta or isinstance(t, FakeTensor))
 
 
 def _transformed(tensors: tuple[Tensor, ...]) -> bool:
-    if _functorch().peek_interpreter_stack() is not None:
+    if _peek_interpreter_stack() is not None:
         return True
-    if forward_ad._current_level < 0:  # pyright: ignore[reportPrivateUsage]
+    if not in_transform():
         return False
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _is_foreign(t: Tensor) -> bool:
+    kind: Any = type(t)
+    own = kind.__torch_dispatch__ is cast(Any, Tensor).__torch_dispatch__ or isinstance(t, FakeTensor)
+    return not own or t.layout is not torch.strided or t.is_neg()
 
 
 def _index(value: object, name: str) -> int:

@@ -1,18 +1,29 @@
-"""What making a schedule costs, beside FlexAttention's `create_block_mask`, which looks at every pair."""
+"""What making a schedule costs, beside FlexAttention's `create_block_mask`, which looks at every pair.
 
+`python -m benchmarks.schedules` prints the tables; `--write` also puts them into docs/schedules.md.
+"""
+
+import argparse
+import math
 import resource
 import time
+import tracemalloc
 from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from bench.measure import interleaved, peak_bytes, table
+from benchmarks.report import machine, table
 from regard import Blocks, Causal, Documents, Mask, Prefix, Window
+from regard.bench.rounds import Effort, interleaved, timed
 from regard.describe.mask import Frame
+from regard.inspect.page import write_whole
 from regard.plan.tiling import schedule
+
+PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
 
 CASES: dict[str, tuple[int, Callable[[int], Mask]]] = {
     "causal, 131,072": (131_072, lambda n: Causal()),
@@ -36,9 +47,8 @@ def run() -> str:
     rows: list[tuple[str, ...]] = []
     for name, (tokens, word) in CASES.items():
         mask = word(tokens)
-        seconds = interleaved({name: lambda mask=mask, tokens=tokens: made(mask, tokens)})[name]
+        seconds, mib = _cost(lambda mask=mask, tokens=tokens: made(mask, tokens))
         found = made(mask, tokens)
-        mib = peak_bytes(lambda mask=mask, tokens=tokens: made(mask, tokens)) / 2**20
         rows.append((name, f"{1e3 * seconds:.1f}", f"{mib:.1f}", f"{found.pairs:,}", f"{len(found.patterns):,}"))
     ours = table(("mask, tokens", "ms", "MiB", "kept pairs", "patterns"), rows)
     return f"{ours}\n\nThe same mask, causal window 4,096 + 4 sinks:\n\n{_beside_flex()}"
@@ -48,13 +58,23 @@ def _beside_flex() -> str:
     rows: list[tuple[str, ...]] = []
     for tokens in (4096, 16_384, 32_768):
         mask = Causal() & (Window(4096) | Prefix(4))
-        ours = interleaved({"": lambda mask=mask, tokens=tokens: made(mask, tokens)}, seconds=0.5)[""]
-        mib = peak_bytes(lambda mask=mask, tokens=tokens: made(mask, tokens)) / 2**20
+        ours, mib = _cost(lambda mask=mask, tokens=tokens: made(mask, tokens))
         with get_context("spawn").Pool(1) as pool:  # a process of its own: its peak is then its own as well
             theirs, grown = pool.apply(_block_mask, (tokens,))
         cells = (f"{1e3 * ours:.1f} ms, {mib:.1f} MiB", f"{1e3 * theirs:,.0f} ms, {grown / 2**20:,.0f} MiB")
         rows.append((f"{tokens:,} tokens", *cells, f"{theirs / ours:,.0f}x"))
     return table(("", "regard", "torch create_block_mask", "ratio"), rows)
+
+
+def _cost(run: Callable[[], object]) -> tuple[float, float]:
+    """The median time in seconds, and the most MiB that Python and numpy held at once."""
+    seconds = interleaved({"ours": timed(run)}, Effort(seconds=0.5)).median(lambda ours: ours, "ours")
+    tracemalloc.start()
+    try:
+        run()
+        return seconds or math.nan, tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def _block_mask(tokens: int) -> tuple[float, int]:
@@ -65,3 +85,19 @@ def _block_mask(tokens: int) -> tuple[float, int]:
     start = time.perf_counter()
     create_block_mask(keep, None, None, tokens, tokens, device="cpu")
     return time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def main() -> None:
+    """Print the tables, and write them if that is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write the tables to docs/{PAGE.name}")
+    asked = parser.parse_args()
+    about = (__doc__ or "").split("\n", maxsplit=1)[0]
+    page = f"# Schedules\n\n{about}\n\n`python -m benchmarks.schedules` on {machine()}:\n\n{run()}\n"
+    print(page)
+    if asked.write:
+        write_whole(PAGE, page.encode())
+
+
+if __name__ == "__main__":
+    main()

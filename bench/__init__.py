@@ -1,1 +1,0 @@
-"""Benchmarks: `python -m bench schedule` and `python -m bench attend`; `--write` puts the tables into docs/bench.md."""

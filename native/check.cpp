@@ -1,0 +1,165 @@
+// See check.h.
+#include "check.h"
+
+#include <cmath>
+#include <initializer_list>
+
+namespace regard {
+namespace {
+
+constexpr int64_t LONGEST = int64_t(1) << 40;  // of any axis: so far workspaces, which are some KiB per token, fit 64 bits
+
+// Products and sums of sizes, and whether they all fitted 64 bits.
+struct Sizes {
+    bool fit = true;
+
+    int64_t times(int64_t a, int64_t b) {
+        int64_t product = 0;
+        fit &= !__builtin_mul_overflow(a, b, &product);
+        return product;
+    }
+    int64_t plus(int64_t a, int64_t b) {
+        int64_t sum = 0;
+        fit &= !__builtin_add_overflow(a, b, &sum);
+        return sum;
+    }
+    // One past the last element that the axes reach; 0 if an axis is empty.
+    template <int n>
+    int64_t reach(const int64_t (&sizes)[n], const int64_t (&strides)[n]) {
+        int64_t last = 0;
+        for (int i = 0; i < n; ++i) {
+            if (sizes[i] == 0) return 0;
+            fit &= strides[i] >= 0;
+            last = plus(last, times(sizes[i] - 1, strides[i]));
+        }
+        return plus(last, 1);
+    }
+};
+
+int64_t bytes_of(int64_t dtype) { return dtype == REGARD_F64 ? 8 : dtype == REGARD_F32 ? 4 : 2; }
+
+bool is_dtype(int64_t dtype) { return dtype >= REGARD_F64 && dtype <= REGARD_F16; }
+
+bool is_axis(int64_t size) { return size >= 0 && size <= LONGEST; }
+
+regard_status tensor(const regard_tensor &t, int64_t dtype, int64_t batch, int64_t heads, int64_t tokens, int64_t dim) {
+    Sizes s;
+    const int64_t elements = s.reach<4>({batch, heads, tokens, dim}, {t.batch, t.head, t.token, 1});
+    s.times(elements, bytes_of(dtype));
+    if (!s.fit) return REGARD_BAD_SIZE;
+    return elements && !t.data ? REGARD_BAD_POINTER : REGARD_DONE;
+}
+
+regard_status sizes(const regard_call &c) {
+    for (int64_t size : {c.batch, c.heads, c.kv_heads, c.queries, c.keys, c.qk_dim, c.v_dim})
+        if (!is_axis(size)) return REGARD_BAD_SIZE;
+    if (c.heads && (!c.kv_heads || c.heads % c.kv_heads)) return REGARD_BAD_SIZE;
+    if (!is_dtype(c.dtype) || c.threads < 1) return REGARD_BAD_SIZE;
+    Sizes s;
+    s.times(s.times(s.times(c.batch, c.heads), c.queries), 8);  // of lse
+    return s.fit ? REGARD_DONE : REGARD_BAD_SIZE;
+}
+
+regard_status numbers(const regard_call &c) {
+    for (double number : {c.scale, c.softcap, c.dropout, c.seconds})
+        if (!std::isfinite(number)) return REGARD_BAD_SIZE;
+    if (c.softcap < 0 || c.dropout < 0 || c.dropout >= 1 || c.seconds < 0 || c.next < 0) return REGARD_BAD_SIZE;
+    return REGARD_DONE;
+}
+
+regard_status biases(const regard_call &c) {
+    Sizes s;
+    if (c.distance) {
+        if (c.distance_head != 0 && c.distance_head < c.queries + c.keys - 1) return REGARD_BAD_SIZE;
+        s.times(s.plus(s.times(c.heads, c.distance_head), c.queries + c.keys), 8);
+    }
+    if (c.bias) {
+        if (!is_dtype(c.bias_dtype)) return REGARD_BAD_SIZE;
+        s.times(s.reach<4>({c.batch, c.heads, c.queries, c.keys}, {c.bias_batch, c.bias_head, c.bias_row, c.bias_key}), 8);
+    }
+    return s.fit ? REGARD_DONE : REGARD_BAD_SIZE;
+}
+
+// Whether the runs and patches of a row lie in the lists, and their tiles in the call, each beyond the one before.
+bool ascends(const regard_schedule &s, int64_t row, int64_t runs, int64_t patches, int64_t across) {
+    int64_t run = s.run_start[row], patch = s.patch_start[row], from = 0;
+    const int64_t last_run = s.run_start[row + 1], last_patch = s.patch_start[row + 1];
+    if (run > last_run || last_run > runs || patch > last_patch || last_patch > patches) return false;
+    while (run < last_run || patch < last_patch) {
+        const bool full = patch == last_patch || (run < last_run && s.run_tile[run] < s.patch_tile[patch]);
+        const int64_t tile = full ? s.run_tile[run] : s.patch_tile[patch], length = full ? s.run_length[run] : 1;
+        if (tile < from || length < 1 || tile > across - length) return false;
+        if (!full && (s.patch_pattern[patch] < 0 || s.patch_pattern[patch] >= s.pattern_count)) return false;
+        from = tile + length;
+        ++(full ? run : patch);
+    }
+    return true;
+}
+
+// `tokens` of the axis whose tiles are the rows, `others` of the other one.
+regard_status schedule(const regard_call &c, const regard_schedule &s, int64_t tokens, int64_t others) {
+    if (s.rows != (tokens + 63) / 64 || s.pattern_count < 0) return REGARD_BAD_SCHEDULE;
+    if ((c.maps_batch != 1 && c.maps_batch != c.batch) || (c.maps_head != 1 && c.maps_head != c.heads)) return REGARD_BAD_SCHEDULE;
+    Sizes sizes;
+    const int64_t rows = sizes.times(sizes.times(c.maps_batch, c.maps_head), s.rows);
+    if (!sizes.fit) return REGARD_BAD_SIZE;
+    if (!rows) return REGARD_DONE;
+    if (!s.run_start || !s.patch_start) return REGARD_BAD_POINTER;
+    const int64_t runs = s.run_start[rows], patches = s.patch_start[rows];
+    if (s.run_start[0] != 0 || s.patch_start[0] != 0 || runs < 0 || patches < 0) return REGARD_BAD_SCHEDULE;
+    if (runs && (!s.run_tile || !s.run_length)) return REGARD_BAD_POINTER;
+    if (patches && (!s.patch_tile || !s.patch_pattern || !s.patterns)) return REGARD_BAD_POINTER;
+    const int64_t across = (others + 63) / 64;
+    for (int64_t row = 0; row < rows; ++row)
+        if (!ascends(s, row, runs, patches, across)) return REGARD_BAD_SCHEDULE;
+    return REGARD_DONE;
+}
+
+// The first that is not REGARD_DONE.
+template <typename... Status>
+regard_status first(Status... all) {
+    for (regard_status status : {all...})
+        if (status != REGARD_DONE) return status;
+    return REGARD_DONE;
+}
+
+regard_status shared(const regard_call &c) {
+    if (regard_status wrong = first(sizes(c), numbers(c))) return wrong;
+    if (c.batch && c.heads && c.queries && !c.lse) return REGARD_BAD_POINTER;
+    return first(tensor(c.q, c.dtype, c.batch, c.heads, c.queries, c.qk_dim),
+                 tensor(c.k, c.dtype, c.batch, c.kv_heads, c.keys, c.qk_dim),
+                 tensor(c.v, c.dtype, c.batch, c.kv_heads, c.keys, c.v_dim),
+                 tensor(c.out, c.dtype, c.batch, c.heads, c.queries, c.v_dim), biases(c), schedule(c, c.by_query, c.queries, c.keys));
+}
+
+regard_status bias_gradients(const regard_gradient &g) {
+    const regard_call &c = g.call;
+    if ((g.ddistance && !c.distance) || (g.dbias && !c.bias)) return REGARD_BAD_POINTER;
+    if (!g.dbias) return REGARD_DONE;
+    const int64_t axes[] = {c.batch, c.heads, c.queries, c.keys};
+    const int64_t strides[] = {c.bias_batch, c.bias_head, c.bias_row, c.bias_key};
+    Sizes s;
+    int64_t elements = 8;
+    for (int i = 0; i < 4; ++i) {
+        if (g.bias_sizes[i] != (strides[i] ? axes[i] : 1)) return REGARD_BAD_SIZE;
+        elements = s.times(elements, g.bias_sizes[i]);
+    }
+    return s.fit ? REGARD_DONE : REGARD_BAD_SIZE;
+}
+
+}  // namespace
+
+regard_status check(const regard_call &c) { return c.bytes == sizeof(regard_call) ? shared(c) : REGARD_BAD_SIZE; }
+
+regard_status check(const regard_gradient &g) {
+    const regard_call &c = g.call;
+    if (c.bytes != sizeof(regard_gradient)) return REGARD_BAD_SIZE;
+    if (regard_status wrong = shared(c)) return wrong;
+    if (c.batch && c.heads && c.queries && !g.delta) return REGARD_BAD_POINTER;
+    return first(tensor(g.dout, c.dtype, c.batch, c.heads, c.queries, c.v_dim),
+                 tensor(g.dq, c.dtype, c.batch, c.heads, c.queries, c.qk_dim),
+                 tensor(g.dk, c.dtype, c.batch, c.kv_heads, c.keys, c.qk_dim),
+                 tensor(g.dv, c.dtype, c.batch, c.kv_heads, c.keys, c.v_dim), bias_gradients(g), schedule(c, g.by_key, c.keys, c.queries));
+}
+
+}  // namespace regard

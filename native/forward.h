@@ -1,0 +1,480 @@
+// Attention for many queries: 64 queries in lanes, keys in blocks of 128.
+//
+// For each tile of queries: scores of a block [key][query] from keys read in place and queries transposed once; the
+// running maximum; weights 2^(score - maximum); the output [v_dim][query] gains weights x values. Every sum is a chain of
+// its own lane, so nothing is shuffled, and a row's bits depend on its own query and keys only: on their positions, since
+// running sums are rescaled at blocks (multiples of 128) and started anew at spans (multiples of 1,024; walk.h). decode.h
+// makes the same sums in the same order.
+//
+// Blocking: scores 128 x 64 floats = 32 KiB and queries 64 x d floats = 16 KiB at d 64 stay in L1 and L2; keys and values
+// stream, used 64 times each. The maximum is only moved when a score exceeds it by 2^8: then weights are at most 256, sums
+// lose nothing, and rescaling the output becomes rare.
+// (Online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; tiles: Dao et al. 2022, arXiv:2205.14135; the rare rescaling:
+// as in the fourth FlashAttention.)
+#pragma once
+
+#include "scores.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+// Attention over some keys, lanes are queries: out [v_dim][64], not yet divided by total.
+template <typename T>
+struct Sums {
+    T *out, *top, *total;
+};
+
+// The log-sum-exp of rows, and what their sums are multiplied with. No key was seen: -inf and 0.
+template <typename T>
+REGARD_INLINE void finished(typename Vec<T>::type top, typename Vec<T>::type total, T unit, T *lse, T *share) {
+    using V = typename Vec<T>::type;
+    const IntVec<T> empty = total == T(0);
+    const V some = empty ? V{} + T(1) : total;
+    store(lse, empty ? broadcast(T(-INFINITE)) : top * unit + natural_log<T>(some));
+    store(share, empty ? V{} : T(1) / some);
+}
+
+// The share of a row's sums where a sink takes weight as well: sums / total * sigmoid(lse - sink).
+template <typename T>
+T sunk(T lse, T share, T sink) {
+    if (share == 0) return 0;
+    const double below = double(sink) - double(lse);
+    return share * T(below > 0 ? ::exp(-below) / (1 + ::exp(-below)) : 1 / (1 + ::exp(below)));
+}
+
+template <typename K>
+struct Forward {
+    using T = typename K::Wide;
+    using V = typename K::V;
+    using P = typename K::Product;
+    using Unit = typename K::Unit;
+    using S = typename K::Stored;
+    static constexpr int W = K::W;
+    static constexpr double NEVER = -INFINITE;
+
+    const regard_call &c;
+    const Scoring<T> scoring;
+    const T factor;  // of a score, to the exponent of 2
+    Unit *queries;   // [units of qk_dim][64]
+    T *scores;       // [128][64]; the weights in pairs in the same place
+    T *added;        // [128][64]: biases
+    char *keys, *values;
+    const char *paired;  // all values in pairs, made beforehand, or null
+    Sums<T> whole, span;
+
+    static int64_t bytes(const regard_call &c) {
+        const int64_t out = up(c.v_dim * LANES * int64_t(sizeof(T)), 64) + 2 * LANES * int64_t(sizeof(T));
+        const bool biased = c.bias || c.distance;
+        return Tokens<K>::units(c.qk_dim) * LANES * int64_t(sizeof(Unit)) + (1 + biased) * BLOCK * LANES * int64_t(sizeof(T)) +
+               Tokens<K>::across_bytes(c.qk_dim, BLOCK) + Tokens<K>::down_bytes(c.v_dim, BLOCK) + 2 * out;
+    }
+
+    Forward(const regard_call &call, const char *pairs, char *scratch)
+        : c(call), scoring(call), factor(T(scoring.unit * LOG2E)), paired(pairs) {
+        const auto take = [&](int64_t n) {
+            char *at = scratch;
+            scratch += n;
+            return at;
+        };
+        queries = reinterpret_cast<Unit *>(take(Tokens<K>::units(c.qk_dim) * LANES * int64_t(sizeof(Unit))));
+        scores = reinterpret_cast<T *>(take(BLOCK * LANES * int64_t(sizeof(T))));
+        added = c.bias || c.distance ? reinterpret_cast<T *>(take(BLOCK * LANES * int64_t(sizeof(T)))) : nullptr;
+        keys = take(Tokens<K>::across_bytes(c.qk_dim, BLOCK));
+        values = take(Tokens<K>::down_bytes(c.v_dim, BLOCK));
+        Sums<T> *const both[] = {&whole, &span};
+        for (Sums<T> *sums : both) {
+            sums->out = reinterpret_cast<T *>(take(up(c.v_dim * LANES * int64_t(sizeof(T)), 64)));
+            sums->top = reinterpret_cast<T *>(take(LANES * int64_t(sizeof(T))));
+            sums->total = reinterpret_cast<T *>(take(LANES * int64_t(sizeof(T))));
+        }
+    }
+
+    // Rows against all keys. `next`: the rows that come next.
+    regard_status run(const Lanes &lanes, int64_t row, const Lanes *next) {
+        transpose_queries(lanes);
+        ask<1>(static_cast<const S *>(c.out.data), c.out, lanes, c.v_dim);
+        if (next) ask<0>(static_cast<const S *>(c.q.data), c.q, *next, c.qk_dim);
+        Walk walk(c.by_query, row, c.keys);
+        bool first = true;
+        for (int64_t from = 0; from < c.keys && !walk.bad; from += SPAN) {
+            if (!sum(walk, lanes, from + SPAN)) continue;
+            if (first) swap_sums();
+            else merge(lanes);
+            first = false;
+        }
+        if (walk.bad) return REGARD_BAD_SCHEDULE;
+        if (first) clear(whole, vectors(lanes));
+        finish(lanes);
+        return REGARD_DONE;
+    }
+
+    // What is kept of a span until all are merged.
+    struct Part {
+        Sums<T> sums;
+        int64_t *some;  // whether a key was listed
+    };
+
+    static int64_t part_bytes(const regard_call &c) { return up((c.v_dim + 2) * LANES * int64_t(sizeof(T)), 64) + 64; }
+
+    static Part part(const regard_call &c, char *at) {
+        T *out = reinterpret_cast<T *>(at);
+        return {{out, out + c.v_dim * LANES, out + (c.v_dim + 1) * LANES}, reinterpret_cast<int64_t *>(at + part_bytes(c) - 64)};
+    }
+
+    // Rows against one span.
+    regard_status run_span(const Lanes &lanes, int64_t row, int64_t number, const Part &into) {
+        span = into.sums;
+        transpose_queries(lanes);
+        Walk walk(c.by_query, row, c.keys, number * SPAN);
+        *into.some = sum(walk, lanes, (number + 1) * SPAN);
+        return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
+    }
+
+    // All spans merged in order; they stand `stride` bytes apart.
+    void finish_spans(const Lanes &lanes, char *parts, int64_t stride, int64_t spans) {
+        bool first = true;
+        for (int64_t s = 0; s < spans; ++s) {
+            const Part p = part(c, parts + s * stride);
+            if (!*p.some) continue;
+            span = p.sums;
+            if (first) swap_sums();
+            else merge(lanes);
+            first = false;
+        }
+        if (first) clear(whole, vectors(lanes));
+        finish(lanes);
+    }
+
+    static int vectors(const Lanes &lanes) { return (lanes.count + W - 1) / W; }
+
+    // The sums of the span that ends at `until`; false if it lists no key.
+    bool sum(Walk &walk, const Lanes &lanes, int64_t until) {
+        const int64_t kv = lanes.head / (c.heads / c.kv_heads);
+        const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim), v(c.v, lanes.batch, kv, c.v_dim);
+        bool fresh = true;
+        Block block;
+        while (walk.next(until, block)) fresh &= !step(block, lanes, k, v, vectors(lanes), fresh);
+        return !fresh;
+    }
+
+    void swap_sums() {
+        const Sums<T> other = whole;
+        whole = span;
+        span = other;
+    }
+
+    // Asks memory for rows while there is other work: where keys are few it would else be a tenth of the time.
+    template <int write>
+    void ask(const S *data, const regard_tensor &t, const Lanes &lanes, int64_t dim) {
+        for (int lane = 0; lane < lanes.count; ++lane) {
+            const char *row = reinterpret_cast<const char *>(data + lanes.batch * t.batch + lanes.head_of(lane) * t.head + lanes.query_of(lane) * t.token);
+            for (int64_t at = 0; at < dim * int64_t(sizeof(S)); at += 64) __builtin_prefetch(row + at, write, 2);
+        }
+    }
+
+    void transpose_queries(const Lanes &lanes) {
+        const S *data = static_cast<const S *>(c.q.data) + lanes.batch * c.q.batch;
+        const auto row = [&](int lane) { return data + lanes.head_of(lane) * c.q.head + lanes.query_of(lane) * c.q.token; };
+        if constexpr (K::pairs) {
+            gather_lanes<Unit, Unit>(row, lanes.count, c.qk_dim / 2, queries);
+            if (c.qk_dim % 2)
+                for (int lane = 0; lane < LANES; ++lane)
+                    queries[c.qk_dim / 2 * LANES + lane] = lane < lanes.count ? row(lane)[c.qk_dim - 1].bits : 0;
+        } else {
+            gather_lanes<T, S>(row, lanes.count, c.qk_dim, queries);
+        }
+    }
+
+    void clear(Sums<T> &s, int vectors) {
+        for (int v = 0; v < vectors; ++v) store(s.top + v * W, broadcast(T(NEVER))), store(s.total + v * W, V{});
+        for (int64_t i = 0; i < c.v_dim; ++i)
+            for (int v = 0; v < vectors; ++v) store(s.out + i * LANES + v * W, V{});
+    }
+
+    // One block of keys. `fresh`: the first of a span, whose sums hold nothing yet.
+    bool step(const Block &block, const Lanes &lanes, const Tokens<K> &k, const Tokens<K> &v, int vectors, bool fresh) {
+        const int tokens = int(c.keys - block.first < BLOCK ? c.keys - block.first : BLOCK);
+        Bits128 bits;
+        lane_bits(block, lanes, bits);
+        Piece pieces[8];
+        const int n = cut<W>(block, bits, tokens, lanes.count, pieces);
+        if (!n) return false;
+        alignas(64) T top[LANES], shift[LANES];
+        for (int u = 0; u < vectors; ++u) store(top + u * W, broadcast(T(NEVER)));
+        const int low = pieces[0].low, high = pieces[n - 1].high;
+        const Rows rows = k.across(block.first + low, high - low, keys);
+        const Adds<T> adds = whole_scores(block, lanes, tokens);
+        const int64_t item = sizeof(S), last = c.keys - 1, next = block.first + BLOCK;
+        // while scores are computed, this block's values and the next one's keys
+        Ahead ahead[2] = {{reinterpret_cast<const char *>(v.at(block.first + low)), v.stride * item, c.v_dim * item},
+                          {reinterpret_cast<const char *>(k.at(next < last ? next : last)), next + BLOCK <= last ? k.stride * item : 0, c.qk_dim * item}};
+        for (int i = 0; i < n; ++i)
+            each_half(pieces[i], [&](const Piece &p, int half) {
+                const uint64_t *hidden = block.half[half].bits ? bits.of : nullptr;
+                const char *from = rows.data + (p.low - low) * rows.stride;
+                score(p, from, rows.stride, adds, scoring.capped || hidden ? nullptr : top, ahead);
+                if (scoring.capped) cap(p, hidden, adds, top);
+                else if (hidden) hide(p, hidden, top);
+            });
+        const bool covers = fresh && pieces[0].first == 0 && pieces[0].last == vectors;
+        if (fresh && covers) start(span, top, vectors);
+        else if (fresh) clear(span, vectors);
+        raise(top, shift, vectors);
+        for (int i = 0; i < n; ++i) weigh(pieces[i], shift);
+        if (c.dropout > 0) drop(block, lanes, pieces, n);
+        mix(block, bits, pieces, n, v, tokens, covers);
+        return true;
+    }
+
+    // Sums of a span whose output the first product will write.
+    void start(Sums<T> &s, const T *top, int vectors) {
+        for (int v = 0; v < vectors; ++v) store(s.top + v * W, load(top + v * W)), store(s.total + v * W, V{});
+    }
+
+    // The parts of a piece in each half of its block.
+    template <typename Work>
+    static REGARD_INLINE void each_half(const Piece &p, Work work) {
+        const int middle = int(TILE);
+        if (p.low < middle) work(Piece{p.low, p.high < middle ? p.high : middle, p.first, p.last}, 0);
+        if (p.high > middle) work(Piece{p.low > middle ? p.low : middle, p.high, p.first, p.last}, 1);
+    }
+
+    // What is added to the products of a block: a vector per head that slides along with the keys, or a table.
+    Adds<T> whole_scores(const Block &block, const Lanes &lanes, int tokens) {
+        alignas(64) static const T nothing[LANES] = {};
+        if (!scoring.whole) return {};
+        if (c.bias || (c.distance && (!lanes.one_head() || lanes.count % W))) {
+            bias_by_query(c, lanes, block.first, tokens, added);
+            return {added, LANES, scoring.scale};
+        }
+        if (!c.distance) return {nothing, 0, scoring.scale};
+        const T *distance = static_cast<const T *>(c.distance) + lanes.head * c.distance_head;
+        return {distance + c.keys - 1 + lanes.first - block.first, -1, scoring.scale};
+    }
+
+    // The scores of a piece, whole ones unless they are still to be capped. `top`: their largest, if they are final.
+    REGARD_INLINE void score(const Piece &p, const char *rows, int64_t stride, const Adds<T> &adds, T *top, Ahead *ahead) {
+        const int64_t units = Tokens<K>::units(c.qk_dim);
+        T *out = scores + p.low * LANES;
+        if (scoring.whole && !scoring.capped)
+            multiply<P, Along::across, Start::score>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, top, adds.at(p.low), ahead);
+        else
+            multiply<P, Along::across>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, top, {}, ahead);
+    }
+
+    // Hidden scores become -inf.
+    void hide(const Piece &p, const uint64_t *bits, T *top) {
+        for (int v = p.first; v < p.last; ++v) {
+            V most = load(top + v * W);
+            for (int j = p.low; j < p.high; ++j) {
+                T *at = scores + j * LANES + v * W;
+                const V s = select(bits[j] >> (v * W), load(at), broadcast(T(NEVER)));
+                store(at, s);
+                most = larger(s, most);
+            }
+            store(top + v * W, most);
+        }
+    }
+
+    // Products become capped scores, hidden ones -inf.
+    void cap(const Piece &p, const uint64_t *bits, const Adds<T> &adds, T *top) {
+        for (int v = p.first; v < p.last; ++v) {
+            V most = load(top + v * W);
+            for (int j = p.low; j < p.high; ++j) {
+                T *at = scores + j * LANES + v * W;
+                V s = scoring.shaped(load(at), load(adds.from + j * adds.row + v * W));
+                if (bits) s = select(bits[j] >> (v * W), s, broadcast(T(NEVER)));
+                store(at, s);
+                most = larger(s, most);
+            }
+            store(top + v * W, most);
+        }
+    }
+
+    // The maximum moved where it must be; shift: what is added to factor * score.
+    void raise(const T *top, T *shift, int vectors) {
+        for (int v = 0; v < vectors; ++v) {
+            const V found = load(top + v * W), old = load(span.top + v * W);
+            const IntVec<T> higher = (found - old) * factor > T(8);
+            const V now = any<T>(higher) ? (higher ? found : old) : old;
+            store(shift + v * W, now == T(NEVER) ? V{} : -(now * factor));
+            if (any<T>(higher)) rescale(v, higher, now);
+        }
+    }
+
+    void rescale(int v, IntVec<T> higher, V now) {
+        const V alpha = higher ? exp2<P::precision>((load(span.top + v * W) - now) * factor) : broadcast(T(1));
+        store(span.top + v * W, now);
+        store(span.total + v * W, load(span.total + v * W) * alpha);
+        for (int64_t i = 0; i < c.v_dim; ++i) {
+            T *at = span.out + i * LANES + v * W;
+            store(at, load(at) * alpha);
+        }
+    }
+
+    // Weights in place of scores, and their sum: 16 keys as a tree, these one after the other.
+    void weigh(const Piece &p, const T *shift) {
+        int j = p.low;
+        for (; j + 16 <= p.high; j += 16)
+            for (int v = p.first; v < p.last; ++v)
+                store(span.total + v * W, load(span.total + v * W) + sixteen<0, 16>(j, v, load(shift + v * W)));
+        for (int v = p.first; v < p.last && j < p.high; ++v)
+            store(span.total + v * W, load(span.total + v * W) + sixteen_at_most(j, p.high, v, load(shift + v * W)));
+    }
+
+    REGARD_INLINE V weight(int j, int v, V by) const {
+        return exp2<P::precision>(fma(load(scores + j * LANES + v * W), broadcast(factor), by));
+    }
+
+    REGARD_INLINE void put_pair(int j, int v, V even, V odd) {
+        if constexpr (K::pairs) {
+            store(reinterpret_cast<Unit *>(scores) + j / 2 * LANES + v * W, pack_pairs(even, odd));
+        } else {
+            store(scores + j * LANES + v * W, even);
+            store(scores + (j + 1) * LANES + v * W, odd);
+        }
+    }
+
+    template <int low, int high>
+    REGARD_INLINE V sixteen(int j, int v, V by) {
+        if constexpr (high - low == 2) {
+            const V even = weight(j + low, v, by), odd = weight(j + low + 1, v, by);
+            put_pair(j + low, v, even, odd);
+            return even + odd;
+        } else {
+            constexpr int middle = (low + high) / 2;
+            const V first = sixteen<low, middle>(j, v, by);
+            return first + sixteen<middle, high>(j, v, by);
+        }
+    }
+
+    // The end of the keys: what is missing weighs 0.
+    V sixteen_at_most(int j, int high, int v, V by) {
+        V e[16];
+        for (int i = 0; i < 16; ++i) e[i] = j + i < high ? weight(j + i, v, by) : V{};
+        for (int i = 0; i < 16; i += 2)
+            if (j + i < high) put_pair(j + i, v, e[i], e[i + 1]);
+        for (int n = 16; n > 1; n /= 2)
+            for (int i = 0; i < n / 2; ++i) e[i] = e[2 * i] + e[2 * i + 1];
+        return e[0];
+    }
+
+    void drop(const Block &block, const Lanes &lanes, const Piece *pieces, int n) {
+        const uint32_t below = dropout_threshold(c.dropout);
+        const T rest = T(1 / (1 - c.dropout));
+        uint32_t row[LANES];
+        for (int lane = 0; lane < lanes.count; ++lane)
+            row[lane] = dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(lane)), uint32_t(lanes.query_of(lane)));
+        for (int i = 0; i < n; ++i)
+            for (int j = pieces[i].low; j < pieces[i].high; ++j) {
+                const uint32_t column = dropout_column(uint32_t(block.first + j));
+                for (int lane = pieces[i].first * W; lane < pieces[i].last * W && lane < lanes.count; ++lane) {
+                    const bool gone = dropout_bits(row[lane], column) < below;
+                    if constexpr (K::pairs) {
+                        bf16 *w = reinterpret_cast<bf16 *>(scores) + (j / 2 * LANES + lane) * 2 + j % 2;
+                        *w = gone ? bf16{0} : narrow<bf16>(widen(*w) * rest);
+                    } else {
+                        T *w = scores + j * LANES + lane;
+                        *w = gone ? T(0) : *w * rest;
+                    }
+                }
+            }
+    }
+
+    void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Tokens<K> &v, int tokens, bool fresh) {
+        const int low = pieces[0].low, high = pieces[n - 1].high;
+        const Rows rows = paired ? Rows{paired + (block.first + low) / 2 * c.v_dim * 4, c.v_dim * 4} : v.down(block.first + low, high - low, values);
+        const Unit *weights = reinterpret_cast<const Unit *>(scores);
+        bool wild[2];
+        for (int i = 0; i < 2; ++i) {
+            const int from = i * int(TILE), to = tokens < from + TILE ? tokens : from + int(TILE);
+            wild[i] = block.half[i].bits && from < to && v.wild(block.first + from, to - from);
+        }
+        for (int i = 0; i < n; ++i) {
+            const Piece &p = pieces[i];
+            const bool first = fresh && i == 0;
+            if (wild[p.low / TILE] || wild[(p.high - 1) / TILE]) {
+                mix_wild(block, bits, p, v, first);
+                continue;
+            }
+            const char *from = rows.data + (p.low - low) / P::pair * rows.stride;
+            const Unit *by = weights + p.low / P::pair * LANES;
+            const int64_t steps = (p.high - p.low + P::pair - 1) / P::pair;
+            if (first) multiply<P, Along::down, Start::zero>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
+            else multiply<P, Along::down>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
+        }
+    }
+
+    // The same sums, where values that are not finite must not reach lanes that do not see them.
+    void mix_wild(const Block &block, const Bits128 &bits, const Piece &p, const Tokens<K> &v, bool fresh) {
+        for (int64_t d = 0; d < c.v_dim; ++d)
+            for (int vector = p.first; vector < p.last; ++vector) {
+                T *at = span.out + d * LANES + vector * W;
+                V sum = fresh ? V{} : load(at);
+                for (int j = p.low; j < p.high; j += P::pair) {
+                    const V even = seen(block, bits, j, vector, v, d);
+                    const typename P::Vector weight = load(reinterpret_cast<const Unit *>(scores) + j / P::pair * LANES + vector * W);
+                    if constexpr (K::pairs) {
+                        const V odd = j + 1 < p.high ? seen(block, bits, j + 1, vector, v, d) : V{};
+                        sum = P::madd(pack_pairs(even, odd), weight, sum);
+                    } else {
+                        sum = P::madd(even, weight, sum);
+                    }
+                }
+                store(at, sum);
+            }
+    }
+
+    V seen(const Block &block, const Bits128 &bits, int j, int vector, const Tokens<K> &v, int64_t d) const {
+        const T value = widen(v.at(block.first + j)[d]);
+        const V all = broadcast(value);
+        if (value - value == 0 || !block.half[j / TILE].bits) return all;
+        return select(bits.of[j] >> (vector * W), all, V{});
+    }
+
+    // whole = whole and span.
+    void merge(const Lanes &lanes) {
+        const int vectors = Forward::vectors(lanes);
+        alignas(64) T mine[LANES], yours[LANES];
+        for (int v = 0; v < vectors; ++v) {
+            const V a = load(whole.top + v * W), b = load(span.top + v * W);
+            const V top = a > b ? a : b;
+            const V wa = a == top ? broadcast(T(1)) : exp2((a - top) * factor);
+            const V wb = b == top ? broadcast(T(1)) : exp2((b - top) * factor);
+            store(mine + v * W, wa);
+            store(yours + v * W, wb);
+            store(whole.top + v * W, top);
+            store(whole.total + v * W, fma(load(span.total + v * W), wb, load(whole.total + v * W) * wa));
+        }
+        for (int64_t i = 0; i < c.v_dim; ++i)
+            for (int v = 0; v < vectors; ++v) {
+                T *at = whole.out + i * LANES + v * W;
+                store(at, fma(load(span.out + i * LANES + v * W), load(yours + v * W), load(at) * load(mine + v * W)));
+            }
+    }
+
+    void finish(const Lanes &lanes) {
+        const int vectors = Forward::vectors(lanes);
+        alignas(64) T share[LANES], lse[LANES];
+        T *into = static_cast<T *>(c.lse) + lanes.batch * c.heads * c.queries;
+        for (int v = 0; v < vectors; ++v)
+            finished<T>(load(whole.top + v * W), load(whole.total + v * W), scoring.unit, lse + v * W, share + v * W);
+        for (int lane = 0; lane < lanes.count; ++lane) {
+            const int64_t h = lanes.head_of(lane);
+            if (c.sink) share[lane] = sunk(lse[lane], share[lane], static_cast<const T *>(c.sink)[h]);
+            into[h * c.queries + lanes.query_of(lane)] = lse[lane];
+        }
+        for (int64_t i = 0; i < c.v_dim; ++i)
+            for (int v = 0; v < vectors; ++v) {
+                T *at = whole.out + i * LANES + v * W;
+                const V by = load(share + v * W);
+                store(at, by == T(0) ? V{} : load(at) * by);
+            }
+        S *data = static_cast<S *>(c.out.data) + lanes.batch * c.out.batch;
+        scatter_lanes<T, S>([&](int lane) { return data + lanes.head_of(lane) * c.out.head + lanes.query_of(lane) * c.out.token; },
+                            lanes.count, c.v_dim, whole.out);
+    }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

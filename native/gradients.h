@@ -1,0 +1,209 @@
+// The backward pass, unit by unit: what backward.h computes of a tile, summed over the tiles that share a key head.
+#pragma once
+
+#include "backward.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+template <typename K>
+struct Gradients {
+    using T = typename K::Wide;
+    using V = typename K::V;
+    using S = typename K::Stored;
+    static constexpr int W = K::W;
+
+    const regard_gradient &g;
+    const regard_call &c;
+    Backward<K> backward;
+    const Division &division;
+    char *const scratch;  // beyond what a tile needs: the sums of a unit, and of a segment
+    Range *ranges;        // [units][segments]: the keys that a segment adds to
+    T *sums, *distances;  // [units][segments]: dk and dv of segments apart; ddistance of the group's heads
+
+    Gradients(const regard_gradient &gradient, char *shared, char *own)
+        : g(gradient), c(g.call), backward(g, own), division(backward.division), scratch(backward.end) {
+        const Division &d = division;
+        ranges = reinterpret_cast<Range *>(shared);
+        sums = reinterpret_cast<T *>(shared + range_bytes(d));
+        distances = reinterpret_cast<T *>(shared + range_bytes(d) + sum_bytes(d));
+    }
+
+    static int64_t range_bytes(const Division &d) {
+        return d.apart ? up(d.units * d.segments * int64_t(sizeof(Range)), 64) : 0;
+    }
+    static int64_t sum_bytes(const Division &d) { return d.apart ? d.units * d.segments * d.sum_bytes : 0; }
+
+    static int64_t shared_bytes(const regard_gradient &g) {
+        const Division d(g.call);
+        const int64_t distances = g.ddistance ? d.units * d.segments * d.group * d.distances * int64_t(sizeof(T)) : 0;
+        return range_bytes(d) + sum_bytes(d) + distances;
+    }
+
+    // ---- first half: dq, and the sums of dk and dv ------------------------------------------------------------------
+
+    regard_status first(int64_t unit) {
+        if (!division.apart) return whole(unit);
+        const int64_t segment = division.segments - 1 - unit / division.units;  // causal: the long ones first
+        unit %= division.units;
+        Range &range = ranges[unit * division.segments + segment];
+        range = range_of(unit, segment);
+        T *own = sums_of(unit, segment);
+        each_group(range, [&](int64_t at, int64_t n) { memset(own + at, 0, size_t(n) * sizeof(T)); });
+        return run(unit, segment, own);
+    }
+
+    // All segments of a unit, one after the other.
+    regard_status whole(int64_t unit) {
+        T *total = reinterpret_cast<T *>(scratch), *own = reinterpret_cast<T *>(scratch + division.sum_bytes);
+        memset(total, 0, size_t(division.sum_bytes));
+        if (regard_status status = run(unit, 0, total)) return status;
+        for (int64_t segment = 1; segment < division.segments; ++segment) {
+            const Range range = range_of(unit, segment);
+            each_group(range, [&](int64_t at, int64_t n) { memset(own + at, 0, size_t(n) * sizeof(T)); });
+            if (regard_status status = run(unit, segment, own)) return status;
+            each_group(range, [&](int64_t at, int64_t n) {
+                for (int64_t i = at; i < at + n; i += W) store(total + i, load(total + i) + load(own + i));
+            });
+        }
+        write(unit, 0, c.keys, [&](int64_t at, int64_t) { return load(total + at); });
+        return REGARD_DONE;
+    }
+
+    T *sums_of(int64_t unit, int64_t segment) const {
+        return sums + (unit * division.segments + segment) * (division.sum_bytes / int64_t(sizeof(T)));
+    }
+
+    // each(start, numbers) for the stretches of sums that stand for these keys.
+    template <typename Each>
+    void each_group(const Range &range, Each each) const {
+        const int64_t n = (range.high - range.low) * LANES;
+        for (int64_t d = 0; d < c.qk_dim; d += LANES) each(backward.sum_at(false, range.low, d), n);
+        for (int64_t d = 0; d < c.v_dim; d += LANES) each(backward.sum_at(true, range.low, d), n);
+    }
+
+    // visit(lanes) for the tiles of a segment.
+    template <typename Visit>
+    void each_tile(int64_t unit, int64_t segment, Visit visit) const {
+        const Division &d = division;
+        const int64_t items = d.parts * d.tiles;
+        for (int64_t i = items * segment / d.segments; i < items * (segment + 1) / d.segments; ++i)
+            visit(backward.lanes_of(unit / c.kv_heads, unit % c.kv_heads, i / d.tiles, i % d.tiles));
+    }
+
+    // The keys that some tile of the segment lists; of a schedule that is wrong, some keys.
+    Range range_of(int64_t unit, int64_t segment) const {
+        const regard_schedule &s = c.by_query;
+        const int64_t tiles = division.key_tiles(c);
+        const auto clipped = [&](int64_t tile) { return tile < 0 ? 0 : Division::least(tile, tiles); };
+        int64_t low = tiles, high = 0;
+        const auto include = [&](int64_t first, int64_t last, int64_t length) {
+            low = Division::least(low, clipped(first));
+            const int64_t end = clipped(clipped(last) + clipped(length));
+            high = high < end ? end : high;
+        };
+        each_tile(unit, segment, [&](const Lanes &lanes) {
+            const int64_t row = backward.row_of(lanes);
+            const int64_t run = s.run_start[row + 1] - 1, patch = s.patch_start[row + 1] - 1;
+            if (s.run_start[row] <= run) include(s.run_tile[s.run_start[row]], s.run_tile[run], s.run_length[run]);
+            if (s.patch_start[row] <= patch) include(s.patch_tile[s.patch_start[row]], s.patch_tile[patch], 1);
+        });
+        low = Division::least(low, high);
+        return {low * TILE, Division::least(high * TILE, c.keys)};
+    }
+
+    regard_status run(int64_t unit, int64_t segment, T *own) {
+        T *distance = nullptr;
+        if (g.ddistance) {
+            const int64_t n = division.group * division.distances;
+            distance = distances + (unit * division.segments + segment) * n;
+            memset(distance, 0, size_t(n) * sizeof(T));
+        }
+        regard_status status = REGARD_DONE;
+        each_tile(unit, segment, [&](const Lanes &lanes) {
+            if (status == REGARD_DONE) status = backward.tile(lanes, own, distance);
+        });
+        return status;
+    }
+
+    // dk and dv of some keys; sum(at, key) is a vector of them.
+    template <typename Sum>
+    void write(int64_t unit, int64_t low, int64_t high, Sum sum) const {
+        for (int value = 0; value < 2; ++value) {
+            const regard_tensor &t = value ? g.dv : g.dk;
+            const int64_t dim = value ? c.v_dim : c.qk_dim;
+            const V by = broadcast(value ? T(1) : backward.scoring.scale);
+            S *data = static_cast<S *>(t.data) + unit / c.kv_heads * t.batch + unit % c.kv_heads * t.head;
+            for (int64_t key = low; key < high; ++key)
+                for (int64_t d = 0; d < dim; d += W) {
+                    const V x = sum(backward.sum_at(value, key, d), key) * by;
+                    S *to = data + key * t.token + d;
+                    if (d + W <= dim) store_narrow(to, x);
+                    else
+                        for (int64_t i = 0; i < dim - d; ++i) to[i] = narrow<S>(x[i]);
+                }
+        }
+    }
+
+    // ---- second half: sums of segments, and gradients that units share ----------------------------------------------
+
+    regard_status second(int64_t unit) {
+        if (unit < bias_units(g)) return bias(unit);
+        unit -= bias_units(g);
+        if (unit < distance_units(g)) return distance(unit);
+        unit -= distance_units(g);
+        const int64_t tiles = division.key_tiles(c), tile = unit % tiles;
+        add_segments(unit / tiles, tile * TILE, Division::least(c.keys, (tile + 1) * TILE));
+        return REGARD_DONE;
+    }
+
+    // In the same order as `whole`.
+    void add_segments(int64_t unit, int64_t low, int64_t high) const {
+        const Range *range = ranges + unit * division.segments;
+        write(unit, low, high, [&](int64_t at, int64_t key) {
+            V total = range[0].has(key) ? load(sums_of(unit, 0) + at) : V{};
+            for (int64_t s = 1; s < division.segments; ++s)
+                if (range[s].has(key)) total += load(sums_of(unit, s) + at);
+            return total;
+        });
+    }
+
+    // ddistance of a head, or of all.
+    regard_status distance(int64_t head) const {
+        T *to = static_cast<T *>(g.ddistance) + head * c.distance_head;
+        const int64_t n = c.queries + c.keys - 1, per_batch = c.kv_heads * division.segments * division.group;
+        for (int64_t i = 0; i < c.batch * per_batch; ++i) {
+            const int64_t kv = i % per_batch / (division.segments * division.group);
+            const int64_t h = kv * division.group + i % division.group;
+            if (c.distance_head && h != head) continue;
+            const T *from = distances + i * division.distances;
+            for (int64_t at = 0; at < n; ++at) to[at] += from[at];
+        }
+        return REGARD_DONE;
+    }
+
+    // dbias of a bias head, or of a tile of its rows: the changes of all pairs that share it, computed once more.
+    regard_status bias(int64_t unit) {
+        const int64_t *n = g.bias_sizes, of_head = n[2] > 1 ? division.tiles : 1;
+        const Range batches = shared_by(unit / of_head / n[1], n[0], c.batch);
+        const Range heads = shared_by(unit / of_head % n[1], n[1], c.heads);
+        const Range tiles = shared_by(unit % of_head, of_head, division.tiles);
+        const auto add = [&](const auto &part, const Tokens<K> &, const Rows &) { backward.add_bias(part); };
+        for (int64_t b = batches.low; b < batches.high; ++b)
+            for (int64_t h = heads.low; h < heads.high; ++h)
+                for (int64_t tile = tiles.low; tile < tiles.high; ++tile) {
+                    const int64_t queries = Division::least(c.queries - tile * TILE, TILE);
+                    const Lanes lanes{b, h, tile * TILE, TILE, int(queries)};
+                    if (regard_status status = backward.each_block(lanes, add)) return status;
+                }
+        return REGARD_DONE;
+    }
+
+    // Which of an axis add to number `at` of `size`: that one, or all if there is one number for all.
+    static Range shared_by(int64_t at, int64_t size, int64_t all) {
+        return size > 1 ? Range{at, at + 1} : Range{0, all};
+    }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

@@ -1,0 +1,39 @@
+// What an instruction set offers: the same functions, compiled for it. abi.cpp calls them and knows nothing inside.
+//
+// A pass is cut into units that can be done in any order by any thread; their results do not depend on either.
+#pragma once
+
+#include "abi.h"
+
+namespace regard {
+
+struct Kernels {
+    // Bytes that all threads share, and bytes for each thread; both multiples of 64. `gradient` is null for a forward pass.
+    int64_t (*shared)(const regard_call &, const regard_gradient *gradient);
+    int64_t (*scratch)(const regard_call &, const regard_gradient *gradient);
+
+    // A pass has two halves, 0 and 1: every unit of the first is done before the second begins. Forward: spans of keys,
+    // then their merging, if they were parted. Backward: all of dq and delta, and what units alone add to; then what
+    // several units add to, put together.
+    int64_t (*forward_units)(const regard_call &, int half);
+    regard_status (*forward)(const regard_call &, int half, int64_t unit, char *shared, char *scratch);
+    int64_t (*backward_units)(const regard_gradient &, int half);
+    regard_status (*backward)(const regard_gradient &, int half, int64_t unit, char *shared, char *scratch);
+
+    // How fast this machine is with these instructions: see limits.h.
+    double (*products)(int64_t dtype, int64_t rounds);
+    uint64_t (*stream)(const void *data, int64_t bytes);
+};
+
+extern const Kernels plain;  // the loops that every kernel must equal
+extern const Kernels portable;
+#if defined(__x86_64__)
+extern const Kernels avx2, avx512, avx512bf16;
+#elif defined(__aarch64__)
+extern const Kernels neon;
+#endif
+
+// Those of regard_isas()[isa], or with -1 the plain ones; null if there are none.
+const Kernels *kernels_of(int64_t isa);
+
+}  // namespace regard

@@ -1,0 +1,121 @@
+// A forward pass, cut into units that any thread may do in any order.
+//
+// Many queries: a unit is a tile of 64 of one head, against all keys. Few: heads of a group share a unit, as lanes (forward.h)
+// or, up to 16, as rows (decode.h); then keys are cut into spans as well, so that all threads have work, and the second half
+// merges them. How a pass is cut follows from its shape, never from the number of threads; and whichever way a row is
+// computed, it gets the same bits.
+#pragma once
+
+#include "decode.h"
+#include "forward.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+struct Cut {
+    const regard_call &c;
+    int64_t group, at_once, parts;  // heads of a key head; of a unit; units that a group makes
+    bool rows;                      // few enough queries for decode.h
+    int64_t spans;                  // that keys are cut into
+    int64_t units;                  // in which all queries are
+
+    explicit Cut(const regard_call &call) : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
+        const int64_t together = c.maps_head > 1 ? 1 : group;  // heads with one mask
+        rows = together * c.queries <= FEW;
+        at_once = c.queries && LANES / c.queries > 1 ? (together < LANES / c.queries ? together : LANES / c.queries) : 1;
+        parts = (group + at_once - 1) / at_once;
+        spans = c.by_query.rows == 1 ? (c.keys + SPAN - 1) / SPAN : 1;
+        spans = spans ? spans : 1;
+        units = c.heads ? c.batch * c.kv_heads * parts * c.by_query.rows : 0;
+    }
+
+    int64_t tile(int64_t unit) const { return c.by_query.rows - 1 - unit % c.by_query.rows; }  // causal: the long ones first
+    int64_t key_head(int64_t unit) const { return unit / c.by_query.rows / parts; }            // counted through the batch
+
+    Lanes lanes(int64_t unit) const {
+        const int64_t part = unit / c.by_query.rows % parts, kv = key_head(unit), first = tile(unit) * TILE;
+        const int64_t heads = group - part * at_once < at_once ? group - part * at_once : at_once;
+        const int64_t queries = c.queries - first < TILE ? c.queries - first : TILE;
+        return {kv / c.kv_heads, kv % c.kv_heads * group + part * at_once, first, at_once > 1 ? c.queries : TILE, int(heads * queries)};
+    }
+
+    int64_t row(const Lanes &lanes, int64_t tile) const {
+        const int64_t map = (c.maps_batch > 1 ? lanes.batch : 0) * c.maps_head + (c.maps_head > 1 ? lanes.head : 0);
+        return map * c.by_query.rows + tile;
+    }
+};
+
+template <typename K>
+struct ForwardPass {
+    const Cut cut;
+    const regard_call &c;
+    int64_t pairs;  // bytes of all values in pairs, made once where many tiles use them; 0: made where they are used
+
+    static constexpr int64_t PAIRS_AT_MOST = int64_t(40) << 20;
+
+    explicit ForwardPass(const regard_call &call) : cut(call), c(call), pairs(0) {
+        const int64_t all = c.batch * c.kv_heads * pairs_of_head();
+        if (K::pairs && c.by_query.rows >= 4 && all <= PAIRS_AT_MOST) pairs = up(all, 64);
+    }
+
+    int64_t pairs_of_head() const { return (c.keys + 1) / 2 * c.v_dim * 4; }
+    int64_t part_bytes() const { return cut.rows ? Decode<K>::part_bytes(c) : Forward<K>::part_bytes(c); }
+
+    int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * part_bytes() : pairs; }
+    int64_t scratch() const { return cut.rows ? Decode<K>::bytes(c) : Forward<K>::bytes(c); }
+
+    int64_t units(int half) const {
+        if (cut.spans > 1) return half ? cut.units : cut.units * cut.spans;
+        if (half) return cut.units;
+        return pairs && cut.units ? c.batch * c.kv_heads * ((c.keys + SPAN - 1) / SPAN) : 0;
+    }
+
+    regard_status run(int half, int64_t unit, char *shared, char *scratch) const {
+        if (cut.spans > 1) return half ? merge(unit, shared, scratch) : span(unit / cut.spans, unit % cut.spans, shared, scratch);
+        return half ? whole(unit, shared, scratch) : pair(unit, shared);
+    }
+
+    // The rows of a unit against all keys.
+    regard_status whole(int64_t unit, const char *shared, char *scratch) const {
+        const Lanes lanes = cut.lanes(unit);
+        const int64_t row = cut.row(lanes, cut.tile(unit));
+        if (!cut.rows) {
+            const bool more = unit + c.threads < cut.units;
+            const Lanes next = cut.lanes(more ? unit + c.threads : unit);  // probably this thread's
+            const char *values = pairs ? shared + cut.key_head(unit) * pairs_of_head() : nullptr;
+            return Forward<K>(c, values, scratch).run(lanes, row, more ? &next : nullptr);
+        }
+        Decode<K> decode(c, scratch);
+        char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
+        if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
+        decode.finish(lanes, part, 0, 1);
+        return REGARD_DONE;
+    }
+
+    // The values of a span of one key head, in pairs.
+    regard_status pair(int64_t unit, char *shared) const {
+        const int64_t spans = (c.keys + SPAN - 1) / SPAN, first = unit % spans * SPAN, kv = unit / spans;
+        const int64_t count = c.keys - first < SPAN ? c.keys - first : SPAN;
+        const Tokens<K> v(c.v, kv / c.kv_heads, kv % c.kv_heads, c.v_dim);
+        v.down(first, count, shared + kv * pairs_of_head() + first / 2 * c.v_dim * 4);
+        return REGARD_DONE;
+    }
+
+    // The rows of a unit against a span of keys.
+    regard_status span(int64_t unit, int64_t number, char *shared, char *scratch) const {
+        const Lanes lanes = cut.lanes(unit);
+        char *part = shared + (unit * cut.spans + number) * part_bytes();
+        if (cut.rows) return Decode<K>(c, scratch).run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part));
+        return Forward<K>(c, nullptr, scratch).run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part));
+    }
+
+    regard_status merge(int64_t unit, char *shared, char *scratch) const {
+        char *parts = shared + unit * cut.spans * part_bytes();
+        if (cut.rows) Decode<K>(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
+        else Forward<K>(c, nullptr, scratch).finish_spans(cut.lanes(unit), parts, part_bytes(), cut.spans);
+        return REGARD_DONE;
+    }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

@@ -1,0 +1,202 @@
+// The plain loops that every kernel must equal: attention pair by pair, as the formula says it.
+//
+// All is computed in double, whatever the type, and rounded where it is stored: so a difference is the kernel's. Nothing here
+// is fast, and nothing is clever: scores are computed anew wherever they are needed.
+#define REGARD_ISA plain_loops
+
+#include <cmath>
+
+#include "dropout.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace regard {
+namespace {
+
+using namespace plain_loops;
+
+constexpr double NEVER = -__builtin_inf();
+
+double get(const void *data, int64_t dtype, int64_t at) {
+    switch (dtype) {
+        case REGARD_F64: return static_cast<const double *>(data)[at];
+        case REGARD_F32: return static_cast<const float *>(data)[at];
+        case REGARD_BF16: return widen(static_cast<const bf16 *>(data)[at]);
+        default: return widen(static_cast<const f16 *>(data)[at]);
+    }
+}
+
+void put(void *data, int64_t dtype, int64_t at, double x) {
+    switch (dtype) {
+        case REGARD_F64: static_cast<double *>(data)[at] = x; break;
+        case REGARD_F32: static_cast<float *>(data)[at] = float(x); break;
+        case REGARD_BF16: static_cast<bf16 *>(data)[at] = narrow<bf16>(x); break;
+        default: static_cast<f16 *>(data)[at] = narrow<f16>(x);
+    }
+}
+
+int64_t wide(const regard_call &c) { return c.dtype == REGARD_F64 ? REGARD_F64 : REGARD_F32; }
+
+int64_t up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Where a token of a head begins.
+int64_t place(const regard_tensor &t, int64_t b, int64_t h, int64_t token) { return b * t.batch + h * t.head + token * t.token; }
+
+// visit(key) for every key that row i sees, ascending. Keys `keys` and beyond are never visited.
+template <typename Visit>
+void each_kept(const regard_call &c, int64_t b, int64_t h, int64_t i, Visit visit) {
+    const regard_schedule &s = c.by_query;
+    const int64_t map = (c.maps_batch > 1 ? b : 0) * c.maps_head + (c.maps_head > 1 ? h : 0);
+    const int64_t row = map * s.rows + i / 64, lane = i % 64;
+    int64_t run = s.run_start[row], patch = s.patch_start[row];
+    const int64_t last_run = s.run_start[row + 1], last_patch = s.patch_start[row + 1];
+    while (run < last_run || patch < last_patch) {
+        const bool full = patch == last_patch || (run < last_run && s.run_tile[run] < s.patch_tile[patch]);
+        const int64_t tile = full ? s.run_tile[run] : s.patch_tile[patch], length = full ? s.run_length[run] : 1;
+        const uint64_t *bits = full ? nullptr : s.patterns + 64 * s.patch_pattern[patch];
+        for (int64_t j = tile * 64; j < (tile + length) * 64 && j < c.keys; ++j)
+            if (full || (bits[j % 64] >> lane & 1)) visit(j);
+        ++(full ? run : patch);
+    }
+}
+
+struct Score {
+    double value;
+    double slope;  // of the softcap, here
+};
+
+Score score(const regard_call &c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    const int64_t q = place(c.q, b, h, i), k = place(c.k, b, h / (c.heads / c.kv_heads), j);
+    double s = 0;
+    for (int64_t d = 0; d < c.qk_dim; ++d) s += get(c.q.data, c.dtype, q + d) * get(c.k.data, c.dtype, k + d);
+    s *= c.scale;
+    double slope = 1;
+    if (c.softcap > 0) {
+        const double t = std::tanh(s / c.softcap);
+        s = c.softcap * t;
+        slope = 1 - t * t;
+    }
+    if (c.distance) s += get(c.distance, wide(c), h * c.distance_head + c.keys - 1 + i - j);
+    if (c.bias) s += get(c.bias, c.bias_dtype, b * c.bias_batch + h * c.bias_head + i * c.bias_row + j * c.bias_key);
+    return {s, slope};
+}
+
+// What dropout leaves of 1: 0 or 1 / (1 - dropout).
+double share(const regard_call &c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (c.dropout == 0) return 1;
+    const uint32_t row = dropout_row(c.seed, uint32_t(b * c.heads + h), uint32_t(i));
+    return dropout_bits(row, dropout_column(uint32_t(j))) < dropout_threshold(c.dropout) ? 0 : 1 / (1 - c.dropout);
+}
+
+int64_t forward_units(const regard_call &c, int half) { return half ? 0 : c.batch * c.heads * c.by_query.rows; }
+
+void attend_row(const regard_call &c, int64_t b, int64_t h, int64_t i, double *out) {
+    double top = NEVER;
+    bool sees = false;
+    each_kept(c, b, h, i, [&](int64_t j) {
+        const double s = score(c, b, h, i, j).value;
+        if (s == NEVER) return;
+        sees = true;
+        if (s > top) top = s;
+    });
+    double total = 0;
+    for (int64_t d = 0; d < c.v_dim; ++d) out[d] = 0;
+    each_kept(c, b, h, i, [&](int64_t j) {
+        const double s = score(c, b, h, i, j).value;
+        if (s == NEVER) return;
+        const double weight = std::exp(s - top), left = share(c, b, h, i, j);
+        total += weight;
+        if (left == 0) return;
+        const int64_t v = place(c.v, b, h / (c.heads / c.kv_heads), j);
+        for (int64_t d = 0; d < c.v_dim; ++d) out[d] += weight * left * get(c.v.data, c.dtype, v + d);
+    });
+    put(c.lse, wide(c), (b * c.heads + h) * c.queries + i, sees ? top + std::log(total) : NEVER);
+    if (sees && c.sink) total += std::exp(get(c.sink, wide(c), h) - top);
+    for (int64_t d = 0; d < c.v_dim; ++d) put(c.out.data, c.dtype, place(c.out, b, h, i) + d, sees ? out[d] / total : 0);
+}
+
+// A tile of queries.
+regard_status forward(const regard_call &c, int, int64_t unit, char *, char *scratch) {
+    const int64_t tile = unit % c.by_query.rows, map = unit / c.by_query.rows;
+    for (int64_t i = tile * 64; i < (tile + 1) * 64 && i < c.queries; ++i)
+        attend_row(c, map / c.heads, map % c.heads, i, reinterpret_cast<double *>(scratch));
+    return REGARD_DONE;
+}
+
+// The gradients that one row adds. dq is written; dk [keys][qk_dim] and dv [keys][v_dim] are added to.
+void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, double *dq, double *dk, double *dv) {
+    const regard_call &c = g.call;
+    const int64_t row = (b * c.heads + h) * c.queries + i, kv = h / (c.heads / c.kv_heads);
+    const int64_t q = place(c.q, b, h, i), out = place(c.out, b, h, i), dout = place(g.dout, b, h, i);
+    const double lse = get(c.lse, wide(c), row);
+    double total = lse;  // with the sink
+    if (c.sink && lse != NEVER) {
+        const double sink = get(c.sink, wide(c), h), most = sink > lse ? sink : lse;
+        total = most + std::log(std::exp(lse - most) + std::exp(sink - most));
+    }
+    double delta = 0;
+    for (int64_t d = 0; d < c.v_dim; ++d) delta += get(g.dout.data, c.dtype, dout + d) * get(c.out.data, c.dtype, out + d);
+    put(g.delta, wide(c), row, lse == NEVER ? 0 : delta);
+    const double down = delta - (g.dlse ? get(g.dlse, wide(c), row) * std::exp(total - lse) : 0);
+    for (int64_t d = 0; d < c.qk_dim; ++d) dq[d] = 0;
+    each_kept(c, b, h, i, [&](int64_t j) {
+        const Score s = score(c, b, h, i, j);
+        if (s.value == NEVER || lse == NEVER) return;
+        const double p = std::exp(s.value - total), left = share(c, b, h, i, j);
+        const int64_t v = place(c.v, b, kv, j), k = place(c.k, b, kv, j);
+        double dp = 0;
+        if (left != 0)
+            for (int64_t d = 0; d < c.v_dim; ++d) {
+                const double one = get(g.dout.data, c.dtype, dout + d);
+                dp += left * one * get(c.v.data, c.dtype, v + d);
+                dv[j * c.v_dim + d] += p * left * one;
+            }
+        const double ds = p * (dp - down), dproduct = ds * s.slope * c.scale;
+        for (int64_t d = 0; d < c.qk_dim; ++d) {
+            dq[d] += dproduct * get(c.k.data, c.dtype, k + d);
+            dk[j * c.qk_dim + d] += dproduct * get(c.q.data, c.dtype, q + d);
+        }
+        if (g.ddistance) {
+            const int64_t at = h * c.distance_head + c.keys - 1 + i - j;
+            put(g.ddistance, wide(c), at, get(g.ddistance, wide(c), at) + ds);
+        }
+        if (g.dbias) {
+            const int64_t *n = g.bias_sizes;
+            const int64_t at = (((n[0] > 1 ? b : 0) * n[1] + (n[1] > 1 ? h : 0)) * n[2] + (n[2] > 1 ? i : 0)) * n[3] + (n[3] > 1 ? j : 0);
+            put(g.dbias, wide(c), at, get(g.dbias, wide(c), at) + ds);
+        }
+    });
+}
+
+// All gradients, one pair after another, on one thread: several heads add to the same bias.
+int64_t backward_units(const regard_gradient &, int half) { return half ? 0 : 1; }
+
+regard_status backward(const regard_gradient &g, int, int64_t, char *shared, char *scratch) {
+    const regard_call &c = g.call;
+    const int64_t group = c.kv_heads ? c.heads / c.kv_heads : 0;
+    double *dq = reinterpret_cast<double *>(scratch), *dk = reinterpret_cast<double *>(shared), *dv = dk + c.keys * c.qk_dim;
+    for (int64_t unit = 0; unit < c.batch * c.kv_heads; ++unit) {
+        const int64_t b = unit / c.kv_heads, kv = unit % c.kv_heads;
+        for (int64_t at = 0; at < c.keys * (c.qk_dim + c.v_dim); ++at) dk[at] = 0;
+        for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
+            for (int64_t i = 0; i < c.queries; ++i) {
+                row_gradients(g, b, h, i, dq, dk, dv);
+                for (int64_t d = 0; d < c.qk_dim; ++d) put(g.dq.data, c.dtype, place(g.dq, b, h, i) + d, dq[d]);
+            }
+        for (int64_t j = 0; j < c.keys; ++j) {
+            for (int64_t d = 0; d < c.qk_dim; ++d) put(g.dk.data, c.dtype, place(g.dk, b, kv, j) + d, dk[j * c.qk_dim + d]);
+            for (int64_t d = 0; d < c.v_dim; ++d) put(g.dv.data, c.dtype, place(g.dv, b, kv, j) + d, dv[j * c.v_dim + d]);
+        }
+    }
+    return REGARD_DONE;
+}
+
+int64_t shared(const regard_call &c, const regard_gradient *gradient) { return gradient ? up(c.keys * (c.qk_dim + c.v_dim) * 8) : 0; }
+
+int64_t scratch(const regard_call &c, const regard_gradient *gradient) { return up((gradient ? c.qk_dim : c.v_dim) * 8); }
+
+}  // namespace
+
+const Kernels plain = {shared, scratch, forward_units, forward, backward_units, backward, nullptr, nullptr};
+
+}  // namespace regard

@@ -1,0 +1,149 @@
+// Rows of memory (keys, values; queries in the backward pass) as the inner loops want them.
+#pragma once
+
+#include "abi.h"
+#include "tile.h"
+#include "walk.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+// A type of tensor and the product that computes it.
+template <typename S, typename P>
+struct Kind {
+    using Stored = S;
+    using Product = P;
+    using Wide = typename P::Wide;
+    using Unit = typename P::Unit;
+    using V = typename Vec<Wide>::type;
+    static constexpr int W = Vec<Wide>::lanes;
+    static constexpr bool pairs = P::pair == 2;
+    static constexpr bool in_place = sizeof(S) == sizeof(Wide);  // no conversion, no pairing
+};
+
+constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Rows that are read element by element: the address of the first, and bytes from one to the next.
+struct Rows {
+    const char *data;
+    int64_t stride;
+};
+
+// Two rows of bf16 side by side, as pairs; a null `odd` is 0.
+REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uint32_t *out) {
+    int64_t i = 0;
+#if defined(REGARD_PAIRS)
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (; i + 32 <= dim; i += 32) {
+        const __m512i a = _mm512_loadu_si512(even + i), b = odd ? _mm512_loadu_si512(odd + i) : __m512i{};
+        _mm512_storeu_si512(out + i, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi16(a, high, b));
+    }
+#endif
+    for (; i < dim; ++i) out[i] = uint32_t(even[i].bits) | (odd ? uint32_t(odd[i].bits) << 16 : 0u);
+}
+
+// The tokens of one head of one batch row. Where they lie is asked here and nowhere else: pages and codecs come in here.
+template <typename K>
+struct Tokens {
+    const typename K::Stored *data;
+    int64_t stride;  // elements
+    int64_t dim;
+
+    Tokens(const regard_tensor &t, int64_t b, int64_t h, int64_t d)
+        : data(static_cast<const typename K::Stored *>(t.data) + b * t.batch + h * t.head), stride(t.token), dim(d) {}
+
+    const typename K::Stored *at(int64_t token) const { return data + token * stride; }
+
+    static int64_t units(int64_t dim) { return (dim + K::Product::pair - 1) / K::Product::pair; }
+    // What `across` may need: wide rows, or pairs with a zero beside the last of an odd dim.
+    static int64_t across_bytes(int64_t dim, int64_t tokens) {
+        if constexpr (K::in_place) return 0;
+        return up(tokens * units(dim) * int64_t(sizeof(typename K::Unit)), 64);
+    }
+    static int64_t down_bytes(int64_t dim, int64_t tokens) {
+        if constexpr (K::in_place) return 0;
+        return up((K::pairs ? tokens / 2 : tokens) * dim * int64_t(sizeof(typename K::Unit)), 64);
+    }
+
+    // Tokens first to first + count, to be read across: units along the dim.
+    Rows across(int64_t first, int64_t count, char *scratch) const {
+        if constexpr (K::in_place) {
+            return {reinterpret_cast<const char *>(at(first)), stride * int64_t(sizeof(typename K::Stored))};
+        } else if constexpr (K::pairs) {
+            if (dim % 2 == 0) return {reinterpret_cast<const char *>(at(first)), stride * 2};
+            const int64_t n = units(dim);
+            for (int64_t j = 0; j < count; ++j) {
+                char *row = scratch + j * n * 4;
+                memcpy(row, at(first + j), size_t(dim) * 2);
+                memset(row + dim * 2, 0, 2);
+            }
+            return {scratch, n * 4};
+        } else {
+            return widened(first, count, scratch);
+        }
+    }
+
+    // The same, to be read down: units along the tokens. `first` is even. A pair beyond the last token has zeros.
+    Rows down(int64_t first, int64_t count, char *scratch) const {
+        if constexpr (K::in_place) {
+            return {reinterpret_cast<const char *>(at(first)), stride * int64_t(sizeof(typename K::Stored))};
+        } else if constexpr (K::pairs) {
+            return paired(first, count, scratch);
+        } else {
+            return widened(first, count, scratch);
+        }
+    }
+
+    // Whether some number of these tokens is NaN or infinite.
+    bool wild(int64_t first, int64_t count) const {
+        typename K::V all[4]{};  // four sums, so that none waits for the one before
+        typename K::Wide rest = 0;
+        for (int64_t j = 0; j < count; ++j) {
+            const typename K::Stored *row = at(first + j);
+            int64_t i = 0;
+            for (; i + 4 * K::W <= dim; i += 4 * K::W)
+#pragma GCC unroll 4
+                for (int n = 0; n < 4; ++n) all[n] = fma(load_wide(row + i + n * K::W), typename K::V{}, all[n]);
+            for (; i + K::W <= dim; i += K::W) all[0] = fma(load_wide(row + i), typename K::V{}, all[0]);
+            for (; i < dim; ++i) rest += widen(row[i]) * 0;
+        }
+        for (int i = 0; i < K::W; ++i) rest += all[0][i] + all[1][i] + all[2][i] + all[3][i];
+        return rest != rest;
+    }
+
+  private:
+    Rows widened(int64_t first, int64_t count, char *scratch) const {
+        using Wide = typename K::Wide;
+        for (int64_t j = 0; j < count; ++j) {
+            Wide *row = reinterpret_cast<Wide *>(scratch) + j * dim;
+            const typename K::Stored *from = at(first + j);
+            int64_t i = 0;
+            for (; i + K::W <= dim; i += K::W) store(row + i, load_wide(from + i));
+            for (; i < dim; ++i) row[i] = widen(from[i]);
+        }
+        return {scratch, dim * int64_t(sizeof(Wide))};
+    }
+
+    Rows paired(int64_t first, int64_t count, char *scratch) const {
+        for (int64_t j = 0; j < count; j += 2)
+            pair_rows(at(first + j), j + 1 < count ? at(first + j + 1) : nullptr, dim, reinterpret_cast<uint32_t *>(scratch) + j / 2 * dim);
+        return {scratch, dim * 4};
+    }
+};
+
+// The rows that share a tile of lanes: queries of one head, or, where they are few, of several heads of a group.
+struct Lanes {
+    int64_t batch, head, first;
+    int64_t per_head;  // lane l is query first + l % per_head of head head + l / per_head
+    int count;
+
+    // a division takes as long as some 30 products, so where there is one head there is none
+    int64_t head_of(int lane) const { return one_head() ? head : head + lane / per_head; }
+    int64_t query_of(int lane) const { return first + (one_head() ? lane : lane % per_head); }
+    bool one_head() const { return count <= per_head; }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

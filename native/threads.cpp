@@ -1,0 +1,43 @@
+// See threads.h.
+#include "threads.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+namespace regard {
+namespace {
+
+using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+
+struct Work {
+    void (*work)(void *, int64_t);
+    void *data;
+    std::atomic<int64_t> next{0};
+
+    static void enter(void *self) {
+        Work &w = *static_cast<Work *>(self);
+        w.work(w.data, w.next.fetch_add(1, std::memory_order_relaxed));
+    }
+};
+
+Parallel pool() {
+    static const Parallel found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return found;
+}
+
+}  // namespace
+
+void parallel(int64_t threads, void (*work)(void *, int64_t), void *data) {
+    if (threads <= 1) return work(data, 0);
+    Work shared{work, data};
+    if (Parallel run = pool()) return run(Work::enter, &shared, unsigned(threads), 0);
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < threads; ++i) others.emplace_back(Work::enter, &shared);
+    Work::enter(&shared);
+    for (std::thread &other : others) other.join();
+}
+
+}  // namespace regard

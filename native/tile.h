@@ -1,0 +1,242 @@
+// The inner loops: products of a few rows with 64 lanes, in registers.
+//
+// A tile has 64 lanes (queries; keys in half of the backward pass), in vectors side by side. Of the other operand single
+// elements are read where they lie and broadcast. Both products of attention have this form:
+//     scores   out[r] =  sum_i  rows[r][i] * lanes[i]        r: keys,  i: dims     (Across: rows[r][i] runs along a row)
+//     mixing   out[r] += sum_i  rows[i][r] * lanes[i]        r: dims,  i: keys     (Down: it runs down a column)
+// In each lane a sum is one chain of multiply-adds in the order of i, whatever the other lanes do and however the rows are
+// grouped: a row's bits are its own. Blocking: R rows by N vectors are held in registers, 6 x 4 for 32 registers, 6 x 2 for 16.
+#pragma once
+
+#include "exp.h"
+#include "simd.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+constexpr int LANES = 64;
+
+// A product: what is broadcast (Unit), how many numbers of a row that is (pair), what a multiply-add is.
+template <typename T>
+struct Fused {
+    using Wide = T;
+    using Unit = T;
+    static constexpr int pair = 1;
+    static constexpr Precision precision = Precision::wide;
+    using Vector = typename Vec<T>::type;
+    static REGARD_INLINE Vector repeat(const char *p) {
+        T x;
+        memcpy(&x, p, sizeof x);
+        return broadcast(x);
+    }
+    static REGARD_INLINE Vector madd(Vector a, Vector b, Vector c) { return fma(a, b, c); }
+};
+#if defined(REGARD_PAIRS)
+struct Pairs {
+    using Wide = float;
+    using Unit = uint32_t;
+    static constexpr int pair = 2;
+    static constexpr Precision precision = Precision::rough;
+    using Vector = U;
+    static REGARD_INLINE U repeat(const char *p) {
+        uint32_t x;
+        memcpy(&x, p, sizeof x);
+        return broadcast_pair(x);
+    }
+    static REGARD_INLINE F madd(U a, U b, F c) { return dot_pairs(a, b, c); }
+};
+#endif
+
+enum class Along { across, down };
+// What sums start from, and whether the largest of each lane is noted besides.
+// `added`: sums start from zero and are added to out, which rounds them less often where many products add to one sum.
+// `score`: they start from zero and are made whole scores at the end.
+enum class Start { zero, out, added, score };
+
+// What makes a product a whole score: product * scale + from[lane], `from` moving on by `row` numbers from row to row.
+template <typename T>
+struct Adds {
+    const T *from;
+    int64_t row;
+    T scale;
+
+    REGARD_INLINE Adds at(int64_t r) const { return {from + r * row, row, scale}; }
+};
+
+#if VECTOR_REGISTERS == 32 || defined(__AVX512F__) || defined(__aarch64__)
+constexpr int VECTORS = 4;
+constexpr int rows_at_once(int vectors) { return vectors == 4 ? 6 : vectors == 3 ? 8 : 12; }
+#else
+constexpr int VECTORS = 2;
+constexpr int rows_at_once(int) { return 6; }
+#endif
+
+// Lines of rows that will be read, asked for in order.
+struct Ahead {
+    const char *row;
+    int64_t stride, bytes, at = 0;
+
+    REGARD_INLINE void ask(int64_t lines) {
+        for (; lines > 0; --lines) {
+            __builtin_prefetch(row + at);
+            at += 64;
+            if (at >= bytes) at = 0, row += stride;
+        }
+    }
+};
+
+template <typename P, Along along, Start start, int R, int N>
+REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::Unit *lanes, int64_t steps,
+                           typename P::Wide *out, typename P::Wide *top, const Adds<typename P::Wide> &adds) {
+    using Wide = typename P::Wide;
+    using V = typename Vec<Wide>::type;
+    constexpr int W = Vec<Wide>::lanes, size = int(sizeof(typename P::Unit));
+    const int64_t row = along == Along::across ? stride : size, step = along == Along::across ? size : stride;
+    V sum[R][N];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[r][n] = start == Start::out ? load(out + r * LANES + n * W) : V{};
+    for (int64_t i = 0; i < steps; ++i) {
+        typename P::Vector lane[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) lane[n] = load(lanes + i * LANES + n * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const typename P::Vector one = P::repeat(rows + r * row + i * step);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sum[r][n] = P::madd(one, lane[n], sum[r][n]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            if (start == Start::added) sum[r][n] += load(out + r * LANES + n * W);
+            if (start == Start::score) sum[r][n] = fma(sum[r][n], broadcast(adds.scale), load(adds.from + r * adds.row + n * W));
+            store(out + r * LANES + n * W, sum[r][n]);
+        }
+    if (!top) return;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 16
+        for (int r = 1; r < R; ++r) sum[0][n] = larger(sum[r][n], sum[0][n]);
+        store(top + n * W, larger(sum[0][n], load(top + n * W)));
+    }
+}
+
+// `count` rows by N vectors.
+template <typename P, Along along, Start start, int N>
+__attribute__((noinline)) void panel(const char *rows, int64_t stride, int64_t count, const typename P::Unit *lanes,
+                                     int64_t steps, typename P::Wide *out, typename P::Wide *top, const Adds<typename P::Wide> &adds, Ahead *ahead) {
+    constexpr int R = rows_at_once(N);
+    const int64_t row = along == Along::across ? stride : int(sizeof(typename P::Unit));
+    int64_t r = 0;
+    for (; r + R <= count; r += R) {
+        if (along == Along::across && ahead) {
+            ahead[0].ask(R * ((ahead[0].bytes + 63) / 64));
+            ahead[1].ask(R * ((ahead[1].bytes + 63) / 64));
+        }
+        product<P, along, start, R, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
+    }
+    if constexpr (R > 8)
+        if (r + 8 <= count) product<P, along, start, 8, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 8;
+    if (r + 4 <= count) product<P, along, start, 4, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 4;
+    if (r + 2 <= count) product<P, along, start, 2, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 2;
+    if (r < count) product<P, along, start, 1, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
+}
+
+// out[r][vectors first to last] for `count` rows. `stride` is in bytes, from row to row of memory. `top`, if there is one,
+// is raised to the largest of each lane.
+template <typename P, Along along, Start start = along == Along::across ? Start::zero : Start::out>
+REGARD_INLINE void multiply(const char *rows, int64_t stride, int64_t count, const typename P::Unit *lanes, int64_t steps,
+                            typename P::Wide *out, int first, int last, typename P::Wide *top = nullptr,
+                            Adds<typename P::Wide> adds = {}, Ahead *ahead = nullptr) {
+    constexpr int W = Vec<typename P::Wide>::lanes;
+    for (int v = first; v < last; v += VECTORS) {
+        const typename P::Unit *l = lanes + v * W;
+        typename P::Wide *o = out + v * W, *t = top ? top + v * W : nullptr;
+        const Adds<typename P::Wide> a{adds.from + v * W, adds.row, adds.scale};
+        const int left = last - v;
+        if constexpr (VECTORS == 4) {
+            if (left >= 4) panel<P, along, start, 4>(rows, stride, count, l, steps, o, t, a, ahead);
+            else if (left == 3) panel<P, along, start, 3>(rows, stride, count, l, steps, o, t, a, ahead);
+            else if (left == 2) panel<P, along, start, 2>(rows, stride, count, l, steps, o, t, a, ahead);
+            else panel<P, along, start, 1>(rows, stride, count, l, steps, o, t, a, ahead);
+        } else {
+            if (left >= 2) panel<P, along, start, 2>(rows, stride, count, l, steps, o, t, a, ahead);
+            else panel<P, along, start, 1>(rows, stride, count, l, steps, o, t, a, ahead);
+        }
+    }
+}
+
+REGARD_INLINE F load_units(const float *p) { return load(p); }
+REGARD_INLINE D load_units(const double *p) { return load(p); }
+REGARD_INLINE U load_units(const uint32_t *p) {  // pairs of a row of bf16, which begins at any of them
+    U x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+REGARD_INLINE F load_units(const bf16 *p) { return load_wide(p); }
+REGARD_INLINE F load_units(const f16 *p) { return load_wide(p); }
+REGARD_INLINE uint32_t unit(const uint32_t *p) {
+    uint32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+template <typename S>
+REGARD_INLINE auto unit(const S *p) -> decltype(widen(*p)) {
+    return widen(*p);
+}
+
+// Rows of memory as lanes: out[i][lane] = unit i of row `lane`, for `units` units. Lanes from `count` on get 0.
+// T is what a lane holds (4 or 8 bytes), Stored what memory holds.
+template <typename T, typename Stored, typename RowAt>
+REGARD_INLINE void gather_lanes(RowAt row_at, int count, int64_t units, T *out) {
+    constexpr int W = Vec<T>::lanes;
+    for (int lane = 0; lane < count; lane += W) {
+        const int some = count - lane < W ? count - lane : W;
+        int64_t i = 0;
+        for (; i + W <= units; i += W) {
+            typename Vec<T>::type block[W];
+            for (int j = 0; j < W; ++j) block[j] = j < some ? load_units(reinterpret_cast<const Stored *>(row_at(lane + j)) + i) : typename Vec<T>::type{};
+            transpose<T>(block);
+            for (int j = 0; j < W; ++j) store(out + (i + j) * LANES + lane, block[j]);
+        }
+        for (; i < units; ++i)
+            for (int j = 0; j < W; ++j)
+                out[i * LANES + lane + j] = j < some ? unit(reinterpret_cast<const Stored *>(row_at(lane + j)) + i) : T(0);
+    }
+}
+// Lanes back as rows of memory: row `lane` gets in[i][lane] for i below `units`, as Stored.
+template <typename T, typename Stored, typename RowAt>
+REGARD_INLINE void scatter_lanes(RowAt row_at, int count, int64_t units, const T *in) {
+    constexpr int W = Vec<T>::lanes;
+    for (int lane = 0; lane < count; lane += W) {
+        const int some = count - lane < W ? count - lane : W;
+        int64_t i = 0;
+        for (; i + W <= units; i += W) {
+            typename Vec<T>::type block[W];
+            for (int j = 0; j < W; ++j) block[j] = load(in + (i + j) * LANES + lane);
+            transpose<T>(block);
+            for (int j = 0; j < some; ++j) store_narrow(reinterpret_cast<Stored *>(row_at(lane + j)) + i, block[j]);
+        }
+        for (; i < units; ++i)
+            for (int j = 0; j < some; ++j)
+                reinterpret_cast<Stored *>(row_at(lane + j))[i] = narrow<Stored>(in[i * LANES + lane + j]);
+    }
+}
+
+template <typename T>
+REGARD_INLINE bool any(IntVec<T> m) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi64_mask((__m512i)m, (__m512i)m) != 0;
+#else
+    typename Bits<T>::type all = 0;
+    for (int i = 0; i < Vec<T>::lanes; ++i) all |= m[i];
+    return all != 0;
+#endif
+}
+
+}  // namespace REGARD_ISA
+}  // namespace regard

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Runs the tests of the compiled library on a build that watches every access to memory and undefined operations.
+#
+#   scripts/sanitize.sh             the tests that reach every line of it: some three minutes on two processors
+#   scripts/sanitize.sh ARGS...     pytest with these arguments
+#
+# The library is built apart, by hand and without optimisation, for the plainest instruction set and for this machine's best;
+# a plugin of pytest points regard to it. Python itself is not built so: the sanitizers' runtime is loaded before it, and
+# leaks, which a Python that ends always has, are not looked for.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+make_ready test
+cd "$root"
+
+compiler=${CXX:-c++}
+if ! command -v "$compiler" >/dev/null; then
+    echo "no $compiler: nothing to build"
+    exit 0
+fi
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+best=$("$venv/bin/python" -c 'from regard import native; print(native.isas()[-1])')
+common="-std=c++17 -fPIC -g1 -O1 -fsanitize=address -fno-sanitize-recover=all -fno-omit-frame-pointer -ffp-contract=off -w"
+
+# flags ISA: what CMakeLists.txt compiles it with.
+flags() { sed -n "s/^  kernels($1 *\(.*\))$/\1/p" CMakeLists.txt | head -1; }
+
+# kernels ISA FLAGS...: native/kernels.cpp for it.
+kernels() {
+    # shellcheck disable=SC2046,SC2086
+    "$compiler" $common -DREGARD_ISA="isa_$1" -DREGARD_KERNELS="$1" -fno-math-errno -fno-trapping-math $(flags "$1") "${@:2}" \
+        -c native/kernels.cpp -o "$place/kernels_$1.o"
+}
+
+cat >"$place/detect.cpp" <<CPP
+namespace regard {
+const char *const *isas() {
+    static const char *const names[] = {"portable", "$best", nullptr};
+    return names;
+}
+}  // namespace regard
+CPP
+kernels portable -fsanitize=undefined &
+[ "$best" = portable ] || kernels "$best"  # vectors by hand: the checks of undefined operations would take minutes to compile
+wait $!
+others=""
+for isa in avx2 avx512 avx512bf16 neon; do [ "$isa" = "$best" ] || others="$others -D$isa=portable"; done
+# shellcheck disable=SC2086
+"$compiler" $common -fsanitize=undefined $others -Inative -c native/abi.cpp -o "$place/abi.o"
+# shellcheck disable=SC2086
+"$compiler" $common -fsanitize=undefined -shared -Inative native/check.cpp native/limits.cpp native/plain.cpp native/threads.cpp \
+    "$place"/detect.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
+
+cat >"$place/sanitized.py" <<PYTHON
+from regard import native
+
+native._find = lambda: "$place/libregard.so"
+PYTHON
+# Random calls on every kernel, bad structs, and several threads; without what measures time or memory.
+[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,dropout,manners}.py -k "not ctrl_c and not little_memory" \
+    --numprocesses 2
+runtimes=""
+for name in asan ubsan stdc++; do runtimes="$runtimes:$("$compiler" -print-file-name="lib$name.so")"; done
+env LD_PRELOAD="${runtimes#:}" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$place" \
+    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p sanitized -p no:cacheprovider "$@"

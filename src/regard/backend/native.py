@@ -1,0 +1,362 @@
+"""Our own C++ for the CPU: every mask, bias and type, forward and backward, in place and with memory for a few tiles.
+
+The library (native/) knows no word. It gets addresses, sizes, strides and the schedule's tiles, 64 x 64 with a bit for
+each pair of a PARTIAL one: what hides nothing is computed without a mask, and what is hidden is not computed. A bias
+that depends on the distance is a vector per head, a bias tensor is read where it lies. Gradients are recomputed from
+the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1), so nothing is kept for them but the output.
+
+A row's bits depend on its query, the keys that it sees and their positions: not on the batch, on the number of threads,
+or on the chunk of a prompt that it came in.
+"""
+
+import threading
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import add
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard import native
+from regard.backend.contract import Ready
+from regard.describe.bias import TensorBias
+from regard.errors import RefusalError
+from regard.plan.distance import by_distance, kept_by_distance
+from regard.plan.lower import Lowering, add_biases, pack
+from regard.plan.problem import Operands, Problem
+from regard.plan.schedule import Schedule
+from regard.state import State
+
+SECONDS = 0.2
+"""After so long the library returns for a moment, so that Python can see to Ctrl-C."""
+
+KEPT_WORKSPACE = 1 << 20
+"""Bytes of workspace that each thread of Python keeps from call to call; a call that needs more makes its own."""
+
+
+_AT = {name: number for number, name in enumerate(native.GRADIENT)}
+SEED, SINK, WORKSPACE, WORKSPACE_BYTES = (_AT[name] for name in ("seed", "sink", "workspace", "workspace_bytes"))
+TENSORS, DISTANCE = slice(_AT["q.data"], SINK), slice(_AT["distance"], _AT["bias"])
+BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), _AT["by_key.rows"])
+"""Where fields stand in the structs: those that differ from call to call."""
+
+LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern")
+"""What a schedule lists, by the same names there and in the struct."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """The compiled library.
+
+    Attributes:
+        isa: the instruction set, one of `native.isas()`; "plain" for the loops that all of them are tested by; None for
+            what `native.isa()` says when the engine is first used.
+    """
+
+    name: str = "native"
+    tile: int = 64
+    lowerings: tuple[Lowering, ...] = (pack, add_biases)
+    hides_by_zero: bool = False
+    isa: str | None = None
+
+    def refusals(self, problem: Problem) -> list[str]:
+        p, absent = problem, native.absence()
+        found = {
+            f"it computes on cpu, and the tensors are on {p.device}": p.device != "cpu",
+            f"the score {p.score} is not known to it": p.score is not None,
+            "it has no vmap or forward-mode derivative": p.transformed,
+            "a tensor is sparse, lazily negated, or of a class that keeps its numbers elsewhere": p.foreign,
+        }
+        return ([absent] if absent else []) + [reason for reason, applies in found.items() if applies]
+
+    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+        return _Ready(problem, schedule, -1 if self.isa == "plain" else native.isas().index(self.isa or _chosen()))
+
+
+@cache
+def _chosen() -> str:
+    return native.isa()
+
+
+class _Inputs(NamedTuple):
+    """The operands as the library reads them; "wide" is float64 for float64, else float32."""
+
+    q: Tensor  # [batch, heads, queries, qk_dim]
+    k: Tensor  # [batch, kv_heads, keys, qk_dim]
+    v: Tensor  # [batch, kv_heads, keys, v_dim]
+    sink: Tensor | None  # wide [heads]
+    distance: Tensor | None  # wide [heads, queries + keys - 1]
+    bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1], of any type and strides
+
+
+class _Wanted(NamedTuple):
+    """Which inputs want a gradient."""
+
+    q: bool
+    k: bool
+    v: bool
+    sink: bool
+    distance: bool
+    bias: bool
+
+
+class _Ready:
+    """The engine for one problem: structs in which all is written that is the same in every call of it."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, isa: int) -> None:
+        p = problem
+        self.problem, self.schedule = problem, schedule
+        self.wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        self.is_empty = not p.batch * p.heads * p.queries
+        # `torch.empty_like` of these, which hold one number, costs 0.4 us less than `torch.empty`
+        self.lse = torch.empty((), dtype=self.wide, device="cpu").expand(p.batch, p.heads, p.queries)
+        self.out = torch.empty((), dtype=p.dtype, device="cpu").expand(p.batch, p.heads, p.queries, p.v_dim)
+        self.forward = native.Entry("regard_forward", native.CALL)
+        self.backward = native.Entry("regard_backward", native.GRADIENT)
+        self.fields: dict[str, float] = {
+            **{name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "qk_dim", "v_dim")},
+            "isa": isa,
+            "dtype": native.DTYPES[p.dtype],
+            "scale": p.scale,
+            "softcap": p.softcap or 0.0,
+            "dropout": p.dropout,
+            "maps_batch": schedule.maps[0],
+            "maps_head": schedule.maps[1],
+            "seconds": SECONDS,
+        }
+        listed, self._lists = _listed("by_query", schedule, schedule.turned_patterns)
+        self.fields |= listed
+        self._calls: dict[int, tuple[bytes, int]] = {}  # by threads: the struct, and the bytes of workspace it needs
+
+    def __call__(self, operands: Operands) -> State:
+        if self.problem.grad:
+            return self._differentiable(operands, None)
+        return State(*self.compute(self._inputs(operands), self._seed()))
+
+    def resume(self, operands: Operands, state: State) -> State:
+        return self._differentiable(operands, state)
+
+    def compute(self, inputs: _Inputs, seed: int) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        out, lse = self._empty_out(inputs.q), torch.empty_like(self.lse)
+        if self.is_empty:
+            return out, lse
+        threads = torch.get_num_threads()
+        if threads not in self._calls:
+            self._prepare(threads, inputs, out, lse)
+        packed, needed = self._calls[threads]
+        call = self.forward.opened(packed)
+        _write(call, inputs, out, lse, seed)
+        memory = _workspaces.take(needed)
+        call[WORKSPACE] = memory.address
+        self.forward(call)
+        _workspaces.give(memory)
+        return out, lse
+
+    def _prepare(self, threads: int, inputs: _Inputs, out: Tensor, lse: Tensor) -> None:
+        """Keep the struct for so many threads. The workspace depends on no address, but only a whole struct is told."""
+        fields = self.fields | {"threads": threads}
+        whole = self.forward.opened(self.forward.packed(fields))
+        _write(whole, inputs, out, lse, 0)
+        needed = self.forward.workspace(whole)
+        self._calls[threads] = self.forward.packed(fields | {"workspace_bytes": needed}), needed
+
+    def gradients(
+        self, inputs: _Inputs, wanted: _Wanted, state: State, seed: int, dout: Tensor, dlse: Tensor | None
+    ) -> _Inputs:
+        """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
+        i = inputs
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (i.q, i.k, i.v))
+        if self.is_empty:
+            return _Inputs(dq.zero_(), dk.zero_(), dv.zero_(), *(_zeros(t) for t in inputs[3:]))
+        ddistance = _zeros(i.distance) if wanted.distance else None
+        dbias = _zeros(i.bias, self.wide) if wanted.bias else None
+        delta = torch.empty_like(self.lse)
+        listed, lists = _listed("by_key", self.schedule.transposed, self.schedule.patterns)
+        call = self.backward.opened(self.backward.packed(self.fields | listed | {"threads": torch.get_num_threads()}))
+        _write(call, i, state.out, state.lse, seed)
+        call[GRADIENTS] = (
+            *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
+            _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
+        )  # fmt: skip
+        call[WORKSPACE_BYTES] = needed = self.backward.workspace(call)
+        memory = _workspaces.take(needed)
+        call[WORKSPACE] = memory.address
+        self.backward(call)
+        _workspaces.give(memory)
+        del lists  # their addresses are in the struct
+        dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
+        return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
+
+    def _differentiable(self, operands: Operands, state: State | None) -> State:
+        computed = _Attention.apply(self, state, self._seed(), *self._inputs(operands))
+        return State(*cast("tuple[Tensor, Tensor]", computed))
+
+    def _inputs(self, o: Operands) -> _Inputs:
+        if o.bias is None and o.sink is None:
+            return _Inputs(o.q, o.k, o.v, None, None, None)
+        return _Inputs(o.q, o.k, o.v, self._sink(o), self._distance(o), self._bias(o))
+
+    def _empty_out(self, q: Tensor) -> Tensor:
+        """Token by token in memory if q lies so, else head by head."""
+        _, between_heads, between_tokens, _ = q.stride()
+        if between_heads < between_tokens:
+            return torch.empty_like(self.out.transpose(1, 2)).transpose(1, 2)
+        return torch.empty_like(self.out)
+
+    def _seed(self) -> int:
+        return int(torch.randint(1 << 62, (), device="cpu")) if self.problem.dropout else 0
+
+    def _sink(self, operands: Operands) -> Tensor | None:
+        return None if operands.sink is None else operands.sink.to(self.wide).contiguous()
+
+    def _distance(self, operands: Operands) -> Tensor | None:
+        terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
+        if not terms:
+            return None
+        p, bias = self.problem, reduce(add, terms)
+        first, count = p.offset - (p.keys - 1), max(p.queries + p.keys - 1, 0)
+        if p.grad and any(t.requires_grad for t in bias.tensors()):
+            return by_distance(bias, p.heads, self.wide, first, count)
+        return kept_by_distance(bias, p.heads, self.wide, first, count)
+
+    def _bias(self, operands: Operands) -> Tensor | None:
+        p = self.problem
+        for term in [] if operands.bias is None else operands.bias.terms():
+            if isinstance(term, TensorBias):  # after lowering: one at most
+                return _in_place(term.rows(p.queries, p.offset), p.grad, self.wide)
+        return None
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse), differentiated by the library; with a state, that state is what comes out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ready: _Ready, state: State | None, seed: int, *parts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        inputs = _Inputs(*cast(Any, parts))
+        out, lse = ready.compute(inputs, seed) if state is None else (state.out.detach(), state.lse.detach())
+        ctx.save_for_backward(*parts, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.ready, ctx.seed = ready, seed
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        wanted = _Wanted(*ctx.needs_input_grad[3:])
+        return None, None, None, *cast(Any, _Gradient.apply(ctx.ready, wanted, ctx.seed, *grads, *ctx.saved_tensors))
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `_Attention`, which have no derivatives themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ready: _Ready, wanted: _Wanted, seed: int, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+    ) -> tuple[Any, ...]:
+        *parts, out, lse = saved
+        dout = torch.zeros_like(out) if dout is None else dout
+        dout = dout if dout.stride(3) == 1 else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        return ready.gradients(_Inputs(*parts), wanted, State(out, lse), seed, dout, dlse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise RefusalError(
+            "The backend 'native' can be differentiated once, and this asks for a second derivative: name "
+            'backend="reference", which can be differentiated any number of times.'
+        )
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """[heads]: minus the sink's share of the softmax, times delta, summed over the rows that see a key.
+
+    Args:
+        delta: [batch, heads, queries], sum(dout * out).
+    """
+    column = sink[:, None]
+    share = torch.exp(column - torch.logaddexp(lse, column))
+    return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(dim=(0, 2))
+
+
+def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> None:
+    """Write into an opened struct what differs from call to call, but for the workspace."""
+    call[TENSORS] = (*_placed(i.q), *_placed(i.k), *_placed(i.v), *_placed(out), lse.data_ptr())
+    if seed:
+        call[SEED] = seed
+    if i.sink is not None:
+        call[SINK] = i.sink.data_ptr()
+    if i.distance is not None:
+        call[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
+    if i.bias is not None:
+        call[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
+
+
+def _listed(name: str, schedule: Schedule, patterns: np.ndarray) -> tuple[dict[str, float], list[np.ndarray]]:
+    """A schedule as the fields of that name, and the arrays whose addresses are among them."""
+    lists = {field: getattr(schedule, field) for field in LISTS}
+    arrays: dict[str, np.ndarray] = {field: np.ascontiguousarray(x, dtype=np.int64) for field, x in lists.items()}
+    arrays["patterns"] = np.ascontiguousarray(patterns, dtype=np.uint8)
+    fields: dict[str, float] = {f"{name}.{field}": values.ctypes.data for field, values in arrays.items()}
+    fields |= {f"{name}.rows": schedule.query_tiles, f"{name}.pattern_count": len(patterns)}
+    return fields, list(arrays.values())
+
+
+def _placed(t: Tensor) -> tuple[int, int, int, int]:
+    """A tensor [.., .., tokens, dim] as fields."""
+    batch, head, token, _ = t.stride()
+    return t.data_ptr(), batch, head, token
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """The strides, 0 along the axes that have one element."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _zeros(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    return None if t is None else torch.zeros(t.shape, dtype=dtype or t.dtype, device="cpu")
+
+
+def _in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
+    """A bias tensor of four axes in a type that the library reads, with stride 0 for axes of one element only."""
+    if t.dtype not in native.DTYPES:
+        t = t.to(wide)
+    repeated = [axis for axis in range(4) if t.stride(axis) == 0 and t.shape[axis] > 1]
+    if repeated and grad and t.requires_grad:  # each of its elements has a gradient of its own
+        return t.contiguous()
+    for axis in repeated:
+        t = t.narrow(axis, 0, 1)
+    return t
+
+
+class _Workspace(NamedTuple):
+    memory: Tensor
+    size: int  # bytes
+    address: int
+
+
+class _Workspaces(threading.local):
+    """Memory for a call, kept for the thread's next: making it anew would cost a tiny call 1 us of 10."""
+
+    kept: _Workspace | None = None
+
+    def take(self, size: int) -> _Workspace:
+        found, self.kept = self.kept, None  # who calls from a signal handler, inside a call, gets other memory
+        if found is not None and found.size >= size:
+            return found
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return _Workspace(memory, size, memory.data_ptr())
+
+    def give(self, workspace: _Workspace) -> None:
+        if workspace.size <= KEPT_WORKSPACE:
+            self.kept = workspace
+
+
+_workspaces = _Workspaces()

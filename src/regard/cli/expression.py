@@ -1,0 +1,132 @@
+"""Words from a line of text: `Causal() & Window(512)`, as one would write it in Python.
+
+The text is parsed and walked, never evaluated: only regard's own words, `& | ~ +`, numbers and lists are understood.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from regard.describe.bias import Alibi, Bias, T5Bias
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
+from regard.describe.mask_by_table import Blocks, Documents, Tree
+from regard.describe.word import Word
+from regard.errors import ProblemError
+
+W = TypeVar("W", bound=Word)
+
+MASKS: tuple[type[Word], ...] = (Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree)
+BIASES: tuple[type[Word], ...] = (Alibi, T5Bias)
+WORDS = {word.__name__: word for word in MASKS + BIASES}
+
+TENSORS = {Lengths: torch.int64, Prefix: torch.int64, Documents: torch.int64, Blocks: torch.bool, T5Bias: torch.float32}
+"""Words whose lists are tensors, and of what."""
+
+PAIRED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.Add: operator.add,
+    ast.Mult: operator.mul,
+}
+LONGEST = 1 << 24
+"""Numbers in a list."""
+
+
+def mask(text: str) -> Mask:
+    """The mask that the text says.
+
+    Raises:
+        ProblemError: it is no expression, or not of masks, or one of its words refuses what it is given.
+
+    >>> mask("Causal() & (Window(512) | Prefix(4))")
+    Causal() & (Window(left=512) | Prefix(size=4))
+    """
+    return _word(text, Mask, MASKS)
+
+
+def bias(text: str) -> Bias:
+    """The bias that the text says; errors as of `mask`.
+
+    >>> bias("Alibi(8)")
+    Alibi(heads=8)
+    """
+    return _word(text, Bias, BIASES)
+
+
+def _word(text: str, kind: type[W], known: tuple[type[Word], ...]) -> W:
+    what = kind.__name__.lower()
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except ProblemError:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ProblemError(f"{_short(text)} is no expression: expected a {what}, say {known[0].__name__}().") from None
+    if not isinstance(found, kind):
+        names = ", ".join(word.__name__ for word in known)
+        raise ProblemError(f"{_short(text)} is no {what}: expected an expression of {names}.")
+    return found
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_value(part) for part in parts]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _applied(node, operator.neg, (int, float), _value(operand))
+        case ast.UnaryOp(op=ast.Invert(), operand=operand):
+            return _applied(node, operator.invert, (Mask,), _value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in PAIRED:
+            return _paired(node, PAIRED[type(op)], _value(left), _value(right))
+        case ast.Call(func=ast.Name(id=name), args=given, keywords=named) if name in WORDS:
+            return _made(node, WORDS[name], given, named)
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            made = f"{name}() with its parentheses" if name in WORDS else f"one of {', '.join(WORDS)}"
+            raise ProblemError(f"{name} is not understood: expected {made}.")
+        case _:
+            raise ProblemError(
+                f"{_short(ast.unparse(node))} is not understood: expected words, & | ~ +, numbers, lists."
+            )
+
+
+def _applied(node: ast.expr, op: Callable[[Any], Any], kinds: tuple[type, ...], value: Any) -> Any:
+    if not isinstance(value, kinds):
+        raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the sign does not go with what follows it.")
+    return op(value)
+
+
+def _paired(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    lists = isinstance(a, list) and isinstance(b, list | int) and op in (operator.add, operator.mul)
+    if lists and (len(a) * b if isinstance(b, int) else len(a) + len(b)) > LONGEST:
+        raise ProblemError(f"{_short(ast.unparse(node))} makes a list of more than {LONGEST:,} numbers.")
+    if not lists and not (isinstance(a, Word) and isinstance(b, Word)):
+        raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the sign joins two words, or lists.")
+    try:
+        return op(a, b)
+    except TypeError:
+        raise ProblemError(
+            f"{_short(ast.unparse(node))} is not understood: the sign does not join these two."
+        ) from None
+
+
+def _made(node: ast.expr, word: type[Word], given: list[ast.expr], named: list[ast.keyword]) -> Word:
+    read = lambda part: _tensor(word, _value(part))  # noqa: E731
+    try:
+        return word(*map(read, given), **{str(part.arg): read(part.value) for part in named})
+    except ProblemError:
+        raise
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, OverflowError) as error:
+        raise ProblemError(f"{_short(ast.unparse(node))} cannot be made: {error}.") from None
+
+
+def _tensor(word: type[Word], value: Any) -> Any:
+    return torch.tensor(value, dtype=TENSORS[word]) if isinstance(value, list) and word in TENSORS else value
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."

@@ -1,0 +1,80 @@
+"""Biases that depend on the head and on k - q alone (`Bias.per_distance`), as one vector per head.
+
+A call of n queries and m keys has n + m - 1 distances, where its scores are n * m.
+"""
+
+from collections import OrderedDict
+from functools import reduce
+from operator import add
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias
+from regard.describe.word import Outline
+
+KEPT = 64 << 20
+"""Bytes of vectors that are kept from call to call."""
+
+
+def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    """The bias at `count` distances q - k, from `first` on: [heads, count], differentiable in its tensors.
+
+    >>> from regard import Alibi
+    >>> by_distance(Alibi(2), heads=2, dtype=torch.float32, first=-1, count=4)[0].tolist()
+    [-0.0625, -0.0, -0.0625, -0.125]
+    """
+    distance = torch.arange(first, first + count, device="cpu")
+    head = torch.arange(heads, device="cpu")[:, None]
+    terms = (term.value(0, head, 0, -distance).to(dtype) for term in bias.terms())
+    return reduce(add, terms).expand(heads, count).contiguous()
+
+
+def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    """The same, not differentiable, from memory where it was asked for before.
+
+    It is made for more distances than are asked for, so that a call of one more key needs no new one, and known by the
+    bias's outline, so that what was made of a tensor that has changed since is not found again.
+    """
+    key = (bias.outline(), heads, dtype)
+    low, made = _vectors.get(key) or (0, None)
+    if made is None or first < low or first + count > low + made.shape[1]:
+        low, high = -_rounded(-first), _rounded(first + count)
+        if high - low > 4 * count + 1024:  # far from the diagonal
+            low, high = first, first + count
+        made = by_distance(bias, heads, dtype, low, high - low).detach()
+        _vectors.put(key, low, made)
+    return made[:, first - low : first - low + count]
+
+
+def _rounded(n: int) -> int:
+    """A power of two not below n, so that ever longer calls make new vectors ever more rarely."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+_Key = tuple[Outline, int, torch.dtype]
+
+
+class _Vectors:
+    """The vectors made lately, each with its first distance. They hold no tensor of the user's."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[_Key, tuple[int, Tensor]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: _Key) -> tuple[int, Tensor] | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: _Key, low: int, made: Tensor) -> None:
+        with self._lock:
+            self._kept[key] = (low, made)
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(t.nbytes for _, t in self._kept.values()) > KEPT:
+                self._kept.popitem(last=False)
+
+
+_vectors = _Vectors()

@@ -1,0 +1,116 @@
+"""`regard bench`: one's own shapes, measured and said in a few lines."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from regard.bench.rounds import Rounds
+from regard.cli.main import main
+
+TINY = ["bench", "--queries", "37", "--heads", "4", "--kv-heads", "2", "--dim", "8", "--rounds", "1", "--threads", "1"]
+
+
+def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
+    assert main([*TINY, "--mask", "Causal() & Window(5)", "--dtype", "bfloat16"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == "q [1, 4, 37, 8] · kv [1, 2, 37, 8] bfloat16, mask Causal() & Window(left=5)"
+    assert [line.split()[0] for line in lines[1:]] == ["regard", "torch", "limit", "medians"]
+    assert "GFLOP/s of 700 pairs, engine" in lines[1]
+    assert "said as: mask of" in lines[2]
+    assert lines[4] == "  medians of 1 interleaved rounds on 1 thread"
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--keys", "41"], "kv [1, 2, 41, 8] float32"),
+        (["--keys", "41", "--v-dim", "3", "--batch", "2"], "kv [2, 2, 41, 8|3] float32"),
+        (["--bias", "Alibi(4)"], "bias Alibi(heads=4)"),
+        (["--softcap", "5"], "not measured: torch's fused attention has no softcap"),
+        (["--backward"], "GFLOP/s of 5,476 pairs"),
+        (["--backend", "reference"], "engine reference"),
+        (["--queries", "1", "--keys", "64", "--mask", "Causal()"], "q [1, 4, 1, 8]"),
+    ],
+)
+def test_what_is_asked_for_is_measured(more, said, capsys):
+    assert main([*TINY, *more]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
+    assert main([*TINY, "--json", "-"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main([*TINY, "--json", str(tmp_path / "found.json")]) == 0
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert shown.keys() == written.keys()
+    assert written["pairs"] == 4 * 37 * 37
+    assert written["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--mask", "Causal"], "Causal is not understood: expected Causal() with its parentheses."),
+        (["--mask", "import os"], "'import os' is no expression"),
+        (["--mask", "Window(0)"], "Window(left=0) would hide a token from itself"),
+        (["--mask", "Lengths([1, 2])"], "sizes for 2 batch rows and the call has 1"),
+        (["--bias", "Alibi(3)"], "has slopes for 3 heads and the call has 4"),
+        (["--kv-heads", "3"], "query heads must be a whole multiple of key heads"),
+        (["--backend", "cuda"], "backend 'cuda' is not known"),
+        (["--softcap", "-1"], "softcap"),
+        (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(more, said, capsys):
+    assert main([*TINY, *more]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--queries", "0"], "'0' is no count: expected 1, 2, 3 ..."),
+        (["--heads", "many"], "'many' is no count"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--softcap", "high"], "invalid float value: 'high'"),
+    ],
+)
+def test_arguments_that_are_no_numbers_are_refused_by_the_parser(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_what_fits_no_memory_is_said_in_one_line(capsys):
+    for queries, batch in (("9999999", "99"), ("99999999999", "99999999999")):
+        assert main([*TINY, "--queries", queries, "--batch", batch]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "GiB, and this machine has" in err
+
+
+def test_an_interruption_shows_what_there_is(monkeypatch, capsys):
+    from regard.bench import measure
+
+    monkeypatch.setattr(
+        measure, "interleaved", lambda *_: Rounds([{"ours": 0.01, "torch": 0.02, "limit": 1e12}], cut=True)
+    )
+    assert main(TINY) == 130
+    out = capsys.readouterr().out
+    assert "2.00x" in out
+    assert "ended early" in out
+
+
+def test_without_rich_it_works_as_well():
+    code = "import sys; sys.modules['rich'] = None; from regard.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    ran = subprocess.run([sys.executable, "-c", code, *TINY], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -1,0 +1,88 @@
+"""Words on the command line: what is understood, and how everything else is refused."""
+
+import pytest
+import torch
+
+from regard import Alibi, Blocks, Causal, Dilated, Documents, Global, Lengths, Prefix, ProblemError, Tree, Window
+from regard.cli import expression
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("Causal()", Causal()),
+        ("  Causal() & Window(512)\n", Causal() & Window(512)),
+        ("Causal() & (Window(left=512) | Prefix(4))", Causal() & (Window(512) | Prefix(4))),
+        ("~Causal() | Window(None, 3)", ~Causal() | Window(None, 3)),
+        ("Global([1, 5]) & Dilated(2)", Global([1, 5]) & Dilated(2)),
+        ("Tree([-1, 0, 0, 1])", Tree([-1, 0, 0, 1])),
+    ],
+)
+def test_a_mask_is_read_as_python_would(text, word):
+    assert expression.mask(text) == word
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "field", "tensor"),
+    [
+        ("Lengths([3, 7])", Lengths, "lengths", torch.tensor([3, 7])),
+        ("Prefix([3, 7])", Prefix, "size", torch.tensor([3, 7])),
+        ("Documents([0] * 3 + [1] * 2)", Documents, "ids", torch.tensor([0, 0, 0, 1, 1])),
+        ("Blocks([[1, 0], [True, 1]], size=4)", Blocks, "layout", torch.tensor([[True, False], [True, True]])),
+    ],
+)
+def test_lists_become_the_tensors_that_words_carry(text, kind, field, tensor):
+    found = expression.mask(text)
+    assert isinstance(found, kind)
+    assert torch.equal(getattr(found, field), tensor)
+
+
+def test_a_bias_is_read_as_well():
+    assert expression.bias("Alibi(8)") == Alibi(8)
+    assert expression.bias("Alibi(8) + Alibi(8)") == Alibi(8) + Alibi(8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Causal",
+        "Causal(",
+        "causal()",
+        "Causal(3)",
+        "Causal() and Window(3)",
+        "Causal() & 3",
+        "Causal() + Window(3)",
+        "Window()",
+        "Window(0)",
+        "Window('3')",
+        "Window(left=2, **{})",
+        "Window(*[1])",
+        "Window(3.5 + 1)",
+        "Lengths([3, None])",
+        "Lengths([[1], [2, 3]])",
+        "Blocks([1], -1)",
+        "Documents([0] * 10 ** 9)",
+        "Documents([0] * 100000000)",
+        "Documents([0] * -1 * [1])",
+        "-Causal()",
+        "~3",
+        "3",
+        "[1, 2]",
+        "Alibi(8)",
+        "Where(lambda b, h, q, k: q > k)",
+        "__import__('os').system('true')",
+        "Causal().__class__",
+        "(lambda: Causal())()",
+        "Causal() if True else Causal()",
+        "Causal()\x00",
+        "(" * 10_000,
+        "~" * 10_000 + "Causal()",
+        "1" * 5_000,
+    ],
+)
+def test_everything_else_is_refused_in_words(text):
+    with pytest.raises(ProblemError) as refused:
+        expression.mask(text)
+    assert len(str(refused.value)) < 400
+    assert refused.value.__cause__ is None

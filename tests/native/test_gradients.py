@@ -1,0 +1,151 @@
+"""Gradients of every word and tensor, against finite differences and the formula in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import Alibi, Causal, Dense, Lengths, Prefix, RefusalError, T5Bias, TensorBias, Window, attend, attend_state
+from tests.conformance import cases
+from tests.native.engines import ALL, BEST, PLAIN
+from tests.oracle import Case, dense, worst
+
+
+def small(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+@pytest.mark.parametrize(
+    "mask", [None, Causal(), Causal() & Window(2) | Prefix(1), Dense(torch.zeros(4, 5) > 1)], ids=str
+)
+def test_derivatives_of_all_that_flows(engine: str, mask: Any):
+    q, k, v, sink = small(1, 4, 4, 3), small(1, 2, 5, 3), small(1, 2, 5, 2), small(4)
+    table, tensor, other = small(8, 4), small(1, 1, 4, 5), small(4, 1, 5)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, table: Tensor, tensor: Tensor, other: Tensor) -> Tensor:
+        bias = T5Bias(table, max_distance=16) + TensorBias(tensor) + Alibi(4) + TensorBias(other)
+        return attend(q, k, v, sink=sink, bias=bias, mask=mask, softcap=3.0, backend=engine)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, sink, table, tensor, other))
+
+
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+def test_derivatives_of_the_log_sum_exp_and_of_both(engine: str):
+    q, k, v, table = small(1, 4, 4, 3), small(1, 2, 5, 3), small(1, 2, 5, 2), small(8, 4)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        state = attend_state(q, k, v, mask=Causal(), bias=T5Bias(table, max_distance=16), backend=engine)
+        return state.out, state.lse
+
+    assert torch.autograd.gradcheck(call, (q, k, v, table))
+    assert torch.autograd.gradcheck(lambda *t: call(*t)[1], (q, k, v, table))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (5, 1), (1, 1), (3, 1, 5, 7), (2, 1, 7), (3, 2, 1, 1)], ids=str)
+def test_derivatives_of_a_bias_that_broadcasts(shape: tuple[int, ...]):
+    q, k, bias = small(3, 2, 5, 2), small(3, 1, 7, 2), small(*shape)
+    for engine in (BEST, PLAIN):
+        assert torch.autograd.gradcheck(lambda b, e=engine: attend(q, k, k, bias=TensorBias(b), backend=e), (bias,))
+
+
+STRANGE: dict[str, Any] = {
+    "expanded": lambda t: t[:, :, :5].expand(3, 2, 5, 7),
+    "by columns": lambda t: t[:, :, :5].mT.contiguous().mT,
+    "every other row": lambda t: t[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("engine", [BEST, PLAIN])
+def test_derivatives_of_a_bias_that_lies_strangely(name: str, engine: str):
+    q, k, bias = small(3, 2, 5, 2), small(3, 1, 7, 2), small(3, 1, 10, 7)
+
+    def call(t: Tensor) -> Tensor:
+        return attend(q, k, k, bias=TensorBias(STRANGE[name](t)), backend=engine)
+
+    assert torch.autograd.gradcheck(call, (bias,))
+
+
+def test_an_expanded_bias_gets_a_gradient_for_each_element():
+    q, k = small(1, 2, 3, 2), small(1, 2, 4, 2)
+    bias = torch.randn(4, dtype=torch.float64).expand(2, 3, 4).requires_grad_()
+
+    def gradient(engine: str) -> Tensor:
+        return torch.autograd.grad(attend(q, k, k, bias=TensorBias(bias), backend=engine).sin().sum(), bias)[0]
+
+    assert torch.allclose(gradient(BEST), gradient("reference"))
+
+
+def test_a_bias_whose_rows_are_placed_gets_zeros_for_the_others():
+    q, k, bias = small(1, 1, 3, 2), small(1, 1, 6, 2), small(6, 6)
+
+    def call(b: Tensor) -> Tensor:
+        return attend(q, k, k, bias=TensorBias(b, offset=0), offset=2, backend=BEST)
+
+    assert torch.autograd.gradcheck(call, (bias,))
+
+
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_the_table_of_calls_are_those_of_the_formula(name: str, engine: str, dtype: torch.dtype):
+    case = cases()[name].to(dtype)
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(*case.q.shape[:3], case.v.shape[3], generator=g, dtype=torch.float64).to(dtype)
+
+    def gradients(function: Any, kind: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(kind).requires_grad_() for t in (case.q, case.k, case.v)]
+        out = function(Case(*leaves, case.words))
+        return list(torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves))
+
+    ours = gradients(lambda c: attend(c.q, c.k, c.v, **c.words, backend=engine), dtype)
+    truth = gradients(lambda c: dense(c)[0], torch.float64)
+    naive = gradients(lambda c: dense(c, dtype)[0], dtype)
+    for found, true, plain in zip(ours, truth, naive, strict=True):
+        # weights are recomputed from a log-sum-exp that was rounded: of 15, say, to 16 units of 1
+        units = {torch.float64: 64, torch.float32: 16}.get(dtype, 1) * torch.finfo(dtype).eps
+        assert worst(found, true) <= max(2 * worst(plain, true), units * max(1.0, float(true.abs().max())))
+
+
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+def test_what_is_hidden_does_not_reach_a_gradient(engine: str):
+    q, k, v = (torch.randn(2, 2, 70, 8) for _ in range(3))
+    k[1, :, 40:], v[1, :, 40:] = torch.nan, torch.inf
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves, mask=Lengths(torch.tensor([70, 40])), backend=engine)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert bool(torch.isfinite(out).all())
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    assert not grads[1][1, :, 40:].any()
+    assert not grads[2][1, :, 40:].any()
+
+
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+def test_a_row_that_sees_nothing_has_gradients_of_zero_whatever_flows_into_it(engine: str):
+    leaves = [torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3)]
+    sink = torch.zeros(2, requires_grad=True)
+    out = attend(*leaves, mask=Causal(), offset=-65, sink=sink, backend=engine)
+    flowing = torch.full_like(out, torch.nan)
+    flowing[:, :, 65:] = 1.0
+    grads = torch.autograd.grad(out, (*leaves, sink), flowing)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    assert not grads[0][:, :, :65].any()
+
+
+def test_gradients_are_asked_for_by_halves():
+    q, k, v, table = (*(torch.randn(1, 2, 9, 8) for _ in range(3)), torch.randn(8, 2))
+    table.requires_grad_()
+    (found,) = torch.autograd.grad(attend(q, k, v, bias=T5Bias(table), backend=BEST).sin().sum(), table)
+    (truth,) = torch.autograd.grad(attend(q, k, v, bias=T5Bias(table), backend="reference").sin().sum(), table)
+    assert torch.allclose(found, truth, atol=1e-6)
+
+
+def test_a_second_derivative_is_an_error_and_not_wrong():
+    q = small(1, 1, 3, 2)
+    (grad,) = torch.autograd.grad(attend(q, q, q, backend=BEST).sin().sum(), q, create_graph=True)
+    with pytest.raises(RefusalError, match="differentiated once"):
+        torch.autograd.grad(grad.sum(), q)
+    with pytest.raises(RefusalError, match="no vmap or forward-mode derivative"):
+        torch.func.jvp(lambda t: attend(t, t, t, backend=BEST), (q.detach(),), (q.detach(),))

@@ -1,0 +1,106 @@
+"""What a long call does to the rest of the process: it can be interrupted, and lets other threads of Python run."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from regard import Causal, attend
+from regard.backend import native as engine
+from tests.native.engines import BEST, PLAIN
+
+LONG = """
+import time, torch, sys
+from regard import attend, Causal
+torch.set_num_threads({threads})
+q = torch.randn(1, 32, 16384, 128, requires_grad={backward})
+print("ready", flush=True)
+try:
+    while True:
+        out = attend(q, q, q, mask=Causal(), backend="native")
+        if {backward}:
+            out.sum().backward()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ctrl_c_ends_a_long_call_within_a_second(threads: int, backward: bool):
+    text = LONG.format(threads=threads, backward=backward)
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        start = time.perf_counter()
+        assert process.stdout.readline() == "interrupted\n"
+        assert time.perf_counter() - start < 1
+        process.wait(timeout=30)
+
+
+def test_other_threads_of_python_run_during_a_call():
+    q = torch.randn(1, 8, 4096, 128)
+    running, ticks = threading.Event(), 0
+
+    def work() -> None:
+        running.set()
+        attend(q, q, q, mask=Causal(), backend=BEST)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    running.wait()
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    worker.join()
+    assert ticks > 3
+
+
+@pytest.mark.parametrize("name", [BEST, PLAIN])
+def test_several_threads_of_python_may_call_at_once(name: str):
+    inputs = [torch.randn(1, 4, n, 16) for n in (1, 7, 64, 131, 200)]
+    expected = [attend(q, q, q, mask=Causal(), backend=name) for q in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            found = list(pool.map(lambda q: attend(q, q, q, mask=Causal(), backend=name), inputs))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_call_inside_a_call_gets_memory_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """A signal handler may call while the library has returned for a moment in the middle of a call."""
+    q, small = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 100, 16)
+    monkeypatch.setattr(engine, "SECONDS", 0.0005)
+    expected = attend(q, q, q, backend=BEST), attend(small, small, small, backend=BEST)
+    inner: list[torch.Tensor] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: inner.append(attend(small, small, small, backend=BEST)))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        outer = [attend(q, q, q, backend=BEST) for _ in range(50)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert all(torch.equal(out, expected[0]) for out in outer)
+    assert inner
+    assert all(torch.equal(out, expected[1]) for out in inner)
+
+
+def test_a_large_call_needs_little_memory_beside_its_tensors():
+    """16,384 tokens: the scores of a head would take 1 GiB. Measured in a process of its own."""
+    text = """
+import resource, torch
+from regard import attend, Causal, Window
+q = torch.randn(1, 2, 16384, 64)
+attend(q[:, :, :256], q[:, :, :256], q[:, :, :256], mask=Causal(), backend="native")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = attend(q, q, q, mask=Causal() & Window(4096), backend="native")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 64 << 20

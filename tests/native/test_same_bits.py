@@ -1,0 +1,88 @@
+"""A row of the output has the same bits whoever is computed beside it, on however many threads, in whatever chunk."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import Alibi, Causal, Documents, Lengths, Mask, Prefix, Window, attend, attend_state
+from tests.native.engines import ALL
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+KEYS = 700  # more than one span of the kernels, which is 512
+MASKS: dict[str, Mask] = {
+    "causal": Causal(),
+    "a window and sinks": Causal() & (Window(150) | Prefix(4)),
+    "documents": Causal() & Documents(torch.arange(KEYS) // 217),
+}
+
+pytestmark = [pytest.mark.parametrize("engine", ALL), pytest.mark.parametrize("dtype", DTYPES, ids=str)]
+
+
+def tensors(dtype: torch.dtype, batch: int = 1, dim: int = 48) -> tuple[Tensor, Tensor, Tensor]:
+    """6 heads on 2, values narrower than keys; large enough that the softmax has peaks."""
+    q, k = 2 * torch.randn(batch, 6, KEYS, dim), torch.randn(batch, 2, KEYS, dim)
+    return q.to(dtype), k.to(dtype), torch.randn(batch, 2, KEYS, 40).to(dtype)
+
+
+@contextmanager
+def threads(number: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("chunk", [1, 5, 16, 17, 64, 100, 333])
+def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask: str, chunk: int):
+    q, k, v = tensors(dtype)
+    words = {"mask": MASKS[mask], "bias": Alibi(6), "softcap": 20.0, "backend": engine}
+    if chunk % 2:
+        words |= {"bias": None, "softcap": None}
+    whole = attend_state(q, k, v, **words)
+    for first in [0, chunk, 511, 512, KEYS - chunk] if chunk < 64 else range(0, KEYS, chunk):
+        last = min(first + chunk, KEYS)
+        part = attend_state(q[:, :, first:last], k[:, :, :last], v[:, :, :last], offset=first, **words)
+        assert torch.equal(part.out, whole.out[:, :, first:last])
+        assert torch.equal(part.lse, whole.lse[:, :, first:last])
+
+
+@pytest.mark.parametrize("queries", [1, 3, KEYS])
+def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dtype, queries: int):
+    q, k, v = tensors(dtype, batch=3)
+    q, lengths = q[:, :, -queries:], torch.tensor([KEYS, 65, 600])
+    for words in ({}, {"mask": Causal() & Lengths(lengths)}, {"sink": torch.randn(6)}):
+        whole = attend(q, k, v, **words, backend=engine)
+        for b in range(3):
+            mine = {"mask": Causal() & Lengths(lengths[b : b + 1])} if "mask" in words else words
+            alone = attend(*(t[b : b + 1] for t in (q, k, v)), **mine, backend=engine)
+            assert torch.equal(alone, whole[b : b + 1])
+        assert torch.equal(
+            attend(*(t.flip(0) for t in (q, k, v)), backend=engine), attend(q, k, v, backend=engine).flip(0)
+        )
+
+
+@pytest.mark.parametrize("queries", [1, 7, KEYS])
+def test_threads_change_nothing(engine: str, dtype: torch.dtype, queries: int):
+    q, k, v = tensors(dtype, batch=2)
+
+    def gradients(number: int) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (q[:, :, -queries:], k, v)]
+        with threads(number):
+            out = attend(*leaves, mask=Causal(), sink=torch.zeros(6), backend=engine)
+            return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    one = gradients(1)
+    for number in (2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(number), one, strict=True))
+
+
+def test_strides_change_nothing(engine: str, dtype: torch.dtype):
+    q, k, v = tensors(dtype)
+    moved = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(attend(*moved, mask=Causal(), backend=engine), attend(q, k, v, mask=Causal(), backend=engine))

@@ -1,0 +1,54 @@
+"""Biases as vectors over the distance: kept for calls to come, and never those of a tensor that has changed."""
+
+import pytest
+import torch
+
+from regard import Alibi, Bias, Causal, T5Bias, attend
+from regard.plan import distance
+from regard.plan.distance import by_distance, kept_by_distance
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distance, "_vectors", distance._Vectors())
+
+
+@pytest.mark.parametrize("bias", [Alibi(3), T5Bias(torch.randn(16, 3)), Alibi(3) + T5Bias(torch.randn(8, 3), False)])
+@pytest.mark.parametrize(("first", "count"), [(-7, 12), (0, 1), (-1, 300), (5000, 40), (-5000, 40), (0, 0)])
+def test_a_vector_holds_the_bias_of_each_distance(bias: Bias, first: int, count: int):
+    exact = by_distance(bias, 3, torch.float64, first, count)
+    for _ in range(2):
+        assert torch.equal(kept_by_distance(bias, 3, torch.float64, first, count), exact)
+    steps = torch.arange(first, first + count)
+    values = [term.value(0, torch.arange(3)[:, None], steps, torch.zeros_like(steps)).double() for term in bias.terms()]
+    assert torch.equal(exact, sum(values))
+
+
+def test_ever_longer_calls_make_few_vectors(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+    slopes = Alibi.slopes
+    monkeypatch.setattr(Alibi, "slopes", lambda self: made.append(1) or slopes(self))
+    for keys in range(1, 1000):
+        kept_by_distance(Alibi(4), 4, torch.float32, 0, keys)
+    assert len(made) <= 11
+
+
+def test_far_from_the_diagonal_only_what_is_asked_for_is_made():
+    assert kept_by_distance(Alibi(1), 1, torch.float32, 1 << 40, 5).shape == (1, 5)
+    assert sum(t.numel() for _, t in distance._vectors._kept.values()) == 5
+
+
+def test_a_table_that_changed_has_a_new_vector():
+    q, table = torch.randn(1, 2, 6, 4), torch.randn(8, 2)
+    bias = T5Bias(table, max_distance=16)
+    for _ in range(3):
+        table.mul_(2)
+        expected = attend(q, q, q, mask=Causal(), bias=bias, backend="reference")
+        assert torch.allclose(attend(q, q, q, mask=Causal(), bias=bias), expected, atol=1e-5)
+
+
+def test_what_is_kept_is_limited(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distance, "KEPT", 20_000)
+    for heads in range(1, 40):
+        kept_by_distance(Alibi(heads), heads, torch.float32, 0, 64)
+    assert sum(t.nbytes for _, t in distance._vectors._kept.values()) <= 20_000

@@ -1,0 +1,169 @@
+"""Calls that are known again: nothing that matters to a plan may change without being noticed."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from regard import (
+    Alibi,
+    Causal,
+    Dense,
+    Lengths,
+    ProblemError,
+    TensorBias,
+    Where,
+    Window,
+    attend,
+    attend_state,
+    explain,
+)
+from regard.describe.mask import Mask
+from regard.plan import choose, known
+from tests.oracle import Case, dense
+
+Q, K, V = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(known, "_calls", {})
+
+
+def posed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Filled with a word for every call that is posed."""
+    times: list[Any] = []
+    pose = known.pose
+    monkeypatch.setattr(known, "pose", lambda *a, **k: times.append(k["mask"]) or pose(*a, **k))
+    return times
+
+
+@pytest.mark.parametrize("words", [{}, {"mask": Causal() & Window(3)}, {"bias": Alibi(2)}, {"sink": torch.zeros(2)}])
+def test_a_call_like_one_before_is_not_posed_again(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    first = attend(Q, K, V, **words)
+    again = attend(Q.clone(), K.clone(), V.clone(), **words)
+    assert len(times) == 1
+    assert torch.equal(first, again)
+
+
+def test_a_mask_made_anew_is_known_by_its_words(monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    for _ in range(3):
+        attend(Q, K, V, mask=Causal() & Window(3))
+    assert len(times) == 1
+
+
+CHANGES: dict[str, Any] = {
+    "fewer keys": lambda: (Q, K[:, :, 1:], V[:, :, 1:], {}),
+    "another type": lambda: (Q.double(), K.double(), V.double(), {}),
+    "a gap between the numbers of a token": lambda: (Q, K.mT.contiguous().mT, V, {}),
+    "a scale": lambda: (Q, K, V, {"scale": 0.5}),
+    "a cap": lambda: (Q, K, V, {"softcap": 0.5}),
+    "an offset": lambda: (Q, K, V, {"offset": 0}),
+    "a sink": lambda: (Q, K, V, {"sink": torch.zeros(2)}),
+    "another mask": lambda: (Q, K, V, {"mask": Window(2, 2)}),
+    "a bias": lambda: (Q, K, V, {"bias": Alibi(2)}),
+    "a negated view": lambda: (torch.complex(Q, -Q).conj().imag, K, V, {}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_call_that_differs_is_posed_anew_and_right(name: str):
+    attend(Q, K, V, mask=Causal())
+    q, k, v, words = CHANGES[name]()
+    words = {"mask": Causal(), **words}
+    expected = dense(Case(q, k, v, words))[0]
+    assert torch.allclose(attend(q, k, v, **words).double(), expected, atol=1e-5)
+
+
+def test_gradients_flow_though_the_same_call_was_made_without():
+    with torch.no_grad():
+        attend(Q, K, V)
+    leaf = Q.clone().requires_grad_()
+    assert attend(leaf, K, V).requires_grad
+    with torch.no_grad():
+        assert not attend(leaf, K, V).requires_grad
+    table = torch.randn(5, 9)
+    bias = TensorBias(table)
+    attend(Q, K, V, bias=bias)
+    table.requires_grad_()
+    assert attend(Q, K, V, bias=bias).requires_grad
+
+
+def test_masks_changed_in_place_are_seen():
+    lengths, keep, limit = torch.tensor([9]), torch.ones(5, 9, dtype=torch.bool), torch.tensor(9)
+    masks: list[Mask] = [Lengths(lengths), Dense(keep), Where(lambda b, h, q, k: k < limit)]
+    before = [attend(Q, K, V, mask=mask) for mask in masks]
+    lengths[0], limit[...] = 4, 4
+    keep[:, 4:] = False
+    for mask, old in zip(masks, before, strict=True):
+        found = attend(Q, K, V, mask=mask)
+        assert torch.allclose(found, attend(Q, K[:, :, :4], V[:, :, :4]), atol=1e-6)
+        assert not torch.equal(found, old)
+
+
+def test_numbers_in_q_k_and_v_are_never_remembered():
+    q = Q.clone()
+    before = attend(q, K, V)
+    q.mul_(3)
+    assert not torch.equal(attend(q, K, V), before)
+
+
+def test_what_equals_a_number_and_is_none_is_an_error_also_afterwards():
+    attend(Q, K, V, scale=1.0, offset=1)
+    for words in ({"scale": True}, {"offset": True}, {"dropout": False}, {"scale": torch.tensor(1.0)}):
+        with pytest.raises(ProblemError):
+            attend(Q, K, V, **words)
+
+
+def test_a_word_that_only_has_the_name_of_one_is_an_error_also_afterwards():
+    attend(Q, K, V, mask=Causal())
+
+    class Impostor(Causal):
+        pass
+
+    Impostor.__name__ = "Causal"
+    for mask in (Impostor(), Impostor() & Causal(), "Causal()"):
+        with pytest.raises(ProblemError):
+            attend(Q, K, V, mask=mask)
+
+
+def test_a_plan_that_was_let_go_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    attend(Q, K, V, mask=Window(4))
+    plan = weakref.ref(explain(Q, K, V, mask=Window(4)))
+    choose._plans._kept.clear()
+    gc.collect()
+    assert plan() is None  # calls that are known keep no plan alive
+    attend(Q, K, V, mask=Window(4))
+    assert len(times) == 2
+
+
+def test_no_tensor_is_kept_alive_and_calls_are_counted():
+    lengths, q = torch.tensor([9]), Q.clone()
+    attend(q, K, V, mask=Lengths(lengths))
+    ghosts = [weakref.ref(t) for t in (lengths, q)]
+    del lengths, q
+    gc.collect()
+    assert all(ghost() is None for ghost in ghosts)
+    for i in range(known.KEPT + 3):
+        attend(Q[:, :, :1, :1], K[:, :, :1, :1], V[:, :, :1, :1], scale=float(i))
+    assert len(known._calls) <= known.KEPT
+
+
+def test_watchers_autocast_and_transforms_are_noticed_after_the_same_call():
+    from regard import watching
+
+    expected = attend(Q, K, V)
+    calls: list[Any] = []
+    with watching(calls.append):
+        attend(Q, K, V)
+    assert bool(torch.isfinite(calls[0].lse).all())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(Q, K, V).dtype == torch.bfloat16
+    mapped = torch.vmap(lambda q: attend(q, K, V))(Q[None])
+    assert torch.allclose(mapped[0], expected, atol=1e-6)
+    assert attend_state(Q, K, V).lse.shape == (1, 2, 5)
