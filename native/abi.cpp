@@ -34,8 +34,8 @@ constexpr Named built[] = {
 
 using Clock = std::chrono::steady_clock;
 
-// One half of a pass: threads take unit after unit. A unit that was taken is finished, so what is done is always the first
-// units, in whatever order.
+// One half of a pass: threads take unit after unit. A unit that was taken is finished, so what is done is always the
+// first units, in whatever order.
 struct Half {
     const Kernels &kernels;
     const regard_call &call;
@@ -89,7 +89,8 @@ int64_t threads_of(const Kernels &kernels, const regard_call &c, const regard_gr
 int64_t workspace(const Kernels &kernels, const regard_call &c, const regard_gradient *gradient) {
     if (is_empty(c, gradient)) return 0;
     int64_t bytes = 0;
-    if (__builtin_mul_overflow(threads_of(kernels, c, gradient), kernels.scratch(c, gradient), &bytes)) return REGARD_BAD_SIZE;
+    if (__builtin_mul_overflow(threads_of(kernels, c, gradient), kernels.scratch(c, gradient), &bytes))
+        return REGARD_BAD_SIZE;
     if (__builtin_add_overflow(bytes, kernels.shared(c, gradient), &bytes)) return REGARD_BAD_SIZE;
     return bytes;
 }
@@ -104,12 +105,17 @@ regard_status run(regard_call &call, const regard_gradient *gradient) {
     if (needed && !call.workspace) return REGARD_BAD_POINTER;
     char *const memory = static_cast<char *>(call.workspace);
     const int64_t threads = threads_of(*kernels, call, gradient), bytes = kernels->scratch(call, gradient);
-    const auto until = Clock::now() + std::chrono::microseconds(int64_t(call.seconds < 1e9 ? call.seconds * 1e6 : 1e15));
+    const auto until =
+        Clock::now() + std::chrono::microseconds(int64_t(call.seconds < 1e9 ? call.seconds * 1e6 : 1e15));
     int64_t before = 0;
     for (int i = 0; i < 2; ++i) {
         const int64_t units = units_of(*kernels, call, gradient, i);
         if (call.next < before + units) {
-            Half half{*kernels, call, gradient, i, units, until, memory, memory + kernels->shared(call, gradient), bytes, {call.next - before}};
+            Half half{*kernels, call,
+                      gradient, i,
+                      units,    until,
+                      memory,   memory + kernels->shared(call, gradient),
+                      bytes,    {call.next - before}};
             const int64_t left = units - half.next;
             parallel(left < threads ? left : threads, Half::work, &half);
             if (half.status != REGARD_DONE) return regard_status(half.status.load());

@@ -4,8 +4,9 @@
 // Whoever changes the meaning of anything declared here raises REGARD_ABI_VERSION, here and in src/regard/native.py: a
 // library left over from another version is then refused instead of misread.
 //
-// A call is one struct whose every field has 8 bytes, so that Python writes it with one `struct.pack`. Sizes and strides
-// count elements, not bytes; the last stride of every tensor with a dim is 1 and is not given. A size of 0 is allowed.
+// A call is one struct whose every field has 8 bytes, so that Python writes it with one `struct.pack`. Sizes and
+// strides count elements, not bytes; the last stride of every tensor with a dim is 1 and is not given. A size of 0 is
+// allowed.
 #pragma once
 
 #include <cstdint>
@@ -32,13 +33,13 @@ struct regard_tensor {
     int64_t batch, head, token;
 };
 
-// Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of the axis
-// whose tokens are the lanes of a kernel: of queries, or, transposed, of keys. Rows of all maps stand one after another.
+// Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of queries;
+// rows of all maps stand one after another.
 struct regard_schedule {
-    int64_t rows;                                        // tiles of the lanes' axis in each map
-    const int64_t *run_start, *run_tile, *run_length;    // FULL tiles
+    int64_t rows;                                             // tiles of queries in each map
+    const int64_t *run_start, *run_tile, *run_length;         // FULL tiles
     const int64_t *patch_start, *patch_tile, *patch_pattern;  // PARTIAL tiles
-    const uint64_t *patterns;  // [patterns][64]: for each token of the other axis, a bit for each lane, least bit first
+    const uint64_t *patterns;  // [patterns][64]: for each key of a tile, a bit for each query, least bit first
     int64_t pattern_count;
 };
 
@@ -58,18 +59,20 @@ struct regard_call {
     regard_tensor q, k, v;
     regard_tensor out;
     // "wide" numbers are float64 for float64, else float32.
-    void *lse;               // wide [batch, heads, queries], without the sink
-    const void *sink;        // wide [heads], or null: its column is folded into out, not into lse
-    const void *distance;    // wide: added to the score of row i and key j is distance[h * distance_head + keys - 1 + i - j],
-    int64_t distance_head;   // so a head has queries + keys - 1 numbers; 0: all heads share them. Null: none
-    const void *bias;        // added to the score: any dtype, any strides, 0 where it broadcasts. Null: none
+    void *lse;         // wide [batch, heads, queries], without the sink
+    const void *sink;  // wide [heads], or null: its column is folded into out, not into lse
+    const void
+        *distance;  // wide: added to the score of row i and key j is distance[h * distance_head + keys - 1 + i - j],
+    int64_t distance_head;  // so a head has queries + keys - 1 numbers; 0: all heads share them. Null: none
+    const void *bias;       // added to the score: any dtype, any strides, 0 where it broadcasts. Null: none
     int64_t bias_dtype;
     int64_t bias_batch, bias_head, bias_row, bias_key;
 
     int64_t maps_batch, maps_head;  // (1 or batch, 1 or heads)
-    regard_schedule by_query;       // lanes are queries
+    regard_schedule by_query;
 
-    void *workspace;  // 64-byte aligned; regard_workspace says how many bytes; its content is kept between calls for MORE
+    void *
+        workspace;  // 64-byte aligned; regard_workspace says how many bytes; its content is kept between calls for MORE
     int64_t workspace_bytes;
     double seconds;  // return MORE after about so long; 0: never
     int64_t next;    // 0 at first; the first unit of work that is still to do
@@ -79,14 +82,13 @@ struct regard_call {
 struct regard_gradient {
     regard_call call;
     regard_tensor dout;
-    const void *dlse;           // wide [batch, heads, queries]; null: none flows
-    regard_tensor dq, dk, dv;   // of the dtype of the call; written whole
-    void *delta;                // wide [batch, heads, queries]: written; sum(dout * out) of each row
-    void *ddistance;            // wide, laid out like distance; zeros beforehand. Null: not wanted
-    void *dbias;                // wide [bias batch, bias heads, bias rows, bias keys], contiguous, zeros beforehand; an
-                                // axis whose stride in `bias` is 0 has size 1. Null: not wanted
-    int64_t bias_sizes[4];      // of dbias
-    regard_schedule by_key;     // lanes are keys: the schedule transposed
+    const void *dlse;          // wide [batch, heads, queries]; null: none flows
+    regard_tensor dq, dk, dv;  // of the dtype of the call; written whole
+    void *delta;               // wide [batch, heads, queries]: written; sum(dout * out) of each row
+    void *ddistance;           // wide, laid out like distance; zeros beforehand. Null: not wanted
+    void *dbias;               // wide [bias batch, bias heads, bias rows, bias keys], contiguous, zeros beforehand; an
+                               // axis whose stride in `bias` is 0 has size 1. Null: not wanted
+    int64_t bias_sizes[4];     // of dbias
 };
 
 // The version of this interface that the library was built with.

@@ -7,7 +7,8 @@
 namespace regard {
 namespace {
 
-constexpr int64_t LONGEST = int64_t(1) << 40;  // of any axis: so far workspaces, which are some KiB per token, fit 64 bits
+constexpr int64_t LONGEST =
+    int64_t(1) << 40;  // of any axis: so far workspaces, which are some KiB per token, fit 64 bits
 
 // Products and sums of sizes, and whether they all fitted 64 bits.
 struct Sizes {
@@ -75,7 +76,8 @@ regard_status biases(const regard_call &c) {
     }
     if (c.bias) {
         if (!is_dtype(c.bias_dtype)) return REGARD_BAD_SIZE;
-        s.times(s.reach<4>({c.batch, c.heads, c.queries, c.keys}, {c.bias_batch, c.bias_head, c.bias_row, c.bias_key}), 8);
+        s.times(s.reach<4>({c.batch, c.heads, c.queries, c.keys}, {c.bias_batch, c.bias_head, c.bias_row, c.bias_key}),
+                8);
     }
     return s.fit ? REGARD_DONE : REGARD_BAD_SIZE;
 }
@@ -99,7 +101,8 @@ bool ascends(const regard_schedule &s, int64_t row, int64_t runs, int64_t patche
 // `tokens` of the axis whose tiles are the rows, `others` of the other one.
 regard_status schedule(const regard_call &c, const regard_schedule &s, int64_t tokens, int64_t others) {
     if (s.rows != (tokens + 63) / 64 || s.pattern_count < 0) return REGARD_BAD_SCHEDULE;
-    if ((c.maps_batch != 1 && c.maps_batch != c.batch) || (c.maps_head != 1 && c.maps_head != c.heads)) return REGARD_BAD_SCHEDULE;
+    if ((c.maps_batch != 1 && c.maps_batch != c.batch) || (c.maps_head != 1 && c.maps_head != c.heads))
+        return REGARD_BAD_SCHEDULE;
     Sizes sizes;
     const int64_t rows = sizes.times(sizes.times(c.maps_batch, c.maps_head), s.rows);
     if (!sizes.fit) return REGARD_BAD_SIZE;
@@ -129,7 +132,8 @@ regard_status shared(const regard_call &c) {
     return first(tensor(c.q, c.dtype, c.batch, c.heads, c.queries, c.qk_dim),
                  tensor(c.k, c.dtype, c.batch, c.kv_heads, c.keys, c.qk_dim),
                  tensor(c.v, c.dtype, c.batch, c.kv_heads, c.keys, c.v_dim),
-                 tensor(c.out, c.dtype, c.batch, c.heads, c.queries, c.v_dim), biases(c), schedule(c, c.by_query, c.queries, c.keys));
+                 tensor(c.out, c.dtype, c.batch, c.heads, c.queries, c.v_dim), biases(c),
+                 schedule(c, c.by_query, c.queries, c.keys));
 }
 
 regard_status bias_gradients(const regard_gradient &g) {
@@ -159,7 +163,7 @@ regard_status check(const regard_gradient &g) {
     return first(tensor(g.dout, c.dtype, c.batch, c.heads, c.queries, c.v_dim),
                  tensor(g.dq, c.dtype, c.batch, c.heads, c.queries, c.qk_dim),
                  tensor(g.dk, c.dtype, c.batch, c.kv_heads, c.keys, c.qk_dim),
-                 tensor(g.dv, c.dtype, c.batch, c.kv_heads, c.keys, c.v_dim), bias_gradients(g), schedule(c, g.by_key, c.keys, c.queries));
+                 tensor(g.dv, c.dtype, c.batch, c.kv_heads, c.keys, c.v_dim), bias_gradients(g));
 }
 
 }  // namespace regard

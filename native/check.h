@@ -1,5 +1,5 @@
-// Whether a call makes sense. Nothing of it is used before this says so; the check itself reads the struct and, when its
-// sizes are right, the schedules: about a nanosecond for each run and patch.
+// Whether a call makes sense. Nothing of it is used before this says so; the check itself reads the struct and, when
+// its sizes are right, the schedules: about a nanosecond for each run and patch.
 #pragma once
 
 #include "abi.h"

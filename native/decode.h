@@ -1,13 +1,14 @@
 // Attention for few queries (decoding): at most 16 rows that share a key head make one pass over its keys.
 //
-// Here lanes are keys for the scores, and dims for the output, so that no lane is idle: 16 keys are transposed in registers
-// (4 shuffles for each vector of them), and then meet every row. Each sum is made in the order in which forward.h makes it,
-// so a row gets the same bits from either: scores dim after dim, outputs key after key, weights in trees of 16, running sums
-// rescaled at blocks and started anew at spans. Spans are what threads share: the split depends on positions alone.
+// Here lanes are keys for the scores, and dims for the output, so that no lane is idle: 16 keys are transposed in
+// registers (4 shuffles for each vector of them), and then meet every row. Each sum is made in the order in which
+// forward.h makes it, so a row gets the same bits from either: scores dim after dim, outputs key after key, weights in
+// trees of 16, running sums rescaled at blocks and started anew at spans. Spans are what threads share: the split
+// depends on positions alone.
 //
-// Bound by memory: a vector of keys or values costs 3 to 5 cycles of arithmetic for 4 rows, and 10 to arrive at 25 GB/s.
-// Every line is asked for once, 16 KiB ahead and in the order in which lines lie: 28 GB/s on one thread where 4 KiB ahead
-// gave 19, and a third more for a single row than in the order of the transposition.
+// Bound by memory: a vector of keys or values costs 3 to 5 cycles of arithmetic for 4 rows, and 10 to arrive at 25
+// GB/s. Every line is asked for once, 16 KiB ahead and in the order in which lines lie: 28 GB/s on one thread where 4
+// KiB ahead gave 19, and a third more for a single row than in the order of the transposition.
 #pragma once
 
 #include "forward.h"
@@ -46,11 +47,16 @@ struct Decode {
     static int64_t wide(const regard_call &c) { return up(c.v_dim, W); }
     static int64_t part_bytes(const regard_call &c) { return up(FEW * (wide(c) + 2) * int64_t(sizeof(T)), 64); }
     static int64_t bytes(const regard_call &c) {
-        return up(FEW * Tokens<K>::units(c.qk_dim) * int64_t(sizeof(Unit)), 64) + 2 * FEW * BLOCK * int64_t(sizeof(T)) + part_bytes(c);
+        return up(FEW * Tokens<K>::units(c.qk_dim) * int64_t(sizeof(Unit)), 64) + 2 * FEW * BLOCK * int64_t(sizeof(T)) +
+               part_bytes(c);
     }
 
     Decode(const regard_call &call, char *scratch)
-        : c(call), scoring(call), factor(T(scoring.unit * LOG2E)), units(Tokens<K>::units(call.qk_dim)), width(wide(call)) {
+        : c(call),
+          scoring(call),
+          factor(T(scoring.unit * LOG2E)),
+          units(Tokens<K>::units(call.qk_dim)),
+          width(wide(call)) {
         queries = reinterpret_cast<Unit *>(scratch);
         scratch += up(FEW * units * int64_t(sizeof(Unit)), 64);
         scores = reinterpret_cast<T *>(scratch);
@@ -116,7 +122,8 @@ struct Decode {
             const Piece &p = pieces[i];
             if (wild) mix_wild(block, bits, p, lanes, v, into);
             else  // 32 keys for all dims, so that lines are read nearly in order
-                for (int j = p.low; j < p.high; j += 32) mix_rows(block.first, {j, j + 32 < p.high ? j + 32 : p.high, 0, 0}, lanes.count, v, into);
+                for (int j = p.low; j < p.high; j += 32)
+                    mix_rows(block.first, {j, j + 32 < p.high ? j + 32 : p.high, 0, 0}, lanes.count, v, into);
         }
     }
 
@@ -131,7 +138,8 @@ struct Decode {
             for (int lane = 0; lane < W; ++lane) row[lane] = k.at(token + g + lane < last ? token + g + lane : last);
             const int64_t bytes = c.qk_dim * int64_t(sizeof(S));
             Ahead ahead{reinterpret_cast<const char *>(k.at(token + g + rows)), k.stride * int64_t(sizeof(S)), bytes};
-            const int64_t lines = r == 0 && token + g + W + rows < last ? (W * ((bytes + 63) / 64) * W + units - 1) / units : 0;
+            const int64_t lines =
+                r == 0 && token + g + W + rows < last ? (W * ((bytes + 63) / 64) * W + units - 1) / units : 0;
             V sum[R];
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i) sum[i] = V{};
@@ -151,9 +159,10 @@ struct Decode {
                         sum[s] = P::madd(block[i], P::repeat(q + s * next + (u + i) * int64_t(sizeof(Unit))), sum[s]);
             }
             for (; u < units; ++u) {
-                typename Vec<Unit>::type one;
+                typename Vec<Unit>::type one{};
                 for (int lane = 0; lane < W; ++lane) one[lane] = single_unit(row[lane], u);
-                for (int s = 0; s < R; ++s) sum[s] = P::madd(one, P::repeat(q + s * next + u * int64_t(sizeof(Unit))), sum[s]);
+                for (int s = 0; s < R; ++s)
+                    sum[s] = P::madd(one, P::repeat(q + s * next + u * int64_t(sizeof(Unit))), sum[s]);
             }
 #pragma GCC unroll 8
             for (int s = 0; s < R; ++s) store(scores + (r + s) * BLOCK + j + g, sum[s]);
@@ -166,12 +175,14 @@ struct Decode {
         else return row;
     }
     REGARD_INLINE Unit single_unit(const S *row, int64_t u) const {
-        if constexpr (K::pairs) return uint32_t(row[2 * u].bits) | (2 * u + 1 < c.qk_dim ? uint32_t(row[2 * u + 1].bits) << 16 : 0u);
+        if constexpr (K::pairs)
+            return uint32_t(row[2 * u].bits) | (2 * u + 1 < c.qk_dim ? uint32_t(row[2 * u + 1].bits) << 16 : 0u);
         else return widen(row[u]);
     }
 
     // Row r: scores whole, the maximum, weights and their sum.
-    void weigh(const Block &block, const Lanes &lanes, const Bits128 &bits, const Piece *pieces, int n, int r, const Part &into) {
+    void weigh(const Block &block, const Lanes &lanes, const Bits128 &bits, const Piece *pieces, int n, int r,
+               const Part &into) {
         T *s = scores + r * BLOCK;
         V most = broadcast(NEVER);
         for (int i = 0; i < n; ++i)
@@ -210,7 +221,8 @@ struct Decode {
         const int64_t h = lanes.head_of(r), i = lanes.query_of(r);
         if (c.bias) {
             const int64_t at = lanes.batch * c.bias_batch + h * c.bias_head + i * c.bias_row + token * c.bias_key;
-            if (count == W && c.bias_key == 1 && c.bias_dtype == (sizeof(T) == 4 ? REGARD_F32 : REGARD_F64)) sum = load(static_cast<const T *>(c.bias) + at);
+            if (count == W && c.bias_key == 1 && c.bias_dtype == (sizeof(T) == 4 ? REGARD_F32 : REGARD_F64))
+                sum = load(static_cast<const T *>(c.bias) + at);
             else
                 for (int j = 0; j < count; ++j) sum[j] = any_number<T>(c.bias, c.bias_dtype, at + j * c.bias_key);
         }
@@ -253,7 +265,8 @@ struct Decode {
     void drop(const Lanes &lanes, int64_t first, int r, int j) {
         const uint32_t below = dropout_threshold(c.dropout);
         const T rest = T(1 / (1 - c.dropout));
-        const uint32_t row = dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(r)), uint32_t(lanes.query_of(r)));
+        const uint32_t row =
+            dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(r)), uint32_t(lanes.query_of(r)));
         for (int i = j; i < j + 16; ++i) {
             const bool gone = dropout_bits(row, dropout_column(uint32_t(first + i))) < below;
             if constexpr (K::pairs) {
@@ -307,7 +320,8 @@ struct Decode {
             }
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i) {
-                const typename P::Vector w = P::repeat(reinterpret_cast<const char *>(weights + (r + i) * (BLOCK / P::pair) + j / P::pair));
+                const typename P::Vector w =
+                    P::repeat(reinterpret_cast<const char *>(weights + (r + i) * (BLOCK / P::pair) + j / P::pair));
 #pragma GCC unroll 8
                 for (int n = 0; n < N; ++n) sum[i][n] = P::madd(value[n], w, sum[i][n]);
             }
@@ -326,7 +340,8 @@ struct Decode {
             const __mmask16 real = tail ? __mmask16((1u << (c.v_dim - d)) - 1) : __mmask16(0xffff);
             const __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, row + d));
             if (!odd) return (U)even;
-            return (U)_mm512_or_si512(even, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, odd + d)), 16));
+            return (U)_mm512_or_si512(
+                even, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, odd + d)), 16));
 #endif
         } else if constexpr (tail) {
             V x{};
@@ -338,12 +353,14 @@ struct Decode {
     }
 
     // The same sums, where values that are not finite must not reach rows that do not see them.
-    void mix_wild(const Block &block, const Bits128 &bits, const Piece &p, const Lanes &lanes, const Tokens<K> &v, const Part &into) {
+    void mix_wild(const Block &block, const Bits128 &bits, const Piece &p, const Lanes &lanes, const Tokens<K> &v,
+                  const Part &into) {
         for (int r = 0; r < lanes.count; ++r)
             for (int64_t d = 0; d < c.v_dim; ++d) {
                 V sum = broadcast(into.out[r * width + d]);
                 for (int j = p.low; j < p.high; j += P::pair) {
-                    const typename P::Vector w = P::repeat(reinterpret_cast<const char *>(weights + r * (BLOCK / P::pair) + j / P::pair));
+                    const typename P::Vector w =
+                        P::repeat(reinterpret_cast<const char *>(weights + r * (BLOCK / P::pair) + j / P::pair));
                     const T even = seen(block, bits, r, j, v, d);
                     if constexpr (K::pairs) {
                         const T odd = j + 1 < p.high ? seen(block, bits, r, j + 1, v, d) : T(0);

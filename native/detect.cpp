@@ -26,9 +26,7 @@ bool avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-bool avx512bf16() {
-    return avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
+bool avx512bf16() { return avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 // Plainest first; on one family, whoever runs a row runs all rows above it.

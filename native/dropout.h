@@ -1,8 +1,8 @@
-// Which weights dropout drops: a pure function of a seed, a head, a row and a key, so that the backward pass, every kernel
-// and every number of threads drop the same ones, and nothing is stored.
+// Which weights dropout drops: a pure function of a seed, a head, a row and a key, so that the backward pass, every
+// kernel and every number of threads drop the same ones, and nothing is stored.
 //
-// The mixer is that of Wellons' search for 32-bit hashes of low bias (lowbias32): each bit of what goes in turns each bit of
-// what comes out with a probability within 0.1 % of a half.
+// The mixer is that of Wellons' search for 32-bit hashes of low bias (lowbias32): each bit of what goes in turns each
+// bit of what comes out with a probability within 0.1 % of a half.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
 // Exponentials, logarithms and tanh of vectors, correct to a rounding or so where kernels use them.
 //
-// 2^t is split as 2^n * 2^f with n an integer, and 2^f is a polynomial whose constant term is exactly 1, so that 2^0 is 1
-// and a row that gains nothing keeps its bits. The polynomials are least-maximum fits of the relative error: degree 5 errs
-// by 8.2e-8 for 0 <= f < 1 (float's rounding is 6.0e-8) and by 9.1e-8 for |f| <= 1/2; degree 3, for weights that are to be
-// rounded to bf16 (3.9e-3), by 1.0e-4. AVX-512 gives f in one instruction and multiplies by 2^n in one: 3.8 cycles a vector
-// instead of 4.6, and 2.7 instead of 3.6 in degree 3.
+// 2^t is split as 2^n * 2^f with n an integer, and 2^f is a polynomial whose constant term is exactly 1, so that 2^0 is
+// 1 and a row that gains nothing keeps its bits. The polynomials are least-maximum fits of the relative error: degree 5
+// errs by 8.2e-8 for 0 <= f < 1 (float's rounding is 6.0e-8) and by 9.1e-8 for |f| <= 1/2; degree 3, for weights that
+// are to be rounded to bf16 (3.9e-3), by 1.0e-4. AVX-512 gives f in one instruction and multiplies by 2^n in one: 3.8
+// cycles a vector instead of 4.6, and 2.7 instead of 3.6 in degree 3.
 #pragma once
 
 #include <cmath>
@@ -23,10 +23,12 @@ enum class Precision { wide, rough };
 template <Precision how>
 REGARD_INLINE F poly2(F f) {
 #if defined(__AVX512F__)
-    constexpr float wide[] = {0.001867130221f, 0.009017030001f, 0.05579991333f, 0.2401644501f, 0.6931513118f};  // 0 <= f < 1
+    constexpr float wide[] = {0.001867130221f, 0.009017030001f, 0.05579991333f, 0.2401644501f,
+                              0.6931513118f};  // 0 <= f < 1
     constexpr float rough[] = {0.07706705142f, 0.2276449809f, 0.6951167888f};
 #else
-    constexpr float wide[] = {0.001326472716f, 0.009671512838f, 0.05550733745f, 0.2402224208f, 0.6931469776f};  // |f| <= 1/2
+    constexpr float wide[] = {0.001326472716f, 0.009671512838f, 0.05550733745f, 0.2402224208f,
+                              0.6931469776f};  // |f| <= 1/2
     constexpr float rough[] = {0.05500893039f, 0.2422109707f, 0.6932829285f};
 #endif
     constexpr int n = how == Precision::wide ? 5 : 3;
@@ -38,10 +40,13 @@ REGARD_INLINE F poly2(F f) {
 template <Precision>
 REGARD_INLINE D poly2(D f) {
     // the Taylor series suffices: the first term left out is (ln2/2)^14 / 14! = 4e-18
-    const double c[] = {1.3691488853904128e-12, 2.5678435993488206e-11, 4.44553827187081155e-10, 7.05491162080112333e-9,
-                        1.01780860092396997e-7, 1.32154867901443095e-6, 1.52527338040598403e-5, 1.54035303933816099e-4,
-                        1.33335581464284434e-3, 9.61812910762847716e-3, 5.55041086648215800e-2, 2.40226506959100712e-1,
-                        6.93147180559945309e-1, 1.0};
+    const double c[] = {1.3691488853904128e-12,  2.5678435993488206e-11,
+                        4.44553827187081155e-10, 7.05491162080112333e-9,
+                        1.01780860092396997e-7,  1.32154867901443095e-6,
+                        1.52527338040598403e-5,  1.54035303933816099e-4,
+                        1.33335581464284434e-3,  9.61812910762847716e-3,
+                        5.55041086648215800e-2,  2.40226506959100712e-1,
+                        6.93147180559945309e-1,  1.0};
     D p = broadcast(c[0]);
 #pragma GCC unroll 16
     for (int i = 1; i < 14; ++i) p = fma(p, f, broadcast(c[i]));
@@ -96,14 +101,23 @@ REGARD_INLINE D tanh(D x) {
     const D z = x * x, size = x < 0.0 ? -x : x;
     const D e = exp2(size * (-2.0 * LOG2E));
     const D far = (1.0 - e) / (1.0 + e);
-    const double c[] = {6404582.0 / 10854718875, -929569.0 / 638512875, 21844.0 / 6081075, -1382.0 / 155925, 62.0 / 2835, -17.0 / 315, 2.0 / 15, -1.0 / 3, 1.0};
+    const double c[] = {6404582.0 / 10854718875,
+                        -929569.0 / 638512875,
+                        21844.0 / 6081075,
+                        -1382.0 / 155925,
+                        62.0 / 2835,
+                        -17.0 / 315,
+                        2.0 / 15,
+                        -1.0 / 3,
+                        1.0};
     D p = broadcast(c[0]);
 #pragma GCC unroll 16
     for (int i = 1; i < 9; ++i) p = fma(p, z, broadcast(c[i]));
     return size < 0.1 ? p * x : (x < 0.0 ? -far : far);
 }
 
-// The natural logarithm of normal numbers above 0: 2^e * m with m around 1, and log m by the series of atanh. NaN stays.
+// The natural logarithm of normal numbers above 0: 2^e * m with m around 1, and log m by the series of atanh. NaN
+// stays.
 template <typename T>
 REGARD_INLINE typename Vec<T>::type natural_log(typename Vec<T>::type x) {
     using V = typename Vec<T>::type;

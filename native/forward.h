@@ -1,16 +1,15 @@
 // Attention for many queries: 64 queries in lanes, keys in blocks of 128.
 //
 // For each tile of queries: scores of a block [key][query] from keys read in place and queries transposed once; the
-// running maximum; weights 2^(score - maximum); the output [v_dim][query] gains weights x values. Every sum is a chain of
-// its own lane, so nothing is shuffled, and a row's bits depend on its own query and keys only: on their positions, since
-// running sums are rescaled at blocks (multiples of 128) and started anew at spans (multiples of 1,024; walk.h). decode.h
-// makes the same sums in the same order.
+// running maximum; weights 2^(score - maximum); the output [v_dim][query] gains weights x values. Every sum is a chain
+// of its own lane, so nothing is shuffled, and a row's bits depend on its own query and keys only: on their positions,
+// since running sums are rescaled at blocks (multiples of 128) and started anew at spans (multiples of 1,024; walk.h).
+// decode.h makes the same sums in the same order.
 //
-// Blocking: scores 128 x 64 floats = 32 KiB and queries 64 x d floats = 16 KiB at d 64 stay in L1 and L2; keys and values
-// stream, used 64 times each. The maximum is only moved when a score exceeds it by 2^8: then weights are at most 256, sums
-// lose nothing, and rescaling the output becomes rare.
-// (Online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; tiles: Dao et al. 2022, arXiv:2205.14135; the rare rescaling:
-// as in the fourth FlashAttention.)
+// Blocking: scores 128 x 64 floats = 32 KiB and queries 64 x d floats = 16 KiB at d 64 stay in L1 and L2; keys and
+// values stream, used 64 times each. The maximum is only moved when a score exceeds it by 2^8: then weights are at most
+// 256, sums lose nothing, and rescaling the output becomes rare. (Online softmax: Milakov & Gimelshein 2018,
+// arXiv:1805.02867; tiles: Dao et al. 2022, arXiv:2205.14135; the rare rescaling: as in the fourth FlashAttention.)
 #pragma once
 
 #include "scores.h"
@@ -65,8 +64,9 @@ struct Forward {
     static int64_t bytes(const regard_call &c) {
         const int64_t out = up(c.v_dim * LANES * int64_t(sizeof(T)), 64) + 2 * LANES * int64_t(sizeof(T));
         const bool biased = c.bias || c.distance;
-        return Tokens<K>::units(c.qk_dim) * LANES * int64_t(sizeof(Unit)) + (1 + biased) * BLOCK * LANES * int64_t(sizeof(T)) +
-               Tokens<K>::across_bytes(c.qk_dim, BLOCK) + Tokens<K>::down_bytes(c.v_dim, BLOCK) + 2 * out;
+        return Tokens<K>::units(c.qk_dim) * LANES * int64_t(sizeof(Unit)) +
+               (1 + biased) * BLOCK * LANES * int64_t(sizeof(T)) + Tokens<K>::across_bytes(c.qk_dim, BLOCK) +
+               Tokens<K>::down_bytes(c.v_dim, BLOCK) + 2 * out;
     }
 
     Forward(const regard_call &call, const char *pairs, char *scratch)
@@ -118,7 +118,8 @@ struct Forward {
 
     static Part part(const regard_call &c, char *at) {
         T *out = reinterpret_cast<T *>(at);
-        return {{out, out + c.v_dim * LANES, out + (c.v_dim + 1) * LANES}, reinterpret_cast<int64_t *>(at + part_bytes(c) - 64)};
+        return {{out, out + c.v_dim * LANES, out + (c.v_dim + 1) * LANES},
+                reinterpret_cast<int64_t *>(at + part_bytes(c) - 64)};
     }
 
     // Rows against one span.
@@ -167,14 +168,17 @@ struct Forward {
     template <int write>
     void ask(const S *data, const regard_tensor &t, const Lanes &lanes, int64_t dim) {
         for (int lane = 0; lane < lanes.count; ++lane) {
-            const char *row = reinterpret_cast<const char *>(data + lanes.batch * t.batch + lanes.head_of(lane) * t.head + lanes.query_of(lane) * t.token);
+            const char *row = reinterpret_cast<const char *>(
+                data + lanes.batch * t.batch + lanes.head_of(lane) * t.head + lanes.query_of(lane) * t.token);
             for (int64_t at = 0; at < dim * int64_t(sizeof(S)); at += 64) __builtin_prefetch(row + at, write, 2);
         }
     }
 
     void transpose_queries(const Lanes &lanes) {
         const S *data = static_cast<const S *>(c.q.data) + lanes.batch * c.q.batch;
-        const auto row = [&](int lane) { return data + lanes.head_of(lane) * c.q.head + lanes.query_of(lane) * c.q.token; };
+        const auto row = [&](int lane) {
+            return data + lanes.head_of(lane) * c.q.head + lanes.query_of(lane) * c.q.token;
+        };
         if constexpr (K::pairs) {
             gather_lanes<Unit, Unit>(row, lanes.count, c.qk_dim / 2, queries);
             if (c.qk_dim % 2)
@@ -207,7 +211,8 @@ struct Forward {
         const int64_t item = sizeof(S), last = c.keys - 1, next = block.first + BLOCK;
         // while scores are computed, this block's values and the next one's keys
         Ahead ahead[2] = {{reinterpret_cast<const char *>(v.at(block.first + low)), v.stride * item, c.v_dim * item},
-                          {reinterpret_cast<const char *>(k.at(next < last ? next : last)), next + BLOCK <= last ? k.stride * item : 0, c.qk_dim * item}};
+                          {reinterpret_cast<const char *>(k.at(next < last ? next : last)),
+                           next + BLOCK <= last ? k.stride * item : 0, c.qk_dim * item}};
         for (int i = 0; i < n; ++i)
             each_half(pieces[i], [&](const Piece &p, int half) {
                 const uint64_t *hidden = block.half[half].bits ? bits.of : nullptr;
@@ -253,13 +258,16 @@ struct Forward {
     }
 
     // The scores of a piece, whole ones unless they are still to be capped. `top`: their largest, if they are final.
-    REGARD_INLINE void score(const Piece &p, const char *rows, int64_t stride, const Adds<T> &adds, T *top, Ahead *ahead) {
+    REGARD_INLINE void score(const Piece &p, const char *rows, int64_t stride, const Adds<T> &adds, T *top,
+                             Ahead *ahead) {
         const int64_t units = Tokens<K>::units(c.qk_dim);
         T *out = scores + p.low * LANES;
         if (scoring.whole && !scoring.capped)
-            multiply<P, Along::across, Start::score>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, top, adds.at(p.low), ahead);
+            multiply<P, Along::across, Start::score>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last,
+                                                     top, adds.at(p.low), ahead);
         else
-            multiply<P, Along::across>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, top, {}, ahead);
+            multiply<P, Along::across>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, top, {},
+                                       ahead);
     }
 
     // Hidden scores become -inf.
@@ -364,7 +372,8 @@ struct Forward {
         const T rest = T(1 / (1 - c.dropout));
         uint32_t row[LANES];
         for (int lane = 0; lane < lanes.count; ++lane)
-            row[lane] = dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(lane)), uint32_t(lanes.query_of(lane)));
+            row[lane] = dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(lane)),
+                                    uint32_t(lanes.query_of(lane)));
         for (int i = 0; i < n; ++i)
             for (int j = pieces[i].low; j < pieces[i].high; ++j) {
                 const uint32_t column = dropout_column(uint32_t(block.first + j));
@@ -381,9 +390,11 @@ struct Forward {
             }
     }
 
-    void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Tokens<K> &v, int tokens, bool fresh) {
+    void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Tokens<K> &v, int tokens,
+             bool fresh) {
         const int low = pieces[0].low, high = pieces[n - 1].high;
-        const Rows rows = paired ? Rows{paired + (block.first + low) / 2 * c.v_dim * 4, c.v_dim * 4} : v.down(block.first + low, high - low, values);
+        const Rows rows = paired ? Rows{paired + (block.first + low) / 2 * c.v_dim * 4, c.v_dim * 4}
+                                 : v.down(block.first + low, high - low, values);
         const Unit *weights = reinterpret_cast<const Unit *>(scores);
         bool wild[2];
         for (int i = 0; i < 2; ++i) {
@@ -400,7 +411,8 @@ struct Forward {
             const char *from = rows.data + (p.low - low) / P::pair * rows.stride;
             const Unit *by = weights + p.low / P::pair * LANES;
             const int64_t steps = (p.high - p.low + P::pair - 1) / P::pair;
-            if (first) multiply<P, Along::down, Start::zero>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
+            if (first)
+                multiply<P, Along::down, Start::zero>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
             else multiply<P, Along::down>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
         }
     }
@@ -413,7 +425,8 @@ struct Forward {
                 V sum = fresh ? V{} : load(at);
                 for (int j = p.low; j < p.high; j += P::pair) {
                     const V even = seen(block, bits, j, vector, v, d);
-                    const typename P::Vector weight = load(reinterpret_cast<const Unit *>(scores) + j / P::pair * LANES + vector * W);
+                    const typename P::Vector weight =
+                        load(reinterpret_cast<const Unit *>(scores) + j / P::pair * LANES + vector * W);
                     if constexpr (K::pairs) {
                         const V odd = j + 1 < p.high ? seen(block, bits, j + 1, vector, v, d) : V{};
                         sum = P::madd(pack_pairs(even, odd), weight, sum);
@@ -471,8 +484,9 @@ struct Forward {
                 store(at, by == T(0) ? V{} : load(at) * by);
             }
         S *data = static_cast<S *>(c.out.data) + lanes.batch * c.out.batch;
-        scatter_lanes<T, S>([&](int lane) { return data + lanes.head_of(lane) * c.out.head + lanes.query_of(lane) * c.out.token; },
-                            lanes.count, c.v_dim, whole.out);
+        scatter_lanes<T, S>(
+            [&](int lane) { return data + lanes.head_of(lane) * c.out.head + lanes.query_of(lane) * c.out.token; },
+            lanes.count, c.v_dim, whole.out);
     }
 };
 

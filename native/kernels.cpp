@@ -1,5 +1,5 @@
-// One instruction set's kernels. CMakeLists.txt compiles this file once for each, with REGARD_ISA naming its namespace and
-// REGARD_KERNELS its table.
+// One instruction set's kernels. CMakeLists.txt compiles this file once for each, with REGARD_ISA naming its namespace
+// and REGARD_KERNELS its table.
 #include "kernels.h"
 
 #include "gradients.h"
@@ -14,9 +14,12 @@ namespace {
 template <typename Result, typename Work>
 REGARD_INLINE Result by_kind(int64_t dtype, Work work) {
     switch (dtype) {
-        case REGARD_F64: return work(Kind<double, Fused<double>>{});
-        case REGARD_F32: return work(Kind<float, Fused<float>>{});
-        case REGARD_F16: return work(Kind<f16, Fused<float>>{});
+        case REGARD_F64:
+            return work(Kind<double, Fused<double>>{});
+        case REGARD_F32:
+            return work(Kind<float, Fused<float>>{});
+        case REGARD_F16:
+            return work(Kind<f16, Fused<float>>{});
         default:
 #if defined(REGARD_PAIRS)
             return work(Kind<bf16, Pairs>{});
@@ -31,7 +34,8 @@ int64_t forward_units(const regard_call &c, int half) {
 }
 
 regard_status forward(const regard_call &c, int half, int64_t unit, char *shared, char *scratch) {
-    return by_kind<regard_status>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).run(half, unit, shared, scratch); });
+    return by_kind<regard_status>(
+        c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).run(half, unit, shared, scratch); });
 }
 
 int64_t backward_units(const regard_gradient &g, int half) { return gradient_units(g, half); }
@@ -59,8 +63,8 @@ int64_t scratch(const regard_call &c, const regard_gradient *g) {
 }  // namespace REGARD_ISA
 
 const Kernels REGARD_KERNELS = {
-    REGARD_ISA::shared, REGARD_ISA::scratch, REGARD_ISA::forward_units, REGARD_ISA::forward, REGARD_ISA::backward_units,
-    REGARD_ISA::backward, REGARD_ISA::products, REGARD_ISA::stream,
+    REGARD_ISA::shared,         REGARD_ISA::scratch,  REGARD_ISA::forward_units, REGARD_ISA::forward,
+    REGARD_ISA::backward_units, REGARD_ISA::backward, REGARD_ISA::products,      REGARD_ISA::stream,
 };
 
 }  // namespace regard

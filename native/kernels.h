@@ -8,7 +8,8 @@
 namespace regard {
 
 struct Kernels {
-    // Bytes that all threads share, and bytes for each thread; both multiples of 64. `gradient` is null for a forward pass.
+    // Bytes that all threads share, and bytes for each thread; both multiples of 64. `gradient` is null for a forward
+    // pass.
     int64_t (*shared)(const regard_call &, const regard_gradient *gradient);
     int64_t (*scratch)(const regard_call &, const regard_gradient *gradient);
 

@@ -46,7 +46,8 @@ struct Stream {
 double regard_products(int64_t isa, int64_t dtype, int64_t threads, double seconds) {
     const regard::Kernels *kernels = regard::kernels_of(isa);
     if (!kernels || !kernels->products) return REGARD_BAD_ISA;
-    if (dtype < REGARD_F64 || dtype > REGARD_F16 || threads < 1 || !(seconds >= 0 && seconds < 10)) return REGARD_BAD_SIZE;
+    if (dtype < REGARD_F64 || dtype > REGARD_F16 || threads < 1 || !(seconds >= 0 && seconds < 10))
+        return REGARD_BAD_SIZE;
     const double start = regard::now();
     regard::Products measured{*kernels, dtype, start + seconds};
     regard::parallel(threads, regard::Products::work, &measured);

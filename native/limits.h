@@ -35,8 +35,8 @@ REGARD_INLINE double repeated(int64_t rounds, Step step) {
     return double(sums[0][0]);
 }
 
-// Does `rounds` rounds of multiply-adds with numbers of that type, and gives the FLOPs that it did. bf16 has products of
-// its own where there are such; else it is, as f16 always is, computed in floats.
+// Does `rounds` rounds of multiply-adds with numbers of that type, and gives the FLOPs that it did. bf16 has products
+// of its own where there are such; else it is, as f16 always is, computed in floats.
 inline double products(int64_t dtype, int64_t rounds) {
     volatile double kept;  // what is written here must be computed
     // x * 0.999 + 0.001: neither product nor sum is the same in the next round, and x stays near 1

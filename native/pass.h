@@ -1,9 +1,9 @@
 // A forward pass, cut into units that any thread may do in any order.
 //
-// Many queries: a unit is a tile of 64 of one head, against all keys. Few: heads of a group share a unit, as lanes (forward.h)
-// or, up to 16, as rows (decode.h); then keys are cut into spans as well, so that all threads have work, and the second half
-// merges them. How a pass is cut follows from its shape, never from the number of threads; and whichever way a row is
-// computed, it gets the same bits.
+// Many queries: a unit is a tile of 64 of one head, against all keys. Few: heads of a group share a unit, as lanes
+// (forward.h) or, up to 16, as rows (decode.h); then keys are cut into spans as well, so that all threads have work,
+// and the second half merges them. How a pass is cut follows from its shape, never from the number of threads; and
+// whichever way a row is computed, it gets the same bits.
 #pragma once
 
 #include "decode.h"
@@ -22,21 +22,24 @@ struct Cut {
     explicit Cut(const regard_call &call) : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
         const int64_t together = c.maps_head > 1 ? 1 : group;  // heads with one mask
         rows = together * c.queries <= FEW;
-        at_once = c.queries && LANES / c.queries > 1 ? (together < LANES / c.queries ? together : LANES / c.queries) : 1;
+        at_once =
+            c.queries && LANES / c.queries > 1 ? (together < LANES / c.queries ? together : LANES / c.queries) : 1;
         parts = (group + at_once - 1) / at_once;
         spans = c.by_query.rows == 1 ? (c.keys + SPAN - 1) / SPAN : 1;
         spans = spans ? spans : 1;
         units = c.heads ? c.batch * c.kv_heads * parts * c.by_query.rows : 0;
     }
 
-    int64_t tile(int64_t unit) const { return c.by_query.rows - 1 - unit % c.by_query.rows; }  // causal: the long ones first
-    int64_t key_head(int64_t unit) const { return unit / c.by_query.rows / parts; }            // counted through the batch
+    // Tiles of a head from its last on, which under a causal mask is the longest.
+    int64_t tile(int64_t unit) const { return c.by_query.rows - 1 - unit % c.by_query.rows; }
+    int64_t key_head(int64_t unit) const { return unit / c.by_query.rows / parts; }  // counted through the batch
 
     Lanes lanes(int64_t unit) const {
         const int64_t part = unit / c.by_query.rows % parts, kv = key_head(unit), first = tile(unit) * TILE;
         const int64_t heads = group - part * at_once < at_once ? group - part * at_once : at_once;
         const int64_t queries = c.queries - first < TILE ? c.queries - first : TILE;
-        return {kv / c.kv_heads, kv % c.kv_heads * group + part * at_once, first, at_once > 1 ? c.queries : TILE, int(heads * queries)};
+        return {kv / c.kv_heads, kv % c.kv_heads * group + part * at_once, first, at_once > 1 ? c.queries : TILE,
+                int(heads * queries)};
     }
 
     int64_t row(const Lanes &lanes, int64_t tile) const {
@@ -71,7 +74,8 @@ struct ForwardPass {
     }
 
     regard_status run(int half, int64_t unit, char *shared, char *scratch) const {
-        if (cut.spans > 1) return half ? merge(unit, shared, scratch) : span(unit / cut.spans, unit % cut.spans, shared, scratch);
+        if (cut.spans > 1)
+            return half ? merge(unit, shared, scratch) : span(unit / cut.spans, unit % cut.spans, shared, scratch);
         return half ? whole(unit, shared, scratch) : pair(unit, shared);
     }
 

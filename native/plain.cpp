@@ -1,7 +1,7 @@
 // The plain loops that every kernel must equal: attention pair by pair, as the formula says it.
 //
-// All is computed in double, whatever the type, and rounded where it is stored: so a difference is the kernel's. Nothing here
-// is fast, and nothing is clever: scores are computed anew wherever they are needed.
+// All is computed in double, whatever the type, and rounded where it is stored: so a difference is the kernel's.
+// Nothing here is fast, and nothing is clever: scores are computed anew wherever they are needed.
 #define REGARD_ISA plain_loops
 
 #include <cmath>
@@ -19,19 +19,30 @@ constexpr double NEVER = -__builtin_inf();
 
 double get(const void *data, int64_t dtype, int64_t at) {
     switch (dtype) {
-        case REGARD_F64: return static_cast<const double *>(data)[at];
-        case REGARD_F32: return static_cast<const float *>(data)[at];
-        case REGARD_BF16: return widen(static_cast<const bf16 *>(data)[at]);
-        default: return widen(static_cast<const f16 *>(data)[at]);
+        case REGARD_F64:
+            return static_cast<const double *>(data)[at];
+        case REGARD_F32:
+            return static_cast<const float *>(data)[at];
+        case REGARD_BF16:
+            return widen(static_cast<const bf16 *>(data)[at]);
+        default:
+            return widen(static_cast<const f16 *>(data)[at]);
     }
 }
 
 void put(void *data, int64_t dtype, int64_t at, double x) {
     switch (dtype) {
-        case REGARD_F64: static_cast<double *>(data)[at] = x; break;
-        case REGARD_F32: static_cast<float *>(data)[at] = float(x); break;
-        case REGARD_BF16: static_cast<bf16 *>(data)[at] = narrow<bf16>(x); break;
-        default: static_cast<f16 *>(data)[at] = narrow<f16>(x);
+        case REGARD_F64:
+            static_cast<double *>(data)[at] = x;
+            break;
+        case REGARD_F32:
+            static_cast<float *>(data)[at] = float(x);
+            break;
+        case REGARD_BF16:
+            static_cast<bf16 *>(data)[at] = narrow<bf16>(x);
+            break;
+        default:
+            static_cast<f16 *>(data)[at] = narrow<f16>(x);
     }
 }
 
@@ -40,7 +51,9 @@ int64_t wide(const regard_call &c) { return c.dtype == REGARD_F64 ? REGARD_F64 :
 int64_t up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Where a token of a head begins.
-int64_t place(const regard_tensor &t, int64_t b, int64_t h, int64_t token) { return b * t.batch + h * t.head + token * t.token; }
+int64_t place(const regard_tensor &t, int64_t b, int64_t h, int64_t token) {
+    return b * t.batch + h * t.head + token * t.token;
+}
 
 // visit(key) for every key that row i sees, ascending. Keys `keys` and beyond are never visited.
 template <typename Visit>
@@ -112,7 +125,8 @@ void attend_row(const regard_call &c, int64_t b, int64_t h, int64_t i, double *o
     });
     put(c.lse, wide(c), (b * c.heads + h) * c.queries + i, sees ? top + std::log(total) : NEVER);
     if (sees && c.sink) total += std::exp(get(c.sink, wide(c), h) - top);
-    for (int64_t d = 0; d < c.v_dim; ++d) put(c.out.data, c.dtype, place(c.out, b, h, i) + d, sees ? out[d] / total : 0);
+    for (int64_t d = 0; d < c.v_dim; ++d)
+        put(c.out.data, c.dtype, place(c.out, b, h, i) + d, sees ? out[d] / total : 0);
 }
 
 // A tile of queries.
@@ -135,7 +149,8 @@ void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, do
         total = most + std::log(std::exp(lse - most) + std::exp(sink - most));
     }
     double delta = 0;
-    for (int64_t d = 0; d < c.v_dim; ++d) delta += get(g.dout.data, c.dtype, dout + d) * get(c.out.data, c.dtype, out + d);
+    for (int64_t d = 0; d < c.v_dim; ++d)
+        delta += get(g.dout.data, c.dtype, dout + d) * get(c.out.data, c.dtype, out + d);
     put(g.delta, wide(c), row, lse == NEVER ? 0 : delta);
     const double down = delta - (g.dlse ? get(g.dlse, wide(c), row) * std::exp(total - lse) : 0);
     for (int64_t d = 0; d < c.qk_dim; ++d) dq[d] = 0;
@@ -162,7 +177,8 @@ void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, do
         }
         if (g.dbias) {
             const int64_t *n = g.bias_sizes;
-            const int64_t at = (((n[0] > 1 ? b : 0) * n[1] + (n[1] > 1 ? h : 0)) * n[2] + (n[2] > 1 ? i : 0)) * n[3] + (n[3] > 1 ? j : 0);
+            const int64_t at = (((n[0] > 1 ? b : 0) * n[1] + (n[1] > 1 ? h : 0)) * n[2] + (n[2] > 1 ? i : 0)) * n[3] +
+                               (n[3] > 1 ? j : 0);
             put(g.dbias, wide(c), at, get(g.dbias, wide(c), at) + ds);
         }
     });
@@ -174,7 +190,8 @@ int64_t backward_units(const regard_gradient &, int half) { return half ? 0 : 1;
 regard_status backward(const regard_gradient &g, int, int64_t, char *shared, char *scratch) {
     const regard_call &c = g.call;
     const int64_t group = c.kv_heads ? c.heads / c.kv_heads : 0;
-    double *dq = reinterpret_cast<double *>(scratch), *dk = reinterpret_cast<double *>(shared), *dv = dk + c.keys * c.qk_dim;
+    double *dq = reinterpret_cast<double *>(scratch), *dk = reinterpret_cast<double *>(shared),
+           *dv = dk + c.keys * c.qk_dim;
     for (int64_t unit = 0; unit < c.batch * c.kv_heads; ++unit) {
         const int64_t b = unit / c.kv_heads, kv = unit % c.kv_heads;
         for (int64_t at = 0; at < c.keys * (c.qk_dim + c.v_dim); ++at) dk[at] = 0;
@@ -184,16 +201,22 @@ regard_status backward(const regard_gradient &g, int, int64_t, char *shared, cha
                 for (int64_t d = 0; d < c.qk_dim; ++d) put(g.dq.data, c.dtype, place(g.dq, b, h, i) + d, dq[d]);
             }
         for (int64_t j = 0; j < c.keys; ++j) {
-            for (int64_t d = 0; d < c.qk_dim; ++d) put(g.dk.data, c.dtype, place(g.dk, b, kv, j) + d, dk[j * c.qk_dim + d]);
-            for (int64_t d = 0; d < c.v_dim; ++d) put(g.dv.data, c.dtype, place(g.dv, b, kv, j) + d, dv[j * c.v_dim + d]);
+            for (int64_t d = 0; d < c.qk_dim; ++d)
+                put(g.dk.data, c.dtype, place(g.dk, b, kv, j) + d, dk[j * c.qk_dim + d]);
+            for (int64_t d = 0; d < c.v_dim; ++d)
+                put(g.dv.data, c.dtype, place(g.dv, b, kv, j) + d, dv[j * c.v_dim + d]);
         }
     }
     return REGARD_DONE;
 }
 
-int64_t shared(const regard_call &c, const regard_gradient *gradient) { return gradient ? up(c.keys * (c.qk_dim + c.v_dim) * 8) : 0; }
+int64_t shared(const regard_call &c, const regard_gradient *gradient) {
+    return gradient ? up(c.keys * (c.qk_dim + c.v_dim) * 8) : 0;
+}
 
-int64_t scratch(const regard_call &c, const regard_gradient *gradient) { return up((gradient ? c.qk_dim : c.v_dim) * 8); }
+int64_t scratch(const regard_call &c, const regard_gradient *gradient) {
+    return up((gradient ? c.qk_dim : c.v_dim) * 8);
+}
 
 }  // namespace
 

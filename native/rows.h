@@ -33,7 +33,8 @@ struct Rows {
 REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uint32_t *out) {
     int64_t i = 0;
 #if defined(REGARD_PAIRS)
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (; i + 32 <= dim; i += 32) {
         const __m512i a = _mm512_loadu_si512(even + i), b = odd ? _mm512_loadu_si512(odd + i) : __m512i{};
@@ -44,7 +45,8 @@ REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uin
     for (; i < dim; ++i) out[i] = uint32_t(even[i].bits) | (odd ? uint32_t(odd[i].bits) << 16 : 0u);
 }
 
-// The tokens of one head of one batch row. Where they lie is asked here and nowhere else: pages and codecs come in here.
+// The tokens of one head of one batch row. Where they lie is asked here and nowhere else: pages and codecs come in
+// here.
 template <typename K>
 struct Tokens {
     const typename K::Stored *data;
@@ -128,7 +130,8 @@ struct Tokens {
 
     Rows paired(int64_t first, int64_t count, char *scratch) const {
         for (int64_t j = 0; j < count; j += 2)
-            pair_rows(at(first + j), j + 1 < count ? at(first + j + 1) : nullptr, dim, reinterpret_cast<uint32_t *>(scratch) + j / 2 * dim);
+            pair_rows(at(first + j), j + 1 < count ? at(first + j + 1) : nullptr, dim,
+                      reinterpret_cast<uint32_t *>(scratch) + j / 2 * dim);
         return {scratch, dim * 4};
     }
 };

@@ -12,8 +12,8 @@ struct Piece {
     int low, high, first, last;
 };
 
-// The numbers of a call that scores need. A score is kept as it comes from the product if nothing but a scale above 0 is
-// to be done, and multiplied by `unit` where it is used; else it is made whole, and `unit` is 1.
+// The numbers of a call that scores need. A score is kept as it comes from the product if nothing but a scale above 0
+// is to be done, and multiplied by `unit` where it is used; else it is made whole, and `unit` is 1.
 template <typename T>
 struct Scoring {
     using V = typename Vec<T>::type;
@@ -22,8 +22,11 @@ struct Scoring {
     T scale, cap, unit;
 
     explicit Scoring(const regard_call &c)
-        : whole(c.softcap != 0 || c.distance || c.bias || !(c.scale > 0)), capped(c.softcap != 0), scale(T(c.scale)),
-          cap(T(c.softcap)), unit(whole ? T(1) : T(c.scale)) {}
+        : whole(c.softcap != 0 || c.distance || c.bias || !(c.scale > 0)),
+          capped(c.softcap != 0),
+          scale(T(c.scale)),
+          cap(T(c.softcap)),
+          unit(whole ? T(1) : T(c.scale)) {}
 
     // A whole score from a product and what is added to it.
     REGARD_INLINE V shaped(V product, V added) const {
@@ -36,10 +39,14 @@ struct Scoring {
 template <typename T>
 T any_number(const void *data, int64_t dtype, int64_t at) {
     switch (dtype) {
-        case REGARD_F64: return T(static_cast<const double *>(data)[at]);
-        case REGARD_F32: return T(static_cast<const float *>(data)[at]);
-        case REGARD_BF16: return T(widen(static_cast<const bf16 *>(data)[at]));
-        default: return T(widen(static_cast<const f16 *>(data)[at]));
+        case REGARD_F64:
+            return T(static_cast<const double *>(data)[at]);
+        case REGARD_F32:
+            return T(static_cast<const float *>(data)[at]);
+        case REGARD_BF16:
+            return T(widen(static_cast<const bf16 *>(data)[at]));
+        default:
+            return T(widen(static_cast<const f16 *>(data)[at]));
     }
 }
 
@@ -47,19 +54,27 @@ T any_number(const void *data, int64_t dtype, int64_t at) {
 template <typename T>
 void bias_by_query(const regard_call &c, const Lanes &lanes, int64_t first, int count, T *out) {
     const int64_t bias_batch = lanes.batch * c.bias_batch;
-    const auto at = [&](int lane) { return bias_batch + lanes.head_of(lane) * c.bias_head + lanes.query_of(lane) * c.bias_row; };
+    const auto at = [&](int lane) {
+        return bias_batch + lanes.head_of(lane) * c.bias_head + lanes.query_of(lane) * c.bias_row;
+    };
     constexpr bool single = sizeof(T) == 4;
     if (!c.bias) {
         for (int64_t i = 0; i < int64_t(count) * LANES; ++i) out[i] = 0;
     } else if (c.bias_key == 1 && c.bias_dtype == (single ? REGARD_F32 : REGARD_F64)) {
-        gather_lanes<T, T>([&](int lane) { return static_cast<const T *>(c.bias) + at(lane) + first; }, lanes.count, count, out);
+        gather_lanes<T, T>([&](int lane) { return static_cast<const T *>(c.bias) + at(lane) + first; }, lanes.count,
+                           count, out);
     } else if (single && c.bias_key == 1 && c.bias_dtype == REGARD_BF16) {
-        if constexpr (single) gather_lanes<T, bf16>([&](int lane) { return static_cast<const bf16 *>(c.bias) + at(lane) + first; }, lanes.count, count, out);
+        if constexpr (single)
+            gather_lanes<T, bf16>([&](int lane) { return static_cast<const bf16 *>(c.bias) + at(lane) + first; },
+                                  lanes.count, count, out);
     } else if (single && c.bias_key == 1 && c.bias_dtype == REGARD_F16) {
-        if constexpr (single) gather_lanes<T, f16>([&](int lane) { return static_cast<const f16 *>(c.bias) + at(lane) + first; }, lanes.count, count, out);
+        if constexpr (single)
+            gather_lanes<T, f16>([&](int lane) { return static_cast<const f16 *>(c.bias) + at(lane) + first; },
+                                 lanes.count, count, out);
     } else {
         for (int lane = 0; lane < lanes.count; ++lane)
-            for (int j = 0; j < count; ++j) out[j * LANES + lane] = any_number<T>(c.bias, c.bias_dtype, at(lane) + (first + j) * c.bias_key);
+            for (int j = 0; j < count; ++j)
+                out[j * LANES + lane] = any_number<T>(c.bias, c.bias_dtype, at(lane) + (first + j) * c.bias_key);
     }
     if (!c.distance) return;
     const T *distance = static_cast<const T *>(c.distance);
@@ -69,7 +84,8 @@ void bias_by_query(const regard_call &c, const Lanes &lanes, int64_t first, int 
     }
 }
 
-// The mask of a block whose lanes are queries: bits[token] for partial halves. Lanes of several heads repeat its low bits.
+// The mask of a block whose lanes are queries: bits[token] for partial halves. Lanes of several heads repeat its low
+// bits.
 struct Bits128 {
     uint64_t of[BLOCK];
 };
@@ -95,7 +111,8 @@ REGARD_INLINE int cut(const Block &block, const Bits128 &bits, int tokens, int l
     const uint64_t real = lanes == LANES ? ~uint64_t(0) : (uint64_t(1) << lanes) - 1;
     int n = 0;
     const auto put = [&](Piece p) {
-        if (n && pieces[n - 1].high == p.low && pieces[n - 1].first == p.first && pieces[n - 1].last == p.last) pieces[n - 1].high = p.high;
+        if (n && pieces[n - 1].high == p.low && pieces[n - 1].first == p.first && pieces[n - 1].last == p.last)
+            pieces[n - 1].high = p.high;
         else pieces[n++] = p;
     };
     for (int i = 0; i < 2; ++i) {

@@ -280,8 +280,8 @@ REGARD_INLINE void store_narrow(f16 *p, F v) {
 REGARD_INLINE F dot_pairs(U a, U b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b); }
 // Lanes of bf16 pairs from the lower ones of each pair, and then the higher ones.
 REGARD_INLINE U pair_halves(__m512i both) {
-    const __m512i order = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return (U)_mm512_permutexvar_epi16(order, both);
 }
 // Lanes of bf16 pairs from two vectors of floats.
@@ -291,7 +291,8 @@ REGARD_INLINE U broadcast_pair(uint32_t x) { return (U)_mm512_set1_epi32(int(x))
 
 // ---- shuffles ------------------------------------------------------------------------------------------------------
 
-// In place: `block[i]` holds row i; afterwards lane i of `block[j]` is what lane j of `block[i]` was. T has 4 or 8 bytes.
+// In place: `block[i]` holds row i; afterwards lane i of `block[j]` is what lane j of `block[i]` was. T has 4 or 8
+// bytes.
 template <typename T>
 REGARD_INLINE void transpose(typename Vec<T>::type (&block)[Vec<T>::lanes]) {
     constexpr int n = Vec<T>::lanes;

@@ -1,11 +1,13 @@
 // The inner loops: products of a few rows with 64 lanes, in registers.
 //
-// A tile has 64 lanes (queries; keys in half of the backward pass), in vectors side by side. Of the other operand single
-// elements are read where they lie and broadcast. Both products of attention have this form:
-//     scores   out[r] =  sum_i  rows[r][i] * lanes[i]        r: keys,  i: dims     (Across: rows[r][i] runs along a row)
-//     mixing   out[r] += sum_i  rows[i][r] * lanes[i]        r: dims,  i: keys     (Down: it runs down a column)
-// In each lane a sum is one chain of multiply-adds in the order of i, whatever the other lanes do and however the rows are
-// grouped: a row's bits are its own. Blocking: R rows by N vectors are held in registers, 6 x 4 for 32 registers, 6 x 2 for 16.
+// A tile has 64 lanes (queries), in vectors side by side. Of the other operand single elements are read where they lie
+// and broadcast. Both products of attention have this form:
+//
+//     scores   out[r] =  sum_i  rows[r][i] * lanes[i]     r: keys, i: dims     across: i runs along a row
+//     mixing   out[r] += sum_i  rows[i][r] * lanes[i]     r: dims, i: keys     down: i runs down a column
+//
+// In each lane a sum is one chain of multiply-adds in the order of i, whatever the other lanes do and however the rows
+// are grouped: a row's bits are its own. Blocking: R rows by N vectors are held in registers, 6 x 4 of 32, 6 x 2 of 16.
 #pragma once
 
 #include "exp.h"
@@ -63,7 +65,7 @@ struct Adds {
     REGARD_INLINE Adds at(int64_t r) const { return {from + r * row, row, scale}; }
 };
 
-#if VECTOR_REGISTERS == 32 || defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int VECTORS = 4;
 constexpr int rows_at_once(int vectors) { return vectors == 4 ? 6 : vectors == 3 ? 8 : 12; }
 #else
@@ -113,7 +115,8 @@ REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::U
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             if (start == Start::added) sum[r][n] += load(out + r * LANES + n * W);
-            if (start == Start::score) sum[r][n] = fma(sum[r][n], broadcast(adds.scale), load(adds.from + r * adds.row + n * W));
+            if (start == Start::score)
+                sum[r][n] = fma(sum[r][n], broadcast(adds.scale), load(adds.from + r * adds.row + n * W));
             store(out + r * LANES + n * W, sum[r][n]);
         }
     if (!top) return;
@@ -128,7 +131,8 @@ REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::U
 // `count` rows by N vectors.
 template <typename P, Along along, Start start, int N>
 __attribute__((noinline)) void panel(const char *rows, int64_t stride, int64_t count, const typename P::Unit *lanes,
-                                     int64_t steps, typename P::Wide *out, typename P::Wide *top, const Adds<typename P::Wide> &adds, Ahead *ahead) {
+                                     int64_t steps, typename P::Wide *out, typename P::Wide *top,
+                                     const Adds<typename P::Wide> &adds, Ahead *ahead) {
     constexpr int R = rows_at_once(N);
     const int64_t row = along == Along::across ? stride : int(sizeof(typename P::Unit));
     int64_t r = 0;
@@ -140,17 +144,22 @@ __attribute__((noinline)) void panel(const char *rows, int64_t stride, int64_t c
         product<P, along, start, R, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
     }
     if constexpr (R > 8)
-        if (r + 8 <= count) product<P, along, start, 8, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 8;
-    if (r + 4 <= count) product<P, along, start, 4, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 4;
-    if (r + 2 <= count) product<P, along, start, 2, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 2;
-    if (r < count) product<P, along, start, 1, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
+        if (r + 8 <= count)
+            product<P, along, start, 8, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)),
+                r += 8;
+    if (r + 4 <= count)
+        product<P, along, start, 4, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 4;
+    if (r + 2 <= count)
+        product<P, along, start, 2, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 2;
+    if (r < count)
+        product<P, along, start, 1, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
 }
 
-// out[r][vectors first to last] for `count` rows. `stride` is in bytes, from row to row of memory. `top`, if there is one,
-// is raised to the largest of each lane.
+// out[r][vectors first to last] for `count` rows. `stride` is in bytes, from row to row of memory. `top`, if there is
+// one, is raised to the largest of each lane.
 template <typename P, Along along, Start start = along == Along::across ? Start::zero : Start::out>
-REGARD_INLINE void multiply(const char *rows, int64_t stride, int64_t count, const typename P::Unit *lanes, int64_t steps,
-                            typename P::Wide *out, int first, int last, typename P::Wide *top = nullptr,
+REGARD_INLINE void multiply(const char *rows, int64_t stride, int64_t count, const typename P::Unit *lanes,
+                            int64_t steps, typename P::Wide *out, int first, int last, typename P::Wide *top = nullptr,
                             Adds<typename P::Wide> adds = {}, Ahead *ahead = nullptr) {
     constexpr int W = Vec<typename P::Wide>::lanes;
     for (int v = first; v < last; v += VECTORS) {
@@ -199,13 +208,16 @@ REGARD_INLINE void gather_lanes(RowAt row_at, int count, int64_t units, T *out) 
         int64_t i = 0;
         for (; i + W <= units; i += W) {
             typename Vec<T>::type block[W];
-            for (int j = 0; j < W; ++j) block[j] = j < some ? load_units(reinterpret_cast<const Stored *>(row_at(lane + j)) + i) : typename Vec<T>::type{};
+            for (int j = 0; j < W; ++j)
+                block[j] = j < some ? load_units(reinterpret_cast<const Stored *>(row_at(lane + j)) + i)
+                                    : typename Vec<T>::type{};
             transpose<T>(block);
             for (int j = 0; j < W; ++j) store(out + (i + j) * LANES + lane, block[j]);
         }
         for (; i < units; ++i)
             for (int j = 0; j < W; ++j)
-                out[i * LANES + lane + j] = j < some ? unit(reinterpret_cast<const Stored *>(row_at(lane + j)) + i) : T(0);
+                out[i * LANES + lane + j] =
+                    j < some ? unit(reinterpret_cast<const Stored *>(row_at(lane + j)) + i) : T(0);
     }
 }
 // Lanes back as rows of memory: row `lane` gets in[i][lane] for i below `units`, as Stored.

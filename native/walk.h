@@ -1,8 +1,8 @@
 // What a schedule lists for one row of tiles, block by block of the other axis.
 //
-// A block is 128 tokens of the other axis (keys, in a forward pass) and starts at a multiple of 128, whatever is listed: so
-// where running sums are rescaled depends on positions alone, and not on what else the schedule holds. A span is 1,024
-// tokens, a multiple of 1,024 on; spans are computed apart from each other and merged in order.
+// A block is 128 tokens of the other axis (keys, in a forward pass) and starts at a multiple of 128, whatever is
+// listed: so where running sums are rescaled depends on positions alone, and not on what else the schedule holds. A
+// span is 1,024 tokens, a multiple of 1,024 on; spans are computed apart from each other and merged in order.
 #pragma once
 
 #include "abi.h"
@@ -28,8 +28,12 @@ class Walk {
   public:
     // The row `row` of the schedule (counted through all maps), over `tokens` of the other axis; from token `from` on.
     Walk(const regard_schedule &s, int64_t row, int64_t tokens, int64_t from = 0)
-        : s_(s), tiles_((tokens + TILE - 1) / TILE), run_(s.run_start[row]), run_end_(s.run_start[row + 1]),
-          patch_(s.patch_start[row]), patch_end_(s.patch_start[row + 1]) {
+        : s_(s),
+          tiles_((tokens + TILE - 1) / TILE),
+          run_(s.run_start[row]),
+          run_end_(s.run_start[row + 1]),
+          patch_(s.patch_start[row]),
+          patch_end_(s.patch_start[row + 1]) {
         const int64_t tile = from / TILE;
         // the last run that starts at or before the tile may still cover it
         int64_t low = run_, high = run_end_;
@@ -53,7 +57,8 @@ class Walk {
     bool next(int64_t until, Block &block) {
         int64_t tile = tiles_;
         if (run_ < run_end_) {
-            if (s_.run_tile[run_] < 0 || s_.run_length[run_] <= 0 || s_.run_tile[run_] > tiles_ - s_.run_length[run_]) return wrong();
+            if (s_.run_tile[run_] < 0 || s_.run_length[run_] <= 0 || s_.run_tile[run_] > tiles_ - s_.run_length[run_])
+                return wrong();
             tile = s_.run_tile[run_] > at_ ? s_.run_tile[run_] : at_;
         }
         if (patch_ < patch_end_) {

@@ -4,11 +4,13 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from regard import native
+from regard import Alibi, Causal, Window, attend, explain, native
 from regard.errors import ProblemError, RefusalError
 
 needs_library = pytest.mark.skipif(not native.available(), reason=str(native.absence()))
@@ -107,3 +109,32 @@ def test_a_library_of_another_version_is_refused(look_at, tmp_path: Path):
 def test_both_sides_state_the_same_version_of_the_interface():
     header = Path(__file__).parents[1] / "native" / "abi.h"
     assert f"#define REGARD_ABI_VERSION {native.ABI}\n" in header.read_text()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_all_is_computed_and_explained():
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    for words in ({}, {"mask": Causal() & Window(3), "bias": Alibi(2), "sink": torch.zeros(2), "softcap": 2.0}):
+        plan, reference = explain(q, q, q, **words), attend(q, q, q, **words, backend="reference")
+        assert plan.backend in ("sdpa", "reference")
+        assert "passed over native: regard is here without its compiled library" in str(plan)
+        found = attend(q, q, q, **words)
+        assert torch.allclose(found, reference, atol=1e-6)
+        for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), q) for out in (found, reference)), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+    with pytest.raises(RefusalError, match="native: regard is here without its compiled library"):
+        attend(q, q, q, backend="native")
+
+
+@needs_library
+def test_an_instruction_set_that_is_pinned_is_used_by_calls():
+    text = "import torch, regard; q = torch.randn(1, 1, 5, 8); print(regard.attend(q, q, q, backend='native').sum())"
+
+    def run(isa: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "import torch; torch.manual_seed(0); " + text]
+        return subprocess.run(
+            command, env=os.environ | {"REGARD_ISA": isa}, capture_output=True, text=True, check=False
+        )
+
+    assert run("portable").stdout.startswith("tensor(")
+    assert "REGARD_ISA is 'avx1024'" in run("avx1024").stderr

@@ -61,7 +61,7 @@ CALL = (
 
 GRADIENT = (
     *(*CALL, *_tensor("dout"), "dlse", *_tensor("dq"), *_tensor("dk"), *_tensor("dv"), "delta", "ddistance", "dbias"),
-    *(*(f"bias_sizes.{axis}" for axis in range(4)), *_schedule("by_key")),
+    *(f"bias_sizes.{axis}" for axis in range(4)),
 )
 """The fields of regard_gradient, which begins with a regard_call."""
 

@@ -72,7 +72,6 @@ class Struct:
             self._place(name, t)
         self.field |= {"lse": self.lse.data_ptr(), "delta": self.delta.data_ptr(), "maps_batch": 1, "maps_head": 1}
         self._list("by_query", self.tiles)
-        self._list("by_key", self.tiles.transposed)
         self.field |= {"workspace": self.memory.data_ptr(), "workspace_bytes": self.memory.nbytes}
 
     def _place(self, name: str, t: Tensor) -> None:

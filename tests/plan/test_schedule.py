@@ -59,28 +59,6 @@ def test_a_schedule_lists_exactly_what_the_mask_keeps(data: st.DataObject, sizes
     assert s.pairs == int(expected.sum())
 
 
-@given(data=st.data(), sizes=SIZES, tile=st.sampled_from([8, 16]))
-def test_the_transposed_schedule_lists_the_same_pairs_by_key(data: st.DataObject, sizes: tuple[int, int], tile: int):
-    queries, keys = sizes
-    s = made(data.draw(masks(queries, keys)), queries, keys, keys - queries, tile)
-    turned = s.transposed
-    assert torch.equal(drawn(turned), drawn(s).mT)
-    assert turned.pairs == s.pairs
-    assert turned.tiles == s.tiles
-    assert torch.equal(drawn(turned.transposed), drawn(s))
-    # runs are as long as they can be
-    ends = [turned.run_tile[i] + turned.run_length[i] for i in range(len(turned.run_tile))]
-    for t in range(len(turned.run_start) - 1):
-        listed = range(turned.run_start[t], turned.run_start[t + 1])
-        assert all(ends[i] < turned.run_tile[i + 1] for i in listed[:-1])
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0), (1, 1)])
-def test_an_empty_schedule_transposes(queries: int, keys: int):
-    turned = made(None, queries, keys, 0, 8).transposed
-    assert (turned.queries, turned.keys, turned.pairs) == (keys, queries, BATCH * HEADS * queries * keys)
-
-
 @given(data=st.data(), sizes=SIZES)
 def test_bounds_are_sound(data: st.DataObject, sizes: tuple[int, int]):
     queries, keys = sizes

@@ -39,7 +39,7 @@ KEPT_WORKSPACE = 1 << 20
 _AT = {name: number for number, name in enumerate(native.GRADIENT)}
 SEED, SINK, WORKSPACE, WORKSPACE_BYTES = (_AT[name] for name in ("seed", "sink", "workspace", "workspace_bytes"))
 TENSORS, DISTANCE = slice(_AT["q.data"], SINK), slice(_AT["distance"], _AT["bias"])
-BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), _AT["by_key.rows"])
+BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), len(native.GRADIENT))
 """Where fields stand in the structs: those that differ from call to call."""
 
 LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern")
@@ -174,8 +174,7 @@ class _Ready:
         ddistance = _zeros(i.distance) if wanted.distance else None
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
         delta = torch.empty_like(self.lse)
-        listed, lists = _listed("by_key", self.schedule.transposed, self.schedule.patterns)
-        call = self.backward.opened(self.backward.packed(self.fields | listed | {"threads": torch.get_num_threads()}))
+        call = self.backward.opened(self.backward.packed(self.fields | {"threads": torch.get_num_threads()}))
         _write(call, i, state.out, state.lse, seed)
         call[GRADIENTS] = (
             *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
@@ -186,7 +185,6 @@ class _Ready:
         call[WORKSPACE] = memory.address
         self.backward(call)
         _workspaces.give(memory)
-        del lists  # their addresses are in the struct
         dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
         return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
 

@@ -110,39 +110,14 @@ class Schedule:
 
     @property
     def nbytes(self) -> int:
-        """What the schedule takes of memory, in bytes, with what engines make of it: transposed, and unpacked."""
+        """What the schedule takes of memory, in bytes, with what engines make of it: turned, and unpacked."""
         lists = (self.run_start, self.run_tile, self.run_length, self.patch_start, self.patch_tile, self.patch_pattern)
-        return 2 * sum(x.nbytes for x in lists) + 10 * self.patterns.nbytes
+        return sum(x.nbytes for x in lists) + 10 * self.patterns.nbytes
 
     @cached_property
     def turned_patterns(self) -> np.ndarray:
         """The patterns with queries and keys exchanged: a row for each key, a bit for each query."""
         return np.packbits(self._bits.transpose(0, 2, 1), axis=2, bitorder="little")
-
-    @cached_property
-    def transposed(self) -> "Schedule":
-        """The same tiles with queries and keys exchanged: for each tile of keys, the queries that see it."""
-        across = -(-self.keys // self.tile)
-        run_row, patch_row = (np.repeat(np.arange(len(x) - 1), np.diff(x)) for x in (self.run_start, self.patch_start))
-        row, tile, _ = self._turned(np.repeat(run_row, self.run_length), _counted(self.run_tile, self.run_length))
-        begins = np.ones(len(row), dtype=bool)  # a run
-        begins[1:] = (row[1:] != row[:-1]) | (tile[1:] != tile[:-1] + 1)
-        first = np.flatnonzero(begins)
-        patch_row, patch_tile, order = self._turned(patch_row, self.patch_tile)
-        rows = np.arange(self.maps[0] * self.maps[1] * across + 1)
-        return Schedule(
-            self.batch, self.heads, self.keys, self.queries, -self.offset, self.tile, self.maps,
-            np.searchsorted(row[first], rows), tile[first], np.diff(first, append=len(row)),
-            np.searchsorted(patch_row, rows), patch_tile, self.patch_pattern[order],
-            self.turned_patterns,
-        )  # fmt: skip
-
-    def _turned(self, row: Ints, tile: Ints) -> tuple[Ints, Ints, Ints]:
-        """Tiles (row, key tile), in order, as (row of the transposed schedule, query tile), in its order; and which."""
-        down, across = max(self.query_tiles, 1), -(-self.keys // self.tile)
-        turned = row // down * across + tile
-        order = np.argsort(turned, kind="stable")
-        return turned[order], (row % down)[order], order
 
     @property
     def shared(self) -> int:
@@ -188,12 +163,3 @@ class Schedule:
     @property
     def _patch_keys(self) -> Ints:
         return np.minimum(self.tile, self.keys - self.patch_tile * self.tile)
-
-
-def _counted(start: Ints, length: Ints) -> Ints:
-    """start[0], start[0] + 1, ... `length[0]` numbers, then start[1] ...
-
-    >>> _counted(np.array([3, 9]), np.array([2, 1])).tolist()
-    [3, 4, 9]
-    """
-    return np.arange(length.sum()) + np.repeat(start - (np.cumsum(length) - length), length)
