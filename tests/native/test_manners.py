@@ -15,29 +15,33 @@ from regard.backend import native as engine
 from tests.native.engines import BEST, PLAIN
 
 LONG = """
-import time, torch, sys
+import torch
 from regard import attend, Causal
 torch.set_num_threads({threads})
-q = torch.randn(1, 32, 16384, 128, requires_grad={backward})
+q = torch.randn(1, 16, 16384, 64, requires_grad=True)
+out = attend(q, q, q, mask=Causal(), backend="native")
 print("ready", flush=True)
 try:
     while True:
-        out = attend(q, q, q, mask=Causal(), backend="native")
-        if {backward}:
-            out.sum().backward()
+        {work}
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
+WORK = {
+    "forward": "attend(q, q, q, mask=Causal(), backend='native')",
+    "backward": "torch.autograd.grad(out, q, out, retain_graph=True)",
+}
+"""Each of more than a second on one core of 2026."""
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_ctrl_c_ends_a_long_call_within_a_second(threads: int, backward: bool):
-    text = LONG.format(threads=threads, backward=backward)
+def test_ctrl_c_ends_a_long_call_within_a_second(threads: int, work: str):
+    text = LONG.format(threads=threads, work=WORK[work])
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        time.sleep(1.5)
+        time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         start = time.perf_counter()
         assert process.stdout.readline() == "interrupted\n"

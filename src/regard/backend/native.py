@@ -133,7 +133,8 @@ class _Ready:
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
             return self._differentiable(operands, None)
-        return State(*self.compute(self._inputs(operands), self._seed()))
+        out, lse = self.compute(self._inputs(operands), self._seed() if self.problem.dropout else 0)
+        return State(out, lse)
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
@@ -282,7 +283,17 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> None:
     """Write into an opened struct what differs from call to call, but for the workspace."""
-    call[TENSORS] = (*_placed(i.q), *_placed(i.k), *_placed(i.v), *_placed(out), lse.data_ptr())
+    q, k, v = i.q, i.k, i.v
+    (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _), (ob, oh, ot, _) = (
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride(),
+    )
+    call[TENSORS] = (
+        q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
+        lse.data_ptr(),
+    )  # fmt: skip
     if seed:
         call[SEED] = seed
     if i.sink is not None:
