@@ -11,7 +11,7 @@ from regard import Alibi, Causal, Documents, Lengths, Mask, Prefix, Window, atte
 from tests.native.engines import ALL
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-KEYS = 700  # more than one span of the kernels, which is 512
+KEYS = 1200  # more than one span of the kernels, which is 1,024
 MASKS: dict[str, Mask] = {
     "causal": Causal(),
     "a window and sinks": Causal() & (Window(150) | Prefix(4)),
@@ -45,7 +45,7 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
     if chunk % 2:
         words |= {"bias": None, "softcap": None}
     whole = attend_state(q, k, v, **words)
-    for first in [0, chunk, 511, 512, KEYS - chunk] if chunk < 64 else range(0, KEYS, chunk):
+    for first in [0, chunk, 1023, 1024, KEYS - chunk] if chunk < 64 else range(0, KEYS, chunk):
         last = min(first + chunk, KEYS)
         part = attend_state(q[:, :, first:last], k[:, :, :last], v[:, :, :last], offset=first, **words)
         assert torch.equal(part.out, whole.out[:, :, first:last])
@@ -55,7 +55,7 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
 @pytest.mark.parametrize("queries", [1, 3, KEYS])
 def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dtype, queries: int):
     q, k, v = tensors(dtype, batch=3)
-    q, lengths = q[:, :, -queries:], torch.tensor([KEYS, 65, 600])
+    q, lengths = q[:, :, -queries:], torch.tensor([KEYS, 65, 1100])
     for words in ({}, {"mask": Causal() & Lengths(lengths)}, {"sink": torch.randn(6)}):
         whole = attend(q, k, v, **words, backend=engine)
         for b in range(3):
