@@ -34,8 +34,16 @@ constexpr Named built[] = {
 
 using Clock = std::chrono::steady_clock;
 
-// One half of a pass: threads take unit after unit. A unit that was taken is finished, so what is done is always the
-// first units, in whatever order.
+// What a thread's part of the workspace is at: a unit that was left, which goes on there, or none.
+struct Slot {
+    int64_t unit = -1, done = 0;
+    char more[48];  // so that no two share a cache line
+
+    bool is_busy() const { return unit >= 0; }
+};
+
+// One half of a pass: threads take unit after unit. The units that were taken are the first ones; what of them was left
+// when the time was up waits in the slots.
 struct Half {
     const Kernels &kernels;
     const regard_call &call;
@@ -43,25 +51,59 @@ struct Half {
     const int half;
     const int64_t units;
     const Clock::time_point until;
-    char *const shared, *const scratch;
+    char *const shared;
+    Slot *const slots;
+    const int64_t slot_count;
+    char *const scratch;
     const int64_t scratch_bytes;
     std::atomic<int64_t> next;
+    std::atomic<int64_t> next_slot{0};
     std::atomic<int64_t> status{REGARD_DONE};
 
-    static void work(void *self, int64_t thread) {
+    // A thread takes a slot, and another one when no units are left: fewer threads may come than there are slots.
+    static void work(void *self, int64_t) {
         Half &h = *static_cast<Half *>(self);
-        char *mine = h.scratch + thread * h.scratch_bytes;
-        do {
-            const int64_t unit = h.next.fetch_add(1, std::memory_order_relaxed);
-            if (unit >= h.units) return;
-            const regard_status found = h.gradient ? h.kernels.backward(*h.gradient, h.half, unit, h.shared, mine)
-                                                   : h.kernels.forward(h.call, h.half, unit, h.shared, mine);
-            if (found != REGARD_DONE) h.status.store(found, std::memory_order_relaxed);
-        } while (h.status.load(std::memory_order_relaxed) == REGARD_DONE && h.in_time());
+        for (;;) {
+            const int64_t slot = h.next_slot.fetch_add(1, std::memory_order_relaxed);
+            if (slot >= h.slot_count) return;
+            if (!h.slots[slot].is_busy() && h.next.load(std::memory_order_relaxed) >= h.units) continue;
+            h.work_in(h.slots[slot], h.scratch + slot * h.scratch_bytes);
+            if (!h.goes_on()) return;
+        }
     }
 
-    bool in_time() const { return call.seconds == 0 || Clock::now() < until; }
+    void work_in(Slot &slot, char *mine) {
+        do {
+            if (!slot.is_busy()) {
+                const int64_t unit = next.fetch_add(1, std::memory_order_relaxed);
+                if (unit >= units) return;
+                slot.unit = unit, slot.done = 0;
+            }
+            const regard_status found = compute(slot, mine);
+            if (found == REGARD_MORE) return;
+            slot.unit = -1;
+            if (found != REGARD_DONE) status.store(found, std::memory_order_relaxed);
+        } while (goes_on());
+    }
+
+    regard_status compute(Slot &slot, char *mine) {
+        if (!gradient) return kernels.forward(call, half, slot.unit, shared, mine);
+        return kernels.backward(*gradient, half, slot.unit, slot.done, {is_late, this}, shared, mine);
+    }
+
+    static bool is_late(const void *self) {
+        const Half &h = *static_cast<const Half *>(self);
+        return h.call.seconds != 0 && Clock::now() >= h.until;
+    }
+
+    bool goes_on() const { return status.load(std::memory_order_relaxed) == REGARD_DONE && !is_late(this); }
 };
+
+int64_t busy(const Slot *slots, int64_t count) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; ++i) found += slots[i].is_busy();
+    return found;
+}
 
 int64_t units_of(const Kernels &kernels, const regard_call &call, const regard_gradient *gradient, int half) {
     return gradient ? kernels.backward_units(*gradient, half) : kernels.forward_units(call, half);
@@ -89,8 +131,8 @@ int64_t threads_of(const Kernels &kernels, const regard_call &c, const regard_gr
 int64_t workspace(const Kernels &kernels, const regard_call &c, const regard_gradient *gradient) {
     if (is_empty(c, gradient)) return 0;
     int64_t bytes = 0;
-    if (__builtin_mul_overflow(threads_of(kernels, c, gradient), kernels.scratch(c, gradient), &bytes))
-        return REGARD_BAD_SIZE;
+    const int64_t of_thread = kernels.scratch(c, gradient) + int64_t(sizeof(Slot));
+    if (__builtin_mul_overflow(threads_of(kernels, c, gradient), of_thread, &bytes)) return REGARD_BAD_SIZE;
     if (__builtin_add_overflow(bytes, kernels.shared(c, gradient), &bytes)) return REGARD_BAD_SIZE;
     return bytes;
 }
@@ -103,24 +145,26 @@ regard_status run(regard_call &call, const regard_gradient *gradient) {
     if (needed < 0) return regard_status(needed);
     if (call.workspace_bytes < needed || reinterpret_cast<uintptr_t>(call.workspace) % 64) return REGARD_BAD_WORKSPACE;
     if (needed && !call.workspace) return REGARD_BAD_POINTER;
-    char *const memory = static_cast<char *>(call.workspace);
     const int64_t threads = threads_of(*kernels, call, gradient), bytes = kernels->scratch(call, gradient);
+    Slot *const slots = static_cast<Slot *>(call.workspace);
+    char *const memory = static_cast<char *>(call.workspace) + threads * int64_t(sizeof(Slot));
+    if (!call.next)
+        for (int64_t i = 0; i < threads; ++i) slots[i] = Slot{};
     const auto until =
         Clock::now() + std::chrono::microseconds(int64_t(call.seconds < 1e9 ? call.seconds * 1e6 : 1e15));
     int64_t before = 0;
-    for (int i = 0; i < 2; ++i) {
-        const int64_t units = units_of(*kernels, call, gradient, i);
-        if (call.next < before + units) {
-            Half half{*kernels, call,
-                      gradient, i,
-                      units,    until,
-                      memory,   memory + kernels->shared(call, gradient),
-                      bytes,    {call.next - before}};
-            const int64_t left = units - half.next;
-            parallel(left < threads ? left : threads, Half::work, &half);
-            if (half.status != REGARD_DONE) return regard_status(half.status.load());
-            call.next = before + (half.next < units ? half.next.load() : units);
-            if (half.next < units) return REGARD_MORE;
+    for (int half = 0; half < 2; ++half) {
+        const int64_t units = units_of(*kernels, call, gradient, half);
+        const int64_t left = call.next < before + units ? before + units - call.next : 0;
+        if (const int64_t open = call.next <= before + units ? left + busy(slots, threads) : 0) {
+            Half work{*kernels, call,          gradient, half,    units,
+                      until,    memory,        slots,    threads, memory + kernels->shared(call, gradient),
+                      bytes,    {units - left}};
+            parallel(open < threads ? open : threads, Half::work, &work);
+            if (work.status != REGARD_DONE) return regard_status(work.status.load());
+            const int64_t taken = work.next < units ? work.next.load() : units;
+            call.next = before + taken;
+            if (taken < units || busy(slots, threads)) return REGARD_MORE;
         }
         before += units;
     }

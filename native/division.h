@@ -47,6 +47,7 @@ struct Division {
 struct Range {
     int64_t low, high;
     bool has(int64_t token) const { return token >= low && token < high; }
+    int64_t size() const { return high - low; }
 };
 
 // Whether pairs of several units add to one number of dbias. Then it is summed in a pass of its own.

@@ -42,26 +42,32 @@ struct Gradients {
 
     // ---- first half: dq, and the sums of dk and dv ------------------------------------------------------------------
 
-    regard_status first(int64_t unit) {
-        if (!division.apart) return whole(unit);
+    // `done` counts tiles: of the segment where segments are apart, else of the unit.
+    regard_status first(int64_t unit, int64_t &done, const Pause &pause) {
+        if (!division.apart) return whole(unit, done, pause);
         const int64_t segment = division.segments - 1 - unit / division.units;  // causal: the long ones first
         unit %= division.units;
         Range &range = ranges[unit * division.segments + segment];
         range = range_of(unit, segment);
         T *own = sums_of(unit, segment);
-        each_group(range, [&](int64_t at, int64_t n) { memset(own + at, 0, size_t(n) * sizeof(T)); });
-        return run(unit, segment, own);
+        if (!done) clear(range, own);
+        return run(unit, segment, own, done, pause);
     }
 
     // All segments of a unit, one after the other.
-    regard_status whole(int64_t unit) {
+    regard_status whole(int64_t unit, int64_t &done, const Pause &pause) {
         T *total = reinterpret_cast<T *>(scratch), *own = reinterpret_cast<T *>(scratch + division.sum_bytes);
-        memset(total, 0, size_t(division.sum_bytes));
-        if (regard_status status = run(unit, 0, total)) return status;
-        for (int64_t segment = 1; segment < division.segments; ++segment) {
+        if (!done) memset(total, 0, size_t(division.sum_bytes));
+        for (int64_t segment = 0; segment < division.segments; ++segment) {
+            const int64_t before = first_tile(segment);
+            if (done && done >= first_tile(segment + 1)) continue;  // added before a pause
+            int64_t of_segment = done - before;
             const Range range = range_of(unit, segment);
-            each_group(range, [&](int64_t at, int64_t n) { memset(own + at, 0, size_t(n) * sizeof(T)); });
-            if (regard_status status = run(unit, segment, own)) return status;
+            if (segment && !of_segment) clear(range, own);
+            const regard_status status = run(unit, segment, segment ? own : total, of_segment, pause);
+            done = before + of_segment;
+            if (status) return status;
+            if (!segment) continue;
             each_group(range, [&](int64_t at, int64_t n) {
                 for (int64_t i = at; i < at + n; i += W) store(total + i, load(total + i) + load(own + i));
             });
@@ -69,6 +75,13 @@ struct Gradients {
         write(unit, 0, c.keys, [&](int64_t at, int64_t) { return load(total + at); });
         return REGARD_DONE;
     }
+
+    void clear(const Range &range, T *own) const {
+        each_group(range, [&](int64_t at, int64_t n) { memset(own + at, 0, size_t(n) * sizeof(T)); });
+    }
+
+    // The number of a segment's first tile among those of its unit.
+    int64_t first_tile(int64_t segment) const { return division.parts * division.tiles * segment / division.segments; }
 
     T *sums_of(int64_t unit, int64_t segment) const {
         return sums + (unit * division.segments + segment) * (division.sum_bytes / int64_t(sizeof(T)));
@@ -82,13 +95,10 @@ struct Gradients {
         for (int64_t d = 0; d < c.v_dim; d += LANES) each(backward.sum_at(true, range.low, d), n);
     }
 
-    // visit(lanes) for the tiles of a segment.
-    template <typename Visit>
-    void each_tile(int64_t unit, int64_t segment, Visit visit) const {
-        const Division &d = division;
-        const int64_t items = d.parts * d.tiles;
-        for (int64_t i = items * segment / d.segments; i < items * (segment + 1) / d.segments; ++i)
-            visit(backward.lanes_of(unit / c.kv_heads, unit % c.kv_heads, i / d.tiles, i % d.tiles));
+    // Tile `number` of a unit.
+    Lanes tile_of(int64_t unit, int64_t number) const {
+        const int64_t tiles = division.tiles;
+        return backward.lanes_of(unit / c.kv_heads, unit % c.kv_heads, number / tiles, number % tiles);
     }
 
     // The keys that some tile of the segment lists; of a schedule that is wrong, some keys.
@@ -102,28 +112,30 @@ struct Gradients {
             const int64_t end = clipped(clipped(last) + clipped(length));
             high = high < end ? end : high;
         };
-        each_tile(unit, segment, [&](const Lanes &lanes) {
-            const int64_t row = backward.row_of(lanes);
+        for (int64_t tile = first_tile(segment); tile < first_tile(segment + 1); ++tile) {
+            const int64_t row = backward.row_of(tile_of(unit, tile));
             const int64_t run = s.run_start[row + 1] - 1, patch = s.patch_start[row + 1] - 1;
             if (s.run_start[row] <= run) include(s.run_tile[s.run_start[row]], s.run_tile[run], s.run_length[run]);
             if (s.patch_start[row] <= patch) include(s.patch_tile[s.patch_start[row]], s.patch_tile[patch], 1);
-        });
+        }
         low = Division::least(low, high);
         return {low * TILE, Division::least(high * TILE, c.keys)};
     }
 
-    regard_status run(int64_t unit, int64_t segment, T *own) {
+    // The tiles of a segment from `done` on, until all are done or it is left.
+    regard_status run(int64_t unit, int64_t segment, T *own, int64_t &done, const Pause &pause) {
         T *distance = nullptr;
         if (g.ddistance) {
             const int64_t n = division.group * division.distances;
             distance = distances + (unit * division.segments + segment) * n;
-            memset(distance, 0, size_t(n) * sizeof(T));
+            if (!done) memset(distance, 0, size_t(n) * sizeof(T));
         }
-        regard_status status = REGARD_DONE;
-        each_tile(unit, segment, [&](const Lanes &lanes) {
-            if (status == REGARD_DONE) status = backward.tile(lanes, own, distance);
-        });
-        return status;
+        const int64_t first = first_tile(segment), tiles = first_tile(segment + 1) - first;
+        while (done < tiles) {
+            if (regard_status status = backward.tile(tile_of(unit, first + done), own, distance)) return status;
+            if (++done < tiles && pause()) return REGARD_MORE;
+        }
+        return REGARD_DONE;
     }
 
     // dk and dv of some keys; sum(at, key) is a vector of them.
@@ -147,8 +159,8 @@ struct Gradients {
 
     // ---- second half: sums of segments, and gradients that units share ----------------------------------------------
 
-    regard_status second(int64_t unit) {
-        if (unit < bias_units(g)) return bias(unit);
+    regard_status second(int64_t unit, int64_t &done, const Pause &pause) {
+        if (unit < bias_units(g)) return bias(unit, done, pause);
         unit -= bias_units(g);
         if (unit < distance_units(g)) return distance(unit);
         unit -= distance_units(g);
@@ -183,19 +195,21 @@ struct Gradients {
     }
 
     // dbias of a bias head, or of a tile of its rows: the changes of all pairs that share it, computed once more.
-    regard_status bias(int64_t unit) {
+    regard_status bias(int64_t unit, int64_t &done, const Pause &pause) {
         const int64_t *n = g.bias_sizes, of_head = n[2] > 1 ? division.tiles : 1;
         const Range batches = shared_by(unit / of_head / n[1], n[0], c.batch);
         const Range heads = shared_by(unit / of_head % n[1], n[1], c.heads);
         const Range tiles = shared_by(unit % of_head, of_head, division.tiles);
         const auto add = [&](const auto &part, const Tokens<K> &, const Rows &) { backward.add_bias(part); };
-        for (int64_t b = batches.low; b < batches.high; ++b)
-            for (int64_t h = heads.low; h < heads.high; ++h)
-                for (int64_t tile = tiles.low; tile < tiles.high; ++tile) {
-                    const int64_t queries = Division::least(c.queries - tile * TILE, TILE);
-                    const Lanes lanes{b, h, tile * TILE, TILE, int(queries)};
-                    if (regard_status status = backward.each_block(lanes, add)) return status;
-                }
+        const int64_t all = batches.size() * heads.size() * tiles.size();
+        while (done < all) {
+            const int64_t b = batches.low + done / tiles.size() / heads.size();
+            const int64_t h = heads.low + done / tiles.size() % heads.size(), tile = tiles.low + done % tiles.size();
+            const int64_t queries = Division::least(c.queries - tile * TILE, TILE);
+            const Lanes lanes{b, h, tile * TILE, TILE, int(queries)};
+            if (regard_status status = backward.each_block(lanes, add)) return status;
+            if (++done < all && pause()) return REGARD_MORE;
+        }
         return REGARD_DONE;
     }
 

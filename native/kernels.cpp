@@ -40,10 +40,11 @@ regard_status forward(const regard_call &c, int half, int64_t unit, char *shared
 
 int64_t backward_units(const regard_gradient &g, int half) { return gradient_units(g, half); }
 
-regard_status backward(const regard_gradient &g, int half, int64_t unit, char *shared, char *scratch) {
+regard_status backward(const regard_gradient &g, int half, int64_t unit, int64_t &done, const Pause &pause,
+                       char *shared, char *scratch) {
     return by_kind<regard_status>(g.call.dtype, [&](auto kind) {
         Gradients<decltype(kind)> gradients(g, shared, scratch);
-        return half ? gradients.second(unit) : gradients.first(unit);
+        return half ? gradients.second(unit, done, pause) : gradients.first(unit, done, pause);
     });
 }
 

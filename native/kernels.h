@@ -7,6 +7,14 @@
 
 namespace regard {
 
+// Asks whether the time is up. A unit that may take long asks after each part of it, and may be left there.
+struct Pause {
+    bool (*is_due)(const void *of);
+    const void *of;
+
+    bool operator()() const { return is_due(of); }
+};
+
 struct Kernels {
     // Bytes that all threads share, and bytes for each thread; both multiples of 64. `gradient` is null for a forward
     // pass.
@@ -19,7 +27,10 @@ struct Kernels {
     int64_t (*forward_units)(const regard_call &, int half);
     regard_status (*forward)(const regard_call &, int half, int64_t unit, char *shared, char *scratch);
     int64_t (*backward_units)(const regard_gradient &, int half);
-    regard_status (*backward)(const regard_gradient &, int half, int64_t unit, char *shared, char *scratch);
+    // Forward units are short: a tile against a million keys takes 0.15 s. Backward ones may be left with REGARD_MORE;
+    // they go on with the same scratch and with `done`, which counts their parts and is 0 at first.
+    regard_status (*backward)(const regard_gradient &, int half, int64_t unit, int64_t &done, const Pause &,
+                              char *shared, char *scratch);
 
     // How fast this machine is with these instructions: see limits.h.
     double (*products)(int64_t dtype, int64_t rounds);

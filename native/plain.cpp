@@ -187,7 +187,7 @@ void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, do
 // All gradients, one pair after another, on one thread: several heads add to the same bias.
 int64_t backward_units(const regard_gradient &, int half) { return half ? 0 : 1; }
 
-regard_status backward(const regard_gradient &g, int, int64_t, char *shared, char *scratch) {
+regard_status backward(const regard_gradient &g, int, int64_t, int64_t &, const Pause &, char *shared, char *scratch) {
     const regard_call &c = g.call;
     const int64_t group = c.kv_heads ? c.heads / c.kv_heads : 0;
     double *dq = reinterpret_cast<double *>(scratch), *dk = reinterpret_cast<double *>(shared),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, Dense, Lengths, Prefix, RefusalError, T5Bias, TensorBias, Window, attend, attend_state
+from regard.backend import native
 from tests.conformance import cases
 from tests.native.engines import ALL, BEST, PLAIN
 from tests.oracle import Case, dense, worst
@@ -149,3 +150,28 @@ def test_a_second_derivative_is_an_error_and_not_wrong():
         torch.autograd.grad(grad.sum(), q)
     with pytest.raises(RefusalError, match="no vmap or forward-mode derivative"):
         torch.func.jvp(lambda t: attend(t, t, t, backend=BEST), (q.detach(),), (q.detach(),))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("engine", ALL)
+def test_a_pass_that_pauses_after_every_tile_gives_the_same_bits(
+    engine: str, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Two heads on one key head, 33 tiles each: a unit of several segments, or segments that are units."""
+    q, k, v = (torch.randn(1, h, 2100, 8, requires_grad=True) for h in (2, 1, 1))
+    table, by_key, sink = torch.randn(8, 2), torch.randn(1, 1, 1, 2100), torch.zeros(2)
+    leaves = [q, k, v, *(t.requires_grad_() for t in (table, by_key, sink))]
+
+    def gradients(seconds: float) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(native, "SECONDS", seconds)
+        ready = {"bias": T5Bias(table, max_distance=16) + TensorBias(by_key), "sink": sink, "mask": Causal()}
+        out = attend(q, k, v, **ready, scale=0.3 + seconds, backend=engine)  # another scale, another plan
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        paused, whole = gradients(1e-9), gradients(0.0)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(paused, whole, strict=True))
