@@ -1,3 +1,3 @@
 """Imports regard before pytest collects its doctests: pytest would load a file of an editable install a second time."""
 
-import regard as regard
+import regard  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -7,12 +7,19 @@ import torch
 from torch import Tensor
 
 from regard import (
+    Additive,
     Alibi,
+    Bilinear,
     Causal,
+    Cosine,
     Dense,
     Dilated,
     Documents,
+    Dot,
+    Epanechnikov,
+    Gaussian,
     Global,
+    Laplacian,
     Lengths,
     Prefix,
     T5Bias,
@@ -33,6 +40,17 @@ def _call(
 ) -> Case:
     q, k = _tensor(2, heads, queries, dim), _tensor(2, kv_heads, keys, dim)
     return Case(q, k, _tensor(2, kv_heads, keys, v_dim or dim), dict(words))
+
+
+def _unlike(**words: object) -> Case:
+    """Queries of 16 numbers and keys of 24."""
+    return Case(_tensor(2, 4, 53, 16), _tensor(2, 2, 131, 24), _tensor(2, 2, 131, 8), dict(words))
+
+
+def _additive(*heads: int) -> Additive:
+    """For queries of 16 numbers and keys of 24; with heads, one per query head and one per key head."""
+    of_q, of_k = ((heads[0],), (heads[1],)) if heads else ((), ())
+    return Additive(_tensor(*of_q, 11, 16) / 4, _tensor(*of_k, 11, 24) / 4, _tensor(*of_q, 11))
 
 
 def cases() -> dict[str, Case]:
@@ -70,6 +88,14 @@ def cases() -> dict[str, Case]:
         "scale": _call(37, 53, scale=1.0),
         "scale 0, causal": _call(37, 37, mask=Causal(), scale=0.0),
         "scale below 0, causal": _call(37, 37, mask=Causal(), scale=-0.5),
+        "cosine": _call(131, 131, mask=Causal(), score=Cosine(), scale=7.0),
+        "bilinear": _unlike(score=Bilinear(_tensor(16, 24) / 4), mask=Causal()),
+        "bilinear per head": _unlike(score=Bilinear(_tensor(4, 16, 24) / 4), scale=0.5, bias=Alibi(4)),
+        "additive": _unlike(score=_additive(), mask=Causal() & Window(41), softcap=3.0),
+        "additive per head": _unlike(score=_additive(4, 2), mask=Dense(_tensor(4, 53, 131) > 0), sink=_tensor(4)),
+        "gaussian": _call(53, 131, dim=3, score=Gaussian(0.7), mask=Causal()),
+        "laplacian": _call(53, 131, dim=3, score=Laplacian(0.7), mask=Lengths(torch.tensor([131, 29]))),
+        "epanechnikov, some with no neighbour": _call(53, 131, dim=2, score=Epanechnikov(0.3), mask=Causal()),
         "sinks learned per head": _call(131, 131, mask=Causal() & Window(41), sink=_tensor(4)),
         "everything": _call(
             53,
@@ -82,6 +108,12 @@ def cases() -> dict[str, Case]:
             scale=0.3,
         ),
     }
+
+
+def dot_products() -> list[str]:
+    """The names of the calls whose scores are dot products, at least once queries and keys are prepared."""
+    dots = None | Dot | Cosine | Bilinear
+    return [name for name, case in cases().items() if isinstance(case.words.get("score"), dots)]
 
 
 def computes_the_formula(case: Case, engine: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import Bias, Mask
+from regard import Additive, Bias, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Mask, Score
 from regard.describe.mask import Frame
 
 
@@ -55,15 +55,14 @@ def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tenso
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     words = case.words
-    scale = words.get("scale")
-    scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = compared(words.get("score"), q, k) * scale_of(case)
     if (cap := words.get("softcap")) is not None:
         scores = cap * torch.tanh(scores / cap)
     bias: Bias | None = words.get("bias")
     if bias is not None:
         for term in bias.terms():
             scores = scores + term.value(*positions(case)).to(dtype)
-    keep = kept(case)
+    keep = kept(case) & (scores > -torch.inf)
     scores = scores.masked_fill(~keep, -torch.inf)
     seen = keep.any(dim=3, keepdim=True)
     sink: Tensor | None = words.get("sink")
@@ -73,6 +72,43 @@ def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tenso
     safe = torch.where(seen, scores, 0.0)
     lse = torch.where(seen[..., 0], torch.logsumexp(safe, dim=3), -torch.inf)
     return weights @ v, lse
+
+
+def compared(score: Score | None, q: Tensor, k: Tensor) -> Tensor:
+    """The score of every pair from its formula, in the type of q; k has a head for each of q's."""
+
+    def per_head(w: Tensor, heads: int) -> Tensor:
+        return w.to(q.dtype).repeat_interleave(heads // w.shape[0], dim=0) if w.ndim == 3 else w.to(q.dtype)
+
+    match score:
+        case None | Dot():
+            return q @ k.mT
+        case Cosine():
+            norms = q.norm(dim=3)[..., :, None] * k.norm(dim=3)[..., None, :]
+            return torch.where(norms > 0, q @ k.mT / norms, 0.0)
+        case Bilinear(w):
+            return q @ w.to(q.dtype) @ k.mT
+        case Additive(w_q, w_k, v):
+            hidden_q, hidden_k = q @ per_head(w_q, q.shape[1]).mT, k @ per_head(w_k, q.shape[1]).mT
+            v = v.to(q.dtype) if v.ndim == 1 else v.to(q.dtype)[:, None, None]
+            return (torch.tanh(hidden_q[..., :, None, :] + hidden_k[..., None, :, :]) * v).sum(-1)
+        case Gaussian(h):
+            return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / (2 * h * h)
+        case Laplacian(h):
+            return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1) / h
+        case Epanechnikov(h):
+            kernel = 1 - (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / (h * h)
+            return torch.where(kernel > 0, kernel.clamp(min=0), 0.0).log()
+        case _:
+            raise AssertionError(score)
+
+
+def scale_of(case: Case) -> float:
+    """What the call multiplies its scores with."""
+    scale: float | None = case.words.get("scale")
+    if scale is not None:
+        return scale
+    return case.q.shape[3] ** -0.5 if isinstance(case.words.get("score"), Dot | None) else 1.0
 
 
 def worst(found: Tensor, truth: Tensor) -> float:

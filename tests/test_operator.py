@@ -127,8 +127,8 @@ def test_the_operator_passes_torchs_own_checks():
     mask = (Causal() & Documents(IDS)).spell(carried, numbers)
     bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried, numbers)
     leaves = [t.clone().requires_grad_() for t in (Q, K, V, SINK)]
-    opcheck(torch.ops.regard.attend, (*leaves, carried, numbers, mask, bias, None, 5.0, 0.0, None, 12, None, True))
-    wide = (Q.double(), K.double(), V.double(), None, [], [], "", "", 0.5, None, 0.0, None, 12, None, False)
+    opcheck(torch.ops.regard.attend, (*leaves, carried, numbers, mask, bias, "", None, 5.0, 0.0, None, 12, None, True))
+    wide = (Q.double(), K.double(), V.double(), None, [], [], "", "", "", 0.5, None, 0.0, None, 12, None, False)
     opcheck(torch.ops.regard.attend, wide)
 
 
@@ -217,7 +217,7 @@ def test_what_makes_no_sense_is_an_error_on_meta_tensors_too(words: dict[str, An
 def test_a_named_engine_is_differentiated_inside_a_graph():
     q, k = Q.clone().requires_grad_(), Q.clone()
     (ours,) = torch.autograd.grad(compiled(lambda q: attend(q, k, k, mask=Causal(), backend="sdpa"))(q).sum(), q)
-    (eager,) = torch.autograd.grad(attend(q, k, k, mask=Causal()).sum(), q)
+    (eager,) = torch.autograd.grad(attend(q, k, k, mask=Causal(), backend="sdpa").sum(), q)
     assert torch.allclose(ours, eager, atol=1e-6)
 
 

@@ -9,25 +9,33 @@ from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
-from regard.describe.score import Dot, Score
+from regard.describe.score import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from regard.errors import ProblemError, RefusalError, RegardError
+from regard.nadaraya_watson import nadaraya_watson
 from regard.plan.choose import Plan
+from regard.soft_dict import SoftDict
 from regard.state import State
 from regard.torch_signature import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Additive",
     "Alibi",
     "Bias",
+    "Bilinear",
     "Blocks",
     "Call",
     "Causal",
+    "Cosine",
     "Dense",
     "Dilated",
     "Documents",
     "Dot",
+    "Epanechnikov",
+    "Gaussian",
     "Global",
+    "Laplacian",
     "Lengths",
     "Mask",
     "Plan",
@@ -36,6 +44,7 @@ __all__ = [
     "RefusalError",
     "RegardError",
     "Score",
+    "SoftDict",
     "State",
     "T5Bias",
     "TensorBias",
@@ -46,6 +55,7 @@ __all__ = [
     "attend_state",
     "draw",
     "explain",
+    "nadaraya_watson",
     "scaled_dot_product_attention",
     "watching",
 ]

@@ -19,7 +19,7 @@ from regard.cost import attention as cost
 from regard.describe.bias import Bias
 from regard.describe.mask import And, Frame, Mask, Not, Or
 from regard.describe.mask_by_table import Dense, Where
-from regard.describe.score import Score
+from regard.describe.score import Dot, Score
 from regard.describe.word import unspell
 from regard.errors import RefusalError
 from regard.plan.choose import check_engine
@@ -31,8 +31,8 @@ from regard.plan.tiling import schedule
 from regard.state import State
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, float? scale, "
-    "float? softcap, float dropout, Tensor? seed, SymInt offset, str? backend, bool wants_lse"
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, str score, "
+    "float? scale, float? softcap, float dropout, Tensor? seed, SymInt offset, str? backend, bool wants_lse"
 )
 
 _len_torch_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
@@ -85,12 +85,14 @@ def attend_traced(
         mask = _tabulated(mask, Frame(q.shape[0], q.shape[1], q.shape[2], k.shape[2], start), q.device)
     mask_text = "" if mask is None else mask.spell(carried, numbers)
     bias_text = "" if bias is None else bias.spell(carried, numbers)
+    score_text = "" if score is None else score.spell(carried, numbers)
     seed = torch.randint(1 << 62, ()) if dropout else None
     return State(
         *torch.ops.regard.attend(
-            q, k, v, sink, carried, numbers, mask_text, bias_text, scale, softcap, dropout, seed, start, backend, lse
+            q, k, v, sink, carried, numbers, mask_text, bias_text, score_text, scale, softcap, dropout, seed, start,
+            backend, lse,
         )
-    )
+    )  # fmt: skip
 
 
 def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
@@ -111,13 +113,13 @@ def _run(
     before: State | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any
 ) -> State:
     """The state of a call; `before` is what it gave, from which an engine that can do so goes on to its gradients."""
-    numbers, mask, bias, scale, softcap, dropout, seed, offset, backend, wants_lse = rest
+    numbers, mask, bias, score, scale, softcap, dropout, seed, offset, backend, wants_lse = rest
     prepared = prepare(
         q, k, v,
         mask=cast(Mask, unspell(mask, carried, numbers)) if mask else None,
         bias=cast(Bias, unspell(bias, carried, numbers)) if bias else None,
-        score=None, scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, backend=backend,
-        lse=wants_lse,
+        score=_score(score, carried, numbers),
+        scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, backend=backend, lse=wants_lse,
     )  # fmt: skip
     assert prepared is not None  # the operator runs on data, or its fake kernel does
     plan, operands = prepared
@@ -131,14 +133,21 @@ def _run(
         return execute(plan, operands, backend)[1]
 
 
+def _score(text: str, carried: Sequence[Tensor], numbers: Sequence[int]) -> Score | None:
+    return cast(Score, unspell(text, carried, numbers)) if text else None
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         state = _run(None, q, k, v, *rest)
     return state.out.contiguous(), state.lse.contiguous()
 
 
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend_fake(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor]:
     check_tensors(q, k, v)
+    (_score(rest[3], carried, rest[0]) or Dot()).dim(q.shape[3], k.shape[3])
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse)
 
@@ -194,7 +203,7 @@ def _backward_fake(
 
 
 def _attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
-    return cost.flops(_counted(q, k, *rest), qk_dim=q.shape[3], v_dim=v.shape[3])
+    return cost.flops(_counted(q, k, *rest), qk_dim=_score_dim(q, k, *rest), v_dim=v.shape[3])
 
 
 def _backward_flops(
@@ -208,17 +217,22 @@ def _backward_flops(
     *rest: Any,
     out_val: Any = None,
 ) -> int:
-    return cost.gradient_flops(_counted(q, k, *rest), qk_dim=q.shape[3], v_dim=v.shape[3])
+    return cost.gradient_flops(_counted(q, k, *rest), qk_dim=_score_dim(q, k, *rest), v_dim=v.shape[3])
 
 
 def _counted(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> Schedule:
     """The schedule of a call, whose pairs are counted; of all pairs, if the mask's tensors have no data."""
-    numbers, text, offset = rest[0], rest[1], rest[7]
+    numbers, text, offset = rest[0], rest[1], rest[8]
     sizes = {"batch": q.shape[0], "heads": q.shape[1], "queries": q.shape[2], "keys": k.shape[2], "offset": offset}
     if not text or any(map(is_without_data, carried)):
         return schedule(None, tile=128, **sizes)
     mask = cast(Mask, unspell(text, carried, numbers))
     return schedule(mask.at(Frame(**sizes)), tile=128, **sizes)
+
+
+def _score_dim(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> int:
+    score = _score(rest[3], carried, rest[0])
+    return q.shape[3] if score is None else score.dim(q.shape[3], k.shape[3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -49,6 +49,7 @@ def test_sdpa_takes_what_torch_computes_without_a_mask():
         "decoding",
         "window longer than the sequence",
         "scale",
+        "cosine",
     }
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard import Alibi, Causal, Dense, Lengths, Prefix, RefusalError, T5Bias, TensorBias, Window, attend, attend_state
 from regard.backend import native
-from tests.conformance import cases
+from tests.conformance import cases, dot_products
 from tests.native.engines import ALL, BEST, PLAIN
 from tests.oracle import Case, dense, worst
 
@@ -88,7 +88,7 @@ def test_a_bias_whose_rows_are_placed_gets_zeros_for_the_others():
     assert torch.autograd.gradcheck(call, (bias,))
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", dot_products())
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_the_table_of_calls_are_those_of_the_formula(name: str, engine: str, dtype: torch.dtype):

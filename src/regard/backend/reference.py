@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Ready
+from regard.describe.score import Score, score_named
 from regard.plan.lower import Lowering
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.plan.schedule import Schedule
@@ -51,7 +52,7 @@ class Reference:
     hides_by_zero: bool = False
 
     def refusals(self, problem: Problem) -> list[str]:
-        return [] if problem.score is None else [f"the score {problem.score} is not known to it"]
+        return []
 
     def ready(self, problem: Problem, schedule: Schedule) -> Ready:
         return partial(self._run, problem, schedule)
@@ -86,6 +87,7 @@ class _Block(NamedTuple):
     first: tuple[int, int]  # batch row and head of the block in the call
     row: int  # of its first query tile in the schedule
     guarded: bool  # some key or value may be NaN or infinite
+    score: Score | None
 
 
 class _Piece(NamedTuple):
@@ -106,13 +108,15 @@ def _block(
     g = slice(None) if schedule.maps[1] == 1 else slice(n // group, n // group + 1)
     k, v = (t[b, g].to(compute).contiguous() for t in (operands.k, operands.v))  # one layout, so one order of sums
     row = (m * schedule.maps[1] + n) * schedule.query_tiles
-    return _Block(problem, schedule, operands.q[b, h], k, v, operands, (b.start or 0, h.start or 0), row, guarded)
+    score = operands.score if operands.score is None or schedule.maps[1] == 1 else operands.score.of_head(n)
+    corner = (b.start or 0, h.start or 0)
+    return _Block(problem, schedule, operands.q[b, h], k, v, operands, corner, row, guarded, score)
 
 
 def _map(block: _Block) -> State:
     """The state of a block, query tile by query tile."""
     problem, schedule = block.problem, block.schedule
-    again = problem.grad and not problem.transformed and schedule.covered > REMEMBERED
+    again = problem.grad and not problem.transformed and schedule.covered * _per_pair(problem) > REMEMBERED
 
     def tile(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         state = _tile(block._replace(k=k, v=v), t)
@@ -131,7 +135,7 @@ def _tile(block: _Block, t: int) -> State:
     """The state of query tile t: its listed keys in chunks, merged."""
     start = t * block.schedule.tile
     q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype).contiguous()
-    budget = max(block.schedule.tile, SCORES // (q.shape[:3].numel() or 1))
+    budget = max(block.schedule.tile, SCORES // (q.shape[:3].numel() * _per_pair(block.problem) or 1))
     chunks = [_chunk(block, q, start, pieces) for pieces in _chunks(block.schedule, block.row + t, budget)]
     if not chunks:
         rows = q.shape[:3]
@@ -160,7 +164,7 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     """The state of one tile of queries, whose first is query `first` of the call, over some pieces of keys."""
     k, v = _taken(block.k, pieces), _taken(block.v, pieces)
     keep = _kept(block.schedule, pieces, q.shape[2], q.device)
-    scores = block.problem.scale * _products(q, k, block.guarded and keep is not None)
+    scores = block.problem.scale * _compared(block, q, k, block.guarded and keep is not None)
     if block.problem.softcap is not None:
         scores = block.problem.softcap * torch.tanh(scores / block.problem.softcap)
     if block.operands.bias is not None:
@@ -180,20 +184,44 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     return State(out, torch.where(empty, -torch.inf, top[..., 0] + torch.log(total)))
 
 
-def _products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
-    """q . k for each query head with the key head of its group, [batch, heads, queries, keys].
+def _compared(block: _Block, q: Tensor, k: Tensor, guarded: bool) -> Tensor:
+    """The score of each query head with the key head of its group, [batch, heads, queries, keys].
 
-    Guarded: gradients do not flow through products with a query or key that is not finite, since they would reach, as
+    Guarded: gradients do not flow through scores of a query or key that is not finite, since they would reach, as
     0 * NaN, those that it is masked from; the row that does see it is NaN, and so are its gradients.
     """
     if not guarded:
-        return _ungrouped(_grouped(q, k) @ k.mT, q)
-    clean_q, clean_k = (torch.where(torch.isfinite(t).all(dim=3, keepdim=True), t, 0.0) for t in (q, k))
-    clean = _products(clean_q, clean_k, guarded=False)
-    fine = _products(
-        (clean_q == q).all(3, keepdim=True).to(q.dtype), (clean_k == k).all(3, keepdim=True).to(k.dtype), guarded=False
-    )
-    return torch.where(fine > 0, clean, _products(q, k, guarded=False).detach())
+        return _products(q, k) if block.score is None else _in_slabs(block, block.score, q, k)
+    fine_q, fine_k = (torch.isfinite(t).all(dim=3, keepdim=True) for t in (q, k))
+    clean = _compared(block, torch.where(fine_q, q, 0.0), torch.where(fine_k, k, 0.0), guarded=False)
+    fine = _products(fine_q.to(q.dtype), fine_k.to(k.dtype))
+    return torch.where(fine > 0, clean, _compared(block, q, k, guarded=False).detach())
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    return _ungrouped(_grouped(q, k) @ k.mT, q)
+
+
+def _in_slabs(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
+    """A score that is no dot product, so many of its summands at once that a slab of all pairs has `SCORES` numbers."""
+    wide_q, wide_k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]
+    slab = max(1, SCORES // (q.shape[:3].numel() * k.shape[2] or 1))
+    if not score.is_sum or slab >= q.shape[3]:
+        return score.compare(wide_q, wide_k).flatten(1, 2)
+
+    def part(low: int, x: Tensor, y: Tensor) -> Tensor:
+        return score.over(low, low + slab).compare(x[..., low : low + slab], y[..., low : low + slab]).flatten(1, 2)
+
+    again = block.problem.grad and not block.problem.transformed
+    compute = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False) if again else part
+    return reduce(add, (compute(low, wide_q, wide_k) for low in range(0, q.shape[3], slab)))
+
+
+def _per_pair(problem: Problem) -> int:
+    """The numbers of a pair that stand in memory at once, at best: one for a dot product."""
+    if problem.score is None:
+        return 1
+    return max(problem.score_dim, 1) if score_named(problem.score.name).is_sum else 4  # float64, twice
 
 
 def _mixed(weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
@@ -262,6 +290,7 @@ def _nothing(problem: Problem, operands: Operands) -> State:
     sizes = (problem.batch, problem.heads, problem.queries)
     tied = [operands.q, operands.k, operands.v, *([] if operands.bias is None else operands.bias.tensors())]
     tied += [] if operands.sink is None else [operands.sink]
+    tied += [] if operands.score is None else operands.score.tensors()
     zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
     lse = torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device)
     return State(operands.q.new_zeros((*sizes, problem.v_dim)) + zero, lse + zero)

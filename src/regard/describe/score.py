@@ -1,16 +1,392 @@
-"""Scores: how a query and a key are compared, before scale, softcap, bias and mask."""
+"""Scores: how a query and a key are compared, before scale, softcap, bias and mask.
 
-from regard.describe.word import Word, word
+Each score is said in two steps. `prepare` acts on queries and keys apart, once per token: a norm, a projection. What
+then remains per pair is a dot product, which every engine knows, or `compare`, which the reference computes tile by
+tile, so that no score needs memory for all pairs.
+
+    score                s(q, k)                         per token          per pair        scale
+    Dot()                q . k                                              dot product     qk_dim ** -0.5
+    Cosine()             q . k / (|q| |k|)               q / |q|, k / |k|   dot product     1
+    Bilinear(w)          q^T w k                         w^T q              dot product     1
+    Additive(w_q, w_k, v)  v . tanh(w_q q + w_k k)       w_q q, w_k k       v . tanh(+)     1
+    Gaussian(h)          -|q - k|^2 / (2 h^2)                               distance        1
+    Laplacian(h)         -|q - k|_1 / h                                     distance        1
+    Epanechnikov(h)      log(1 - |q - k|^2 / h^2)                           distance        1
+
+The scale in the last column is what `scale=None` means: that of the score's source. It is the inverse of a temperature:
+at scale 1 / T, attention goes to the best key alone as T goes to 0.
+
+The last three are logarithms of kernels, so that attention with them is Nadaraya-Watson regression.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from regard.describe.word import Outline, Word, word
+from regard.errors import ProblemError
 
 
 class Score(Word):
-    """How a query and a key are compared; abstract."""
+    """How a query and a key are compared; abstract.
+
+    Attributes:
+        is_sum: whether `compare` adds up a number per dimension, so that it can be taken some dimensions at a time.
+    """
+
+    is_sum: ClassVar[bool] = False
+
+    def dim(self, qk_dim: int, k_dim: int) -> int:
+        """The numbers that a pair's score is summed from, for queries of qk_dim numbers and keys of k_dim.
+
+        Raises:
+            ProblemError: the score does not compare such queries with such keys.
+        """
+        if qk_dim != k_dim:
+            raise ProblemError(
+                f"q has {qk_dim} dimensions and k {k_dim}: {type(self).__name__}() needs the same qk_dim. The scores "
+                "Bilinear and Additive compare unlike ones."
+            )
+        return qk_dim
+
+    def at(self, heads: int, kv_heads: int) -> "Score":
+        """This score in a call of so many heads. Raises `ProblemError` if it does not fit."""
+        return self
+
+    def default_scale(self, qk_dim: int) -> float:
+        """What `scale=None` means."""
+        return 1.0
+
+    @classmethod
+    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
+        """What remains to compare after `prepare`, None for the dot product, and what was done; None if nothing is.
+
+        Args:
+            parts: those of the outline.
+        """
+        return None
+
+    def prepare(self, q: Tensor, k: Tensor) -> "tuple[Tensor, Tensor, Score | None]":
+        """Queries and keys as the pairs need them, and what is left of the score."""
+        return q, k, self
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        """The score of every pair: q [batch, kv_heads, group, queries, dim], k [batch, kv_heads, 1, keys, dim].
+
+        Returns:
+            [batch, kv_heads, group, queries, keys].
+        """
+        raise NotImplementedError(f"{type(self).__name__}.compare")
+
+    def over(self, low: int, high: int) -> "Score":
+        """The score over the dimensions low to high, for one that is a sum."""
+        return self
+
+    def of_head(self, head: int) -> "Score":
+        """The score of one query head, for a call of that head alone."""
+        return self
+
+
+def score_named(name: str) -> type[Score]:
+    """The score of that name."""
+    return cast("type[Score]", Word._named[name])  # pyright: ignore[reportPrivateUsage]
 
 
 @word
 class Dot(Score):
-    """The dot product q . k; what `score=None` means. Vaswani et al. 2017, arXiv:1706.03762, §3.2.1.
+    """The dot product `q . k`; what `score=None` means. Vaswani et al. 2017, arXiv:1706.03762, §3.2.1.
+
+    With the default scale it is the scaled dot product; `scale=1.0` makes it Luong's "dot" (2015, arXiv:1508.04025).
 
     >>> Dot()
     Dot()
     """
+
+    def default_scale(self, qk_dim: int) -> float:
+        return qk_dim**-0.5 if qk_dim else 1.0
+
+
+@word
+class Cosine(Score):
+    """The cosine of the angle, `q . k / (|q| |k|)`; 0 where either is 0. Graves et al. 2014, arXiv:1410.5401, §3.3.1.
+
+    Its key strength beta is `scale`, and the temperature of Liu et al. 2022 (arXiv:2111.09883, §3.3) is 1 / scale; 1 if
+    none is given.
+
+    >>> import torch
+    >>> from regard import Cosine, attend
+    >>> q, k = torch.tensor([[[[3.0, 0.0]]]]), torch.tensor([[[[5.0, 0.0], [0.0, 0.1]]]])
+    >>> attend(q, k, torch.eye(2)[None, None], score=Cosine())  # cosines 1 and 0
+    tensor([[[[0.7311, 0.2689]]]])
+    """
+
+    @classmethod
+    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
+        return None, "Cosine() is the dot product of q and k, each divided by its norm"
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
+        return _by_row(q, _normalised), _by_row(k, _normalised), None
+
+
+@word
+class Bilinear(Score):
+    """`q^T w k`: Luong's "general". Luong et al. 2015, arXiv:1508.04025, §3.1, eq. 8.
+
+    Args:
+        w: [qk_dim, k_dim], or [heads, qk_dim, k_dim] for one per query head; gradients flow to it. Queries and keys may
+            be of unlike dimensions.
+
+    >>> import torch
+    >>> from regard import Bilinear, attend
+    >>> q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 7)
+    >>> attend(q, k, v, score=Bilinear(torch.randn(4, 6))).shape
+    torch.Size([1, 2, 3, 7])
+    """
+
+    w: Tensor
+
+    def __post_init__(self) -> None:
+        _check_matrix("Bilinear(w)", self.w, "[qk_dim, k_dim] or [heads, qk_dim, k_dim]")
+
+    def dim(self, qk_dim: int, k_dim: int) -> int:
+        if self.w.shape[-2:] != (qk_dim, k_dim):
+            raise ProblemError(
+                f"Bilinear(w) has w {list(self.w.shape)}, and q has {qk_dim} dimensions and k {k_dim}: expected "
+                f"[{qk_dim}, {k_dim}], or one such per head."
+            )
+        return k_dim
+
+    def at(self, heads: int, kv_heads: int) -> Score:
+        _check_heads("Bilinear(w)", self.w, 3, heads, "query heads")
+        return self
+
+    @classmethod
+    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
+        return None, "Bilinear(w) is the dot product of w^T q and k"
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
+        return _by_row(q, lambda x: x @ self.w.to(q.dtype)), k, None
+
+
+@word
+class Additive(Score):
+    """`v . tanh(w_q q + w_k k)`: one hidden layer. Bahdanau et al. 2015, arXiv:1409.0473, §A.1.2.
+
+    The paper's W_a, U_a and v_a are w_q, w_k and v. Queries and keys are projected once per token; the hidden layer of
+    a pair exists in its tile only, so memory is O(tokens), not O(tokens^2 hidden).
+
+    Args:
+        w_q: [hidden, qk_dim], or [heads, hidden, qk_dim] for one per query head.
+        w_k: [hidden, k_dim], or [kv_heads, hidden, k_dim] for one per key head.
+        v: [hidden], or [heads, hidden] for one per query head. Gradients flow to all three.
+
+    >>> import torch
+    >>> from regard import Additive, attend
+    >>> q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 7)
+    >>> attend(q, k, v, score=Additive(torch.randn(8, 4), torch.randn(8, 6), torch.randn(8))).shape
+    torch.Size([1, 2, 3, 7])
+    """
+
+    w_q: Tensor
+    w_k: Tensor
+    v: Tensor
+
+    def __post_init__(self) -> None:
+        _check_matrix("Additive(w_q)", self.w_q, "[hidden, qk_dim] or [heads, hidden, qk_dim]")
+        _check_matrix("Additive(w_k)", self.w_k, "[hidden, k_dim] or [kv_heads, hidden, k_dim]")
+        _check_vector("Additive(v)", self.v)
+        hidden = self.w_q.shape[-2], self.w_k.shape[-2], self.v.shape[-1]
+        if not hidden[0] == hidden[1] == hidden[2]:
+            raise ProblemError(
+                f"Additive has {hidden[0]} hidden numbers in w_q {list(self.w_q.shape)}, {hidden[1]} in w_k "
+                f"{list(self.w_k.shape)} and {hidden[2]} in v {list(self.v.shape)}: they must agree."
+            )
+
+    def dim(self, qk_dim: int, k_dim: int) -> int:
+        for name, w, own, given in (("w_q", self.w_q, "q", qk_dim), ("w_k", self.w_k, "k", k_dim)):
+            if w.shape[-1] != given:
+                raise ProblemError(
+                    f"Additive({name}) is {list(w.shape)} and {own} has {given} dimensions: expected [hidden, {given}]."
+                )
+        return self.v.shape[-1]
+
+    def at(self, heads: int, kv_heads: int) -> Score:
+        _check_heads("Additive(w_q)", self.w_q, 3, heads, "query heads")
+        _check_heads("Additive(w_k)", self.w_k, 3, kv_heads, "key heads")
+        _check_heads("Additive(v)", self.v, 2, heads, "query heads")
+        return self
+
+    @classmethod
+    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
+        return Outline("TanhSum", (parts[2],)), "w_q q and w_k k are computed once per token"
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
+        hidden_q = _by_row(q, lambda x: x @ self.w_q.to(q.dtype).mT)
+        return hidden_q, _by_row(k, lambda x: x @ self.w_k.to(k.dtype).mT), TanhSum(self.v)
+
+
+@word
+class TanhSum(Score):
+    """`v . tanh(q + k)`: what is left of `Additive` once queries and keys are projected.
+
+    Args:
+        v: [qk_dim], or [heads, qk_dim] for one per query head.
+    """
+
+    is_sum = True
+    v: Tensor
+
+    def __post_init__(self) -> None:
+        _check_vector("TanhSum(v)", self.v)
+
+    def dim(self, qk_dim: int, k_dim: int) -> int:
+        if not qk_dim == k_dim == self.v.shape[-1]:
+            raise ProblemError(
+                f"TanhSum(v) has v {list(self.v.shape)}, q {qk_dim} and k {k_dim} dimensions: they must agree."
+            )
+        return qk_dim
+
+    def at(self, heads: int, kv_heads: int) -> Score:
+        _check_heads("TanhSum(v)", self.v, 2, heads, "query heads")
+        return self
+
+    def over(self, low: int, high: int) -> Score:
+        return TanhSum(self.v[..., low:high])
+
+    def of_head(self, head: int) -> Score:
+        return self if self.v.ndim == 1 else TanhSum(self.v[head])
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        hidden = torch.tanh(q[..., :, None, :] + k[..., None, :, :])
+        v = self.v.to(q.dtype)
+        if v.ndim == 2:
+            v = v.reshape(q.shape[1], q.shape[2], 1, -1)  # [kv_heads, group, 1, hidden]
+        return (hidden @ v[..., None])[..., 0]
+
+
+class Distance(Score):
+    """A kernel of the distance between query and key, as its logarithm; abstract."""
+
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        h = cast(object, self.bandwidth)
+        if isinstance(h, bool) or not isinstance(h, int | float) or not (math.isfinite(h) and h > 0):
+            raise ProblemError(
+                f"{type(self).__name__}(bandwidth={h!r}): expected a finite number above 0, in the units of q and k."
+            )
+        object.__setattr__(self, "bandwidth", float(h))
+
+
+@word
+class Gaussian(Distance):
+    """The Gaussian (RBF) kernel `exp(-|q - k|^2 / (2 h^2))`, as its logarithm.
+
+    Since `q . k = (|q|^2 + |k|^2 - |q - k|^2) / 2`, the kernel of dot-product attention is this one with
+    h^2 = 1 / scale, times a factor of the query, which cancels, and `exp(scale |k|^2 / 2)`, which does not: long keys
+    take more.
+
+    Args:
+        bandwidth: h, in the units of q and k.
+
+    >>> import torch
+    >>> from regard import Gaussian, attend
+    >>> x = torch.tensor([0.0, 1.0, 2.0]).reshape(1, 1, 3, 1)
+    >>> attend(x, x, x, score=Gaussian(0.5)).flatten()
+    tensor([0.1198, 1.0000, 1.8802])
+    """
+
+    bandwidth: float
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return -_squared_distance(q, k) / (2 * self.bandwidth**2)
+
+
+@word
+class Laplacian(Distance):
+    """The Laplacian kernel `exp(-|q - k|_1 / h)`, as its logarithm; the distance is the sum of absolute differences.
+
+    Rahimi & Recht 2007, "Random features for large-scale kernel machines", §3.
+
+    Args:
+        bandwidth: h, in the units of q and k.
+
+    >>> import torch
+    >>> from regard import Laplacian, attend
+    >>> x = torch.tensor([0.0, 1.0, 2.0]).reshape(1, 1, 3, 1)
+    >>> attend(x, x, x, score=Laplacian(0.5)).flatten()
+    tensor([0.1491, 1.0000, 1.8509])
+    """
+
+    is_sum = True
+    bandwidth: float
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1) / self.bandwidth
+
+
+@word
+class Epanechnikov(Distance):
+    """The Epanechnikov kernel `max(0, 1 - |q - k|^2 / h^2)`, as its logarithm. Epanechnikov 1969.
+
+    Its support is a ball: a query with no key nearer than h sees none, so it gives 0, and lse -inf.
+
+    Args:
+        bandwidth: h, in the units of q and k.
+
+    >>> import torch
+    >>> from regard import Epanechnikov, attend
+    >>> x = torch.tensor([0.0, 1.0, 9.0]).reshape(1, 1, 3, 1)
+    >>> attend(x, x[:, :, :2], x[:, :, :2] + 5, score=Epanechnikov(2.0)).flatten()
+    tensor([5.4286, 5.5714, 0.0000])
+    """
+
+    bandwidth: float
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        inside = 1 - _squared_distance(q, k) / self.bandwidth**2
+        outside = inside <= 0
+        return torch.where(outside, -torch.inf, torch.log(torch.where(outside, 1.0, inside)))
+
+
+def _squared_distance(q: Tensor, k: Tensor) -> Tensor:
+    """|q - k|^2 of every pair, by one product; in float64, since it cancels. Coincident vectors may give -1e-16."""
+    wide_q, wide_k = q.double(), k.double()
+    norms = wide_q.square().sum(-1)[..., :, None] + wide_k.square().sum(-1)[..., None, :]
+    return (norms - 2 * wide_q @ wide_k.mT).to(q.dtype)
+
+
+def _by_row(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """change(x), NaN in rows that are not finite, through which no gradient flows.
+
+    A key that is masked may be NaN. Its gradient is 0, and 0 * NaN would reach the weights that it is multiplied with.
+    """
+    fine = torch.isfinite(x).all(dim=-1, keepdim=True)
+    return torch.where(fine, change(torch.where(fine, x, 0.0)), torch.nan)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """x / |x|; 0 for the vector 0, whose gradient is 0 as well. In float64, where no square of a float32 overflows."""
+    square = x.double().square().sum(-1, keepdim=True)
+    empty = square == 0
+    return torch.where(empty, 0.0, x * torch.rsqrt(torch.where(empty, 1.0, square))).to(x.dtype)
+
+
+def _check_matrix(name: str, w: object, expected: str) -> None:
+    if not isinstance(w, Tensor) or w.ndim not in (2, 3) or not w.is_floating_point():
+        what = f"{w.dtype} {list(w.shape)}" if isinstance(w, Tensor) else repr(w)
+        raise ProblemError(f"{name} is {what}: expected floats {expected}.")
+
+
+def _check_vector(name: str, v: object) -> None:
+    if not isinstance(v, Tensor) or v.ndim not in (1, 2) or not v.is_floating_point():
+        what = f"{v.dtype} {list(v.shape)}" if isinstance(v, Tensor) else repr(v)
+        raise ProblemError(f"{name} is {what}: expected floats [hidden] or [heads, hidden].")
+
+
+def _check_heads(name: str, t: Tensor, ndim: int, heads: int, what: str) -> None:
+    if t.ndim == ndim and t.shape[0] != heads:
+        raise ProblemError(f"{name} is {list(t.shape)}, for {t.shape[0]} heads, and the call has {heads} {what}.")

@@ -94,7 +94,7 @@ class Word:
         return f"{cls.__name__}({', '.join(given)})"
 
     def spell(self, tensors: list[Tensor], numbers: list[int]) -> str:
-        """The word as JSON, its tensors and ints appended to the lists; `unspell` reads it."""
+        """The word as JSON, its tensors and ints appended to the lists; `unspell` reads it. Floats keep every bit."""
         parts = [_spelled(part, tensors, numbers) for part in self.parts()]
         return "[" + ", ".join(['"' + type(self).__name__ + '"', *parts]) + "]"
 
@@ -149,6 +149,8 @@ def unspell(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Wor
     def read(node: Any) -> Any:
         if isinstance(node, dict):
             ((kind, value),) = cast("dict[str, Any]", node).items()
+            if kind == "float":
+                return float.fromhex(value)
             return {"tensor": tensors, "number": numbers}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
@@ -171,6 +173,10 @@ def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
         return "null"
     if isinstance(part, bool):
         return "true" if part else "false"
+    if isinstance(part, float):
+        return '{"float": "' + part.hex() + '"}'  # every bit; of the texts of a float, the one that torch can trace
+    if isinstance(part, str):
+        return '"' + part + '"'
     numbers.append(part)
     return '{"number": ' + str(len(numbers) - 1) + "}"
 

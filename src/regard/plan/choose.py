@@ -20,7 +20,7 @@ from regard.backend.sdpa import Sdpa
 from regard.cost import attention as cost
 from regard.describe.mask import Mask
 from regard.errors import ProblemError, RefusalError
-from regard.plan.lower import Step, simplify_mask
+from regard.plan.lower import Step, prepare_score, simplify_mask
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -91,7 +91,7 @@ class Plan:
     @property
     def flops(self) -> int:
         """FLOPs over the kept pairs; see `regard.cost.attention.flops`."""
-        return cost.flops(self.schedule, qk_dim=self.problem.qk_dim, v_dim=self.problem.v_dim)
+        return cost.flops(self.schedule, qk_dim=self.problem.score_dim, v_dim=self.problem.v_dim)
 
     @property
     def bytes(self) -> int:
@@ -168,7 +168,7 @@ def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
 
 def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
     problem, steps = asked, list[Step]()
-    for lowering in (simplify_mask, *engine.lowerings):
+    for lowering in (simplify_mask, prepare_score, *engine.lowerings):
         problem, step = lowering(problem, tiles)
         steps += [step] if step else []
     return problem, tuple(steps)

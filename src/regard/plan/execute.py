@@ -69,7 +69,17 @@ def _sees(plan: Plan, operands: Operands, bad: Tensor) -> Tensor:
     with torch.no_grad():
         q, k = (torch.zeros_like(t[..., :1]) for t in (operands.q, operands.k))
         problem = replace(
-            plan.problem, qk_dim=1, v_dim=1, bias=None, softcap=None, scale=1.0, sink=False, dropout=0.0, grad=False
+            plan.problem,
+            qk_dim=1,
+            v_dim=1,
+            bias=None,
+            score=None,
+            score_dim=1,
+            softcap=None,
+            scale=1.0,
+            sink=False,
+            dropout=0.0,
+            grad=False,
         )
-        mean = operands._replace(q=q, k=k, v=bad.to(q.dtype), bias=None, sink=None)
+        mean = operands._replace(q=q, k=k, v=bad.to(q.dtype), bias=None, sink=None, score=None)
         return _run(replace(plan, problem=problem, steps=()), mean).out[..., 0] > 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Frame, Mask
-from regard.describe.score import Score
+from regard.describe.score import Dot, Score
 from regard.describe.word import Word
 from regard.plan.choose import Plan, choose
 from regard.plan.problem import Operands, in_transform, is_without_data, pose
@@ -65,8 +65,8 @@ def prepare(
             (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),
             q.__class__, k.__class__, v.__class__, q.is_neg(), k.is_neg(), v.is_neg(),
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            None if mask is None else _of_word(mask), None if bias is None else _of_bias(bias),
-            None if score is None else _of_word(score), None if sink is None else _of_tensor(sink),
+            None if mask is None else _of_word(mask), None if bias is None else _of_tensors(bias),
+            None if score is None else _of_tensors(score), None if sink is None else _of_tensor(sink),
             scale, scale.__class__, softcap, softcap.__class__, dropout, dropout.__class__, offset, offset.__class__,
             backend, lse,
         )  # fmt: skip
@@ -78,7 +78,7 @@ def prepare(
             mask = known.mask if known.mask is not None else mask.at(_frame(plan))
         if bias is not None:
             bias = known.bias if known.bias is not None else bias.at(_frame(plan))
-        return plan, Operands(q, k, v, mask, bias, sink)
+        return plan, Operands(q, k, v, mask, bias, sink, None if isinstance(score, Dot) else score)
     if is_without_data(q) or is_without_data(k) or is_without_data(v):
         return None
     problem, operands = pose(
@@ -97,8 +97,9 @@ def _of_word(word: Word) -> Any:
     return word.outline()
 
 
-def _of_bias(bias: Bias) -> Any:
-    return _of_word(bias), *(_of_tensor(t) for t in bias.tensors())
+def _of_tensors(word: Word) -> Any:
+    """A word whose tensors' sizes, types and gradients count, too."""
+    return _of_word(word), *(_of_tensor(t) for t in word.tensors())
 
 
 def _of_tensor(t: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 A lowering takes a problem and its schedule, and returns another problem with the same answer and the `Step` that led
 there: what it did in words, which the plan keeps and `explain` shows, and what it does to the operands of every call.
-`simplify_mask` serves all engines; each engine lists the others that it wants.
+`simplify_mask` and `prepare_score` serve all engines; each engine lists the others that it wants.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import torch
 
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask_by_rule import Causal
+from regard.describe.score import score_named
 from regard.describe.tensors import Ticket
 from regard.describe.word import Outline
 from regard.plan.problem import Operands, Problem
@@ -61,6 +62,19 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
     return problem, None
 
 
+def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Do once per token what a score asks for: most are then the dot product, which every engine knows."""
+    if problem.score is None:
+        return problem, None
+    prepared = score_named(problem.score.name).prepared(problem.score.parts)
+    if prepared is None:
+        return problem, None
+    left, did = prepared
+    gapped = tuple(name for name in problem.gapped if name == "v")
+    after = replace(problem, score=left, qk_dim=problem.score_dim, gapped=gapped)
+    return after, Step("prepare_score", did, _prepared)
+
+
 def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     """Copy the tensors in which the numbers of a token do not lie side by side."""
     if not problem.gapped:
@@ -84,6 +98,12 @@ def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]
 
 
 _CAUSAL = Causal().outline()
+
+
+def _prepared(operands: Operands) -> Operands:
+    assert operands.score is not None
+    q, k, score = operands.score.prepare(operands.q, operands.k)
+    return operands._replace(q=q, k=k, score=score)
 
 
 def _is_triangle(tiles: Schedule) -> bool:

@@ -33,6 +33,7 @@ class Problem:
     `transformed` that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation. `gapped` names
     the tensors in which the numbers of a token do not lie side by side; `foreign` says that some tensor's numbers do
     not lie where its address says (it is sparse, lazily negated, or of a class that keeps them elsewhere).
+    `score_dim` is the numbers that a pair's score is summed from: qk_dim for a dot product.
     """
 
     batch: int
@@ -47,6 +48,7 @@ class Problem:
     mask: Outline | None
     bias: Outline | None
     score: Outline | None
+    score_dim: int
     scale: float
     softcap: float | None
     sink: bool
@@ -64,7 +66,7 @@ class Problem:
         kv = f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.qk_dim}|{self.v_dim}] {kind} on {self.device}"
         extra = {
             "score": self.score,
-            "scale": None if math.isclose(self.scale, (self.qk_dim or 1) ** -0.5) else self.scale,
+            "scale": None if self._has_default_scale() else self.scale,
             "softcap": self.softcap,
             "sink": self.sink or None,
             "dropout": self.dropout or None,
@@ -77,6 +79,9 @@ class Problem:
         )
         return f"{q} · {kv}, mask {self.mask}, bias {self.bias}" + (", " + said if said else "")
 
+    def _has_default_scale(self) -> bool:
+        return math.isclose(self.scale, 1.0 if self.score else Dot().default_scale(self.qk_dim))
+
 
 class Operands(NamedTuple):
     """What a problem is posed over: the tensors, and the words that carry tensors, placed in the call."""
@@ -87,6 +92,7 @@ class Operands(NamedTuple):
     mask: Mask | None
     bias: Bias | None
     sink: Tensor | None
+    score: Score | None = None  # None: the dot product
 
 
 def pose(
@@ -115,6 +121,9 @@ def pose(
     check_tensors(q, k, v)
     (batch, heads, queries, qk_dim), (kv_heads, keys), v_dim = q.shape, k.shape[1:3], v.shape[3]
     check_words(mask, bias, score)
+    compared = score or Dot()
+    score_dim = compared.dim(qk_dim, k.shape[3])
+    score = None if isinstance(compared, Dot) else compared.at(heads, kv_heads)
     check_numbers(scale, softcap, dropout)
     if sink is not None:
         check_sink(sink, heads, q)
@@ -122,9 +131,10 @@ def pose(
     frame = Frame(batch, heads, queries, keys, offset)
     mask = None if mask is None else mask.at(frame)
     bias = None if bias is None else bias.at(frame)
-    if bias is not None:
-        check_device(bias, q)
-    given = (q, k, v, *([] if sink is None else [sink]), *([] if bias is None else bias.tensors()))
+    words = [word for word in (bias, score) if word is not None]
+    for word in words:
+        check_device(word, q)
+    given = (q, k, v, *([] if sink is None else [sink]), *(t for word in words for t in word.tensors()))
     transformed = _transformed(given)
     foreign = not transformed and any(map(_is_foreign, given))
     problem = Problem(
@@ -139,8 +149,9 @@ def pose(
         device=q.device.type,
         mask=None if mask is None else mask.outline(),
         bias=None if bias is None else bias.outline(),
-        score=None if score is None or isinstance(score, Dot) else score.outline(),
-        scale=(qk_dim**-0.5 if qk_dim else 1.0) if scale is None else float(scale),
+        score=None if score is None else score.outline(),
+        score_dim=score_dim,
+        scale=compared.default_scale(qk_dim) if scale is None else float(scale),
         softcap=softcap,
         sink=sink is not None,
         dropout=float(dropout),
@@ -151,7 +162,7 @@ def pose(
         gapped=() if transformed or foreign else gapped(q, k, v),
         foreign=foreign,
     )
-    return problem, Operands(q, k, v, mask, bias, sink)
+    return problem, Operands(q, k, v, mask, bias, sink, score)
 
 
 def gapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...]:
@@ -193,10 +204,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k has {k.shape[1]} heads and {k.shape[2]} keys, v has {v.shape[1]} and {v.shape[2]}: a value "
             "belongs to each key."
         )
-    if q.shape[3] != k.shape[3]:
-        raise ProblemError(
-            f"q has {q.shape[3]} dimensions and k {k.shape[3]}: their dot product needs the same qk_dim."
-        )
     if (k.shape[1] == 0 and q.shape[1] > 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
         raise ProblemError(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}: query heads must be a whole multiple of key heads "
@@ -214,7 +221,7 @@ def check_words(mask: object, bias: object, score: object) -> None:
         hint = {
             "mask": "wrap a bool tensor as Dense(mask) (True keeps), a float one as bias=TensorBias(mask)",
             "bias": "wrap a tensor as TensorBias(bias)",
-            "score": "use Dot() or leave it out",
+            "score": "leave it out for the dot product, or see regard.describe.score",
         }[name]
         wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Word) else ""
         raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
@@ -257,12 +264,12 @@ def check_sink(sink: object, heads: int, q: Tensor) -> None:
         raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
 
 
-def check_device(bias: Bias, q: Tensor) -> None:
-    """Raise `ProblemError` unless the tensors of the bias are where q is."""
-    for t in bias.tensors():
+def check_device(word: Word, q: Tensor) -> None:
+    """Raise `ProblemError` unless the tensors of the word are where q is."""
+    for t in word.tensors():
         if t.device != q.device and q.device.type != "meta":
             raise ProblemError(
-                f"{bias!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
+                f"{word!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
             )
 
 
