@@ -1,5 +1,6 @@
 """What holds for every test: a fixed seed, the same examples in every run, one process for the tests of a model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -27,11 +28,13 @@ def seed() -> None:
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Regard as it is where no compiler was: without its library, and without the plans that were made with it."""
     monkeypatch.setattr(native, "_find", lambda: str(tmp_path / native.LIBRARY))
-    monkeypatch.setattr(choose, "_plans", choose._Plans())
+    choose._plans.clear()
     monkeypatch.setattr(known, "_calls", {})
+    yield
+    choose._plans.clear()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from regard import Alibi, Causal, Documents, Lengths, Prefix, RefusalError, Where, Window, attend, explain
+from regard import Alibi, Causal, Documents, Lengths, Prefix, RefusalError, T5Bias, Where, Window, attend, explain
+from regard.plan import choose
 from regard.plan.choose import ASIDE, ENGINES, ORDER
 from tests.test_native import needs_library
 
@@ -151,11 +152,22 @@ def test_nothing_is_looked_into_where_there_is_no_batch(rows: int):
 
 
 def test_plans_are_counted_once_and_leave_when_there_are_many():
-    from regard.plan.choose import KEPT_PLANS, _Plans
+    plan, before = explain(*(meta(1, 2, 64, 8),) * 3, mask=Causal()), len(choose._plans)
+    for _ in range(2):
+        explain(*(meta(1, 2, 64, 8),) * 3, mask=Causal())
+    assert len(choose._plans) <= before
+    for i in range(300):
+        explain(*(meta(1, 2, 64, 8),) * 3, mask=Causal(), scale=float(i))
+    assert len(choose._plans) <= 256
+    assert explain(*(meta(1, 2, 64, 8),) * 3, mask=Causal()) is not plan
+    assert choose._plans.nbytes >= len(choose._plans) * 8
 
-    plans, plan = _Plans(), explain(*(meta(1, 2, 64, 8),) * 3, mask=Causal())
-    for key in (*range(KEPT_PLANS + 5), 7, KEPT_PLANS):
-        plans.put(key, plan)
-    assert plans.get(0) is None
-    assert plans.get(KEPT_PLANS + 4) is plan
-    assert plans._bytes == len(plans._kept) * plan.schedule.nbytes
+
+def test_a_bias_that_is_learned_gets_a_new_plan_and_the_same_schedule():
+    q, table = torch.randn(1, 2, 64, 8), torch.randn(8, 2)
+    mask = Causal() & Documents(torch.arange(64) // 10)
+    first = explain(q, q, q, mask=mask, bias=T5Bias(table, max_distance=16))
+    table.add_(1)
+    second = explain(q, q, q, mask=mask, bias=T5Bias(table, max_distance=16))
+    assert second is not first
+    assert second.schedule is first.schedule

@@ -9,8 +9,8 @@ from regard.plan.distance import by_distance, kept_by_distance
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(distance, "_vectors", distance._Vectors())
+def nothing_kept():
+    distance._vectors.clear()
 
 
 @pytest.mark.parametrize("bias", [Alibi(3), T5Bias(torch.randn(16, 3)), Alibi(3) + T5Bias(torch.randn(8, 3), False)])
@@ -35,7 +35,7 @@ def test_ever_longer_calls_make_few_vectors(monkeypatch: pytest.MonkeyPatch):
 
 def test_far_from_the_diagonal_only_what_is_asked_for_is_made():
     assert kept_by_distance(Alibi(1), 1, torch.float32, 1 << 40, 5).shape == (1, 5)
-    assert sum(t.numel() for _, t in distance._vectors._kept.values()) == 5
+    assert distance._vectors.nbytes == 5 * 4
 
 
 def test_a_table_that_changed_has_a_new_vector():
@@ -48,7 +48,7 @@ def test_a_table_that_changed_has_a_new_vector():
 
 
 def test_what_is_kept_is_limited(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(distance, "KEPT", 20_000)
+    monkeypatch.setattr(distance._vectors, "_most", 20_000)
     for heads in range(1, 40):
         kept_by_distance(Alibi(heads), heads, torch.float32, 0, 64)
-    assert sum(t.nbytes for _, t in distance._vectors._kept.values()) <= 20_000
+    assert distance._vectors.nbytes <= 20_000

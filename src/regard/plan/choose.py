@@ -4,11 +4,9 @@ When no engine is named, the first of the device's row in `ORDER` that refuses n
 named runs or raises its reasons; it never gives way to another.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from threading import Lock
+from functools import cached_property
 
 import torch
 
@@ -19,6 +17,7 @@ from regard.backend.reference import Reference
 from regard.backend.sdpa import Sdpa
 from regard.cost import attention as cost
 from regard.describe.mask import Mask
+from regard.describe.recent import Recent
 from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import Step, prepare_score, simplify_mask
 from regard.plan.problem import Operands, Problem
@@ -45,7 +44,8 @@ ASIDE = {
 }
 """Why an engine is not in the row of its device."""
 
-KEPT_PLANS, KEPT_BYTES = 256, 256 << 20
+KEPT_BYTES = 256 << 20
+"""Of schedules, alone and in plans."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,9 @@ def check_engine(named: object) -> None:
 
 def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
     passed: dict[str, list[str]] = {}
-    tiled = cache(partial(_schedule, asked, mask))  # by tile: engines that want the same tile share their schedule
     for name in (named,) if named else ORDER.get(asked.device, ("reference",)):
         engine = ENGINES[name]
-        tiles = tiled(engine.tile)
+        tiles = _schedule(asked, mask, engine.tile)
         problem, steps = _lowered(asked, tiles, engine)
         reasons = [without[name]] if name in without else engine.refusals(problem)
         if not reasons:
@@ -162,8 +161,13 @@ def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[st
 
 
 def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
-    a = asked
-    return schedule(mask, batch=a.batch, heads=a.heads, queries=a.queries, keys=a.keys, offset=a.offset, tile=tile)
+    sizes = {name: getattr(asked, name) for name in ("batch", "heads", "queries", "keys", "offset")}
+    key = (asked.mask, tile, *sizes.values())
+    tiles = _schedules.get(key)
+    if tiles is None:
+        tiles = schedule(mask, tile=tile, **sizes)
+        _schedules.put(key, tiles)
+    return tiles
 
 
 def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
@@ -185,28 +189,7 @@ def _refused(problem: Problem, passed: dict[str, list[str]], named: str | None) 
     return f"{head}\n  {problem}{reasons}{hint}"
 
 
-class _Plans:
-    """The plans made lately. They hold outlines and no tensors, so nothing of the user's is kept alive."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[object, Plan] = OrderedDict()
-        self._bytes = 0
-        self._lock = Lock()
-
-    def get(self, key: object) -> Plan | None:
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
-
-    def put(self, key: object, plan: Plan) -> None:
-        with self._lock:
-            if key in self._kept:
-                return
-            self._kept[key] = plan
-            self._bytes += plan.schedule.nbytes
-            while len(self._kept) > KEPT_PLANS or (self._bytes > KEPT_BYTES and len(self._kept) > 1):
-                self._bytes -= self._kept.popitem(last=False)[1].schedule.nbytes
-
-
-_plans = _Plans()
+_plans: Recent[object, Plan] = Recent(entries=256, nbytes=KEPT_BYTES, size=lambda plan: plan.schedule.nbytes)
+_schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
+"""Both hold outlines and no tensors, so nothing of the user's is kept alive. A schedule is a fact about the mask alone:
+a bias that is learned, and so is another one at each step, gets a new plan and the same schedule."""

@@ -3,15 +3,14 @@
 A call of n queries and m keys has n + m - 1 distances, where its scores are n * m.
 """
 
-from collections import OrderedDict
 from functools import reduce
 from operator import add
-from threading import Lock
 
 import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias
+from regard.describe.recent import Recent
 from regard.describe.word import Outline
 
 KEPT = 64 << 20
@@ -44,7 +43,7 @@ def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, cou
         if high - low > 4 * count + 1024:  # far from the diagonal
             low, high = first, first + count
         made = by_distance(bias, heads, dtype, low, high - low).detach()
-        _vectors.put(key, low, made)
+        _vectors.put(key, (low, made))
     return made[:, first - low : first - low + count]
 
 
@@ -53,28 +52,7 @@ def _rounded(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_Key = tuple[Outline, int, torch.dtype]
-
-
-class _Vectors:
-    """The vectors made lately, each with its first distance. They hold no tensor of the user's."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[_Key, tuple[int, Tensor]] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: _Key) -> tuple[int, Tensor] | None:
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
-
-    def put(self, key: _Key, low: int, made: Tensor) -> None:
-        with self._lock:
-            self._kept[key] = (low, made)
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(t.nbytes for _, t in self._kept.values()) > KEPT:
-                self._kept.popitem(last=False)
-
-
-_vectors = _Vectors()
+_vectors: Recent[tuple[Outline, int, torch.dtype], tuple[int, Tensor]] = Recent(
+    entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes
+)
+"""Vectors, each with its first distance. They hold no tensor of the user's."""

@@ -1,0 +1,62 @@
+"""What was made lately and may be wanted again: a dictionary that forgets what was not asked for longest."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """A dictionary of at most so many entries and bytes; it keeps the last one put in whatever its size.
+
+    Safe to use from several threads.
+
+    Args:
+        entries: how many are kept at most.
+        nbytes: how many bytes they may have together.
+        size: the bytes of an entry.
+
+    >>> recent = Recent(entries=2, nbytes=100, size=len)
+    >>> for key, value in (("a", b"1"), ("b", b"2")):
+    ...     recent.put(key, value)
+    >>> recent.get("a")
+    b'1'
+    >>> recent.put("c", b"3")
+    >>> recent.get("b") is None, recent.nbytes
+    (True, 2)
+    """
+
+    def __init__(self, *, entries: int, nbytes: int, size: Callable[[V], int]) -> None:
+        self._entries, self._most, self._size = entries, nbytes, size
+        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._lock = Lock()
+        self.nbytes = 0
+
+    def get(self, key: K) -> V | None:
+        """The entry, which thereby is the most recent, or None."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Keep an entry, in place of one with the same key."""
+        with self._lock:
+            if key in self._kept:
+                self.nbytes -= self._size(self._kept.pop(key))
+            self._kept[key] = value
+            self.nbytes += self._size(value)
+            while len(self._kept) > 1 and (len(self._kept) > self._entries or self.nbytes > self._most):
+                self.nbytes -= self._size(self._kept.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._kept.clear()
+            self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
