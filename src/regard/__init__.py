@@ -9,6 +9,8 @@ from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
+from regard.describe.position import Absolute, Learned, Position, Rope, Sinusoidal
+from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.describe.score import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from regard.errors import ProblemError, RefusalError, RegardError
 from regard.nadaraya_watson import nadaraya_watson
@@ -20,6 +22,8 @@ from regard.torch_signature import scaled_dot_product_attention
 __version__ = "0.1.0"
 
 __all__ = [
+    "NTK",
+    "Absolute",
     "Additive",
     "Alibi",
     "Bias",
@@ -32,18 +36,28 @@ __all__ = [
     "Dilated",
     "Documents",
     "Dot",
+    "DynamicNTK",
     "Epanechnikov",
     "Gaussian",
     "Global",
     "Laplacian",
+    "Learned",
     "Lengths",
+    "Linear",
+    "Llama3",
+    "LongRope",
     "Mask",
     "Plan",
+    "Position",
     "Prefix",
     "ProblemError",
+    "Proportional",
     "RefusalError",
     "RegardError",
+    "Rope",
+    "Scaling",
     "Score",
+    "Sinusoidal",
     "SoftDict",
     "State",
     "T5Bias",
@@ -51,6 +65,7 @@ __all__ = [
     "Tree",
     "Where",
     "Window",
+    "Yarn",
     "attend",
     "attend_state",
     "draw",

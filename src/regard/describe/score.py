@@ -364,15 +364,19 @@ def _by_row(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
     A key that is masked may be NaN. Its gradient is 0, and 0 * NaN would reach the weights that it is multiplied with.
     """
-    fine = torch.isfinite(x).all(dim=-1, keepdim=True)
+    fine = torch.isfinite(_norm(x.detach()))
     return torch.where(fine, change(torch.where(fine, x, 0.0)), torch.nan)
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x|; 0 for the vector 0, whose gradient is 0 as well. In float64, where no square of a float32 overflows."""
-    square = x.double().square().sum(-1, keepdim=True)
-    empty = square == 0
-    return torch.where(empty, 0.0, x * torch.rsqrt(torch.where(empty, 1.0, square))).to(x.dtype)
+    """x / |x|; 0 for the vector 0, whose gradient is 0 as well."""
+    norm, wide = _norm(x), x if x.dtype == torch.float64 else x.float()
+    return (wide / torch.where(norm == 0, torch.inf, norm).to(wide.dtype)).to(x.dtype)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """|x| of each row, in float64, where no square of a float32 overflows."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def _check_matrix(name: str, w: object, expected: str) -> None:

@@ -1,0 +1,310 @@
+"""Positions: how a model is told where its tokens stand.
+
+They are added to embeddings (`Absolute`), or queries and keys are turned by them (`Rope`); the third way, a bias by
+distance, stands in `bias.py`.
+
+Positions are counted from 0. Wherever a call takes `positions`, they are None (0, 1, 2 ...), an int (the first
+token's), or a tensor of them, `[tokens]` or `[batch, tokens]`. Angles are computed in float64, whatever the type of the
+activations: in float32, an angle at position 100,000 is off by up to 0.004 radians.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from regard.describe.position_table import check_positions, check_type, computed_in, is_traced, rows
+from regard.describe.rope_scaling import Scaling
+from regard.describe.rotation import turned, turns
+from regard.describe.word import Word, word
+from regard.errors import ProblemError, RefusalError
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Position(Word):
+    """How positions enter a model; abstract, see `Sinusoidal`, `Learned`, `Rope`."""
+
+
+class Absolute(Position):
+    """A vector per position, added to the token's embedding; abstract, see `Sinusoidal` and `Learned`."""
+
+    def table(self, positions: Tensor) -> Tensor:
+        """The vectors of these positions: [*positions.shape, dim]."""
+        raise NotImplementedError(f"{type(self).__name__}.table")
+
+    def width(self) -> int:
+        """The size of a vector."""
+        raise NotImplementedError(f"{type(self).__name__}.width")
+
+    def add(self, x: Tensor, positions: int | Tensor | None = None) -> Tensor:
+        """The embeddings with their positions: `x + table`, in the type of x, rounded once.
+
+        Args:
+            x: floats [batch, tokens, dim].
+            positions: None: 0, 1, 2 ...; an int: the first token's; a tensor [tokens] or [batch, tokens].
+
+        Raises:
+            ProblemError: sizes or types do not fit.
+        """
+        _check_floats(x, self.width(), "[batch, tokens, dim]", self)
+        check_positions(positions, x, rank=3)
+        return (x + self._rows(positions, x)).to(x.dtype)
+
+    def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(x.shape[-2], device=x.device) + (0 if positions is None else positions)
+        return self.table(positions)
+
+
+@word
+class Sinusoidal(Absolute):
+    """Sines and cosines of ever lower frequency, side by side. Vaswani et al. 2017, arXiv:1706.03762, §3.5.
+
+        table[p, 2 i] = sin(p / base ** (2 i / dim)),   table[p, 2 i + 1] = cos(p / base ** (2 i / dim))
+
+    Every pair at p + k is its pair at p turned by an angle that depends on k alone.
+
+    Args:
+        dim: of the embedding, even: every frequency has a sine and a cosine.
+        base: 2 pi * base is the limit of the wavelengths, in tokens.
+
+    >>> Sinusoidal(4).table(torch.tensor([0, 1]))
+    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+            [0.8415, 0.5403, 0.0100, 0.9999]])
+    """
+
+    dim: int
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        _check_dim(self, self.dim)
+        _check_base(self, self.base)
+
+    def width(self) -> int:
+        return self.dim
+
+    def table(self, positions: Tensor) -> Tensor:
+        """The vectors of these positions, whole or not: [*positions.shape, dim], float64 for float64, else float32."""
+        check_type(positions)
+        dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
+        return self._waves(positions, dtype)
+
+    def _waves(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        angles = positions.to(torch.float64)[..., None] * _plain(self.dim, self.base, positions.device)
+        return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2).to(dtype)
+
+    def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
+        dtype = computed_in(x.dtype)
+        key = (self, dtype, x.device)
+        return rows(key, lambda p: self._waves(p, dtype).to(x.device), positions, x)
+
+
+@word
+class Learned(Absolute):
+    """A learned vector per position: `weight[p]`. Gehring et al. 2017, arXiv:1705.03122, §3.1; BERT, GPT-2.
+
+    Args:
+        weight: floats [max_tokens, dim]; gradients flow to it.
+
+    >>> word = Learned(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    >>> word.add(torch.zeros(1, 2, 2), positions=1)
+    tensor([[[3., 4.],
+             [5., 6.]]])
+    """
+
+    weight: Tensor
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim != 2 or not self.weight.is_floating_point():
+            raise ProblemError(
+                f"Learned(weight) is {self.weight.dtype} {list(self.weight.shape)}: expected floats [max_tokens, dim]."
+            )
+
+    def width(self) -> int:
+        return self.weight.shape[1]
+
+    def table(self, positions: Tensor) -> Tensor:
+        """The vectors of these positions, in the type of the weight: [*positions.shape, dim].
+
+        Raises:
+            ProblemError: a position is negative or beyond the table. In a graph that torch traces it cannot be seen,
+                and torch's own error comes when the graph runs.
+        """
+        check_type(positions)
+        if positions.is_floating_point():
+            raise ProblemError(f"positions are {positions.dtype}: Learned has vectors for whole positions; give ints.")
+        if positions.numel() and not is_traced() and positions.device.type != "meta":
+            low, high = (int(bound) for bound in positions.aminmax())
+            self._check_reach(low, high)
+        return F.embedding(positions, self.weight)
+
+    def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
+        if isinstance(positions, Tensor):
+            return self.table(positions)
+        first, tokens = 0 if positions is None else positions, x.shape[-2]
+        if tokens:
+            self._check_reach(first, first + tokens - 1)
+        return self.weight[first : first + tokens]
+
+    def _check_reach(self, low: int, high: int) -> None:
+        if low < 0 or high >= self.weight.shape[0]:
+            raise ProblemError(
+                f"positions run from {low} to {high} and Learned has vectors for 0 to {self.weight.shape[0] - 1}: "
+                "learned positions reach no further than trained; shorten the sequence, or lengthen the weight."
+            )
+
+
+@word
+class Rope(Position):
+    """Rotary positions: pair i of a query or key at position p is turned by p * f[i]. Su et al. 2021, arXiv:2104.09864.
+
+    So a score depends on the distance of its two tokens alone. `f[i] = base ** (-2 i / d)` radians per token for the d
+    dimensions that turn (§3.2.2), scaled if `scaling` says so. Which dimensions are a pair, for d = 8:
+
+        interleaved=False   0 1 2 3 4 5 6 7      interleaved=True   0 1 2 3 4 5 6 7
+                            └─┼─┼─┼─┘ │ │ │                         └─┘ └─┘ └─┘ └─┘
+                              └─┼─┼───┘ │ │
+                                └─┼─────┘ │      the paper, GPT-J, DeepSeek
+                                  └───────┘
+                            GPT-NeoX, Llama and most since
+
+    Args:
+        dim: of queries and keys; even.
+        base: of the frequencies; `rope_theta` of checkpoints.
+        scaling: one of `Linear`, `NTK`, `DynamicNTK`, `Yarn`, `Llama3`, `LongRope`, `Proportional`.
+        fraction: the first `int(dim * fraction)` dimensions turn, an even number; the others are left as they are
+            (GPT-NeoX 0.25, Phi-2 0.4; `partial_rotary_factor`).
+        interleaved: whether a pair lies side by side.
+
+    >>> rope = Rope(4, base=100.0)
+    >>> rope.frequencies().tolist()
+    [1.0, 0.1]
+    >>> rope.rotate(torch.tensor([[[[1.0, 1.0, 0.0, 0.0]] * 2]])).squeeze()
+    tensor([[1.0000, 1.0000, 0.0000, 0.0000],
+            [0.5403, 0.9950, 0.8415, 0.0998]])
+    """
+
+    dim: int
+    base: float = 10000.0
+    scaling: Scaling | None = None
+    fraction: float = 1.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        _check_dim(self, self.dim)
+        _check_base(self, self.base)
+        if not 0 < self.fraction <= 1:
+            raise ProblemError(f"Rope(fraction={self.fraction!r}): expected a share of the dimensions, 0 < share <= 1.")
+        if self.rotated < 2 or self.rotated % 2:
+            raise ProblemError(
+                f"Rope(dim={self.dim}, fraction={self.fraction}) turns int({self.dim} * {self.fraction}) = "
+                f"{self.rotated} dimensions: expected an even number, at least 2, as they turn in pairs."
+            )
+        if self.scaling is not None:
+            if not isinstance(self.scaling, Scaling):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ProblemError(f"Rope(scaling={self.scaling!r}): expected a scaling word such as Yarn, or None.")
+            self.scaling.check(self.rotated)
+
+    @property
+    def rotated(self) -> int:
+        """How many dimensions turn, the first of a head."""
+        return int(self.dim * self.fraction)
+
+    def frequencies(self, tokens: int | None = None) -> Tensor:
+        """Radians per token of each pair after scaling, float64 [rotated / 2].
+
+        Args:
+            tokens: length of the sequence now, which `DynamicNTK` and `LongRope` look at; None: within the training
+                length.
+        """
+        _check_tokens(tokens)
+        return self._frequencies(tokens, torch.device("cpu"))
+
+    def attention_factor(self, tokens: int | None = None) -> float:
+        """What rotated queries and keys are multiplied by, scores by its square. 1 without scaling."""
+        _check_tokens(tokens)
+        return 1.0 if self.scaling is None else self.scaling.magnitude()
+
+    def rotate(self, x: Tensor, positions: int | Tensor | None = None, tokens: int | None = None) -> Tensor:
+        """Queries or keys at their positions, like x. Differentiable, to any order; traced by `torch.compile`.
+
+        Half precision is turned in float32 and rounded once, where transformers rounds sine, cosine and both products:
+        results differ in the last bits. `attention_factor` is multiplied into the dimensions that turn, as there.
+
+        Args:
+            x: floats [batch, heads, tokens, dim], any strides.
+            positions: None: 0, 1, 2 ...; an int: the first token's; a tensor [tokens] or [batch, tokens], which need
+                not be whole.
+            tokens: length of the sequence now, for `DynamicNTK` and `LongRope`; None: one more than the greatest
+                position here (a tensor of positions is read for it).
+
+        Raises:
+            ProblemError: sizes or types do not fit.
+            RefusalError: in a graph that torch traces, the length is wanted and only a tensor of positions tells it.
+        """
+        _check_floats(x, self.dim, "[batch, heads, tokens, dim]", self)
+        check_positions(positions, x, rank=4)
+        _check_tokens(tokens)
+        length = self._length(x, positions, tokens)
+        dtype = computed_in(x.dtype)
+        key = (self, self.scaling and self.scaling.regime(length), dtype, x.device)
+        table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
+        if table.ndim == 4:  # [batch, tokens, *row]
+            table = table[:, None]
+        return turned(x, table, interleaved=self.interleaved)
+
+    def _length(self, x: Tensor, positions: int | Tensor | None, tokens: int | None) -> int | None:
+        if self.scaling is None or not self.scaling.looks_at_length() or tokens is not None:
+            return tokens
+        if not isinstance(positions, Tensor):
+            return x.shape[-2] + (0 if positions is None else positions)
+        if is_traced() or positions.device.type == "meta":
+            raise RefusalError(
+                f"{self.scaling!r} looks at the length of the sequence, which a traced graph cannot read from a "
+                "tensor of positions: give tokens=."
+            )
+        return math.floor(positions.max().item()) + 1 if positions.numel() else None
+
+    def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
+        angles = positions.to(torch.float64)[..., None] * self._frequencies(length, positions.device)
+        return turns(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
+
+    def _frequencies(self, tokens: int | None, device: torch.device) -> Tensor:
+        plain = _plain(self.rotated, self.base, device)
+        return plain if self.scaling is None else self.scaling.scaled(plain, self.base, tokens)
+
+
+def _plain(dim: int, base: float, device: torch.device) -> Tensor:
+    """`base ** (-2 i / dim)` radians per token, float64 [dim / 2]."""
+    pair = torch.arange(0, dim, 2, dtype=torch.float64, device=device)
+    return base ** (-pair / dim)
+
+
+def _check_dim(position: Position, dim: object) -> None:
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 2 or dim % 2:
+        raise ProblemError(
+            f"{type(position).__name__}(dim={dim!r}): expected an even number, at least 2: every frequency takes two "
+            "dimensions."
+        )
+
+
+def _check_base(position: Position, base: object) -> None:
+    if not isinstance(base, int | float) or isinstance(base, bool) or not 1 < base < math.inf:
+        raise ProblemError(f"{type(position).__name__}(base={base!r}): expected a number above 1, such as 10000.0.")
+
+
+def _check_floats(x: Tensor, dim: int, layout: str, position: Position) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"x is {what}: expected {layout} of float64, float32, bfloat16 or float16.")
+    if x.ndim < 2 or x.shape[-1] != dim:
+        raise ProblemError(f"x is {list(x.shape)} and {position!r} is for {layout} with dim {dim}.")
+
+
+def _check_tokens(tokens: object) -> None:
+    if tokens is None:
+        return
+    if isinstance(tokens, bool) or not isinstance(tokens, int | torch.SymInt) or tokens < 1:
+        raise ProblemError(f"tokens is {tokens!r}: expected the length of the sequence, at least 1, or None.")

@@ -1,0 +1,378 @@
+"""How rotary frequencies are changed so that a model reads further than it was trained: the `scaling` of `Rope`.
+
+Plain frequencies are `f[i] = base ** (-2 i / d)` radians per token, for the d dimensions that turn; pair i makes a full
+turn in `2 pi / f[i]` tokens, its wavelength. Pairs whose wavelength is longer than the training length never showed
+the model a full turn, so angles beyond it are new to it. Every word here says which frequencies are lowered, and by
+how much; some also multiply queries and keys by an attention factor, so that scores stay as sharp over more keys.
+
+Formulas are those of the papers named; where published checkpoints differ, of the checkpoints (transformers'
+`ROPE_INIT_FUNCTIONS`). All is in float64.
+"""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from regard.describe.word import Word, word
+from regard.errors import ProblemError
+
+
+class Scaling(Word):
+    """How frequencies are scaled; abstract.
+
+    See `Linear`, `NTK`, `DynamicNTK`, `Yarn`, `Llama3`, `LongRope`, `Proportional`.
+    """
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        """The frequencies used in place of the plain ones, float64 [pairs]; `tokens`: the sequence's length now."""
+        raise NotImplementedError(f"{type(self).__name__}.scaled")
+
+    def magnitude(self) -> float:
+        """The attention factor: what rotated queries and keys are multiplied by, scores by its square."""
+        return 1.0
+
+    def regime(self, tokens: int | None) -> int | bool | None:
+        """What of the sequence's length the frequencies depend on; None: nothing."""
+        return None
+
+    def looks_at_length(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return False
+
+    def check(self, rotated: int) -> None:
+        """Raise `ProblemError` unless it can scale the frequencies of this many dimensions."""
+
+
+@word
+class Linear(Scaling):
+    """Position interpolation: `f[i] / factor`, as if the tokens stood closer. Chen et al. 2023, arXiv:2306.15595, §3.2.
+
+    >>> Linear(4.0).scaled(torch.tensor([1.0, 0.1]), base=10000.0, tokens=None).tolist()
+    [0.25, 0.025]
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self, self.factor)
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        return plain / self.factor
+
+
+@word
+class NTK(Scaling):
+    """A greater base, `base * factor ** (d / (d - 2))`. Peng et al. 2023, arXiv:2309.00071, §3.1 ("NTK-aware").
+
+    So the fastest pair stays as it is and the slowest is divided by `factor`: `f[i] * factor ** (-2 i / (d - 2))`.
+
+    >>> NTK(16.0).scaled(torch.tensor([1.0, 0.1, 0.01]), base=1000.0, tokens=None).tolist()
+    [1.0, 0.025, 0.000625]
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self, self.factor)
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        return _stretched(plain, self.factor)
+
+    def check(self, rotated: int) -> None:
+        _check_pairs(self, rotated)
+
+
+@word
+class DynamicNTK(Scaling):
+    """`NTK` by a stretch that grows with the sequence: `s = factor * n / original - factor + 1`, at least 1.
+
+    n is the length of the sequence now; up to `original` tokens nothing changes. Peng et al. 2023, arXiv:2309.00071,
+    §3.3; the formula of s is that of the published checkpoints. Keys that were rotated when the sequence was shorter
+    were rotated by other frequencies: a cache of rotated keys is not what computing all of them anew would give.
+
+    Args:
+        factor: at least 1.
+        original: tokens that the model was trained on.
+    """
+
+    factor: float
+    original: int
+
+    def __post_init__(self) -> None:
+        _check_factor(self, self.factor)
+        _check_original(self, self.original)
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        length = self.regime(tokens)
+        return _stretched(plain, self.factor * length / self.original - (self.factor - 1))
+
+    def regime(self, tokens: int | None) -> int:
+        return self.original if tokens is None else max(tokens, self.original)
+
+    def looks_at_length(self) -> bool:
+        return True
+
+    def check(self, rotated: int) -> None:
+        _check_pairs(self, rotated)
+
+
+@word
+class Yarn(Scaling):
+    """Fast pairs as they are, slow ones interpolated, a ramp in between. Peng et al. 2023, arXiv:2309.00071, §3.4.
+
+    Pair `i(r) = d ln(original / (2 pi r)) / (2 ln base)` makes r turns within `original` tokens. With
+    `low = i(beta_fast)` and `high = i(beta_slow)`, rounded outwards if `truncate`,
+
+        f'[i] = f[i] * (1 - ramp + ramp / factor),   ramp = (i - low) / (high - low), within 0 and 1
+
+        f'/f   1 ─────────╮
+                           ╲
+               1/factor     ╰──────────
+        pair   0         low high     d/2
+
+    The attention factor is `0.1 ln(factor) + 1` (the paper's 1/sqrt(t)) if not given. DeepSeek's checkpoints name two:
+    then it is `m(mscale) / m(mscale_all_dim)` with `m(c) = 0.1 c ln(factor) + 1`, and their softmax scale is
+    multiplied by `score_factor()`.
+
+    Args:
+        factor: at least 1.
+        original: tokens that the model was trained on.
+        beta_fast, beta_slow: turns within `original` from which on a pair is kept, and up to which it is interpolated.
+        attention_factor: instead of the formula.
+        mscale, mscale_all_dim: both or neither, above 0.
+        truncate: whether the ramp begins and ends at whole pairs; False in gpt-oss.
+
+    >>> Yarn(4.0, 32768).magnitude()
+    1.1386294361119891
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_factor(self, self.factor)
+        _check_original(self, self.original)
+        _check_positive(self, "attention_factor", self.attention_factor)
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ProblemError(
+                f"Yarn(beta_fast={self.beta_fast}, beta_slow={self.beta_slow}): both are turns within {self.original} "
+                "tokens, and pairs that turn beta_fast times are the faster: expected beta_fast > beta_slow > 0."
+            )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ProblemError(
+                f"Yarn(mscale={self.mscale}, mscale_all_dim={self.mscale_all_dim}): expected both or neither. Codes "
+                "disagree on what one of them alone means: give attention_factor instead."
+            )
+        _check_positive(self, "mscale", self.mscale)
+        _check_positive(self, "mscale_all_dim", self.mscale_all_dim)
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        low, high = self.ramp(2 * len(plain), base)
+        pair = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
+        ramp = ((pair - low) / (high - low)).clamp(0, 1)
+        return plain * (1 - ramp + ramp / self.factor)
+
+    def ramp(self, rotated: int, base: float) -> tuple[float, float]:
+        """The pairs, not always whole, at which interpolation begins and is complete.
+
+        >>> Yarn(4.0, 32768).ramp(128, 1000000.0)
+        (23, 40)
+        """
+        low, high = (self._pair(turns, rotated, base) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotated - 1)
+        return low, high if high > low else low + 0.001  # a step
+
+    def _pair(self, turns: float, rotated: int, base: float) -> float:
+        return rotated * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self._m(self.mscale or 1.0) / (1.0 if self.mscale_all_dim is None else self._m(self.mscale_all_dim))
+
+    def score_factor(self) -> float:
+        """What DeepSeek's models multiply the softmax scale by besides: `m(mscale_all_dim) ** 2`; 1 if it is not given.
+
+        >>> Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0).score_factor()
+        1.8738542070926265
+        """
+        return 1.0 if self.mscale_all_dim is None else self._m(self.mscale_all_dim) ** 2
+
+    def _m(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@word
+class Llama3(Scaling):
+    """Long wavelengths divided by `factor`, short ones kept, smoothly in between: Llama from 3.1 on.
+
+    A pair of wavelength `w = 2 pi / f` makes `original / w` turns within the training length:
+
+        turns > high           f
+        low <= turns <= high   f * (1 - t) / factor + f * t,   t = (turns - low) / (high - low)
+        turns < low            f / factor
+
+    The formula is that of the models' reference code (3.1: factor 8, 3.2: 32; both low 1, high 4, original 8192).
+
+    Args:
+        factor: at least 1.
+        low, high: turns; `low_freq_factor` and `high_freq_factor` of the checkpoints.
+        original: tokens that the model was trained on.
+    """
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_factor(self, self.factor)
+        _check_original(self, self.original)
+        if not 0 < self.low < self.high:
+            raise ProblemError(f"Llama3(low={self.low}, high={self.high}): expected numbers of turns, 0 < low < high.")
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        turns = self.original * plain / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return plain * ((1 - kept) / self.factor + kept)
+
+
+@word
+class LongRope(Scaling):
+    """A divisor for every pair, found by search: `f[i] / short[i]`, in long sequences `f[i] / long[i]`.
+
+    Ding et al. 2024, arXiv:2402.13753, §3. A sequence is long when it has more than `original` tokens. The attention
+    factor is `sqrt(1 + ln(factor) / ln(original))` if not given, for every length. Keys that were rotated while the
+    sequence was short stay so in a cache (compare `DynamicNTK`).
+
+    Args:
+        short, long: a divisor per pair, each of d / 2 numbers above 0.
+        original: tokens that the model was trained on.
+        factor: how many times `original` the sequences may be; None: 1, so no attention factor. Phi-3 gives
+            `max_position_embeddings / original_max_position_embeddings`.
+        attention_factor: instead of the formula.
+
+    >>> words = LongRope((1.0, 1.5), (2.0, 8.0), original=4096, factor=32.0)
+    >>> words.scaled(torch.tensor([1.0, 0.01]), base=10000.0, tokens=4097).tolist(), words.magnitude()
+    ([0.5, 0.00125], 1.190238071...)
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short", "long"):
+            given = cast(object, getattr(self, name))
+            if not isinstance(given, tuple) or not all(_is_positive(n) for n in cast("tuple[object, ...]", given)):
+                raise ProblemError(f"LongRope({name}={given!r}): expected a tuple of numbers above 0, one per pair.")
+        if len(self.short) != len(self.long):
+            raise ProblemError(
+                f"LongRope: short has {len(self.short)} numbers and long has {len(self.long)}: expected one per pair."
+            )
+        _check_original(self, self.original)
+        if self.original == 1:
+            raise ProblemError("LongRope(original=1): expected the tokens that the model was trained on, at least 2.")
+        if self.factor is not None:
+            _check_factor(self, self.factor)
+        _check_positive(self, "attention_factor", self.attention_factor)
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        divisors = self.long if self.regime(tokens) else self.short
+        return plain / torch.tensor(divisors, dtype=plain.dtype, device=plain.device)
+
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor or 1.0) / math.log(self.original))
+
+    def regime(self, tokens: int | None) -> bool:
+        return tokens is not None and tokens > self.original
+
+    def looks_at_length(self) -> bool:
+        return True
+
+    def check(self, rotated: int) -> None:
+        if 2 * len(self.short) != rotated:
+            raise ProblemError(
+                f"LongRope has {len(self.short)} numbers per tuple and {rotated} dimensions turn: expected "
+                f"{rotated // 2}, one per pair."
+            )
+
+
+@word
+class Proportional(Scaling):
+    """Only the fastest pairs turn: `f[i] / factor` for the first `int(share * d / 2)` pairs, 0 for the rest. Gemma 4.
+
+    Unlike `Rope(fraction=share)`, which turns the first dimensions among themselves with the frequencies of fewer
+    dimensions, the pairs and the frequencies stay those of all d.
+
+    Args:
+        share: of the pairs, above 0 and at most 1; `partial_rotary_factor` of the checkpoints.
+        factor: at least 1.
+
+    >>> Proportional(0.5).scaled(torch.tensor([1.0, 0.1, 0.01, 0.001]), base=10000.0, tokens=None).tolist()
+    [1.0, 0.1, 0.0, 0.0]
+    """
+
+    share: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not _is_positive(self.share) or self.share > 1:
+            raise ProblemError(f"Proportional(share={self.share!r}): expected a share of the pairs, 0 < share <= 1.")
+        _check_factor(self, self.factor)
+
+    def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
+        turning = int(self.share * (2 * len(plain)) // 2)
+        pair = torch.arange(len(plain), device=plain.device)
+        return torch.where(pair < turning, plain / self.factor, 0.0)
+
+
+def _stretched(plain: Tensor, stretch: float) -> Tensor:
+    """The frequencies of the base `base * stretch ** (d / (d - 2))`."""
+    pair = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
+    return plain * stretch ** (-pair / (len(plain) - 1))
+
+
+def _is_positive(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf
+
+
+def _check_factor(scaling: Scaling, factor: object) -> None:
+    if not _is_positive(factor) or cast(float, factor) < 1:
+        raise ProblemError(
+            f"{type(scaling).__name__}(factor={factor!r}): expected how many times longer sequences may be, at least 1."
+        )
+
+
+def _check_original(scaling: Scaling, original: object) -> None:
+    if not isinstance(original, int) or isinstance(original, bool) or original < 1:
+        raise ProblemError(
+            f"{type(scaling).__name__}(original={original!r}): expected the tokens that the model was trained on."
+        )
+
+
+def _check_positive(scaling: Scaling, name: str, given: object) -> None:
+    if given is not None and not _is_positive(given):
+        raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected a number above 0, or None.")
+
+
+def _check_pairs(scaling: Scaling, rotated: int) -> None:
+    if rotated < 4:
+        raise ProblemError(
+            f"{scaling!r} spreads its factor over the pairs between the first and the last: expected at least 4 "
+            f"dimensions that turn, not {rotated}."
+        )
