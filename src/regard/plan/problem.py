@@ -247,9 +247,9 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
             raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
             raise ProblemError(f"{name} is {given!r}: expected a number.")
-    if isinstance(scale, int | float) and not math.isfinite(scale):
+    if isinstance(scale, int | float) and not -math.inf < scale < math.inf:  # isfinite cannot be traced
         raise ProblemError(f"scale is {scale}: expected a finite number, or None for qk_dim ** -0.5.")
-    if isinstance(softcap, int | float) and not (math.isfinite(softcap) and softcap > 0):
+    if isinstance(softcap, int | float) and not 0 < softcap < math.inf:
         raise ProblemError(f"softcap is {softcap}: expected a finite number above 0, or None for no cap.")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ProblemError(f"dropout is {dropout}: expected a probability, 0 <= dropout < 1.")

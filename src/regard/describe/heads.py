@@ -1,0 +1,180 @@
+"""Heads: how many there are, what they share, and what that costs in parameters and in cached numbers.
+
+A query head of its own for each key head is MHA, one key head for all is MQA, anything between is GQA; latent heads
+(MLA) keep neither keys nor values but a short vector of which both are made. These values only count: the formulas are
+those of the papers, and the modules of `regard.nn` have exactly as many parameters.
+"""
+
+from typing import cast
+
+from regard.describe.word import Word, word
+from regard.errors import ProblemError
+
+
+@word
+class Heads(Word):
+    """Query heads that share key heads in equal, contiguous groups.
+
+    MHA: Vaswani et al. 2017, arXiv:1706.03762, §3.2.2. MQA: Shazeer 2019, arXiv:1911.02150, §3. GQA: Ainslie et al.
+    2023, arXiv:2305.13245, §2.2. Query head h uses key head `h // group`.
+
+    Args:
+        heads: query heads, h.
+        kv_heads: key heads, g; h is a whole multiple of it. None: h.
+        qk_dim: numbers in a query, and in a key; must be said.
+        v_dim: numbers in a value; None: as in a key.
+
+    Raises:
+        ProblemError: a count that is no int of at least 1, or heads that do not divide evenly into groups.
+
+    >>> llama3 = Heads(32, kv_heads=8, qk_dim=128)
+    >>> llama3.kind, llama3.group, llama3.parameters(4096), llama3.cache_elements()
+    ('GQA', 4, 41943040, 2048)
+    """
+
+    heads: int
+    kv_heads: int | None = None
+    qk_dim: int = 0  # must be said: no number is right for all
+    v_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {name: cast(object, getattr(self, name)) for name in self._fields}
+        optional = ("kv_heads", "v_dim")
+        _check_counts("Heads", {name: n for name, n in counts.items() if n is not None or name not in optional})
+        if self.heads % self.key_heads:
+            raise ProblemError(
+                f"Heads(heads={self.heads}, kv_heads={self.kv_heads}): heads must be a whole multiple of kv_heads, so "
+                f"that each key head serves as many query heads; {self.heads} / {self.kv_heads} is not whole."
+            )
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads, also where `kv_heads` was left out."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers in a value, also where `v_dim` was left out."""
+        return self.qk_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def kind(self) -> str:
+        """`"MHA"`, `"GQA"` or `"MQA"`; one head in all is MHA."""
+        if self.key_heads == self.heads:
+            return "MHA"
+        return "MQA" if self.key_heads == 1 else "GQA"
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.heads // self.key_heads
+
+    def parameters(
+        self, d_model: int, qkv_bias: bool = False, out_bias: bool = False, context_dim: int | None = None
+    ) -> int:
+        """Parameters of the four projections: `d h qk + c g qk + c g v + h v d`, and their biases.
+
+        With `h qk = h v = d` this is `4 d²` for MHA (`+ 4 d` with all biases) and `2 d² + 2 d qk` for MQA.
+
+        Args:
+            d_model: d, the width of what queries are made of, and of the output.
+            qkv_bias: whether the three projections into the heads have biases.
+            out_bias: whether the projection out of them has one.
+            context_dim: c, the width of what keys and values are made of; None: d.
+
+        >>> Heads(8, qk_dim=64).parameters(512) == 4 * 512**2
+        True
+        >>> Heads(8, qk_dim=64).parameters(512, qkv_bias=True, out_bias=True) - 4 * 512**2 == 4 * 512
+        True
+        >>> Heads(8, kv_heads=1, qk_dim=64).parameters(512) == 2 * 512**2 + 2 * 512 * 64
+        True
+        """
+        context = d_model if context_dim is None else context_dim
+        q, k, v = self.heads * self.qk_dim, self.key_heads * self.qk_dim, self.key_heads * self.value_dim
+        weights = d_model * q + context * (k + v) + self.heads * self.value_dim * d_model
+        return weights + qkv_bias * (q + k + v) + out_bias * d_model
+
+    def cache_elements(self, tokens: int = 1) -> int:
+        """Numbers that a cache keeps of so many tokens, per layer and batch row: `tokens g (qk + v)`."""
+        return tokens * self.key_heads * (self.qk_dim + self.value_dim)
+
+
+@word
+class LatentHeads(Word):
+    """Heads whose keys and values are made of one latent vector per token. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
+
+    A token leaves a latent of `kv_rank` numbers and one rotated key part of `rope_dim` that all heads share; every
+    head's key is `nope_dim` numbers made of the latent, followed by the shared part, its value `v_dim` numbers made of
+    the latent. In the paper: n_h = heads, d_c = kv_rank, d_c' = q_rank, d_h = nope_dim = v_dim, d_h^R = rope_dim.
+
+    Args:
+        heads: query heads, h.
+        q_rank: numbers in the latent that queries are made of; None: they are made of the token itself.
+        kv_rank: numbers in the latent that keys and values are made of.
+        nope_dim: numbers of a query or key without position.
+        rope_dim: numbers of a query, and of the shared key part, that are rotated by position.
+        v_dim: numbers in a value.
+
+    Raises:
+        ProblemError: a count that is no int of at least 1.
+
+    >>> deepseek_v3 = LatentHeads(128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    >>> deepseek_v3.parameters(7168), deepseek_v3.cache_elements()
+    (187107328, 576)
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        counts = {name: cast(object, getattr(self, name)) for name in self._fields}
+        _check_counts("LatentHeads", {name: n for name, n in counts.items() if n is not None or name != "q_rank"})
+
+    @property
+    def kind(self) -> str:
+        """`"MLA"`."""
+        return "MLA"
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a latent: all of them."""
+        return self.heads
+
+    @property
+    def qk_dim(self) -> int:
+        """Numbers in a query, and in a key: the part without position and the rotated one."""
+        return self.nope_dim + self.rope_dim
+
+    def parameters(self, d_model: int, qkv_bias: bool = False, out_bias: bool = False, norms: bool = True) -> int:
+        """Parameters of all projections, of the norms of the latents, and of biases.
+
+        `d r + r h (nope + rope)` for queries (`d h (nope + rope)` without a latent), `d (c + rope)` down to the latent
+        and the shared key part, `c h (nope + v)` up to keys and values, `h v d` out; r = q_rank, c = kv_rank.
+
+        Args:
+            d_model: d, the width of a token.
+            qkv_bias: whether the projections down to the latents have biases.
+            out_bias: whether the projection out of the heads has one.
+            norms: whether the weights of the norms count (§3.1.2; the formulas of §2.1 leave them out).
+        """
+        down, up = self.kv_rank + self.rope_dim, self.heads * self.qk_dim
+        queries = d_model * up if self.q_rank is None else self.q_rank * (d_model + up)
+        values = d_model * down + self.kv_rank * self.heads * (self.nope_dim + self.v_dim)
+        biases = qkv_bias * (down + (self.q_rank or 0)) + out_bias * d_model
+        return (
+            queries + values + self.heads * self.v_dim * d_model + biases + norms * (self.kv_rank + (self.q_rank or 0))
+        )
+
+    def cache_elements(self, tokens: int = 1) -> int:
+        """Numbers that a cache keeps of so many tokens, per layer and batch row: `tokens (kv_rank + rope_dim)`."""
+        return tokens * (self.kv_rank + self.rope_dim)
+
+
+def _check_counts(owner: str, counts: dict[str, object]) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ProblemError(f"{owner}({name}={count!r}): expected an int of at least 1.")

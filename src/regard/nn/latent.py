@@ -1,0 +1,307 @@
+"""`LatentAttention`: multi-head latent attention (MLA), whose cache holds one short vector per token for all heads.
+
+DeepSeek-AI 2024, arXiv:2405.04434, §2.1; DeepSeek-AI 2024, arXiv:2412.19437, §2.1.1. In the papers' letters: h = x,
+c^KV = latent, W^DKV = kv_down, W^UK = k_up, W^UV = v_up, W^KR = k_rope, W^DQ = q_down, W^UQ and W^QR = q_up (or
+q_proj).
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.attend import attend
+from regard.cache.dense import KVCache
+from regard.describe.mask import Mask
+from regard.describe.position import Position, Rope
+from regard.errors import ProblemError
+from regard.nn.held import Held, held
+from regard.nn.norm import RMSNorm
+from regard.nn.rope_pairs import RopePairs
+from regard.plan.problem import check_numbers, check_words
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one call by either form, those that both share left out; a product and sum are 2."""
+
+    expanded: int
+    absorbed: int
+
+
+class LatentAttention(nn.Module):
+    """Attention over latents: every head's keys and values are made of one vector per token.
+
+    ```
+    x -- kv_down -- kv_norm -- latent [kv_rank] --+-- k_up --> the part of each key without position [nope_dim]
+                                                  +-- v_up --> each value [v_dim]
+    x -- k_rope -- rotate -- [rope_heads * rope_dim], the part of the keys with position, shared by heads
+    x -- q_proj, or q_down -- q_norm -- q_up --> each query [nope_dim + rope_dim], its last part rotated
+    ```
+
+    What a cache keeps of a token is the latent and the rotated key, `kv_rank + rope_heads * rope_dim` numbers. It can
+    be attended to in two forms that give the same:
+
+    - **expanded**: keys and values are made of all latents, and attended to as usual.
+    - **absorbed**: `q . (W_uk c) = (W_uk^T q) . c`, so queries go to the latents, which are keys and values at once,
+      shared by all heads (multi-query attention); `W_uv` is applied to what comes out. §2.1.2, its last paragraph.
+
+    With n queries on m keys, h heads of which g have keys of their own, c = kv_rank, R = rope_heads * rope_dim:
+
+        expanded  2 m c g (nope + v)   + 2 h n m (nope + rope + v)
+        absorbed  2 n c h (nope + v)   + 2 h n m (2 c + R)
+
+    The smaller is taken. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
+    keys the absorbed form takes 1/117 of the expanded one; for a prompt of 4,096 tokens the expanded one takes 1/3.2 of
+    the absorbed one.
+
+    Args:
+        d_model: the width of x and of the output.
+        heads: query heads.
+        kv_rank: numbers in the latent of keys and values.
+        nope_dim: numbers of a query and key without position; may be 0 if rope_dim is not.
+        rope_dim: numbers of a query and key with position; may be 0 if nope_dim is not.
+        v_dim: numbers in a value.
+        q_rank: numbers in the latent of queries; None: queries are made of x.
+        kv_heads: heads that keys and values are made for, of which heads is a whole multiple; None: heads, as in the
+            paper.
+        rope_heads: key parts with position, of which kv_heads is a whole multiple; 1 in the paper.
+        position: rotates the parts with position: a `Rope` of rope_dim (DeepSeek's is interleaved), or `RopePairs`.
+        norm: whether the latents are RMS-normalised (`RMSNorm`; §3.1.2).
+        qkv_bias: whether the projections down to the latents, and to the shared keys, have biases.
+        q_bias: whether the projection into the queries' heads has one.
+        out_bias: whether the projection out of the heads has one.
+        mask: which query may see which key, in every call; None for all.
+        scale: None for `(nope_dim + rope_dim) ** -0.5`.
+        softcap: the cap of the scores; None for none.
+        sink: whether each head has a learned logit that takes weight and gives no value.
+        dropout: the probability that a weight is dropped, in training only.
+        backend: an engine by name; None lets regard choose.
+        device: where the weights are made.
+        dtype: the type of the weights.
+
+    Raises:
+        ProblemError: sizes or words that do not fit together.
+
+    >>> import torch
+    >>> from regard import Causal
+    >>> from regard.cache import KVCache
+    >>> attention = LatentAttention(64, heads=8, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, mask=Causal())
+    >>> x, cache = torch.randn(1, 10, 64), KVCache()
+    >>> with torch.no_grad():
+    ...     whole = attention(x)
+    ...     steps = [attention(x[:, i : i + 1], cache=cache) for i in range(10)]
+    >>> torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-5), cache.bytes // cache.tokens // 4
+    (True, 20)
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        v_dim: int,
+        q_rank: int | None = None,
+        kv_heads: int | None = None,
+        rope_heads: int = 1,
+        position: Position | Held[Position] | None = None,
+        norm: bool = True,
+        qkv_bias: bool = False,
+        q_bias: bool = False,
+        out_bias: bool = False,
+        mask: Mask | Held[Mask] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        dropout: float = 0.0,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model, self.heads, self.kv_heads = d_model, heads, heads if kv_heads is None else kv_heads
+        self.kv_rank, self.q_rank, self.rope_heads = kv_rank, q_rank, rope_heads
+        self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
+        check_numbers(scale, softcap, dropout)
+        self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
+        self.position, self.mask = held(position), held(mask)
+        check_words(None if self.mask is None else self.mask.word, None, None)
+        self._check_sizes()
+
+        def linear(wide: int, narrow: int, bias: bool = False) -> nn.Linear | None:
+            return nn.Linear(wide, narrow, bias, device, dtype) if narrow else None
+
+        def rms(dim: int) -> RMSNorm | None:
+            return RMSNorm(dim, device=device, dtype=dtype) if norm else None
+
+        queries = heads * (nope_dim + rope_dim)
+        self.q_proj = linear(d_model, queries, q_bias) if q_rank is None else None
+        self.q_down = None if q_rank is None else linear(d_model, q_rank, qkv_bias)
+        self.q_norm = None if q_rank is None else rms(q_rank)
+        self.q_up = None if q_rank is None else linear(q_rank, queries, q_bias)
+        self.kv_down = nn.Linear(d_model, kv_rank, qkv_bias, device, dtype)
+        self.kv_norm = rms(kv_rank)
+        self.k_rope = linear(d_model, rope_heads * rope_dim, qkv_bias)
+        self.k_up = linear(kv_rank, self.kv_heads * nope_dim)
+        self.v_up = nn.Linear(kv_rank, self.kv_heads * v_dim, False, device, dtype)
+        self.o_proj = nn.Linear(heads * v_dim, d_model, out_bias, device, dtype)
+        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch tokens d_model"],
+        *,
+        mask: Mask | None = None,
+        positions: int | Int[Tensor, "..."] | None = None,
+        cache: KVCache | None = None,
+        absorbed: bool | None = None,
+    ) -> Float[Tensor, "batch tokens d_model"]:
+        """The tokens of x, each with what it found in the tokens of x and of the cache.
+
+        Args:
+            x: [batch, tokens, d_model].
+            mask: which query may see which key, besides what the module's own mask hides; stored keys count.
+            positions: by which queries and keys are rotated: the first one's, or all of them as [tokens] or
+                [batch, tokens]; None: from where the cache ends.
+            cache: keeps `kv_rank + rope_heads * rope_dim` numbers of each token, as keys of one head.
+            absorbed: the form; None: the one with fewer operations.
+
+        Raises:
+            ProblemError: sizes that do not fit, or positions that nothing would depend on.
+        """
+        self._check(x, positions)
+        q, entries = self._queries(x), self._entries(x)
+        q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
+        if self.position is not None:
+            stored = 0 if cache is None else cache.tokens
+            first = stored if positions is None else positions
+            length = max(first + x.shape[1] if isinstance(first, int) else 0, stored + x.shape[1])
+            q_rope = self._rotate(q_rope, first, length)
+            latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
+            k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)
+            entries = torch.cat([latent, self._rotate(k_rope, first, length).transpose(1, 2).flatten(2)], -1)
+        entries = entries.unsqueeze(1)
+        if cache is not None:
+            entries, _ = cache.append(entries, entries[..., :0])  # a latent is key and value at once
+        if absorbed is None:
+            flops = self.flops(q.shape[2], entries.shape[2])
+            absorbed = flops.absorbed < flops.expanded
+        out = (self._absorbed if absorbed else self._expanded)(q_nope, q_rope, entries, self._mask(mask))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def flops(self, queries: int, keys: int) -> Flops:
+        """What either form takes beyond what both share, per batch row, if every query sees every key.
+
+        >>> with torch.device("meta"):
+        ...     v3 = LatentAttention(7168, 128, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
+        >>> step, prompt = v3.flops(1, 4096), v3.flops(4096, 4096)
+        >>> round(step.expanded / step.absorbed), round(prompt.absorbed / prompt.expanded, 1)
+        (117, 3.2)
+        """
+        pairs, up = 2 * self.heads * queries * keys, 2 * self.kv_rank * (self.nope_dim + self.v_dim)
+        scored = (self.kv_rank if self.nope_dim else 0) + self.rope_heads * self.rope_dim
+        return Flops(
+            up * self.kv_heads * keys + pairs * (self.nope_dim + self.rope_dim + self.v_dim),
+            up * self.heads * queries + pairs * (scored + self.kv_rank),
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        names = ("d_model", "heads", "kv_heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "rope_heads", "v_dim")
+        said = {name: getattr(self, name) for name in names} | {"scale": self.scale, "softcap": self.softcap}
+        return ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """[batch, heads, tokens, nope_dim + rope_dim], not rotated yet."""
+        if self.q_proj is not None:
+            q = self.q_proj(x)
+        else:
+            assert self.q_down is not None
+            assert self.q_up is not None
+            q = self.q_down(x)
+            q = self.q_up(q if self.q_norm is None else self.q_norm(q))
+        return q.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    def _entries(self, x: Tensor) -> Tensor:
+        """What is kept of each token, not rotated yet: [batch, tokens, kv_rank + rope_heads * rope_dim]."""
+        latent = self.kv_down(x)
+        latent = latent if self.kv_norm is None else self.kv_norm(latent)
+        return latent if self.k_rope is None else torch.cat([latent, self.k_rope(x)], -1)
+
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, mask: Mask | None) -> Tensor:
+        latent, k_rope = entries[:, 0].split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
+        v = self.v_up(latent).unflatten(2, (self.kv_heads, -1)).transpose(1, 2)
+        parts: list[Tensor] = []
+        if self.k_up is not None:
+            parts.append(self.k_up(latent).unflatten(2, (self.kv_heads, -1)).transpose(1, 2))
+        if self.rope_dim:
+            shared = k_rope.unflatten(2, (self.rope_heads, 1, self.rope_dim))
+            shared = shared.expand(-1, -1, -1, self.kv_heads // self.rope_heads, -1)
+            parts.append(shared.flatten(2, 3).transpose(1, 2))
+        return self._attend(torch.cat([q_nope, q_rope], -1), torch.cat(parts, -1), v, mask)
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, mask: Mask | None) -> Tensor:
+        parts: list[Tensor] = []
+        if self.k_up is not None:
+            up = self.k_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, nope_dim, kv_rank]
+            grouped = q_nope.unflatten(1, (self.kv_heads, -1))
+            parts.append(torch.einsum("bgrnd,gdc->bgrnc", grouped, up).flatten(1, 2))
+        if self.rope_dim:
+            parts.append(q_rope if self.rope_heads == 1 else self._placed(q_rope))
+        keys = entries if self.k_up is not None else entries[..., self.kv_rank :]
+        out = self._attend(torch.cat(parts, -1), keys, entries[..., : self.kv_rank], mask)
+        up = self.v_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, v_dim, kv_rank]
+        return torch.einsum("bgrnc,gdc->bgrnd", out.unflatten(1, (self.kv_heads, -1)), up).flatten(1, 2)
+
+    def _placed(self, q_rope: Tensor) -> Tensor:
+        """Queries [batch, heads, tokens, rope_dim] at the place of their key among all rope heads, 0 elsewhere."""
+        grouped = q_rope.unflatten(1, (self.rope_heads, -1))
+        place = torch.eye(self.rope_heads, dtype=q_rope.dtype, device=q_rope.device)
+        return (grouped[..., None, :] * place[:, None, None, :, None]).flatten(-2).flatten(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        scale = (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
+        return attend(
+            q, k, v, mask=mask, scale=scale, softcap=self.softcap, sink=self.sinks,
+            dropout=self.dropout if self.training else 0.0, backend=self.backend,
+        )  # fmt: skip
+
+    def _rotate(self, x: Tensor, positions: int | Tensor, length: int) -> Tensor:
+        word = None if self.position is None else self.position.word
+        assert isinstance(word, Rope | RopePairs)
+        return word.rotate(x, positions, length)
+
+    def _mask(self, mask: Mask | None) -> Mask | None:
+        own = None if self.mask is None else self.mask.word
+        return mask if own is None else own if mask is None else own & mask
+
+    def _check(self, x: Tensor, positions: int | Tensor | None) -> None:
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
+        if positions is not None and self.position is None:
+            raise ProblemError(
+                "positions were given to a module without position, which nothing depends on: leave them out, or make "
+                f"the module with position=Rope({self.rope_dim})."
+            )
+
+    def _check_sizes(self) -> None:
+        least = {"d_model": 1, "heads": 1, "kv_heads": 1, "rope_heads": 1, "kv_rank": 1, "v_dim": 1, "nope_dim": 0}
+        least |= {"rope_dim": 0} | ({} if self.q_rank is None else {"q_rank": 1})
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ProblemError(f"{name}={getattr(self, name)}: expected {minimum} or more.")
+        if self.nope_dim + self.rope_dim == 0:
+            raise ProblemError("nope_dim and rope_dim are both 0: queries and keys need numbers of either kind.")
+        if self.heads % self.kv_heads or self.kv_heads % self.rope_heads:
+            raise ProblemError(
+                f"heads={self.heads}, kv_heads={self.kv_heads}, rope_heads={self.rope_heads}: each must be a whole "
+                "multiple of the next."
+            )
+        word = None if self.position is None else self.position.word
+        if word is not None and not (isinstance(word, Rope | RopePairs) and word.dim == self.rope_dim):
+            raise ProblemError(f"position={word!r}: expected Rope({self.rope_dim}), of the numbers with position.")
+        if isinstance(word, RopePairs) and len(word.pairs) not in (1, self.rope_heads):
+            raise ProblemError(f"{word!r} chooses pairs for {len(word.pairs)} heads, and rope_heads={self.rope_heads}.")

@@ -1,0 +1,248 @@
+"""`MultiHeadAttention`: the four projections around `attend`, and nothing of attention itself.
+
+Self- and cross-attention, MHA, GQA and MQA (the number of key heads), rotated positions, any mask, bias and score.
+Vaswani et al. 2017, arXiv:1706.03762, §3.2.2; Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+from collections.abc import Callable
+from operator import add, and_
+from typing import TypeVar, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.attend import attend
+from regard.cache.dense import KVCache
+from regard.describe.bias import Bias
+from regard.describe.heads import Heads
+from regard.describe.mask import Mask
+from regard.describe.position import Absolute, Position, Rope
+from regard.describe.score import Score
+from regard.describe.word import Word
+from regard.errors import ProblemError
+from regard.nn.held import Held, held
+from regard.nn.norm import RMSNorm
+from regard.plan.problem import check_numbers, check_words
+
+W = TypeVar("W", bound=Word)
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention of many heads over tokens, with what it learns.
+
+    ```
+    x ── q_proj ── q_norm ── rotate ──┐
+    x ── k_proj ── k_norm ── rotate ── cache ── attend ── (* sigmoid(gate_proj x)) ── o_proj ── out
+    x ── v_proj ───────────────────── cache ──┘
+    ```
+
+    With a context, keys and values are made of it instead (cross-attention). Weights are `[out, in]`, and a head's rows
+    lie together, as in checkpoints of transformers: q_proj [heads * head_dim, d_model], k_proj and v_proj
+    [kv_heads * head_dim, context_dim], o_proj [d_model, heads * head_dim].
+
+    Args:
+        d_model: the width of x and of the output.
+        heads: query heads.
+        kv_heads: key heads, of which heads is a whole multiple; None: heads. 1 is multi-query attention.
+        head_dim: numbers in a query, key and value; None: d_model / heads.
+        context_dim: the width of the context that keys and values are made of; None: d_model.
+        qk_norm: whether each head of queries and keys is RMS-normalised (`RMSNorm`, a weight for all heads), before it
+            is rotated. Henry et al. 2020, arXiv:2010.04245; in this form Yang et al. 2025, arXiv:2505.09388, §2.
+        qkv_bias: whether q_proj, k_proj, v_proj and gate_proj have biases.
+        out_bias: whether o_proj has one.
+        gate: whether the output of each head is multiplied, number by number, with a sigmoid of a projection of x.
+            Qiu et al. 2025, arXiv:2505.06708, §2.2 (there G1, elementwise).
+        position: a `Rope` of head_dim, by which queries and keys are rotated; None for none.
+        mask: which query may see which key, in every call; None for all.
+        bias: what is added to the scores; its table, if it has one that requires gradients, is trained.
+        score: how queries and keys are compared; None for their dot product.
+        scale: None for the score's own; `head_dim ** -0.5` for the dot product.
+        softcap: the cap of the scores; None for none.
+        sink: whether each head has a learned logit that takes weight and gives no value, 0 at first: that is the
+            softmax with 1 added to its denominator. Agarwal et al. 2025, arXiv:2508.10925, §2.2.
+        dropout: the probability that a weight is dropped, in training only.
+        backend: an engine by name; None lets regard choose.
+        device: where the weights are made.
+        dtype: the type of the weights.
+
+    Raises:
+        ProblemError: sizes or words that do not fit together.
+
+    Words may be given as `Held`, so that layers share their tensors.
+
+    >>> import torch
+    >>> from regard import Causal
+    >>> attention = MultiHeadAttention(64, heads=8, kv_heads=2, mask=Causal())
+    >>> attention(torch.randn(1, 10, 64)).shape
+    torch.Size([1, 10, 64])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        gate: bool = False,
+        position: Position | Held[Position] | None = None,
+        mask: Mask | Held[Mask] | None = None,
+        bias: Bias | Held[Bias] | None = None,
+        score: Score | Held[Score] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        dropout: float = 0.0,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes = Heads(heads, kv_heads, _head_dim(d_model, heads, head_dim))
+        self.d_model, self.context_dim = d_model, d_model if context_dim is None else context_dim
+        self.heads, self.kv_heads, self.head_dim = heads, self.sizes.key_heads, self.sizes.qk_dim
+        check_numbers(scale, softcap, dropout)
+        self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
+        check_words(*(one.word if isinstance(one, Held) else one for one in (mask, bias, score)))
+        _check_rope(position.word if isinstance(position, Held) else position, self.head_dim)
+        self.position, self.mask, self.bias, self.score = held(position), held(mask), held(bias), held(score)
+
+        inner, shared = heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(d_model, inner, qkv_bias, device, dtype)
+        self.k_proj = nn.Linear(self.context_dim, shared, qkv_bias, device, dtype)
+        self.v_proj = nn.Linear(self.context_dim, shared, qkv_bias, device, dtype)
+        self.o_proj = nn.Linear(inner, d_model, out_bias, device, dtype)
+        self.gate_proj = nn.Linear(d_model, inner, qkv_bias, device, dtype) if gate else None
+        self.q_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch tokens d_model"],
+        context: Float[Tensor, "batch context_tokens context_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        positions: int | Int[Tensor, "..."] | None = None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "batch tokens d_model"]:
+        """The tokens of x, each with what it found in the tokens of x or of the context.
+
+        Masks and biases count keys from the first one that there is, stored ones included. Queries of self-attention
+        are the last keys; those of cross-attention start at 0, or at `positions` if that is an int.
+
+        Args:
+            x: [batch, tokens, d_model].
+            context: [batch, context_tokens, context_dim]; None: x. Its keys are rotated by positions of their own, from
+                0 or from where the cache ends.
+            mask: which query may see which key, besides what the module's own mask hides: both are combined with `&`.
+            bias: what is added to the scores, besides the module's own bias.
+            positions: by which queries, and without a context keys, are rotated: the first one's, or all of them as
+                [tokens] or [batch, tokens]; None: from 0, or in self-attention from where the cache ends.
+            cache: keeps keys and values. What is made of this call's tokens is added, and all that it holds is seen;
+                with a context that was cached whole, pass `context[:, :0]` from then on.
+
+        Raises:
+            ProblemError: sizes that do not fit, or positions that nothing would depend on.
+        """
+        self._check(x, context, positions)
+        stored = 0 if cache is None else cache.tokens
+        source = x if context is None else context
+        q = self._split(self.q_proj(x), self.q_norm)
+        k = self._split(self.k_proj(source), self.k_norm)
+        v = self._split(self.v_proj(source), None)
+        first = positions if positions is not None else stored if context is None else 0
+        if self.position is not None:
+            rope = cast(Rope, self.position.word)
+            tokens = _tokens(rope, first, q.shape[2], stored + k.shape[2])
+            q = rope.rotate(q, first, tokens)
+            k = rope.rotate(k, first if context is None else stored, tokens)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = attend(
+            q, k, v,
+            mask=_both(and_, self.mask, mask),
+            bias=_both(add, self.bias, bias),
+            score=None if self.score is None else self.score.word,
+            scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
+            offset=None if context is None else first if isinstance(first, int) else 0,
+            backend=self.backend,
+        )  # fmt: skip
+        out = out.transpose(1, 2).flatten(2)
+        if self.gate_proj is not None:
+            out = out * torch.sigmoid(self.gate_proj(x))
+        return self.o_proj(out)
+
+    def extra_repr(self) -> str:
+        """The sizes, and what differs from the plain module."""
+        said = [f"d_model={self.d_model}", f"heads={self.heads}", f"kv_heads={self.kv_heads} ({self.sizes.kind})"]
+        said.append(f"head_dim={self.head_dim}")
+        said += [f"context_dim={self.context_dim}"] * (self.context_dim != self.d_model)
+        numbers = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
+        said += [f"{name}={value!r}" for name, value in numbers.items() if value is not None]
+        said += ["sink=True"] * (self.sinks is not None)
+        return ", ".join(said + ([] if self.backend is None else [f"backend={self.backend!r}"]))
+
+    def _split(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """[batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim], normalised; a view, laid out as x."""
+        x = x.unflatten(2, (-1, self.head_dim))
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    def _check(self, x: Tensor, context: Tensor | None, positions: int | Tensor | None) -> None:
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
+        if context is None and self.context_dim != self.d_model:
+            raise ProblemError(f"keys and values are made of a context of width {self.context_dim}: pass context=.")
+        if context is not None and (context.ndim != 3 or context.shape[::2] != (x.shape[0], self.context_dim)):
+            raise ProblemError(
+                f"context has shape {list(context.shape)}: expected [{x.shape[0]}, context_tokens, {self.context_dim}]."
+            )
+        if positions is not None and self.position is None and not (context is not None and isinstance(positions, int)):
+            raise ProblemError(
+                "positions were given to a module without position, which nothing depends on: leave them out, or make "
+                f"the module with position=Rope({self.head_dim}). Masks and biases count keys by themselves."
+            )
+
+
+def _both(combine: Callable[[W, W], W], own: Held[W] | None, given: W | None) -> W | None:
+    """A word of the module and one of the call, combined; that which there is, or None."""
+    if own is None:
+        return given
+    return own.word if given is None else combine(own.word, given)
+
+
+def _tokens(rope: Rope, first: int | Tensor, queries: int, keys: int) -> int | None:
+    """How long the sequence is now, for queries and keys alike; None where the rope's scaling does not look at it."""
+    if rope.scaling is None or not rope.scaling.looks_at_length():
+        return None
+    return max(first + queries if isinstance(first, int) else int(first.max()) + 1, keys)
+
+
+def _head_dim(d_model: int, heads: int, head_dim: int | None) -> int:
+    if head_dim is None and heads > 0 and d_model % heads:
+        raise ProblemError(
+            f"d_model={d_model} is no whole multiple of heads={heads}: say how wide a head is with head_dim=."
+        )
+    return head_dim if head_dim is not None else d_model // max(heads, 1)
+
+
+def _check_rope(position: object, head_dim: int) -> None:
+    if position is None or (isinstance(position, Rope) and position.dim == head_dim):
+        return
+    if isinstance(position, Rope):
+        raise ProblemError(
+            f"{position!r} rotates heads of {position.dim} numbers, and these have {head_dim}: "
+            f"position=Rope({head_dim}); to rotate a part of them, Rope({head_dim}, fraction=...)."
+        )
+    hint = {
+        Absolute: "it is added to embeddings, before attention: x = position.add(x)",
+        Bias: "it is added to scores: bias=",
+    }
+    said = next((f" ({text})" for kind, text in hint.items() if isinstance(position, kind)), "")
+    raise ProblemError(f"position is {position!r}: expected a Rope({head_dim}){said}.")

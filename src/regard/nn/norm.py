@@ -1,0 +1,35 @@
+"""`RMSNorm`: each token, or each head of it, brought to mean square 1. Zhang & Sennrich 2019, arXiv:1910.07467, §4."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, which also takes another type than that of its weight, as `torch.autocast` hands it.
+
+    `x / sqrt(mean(x²) + eps) * weight`; of two types the wider is computed in, and the result has that of x.
+
+    >>> RMSNorm(3)(torch.tensor([1.0, 1.0, 2.0], dtype=torch.bfloat16))
+    tensor([0.7070, 0.7070, 1.4141], dtype=torch.bfloat16, grad_fn=<ToCopyBackward0>)
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
+        """[..., size], of the type of x."""
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)

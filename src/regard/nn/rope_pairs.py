@@ -1,0 +1,76 @@
+"""`RopePairs`: rotation by some of the angles of a RoPE, for heads that keep position in a part of their dims."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.describe.position import Position, Rope
+from regard.describe.word import word
+from regard.errors import ProblemError
+
+
+@word
+class RopePairs(Position):
+    """Some pairs of dims of a `Rope`, chosen for each head, laid side by side: `(0 1)(2 3)...`.
+
+    A head with r pairs of dims that turn keeps those which its scores depend on most, and lets the others stand still:
+    partial RoPE, Ji et al. 2025, arXiv:2502.14837, §3.1.
+
+    Args:
+        rope: whose angles they are.
+        pairs: for each key head the pairs that it keeps, 0 the fastest; the same number for all. Query heads share the
+            choice of their key head; with one entry, all heads do.
+
+    >>> pairs = RopePairs(Rope(8), ((0, 3), (1, 2)))
+    >>> pairs.dim, pairs.rotate(torch.ones(1, 4, 5, 4)).shape
+    (4, torch.Size([1, 4, 5, 4]))
+    """
+
+    rope: Rope
+    pairs: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        counts, there = {len(chosen) for chosen in self.pairs}, self.rope.rotated // 2
+        if len(counts) != 1 or 0 in counts:
+            raise ProblemError(
+                f"RopePairs(pairs={self.pairs}): expected the same number of pairs, 1 or more, for each head."
+            )
+        if any(len(set(chosen)) < len(chosen) or not 0 <= min(chosen) <= max(chosen) < there for chosen in self.pairs):
+            raise ProblemError(f"RopePairs(pairs={self.pairs}): expected different pairs from 0 to {there - 1}.")
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a head that are rotated: two for each pair."""
+        return 2 * len(self.pairs[0])
+
+    def rotate(
+        self,
+        x: Float[Tensor, "batch heads tokens dim"],
+        positions: int | Int[Tensor, "..."] | None = None,
+        tokens: int | None = None,
+    ) -> Float[Tensor, "batch heads tokens dim"]:
+        """Each pair of x turned by its angle; the arguments are those of `Rope.rotate`.
+
+        Raises:
+            ProblemError: x has other heads or dims than were chosen for.
+        """
+        groups, heads = len(self.pairs), x.shape[1]
+        if x.ndim != 4 or x.shape[3] != self.dim or heads % groups:
+            raise ProblemError(
+                f"x has shape {list(x.shape)}: expected [batch, heads, tokens, {self.dim}], heads a multiple of "
+                f"{groups}."
+            )
+        at = (
+            torch.arange(x.shape[2], device=x.device) + (positions or 0)
+            if not isinstance(positions, Tensor)
+            else positions
+        )
+        chosen = self.rope.frequencies(tokens).to(x.device)[
+            torch.tensor(self.pairs, device=x.device)
+        ]  # [groups, dim / 2]
+        angles = at[..., None, :, None].double() * chosen[:, None, :]  # [batch or none, groups, tokens, dim / 2]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factor = self.rope.attention_factor(tokens)
+        cos, sin = ((f * factor).to(wide).repeat_interleave(heads // groups, -3) for f in (angles.cos(), angles.sin()))
+        even, odd = x.to(wide)[..., ::2], x.to(wide)[..., 1::2]
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)

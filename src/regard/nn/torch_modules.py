@@ -1,0 +1,205 @@
+"""Bridges to and from `torch.nn.MultiheadAttention`, with the same outputs, and from torch's masks to words.
+
+torch's module keeps its three input projections in one weight, lets True mean *hidden*, and takes keys and values of
+different widths; the rest is the same arithmetic. What one side can say and the other cannot is refused, with reasons.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from regard.describe.bias import Bias, TensorBias
+from regard.describe.mask import Mask
+from regard.describe.mask_by_table import Dense
+from regard.errors import ProblemError, RefusalError
+from regard.nn.multi_head import MultiHeadAttention
+
+
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
+    """A `MultiHeadAttention` with copies of the weights of torch's module, and its outputs.
+
+    | torch | here |
+    |---|---|
+    | `module(x, x, x)[0]` | `ours(x)` |
+    | `module(x, c, c)[0]` | `ours(x, c)` |
+    | `in_proj_weight` [3 d, d], rows of q, of k, of v | `q_proj.weight`, `k_proj.weight`, `v_proj.weight` |
+    | `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, where keys have a width of their own | the same |
+    | `in_proj_bias` [3 d] | `q_proj.bias`, `k_proj.bias`, `v_proj.bias` |
+    | `out_proj` | `o_proj` |
+    | `add_zero_attn` | `sinks` of 0 that are not trained: a key and a value of zeros are a column of score 0 |
+    | `attn_mask`, `key_padding_mask`, where True hides | `mask` and `bias`, see `from_torch_masks` |
+    | `batch_first=False`: x [tokens, batch, d] | x is [batch, tokens, d] always: `ours(x.transpose(0, 1))` |
+
+    A row that may see no key is NaN in torch's module, and o_proj's bias here.
+
+    Raises:
+        RefusalError: `add_bias_kv` (a learned key with a value of its own; a sink has no value), or keys and values of
+            different widths.
+
+    >>> theirs, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
+    >>> torch.allclose(from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
+    True
+    """
+    m = module
+    if m.bias_k is not None or m.bias_v is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        raise RefusalError(
+            "this torch.nn.MultiheadAttention was made with add_bias_kv=True: a learned key and value behind the "
+            "others, which no word of regard says (a sink takes weight and gives no value)."
+        )
+    if m.kdim != m.vdim:
+        raise RefusalError(
+            f"this torch.nn.MultiheadAttention has kdim={m.kdim} and vdim={m.vdim}: here keys and values are made of "
+            "one context, so they must be equal."
+        )
+    packed, packed_bias = cast("list[Tensor | None]", [m.in_proj_weight, m.in_proj_bias])
+    weights = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight) if packed is None else packed.chunk(3)
+    biases = (None, None, None) if packed_bias is None else packed_bias.chunk(3)
+    ours = MultiHeadAttention(
+        m.embed_dim, m.num_heads, context_dim=m.kdim, qkv_bias=packed_bias is not None, out_bias=_has_bias(m.out_proj),
+        sink=m.add_zero_attn, dropout=m.dropout, device=weights[0].device, dtype=weights[0].dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        for linear, weight, bias in zip(_inputs(ours), weights, biases, strict=True):
+            _copy(linear, weight, bias)
+        _copy(ours.o_proj, m.out_proj.weight, m.out_proj.bias)
+    if ours.sinks is not None:
+        ours.sinks.requires_grad_(False)
+    return ours.train(m.training)
+
+
+def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.MultiheadAttention:
+    """A `torch.nn.MultiheadAttention` with copies of these weights, and the same outputs; the way back of `from_torch`.
+
+    Args:
+        batch_first: the layout of what torch's module takes: True for [batch, tokens, d_model], False for
+            [tokens, batch, d_model].
+
+    Raises:
+        RefusalError: the module does what torch's cannot; all reasons are said.
+
+    >>> ours, x = MultiHeadAttention(12, heads=3), torch.randn(2, 5, 12)
+    >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
+    True
+    >>> to_torch(MultiHeadAttention(12, heads=3, kv_heads=1))
+    Traceback (most recent call last):
+    regard.errors.RefusalError: torch.nn.MultiheadAttention cannot do what this module does:
+      kv_heads=1: it has a key head for each of the 3 query heads
+    """
+    if reasons := list(_beyond_torch(module)):
+        raise RefusalError("\n  ".join(["torch.nn.MultiheadAttention cannot do what this module does:", *reasons]))
+    weight = module.q_proj.weight
+    theirs = nn.MultiheadAttention(
+        module.d_model, module.heads, module.dropout, bias=_has_bias(module.q_proj),
+        add_zero_attn=module.sinks is not None, kdim=module.context_dim, vdim=module.context_dim,
+        batch_first=batch_first, device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        packed, packed_bias = cast("list[Tensor | None]", [theirs.in_proj_weight, theirs.in_proj_bias])
+        if packed is None:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(theirs, f"{name}_weight").copy_(getattr(module, name).weight)
+        else:
+            packed.copy_(torch.cat([linear.weight for linear in _inputs(module)]))
+        if packed_bias is not None:
+            packed_bias.copy_(torch.cat([linear.bias for linear in _inputs(module)]))
+        _copy(theirs.out_proj, module.o_proj.weight, module.o_proj.bias)
+    return theirs.train(module.training)
+
+
+def from_torch_masks(
+    attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int
+) -> tuple[Mask | None, Bias | None]:
+    """The masks of `torch.nn.MultiheadAttention` as words: what hides, and what is added to scores.
+
+    There True *hides*, the opposite of `Dense` and of torch's own `scaled_dot_product_attention`.
+
+    Args:
+        attn_mask: [queries, keys], or [batch * heads, queries, keys]; bool (True hides) or float (added to scores).
+        key_padding_mask: [keys] or [batch, keys]; bool (True hides a key from all) or float (added to its scores).
+        heads: query heads, by which the first axis of an `attn_mask` of three axes is taken apart.
+
+    Returns:
+        (mask, bias), each None where nothing says so: `ours(x, mask=mask, bias=bias)`.
+
+    Raises:
+        ProblemError: other shapes or types.
+
+    >>> padding = torch.tensor([[False, False, True]])
+    >>> mask, bias = from_torch_masks(key_padding_mask=padding, heads=2)
+    >>> mask, bias
+    (Dense(mask=bool[1, 1, 1, 3]), None)
+    """
+    masks: list[Mask] = []
+    biases: list[Bias] = []
+    for given in (_attn_mask(attn_mask, heads), _padding(key_padding_mask)):
+        if given is not None and given.dtype == torch.bool:
+            masks.append(Dense(~given))
+        elif given is not None:
+            biases.append(TensorBias(given))
+    mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+    return mask, biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
+
+
+def _attn_mask(given: Tensor | None, heads: int) -> Tensor | None:
+    """Broadcastable to [batch, heads, queries, keys]."""
+    if given is None:
+        return None
+    _check_mask("attn_mask", given, (2, 3), "[queries, keys] or [batch * heads, queries, keys]")
+    if given.ndim == 3 and given.shape[0] % heads:
+        raise ProblemError(
+            f"attn_mask has shape {list(given.shape)}: its first axis must be a whole multiple of heads={heads}, "
+            "the heads of batch row 0 first."
+        )
+    return given if given.ndim == 2 else given.unflatten(0, (-1, heads))
+
+
+def _padding(given: Tensor | None) -> Tensor | None:
+    """Broadcastable to [batch, heads, queries, keys]."""
+    if given is None:
+        return None
+    _check_mask("key_padding_mask", given, (1, 2), "[keys] or [batch, keys]")
+    return given if given.ndim == 1 else given[:, None, None, :]
+
+
+def _check_mask(name: str, given: Tensor, axes: tuple[int, ...], expected: str) -> None:
+    if given.ndim not in axes or not (given.dtype == torch.bool or given.is_floating_point()):
+        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected bools or floats {expected}.")
+
+
+def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
+    """Why torch's module cannot stand for this one."""
+    if m.kv_heads != m.heads:
+        yield f"kv_heads={m.kv_heads}: it has a key head for each of the {m.heads} query heads"
+    if m.heads * m.head_dim != m.d_model:
+        yield f"head_dim={m.head_dim}: its heads are d_model / heads = {m.d_model / m.heads:g} wide"
+    if _has_bias(m.q_proj) != _has_bias(m.o_proj):
+        yield "qkv_bias and out_bias differ: it has both biases or neither"
+    for name in ("position", "mask", "bias", "score"):
+        if (held := getattr(m, name)) is not None:
+            more = "; hand a mask to its forward instead" if name == "mask" else ""
+            yield f"{name}={held.word!r}: it has no such thing{more}"
+    if m.scale is not None and m.scale != m.head_dim**-0.5:
+        yield f"scale={m.scale}: it scales by head_dim ** -0.5 = {m.head_dim**-0.5:g}"
+    if m.softcap is not None:
+        yield f"softcap={m.softcap}: it has none"
+    for name, part in (("qk_norm", m.q_norm), ("gate", m.gate_proj)):
+        if part is not None:
+            yield f"{name}=True: it has none"
+    if m.sinks is not None and (m.sinks.requires_grad or bool(m.sinks.any())):
+        yield "sink=True: it knows only add_zero_attn, sinks of 0 that are not trained"
+
+
+def _inputs(m: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    return m.q_proj, m.k_proj, m.v_proj
+
+
+def _has_bias(linear: nn.Linear) -> bool:
+    return cast("Tensor | None", linear.bias) is not None
+
+
+def _copy(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)

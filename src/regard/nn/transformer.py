@@ -1,0 +1,249 @@
+"""Small whole models for experiments and examples: `Decoder`, `Encoder`, and both as a `Transformer`, of `Block`s.
+
+Pre-norm transformers (Vaswani et al. 2017, arXiv:1706.03762, §3; Xiong et al. 2020, arXiv:2002.04745, for the place of
+the norms) with RMSNorm and GELU. All that is attention is said in words and handed to `MultiHeadAttention`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.cache.dense import KVCache
+from regard.describe.bias import Bias
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal
+from regard.describe.position import Absolute, Position
+from regard.errors import ProblemError
+from regard.nn.held import Held, held
+from regard.nn.latent import LatentAttention
+from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.norm import RMSNorm
+
+Attention = Callable[..., MultiHeadAttention | LatentAttention]  # of (d_model, heads) and words by name
+
+
+class Caches(NamedTuple):
+    """What a block keeps of earlier tokens: of its own, and of the context."""
+
+    own: KVCache
+    cross: KVCache
+
+
+class Block(nn.Module):
+    """`x + attention(norm(x))`, then with a context `x + cross(norm(x), context)`, then `x + mlp(norm(x))`.
+
+    Args:
+        attention: what tokens see one another by.
+        cross: what they see the context by; None for none.
+        hidden: width of the MLP; None: 4 d_model.
+        skip: whether the skip connections are there. Without them and without MLPs a stack of blocks is the pure
+            attention network whose tokens become alike at a double exponential rate. Dong et al. 2021,
+            arXiv:2103.03404, §2.
+        mlp: whether the MLP is there.
+
+    >>> from regard import Causal
+    >>> block = Block(MultiHeadAttention(64, heads=8, mask=Causal()))
+    >>> block(torch.randn(1, 10, 64)).shape
+    torch.Size([1, 10, 64])
+    """
+
+    def __init__(
+        self, attention: MultiHeadAttention | LatentAttention, cross: MultiHeadAttention | None = None, *,
+        hidden: int | None = None, skip: bool = True, mlp: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        d_model = attention.d_model
+        self.skip, self.attention, self.cross = skip, attention, cross
+        self.attention_norm = RMSNorm(d_model)
+        self.cross_norm = None if cross is None else RMSNorm(d_model)
+        self.mlp_norm = RMSNorm(d_model) if mlp else None
+        w = 4 * d_model if hidden is None else hidden
+        up, down = nn.Linear(d_model, w, bias=False), nn.Linear(w, d_model, bias=False)
+        self.mlp = nn.Sequential(up, nn.GELU(), down) if mlp else None
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens d_model"],
+        context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
+        context_mask: Mask | None = None, caches: Caches | None = None,
+    ) -> Float[Tensor, "batch tokens d_model"]:  # fmt: skip
+        """[batch, tokens, d_model]; a context is what a block with `cross` needs, and no other takes."""
+        if (context is None) != (self.cross is None):
+            has, do = ("no", "leave it out") if self.cross is None else ("a", "pass [batch, tokens, context_dim]")
+            raise ProblemError(f"this block has {has} cross-attention, which a context belongs to: {do}.")
+        own, cross = (None, None) if caches is None else caches
+        x = self._step(x, self.attention(self.attention_norm(x), mask=mask, cache=own))
+        if self.cross is not None and self.cross_norm is not None:
+            x = self._step(x, self.cross(self.cross_norm(x), context, mask=context_mask, cache=cross))
+        return x if self.mlp is None or self.mlp_norm is None else self._step(x, self.mlp(self.mlp_norm(x)))
+
+    def _step(self, x: Tensor, change: Tensor) -> Tensor:
+        return x + change if self.skip else change
+
+
+class Encoder(nn.Module):
+    """Embeddings, blocks and a norm: tokens to vectors that have seen one another, unless a mask hides them.
+
+    Embeddings are drawn from N(0, 1 / d_model) and enter times sqrt(d_model) (Vaswani et al. §3.4), so that the same
+    table gives logits of variance 1. Weights are drawn from N(0, 1 / inputs); those that write into the skip
+    connections are divided by sqrt(writes), as in GPT-2, so that the depth does not raise the variance.
+
+    Args:
+        vocabulary: how many tokens there are.
+        d_model: width.
+        layers: blocks, each with `heads` query heads and `kv_heads` key heads (None: heads).
+        position: `Rope` of a head's width, `Sinusoidal` or `Learned` of d_model, `Alibi`, `T5Bias` (one table for all
+            layers), or None. What requires gradients is trained: `T5Bias(torch.zeros(32, heads, requires_grad=True))`.
+        mask: which token may see which, in every call.
+        context_dim: width of a context that every block looks at as well; None: there is none.
+        hidden, skip, mlp: as in `Block`.
+        attention: what makes a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`.
+
+    >>> from regard import Lengths
+    >>> tokens = torch.randint(19, (2, 7))
+    >>> Encoder(19, 32, layers=2, heads=4)(tokens, mask=Lengths(torch.tensor([7, 5]))).shape
+    torch.Size([2, 7, 32])
+    """
+
+    def __init__(
+        self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
+        position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
+        hidden: int | None = None, skip: bool = True, mlp: bool = True, attention: Attention = MultiHeadAttention,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.d_model, self.embedding = d_model, nn.Embedding(vocabulary, d_model)
+        if not (position is None or isinstance(position, Position | Bias)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"position is {position!r}: expected a Position or a Bias; a mask goes to mask=.")
+        self.position: Held[Absolute] | None = held(position) if isinstance(position, Absolute) else None
+        rope = position if isinstance(position, Position) and self.position is None else None
+        bias = held(position) if isinstance(position, Bias) else None
+        self.blocks = nn.ModuleList(
+            Block(
+                attention(d_model, heads, kv_heads=kv_heads, mask=mask, position=rope, bias=bias),
+                None if context_dim is None else cast(
+                    MultiHeadAttention, attention(d_model, heads, kv_heads=kv_heads, context_dim=context_dim)
+                ),
+                hidden=hidden, skip=skip, mlp=mlp,
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+        self.norm = RMSNorm(d_model)
+        self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
+
+    def _draw(self, writes: int) -> None:
+        nn.init.normal_(self.embedding.weight, std=self.d_model**-0.5)
+        for name, linear in self.blocks.named_modules():
+            if isinstance(linear, nn.Linear):
+                share = writes if name.endswith((".o_proj", ".mlp.2")) else 1
+                nn.init.normal_(linear.weight, std=(linear.in_features * share) ** -0.5)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch tokens"],
+        context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
+        context_mask: Mask | None = None, caches: Sequence[Caches] | None = None,
+    ) -> Float[Tensor, "batch tokens d_model"]:  # fmt: skip
+        """[batch, tokens, d_model]; a mask comes on top of the model's own; with caches, tokens go on from theirs."""
+        x = self.embedding(tokens) * self.d_model**0.5
+        if self.position is not None:
+            x = self.position.word.add(x, caches[0].own.tokens if caches else None)
+        for block, kept in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = block(x, context, mask=mask, context_mask=context_mask, caches=kept)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A causal language model: tokens to logits of the next token, each from what stands before it.
+
+    The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings. A mask hides
+    besides what is later: `mask=Window(64)`.
+
+    >>> from regard import Alibi, Window
+    >>> model = Decoder(19, 32, layers=2, heads=4, kv_heads=2, position=Alibi(4), mask=Window(5))
+    >>> model(torch.randint(19, (2, 7))).shape
+    torch.Size([2, 7, 19])
+    >>> model.generate(torch.tensor([[3, 1, 4]]), 5).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(
+        self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
+        position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
+        tied: bool = True, hidden: int | None = None, skip: bool = True, mlp: bool = True,
+        attention: Attention = MultiHeadAttention,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.body = Encoder(
+            vocabulary, d_model, layers, heads, kv_heads=kv_heads, position=position,
+            mask=Causal() if mask is None else Causal() & mask, context_dim=context_dim, hidden=hidden, skip=skip,
+            mlp=mlp, attention=attention,
+        )  # fmt: skip
+        self.unembedding = nn.Linear(d_model, vocabulary, bias=False)
+        if tied:
+            self.unembedding.weight = self.body.embedding.weight
+
+    def forward(
+        self, tokens: Int[Tensor, "batch tokens"],
+        context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
+        context_mask: Mask | None = None, caches: Sequence[Caches] | None = None,
+    ) -> Float[Tensor, "batch tokens vocabulary"]:  # fmt: skip
+        """[batch, tokens, vocabulary]; with caches, `tokens` go on from those that the caches know."""
+        return self.unembedding(self.body(tokens, context, mask=mask, context_mask=context_mask, caches=caches))
+
+    def caches(self) -> list[Caches]:
+        """Empty caches, those of each block."""
+        return [Caches(KVCache(), KVCache()) for _ in self.body.blocks]
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Int[Tensor, "batch tokens"], count: int, *, temperature: float = 0.0,
+        context: Float[Tensor, "batch context_tokens context_dim"] | None = None, context_mask: Mask | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Int[Tensor, "batch count"]:  # fmt: skip
+        """The next tokens: the likeliest, or with a temperature above 0 drawn from `softmax(logits / temperature)`."""
+        caches, found = self.caches(), [tokens[:, :0]]
+        for _ in range(count):
+            logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
+            tokens = _drawn(logits, temperature, generator)
+            context = None if context is None else context[:, :0]  # from now on the caches hold it
+            found.append(tokens)
+        return torch.cat(found, dim=1)
+
+
+class Transformer(nn.Module):
+    """An encoder, and a decoder that looks at what it made; the whole of Vaswani et al. 2017, §3.
+
+    >>> model = Transformer(Encoder(19, 32, 2, 4), Decoder(23, 32, 2, 4, context_dim=32))
+    >>> model(torch.randint(19, (2, 7)), torch.randint(23, (2, 5))).shape
+    torch.Size([2, 5, 23])
+    """
+
+    def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+
+    def forward(
+        self, source: Int[Tensor, "batch source"], target: Int[Tensor, "batch target"], *, mask: Mask | None = None
+    ) -> Float[Tensor, "batch target vocabulary"]:
+        """Logits of the token after each of the target; the mask says what of the source may be seen, as `Lengths`."""
+        return self.decoder(target, self.encoder(source, mask=mask), context_mask=mask)
+
+    @torch.no_grad()
+    def generate(
+        self, source: Int[Tensor, "batch source"], target: Int[Tensor, "batch target"], count: int, *,
+        temperature: float = 0.0, mask: Mask | None = None, generator: torch.Generator | None = None,
+    ) -> Int[Tensor, "batch count"]:  # fmt: skip
+        """The next tokens of the target, as `Decoder.generate`."""
+        return self.decoder.generate(
+            target, count, temperature=temperature, context=self.encoder(source, mask=mask), context_mask=mask,
+            generator=generator,
+        )  # fmt: skip
+
+
+def _drawn(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if temperature < 0:
+        raise ProblemError(f"temperature is {temperature}: expected 0 for the likeliest token, or more.")
+    if temperature == 0:
+        return logits.argmax(dim=1, keepdim=True)
+    return torch.multinomial(torch.softmax(logits / temperature, dim=1), 1, generator=generator)

@@ -1,0 +1,122 @@
+"""Held words: their tensors are the module's, wherever the module goes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from regard import Alibi, Causal, Documents, Lengths, ProblemError, T5Bias, TensorBias, attend
+from regard.nn import Held
+
+
+def trained(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+class Scores(nn.Module):
+    """The least module with a held bias."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.bias = Held(T5Bias(table))
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return attend(q, q, q, bias=self.bias.word)
+
+
+def test_what_requires_gradients_is_a_parameter_and_the_rest_a_buffer():
+    table = trained(32, 3)
+    held = Held(T5Bias(table) + TensorBias(torch.zeros(5, 5)))
+    assert dict(held.named_parameters())["a_table"] is table
+    assert [name for name, _ in held.named_buffers()] == ["b_tensor"]
+    leaf = torch.zeros(32, 3, requires_grad=True)
+    assert next(Held(T5Bias(leaf)).parameters()).data_ptr() == leaf.data_ptr()
+
+
+def test_a_word_without_tensors_is_handed_back():
+    word = Causal()
+    assert Held(word).word is word
+    assert list(Held(Alibi(3)).state_dict()) == []
+
+
+def test_the_word_is_made_of_the_tensors_of_now():
+    module = Scores(trained(32, 3))
+    assert module.bias.word.table.dtype == torch.float32
+    module.to(torch.float64)
+    assert module.bias.word.table.dtype == torch.float64
+    assert module.bias.word.table is module.bias.table
+    assert module.bias.word == module.bias.word
+    assert Held(Lengths(torch.tensor([3]))).to("meta").word.lengths.is_meta
+
+
+def test_a_copy_has_a_table_of_its_own():
+    module = Scores(trained(32, 3))
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other.bias.word.table, module.bias.word.table)
+        assert other.bias.word.table is not module.bias.word.table
+        assert isinstance(other.bias.word.table, nn.Parameter)
+
+
+def test_a_state_dict_brings_the_table():
+    one, other, q = Scores(trained(32, 3)), Scores(trained(32, 3)), torch.randn(1, 3, 7, 8)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(q), other(q))
+
+
+def test_a_held_table_learns():
+    """Towards a table that the scores were made with; the same again after deepcopy and .to(float64)."""
+    q, truth = torch.randn(1, 3, 13, 8), Scores(trained(32, 3))
+    goal = truth(q).detach()
+    for dtype in (torch.float32, torch.float64):
+        module = copy.deepcopy(Scores(nn.Parameter(torch.zeros(32, 3)))).to(dtype)
+        optimiser, losses = torch.optim.Adam(module.parameters(), lr=0.1), []
+        for _ in range(30):
+            loss = (module(q.to(dtype)) - goal.to(dtype)).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0] / 20
+
+
+def test_layers_can_share_one():
+    shared = Held(T5Bias(trained(32, 3)))
+    one, other = Scores(trained(32, 3)), Scores(trained(32, 3))
+    one.bias = other.bias = shared
+    both = copy.deepcopy(nn.ModuleList([one, other]))
+    assert len(list(both.parameters())) == 1
+    assert both[0].bias is both[1].bias
+
+
+def test_a_tensor_that_stands_twice_is_held_once():
+    ids, table = torch.tensor([0, 0, 1]), trained(32, 3)
+    assert list(Held(Documents(ids) | ~Documents(ids)).state_dict()) == ["a_ids"]
+    one, other = Held(T5Bias(table) + T5Bias(table)).word.terms()
+    assert one.tensors()[0] is other.tensors()[0]
+
+
+def test_another_tensor_can_stand_in_for_a_parameter():
+    module, q, other = Scores(trained(32, 3)), torch.randn(1, 3, 7, 8), torch.randn(32, 3)
+    module(q)
+    found = torch.func.functional_call(module, {"bias.table": other}, (q,))
+    assert torch.equal(found, attend(q, q, q, bias=T5Bias(other)))
+
+
+def test_what_was_computed_from_others_is_refused():
+    with pytest.raises(ProblemError, match=r"table was computed from other tensors.*detach"):
+        Held(T5Bias(trained(32, 3) * 2))
+
+
+def test_only_words_are_held():
+    with pytest.raises(ProblemError, match=r"takes a word.*got Tensor"):
+        Held(torch.zeros(3))
+
+
+def test_it_is_traced_whole():
+    module, q = Scores(trained(32, 3)), torch.randn(1, 3, 7, 8)
+    traced = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(traced(q), module(q))
+    traced(q).sum().backward()
+    assert module.bias.word.table.grad is not None

@@ -1,0 +1,382 @@
+"""Latent attention: its two forms, its cache, what it costs, against the paper's equations written out."""
+
+import cmath
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from regard import Causal, Window
+from regard.attend import watching
+from regard.cache import KVCache
+from regard.describe.heads import LatentHeads
+from regard.describe.position import Rope
+from regard.describe.rope_scaling import Yarn
+from regard.errors import ProblemError
+from regard.nn.latent import LatentAttention
+from regard.nn.rope_pairs import RopePairs
+
+SIZES: dict[str, Any] = {"kv_rank": 13, "nope_dim": 5, "rope_dim": 4, "v_dim": 7, "mask": Causal()}
+KINDS: dict[str, dict[str, Any]] = {
+    "as in the paper": {"q_rank": 11, "position": Rope(4, interleaved=True)},
+    "queries made of x": {"position": Rope(4)},
+    "without norms": {"q_rank": 11, "norm": False, "position": Rope(4, interleaved=True)},
+    "with biases": {"q_rank": 11, "qkv_bias": True, "q_bias": True, "out_bias": True, "position": Rope(4)},
+    "without a part with position": {"rope_dim": 0},
+    "without a part without": {"nope_dim": 0, "position": Rope(4)},
+    "fewer key heads": {"kv_heads": 3, "position": Rope(4)},
+    "rotated keys per head": {"kv_heads": 3, "rope_heads": 3, "position": RopePairs(Rope(8), ((0, 1), (3, 0), (1, 2)))},
+    "a sink and a softcap": {"sink": True, "softcap": 3.0, "scale": 0.5, "position": Rope(4)},
+    "a window": {"mask": Causal() & Window(5), "position": Rope(4)},
+}
+
+
+def made(kind: str, dtype: torch.dtype = torch.float64, heads: int = 6, **more: Any) -> LatentAttention:
+    torch.manual_seed(0)
+    module = LatentAttention(31, heads, dtype=dtype, **(SIZES | KINDS[kind] | more))
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    return module
+
+
+def tokens(dtype: torch.dtype = torch.float64, count: int = 11) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, count, 31, dtype=dtype)
+
+
+def rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return x if norm is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+
+
+def turned(x: torch.Tensor, t: int, rope: Rope | RopePairs | None, head: int) -> torch.Tensor:
+    """One vector at position t; each of its pairs is a complex number that is multiplied with e^(i t f)."""
+    if rope is None:
+        return x
+    d = len(x)
+    if isinstance(rope, RopePairs):
+        f = [10000.0 ** (-2 * pair / 8) for pair in rope.pairs[head]]
+        places = [(2 * i, 2 * i + 1) for i in range(d // 2)]
+    else:
+        f = [10000.0 ** (-2 * i / d) for i in range(d // 2)]
+        places = [(2 * i, 2 * i + 1) if rope.interleaved else (i, i + d // 2) for i in range(d // 2)]
+    out = x.clone()
+    for (a, b), angle in zip(places, f, strict=True):
+        number = torch.complex(x[a], x[b]) * cmath.rect(1.0, t * angle)
+        out[a], out[b] = number.real, number.imag
+    return out
+
+
+def written_out(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Equations 9 to 19 of arXiv:2405.04434, token by token and head by head."""
+    batch, n, _ = x.shape
+    rope: Any = None if m.position is None else m.position.word
+    window = 5 if "Window" in repr(m.mask) else n
+    scale = (m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale
+    out = torch.zeros(batch, n, m.heads, m.v_dim, dtype=x.dtype)
+    for b in range(batch):
+        latent = [rms(m.kv_down(x[b, t]), m.kv_norm) for t in range(n)]
+        queries = [m.q_proj(x[b, t]) if m.q_proj else m.q_up(rms(m.q_down(x[b, t]), m.q_norm)) for t in range(n)]
+        for h in range(m.heads):
+            g = h * m.kv_heads // m.heads
+            r = g * m.rope_heads // m.kv_heads
+            keys = []
+            for t in range(n):
+                nope = m.k_up(latent[t]).view(m.kv_heads, -1)[g] if m.nope_dim else x.new_zeros(0)
+                shared = (
+                    turned(m.k_rope(x[b, t]).view(m.rope_heads, -1)[r], t, rope, r) if m.rope_dim else x.new_zeros(0)
+                )
+                keys.append(torch.cat([nope, shared]))
+            for t in range(n):
+                q = queries[t].view(m.heads, -1)[h]
+                q = torch.cat([q[: m.nope_dim], turned(q[m.nope_dim :], t, rope, r)]) if m.rope_dim else q
+                seen = range(max(0, t - window + 1), t + 1)
+                scores = torch.stack([q @ keys[s] * scale for s in seen])
+                scores = scores if m.softcap is None else m.softcap * (scores / m.softcap).tanh()
+                top = scores.exp()
+                weights = top / (top.sum() + (0 if m.sinks is None else m.sinks[h].exp()))
+                values = torch.stack([m.v_up(latent[s]).view(m.kv_heads, -1)[g] for s in seen])
+                out[b, t, h] = weights @ values
+    return m.o_proj(out.flatten(2))
+
+
+# ---- what it computes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absorbed", [False, True, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_either_form_is_the_papers_equations(kind, absorbed):
+    module, x = made(kind), tokens(count=7)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, absorbed=absorbed), written_out(module, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_two_forms_give_the_same(kind, dtype, error):
+    module, x = made(kind, dtype), tokens(dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, absorbed=True), module(x, absorbed=False), rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("absorbed", [False, True, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_by_step_with_a_cache_is_the_whole_at_once(kind, absorbed):
+    module, x, cache = made(kind), tokens(), KVCache()
+    with torch.no_grad():
+        steps = [module(part, cache=cache, absorbed=absorbed) for part in x.split([4, 1, 1, 3, 2], 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), module(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_holds_latents_and_rotated_keys_and_nothing_expanded(kind):
+    module, cache = made(kind), KVCache()
+    with torch.no_grad():
+        module(tokens(), cache=cache)
+    assert cache.tokens == 11
+    assert cache.bytes == 2 * 11 * (13 + module.rope_heads * module.rope_dim) * 8
+
+
+def test_what_is_cached_is_not_copied_when_a_step_reads_it():
+    """Keys and values of the absorbed form are the cache's own memory."""
+    module, cache, seen = made("as in the paper"), KVCache(), []
+    with torch.no_grad(), watching(seen.append):
+        module(tokens(), cache=cache)
+        module(tokens(count=1), cache=cache, absorbed=True)
+    stored, _ = cache.append(torch.empty(2, 1, 0, 17).double(), torch.empty(2, 1, 0, 0).double())
+    assert seen[1].k.data_ptr() == seen[1].v.data_ptr() == stored.data_ptr()
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_positions_may_be_given(absorbed):
+    module, x = made("as in the paper"), tokens()
+    with torch.no_grad():
+        plain = module(x, absorbed=absorbed)
+        shifted = module(x, absorbed=absorbed, positions=7)
+        per_row = module(x, absorbed=absorbed, positions=torch.stack([torch.arange(11), torch.arange(11) + 100]))
+        spread = module(x, absorbed=absorbed, positions=3 * torch.arange(11))
+    torch.testing.assert_close(shifted, plain, rtol=1e-10, atol=1e-10)  # RoPE knows distances alone
+    torch.testing.assert_close(per_row, plain, rtol=1e-10, atol=1e-10)
+    assert (spread - plain).abs().max() > 1e-3
+
+
+def test_the_mask_of_a_call_joins_the_modules_own():
+    x = tokens()
+    with torch.no_grad():
+        both = made("queries made of x")(x, mask=Window(5))
+        torch.testing.assert_close(both, made("queries made of x", mask=Causal() & Window(5))(x))
+
+
+def test_weights_are_dropped_in_training_only():
+    module, x = made("queries made of x", dropout=0.5), tokens()
+    torch.manual_seed(3)
+    assert not torch.equal(module(x), module.eval()(x))
+    torch.testing.assert_close(module(x), made("queries made of x")(x))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_sizes_give_the_same_in_both_forms(data):
+    draw = data.draw
+    rope_heads = draw(st.integers(1, 3))
+    kv_heads = rope_heads * draw(st.integers(1, 2))
+    module = LatentAttention(
+        draw(st.integers(1, 9)), kv_heads * draw(st.integers(1, 3)), kv_rank=draw(st.integers(1, 9)),
+        nope_dim=draw(st.integers(0, 5)), rope_dim=2 * draw(st.integers(1, 3)), v_dim=draw(st.integers(1, 5)),
+        q_rank=draw(st.sampled_from([None, 3])), kv_heads=kv_heads, rope_heads=rope_heads, mask=Causal(),
+        norm=draw(st.booleans()), dtype=torch.float64,
+    )  # fmt: skip
+    x = torch.randn(draw(st.integers(1, 2)), draw(st.integers(1, 7)), module.d_model, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, absorbed=True), module(x, absorbed=False), rtol=1e-10, atol=1e-10)
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_rank", [None, 11])
+@pytest.mark.parametrize("flags", [{}, {"norm": False}, {"qkv_bias": True, "out_bias": True}])
+def test_it_has_the_parameters_that_its_heads_count(q_rank, flags):
+    module = LatentAttention(31, 6, **SIZES | {"q_rank": q_rank} | flags)
+    counted = LatentHeads(6, q_rank, 13, 5, 4, 7).parameters(
+        31, qkv_bias="qkv_bias" in flags, out_bias="out_bias" in flags, norms="norm" not in flags
+    )
+    assert sum(weight.numel() for weight in module.parameters()) == counted
+
+
+def measured(module: LatentAttention, queries: int, stored: int, absorbed: bool) -> int:
+    cache = KVCache()
+    with torch.no_grad():
+        module(torch.randn(1, stored, 31), cache=cache)
+        with FlopCounterMode(display=False) as counter:
+            module(torch.randn(1, queries, 31), cache=cache, absorbed=absorbed)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "kind", ["as in the paper", "fewer key heads", "rotated keys per head", "without a part without"]
+)
+@pytest.mark.parametrize(("queries", "stored"), [(1, 36), (5, 32)])
+def test_the_operations_it_tells_are_those_that_torch_counts(kind, queries, stored):
+    module = made(kind, torch.float32, mask=None)
+    shared = 2 * queries * sum(
+        part.weight.numel()
+        for part in (module.q_proj, module.q_down, module.q_up, module.kv_down, module.k_rope, module.o_proj)
+        if part is not None
+    )  # fmt: skip
+    told = module.flops(queries, queries + stored)
+    assert measured(module, queries, stored, absorbed=False) == shared + told.expanded
+    assert measured(module, queries, stored, absorbed=True) == shared + told.absorbed
+
+
+def test_the_form_with_fewer_operations_is_taken():
+    module, cache, seen = made("as in the paper", heads=12, nope_dim=7, v_dim=11), KVCache(), []
+    with torch.no_grad(), watching(seen.append):
+        module(torch.randn(1, 300, 31).double(), cache=cache)
+        module(torch.randn(1, 1, 31).double(), cache=cache)
+    assert [call.k.shape[1] for call in seen] == [12, 1]  # a prompt expands, a step absorbs
+
+
+def test_a_step_of_deepseek_v3_takes_a_hundredth_when_absorbed():
+    with torch.device("meta"):
+        module = LatentAttention(7168, 128, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
+    up, pairs = 2 * 512 * 128 * 256, 2 * 128
+    told = module.flops(1, 4096)
+    assert told == (4096 * (up + pairs * 320), up + 4096 * pairs * 1088)
+    assert told.expanded / told.absorbed == pytest.approx(117, abs=0.5)
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["as in the paper", "rotated keys per head", "a sink and a softcap"])
+def test_both_forms_have_the_same_gradients(kind):
+    found = []
+    for absorbed in (False, True):
+        module, x = made(kind), tokens().requires_grad_()
+        module(x, absorbed=absorbed).square().sum().backward()
+        found.append([x.grad, *(weight.grad for weight in module.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_are_those_of_the_equations():
+    module, x = made("as in the paper"), tokens(count=5)
+    module(x, absorbed=True).square().sum().backward()
+    got = {name: weight.grad.clone() for name, weight in module.named_parameters()}
+    module.zero_grad()
+    written_out(module, x).square().sum().backward()
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(got[name], weight.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "absorbed"), [("as in the paper", None), ("rotated keys per head", True)])
+def test_it_compiles_as_one_graph(kind, absorbed):
+    module, x = made(kind, torch.float32), tokens(torch.float32)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, absorbed=absorbed), module(x, absorbed=absorbed), rtol=1e-5, atol=1e-5)
+
+
+def test_copies_and_saved_weights_compute_the_same():
+    module, x = made("as in the paper"), tokens()
+    other = LatentAttention(31, 6, **SIZES | KINDS["as in the paper"]).double()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+    assert torch.equal(other(x), module(x))
+
+
+def test_it_runs_in_half_precision():
+    module, x = made("as in the paper", torch.bfloat16), tokens(torch.bfloat16)
+    with torch.no_grad():
+        exact = copy.deepcopy(module).double()(x.double())
+        for absorbed in (False, True):
+            out = module(x, absorbed=absorbed)
+            assert out.dtype == torch.bfloat16
+            assert (out.double() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_it_runs_under_autocast():
+    module, x = made("as in the paper", torch.float32), tokens(torch.float32)
+    exact, cache = module(x), KVCache()
+    with torch.autocast("cpu", torch.bfloat16):
+        for absorbed in (False, True):
+            out = module(x, absorbed=absorbed)
+            assert out.dtype == torch.bfloat16
+            assert (out - exact).abs().max() < 0.05 * exact.abs().max()
+        with torch.no_grad():
+            steps = torch.cat([module(part, cache=cache) for part in x.split([7, 1, 3], 1)], 1)
+        assert (steps - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+# ---- pairs of a Rope ------------------------------------------------------------------------------------------------
+
+
+def test_all_pairs_in_their_order_are_the_rope_itself():
+    x = torch.randn(2, 3, 5, 8).double()
+    chosen, whole = RopePairs(Rope(8), ((0, 1, 2, 3),)), Rope(8, interleaved=True)
+    positions = torch.randint(0, 1000, (2, 5))
+    for at in (None, 7, torch.arange(5), positions):
+        torch.testing.assert_close(chosen.rotate(x, at), whole.rotate(x, at))
+
+
+def test_pairs_keep_the_scaling_and_the_attention_factor_of_their_rope():
+    yarn = Yarn(4.0, 32)
+    x = torch.randn(2, 3, 5, 4).double()
+    whole = Rope(8, 100.0, yarn, interleaved=True).rotate(torch.cat([torch.zeros_like(x[..., :4]), x], -1), 9)
+    torch.testing.assert_close(RopePairs(Rope(8, 100.0, yarn), ((2, 3),)).rotate(x, 9), whole[..., 4:])
+
+
+def test_each_head_turns_by_its_own_pairs_and_query_heads_follow_their_key_head():
+    pairs = RopePairs(Rope(8), ((0,), (3,)))
+    out = pairs.rotate(torch.tensor([1.0, 0.0]).expand(1, 4, 1, 2), positions=1)
+    expected = torch.tensor([1.0, 1.0, 1e-3, 1e-3])  # radians: 10000 ** 0 and 10000 ** (-3 / 4)
+    torch.testing.assert_close(out[0, :, 0], torch.stack([expected.cos(), expected.sin()], -1))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [((), "the same number of pairs"), (((0,), (1, 2)), "the same number"), (((0, 0),), "different pairs from 0 to 3"),
+     (((4,),), "different pairs from 0 to 3"), (((-1,),), "different pairs")],
+)  # fmt: skip
+def test_pairs_that_are_not_there_are_refused(pairs, said):
+    with pytest.raises(ProblemError, match=said):
+        RopePairs(Rope(8), pairs)
+
+
+def test_pairs_refuse_heads_that_they_were_not_chosen_for():
+    with pytest.raises(ProblemError, match=r"expected \[batch, heads, tokens, 4\], heads a multiple of 2"):
+        RopePairs(Rope(8), ((0, 1), (1, 2))).rotate(torch.zeros(1, 3, 5, 4))
+
+
+# ---- what makes no sense --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"kv_rank": 0}, "kv_rank=0: expected 1 or more"),
+        ({"q_rank": 0}, "q_rank=0: expected 1 or more"),
+        ({"nope_dim": -1}, "nope_dim=-1: expected 0 or more"),
+        ({"nope_dim": 0, "rope_dim": 0}, "are both 0"),
+        ({"kv_heads": 4}, "each must be a whole multiple"),
+        ({"kv_heads": 3, "rope_heads": 2}, "each must be a whole multiple"),
+        ({"position": Rope(8)}, r"expected Rope\(4\)"),
+        ({"rope_heads": 2, "position": RopePairs(Rope(8), ((0, 1),) * 3)}, "chooses pairs for 3 heads"),
+        ({"scale": float("nan")}, "scale"),
+        ({"mask": "causal"}, "mask"),
+    ],
+)
+def test_sizes_and_words_that_do_not_fit_are_refused(more, said):
+    with pytest.raises(ProblemError, match=said):
+        LatentAttention(31, 6, **SIZES | more)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    with pytest.raises(ProblemError, match=r"x has shape \[2, 11, 7\]: expected \[batch, tokens, 31\]"):
+        made("as in the paper")(torch.zeros(2, 11, 7).double())
+    with pytest.raises(ProblemError, match="positions were given to a module without position"):
+        made("without a part with position")(tokens(), positions=3)

@@ -1,0 +1,156 @@
+"""Bridges to torch's module: the same outputs, both ways, and reasons where there is no way."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from regard import Causal, ProblemError, RefusalError, Window, attend
+from regard.describe.position import Rope
+from regard.nn import MultiHeadAttention, from_torch, from_torch_masks, to_torch
+
+BATCH, TOKENS, CONTEXT, WIDTH, HEADS = 2, 7, 5, 15, 3
+
+
+def theirs_of(**words: Any) -> nn.MultiheadAttention:
+    """Torch's module, its biases drawn as well: they are made as zeros."""
+    module = nn.MultiheadAttention(WIDTH, HEADS, **({"batch_first": True} | words))
+    for name, p in module.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(p)
+    return module
+
+
+def seen_by_all(hidden: Tensor) -> Tensor:
+    """With key 0 never hidden: a row that sees nothing is NaN in torch's module."""
+    return torch.cat([torch.zeros_like(hidden[..., :1]), hidden[..., 1:]], dim=-1)
+
+
+@st.composite
+def theirs_and_masks(draw: st.DrawFn) -> tuple[nn.MultiheadAttention, Tensor, dict[str, Any]]:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    maybe, cross = st.booleans(), draw(st.sampled_from([None, WIDTH, 11]))
+    width = {} if cross in (None, WIDTH) else {"kdim": cross, "vdim": cross}
+    module = theirs_of(bias=draw(maybe), add_zero_attn=draw(maybe), **width)
+    keys = TOKENS if cross is None else CONTEXT
+    rows = draw(st.sampled_from([None, (TOKENS, keys), (BATCH * HEADS, TOKENS, keys)]))
+    masks: dict[str, Any] = {"attn_mask": None, "key_padding_mask": None}
+    is_float = draw(maybe)  # torch warns where one is of bools and the other of floats
+    if rows is not None:
+        masks["attn_mask"] = torch.randn(rows) if is_float else seen_by_all(torch.rand(rows) < 0.5)
+    if draw(maybe):
+        hidden = seen_by_all(torch.rand(BATCH, keys) < 0.5)
+        masks["key_padding_mask"] = torch.randn(BATCH, keys) if is_float else hidden
+    return module, torch.randn(BATCH, keys, width.get("kdim", WIDTH)) if cross else torch.empty(0), masks
+
+
+@settings(max_examples=100)
+@given(theirs_and_masks())
+def test_from_torch_and_back_gives_the_same_outputs(drawn: tuple[nn.MultiheadAttention, Tensor, dict[str, Any]]):
+    theirs, context, masks = drawn
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    source = context if context.numel() else x
+    truth, _ = theirs(x, source, source, need_weights=False, **masks)
+    ours = from_torch(theirs)
+    mask, bias = from_torch_masks(**masks, heads=HEADS)
+    found = ours(x, context if context.numel() else None, mask=mask, bias=bias)
+    assert torch.allclose(found, truth, atol=1e-6)
+    again, _ = to_torch(ours)(x, source, source, need_weights=False, **masks)
+    assert torch.allclose(again, truth, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_either_layout_comes_and_goes(batch_first: bool):
+    theirs, x = theirs_of(batch_first=batch_first), torch.randn(BATCH, TOKENS, WIDTH)
+    ours = from_torch(theirs)
+    laid_out = x if batch_first else x.transpose(0, 1)
+    truth = theirs(laid_out, laid_out, laid_out)[0]
+    assert torch.allclose(ours(x), truth if batch_first else truth.transpose(0, 1), atol=1e-6)
+    back = to_torch(ours, batch_first=batch_first)
+    assert back.batch_first == batch_first
+    assert torch.equal(back(laid_out, laid_out, laid_out)[0], truth)
+
+
+def test_every_weight_comes_back():
+    for words in ({}, {"bias": False}, {"kdim": 11, "vdim": 11}, {"add_zero_attn": True, "dropout": 0.25}):
+        theirs = theirs_of(**words).eval()
+        back = to_torch(from_torch(theirs))
+        assert {n: p.shape for n, p in theirs.named_parameters()} == {n: p.shape for n, p in back.named_parameters()}
+        assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), back.parameters(), strict=True))
+        assert (back.dropout, back.add_zero_attn, back.training) == (theirs.dropout, theirs.add_zero_attn, False)
+
+
+def test_the_weights_are_copies():
+    theirs, x = theirs_of(), torch.randn(BATCH, TOKENS, WIDTH)
+    ours = from_torch(theirs)
+    before = ours(x)
+    nn.init.zeros_(theirs.in_proj_weight)
+    assert torch.equal(ours(x), before)
+
+
+def test_types_and_devices_are_kept():
+    ours = from_torch(theirs_of(dtype=torch.float64, device="meta"))
+    assert {(p.dtype, str(p.device)) for p in ours.parameters()} == {(torch.float64, "meta")}
+    assert to_torch(ours).out_proj.weight.is_meta
+
+
+def test_a_key_of_zeros_is_a_sink_that_learns_nothing():
+    ours = from_torch(theirs_of(add_zero_attn=True))
+    assert ours.sinks is not None
+    assert not ours.sinks.requires_grad
+    assert ours.sinks.tolist() == [0, 0, 0]
+
+
+def test_a_row_that_sees_nothing_is_nan_there_and_zero_here():
+    """Zero out of attention, so the bias of the output projection."""
+    theirs, x, hidden = theirs_of(), torch.randn(1, 2, WIDTH), torch.tensor([[True, True], [False, False]])
+    mask, _ = from_torch_masks(hidden, heads=HEADS)
+    ours, truth = from_torch(theirs)(x, mask=mask), theirs(x, x, x, attn_mask=hidden)[0]
+    assert truth[0, 0].isnan().all()
+    assert torch.equal(ours[0, 0], theirs.out_proj.bias)
+    assert torch.allclose(ours[0, 1], truth[0, 1], atol=1e-6)
+
+
+def test_a_mask_of_one_batch_row_may_leave_the_batch_out():
+    q, hidden = torch.randn(1, 3, 5, 8), torch.tensor([False, True, False, True, True])
+    mask, bias = from_torch_masks(torch.zeros(5, 5), hidden, heads=3)
+    assert torch.allclose(attend(q, q, q, mask=mask, bias=bias), attend(q, q[:, :, [0, 2]], q[:, :, [0, 2]]), atol=1e-6)
+
+
+def test_masks_of_other_shapes_are_named():
+    with pytest.raises(ProblemError, match=r"attn_mask has shape \[4, 5, 5\].*heads=3"):
+        from_torch_masks(torch.zeros(4, 5, 5), heads=3)
+    with pytest.raises(ProblemError, match=r"key_padding_mask is torch.int64 \[2, 5\].*\[batch, keys\]"):
+        from_torch_masks(None, torch.zeros(2, 5, dtype=torch.int64), heads=3)
+    assert from_torch_masks(heads=3) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [({"add_bias_kv": True}, r"add_bias_kv=True: a learned key"), ({"kdim": 11, "vdim": 13}, r"kdim=11 and vdim=13")],
+)
+def test_what_is_unknown_here_is_refused(words: dict[str, Any], said: str):
+    with pytest.raises(RefusalError, match=said):
+        from_torch(theirs_of(**words))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"kv_heads": 1}, "kv_heads=1"),
+        ({"head_dim": 4}, "head_dim=4.* 5 wide"),
+        ({"qkv_bias": True}, "both biases or neither"),
+        ({"position": Rope(5 - 1), "head_dim": 4}, r"position=Rope\(dim=4\)"),
+        ({"mask": Causal() & Window(3)}, r"mask=Causal\(\) & Window\(left=3\).*hand a mask to its forward"),
+        ({"scale": 0.5}, r"scale=0\.5"),
+        ({"softcap": 5.0}, r"softcap=5\.0"),
+        ({"qk_norm": True, "gate": True}, r"(?s)qk_norm=True.*gate=True"),
+        ({"sink": True}, "sink=True"),
+    ],
+)
+def test_what_torch_cannot_do_is_refused(words: dict[str, Any], said: str):
+    with pytest.raises(RefusalError, match=said):
+        to_torch(MultiHeadAttention(WIDTH, HEADS, **words))

@@ -1,0 +1,216 @@
+"""Small whole models: what stands later changes nothing, caches change nothing, and they learn."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard import Alibi, Lengths, ProblemError, T5Bias, Window, watching
+from regard.describe.position import Learned, Rope, Sinusoidal
+from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttention, Transformer
+
+VOCABULARY, WIDTH, HEADS = 19, 24, 6
+
+POSITIONS: dict[str, Any] = {
+    "none": lambda: None,
+    "sinusoidal": lambda: Sinusoidal(WIDTH),
+    "learned": lambda: Learned(nn.Parameter(torch.randn(29, WIDTH))),
+    "rope": lambda: Rope(WIDTH // HEADS, base=100.0),
+    "alibi": lambda: Alibi(HEADS),
+    "t5": lambda: T5Bias(nn.Parameter(torch.randn(32, HEADS)), bidirectional=False),
+}
+
+
+def decoder(position: str = "rope", **words: Any) -> Decoder:
+    return Decoder(VOCABULARY, WIDTH, 2, HEADS, **({"kv_heads": 2, "position": POSITIONS[position]()} | words))
+
+
+def some_tokens(*shape: int) -> Tensor:
+    return torch.randint(VOCABULARY, shape)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_later_token_changes_no_bit_of_what_stands_before_it(position: str):
+    model, tokens = decoder(position), some_tokens(2, 13)
+    for at in (1, 5, 12):
+        other = tokens.clone()
+        other[:, at] = (other[:, at] + 1) % VOCABULARY
+        before, after = model(tokens), model(other)
+        assert torch.equal(before[:, :at], after[:, :at])
+        assert not torch.equal(before[:, at], after[:, at])
+
+
+def recomputed(model: Decoder, tokens: Tensor, count: int, *context: Tensor) -> Tensor:
+    start = tokens.shape[1]
+    for _ in range(count):
+        tokens = torch.cat([tokens, model(tokens, *context)[:, -1:].argmax(dim=2)], dim=1)
+    return tokens[:, start:]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_generation_with_caches_is_recomputation(position: str):
+    model, tokens = decoder(position, mask=Window(7)), some_tokens(3, 5)
+    assert torch.equal(model.generate(tokens, 11), recomputed(model, tokens, 11))
+
+
+def latent(d_model: int, heads: int, **words: Any) -> LatentAttention:
+    sizes = {"kv_rank": 7, "nope_dim": 5, "rope_dim": 4, "v_dim": 3}
+    return LatentAttention(d_model, heads, mask=words["mask"], position=words["position"], **sizes)
+
+
+def test_latent_attention_can_take_the_place():
+    model, tokens = decoder("rope", attention=latent), some_tokens(3, 5)
+    assert torch.equal(model.generate(tokens, 11), recomputed(model, tokens, 11))
+
+
+def test_generation_computes_one_token_at_a_time():
+    queries: list[int] = []
+    with watching(lambda call: queries.append(call.q.shape[2])):
+        decoder().generate(some_tokens(1, 5), 3)
+    assert queries == [5, 5, 1, 1, 1, 1]
+
+
+def test_drawn_tokens_follow_temperature_and_generator():
+    model, tokens = decoder(), some_tokens(1, 5)
+    drawn = [model.generate(tokens, 9, temperature=2.0, generator=torch.Generator().manual_seed(i)) for i in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(model.generate(tokens, 9, temperature=1e-4), model.generate(tokens, 9))
+    with pytest.raises(ProblemError, match=r"temperature is -1"):
+        model.generate(tokens, 1, temperature=-1)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_kind_of_position_trains_and_reaches_every_parameter(position: str):
+    model, tokens = decoder(position, attention=partial(MultiHeadAttention, gate=True, sink=True)), some_tokens(3, 13)
+    optimiser, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    for _ in range(7):
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+        optimiser.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_tiny_decoder_learns_to_copy():
+    """A row of tokens, a mark, and the row again: what follows the mark can be known only by looking back."""
+
+    def batch(rows: int) -> Tensor:
+        row = torch.randint(1, VOCABULARY, (rows, 5))
+        return torch.cat([row, torch.zeros(rows, 1, dtype=torch.int64), row], dim=1)
+
+    model = Decoder(VOCABULARY, 32, 2, 4, position=Rope(8), hidden=64)
+    optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(350):
+        tokens = batch(32)
+        loss = F.cross_entropy(model(tokens[:, :-1])[:, 5:].flatten(0, 1), tokens[:, 6:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    tokens = batch(29)
+    assert (model.generate(tokens[:, :6], 5) == tokens[:, 6:]).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("position", ["none", "sinusoidal", "rope", "alibi"])
+def test_padding_changes_nothing(position: str):
+    model, tokens = Encoder(VOCABULARY, WIDTH, 2, HEADS, position=POSITIONS[position]()), some_tokens(2, 7)
+    padded = torch.cat([tokens, some_tokens(2, 6)], dim=1)
+    found = model(padded, mask=Lengths(torch.tensor([7, 7])))[:, :7]
+    assert torch.allclose(found, model(tokens), atol=2e-6)
+    assert not torch.allclose(model(padded)[:, :7], model(tokens), atol=1e-3)
+
+
+def whole() -> Transformer:
+    encoder = Encoder(VOCABULARY, 18, 2, 3, position=Rope(6, fraction=0.7))
+    return Transformer(encoder, decoder(context_dim=18))
+
+
+def test_a_decoder_sees_its_source_and_not_what_is_masked_of_it():
+    model, source, target = whole(), some_tokens(2, 7), some_tokens(2, 5)
+    mask, other = Lengths(torch.tensor([7, 4])), source.clone()
+    other[1, 4:] = (other[1, 4:] + 1) % VOCABULARY
+    assert torch.equal(model(source, target, mask=mask), model(other, target, mask=mask))
+    other[1, 3] = (other[1, 3] + 1) % VOCABULARY
+    before, after = model(source, target, mask=mask), model(other, target, mask=mask)
+    assert torch.equal(before[0], after[0])
+    assert not torch.isclose(before[1], after[1]).all(dim=1).any()
+
+
+def test_generation_from_a_source_is_recomputation():
+    model, source, target = whole(), some_tokens(2, 7), some_tokens(2, 3)
+    mask, calls = Lengths(torch.tensor([7, 4])), []
+    with watching(calls.append):
+        found = model.generate(source, target, 5, mask=mask)
+    assert [call.k.shape[2] for call in calls[2:8]] == [3, 7, 3, 7, 4, 7]
+    tokens = target
+    for _ in range(5):
+        tokens = torch.cat([tokens, model(source, tokens, mask=mask)[:, -1:].argmax(dim=2)], dim=1)
+    assert torch.equal(found, tokens[:, 3:])
+
+
+def residual(x: Tensor) -> float:
+    """How far the tokens are from being all alike, relative to their size: Dong et al. 2021, §2."""
+    return float(((x - x.mean(dim=1, keepdim=True)).norm() / x.norm()).detach())
+
+
+def residuals(**words: bool) -> list[float]:
+    """After each block of an encoder as it is drawn."""
+    torch.manual_seed(0)
+    model, found = Encoder(VOCABULARY, WIDTH, 4, HEADS, position=Sinusoidal(WIDTH), **words).double(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, __, x: found.append(residual(x)))
+    model(some_tokens(1, 23))
+    return found
+
+
+def test_pure_attention_makes_tokens_alike_and_skips_keep_them_apart():
+    """Dong et al. 2021, arXiv:2103.03404, §2.1: the residual falls like its own cube, layer by layer."""
+    pure = residuals(skip=False, mlp=False)
+    assert all(later < earlier**2.5 for earlier, later in pairwise(pure))
+    assert pure[-1] < 1e-9
+    assert min(residuals(mlp=False)) > 0.5
+
+
+def test_blocks_are_traced_whole():
+    model, tokens = decoder("t5"), some_tokens(2, 13)
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(traced(tokens), model(tokens), atol=1e-6)
+
+
+def test_layers_share_what_they_learn_of_positions():
+    names = [name for name, _ in decoder("t5").named_parameters()]
+    assert [name for name in names if name.endswith("table")] == ["body.blocks.0.attention.bias.table"]
+    assert "body.position.weight" in [name for name, _ in decoder("learned").named_parameters()]
+
+
+def test_embeddings_are_tied_unless_asked_otherwise():
+    tied, own = decoder(), decoder(tied=False)
+    assert tied.unembedding.weight is tied.body.embedding.weight
+    assert sum(p.numel() for p in own.parameters()) - sum(p.numel() for p in tied.parameters()) == VOCABULARY * WIDTH
+
+
+def test_logits_start_with_a_variance_near_one():
+    for layers in (1, 8):
+        model = Decoder(VOCABULARY, 96, layers, HEADS, position=Rope(16), tied=False)
+        nn.init.normal_(model.unembedding.weight, std=96**-0.5)
+        assert 0.5 < float(model(some_tokens(7, 31)).std().detach()) < 2
+
+
+def test_a_context_belongs_to_a_block_that_looks_at_one():
+    x = torch.randn(1, 3, WIDTH)
+    block = Block(MultiHeadAttention(WIDTH, HEADS), MultiHeadAttention(WIDTH, HEADS))
+    with pytest.raises(ProblemError, match="has a cross-attention"):
+        block(x)
+    with pytest.raises(ProblemError, match="has no cross-attention"):
+        Block(MultiHeadAttention(WIDTH, HEADS))(x, x)
+
+
+def test_what_is_no_position_is_not_passed_over():
+    with pytest.raises(ProblemError, match=r"position is Window\(left=3\).*mask="):
+        Decoder(VOCABULARY, WIDTH, 1, HEADS, position=Window(3))
