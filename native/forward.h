@@ -367,27 +367,44 @@ struct Forward {
         return e[0];
     }
 
+    // Weights of dropped pairs made 0, others larger.
     void drop(const Block &block, const Lanes &lanes, const Piece *pieces, int n) {
-        const uint32_t below = dropout_threshold(c.dropout);
-        const T rest = T(1 / (1 - c.dropout));
-        uint32_t row[LANES];
+        alignas(64) uint32_t row[LANES] = {};
         for (int lane = 0; lane < lanes.count; ++lane)
             row[lane] = dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(lane)),
                                     uint32_t(lanes.query_of(lane)));
+        constexpr int step = K::pairs ? 2 : 1;
         for (int i = 0; i < n; ++i)
-            for (int j = pieces[i].low; j < pieces[i].high; ++j) {
-                const uint32_t column = dropout_column(uint32_t(block.first + j));
-                for (int lane = pieces[i].first * W; lane < pieces[i].last * W && lane < lanes.count; ++lane) {
-                    const bool gone = dropout_bits(row[lane], column) < below;
-                    if constexpr (K::pairs) {
-                        bf16 *w = reinterpret_cast<bf16 *>(scores) + (j / 2 * LANES + lane) * 2 + j % 2;
-                        *w = gone ? bf16{0} : narrow<bf16>(widen(*w) * rest);
-                    } else {
-                        T *w = scores + j * LANES + lane;
-                        *w = gone ? T(0) : *w * rest;
-                    }
-                }
+            for (int j = pieces[i].low / step * step; j < pieces[i].high; j += step) {
+                const uint32_t column[2] = {dropout_column(uint32_t(block.first + j)),
+                                            dropout_column(uint32_t(block.first + j + 1))};
+                for (int v = pieces[i].first; v < pieces[i].last; ++v) drop_at(pieces[i], row + v * W, column, j, v);
             }
+    }
+
+    REGARD_INLINE void drop_at(const Piece &p, const uint32_t *row, const uint32_t *column, int j, int v) {
+        if constexpr (K::pairs) {
+            const U both = load(reinterpret_cast<const uint32_t *>(scores) + j / 2 * LANES + v * W);
+            V even = V(both << 16), odd = V(both & 0xffff0000u);
+            if (j >= p.low) even = dropped(even, row, column[0]);
+            if (j + 1 < p.high) odd = dropped(odd, row, column[1]);
+            put_pair(j, v, even, odd);
+        } else {
+            T *at = scores + j * LANES + v * W;
+            store(at, dropped(load(at), row, column[0]));
+        }
+    }
+
+    REGARD_INLINE V dropped(V weight, const uint32_t *row, uint32_t column) const {
+        const uint32_t below = dropout_threshold(c.dropout);
+        const V rest = broadcast(T(1 / (1 - c.dropout)));
+        if constexpr (sizeof(T) == 4) {
+            const I gone = dropout_bits(load(row), broadcast(column)) < below;
+            return gone ? V{} : weight * rest;
+        } else {
+            for (int i = 0; i < W; ++i) weight[i] = dropout_bits(row[i], column) < below ? T(0) : weight[i] * rest[i];
+            return weight;
+        }
     }
 
     void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Tokens<K> &v, int tokens,
