@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from regard import __version__
-from regard.cli import bench, inspect
+from regard.cli import bench, convert, inspect
 from regard.errors import RegardError
 
 
@@ -70,6 +70,7 @@ def _parser(tools: Callable[[], inspect.Tools]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", title="commands")
     inspect.add_to(commands, tools)
     bench.add_to(commands)
+    convert.add_to(commands)
     return parser
 
 

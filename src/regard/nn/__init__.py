@@ -3,19 +3,26 @@
 from regard.nn.held import Held
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.rope_pairs import RopePairs
+from regard.nn.share_heads import share_heads
+from regard.nn.to_latent import Converted, to_latent
 from regard.nn.torch_modules import from_torch, from_torch_masks, to_torch
 from regard.nn.transformer import Block, Caches, Decoder, Encoder, Transformer
 
 __all__ = [
     "Block",
     "Caches",
+    "Converted",
     "Decoder",
     "Encoder",
     "Held",
     "LatentAttention",
     "MultiHeadAttention",
+    "RopePairs",
     "Transformer",
     "from_torch",
     "from_torch_masks",
+    "share_heads",
+    "to_latent",
     "to_torch",
 ]

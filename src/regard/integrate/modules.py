@@ -1,0 +1,213 @@
+"""A layer of a trained model as a module of regard: its weights, its rotation, its mask.
+
+```python
+model, _, _ = load("Qwen/Qwen3-0.6B")
+attention = attention_of(model.model.layers[7].self_attn, model.config)      # MultiHeadAttention, the same outputs
+fewer, latent = share_heads(attention, 1), to_latent(attention, 256)
+```
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal, Window
+from regard.describe.position import Rope
+from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Scaling, Yarn
+from regard.errors import ProblemError
+from regard.nn.latent import LatentAttention
+from regard.nn.multi_head import MultiHeadAttention
+from regard.nn.norm import RMSNorm
+
+SEPARATE = (
+    "arcee", "gemma", "granite", "llama", "mistral", "mixtral", "nemotron", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "starcoder2",
+)  # fmt: skip
+FUSED = ("phi3", "gpt_neox")
+LATENT = ("deepseek_v2", "deepseek_v3")
+WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")
+"""Model types whose layers all have the window of the config; layers of others say whether they have one."""
+SUPPORTED = (*SEPARATE, *FUSED, *LATENT)
+"""Model types whose attention layers can be taken over."""
+
+
+def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAttention:
+    """A module with copies of the weights of an attention layer of transformers, that computes the same.
+
+    Causal, with the layer's window if it has one. It is given the tokens that the layer is given, after the norm.
+
+    Args:
+        layer: such as `model.model.layers[0].self_attn`, or `model.gpt_neox.layers[0].attention`.
+        config: of the model, `model.config`.
+
+    Raises:
+        ProblemError: a model type that is not among `SUPPORTED`, or a rotation that has no word.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> model = LlamaModel(LlamaConfig(
+    ...     vocab_size=7, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4))
+    >>> attention_of(model.layers[0].self_attn, model.config).position
+    Held(Rope(dim=8, base=10000.0))
+    """
+    kind = getattr(config, "model_type", None)
+    if kind not in SUPPORTED:
+        raise ProblemError(f"an attention layer of a {kind} model: expected one of {', '.join(SUPPORTED)}.")
+    made = (_latent if kind in LATENT else _multi_head)(cast(Any, layer), config)
+    return made.train(layer.training)
+
+
+def rope_of(config: Any) -> Rope:
+    """The rotation that `config.rope_parameters` describes.
+
+    Raises:
+        ProblemError: a type that has no word, or a rotation of its own for each type of layers.
+
+    >>> from transformers import LlamaConfig
+    >>> rope_of(LlamaConfig(head_dim=64, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}))
+    Rope(dim=64, base=500.0, scaling=Linear(factor=4.0))
+    """
+    said: dict[str, Any] = dict(config.rope_parameters)
+    if "rope_theta" not in said:
+        raise ProblemError(
+            f"rope_parameters of {config.model_type} hold {list(said)}: expected one rotation for all layers."
+        )
+    latent = config.model_type in LATENT
+    interleaved = latent and bool(getattr(config, "rope_interleave", True))
+    dim = config.qk_rope_head_dim if latent else _head_dim(config)
+    fraction = said.get("partial_rotary_factor") or Rope.fraction
+    return Rope(dim, float(said["rope_theta"]), _scaling(said, config), fraction, interleaved)
+
+
+def _scaling(said: dict[str, Any], config: Any) -> Scaling | None:
+    kind = said.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(said["factor"])
+    if kind == "dynamic":
+        return DynamicNTK(said["factor"], config.max_position_embeddings)
+    if kind == "llama3":
+        original = said["original_max_position_embeddings"]
+        return Llama3(said["factor"], said["low_freq_factor"], said["high_freq_factor"], original)
+    if kind == "yarn":
+        return _yarn(said, config)
+    if kind == "longrope":
+        original = said["original_max_position_embeddings"]
+        return LongRope(
+            tuple(said["short_factor"]), tuple(said["long_factor"]), original,
+            max(1.0, said.get("factor") or config.max_position_embeddings / original), said.get("attention_factor"),
+        )  # fmt: skip
+    raise ProblemError(f"rope_type {kind!r} has no word: expected default, linear, dynamic, yarn, llama3 or longrope.")
+
+
+def _yarn(said: dict[str, Any], config: Any) -> Yarn:
+    original = said["original_max_position_embeddings"]
+    factor = said.get("factor") or config.max_position_embeddings / original
+    given, mscale, all_dim = (said.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is None and not (mscale and all_dim):  # one alone counts for nothing here
+        given, mscale, all_dim = 0.1 * math.log(factor) + 1.0, None, None
+    elif given is not None:
+        mscale = all_dim = None
+    return Yarn(
+        factor, original, said.get("beta_fast") or 32.0, said.get("beta_slow") or 1.0, given, mscale, all_dim,
+        said.get("truncate", True),
+    )  # fmt: skip
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _multi_head(layer: Any, config: Any) -> MultiHeadAttention:
+    q, k, v, o = _projections(layer, config)
+    normed = getattr(layer, "q_norm", None) is not None
+    made = MultiHeadAttention(
+        config.hidden_size, config.num_attention_heads, head_dim=_head_dim(config), qk_norm=normed,
+        kv_heads=k[0].shape[0] // _head_dim(config),
+        qkv_bias=q[1] is not None, out_bias=o[1] is not None, position=rope_of(config), mask=_mask(layer, config),
+        scale=layer.scaling, dropout=config.attention_dropout, device=q[0].device, dtype=q[0].dtype,
+    )  # fmt: skip
+    for projection, (weight, bias) in zip(
+        (made.q_proj, made.k_proj, made.v_proj, made.o_proj), (q, k, v, o), strict=True
+    ):
+        _fill(projection, weight, bias)
+    if normed:
+        _fill_norm(made.q_norm, layer.q_norm)
+        _fill_norm(made.k_norm, layer.k_norm)
+    return made
+
+
+Affine = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+def _projections(layer: Any, config: Any) -> tuple[Affine, Affine, Affine, Affine]:
+    """Weight and bias of queries, keys, values and output, heads contiguous."""
+    if config.model_type in SEPARATE:
+        q, k, v, o = (getattr(layer, f"{letter}_proj") for letter in "qkvo")
+        return (q.weight, q.bias), (k.weight, k.bias), (v.weight, v.bias), (o.weight, o.bias)
+    if config.model_type == "phi3":
+        queries, keys = (
+            count * _head_dim(config) for count in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        q, k, v = layer.qkv_proj.weight.split([queries, keys, keys])
+        return (q, None), (k, None), (v, None), (layer.o_proj.weight, None)
+    fused, dense = layer.query_key_value, layer.dense  # GPT-NeoX: the three of a head lie together
+    heads = config.num_attention_heads
+    weights = [fused.weight.unflatten(0, (heads, 3, -1))[:, i].flatten(0, 1) for i in range(3)]
+    if fused.bias is None:
+        return (weights[0], None), (weights[1], None), (weights[2], None), (dense.weight, dense.bias)
+    biases = [fused.bias.unflatten(0, (heads, 3, -1))[:, i].flatten() for i in range(3)]
+    return (weights[0], biases[0]), (weights[1], biases[1]), (weights[2], biases[2]), (dense.weight, dense.bias)
+
+
+def _mask(layer: Any, config: Any) -> Mask:
+    """Causal, and the window of the layer if it has one."""
+    window = getattr(config if config.model_type in WINDOWED else layer, "sliding_window", None)
+    return Causal() if window is None else Causal() & Window(window)
+
+
+def _latent(layer: Any, config: Any) -> LatentAttention:
+    down, up = layer.kv_a_proj_with_mqa, layer.kv_b_proj.weight
+    sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
+    k_up, v_up = up.unflatten(0, (config.num_attention_heads, -1)).split(
+        [config.qk_nope_head_dim, config.v_head_dim], 1
+    )
+    made = LatentAttention(
+        config.hidden_size, config.num_attention_heads, kv_rank=config.kv_lora_rank, q_rank=config.q_lora_rank,
+        nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim, v_dim=config.v_head_dim,
+        position=rope_of(config), qkv_bias=down.bias is not None, out_bias=layer.o_proj.bias is not None, mask=Causal(),
+        scale=layer.scaling, dropout=config.attention_dropout, device=up.device, dtype=up.dtype,
+    )  # fmt: skip
+    if config.q_lora_rank is None:
+        _fill(made.q_proj, layer.q_proj.weight, None)
+    else:
+        _fill(made.q_down, layer.q_a_proj.weight, layer.q_a_proj.bias)
+        _fill(made.q_up, layer.q_b_proj.weight, None)
+        _fill_norm(made.q_norm, layer.q_a_layernorm)
+    biases = (None, None) if down.bias is None else down.bias.split(sizes)
+    for projection, weight, bias in zip((made.kv_down, made.k_rope), down.weight.split(sizes), biases, strict=True):
+        _fill(projection, weight, bias)
+    _fill_norm(made.kv_norm, layer.kv_a_layernorm)
+    _fill(made.k_up, k_up.flatten(0, 1), None)
+    _fill(made.v_up, v_up.flatten(0, 1), None)
+    _fill(made.o_proj, layer.o_proj.weight, layer.o_proj.bias)
+    return made
+
+
+@torch.no_grad()
+def _fill(projection: nn.Linear | None, weight: Tensor, bias: Tensor | None) -> None:
+    assert projection is not None
+    projection.weight.copy_(weight)
+    if bias is not None:
+        projection.bias.copy_(bias)
+
+
+@torch.no_grad()
+def _fill_norm(norm: RMSNorm | None, given: Any) -> None:
+    assert norm is not None
+    norm.weight.copy_(given.weight)
+    norm.eps = given.variance_epsilon

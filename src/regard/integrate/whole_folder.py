@@ -1,0 +1,97 @@
+"""A folder that is written whole or not at all.
+
+```
+.OUT.4711.part/   filled, flushed to the disk   ->   renamed to OUT/       an error or Ctrl-C before: removed
+```
+"""
+
+import os
+import shutil
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+from regard.errors import ProblemError
+
+
+def check_target(target: Path, source: Path, *, force: bool, proof: str) -> None:
+    """Raise `ProblemError` unless a folder can be made at `target`, or may be replaced there.
+
+    Args:
+        source: what is read meanwhile, which the target must neither be, hold, nor lie in.
+        force: whether a folder that is there may be replaced.
+        proof: a file that such a folder must have, unless it is empty: what else is there is not ours to remove.
+    """
+    if target == source or source in target.parents or target in source.parents:
+        raise ProblemError(f"{target} and {source} lie one in the other: name another place for the result.")
+    if not target.parent.is_dir():
+        raise ProblemError(f"{target} cannot be written: there is no folder {target.parent}.")
+    if not os.access(target.parent, os.W_OK):
+        raise ProblemError(f"{target} cannot be written: permission denied in {target.parent}.")
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise ProblemError(f"{target} is there and is no folder: name another place, or remove it.")
+    if not force:
+        raise ProblemError(f"{target} is there already: name another place, or replace it with --force (force=True).")
+    if any(target.iterdir()) and not (target / proof).is_file():
+        raise ProblemError(f"{target} holds no {proof}, so it is not replaced: name another place, or empty it.")
+
+
+def check_room(place: Path, needed: int) -> None:
+    """Raise `ProblemError` unless so many bytes are free where `place` lies."""
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ProblemError(
+            f"the disk of {place} has {free / 1e9:,.1f} GB free and the result takes {needed / 1e9:,.1f} GB."
+        )
+
+
+@contextmanager
+def whole_folder(target: Path, *, replace: bool) -> Generator[Path]:
+    """An empty folder beside `target` that takes its name at the end; whatever is raised inside, it is removed.
+
+    With `replace`, a folder that has the name is set aside first, and set back if the new one cannot take its place.
+    Without, one that came to be there meanwhile is an `OSError`.
+    """
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed and had our number
+        part.mkdir()
+        yield part
+        _flush(part.rglob("*"))
+        _flush([part])
+        _put(part, target, replace=replace)
+        _flush([target.parent])
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _put(part: Path, target: Path, *, replace: bool) -> None:
+    """Rename `part` to `target`. Two names cannot be exchanged at once everywhere: for an instant there may be none."""
+    if not replace or not target.exists():
+        part.rename(target)
+        return
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    try:
+        target.rename(old)
+        part.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        if target.exists():  # else the old one is all that there is
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(paths: Iterable[Path]) -> None:
+    """Have the disk hold what was written to these files and folders."""
+    for path in paths:
+        if os.name == "nt" and path.is_dir():  # Windows opens no folders
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
