@@ -199,10 +199,10 @@ struct Decode {
         for (int i = 0; i < W; ++i) found = most[i] > found ? most[i] : found;
         T now = into.top[r];
         if ((found - now) * factor > T(8)) rescale(r, found, now, into);
-        const V by = broadcast(now == NEVER ? T(0) : -(now * factor));
+        const V shift = broadcast(now == NEVER ? T(0) : now);
         T total = into.total[r];
         for (int i = 0; i < n; ++i)
-            for (int j = pieces[i].low; j < pieces[i].high; j += 16) total += sixteen(lanes, block.first, r, j, by);
+            for (int j = pieces[i].low; j < pieces[i].high; j += 16) total += sixteen(lanes, block.first, r, j, shift);
         into.total[r] = total;
     }
 
@@ -241,7 +241,7 @@ struct Decode {
     }
 
     // Weights of 16 keys, and their sum as a tree of neighbours.
-    REGARD_INLINE T sixteen(const Lanes &lanes, int64_t first, int r, int j, V by) {
+    REGARD_INLINE T sixteen(const Lanes &lanes, int64_t first, int r, int j, V shift) {
         T *s = scores + r * BLOCK + j;
         const bool drops = c.dropout > 0;
         alignas(64) T sum[16];
@@ -249,7 +249,7 @@ struct Decode {
             V x = load(s + g);
             const int left = int(c.keys - first) - j - g;  // keys that there are
             if (left < W) x = select(left > 0 ? (uint64_t(1) << left) - 1 : 0, x, broadcast(NEVER));
-            x = exp2<P::precision>(fma(x, broadcast(factor), by));
+            x = exp2<P::precision>((x - shift) * factor);
             store(sum + g, x);
             if constexpr (K::pairs) store_narrow(reinterpret_cast<bf16 *>(weights) + r * BLOCK + j + g, x);
             else store(s + g, x);

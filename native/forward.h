@@ -299,13 +299,14 @@ struct Forward {
         }
     }
 
-    // The maximum moved where it must be; shift: what is added to factor * score.
+    // The maximum moved where it must be; shift: what is taken from scores. (Not fma(score, factor, -shift * factor):
+    // that rounds the second product, by more than the exponent of any weight where scores are large.)
     void raise(const T *top, T *shift, int vectors) {
         for (int v = 0; v < vectors; ++v) {
             const V found = load(top + v * W), old = load(span.top + v * W);
             const IntVec<T> higher = (found - old) * factor > T(8);
             const V now = any<T>(higher) ? (higher ? found : old) : old;
-            store(shift + v * W, now == T(NEVER) ? V{} : -(now * factor));
+            store(shift + v * W, now == T(NEVER) ? V{} : now);
             if (any<T>(higher)) rescale(v, higher, now);
         }
     }
@@ -330,8 +331,8 @@ struct Forward {
             store(span.total + v * W, load(span.total + v * W) + sixteen_at_most(j, p.high, v, load(shift + v * W)));
     }
 
-    REGARD_INLINE V weight(int j, int v, V by) const {
-        return exp2<P::precision>(fma(load(scores + j * LANES + v * W), broadcast(factor), by));
+    REGARD_INLINE V weight(int j, int v, V shift) const {
+        return exp2<P::precision>((load(scores + j * LANES + v * W) - shift) * factor);
     }
 
     REGARD_INLINE void put_pair(int j, int v, V even, V odd) {
@@ -344,22 +345,22 @@ struct Forward {
     }
 
     template <int low, int high>
-    REGARD_INLINE V sixteen(int j, int v, V by) {
+    REGARD_INLINE V sixteen(int j, int v, V shift) {
         if constexpr (high - low == 2) {
-            const V even = weight(j + low, v, by), odd = weight(j + low + 1, v, by);
+            const V even = weight(j + low, v, shift), odd = weight(j + low + 1, v, shift);
             put_pair(j + low, v, even, odd);
             return even + odd;
         } else {
             constexpr int middle = (low + high) / 2;
-            const V first = sixteen<low, middle>(j, v, by);
-            return first + sixteen<middle, high>(j, v, by);
+            const V first = sixteen<low, middle>(j, v, shift);
+            return first + sixteen<middle, high>(j, v, shift);
         }
     }
 
     // The end of the keys: what is missing weighs 0.
-    V sixteen_at_most(int j, int high, int v, V by) {
+    V sixteen_at_most(int j, int high, int v, V shift) {
         V e[16];
-        for (int i = 0; i < 16; ++i) e[i] = j + i < high ? weight(j + i, v, by) : V{};
+        for (int i = 0; i < 16; ++i) e[i] = j + i < high ? weight(j + i, v, shift) : V{};
         for (int i = 0; i < 16; i += 2)
             if (j + i < high) put_pair(j + i, v, e[i], e[i + 1]);
         for (int n = 16; n > 1; n /= 2)

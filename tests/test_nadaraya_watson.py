@@ -79,6 +79,14 @@ def test_a_mask_and_leading_axes_are_carried():
     assert torch.equal(out[:, :, 0], v[:, 0].expand(2, 3, 2))
 
 
+@pytest.mark.parametrize("sizes", [(0, 7), (5, 0)])
+def test_nothing_is_estimated_from_or_at_nothing(sizes: tuple[int, int]):
+    queries, keys = sizes
+    out = nadaraya_watson(torch.ones(2, queries, 3), torch.ones(keys, 3), torch.ones(keys, 4), kernel=Gaussian(1.0))
+    assert out.shape == (2, queries, 4)
+    assert not out.any()
+
+
 def test_any_score_is_the_logarithm_of_a_kernel():
     q, k, v = torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 2)
     cosine = torch.nn.functional.normalize(q) @ torch.nn.functional.normalize(k).T
@@ -91,6 +99,10 @@ def test_any_score_is_the_logarithm_of_a_kernel():
         (((5, 4), (7, 4), (6, 2)), "keys are 7 points and values 6"),
         (((5, 4), (7, 3), (7, 2)), "q has 4 dimensions and k 3"),
         (((2, 5, 4), (3, 7, 4), (3, 7, 2)), r"leading axes \[2\], \[3\], \[3\]"),
+        (
+            ((3,), (7, 3), (7, 2)),
+            r"queries are \[3\] and keys \[7, 3\]: a tensor of one axis is read as points on a line",
+        ),
         ((torch.Size(), (7, 4), (7, 2)), r"queries is a tensor \[\]"),
     ],
 )

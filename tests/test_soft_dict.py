@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Additive, Cosine, Gaussian, ProblemError, Score, SoftDict, attend
+from regard import Additive, Bilinear, Cosine, Epanechnikov, Gaussian, ProblemError, Score, SoftDict, attend
 
 SCORES: list[Score | None] = [
     None,
@@ -60,6 +60,33 @@ def test_keys_that_are_equally_good_share_at_temperature_0():
     assert found.weights(torch.tensor([1.0, 0.0])).tolist() == [0.5, 0.5, 0.0]
 
 
+def test_half_precision_does_not_make_ties_at_temperature_0():
+    keys = torch.tensor([[1.0, 0.01], [1.0, 0.005]], dtype=torch.bfloat16)
+    found = SoftDict(keys, torch.tensor([[1.0], [2.0]], dtype=torch.bfloat16), temperature=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert found.look_up(torch.tensor([1.0, 0.1], dtype=torch.bfloat16)).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-20, 1.0])
+def test_nan_is_not_hidden(temperature: float):
+    found = SoftDict(torch.eye(3), torch.eye(3), temperature)
+    assert bool(found.look_up(torch.tensor([1.0, torch.nan, 0.0])).isnan().all())
+    assert bool(found.weights(torch.tensor([1.0, torch.nan, 0.0])).isnan().all())
+
+
+def test_very_low_temperatures_choose_the_best_key():
+    found = SoftDict(torch.eye(2) * 10, torch.tensor([[1.0], [2.0]]), temperature=1e-20)
+    assert found.look_up(torch.tensor([10.0, 9.9])).item() == 1
+    assert found.weights(torch.tensor([10.0, 9.9])).tolist() == [1.0, 0.0]
+
+
+def test_a_query_beyond_a_support_finds_nothing():
+    for temperature in (None, 0, 0.5):
+        found = SoftDict(torch.zeros(3, 1), torch.ones(3, 1), temperature, Epanechnikov(1.0))
+        assert found.look_up(torch.tensor([5.0])).item() == 0
+        assert not found.weights(torch.tensor([5.0])).any()
+
+
 def test_every_entry_is_found_under_its_own_key():
     found = SoftDict(torch.randn(501, 16), torch.randn(501, 3), temperature=0, score=Gaussian(1.0))
     assert torch.equal(found.look_up(found.keys), found.values)
@@ -77,11 +104,19 @@ def test_gradients_flow_through_a_soft_look_up():
     [
         (lambda: SoftDict(torch.eye(3), torch.eye(2)), "3 keys and 2 values"),
         (lambda: SoftDict(torch.zeros(0, 3), torch.zeros(0, 2)), "at least one"),
-        (lambda: SoftDict(torch.zeros(3), torch.eye(3)), r"keys\) is \[3\]: expected a tensor \[keys, numbers\]"),
-        (lambda: SoftDict(torch.eye(3), [1, 2, 3]), r"values\) is list"),
-        (lambda: SoftDict(torch.eye(3), torch.eye(3), temperature=-1), "at least 0"),
+        (lambda: SoftDict(torch.zeros(3), torch.eye(3)), r"keys\) is torch.float32 \[3\]: expected a tensor of floats"),
+        (lambda: SoftDict(torch.eye(3), [1, 2, 3]), r"values\) is list: expected a tensor of floats"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3), temperature=-1), "temperature=-1.: expected a number from"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3), temperature=math.nan), "nan"),
-        (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up(torch.zeros(1, 1, 3)), r"queries are \[1, 1, 3\]"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up(torch.zeros(1, 1, 3)), r"queries is .* \[1, 1, 3\]"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3), 1e-310), "expected a number from 1e-30 up, 0 for the best"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3).double()), "must be alike"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3), score="dot"), "expected a score such as"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up([1.0, 0.0]), "queries is list"),
+        (
+            lambda: SoftDict(torch.eye(2), torch.eye(2), 0, Bilinear(torch.ones(3, 2, 2))).look_up(torch.ones(2)),
+            "for 3",
+        ),
         (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up(torch.zeros(4)), "q has 4 dimensions and k 3"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3), 0).look_up(torch.zeros(5)), "q has 5 dimensions and k 3"),
     ],

@@ -7,6 +7,8 @@ dot-product attention (Tsai et al. 2019, arXiv:1908.11775, §3), and with any ot
 logarithm of the kernel as its score, computed by the same engines.
 """
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -34,7 +36,8 @@ def nadaraya_watson(
         values: [..., keys, v_dim] or [keys].
         kernel: `Gaussian(h)`, `Laplacian(h)` or `Epanechnikov(h)`, of bandwidth h; None or `Dot()` for the exponential
             of the scaled dot product, which makes it attention; or any other score, whose exponential is the kernel.
-        mask: which query may see which key.
+            For a bandwidth that is learned, or one per dimension, divide queries and keys by it.
+        mask: which query may see which key; all leading axes are one batch axis to it.
         backend: an engine by name.
 
     Returns:
@@ -52,10 +55,17 @@ def nadaraya_watson(
     """
     line = values.ndim == 1
     q, k, v = (_points(name, t) for name, t in (("queries", queries), ("keys", keys), ("values", values)))
+    if kernel is not None and not isinstance(kernel, Score):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"kernel is {kernel!r}: expected a kernel such as Gaussian(1.0), or None.")
+    if q.shape[-1] != k.shape[-1] and 1 in (queries.ndim, keys.ndim):
+        raise ProblemError(
+            f"queries are {list(queries.shape)} and keys {list(keys.shape)}: a tensor of one axis is read as points on "
+            "a line; one point in space is points[None]."
+        )
     if k.shape[-2] != v.shape[-2]:
         raise ProblemError(f"keys are {k.shape[-2]} points and values {v.shape[-2]}: a value belongs to each key.")
     lead = _lead(q, k, v)
-    q, k, v = (t.expand(*lead, *t.shape[-2:]).reshape(-1, 1, *t.shape[-2:]) for t in (q, k, v))
+    q, k, v = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), 1, *t.shape[-2:]) for t in (q, k, v))
     out = attend(q, k, v, score=kernel, mask=mask, backend=backend)[:, 0]
     out = out.reshape(*lead, *out.shape[-2:])
     return out[..., 0] if line else out

@@ -127,9 +127,7 @@ def _run(
         if seed is not None:
             torch.manual_seed(int(seed))
         if before is not None and isinstance(plan.ready, Resumable):
-            for change in plan.changes:
-                operands = change(operands)
-            return plan.ready.resume(operands, before)
+            return plan.ready.resume(plan.changed(operands), before)
         return execute(plan, operands, backend)[1]
 
 

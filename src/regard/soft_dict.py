@@ -15,6 +15,9 @@ from regard.attend import attend
 from regard.describe.score import Dot, Score
 from regard.errors import ProblemError
 
+COLDEST = 1e-30
+"""The lowest temperature above 0: at a lower one the quotient leaves the range of float32."""
+
 SCORES = 1 << 22
 """Scores computed at once in a hard look-up: 16 MiB in float32."""
 
@@ -24,8 +27,8 @@ class SoftDict:
     """Keys, values, and how sharply a query chooses among them.
 
     Attributes:
-        keys: [keys, dim].
-        values: [keys, v_dim].
+        keys: floats [keys, dim].
+        values: [keys, v_dim], of the type of the keys.
         temperature: what scores are divided by, in units of the score: high blends, low chooses, 0 takes the best key
             (the mean of those that are equally good: the limit of low temperatures). None for the score's own:
             sqrt(dim) for the dot product, as in attention, else 1.
@@ -47,62 +50,91 @@ class SoftDict:
 
     def __post_init__(self) -> None:
         for name, t in (("keys", self.keys), ("values", self.values)):
-            if not isinstance(t, Tensor) or t.ndim != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-                what = list(t.shape) if isinstance(t, Tensor) else type(t).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ProblemError(f"SoftDict({name}) is {what}: expected a tensor [keys, numbers].")
+            _check_tensor(f"SoftDict({name})", t, self.keys, "[keys, numbers]", (2,))
         if len(self.keys) != len(self.values) or not len(self.keys):
             raise ProblemError(
                 f"SoftDict has {len(self.keys)} keys and {len(self.values)} values: expected a value for each key, and "
                 "at least one."
             )
-        t = self.temperature
-        if t is not None and (isinstance(t, bool) or not isinstance(t, int | float) or not 0 <= t < float("inf")):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"SoftDict(temperature={t!r}): expected a number, at least 0, or None.")
+        if not isinstance(self.score, Score | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"SoftDict(score={self.score!r}): expected a score such as Cosine(), or None.")
+        _check_temperature(self.temperature)
 
     def look_up(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries v_dim"]:
         """The blend of values for each query, [v_dim] for one query [dim], or [queries, v_dim].
 
         Differentiable in queries, keys, values and the score's tensors; at temperature 0 in the values alone.
         """
-        return self._blend(queries, self.values)
+        _check_tensor("queries", queries, self.keys, "[dim] or [queries, dim]", (1, 2))
+        rows = queries.reshape(-1, queries.shape[-1])
+        if self.temperature == 0:
+            block = max(1, SCORES // self.keys.numel())
+            out = torch.cat(
+                [_best(self._scores(part)).to(self.values.dtype) @ self.values for part in rows.split(block)]
+            )
+        else:
+            k, v = self.keys[None, None], self.values[None, None]
+            scale = None if self.temperature is None else 1 / self.temperature
+            out = attend(rows[None, None], k, v, score=self.score, scale=scale)[0, 0]
+        return out[0] if queries.ndim == 1 else out
 
     def weights(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries keys"]:
-        """The share of each key, [keys] for one query or [queries, keys]; they sum to 1.
+        """The share of each key, [keys] for one query or [queries, keys].
+
+        They sum to 1, or are all 0 for a query that a kernel's support holds no key for.
 
         >>> import torch
         >>> SoftDict(torch.eye(2), torch.eye(2), temperature=1.0).weights(torch.tensor([1.0, 0.0]))
         tensor([0.7311, 0.2689])
         """
-        return self._blend(queries, torch.eye(len(self.keys), dtype=self.keys.dtype, device=self.keys.device))
-
-    def _blend(self, queries: Tensor, values: Tensor) -> Tensor:
-        if queries.ndim not in (1, 2):
-            raise ProblemError(f"queries are {list(queries.shape)}: expected [dim] or [queries, dim].")
-        q = queries.reshape(1, 1, -1, queries.shape[-1])
-        k, v = self.keys[None, None], values[None, None]
+        _check_tensor("queries", queries, self.keys, "[dim] or [queries, dim]", (1, 2))
+        scores = self._scores(queries.reshape(-1, queries.shape[-1]))
         if self.temperature == 0:
-            out = _best(self.score or Dot(), q, k, v)
+            shares = _best(scores)
         else:
-            scale = None if self.temperature is None else 1 / self.temperature
-            out = attend(q, k, v, score=self.score, scale=scale)
-        return out[0, 0, 0] if queries.ndim == 1 else out[0, 0]
+            own = (self.score or Dot()).default_scale(queries.shape[-1])
+            top = scores.detach().amax(dim=1, keepdim=True)
+            apart = scores - torch.where(top == -torch.inf, 0.0, top)
+            scaled = apart * own if self.temperature is None else apart / self.temperature
+            shares = torch.where(top == -torch.inf, 0.0, torch.softmax(scaled, dim=1))
+        shares = shares.to(self.keys.dtype)
+        return shares[0] if queries.ndim == 1 else shares
+
+    def _scores(self, queries: Tensor) -> Tensor:
+        """[queries, keys], in float32 or float64."""
+        score = (self.score or Dot()).at(1, 1)
+        score.dim(queries.shape[1], self.keys.shape[1])
+        wide = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
+        with torch.autocast(self.keys.device.type, enabled=False):
+            q, k, left = score.prepare(queries.to(wide)[None, None], self.keys.to(wide)[None, None])
+            if left is None or isinstance(left, Dot):
+                return (q @ k.mT)[0, 0]
+            return left.compare(q[:, :, None], k[:, :, None])[0, 0, 0]
 
 
-def _best(score: Score, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The mean of the values whose keys score highest, [1, 1, queries, v_dim]."""
-    score.dim(q.shape[3], k.shape[3])
-    with torch.no_grad():
-        q, k, left = score.prepare(q, k)
-    block = max(1, SCORES // (k.shape[2] * k.shape[3]))
-    return torch.cat([_mean_of_best(left, part, k, v) for part in q.split(block, dim=2)], dim=2)
+def _best(scores: Tensor) -> Tensor:
+    """The share of each key if the best ones share all; NaN where a score is."""
+    scores = scores.detach()
+    top = scores.amax(dim=1, keepdim=True)
+    best = ((scores == top) & (top > -torch.inf)).to(scores.dtype)
+    return torch.where(top.isnan(), top, best / best.sum(dim=1, keepdim=True).clamp(min=1))
 
 
-def _mean_of_best(score: Score | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.no_grad():
-        scores = (
-            q @ k.mT if score is None or isinstance(score, Dot) else score.compare(q[:, :, None], k[:, :, None])[:, 0]
+def _check_tensor(name: str, t: object, keys: object, expected: str, axes: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor) or t.ndim not in axes or not t.is_floating_point():
+        what = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+        raise ProblemError(f"{name} is {what}: expected a tensor of floats {expected}.")
+    if isinstance(keys, Tensor) and (t.dtype != keys.dtype or t.device != keys.device):
+        raise ProblemError(
+            f"{name} is {t.dtype} on {t.device}, and the keys {keys.dtype} on {keys.device}: they must be alike; "
+            "convert with .to(keys)."
         )
-        top = scores.amax(dim=3, keepdim=True)
-        share = ((scores == top) & (top > -torch.inf)).to(v.dtype)
-        share = share / share.sum(dim=3, keepdim=True).clamp(min=1)
-    return share @ v
+
+
+def _check_temperature(t: object) -> None:
+    if t is None:
+        return
+    if isinstance(t, bool) or not isinstance(t, int | float) or not (t == 0 or COLDEST <= t < float("inf")):
+        raise ProblemError(
+            f"SoftDict(temperature={t!r}): expected a number from {COLDEST} up, 0 for the best key alone, or None."
+        )

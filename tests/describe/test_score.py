@@ -334,20 +334,21 @@ def test_additive_attention_needs_no_memory_for_all_pairs():
     assert prepared is not None
     with Largest() as largest:
         execute(*prepared, None)[1].out.sum().backward()
-    assert largest.size <= 4 * reference.SCORES * 4
+    assert largest.size <= 16 << 20
 
 
-def test_slabs_of_hidden_numbers_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch):
+def test_heads_taken_one_by_one_are_heads_taken_at_once(monkeypatch: pytest.MonkeyPatch):
     q, k, v = small()
-    score = scores()["additive per head"]
-    leaves = (q, k, v, *(t.requires_grad_() for t in score.tensors()))
-    whole = attend(q, k, v, score=score, mask=Causal())
-    expected = torch.autograd.grad(whole.sum(), leaves)
-    monkeypatch.setattr(reference, "SCORES", 2000)
-    parts = attend(q, k, v, score=score, mask=Causal())
-    assert torch.allclose(parts, whole, atol=1e-14)
-    for a, b in zip(torch.autograd.grad(parts.sum(), leaves), expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-13)
+    for name, score in scores().items():
+        leaves = (q, k, v, *(t.requires_grad_() for t in score.tensors()))
+        whole = attend(q, k, v, score=score, mask=Causal(), backend="reference")
+        expected = torch.autograd.grad(whole.sum(), leaves)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "SLAB", 100)
+            parts = attend(q, k, v, score=score, mask=Causal(), backend="reference")
+            found = torch.autograd.grad(parts.sum(), leaves)
+        assert torch.allclose(parts, whole, atol=1e-14), name
+        assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(found, expected, strict=True)), name
 
 
 def test_explain_says_what_is_done_to_a_score_and_what_it_costs():
@@ -355,9 +356,12 @@ def test_explain_says_what_is_done_to_a_score_and_what_it_costs():
     plan = explain(q, k, v, score=scores(q_dim=3, k_dim=7)["bilinear"])
     assert "prepare_score: Bilinear(w) is the dot product of w^T q and k" in str(plan)
     assert plan.flops == 2 * plan.schedule.pairs * (7 + 3)
+    assert str(plan).startswith(
+        "q [2, 6, 11, 3] · kv [2, 2, 13, 7|3] float64 on cpu, mask None, bias None, score Bilinear"
+    )
     plan = explain(q, k, v, score=scores(q_dim=3, k_dim=7)["additive"])
     assert plan.backend == "reference"
-    assert "passed over native: the score TanhSum(v=float64[7]) is not known to it" in str(plan)
+    assert "passed over native: the score v . tanh(q + k), v float64[7] is not known to it" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -430,3 +434,71 @@ def test_a_mask_per_head_meets_a_score_per_head():
     q, k, v = small()
     case = Case(q, k, v, {"score": scores()["additive per head"], "mask": Dense(normal(6, 11, 13) > 0)})
     assert torch.allclose(attend(q, k, v, **case.words), dense(case)[0], rtol=0, atol=1e-13)
+
+
+# ---- what is easily got wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", scores())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_it_does_not_matter_how_tensors_lie_in_memory(name: str, dtype: torch.dtype):
+    q, k, v = (t.detach().to(dtype) for t in small())
+    apart = [t.mT.contiguous().mT for t in (q, k, v)]
+    assert torch.allclose(attend(*apart, score=scores()[name]), attend(q, k, v, score=scores()[name]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", scores())
+def test_autocast_leaves_a_score_in_the_type_of_its_operands(name: str):
+    q, k, v = (t.detach().bfloat16() for t in small())
+    plain = attend(q, k, v, score=scores()[name])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend(q, k, v, score=scores()[name]), plain)
+
+
+@pytest.mark.parametrize("name", scores())
+def test_reference64_computes_all_of_a_score_in_float64(name: str):
+    q, k, v = (t.detach().bfloat16() for t in small())
+    truth = dense(Case(q, k, v, {"score": scores()[name]}))[0]
+    found = attend(q, k, v, score=scores()[name], backend="reference64")
+    assert found.dtype == torch.bfloat16
+    assert worst(found, truth) <= torch.finfo(torch.bfloat16).eps / 2 * float(truth.abs().max())
+
+
+@pytest.mark.parametrize("kernel", [Gaussian, Epanechnikov, Laplacian])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_kernels_see_differences_however_far_from_0_points_are(kernel: type[Gaussian], dtype: torch.dtype):
+    """Seconds since 1970; in float32, what it can still tell apart."""
+    start = 1.7e9 if dtype == torch.float64 else 2.0**20
+    x = torch.arange(50, dtype=dtype).reshape(1, 1, 50, 1)
+    near = attend(x, x, x.sin(), score=kernel(2.0))
+    assert torch.allclose(attend(x + start, x + start, x.sin(), score=kernel(2.0)), near, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [Gaussian, Epanechnikov, Laplacian])
+@pytest.mark.parametrize("bandwidth", [1e-100, 1e-46, 1e-23, 1e200])
+def test_a_bandwidth_may_be_far_from_the_points_scale(kernel: type[Gaussian], bandwidth: float):
+    x = torch.tensor([0.0, 1.0, 2.0]).reshape(1, 1, 3, 1)
+    out = attend(x, x, x, score=kernel(bandwidth)).flatten().tolist()
+    assert out == ([1.0, 1.0, 1.0] if bandwidth > 1 else [0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("size", [3e38, 1e-44])
+def test_a_cosine_is_right_to_the_ends_of_float32(size: float):
+    q, k = torch.tensor([[[[size, size]]]]), torch.tensor([[[[1.0, 1.0], [1.0, -1.0]]]])
+    found = attend(q, k, torch.eye(2)[None, None], score=Cosine())
+    assert found[0, 0, 0, 0].item() == pytest.approx(1 / (1 + math.exp(-1)), rel=1e-6)
+
+
+@pytest.mark.parametrize("words", [{"softcap": 5.0}, {"scale": 0.0}, {"scale": -1.0}])
+def test_a_support_stays_whatever_scale_and_softcap_make_of_scores(words: dict[str, float]):
+    q, k = torch.tensor([[[[0.0], [9.0]]]]), torch.tensor([[[[0.0], [1.0], [5.0]]]])
+    out = attend(q, k, torch.eye(3)[None, None], score=Epanechnikov(2.0), **words)
+    assert not out[0, 0, 1].any()
+    assert out[0, 0, 0, 2] == 0
+    assert out[0, 0, 0].sum().item() == pytest.approx(1)
+
+
+def test_large_projections_of_half_precision_saturate_and_do_not_overflow():
+    q = torch.full((1, 1, 3, 4), 300.0, dtype=torch.float16)
+    score = Additive(torch.full((2, 4), 100.0), torch.full((2, 4), 100.0), torch.ones(2))
+    assert torch.allclose(attend(q, q, q, score=score), q)

@@ -48,7 +48,7 @@ def test_the_plan_says_who_was_passed_over_and_why():
 def test_a_plan_is_printed_with_problem_engine_reasons_tiles_and_costs():
     q, kv = meta(1, 32, 4096, 128), meta(1, 8, 4096, 128)
     assert str(explain(q, kv, kv, mask=Causal() & Window(5000))).split("\n") == [
-        "q [1, 32, 4096, 128] · kv [1, 8, 4096, 128|128] float32 on cpu, mask Causal(), bias None",
+        "q [1, 32, 4096, 128] · kv [1, 8, 4096, 128|128] float32 on cpu, mask Causal() & Window(left=5000), bias None",
         "  simplify_mask: Causal() & Window(left=5000) is Causal() here",
         "runs on native",
         f"  passed over flex: {ASIDE['cpu', 'flex']}",

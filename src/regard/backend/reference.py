@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Ready
-from regard.describe.score import Score, score_named
-from regard.plan.lower import Lowering
+from regard.describe.score import Score
+from regard.plan.lower import Lowering, prepare_score
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -33,22 +33,21 @@ from regard.state import State
 SCORES = 1 << 22
 """Scores computed at once: 16 MiB in float32, near the share of a cache; more is no faster, less makes more calls."""
 
+SLAB = 1 << 20
+"""Numbers computed at once where a pair has many, of a score that is no dot product. They are passed over several
+times, so they should stay in a cache: four times as many are half as fast."""
+
 REMEMBERED = 1 << 22
 """Scores that autograd may keep before tiles are recomputed in the backward pass instead."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The engine that runs everything.
-
-    Attributes:
-        compute: the type it computes in; None: float64 for float64, else float32.
-    """
+    """The engine that runs everything: in float64 for operands of float64, else in float32."""
 
     name: str = "reference"
-    compute: torch.dtype | None = None
     tile: int = 128
-    lowerings: tuple[Lowering, ...] = ()
+    lowerings: tuple[Lowering, ...] = (prepare_score,)
     hides_by_zero: bool = False
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -60,7 +59,7 @@ class Reference:
     def _run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
         if not problem.batch * problem.heads * problem.queries:
             return _nothing(problem, operands)
-        compute = self.compute or (torch.float64 if problem.dtype == torch.float64 else torch.float32)
+        compute = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
         guarded = len(schedule.patch_tile) > 0 and (
             problem.transformed or not all(map(is_finite, (operands.q, operands.k, operands.v)))
         )
@@ -135,12 +134,16 @@ def _tile(block: _Block, t: int) -> State:
     """The state of query tile t: its listed keys in chunks, merged."""
     start = t * block.schedule.tile
     q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype).contiguous()
-    budget = max(block.schedule.tile, SCORES // (q.shape[:3].numel() * _per_pair(block.problem) or 1))
+    budget = max(block.schedule.tile, _budget(block.problem) // (q.shape[:3].numel() or 1))
     chunks = [_chunk(block, q, start, pieces) for pieces in _chunks(block.schedule, block.row + t, budget)]
     if not chunks:
         rows = q.shape[:3]
         return State(q.new_zeros((*rows, block.v.shape[3])), q.new_full(rows, -torch.inf))
     return reduce(or_, chunks)
+
+
+def _budget(problem: Problem) -> int:
+    return SCORES if problem.score is None else SLAB // _per_pair(problem)
 
 
 def _chunks(schedule: Schedule, row: int, budget: int) -> Iterator[list[_Piece]]:
@@ -164,11 +167,15 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     """The state of one tile of queries, whose first is query `first` of the call, over some pieces of keys."""
     k, v = _taken(block.k, pieces), _taken(block.v, pieces)
     keep = _kept(block.schedule, pieces, q.shape[2], q.device)
-    scores = block.problem.scale * _compared(block, q, k, block.guarded and keep is not None)
+    compared = _compared(block, q, k, block.guarded and keep is not None)
+    beyond = None if block.score is None or not block.score.has_support else compared == -torch.inf
+    scores = block.problem.scale * (compared if beyond is None else torch.where(beyond, 0.0, compared))
     if block.problem.softcap is not None:
         scores = block.problem.softcap * torch.tanh(scores / block.problem.softcap)
     if block.operands.bias is not None:
         scores = scores + _bias(block, first, q, pieces)
+    if beyond is not None:
+        scores = torch.where(beyond, -torch.inf, scores)
     if keep is not None:
         scores = torch.where(keep, scores, -torch.inf)
     top = scores.amax(dim=3, keepdim=True).detach()
@@ -191,7 +198,7 @@ def _compared(block: _Block, q: Tensor, k: Tensor, guarded: bool) -> Tensor:
     0 * NaN, those that it is masked from; the row that does see it is NaN, and so are its gradients.
     """
     if not guarded:
-        return _products(q, k) if block.score is None else _in_slabs(block, block.score, q, k)
+        return _products(q, k) if block.score is None else _by_head(block, block.score, q, k)
     fine_q, fine_k = (torch.isfinite(t).all(dim=3, keepdim=True) for t in (q, k))
     clean = _compared(block, torch.where(fine_q, q, 0.0), torch.where(fine_k, k, 0.0), guarded=False)
     fine = _products(fine_q.to(q.dtype), fine_k.to(k.dtype))
@@ -202,26 +209,26 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return _ungrouped(_grouped(q, k) @ k.mT, q)
 
 
-def _in_slabs(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
-    """A score that is no dot product, so many of its summands at once that a slab of all pairs has `SCORES` numbers."""
-    wide_q, wide_k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]
-    slab = max(1, SCORES // (q.shape[:3].numel() * k.shape[2] or 1))
-    if not score.is_sum or slab >= q.shape[3]:
-        return score.compare(wide_q, wide_k).flatten(1, 2)
-
-    def part(low: int, x: Tensor, y: Tensor) -> Tensor:
-        return score.over(low, low + slab).compare(x[..., low : low + slab], y[..., low : low + slab]).flatten(1, 2)
-
+def _by_head(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
+    """A score that is no dot product: all heads at once if all it needs is a slab, else head by head."""
+    if q.shape[:3].numel() * k.shape[2] * _per_pair(block.problem) <= SLAB:
+        return score.compare(q.unflatten(1, (k.shape[1], -1)), k[:, :, None]).flatten(1, 2)
     again = block.problem.grad and not block.problem.transformed
-    compute = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False) if again else part
-    return reduce(add, (compute(low, wide_q, wide_k) for low in range(0, q.shape[3], slab)))
+    compute = partial(checkpoint, _of_head, use_reentrant=False, preserve_rng_state=False) if again else _of_head
+    group = q.shape[1] // k.shape[1]
+    rows = [
+        [compute(score.of_head(h), q[b, h], k[b, h // group]) for h in range(q.shape[1])] for b in range(q.shape[0])
+    ]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def _of_head(score: Score, q: Tensor, k: Tensor) -> Tensor:
+    return score.compare(q[None, None, None], k[None, None, None])[0, 0, 0]
 
 
 def _per_pair(problem: Problem) -> int:
-    """The numbers of a pair that stand in memory at once, at best: one for a dot product."""
-    if problem.score is None:
-        return 1
-    return max(problem.score_dim, 1) if score_named(problem.score.name).is_sum else 4  # float64, twice
+    """The numbers of a pair that stand in memory at once."""
+    return 1 if problem.score is None else max(problem.score_dim, 1)
 
 
 def _mixed(weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
@@ -293,7 +300,8 @@ def _nothing(problem: Problem, operands: Operands) -> State:
     tied += [] if operands.score is None else operands.score.tensors()
     zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
     lse = torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device)
-    return State(operands.q.new_zeros((*sizes, problem.v_dim)) + zero, lse + zero)
+    out = torch.zeros((*sizes, problem.v_dim), dtype=problem.dtype, device=operands.q.device)
+    return State(out + zero, lse + zero)
 
 
 def _lse_dtype(problem: Problem) -> torch.dtype:

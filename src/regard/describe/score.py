@@ -21,7 +21,7 @@ The last three are logarithms of kernels, so that attention with them is Nadaray
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,14 +30,21 @@ from regard.describe.word import Outline, Word, word
 from regard.errors import ProblemError
 
 
+class Prepared(NamedTuple):
+    """What is done to a score once per token: what is left to compare (None: the dot product), and in words."""
+
+    left: Outline | None
+    did: str
+
+
 class Score(Word):
     """How a query and a key are compared; abstract.
 
     Attributes:
-        is_sum: whether `compare` adds up a number per dimension, so that it can be taken some dimensions at a time.
+        has_support: whether `compare` gives -inf where a pair does not count, whatever scale and softcap make of it.
     """
 
-    is_sum: ClassVar[bool] = False
+    has_support: ClassVar[bool] = False
 
     def dim(self, qk_dim: int, k_dim: int) -> int:
         """The numbers that a pair's score is summed from, for queries of qk_dim numbers and keys of k_dim.
@@ -61,12 +68,8 @@ class Score(Word):
         return 1.0
 
     @classmethod
-    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
-        """What remains to compare after `prepare`, None for the dot product, and what was done; None if nothing is.
-
-        Args:
-            parts: those of the outline.
-        """
+    def prepared(cls, outline: Outline) -> "Prepared | None":
+        """What `prepare` does to a score of this outline; None if nothing."""
         return None
 
     def prepare(self, q: Tensor, k: Tensor) -> "tuple[Tensor, Tensor, Score | None]":
@@ -81,18 +84,9 @@ class Score(Word):
         """
         raise NotImplementedError(f"{type(self).__name__}.compare")
 
-    def over(self, low: int, high: int) -> "Score":
-        """The score over the dimensions low to high, for one that is a sum."""
-        return self
-
     def of_head(self, head: int) -> "Score":
         """The score of one query head, for a call of that head alone."""
         return self
-
-
-def score_named(name: str) -> type[Score]:
-    """The score of that name."""
-    return cast("type[Score]", Word._named[name])  # pyright: ignore[reportPrivateUsage]
 
 
 @word
@@ -124,8 +118,8 @@ class Cosine(Score):
     """
 
     @classmethod
-    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
-        return None, "Cosine() is the dot product of q and k, each divided by its norm"
+    def prepared(cls, outline: Outline) -> Prepared | None:
+        return Prepared(None, "Cosine() is the dot product of q and k, each divided by its norm")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
         return _by_row(q, _normalised), _by_row(k, _normalised), None
@@ -164,8 +158,8 @@ class Bilinear(Score):
         return self
 
     @classmethod
-    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
-        return None, "Bilinear(w) is the dot product of w^T q and k"
+    def prepared(cls, outline: Outline) -> Prepared | None:
+        return Prepared(None, "Bilinear(w) is the dot product of w^T q and k")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
         return _by_row(q, lambda x: x @ self.w.to(q.dtype)), k, None
@@ -220,12 +214,14 @@ class Additive(Score):
         return self
 
     @classmethod
-    def prepared(cls, parts: tuple[Any, ...]) -> tuple[Outline | None, str] | None:
-        return Outline("TanhSum", (parts[2],)), "w_q q and w_k k are computed once per token"
+    def prepared(cls, outline: Outline) -> Prepared | None:
+        _, _, v = outline.parts
+        return Prepared(Outline("TanhSum", (v,)), "w_q q and w_k k are computed once per token")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
-        hidden_q = _by_row(q, lambda x: x @ self.w_q.to(q.dtype).mT)
-        return hidden_q, _by_row(k, lambda x: x @ self.w_k.to(k.dtype).mT), TanhSum(self.v)
+        exact = q.dtype if q.dtype == torch.float64 else torch.float32  # in half precision what tanh bounds overflows
+        hidden_q = _by_row(q.to(exact), lambda x: x @ self.w_q.to(exact).mT)
+        return hidden_q, _by_row(k.to(exact), lambda x: x @ self.w_k.to(exact).mT), TanhSum(self.v)
 
 
 @word
@@ -236,7 +232,6 @@ class TanhSum(Score):
         v: [qk_dim], or [heads, qk_dim] for one per query head.
     """
 
-    is_sum = True
     v: Tensor
 
     def __post_init__(self) -> None:
@@ -253,11 +248,12 @@ class TanhSum(Score):
         _check_heads("TanhSum(v)", self.v, 2, heads, "query heads")
         return self
 
-    def over(self, low: int, high: int) -> Score:
-        return TanhSum(self.v[..., low:high])
-
     def of_head(self, head: int) -> Score:
         return self if self.v.ndim == 1 else TanhSum(self.v[head])
+
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"v . tanh(q + k), v {parts[0]}"
 
     def compare(self, q: Tensor, k: Tensor) -> Tensor:
         hidden = torch.tanh(q[..., :, None, :] + k[..., None, :, :])
@@ -302,7 +298,7 @@ class Gaussian(Distance):
     bandwidth: float
 
     def compare(self, q: Tensor, k: Tensor) -> Tensor:
-        return -_squared_distance(q, k) / (2 * self.bandwidth**2)
+        return -_squared_distance(q, k, self.bandwidth) / 2
 
 
 @word
@@ -321,11 +317,11 @@ class Laplacian(Distance):
     tensor([0.1491, 1.0000, 1.8509])
     """
 
-    is_sum = True
     bandwidth: float
 
     def compare(self, q: Tensor, k: Tensor) -> Tensor:
-        return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1) / self.bandwidth
+        distance = (q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1)
+        return -(distance.double() / self.bandwidth).to(q.dtype)  # in float32, h itself may be 0
 
 
 @word
@@ -344,19 +340,26 @@ class Epanechnikov(Distance):
     tensor([5.4286, 5.5714, 0.0000])
     """
 
+    has_support = True
     bandwidth: float
 
     def compare(self, q: Tensor, k: Tensor) -> Tensor:
-        inside = 1 - _squared_distance(q, k) / self.bandwidth**2
+        inside = 1 - _squared_distance(q, k, self.bandwidth)
         outside = inside <= 0
         return torch.where(outside, -torch.inf, torch.log(torch.where(outside, 1.0, inside)))
 
 
-def _squared_distance(q: Tensor, k: Tensor) -> Tensor:
-    """|q - k|^2 of every pair, by one product; in float64, since it cancels. Coincident vectors may give -1e-16."""
-    wide_q, wide_k = q.double(), k.double()
-    norms = wide_q.square().sum(-1)[..., :, None] + wide_k.square().sum(-1)[..., None, :]
-    return (norms - 2 * wide_q @ wide_k.mT).to(q.dtype)
+def _squared_distance(q: Tensor, k: Tensor, unit: float) -> Tensor:
+    """|q - k|^2 / unit^2 of every pair.
+
+    Norms less twice a product, which is fastest, cancel: in float64 they leave float32 exact. What is float64 itself
+    is subtracted number by number.
+    """
+    if q.dtype == torch.float64:
+        return ((q[..., :, None, :] - k[..., None, :, :]) / unit).square().sum(-1)
+    q_wide, k_wide = q.double() / unit, k.double() / unit
+    norms = q_wide.square().sum(-1)[..., :, None] + k_wide.square().sum(-1)[..., None, :]
+    return (norms - 2 * q_wide @ k_wide.mT).to(q.dtype)
 
 
 def _by_row(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -364,19 +367,16 @@ def _by_row(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
     A key that is masked may be NaN. Its gradient is 0, and 0 * NaN would reach the weights that it is multiplied with.
     """
-    fine = torch.isfinite(_norm(x.detach()))
+    if not x.shape[-1]:
+        return change(x)
+    fine = torch.isfinite(x.detach().abs().amax(-1, keepdim=True))
     return torch.where(fine, change(torch.where(fine, x, 0.0)), torch.nan)
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x|; 0 for the vector 0, whose gradient is 0 as well."""
-    norm, wide = _norm(x), x if x.dtype == torch.float64 else x.float()
-    return (wide / torch.where(norm == 0, torch.inf, norm).to(wide.dtype)).to(x.dtype)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """|x| of each row, in float64, where no square of a float32 overflows."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    """x / |x|, 0 for the vector 0, whose gradient is 0 as well; in float64, where no square of a float32 overflows."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    return (x / torch.where(norm == 0, torch.inf, norm)).to(x.dtype)
 
 
 def _check_matrix(name: str, w: object, expected: str) -> None:

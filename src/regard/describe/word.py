@@ -56,7 +56,7 @@ class Outline:
     @property
     def text(self) -> str:
         """How the word is printed."""
-        return Word._named[self.name].written(self.parts)  # pyright: ignore[reportPrivateUsage]
+        return Word.named(self.name).written(self.parts)
 
     def __repr__(self) -> str:
         return self.text
@@ -67,6 +67,11 @@ class Word:
 
     _named: ClassVar[dict[str, "type[Word]"]] = {}
     _fields: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def named(name: str) -> "type[Word]":
+        """The class of the words of that name, as an outline has it."""
+        return Word._named[name]
 
     def outline(self) -> Outline:
         """This word with its tensors replaced by tickets. Made once for a word that is constant."""
@@ -154,7 +159,7 @@ def unspell(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Wor
             return {"tensor": tensors, "number": numbers}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
-            return Word._named[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
+            return Word.named(name)(*map(read, parts))
         return node
 
     return read(json.loads(text))

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from regard.backend.contract import Backend, Ready
 from regard.backend.flex import Flex
 from regard.backend.native import Native
@@ -19,15 +17,14 @@ from regard.cost import attention as cost
 from regard.describe.mask import Mask
 from regard.describe.recent import Recent
 from regard.errors import ProblemError, RefusalError
-from regard.plan.lower import Step, prepare_score, simplify_mask
+from regard.plan.lower import Step, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 
-ENGINES: dict[str, Backend] = {
-    engine.name: engine
-    for engine in (Native(), Sdpa(), Flex(), Reference(), Reference(name="reference64", compute=torch.float64))
-}
+_EXACT = Reference(name="reference64", lowerings=(widen, prepare_score))
+
+ENGINES: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Reference(), _EXACT)}
 """Every engine, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -78,9 +75,14 @@ class Plan:
         """The engine, ready for this problem."""
         return self.engine.ready(self.problem, self.schedule)
 
+    def changed(self, operands: Operands) -> Operands:
+        """The operands as the engine gets them: what the steps do to those of each call."""
+        for change in self._changes:
+            operands = change(operands)
+        return operands
+
     @cached_property
-    def changes(self) -> tuple[Callable[[Operands], Operands], ...]:
-        """What the steps do to the operands of each call."""
+    def _changes(self) -> tuple[Callable[[Operands], Operands], ...]:
         return tuple(step.apply for step in self.steps if step.apply is not None)
 
     @cached_property
@@ -108,7 +110,7 @@ class Plan:
         share = f"{100 * s.pairs / every:.3g} %" if every else "none"
         kinds = f"{full:,} full, {mixed:,} partial in {len(s.patterns):,} patterns"
         lines = [
-            str(p),
+            str(self.asked),
             *(f"  {step}" for step in self.steps),
             f"runs on {self.backend}",
             *(f"  passed over {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()),
@@ -172,7 +174,7 @@ def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
 
 def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
     problem, steps = asked, list[Step]()
-    for lowering in (simplify_mask, prepare_score, *engine.lowerings):
+    for lowering in (simplify_mask, *engine.lowerings):
         problem, step = lowering(problem, tiles)
         steps += [step] if step else []
     return problem, tuple(steps)

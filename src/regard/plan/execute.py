@@ -47,12 +47,10 @@ def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, St
 
 
 def _run(plan: Plan, operands: Operands) -> State:
-    for change in plan.changes:
-        operands = change(operands)
     if not _is_any_autocast_enabled():
-        return plan.ready(operands)
-    with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; an engine's products keep theirs
-        return plan.ready(operands)
+        return plan.ready(plan.changed(operands))
+    with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
+        return plan.ready(plan.changed(operands))
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:
@@ -71,6 +69,7 @@ def _sees(plan: Plan, operands: Operands, bad: Tensor) -> Tensor:
         problem = replace(
             plan.problem,
             qk_dim=1,
+            k_dim=1,
             v_dim=1,
             bias=None,
             score=None,

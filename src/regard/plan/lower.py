@@ -2,7 +2,7 @@
 
 A lowering takes a problem and its schedule, and returns another problem with the same answer and the `Step` that led
 there: what it did in words, which the plan keeps and `explain` shows, and what it does to the operands of every call.
-`simplify_mask` and `prepare_score` serve all engines; each engine lists the others that it wants.
+`simplify_mask` serves all engines; each engine lists the others that it wants, in order.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ import torch
 
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask_by_rule import Causal
-from regard.describe.score import score_named
+from regard.describe.score import Score
 from regard.describe.tensors import Ticket
-from regard.describe.word import Outline
+from regard.describe.word import Outline, Word
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -66,13 +66,18 @@ def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
     """Do once per token what a score asks for: most are then the dot product, which every engine knows."""
     if problem.score is None:
         return problem, None
-    prepared = score_named(problem.score.name).prepared(problem.score.parts)
+    prepared = cast("type[Score]", Word.named(problem.score.name)).prepared(problem.score)
     if prepared is None:
         return problem, None
-    left, did = prepared
-    gapped = tuple(name for name in problem.gapped if name == "v")
-    after = replace(problem, score=left, qk_dim=problem.score_dim, gapped=gapped)
-    return after, Step("prepare_score", did, _prepared)
+    after = replace(problem, score=prepared.left, qk_dim=problem.score_dim, k_dim=problem.score_dim)
+    return after, Step("prepare_score", prepared.did, _prepared)
+
+
+def widen(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Make queries, keys and values float64, so that all that is done to them is done exactly."""
+    if problem.dtype == torch.float64:
+        return problem, None
+    return problem, Step("widen", "q, k and v are made float64", _widened)
 
 
 def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
@@ -98,6 +103,10 @@ def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]
 
 
 _CAUSAL = Causal().outline()
+
+
+def _widened(operands: Operands) -> Operands:
+    return operands._replace(q=operands.q.double(), k=operands.k.double(), v=operands.v.double())
 
 
 def _prepared(operands: Operands) -> Operands:

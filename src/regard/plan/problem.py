@@ -33,7 +33,8 @@ class Problem:
     `transformed` that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation. `gapped` names
     the tensors in which the numbers of a token do not lie side by side; `foreign` says that some tensor's numbers do
     not lie where its address says (it is sparse, lazily negated, or of a class that keeps them elsewhere).
-    `score_dim` is the numbers that a pair's score is summed from: qk_dim for a dot product.
+    `k_dim` is `qk_dim` unless the score compares unlike ones, and `score_dim` the numbers that a pair's score is summed
+    from, `qk_dim` for a dot product.
     """
 
     batch: int
@@ -42,6 +43,7 @@ class Problem:
     queries: int
     keys: int
     qk_dim: int
+    k_dim: int
     v_dim: int
     dtype: torch.dtype
     device: str
@@ -63,7 +65,7 @@ class Problem:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         q = f"q [{self.batch}, {self.heads}, {self.queries}, {self.qk_dim}]"
-        kv = f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.qk_dim}|{self.v_dim}] {kind} on {self.device}"
+        kv = f"kv [{self.batch}, {self.kv_heads}, {self.keys}, {self.k_dim}|{self.v_dim}] {kind} on {self.device}"
         extra = {
             "score": self.score,
             "scale": None if self._has_default_scale() else self.scale,
@@ -144,6 +146,7 @@ def pose(
         queries=queries,
         keys=keys,
         qk_dim=qk_dim,
+        k_dim=k.shape[3],
         v_dim=v_dim,
         dtype=q.dtype,
         device=q.device.type,
