@@ -1,6 +1,6 @@
 """What `MultiHeadAttention` adds to its parts: the same projections and `attend`, written out, beside the module.
 
-`python -m benchmarks.modules` prints the table. Times are the processor time of one thread, so that others on the
+`./bench modules` prints the table. Times are the processor time of one thread, so that others on the
 machine count little; both are measured in every round, in turns, and the median of the rounds' ratios is taken.
 """
 
@@ -128,7 +128,7 @@ def run(effort: Effort) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.modules", description=__doc__)
+    parser = argparse.ArgumentParser(prog="./bench modules", description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each line of the table (default 2)")
     print(run(Effort(seconds=parser.parse_args().seconds)))
 

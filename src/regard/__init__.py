@@ -6,6 +6,7 @@ it costs before it runs, and shows what it did afterwards.
 
 from regard.attend import Call, attend, attend_state, explain, watching
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
+from regard.describe.feature import Elu1, Favor, Feature, Relu, Taylor
 from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
@@ -13,6 +14,7 @@ from regard.describe.position import Absolute, Learned, Position, Rope, Sinusoid
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.describe.score import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from regard.errors import ProblemError, RefusalError, RegardError
+from regard.linear.attend import linear_attend
 from regard.nadaraya_watson import nadaraya_watson
 from regard.plan.choose import Plan
 from regard.soft_dict import SoftDict
@@ -37,7 +39,10 @@ __all__ = [
     "Documents",
     "Dot",
     "DynamicNTK",
+    "Elu1",
     "Epanechnikov",
+    "Favor",
+    "Feature",
     "Gaussian",
     "Global",
     "Laplacian",
@@ -54,6 +59,7 @@ __all__ = [
     "Proportional",
     "RefusalError",
     "RegardError",
+    "Relu",
     "Rope",
     "Scaling",
     "Score",
@@ -61,6 +67,7 @@ __all__ = [
     "SoftDict",
     "State",
     "T5Bias",
+    "Taylor",
     "TensorBias",
     "Tree",
     "Where",
@@ -70,6 +77,7 @@ __all__ = [
     "attend_state",
     "draw",
     "explain",
+    "linear_attend",
     "nadaraya_watson",
     "scaled_dot_product_attention",
     "watching",

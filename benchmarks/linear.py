@@ -1,0 +1,381 @@
+"""What linear attention costs by length, beside exact attention and beside the way it is usually written in PyTorch.
+
+`./bench linear` writes docs/linear.md and its picture; `--quick` does so from shorter sequences.
+"""
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.memory import _peak, _peak_from_here  # pyright: ignore[reportPrivateUsage]
+from benchmarks.report import machine, table
+from regard import Causal, attend
+from regard.bench import limits
+from regard.bench.rounds import Effort, Rounds, interleaved, timed
+from regard.cli.bench import duration
+from regard.inspect.page import write_whole
+from regard.linear import Decay, Delta, Favor, Feature, FeatureError, Gated, Rule, Taylor, linear_attend
+from regard.linear.attend import CHUNK
+
+ROOT = Path(__file__).parents[1]
+DIM = 64
+LENGTHS = [2**n for n in (9, 10, 11, 12, 13, 14, 15, 16, 18, 20)]
+EXACT_UP_TO = 1 << 16
+"""Tokens up to which exact attention is measured; the next length takes it most of a minute."""
+
+PLAIN = 1 << 14
+"""Tokens at which the usual way is measured: its sums alone take 256 MiB there."""
+
+EXACT = "exact, causal"
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Made = Callable[[], object]
+
+
+def _linear(
+    inputs: Inputs, features: Feature | None = None, rule: Callable[[int], Rule | None] = lambda tokens: None
+) -> Made:
+    q, k, v = inputs
+    word = rule(q.shape[2])
+    if isinstance(word, Delta):
+        k = torch.nn.functional.normalize(k, dim=-1)
+    if features is None:
+        return lambda: linear_attend(q, k, v, features=None, rule=word)
+    return lambda: linear_attend(q, k, v, features=features, rule=word)
+
+
+def _elu(inputs: Inputs) -> Made:
+    return lambda: linear_attend(*inputs)
+
+
+def _exact(inputs: Inputs) -> Made:
+    return lambda: attend(*inputs, mask=Causal())
+
+
+KINDS: dict[str, Callable[[Inputs], Made]] = {
+    "Elu1": _elu,
+    "Favor, 256 features": partial(_linear, features=Favor(DIM, features=256)),
+    "Decay": partial(_linear, rule=lambda tokens: Decay(0.97)),
+    "Gated": partial(_linear, rule=lambda tokens: Gated(-0.1 * torch.rand(1, 1, tokens, DIM))),
+    "Delta": partial(_linear, rule=lambda tokens: Delta(torch.rand(1, 1, tokens))),
+    EXACT: _exact,
+}
+"""What is measured, on tensors of one head."""
+
+
+def drawn_inputs(tokens: int) -> Inputs:
+    """q, k and v of one head, float32 [1, 1, tokens, 64]."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, tokens, DIM) for _ in range(3))
+    return q, k, v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal linear attention by running sums of all outer products, as it is usually written."""
+    q, k = torch.nn.functional.elu(q) + 1, torch.nn.functional.elu(k) + 1
+    sums = torch.cumsum(k[..., :, None] * v[..., None, :], dim=2)  # [batch, heads, tokens, dim, dim]
+    return torch.einsum("bhnd,bhnde->bhne", q, sums) / (q * torch.cumsum(k, dim=2)).sum(-1, keepdim=True)
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that was measured.
+
+    Attributes:
+        seconds: of one call, by kind and tokens.
+        mebibytes: held beyond q, k, v and the output, by kind and tokens.
+        rates: FLOP/s of the products of matrices at `PLAIN` tokens, by kind, and `limit`, the machine's.
+        plain: seconds of the usual way at `PLAIN` tokens, and how many times ours that is.
+    """
+
+    seconds: dict[str, dict[int, float]]
+    mebibytes: dict[str, dict[int, float]]
+    rates: dict[str, float]
+    limit: float | None
+    plain: tuple[float, float]
+
+
+def measured(lengths: Sequence[int], effort: Effort, tell: Callable[[str], None] = lambda text: None) -> Found:
+    """Measure all kinds at these lengths, in rounds."""
+    seconds: dict[str, dict[int, float]] = {name: {} for name in KINDS}
+    for tokens in lengths:
+        tell(f"{tokens:,} tokens")
+        rounds = _rounds(tokens, effort)
+        for name in KINDS:
+            found = rounds.median(lambda time: time, name)
+            if found is not None:
+                seconds[name][tokens] = found
+    tell("memory")
+    mebibytes = {name: _in_a_process(name, _within(name, lengths)) for name in KINDS}
+    tell("the usual way")
+    ours, inputs = _elu(drawn_inputs(PLAIN)), drawn_inputs(PLAIN)
+    beside = interleaved({"ours": timed(ours), "plain": timed(lambda: plain(*inputs))}, effort)
+    slow = beside.median(lambda plain: plain, "plain") or math.nan
+    ratio = beside.median(lambda plain, ours: plain / ours, "plain", "ours") or math.nan
+    rates = {name: _flops(make(inputs)) / seconds[name][PLAIN] for name, make in KINDS.items() if name != EXACT}
+    limit = limits.products(torch.float32, torch.get_num_threads())
+    return Found(seconds, mebibytes, rates, limit, (slow, ratio))
+
+
+def _rounds(tokens: int, effort: Effort) -> Rounds:
+    inputs = drawn_inputs(tokens)
+    return interleaved({name: timed(make(inputs)) for name, make in KINDS.items() if _within(name, [tokens])}, effort)
+
+
+def _within(name: str, lengths: Sequence[int]) -> list[int]:
+    """The lengths at which it is measured."""
+    return [tokens for tokens in lengths if name != EXACT or tokens <= EXACT_UP_TO]
+
+
+def _flops(run: Made) -> int:
+    """Of the products of matrices in it, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def _in_a_process(name: str, lengths: Sequence[int]) -> dict[int, float]:
+    """MiB that calls of these lengths hold beyond their tensors and output, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.linear", "--memory", name, *map(str, lengths)]
+    # large blocks go back to the system at once, so that one length does not hide in what another left
+    known = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, check=True)  # noqa: S603
+    return {int(tokens): held for tokens, held in json.loads(done.stdout).items()}
+
+
+def _memory(name: str, lengths: Sequence[int]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    KINDS[name](drawn_inputs(2 * CHUNK))()  # what a first call brings along is not this one's
+    for tokens in lengths:
+        run = KINDS[name](drawn_inputs(tokens))
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        before = _peak_from_here()
+        out = run()
+        first = out if isinstance(out, Tensor) else out[0]  # pyright: ignore[reportIndexIssue,reportUnknownVariableType]
+        found[tokens] = max(0, _peak() - before - first.nbytes) / 2**20
+        del out, first
+    return found
+
+
+# ---- saying ---------------------------------------------------------------------------------------------------------
+
+
+def crossing(ours: dict[int, float], exact: dict[int, float]) -> str:
+    """The length from which ours is faster, between the lengths measured on a straight line of logarithms."""
+    both = [(tokens, math.log(exact[tokens] / ours[tokens])) for tokens in sorted(ours) if tokens in exact]
+    if both[0][1] > 0:
+        return f"below {both[0][0]:,}"
+    for (left, under), (right, over) in pairwise(both):
+        if over > 0:
+            at = math.exp(math.log(left) + (math.log(right) - math.log(left)) * -under / (over - under))
+            return f"{round(at, -2):,.0f}"
+    return f"above {both[-1][0]:,}"
+
+
+METHOD = """\
+Measured by `{how}` on {machine}; one head, {dim} dimensions, float32, chunks of {chunk} tokens. Times are medians over
+rounds in which everything is measured once."""
+
+USUAL = """\
+The usual way in PyTorch, `torch.cumsum` over the outer products of all tokens, takes {time} there,
+**{times:,.0f} times** as long as `linear_attend` with `Elu1`."""
+
+FUNCTION = """\
+Linear attention is another function than softmax attention. So this says what each costs, not which to take: see
+[its README](../src/regard/linear/README.md)."""
+
+HELD = "MiB at the peak of a call, beyond q, k, v, what the rule is given, and the output."
+
+NEAR = """\
+For {tokens} queries and keys of {dim} dimensions, all of one length, without a mask. The length is that of
+`q * dim ** -0.25`, so scores lie between its square and minus that. The kernel's error is relative, the root of the
+mean square; beside it stands what Lemma 2 of Choromanski et al. 2021 (arXiv:2009.14794) expects of independent random
+vectors, where `Favor` takes orthogonal ones. Misplaced is the share of attention that lies on the wrong keys."""
+
+
+def page(found: Found, quick: bool) -> str:
+    """docs/linear.md."""
+    how = "./bench linear" + (" --quick" if quick else "")
+    exact = max(found.seconds[EXACT])
+    rates = [(name, f"{rate / 1e9:,.0f}", _share(rate, found.limit)) for name, rate in found.rates.items()]
+    limit = "not known" if found.limit is None else f"{found.limit / 1e9:,.0f} GFLOP/s"
+    parts = [
+        "# Linear attention",
+        METHOD.format(how=how, machine=machine(), dim=DIM, chunk=CHUNK),
+        FUNCTION,
+        "![Time by number of tokens](linear.svg)",
+        "## Time by length",
+        table(("tokens", *found.seconds), _by_length(found.seconds, duration)),
+        f"Exact attention is measured up to {exact:,} tokens. It is the slower one from so many tokens on:",
+        table(("", *(name for name in KINDS if name != EXACT)), [("tokens", *_crossings(found))]),
+        "## Memory by length",
+        HELD,
+        table(("tokens", *found.mebibytes), _by_length(found.mebibytes, _held)),
+        "## Beside the machine's limit and beside running sums",
+        f"At {PLAIN:,} tokens: FLOPs in products of matrices, by the time of all. The machine's limit is {limit}.",
+        table(("", "GFLOP/s", "of limit"), rates),
+        USUAL.format(time=duration(found.plain[0]), times=found.plain[1]),
+        "## How near Favor and Taylor come to softmax",
+        NEAR.format(tokens=ERRED, dim=DIM),
+        table(("length", "features", "kernel's error", "by Lemma 2", "misplaced"), list(_errors())),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _held(mebibytes: float | None) -> str:
+    return "-" if mebibytes is None else f"{mebibytes:,.1f}"
+
+
+def _share(rate: float, limit: float | None) -> str:
+    return "" if limit is None else f"{100 * rate / limit:.0f} %"
+
+
+def _by_length(columns: dict[str, dict[int, float]], said: Callable[[float | None], str]) -> list[tuple[str, ...]]:
+    lengths = sorted({tokens for column in columns.values() for tokens in column})
+    return [(f"{tokens:,}", *(said(column.get(tokens)) for column in columns.values())) for tokens in lengths]
+
+
+def _crossings(found: Found) -> list[str]:
+    return [crossing(found.seconds[name], found.seconds[EXACT]) for name in KINDS if name != EXACT]
+
+
+ERRED = 512
+
+
+def _errors() -> Iterator[tuple[str, ...]]:
+    draw = torch.Generator().manual_seed(0)
+    for length in (0.5, 1.0, 1.5, 2.0):
+        q, k = torch.randn(2, ERRED, DIM, generator=draw, dtype=torch.float64)
+        q, k = (length * DIM**0.25 * t / t.norm(dim=1, keepdim=True) for t in (q, k))
+        for features in (64, 256, 1024):
+            favor = Favor(DIM, features=features)
+            error = favor.error(q, k)
+            expected = favor.variance(q, k).mean().sqrt().item()
+            yield _said(length, f"Favor, {features:,}", error, f"{expected:.3f}")
+        error = Taylor().error(q, k)
+        yield _said(length, f"Taylor, {Taylor().size(DIM):,}", error, "")
+
+
+def _said(length: float, features: str, error: FeatureError, expected: str) -> tuple[str, ...]:
+    return f"{length:g}", features, f"{error.kernel:.3f}", expected, f"{error.weights:.3f}"
+
+
+# ---- the picture ----------------------------------------------------------------------------------------------------
+
+LEFT, TOP, WIDE, HIGH = 76, 46, 560, 380
+"""Pixels: where the plot begins, and its size."""
+
+COLOURS = {
+    "a": ("#0a7d6c", "#2dc1a8"),
+    "b": ("#8250df", "#b392f0"),
+    "c": ("#0969da", "#58a6ff"),
+    "d": ("#bf8700", "#e3b341"),
+    "e": ("#bc4c00", "#f0883e"),
+    "f": ("#656d76", "#8d96a0"),
+}
+"""Of each kind, on light and on dark."""
+
+STYLE = """
+text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328; }
+.quiet { fill: #656d76; font-size: 10px; } .title { font-weight: 600; } .grid { stroke: #d0d7de; }
+polyline { fill: none; stroke-width: 2; } .f { stroke-dasharray: 6 4; }
+"""
+
+
+def picture(seconds: dict[str, dict[int, float]]) -> str:
+    """Time by tokens, both axes logarithmic, as an SVG written by hand."""
+    points = [(tokens, time) for column in seconds.values() for tokens, time in column.items()]
+    first, last = (math.log2(f(tokens for tokens, _ in points)) for f in (min, max))
+    low, high = (f(math.log10(time) for _, time in points) for f in (min, max))
+    low, high = math.floor(low), math.ceil(high)
+
+    def x(tokens: float) -> float:
+        return LEFT + WIDE * (math.log2(tokens) - first) / max(1e-9, last - first)
+
+    def y(time: float) -> float:
+        return TOP + HIGH * (high - math.log10(time)) / (high - low)
+
+    body = [f'<text class="title" x="{LEFT}" y="20">Time of one head by number of tokens, both logarithmic</text>']
+    for power in range(low, high + 1):
+        at = y(10.0**power)
+        body.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{LEFT + WIDE}" y2="{at:.1f}"/>')
+        body.append(f'<text class="quiet" x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{_power(power)}</text>')
+    for n in range(math.ceil(first), math.floor(last) + 1, 2):
+        body.append(f'<line class="grid" x1="{x(2**n):.1f}" y1="{TOP}" x2="{x(2**n):.1f}" y2="{TOP + HIGH}"/>')
+        body.append(f'<text class="quiet" x="{x(2**n):.1f}" y="{TOP + HIGH + 18}" text-anchor="middle">{2**n:,}</text>')
+    ends = sorted(((y(column[max(column)]), name) for name, column in seconds.items()), key=lambda end: end[0])
+    floor = -math.inf
+    for kind, (name, column) in zip(COLOURS, seconds.items(), strict=True):
+        line = " ".join(f"{x(tokens):.1f},{y(time):.1f}" for tokens, time in sorted(column.items()))
+        body.append(f'<polyline class="{kind}" points="{line}"><title>{escape(name)}</title></polyline>')
+    for at, name in ends:  # names beside the ends of their lines, and not over one another
+        floor = max(at, floor + 15)
+        kind = list(COLOURS)[list(seconds).index(name)]
+        body.append(_name(x(max(seconds[name])) + 8, floor + 4, name, kind))
+    width, height = LEFT + WIDE + 150, TOP + HIGH + 34
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img">\n<title>Time by number of tokens</title>\n<style>{_style()}</style>'
+    )
+    return "\n".join([head, *body, "</svg>"]) + "\n"
+
+
+def _name(x: float, y: float, name: str, kind: str) -> str:
+    return f'<text class="n{kind}" x="{x:.1f}" y="{y:.1f}">{escape(name)}</text>'
+
+
+def _power(power: int) -> str:
+    """10 to that power of seconds."""
+    unit, least = next(
+        (unit, least) for unit, least in (("s", 0), ("ms", -3), ("us", -6)) if power >= least or unit == "us"
+    )
+    return f"{10.0 ** (power - least):g} {unit}"
+
+
+def _style() -> str:
+    light = " ".join(f".{k} {{ stroke: {one}; }} text.n{k} {{ fill: {one}; }}" for k, (one, _) in COLOURS.items())
+    dark = " ".join(f".{k} {{ stroke: {two}; }} text.n{k} {{ fill: {two}; }}" for k, (_, two) in COLOURS.items())
+    dark = f"text {{ fill: #e6edf3; }} .quiet {{ fill: #8d96a0; }} .grid {{ stroke: #30363d; }} {dark}"
+    return f"{STYLE}{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
+
+
+def main() -> None:
+    """Measure, and write the page and its picture."""
+    parser = argparse.ArgumentParser(prog="./bench linear", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="shorter sequences and fewer rounds")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder to write to (default: docs)")
+    parser.add_argument("--memory", nargs="+", metavar=("KIND", "TOKENS"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    with torch.no_grad():
+        if asked.memory:
+            print(json.dumps(_memory(asked.memory[0], [int(tokens) for tokens in asked.memory[1:]])))
+            return
+        lengths = [tokens for tokens in LENGTHS if tokens <= PLAIN] if asked.quick else LENGTHS
+        effort = Effort(seconds=0.3, least=2) if asked.quick else Effort(seconds=2.0, least=2)
+        found = measured(lengths, effort, lambda text: print(text, file=sys.stderr))
+        write_whole(asked.docs / "linear.svg", picture(found.seconds).encode())
+        write_whole(asked.docs / "linear.md", page(found, asked.quick).encode())
+    print((asked.docs / "linear.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""Feature maps: phi, so that `phi(q) . phi(k)` weighs a key in linear attention, in place of `exp(q . k)`.
+
+Since the weight is a product, the sum over keys can be taken first: `phi(q)^T sum_j phi(k_j) v_j^T`. That sum is a
+matrix whose size does not depend on how many keys there were (Katharopoulos et al. 2020, arXiv:2006.16236, §3.2).
+
+| word | phi(x) | size | weight |
+|---|---|---|---|
+| `Elu1` | elu(x) + 1 | d | its own kernel |
+| `Relu` | max(x, 0) + epsilon | d | its own kernel |
+| `Favor` | exp(w_f . x - x . x / 2) / sqrt(m), w_f drawn | m | exp(q . k), unbiased |
+| `Taylor` | 1, x, the products of two entries | 1 + d + d (d + 1) / 2 | 1 + q . k + (q . k)^2 / 2 |
+
+`Favor` and `Taylor` come near softmax attention, and `.error(q, k)` says how near for given queries and keys.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.describe.word import Word, word
+from regard.errors import ProblemError
+
+SPREAD = 40.0
+"""`Favor` keeps no feature below exp(-40) of the greatest of its token: a product of two then never underflows."""
+
+
+class Feature(Word):
+    """A feature map; abstract, see `Elu1`, `Relu`, `Favor`, `Taylor`."""
+
+    def size(self, dim: int) -> int:
+        """How many features a vector of `dim` numbers has."""
+        raise NotImplementedError(f"{type(self).__name__}.size")
+
+    def map(self, x: Tensor, scale: float | None = None) -> Tensor:
+        """phi(x): [..., dim] to [..., size(dim)], fp32 (fp64 for fp64).
+
+        Args:
+            x: queries or keys; both are mapped alike.
+            scale: what q . k is multiplied by, where the map comes near a function of q . k; None for its own.
+
+        Raises:
+            ProblemError: a scale for a map that has none, or x of another size than the map was made for.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.map")
+
+
+class OwnKernel(Feature):
+    """A map of each number by itself, which stands for a kernel of its own; abstract."""
+
+    def size(self, dim: int) -> int:
+        return dim
+
+    def map(self, x: Tensor, scale: float | None = None) -> Tensor:
+        if scale is not None:
+            raise ProblemError(
+                f"scale={scale} with {self!r}: its weights are no function of q . k, so nothing can be scaled; "
+                "multiply q and k, or leave scale out."
+            )
+        return self.each(_exact(x))
+
+    def each(self, x: Tensor) -> Tensor:
+        """The feature of each number."""
+        raise NotImplementedError(f"{type(self).__name__}.each")
+
+
+@word
+class Elu1(OwnKernel):
+    """elu(x) + 1: `x + 1` above 0 and `exp(x)` below, so always positive. Katharopoulos et al. 2020, §3.2.1.
+
+    >>> Elu1().map(torch.tensor([-1.0, 0.0, 2.0]))
+    tensor([0.3679, 1.0000, 3.0000])
+    """
+
+    def each(self, x: Tensor) -> Tensor:
+        return F.relu(x) + x.clamp(max=0).exp()  # elu(x) + 1 would round exp(x) to 0 below -17
+
+
+@word
+class Relu(OwnKernel):
+    """max(x, 0) + epsilon: the ReLU kernel of Choromanski et al. 2021, arXiv:2009.14794, §4.
+
+    Args:
+        epsilon: what keeps weights positive; with 0, a query that weighs no key gives 0.
+
+    >>> Relu().map(torch.tensor([-1.0, 0.0, 2.0]))
+    tensor([1.0000e-03, 1.0000e-03, 2.0010e+00])
+    """
+
+    epsilon: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.epsilon) or not 0 <= self.epsilon < math.inf:
+            raise ProblemError(f"Relu(epsilon={self.epsilon!r}): expected a finite number, at least 0.")
+
+    def each(self, x: Tensor) -> Tensor:
+        return F.relu(x) + self.epsilon
+
+
+# ---- maps that come near softmax ------------------------------------------------------------------------------------
+
+
+class FeatureError(NamedTuple):
+    """How far weights by features are from those of softmax attention, over all pairs of queries and keys.
+
+    Attributes:
+        kernel: the root of the mean square of `phi(q) . phi(k) / exp(scale q . k) - 1`; 0 is exact.
+        weights: the mean over queries of half the sum over keys of |weight - softmax weight|: the share of attention
+            that lies on the wrong keys, 0 to 1.
+    """
+
+    kernel: float
+    weights: float
+
+
+class NearSoftmax(Feature):
+    """A map for which `phi(q) . phi(k)` comes near `exp(scale q . k)`; abstract. `scale` is `dim ** -0.5` if None."""
+
+    def log_kernel(self, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+        """The logarithm of `phi(q) . phi(k)`: [..., queries, keys], float64."""
+        raise NotImplementedError(f"{type(self).__name__}.log_kernel")
+
+    def error(self, q: Tensor, k: Tensor, scale: float | None = None) -> FeatureError:
+        """How far the weights of these queries and keys, without a mask, are from softmax attention; in float64.
+
+        Args:
+            q: [..., queries, dim].
+            k: [..., keys, dim].
+
+        >>> q, k = 0.5 * torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
+        >>> few, many = Favor(16, features=16).error(q, k), Favor(16, features=1024).error(q, k)
+        >>> few.kernel > many.kernel, few.weights > many.weights
+        (True, True)
+        """
+        _check_pair(q, k)
+        exact = _scale(scale, q.shape[-1]) * (q.double() @ k.double().mT)
+        found = self.log_kernel(q, k, scale)
+        kernel = torch.expm1(found - exact).square().mean().sqrt()
+        apart = (torch.softmax(found, -1) - torch.softmax(exact, -1)).abs().sum(-1) / 2
+        return FeatureError(kernel.item(), apart.mean().item())
+
+
+@word
+class Favor(NearSoftmax):
+    """Positive orthogonal random features: `phi_f(x) = exp(w_f . x - |x|^2 / 2) / sqrt(m)`, of `x * sqrt(scale)`.
+
+    The mean of `phi(q) . phi(k)` over draws of w is `exp(scale q . k)` (Choromanski et al. 2021, arXiv:2009.14794,
+    Lemma 1). For m independent draws the variance, by the square of that mean, is (Lemma 2)
+
+        (exp(scale |q + k|^2) - 1) / m
+
+    so it falls with m and grows exponentially with the norms: `variance`. Orthogonal draws have less (Theorem 2).
+
+    Nothing overflows: tokens carry the logarithm of their greatest feature apart (`split`), and no feature is kept
+    below exp(-40) of the greatest of its token, which is where products would leave the range of fp32.
+
+    Args:
+        dim: the size of q and k.
+        features: m.
+        seed: of torch's CPU generator; equal words are equal maps, on every device.
+        orthogonal: whether the directions of `dim` successive w are orthogonal; their lengths are drawn like those of
+            Gaussian vectors either way.
+
+    >>> q, k = 0.3 * torch.randn(2, 5, 8)
+    >>> favor = Favor(8, features=4096)
+    >>> kernel = favor.map(q) @ favor.map(k).T
+    >>> torch.allclose(kernel, torch.exp(q @ k.T / 8 ** 0.5), rtol=0.3)
+    True
+    """
+
+    dim: int
+    features: int = 256
+    seed: int = 0
+    orthogonal: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("dim", 1), ("features", 1), ("seed", 0)):
+            given = cast(object, getattr(self, name))
+            if not isinstance(given, int) or isinstance(given, bool) or given < least:
+                raise ProblemError(f"Favor({name}={given!r}): expected a whole number, at least {least}.")
+
+    def size(self, dim: int) -> int:
+        self._check(dim)
+        return self.features
+
+    def redraw(self, seed: int) -> "Favor":
+        """The same map with other random vectors; Performer redraws while it trains (Choromanski et al. 2021, §4).
+
+        >>> Favor(8, features=16).redraw(1)
+        Favor(dim=8, features=16, seed=1)
+        """
+        return Favor(self.dim, self.features, seed, self.orthogonal)
+
+    def vectors(self) -> Tensor:
+        """The w_f, float64 [features, dim] on the CPU. Drawn once for equal words; not to be changed."""
+        return _drawn(self.dim, self.features, self.seed, self.orthogonal)
+
+    def split(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+        """phi(x) as (share, top): `phi = share * exp(top)`, the greatest share of a token being 1, none below e^-40.
+
+        A token's top depends on that token alone.
+
+        Args:
+            x: [..., dim].
+
+        Returns:
+            share [..., features], top [...].
+        """
+        self._check(x.shape[-1])
+        x = _exact(x) * _positive(scale, self.dim) ** 0.5
+        vectors = self.vectors().to(x.device, x.dtype)
+        along = x @ vectors.T
+        most = along.detach().amax(-1, keepdim=True)
+        top = most[..., 0] - x.square().sum(-1) / 2 - math.log(self.features) / 2
+        return torch.exp((along - most).clamp(min=-SPREAD)), top.clamp(min=torch.finfo(x.dtype).min)
+
+    def map(self, x: Tensor, scale: float | None = None) -> Tensor:
+        share, top = self.split(x, scale)
+        return share * torch.exp(top)[..., None]
+
+    def log_kernel(self, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+        (q, q_top), (k, k_top) = self.split(q.double(), scale), self.split(k.double(), scale)
+        return torch.log(q @ k.mT) + q_top[..., None] + k_top[..., None, :]
+
+    def variance(self, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+        """What Lemma 2 expects of each pair: the variance of `phi(q) . phi(k) / exp(scale q . k)`, w independent.
+
+        Args:
+            q: [..., queries, dim].
+            k: [..., keys, dim].
+
+        Returns:
+            float64 [..., queries, keys].
+
+        >>> Favor(4, features=100).variance(torch.ones(1, 4), -torch.ones(1, 4))
+        tensor([[0.]], dtype=torch.float64)
+        """
+        _check_pair(q, k)
+        both = q.double()[..., :, None, :] + k.double()[..., None, :, :]
+        return torch.expm1(_positive(scale, self.dim) * both.square().sum(-1)) / self.features
+
+    def _check(self, dim: int) -> None:
+        if dim != self.dim:
+            raise ProblemError(f"{self!r} maps vectors of {self.dim} numbers, and these have {dim}.")
+
+
+@word
+class Taylor(NearSoftmax):
+    """The second-order Taylor polynomial of exp: `phi(q) . phi(k) = 1 + s + s^2 / 2` with `s = scale q . k`, exactly.
+
+    Features: 1, the d entries, and the d (d + 1) / 2 products of two, those of different entries times sqrt(2). Always
+    positive, since it is ((1 + s)^2 + 1) / 2; near exp(s) for |s| < 1. Arora et al. 2024, arXiv:2402.18668
+    ("Based"), which keeps all d^2 products.
+
+    >>> q, k = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])  # q . k = 1
+    >>> round((Taylor().map(q, scale=1.0) @ Taylor().map(k, scale=1.0)).item(), 5), Taylor().size(16)
+    (2.5, 153)
+    """
+
+    def size(self, dim: int) -> int:
+        return 1 + dim + dim * (dim + 1) // 2
+
+    def map(self, x: Tensor, scale: float | None = None) -> Tensor:
+        dim = x.shape[-1]
+        x = _exact(x) * _positive(scale, dim) ** 0.5
+        first, second = torch.triu_indices(dim, dim, device=x.device)
+        weight = torch.where(first == second, 0.5, x.new_ones(len(first))).sqrt()
+        return torch.cat([torch.ones_like(x[..., :1]), x, x[..., first] * x[..., second] * weight], dim=-1)
+
+    def log_kernel(self, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+        s = _positive(scale, q.shape[-1]) * (q.double() @ k.double().mT)
+        return torch.log(1 + s + s.square() / 2)
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _drawn(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
+    return _kept(dim, features, seed, orthogonal)
+
+
+# What torch.compiler.assume_constant_result does, which by itself imports the compiler: a second for everybody.
+setattr(_drawn, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+@lru_cache(64)
+def _kept(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
+    """Random vectors [features, dim] with the lengths of Gaussian ones; orthogonal ones in groups of `dim`."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw, dtype=torch.float64, device="cpu")
+
+    if not orthogonal:
+        return normal(features, dim)
+    groups = []
+    for _ in range(0, features, dim):
+        basis, triangle = torch.linalg.qr(normal(dim, dim))
+        groups.append((basis * triangle.diagonal().sign()).T)  # with the signs, every rotation is as likely
+    return torch.cat(groups)[:features] * normal(features, dim).norm(dim=1, keepdim=True)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In the type that sums are taken in: float64 as it is, all else as float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _scale(scale: float | None, dim: int) -> float:
+    return dim**-0.5 if scale is None else scale
+
+
+def _positive(scale: float | None, dim: int) -> float:
+    """The scale, whose root multiplies q and k alike."""
+    given = _scale(scale, dim)
+    if not _is_number(given) or not 0 < given < math.inf:
+        raise ProblemError(f"scale is {given!r}: expected a finite number above 0; its root multiplies q and k.")
+    return given
+
+
+def _check_pair(q: Tensor, k: Tensor) -> None:
+    if q.ndim < 2 or k.ndim < 2 or q.shape[-1] != k.shape[-1]:
+        raise ProblemError(
+            f"q is {list(q.shape)} and k {list(k.shape)}: expected [..., queries, dim] and [..., keys, dim]."
+        )

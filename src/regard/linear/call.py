@@ -1,0 +1,163 @@
+"""A call of linear attention with every default filled in, checked; and the state that it starts from and ends with."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.describe.feature import Favor, Feature
+from regard.errors import ProblemError
+from regard.linear import delta, gated, sums
+from regard.linear.recurrent import recurrent
+from regard.linear.rule import Decay, Delta, Gated, Rule
+from regard.linear.state import LinearState
+from regard.linear.stretch import Carry, Run
+from regard.plan.problem import check_device, check_tensors, in_transform
+
+FORMS = ("chunked", "parallel", "recurrent")
+
+
+class Call(NamedTuple):
+    """What was asked, with every default filled in."""
+
+    features: Feature | None
+    rule: Rule | None
+    causal: bool
+    scale: float | None
+    normalise: bool
+    run: Run  # the form
+    chunk: int
+    bounded: bool  # done in segments
+    in_place: bool  # nothing looks at the steps, as autograd and tracing do
+    log_gamma: Tensor | None
+    log_gate: Tensor | None
+    beta: Tensor | None
+    log_decay: Tensor | None  # of the rule, in the type that sums are taken in
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    features: Feature | None,
+    rule: Rule | None,
+    causal: bool,
+    scale: float | None,
+    normalise: bool | None,
+    state: LinearState | None,
+    form: str | None,
+    chunk: int,
+) -> Call:
+    """The call with its defaults filled in. Raises `ProblemError` if it makes no sense."""
+    check_tensors(q, k, v)
+    if q.shape[3] != k.shape[3]:
+        raise ProblemError(
+            f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected one."
+        )
+    _check_kinds(features, rule, state)
+    if form not in (None, *FORMS):
+        raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
+    if not isinstance(chunk, int) or chunk < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"chunk={chunk!r}: expected a number of tokens, at least 1.")
+    size = k.shape[3] if features is None else features.size(k.shape[3])
+    if rule is not None:
+        rule.check(k.shape[0], k.shape[1], k.shape[2], size)
+        check_device(rule, q)
+    if normalise is None:
+        normalise = features is not None and not isinstance(rule, Delta)
+    _check_together(features, rule, scale, normalise)
+    name = form or ("recurrent" if k.shape[2] == 1 else "chunked")
+    held = [q, k, v, *(() if rule is None else rule.tensors()), *(() if state is None else (state.S,))]
+    graph = torch.is_grad_enabled() and any(t.requires_grad for t in held)
+    traced = torch.compiler.is_compiling()
+    bounded, in_place = not traced and name != "parallel", not (graph or traced or in_transform())
+    run = _run_of(name, rule)
+    return Call(features, rule, bool(causal), scale, normalise, run, chunk, bounded, in_place, *_lowered(rule, k))
+
+
+def _check_kinds(features: object, rule: object, state: object) -> None:
+    for name, given, kind in (("features", features, Feature), ("rule", rule, Rule), ("state", state, LinearState)):
+        if given is not None and not isinstance(given, kind):
+            what = type(given).__name__ if isinstance(given, Tensor | type) else repr(given)
+            raise ProblemError(f"{name} is {what}: expected a {kind.__name__} or None, see regard.linear.")
+
+
+def _check_together(features: Feature | None, rule: Rule | None, scale: object, normalise: bool) -> None:
+    """What does not go together."""
+    if scale is not None and (
+        isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf
+    ):
+        raise ProblemError(f"scale is {scale!r}: expected a finite number above 0, or None.")
+    if normalise and features is None:
+        raise ProblemError(
+            "normalise=True with features=None: plain dot products may be negative, so their sum may be 0; leave it "
+            "out, or take features that are positive, such as Elu1()."
+        )
+    if normalise and isinstance(rule, Delta):
+        raise ProblemError(
+            "normalise=True with Delta: what the state holds at a key is replaced, not summed; leave it out."
+        )
+    if isinstance(features, Favor) and not normalise:
+        raise ProblemError(
+            f"{features!r} without a normaliser: its weights grow with exp(|q|^2) and would leave the range of floats; "
+            "leave normalise out."
+        )
+    if isinstance(features, Favor) and isinstance(rule, Gated | Delta):
+        raise ProblemError(f"{features!r} with {rule!r}: expected Decay or no rule, or other features.")
+
+
+def _run_of(form: str, rule: Rule | None) -> Run:
+    if form == "recurrent":
+        return recurrent
+    room = gated if isinstance(rule, Gated) else delta if isinstance(rule, Delta) else sums
+    return room.chunked if form == "chunked" else room.parallel
+
+
+def _lowered(rule: Rule | None, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """log_gamma, log_gate, beta and log_decay of the rule, in the type that sums are taken in."""
+    kind = compute_type(k)
+    if isinstance(rule, Decay):
+        return rule.log(kind, k.device), None, None, None
+    if isinstance(rule, Gated):
+        return None, rule.log_gate.to(kind), None, None
+    if isinstance(rule, Delta):
+        return None, None, rule.beta.to(kind), None if rule.log_decay is None else rule.log_decay.to(kind)
+    return None, None, None, None
+
+
+def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> Carry:
+    """The state to start from: the one given, checked, or nothing."""
+    size = k.shape[3] if call.features is None else call.features.size(k.shape[3])
+    shape, compute = (*k.shape[:2], size), compute_type(k)
+    split = isinstance(call.features, Favor)
+    if state is None:
+        top = k.new_full(k.shape[:2], -torch.inf, dtype=compute) if split else None
+        return Carry(k.new_zeros(*shape, v.shape[3] + call.normalise, dtype=compute), top)
+    if state.S.shape != (*shape, v.shape[3]):
+        raise ProblemError(
+            f"the state has S {list(state.S.shape)}, and this call needs {[*shape, v.shape[3]]}: [batch, kv_heads, "
+            "features, v_dim]; it must come of a call with the same sizes and features."
+        )
+    if (state.z is not None) != call.normalise or (state.log_scale is not None) != split:
+        raise ProblemError(
+            f"the state is one {state.kind}, and this call makes one {'with' if call.normalise else 'without'} z, "
+            f"{'with' if split else 'without'} log_scale; it must come of a call with the same words."
+        )
+    if state.S.device != k.device:
+        raise ProblemError(f"the state is on {state.S.device} and k on {k.device}: they must be on one device.")
+    matrix = state.S if state.z is None else torch.cat([state.S, state.z[..., None]], dim=3)
+    return Carry(matrix.to(compute), None if state.log_scale is None else state.log_scale.to(compute))
+
+
+def last_state(call: Call, carry: Carry, before: LinearState | None) -> LinearState:
+    """The state as it is returned."""
+    adds = call.rule is None and (before is None or before.adds)
+    if not call.normalise:
+        return LinearState(carry.matrix, None, carry.top, adds)
+    return LinearState(carry.matrix[..., :-1], carry.matrix[..., -1], carry.top, adds)
+
+
+def compute_type(x: Tensor) -> torch.dtype:
+    """What sums are taken in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

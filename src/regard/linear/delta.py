@@ -1,0 +1,71 @@
+"""Linear attention with `Delta`: a token writes the difference between its value and what the state holds at its key.
+
+    u_t = beta_t (v_t - alpha_t S_{t-1}^T k_t),    S_t = alpha_t S_{t-1} + k_t u_t^T,    alpha_t = exp(log_decay_t)
+
+Within a chunk that starts from S the u_t depend on one another linearly, with a lower triangle, so all of them come
+from one triangular solve (the WY form; Yang et al. 2024, arXiv:2406.06484, §3, and 2025, arXiv:2412.06464, §3):
+
+    (I + L) u = beta v - beta faded k S,      L_ij = beta_i (k_i . k_j) exp(sum of log_decay over j < t <= i),   j < i
+
+Solved for both terms at once, `u = write - erase S`; the solves of all chunks run together. What is left to do one
+after another is two products a chunk.
+"""
+
+import torch
+from torch import Tensor
+
+from regard.linear.stretch import Carry, Stretch, after, by_chunks, cut, rows, summed
+
+
+def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """Chunk by chunk; the loop over chunks holds two products."""
+    return by_chunks(_chunks, stretch, carry, chunk)
+
+
+def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """All tokens as one chunk: a triangle of tokens x tokens is solved."""
+    return _chunks(stretch, carry, stretch.tokens)
+
+
+def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    assert stretch.beta is not None
+    chunks, group, width = stretch.tokens // chunk, stretch.group, stretch.v.shape[3]
+    q, k, v, beta = (cut(x, chunks) for x in (stretch.q, stretch.k, stretch.v, stretch.beta))
+    pair, since, until, whole = _fades(None if stretch.log_decay is None else cut(stretch.log_decay, chunks), beta)
+    scaled = beta[..., None] * k
+    triangle = ((scaled @ k.mT) * pair).tril(-1)
+    right = torch.cat([beta[..., None] * v, scaled * since], dim=-1)
+    solved = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
+    write, erase = solved.split([width, k.shape[-1]], dim=-1)
+    kept = (k * until).mT.contiguous()
+    state = carry.matrix
+    states: list[Tensor] = []
+    news: list[Tensor] = []
+    for written, erased, factor, key in zip(*(x.unbind(2) for x in (write, erase, whole, kept)), strict=True):
+        states.append(state)
+        news.append(written - erased @ state)
+        state = factor * state + key @ news[-1]
+    weights = (q @ k.mT) * rows(pair, group)
+    index = torch.arange(chunk, device=q.device)
+    weights = weights.masked_fill(rows(index[:, None] < index, group), 0.0)
+    out = _mixed(weights, torch.stack(news, dim=2), group) + rows(since, group) * (q @ torch.stack(states, dim=2))
+    return out.flatten(2, 3), Carry(state, None)
+
+
+def _mixed(weights: Tensor, news: Tensor, group: int) -> Tensor:
+    """weights @ news. Where keys are too long what is written grows beyond all floats: that reaches no earlier row."""
+    lost = ~torch.isfinite(news)
+    out = weights @ torch.where(lost, 0.0, news)
+    return torch.where(rows(lost.cummax(dim=-2).values, group), torch.nan, out)
+
+
+def _fades(fade: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By what pairs, states read, keys written and states kept have faded.
+
+    pair [..., chunk, chunk], since [..., chunk, 1], until [..., chunk, 1], whole [..., 1, 1].
+    """
+    if fade is None:
+        one = torch.ones_like(like[:1, :1, :, :1, None])  # [1, 1, chunks, 1, 1]
+        return one, one, one, one
+    since, until, whole = fade.cumsum(-1), after(fade, -1), fade.sum(-1, keepdim=True)
+    return summed(fade).exp(), since.exp()[..., None], until.exp()[..., None], whole.exp()[..., None]

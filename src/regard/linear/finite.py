@@ -1,0 +1,67 @@
+"""What is not finite: NaN or infinity in a key or value makes NaN of the rows that see it, and reaches no others.
+
+In products of matrices a weight of 0 does not hide it, since 0 * NaN is NaN, in the results as in the gradients. So it
+is taken out of the tensors, and put back into just the rows that see it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from regard.linear.call import Call
+from regard.linear.stretch import Carry
+from regard.plan.problem import in_transform, is_finite, is_without_data
+
+
+def numbers(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The numbers that the rule has for each token: log_gate, beta, log_decay."""
+    return call.log_gate, call.beta, call.log_decay
+
+
+def is_all_finite(call: Call, *tensors: Tensor) -> bool:
+    """Whether all are known to be finite; gates of -inf, which are fine, are not told apart here."""
+    tensors = (*tensors, *(t for t in numbers(call) if t is not None))
+    if torch.compiler.is_compiling() or in_transform() or any(map(is_without_data, tensors)):
+        return False
+    return all(map(is_finite, tensors))
+
+
+def guarded(
+    run: Callable[[Call, Tensor, Tensor, Tensor, Carry], tuple[Tensor, Carry]],
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    carry: Carry,
+) -> tuple[Tensor, Carry]:
+    """What `run` gives, where something may be NaN or infinite."""
+    first = _first_bad(call, k, v)
+    here = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    spoilt = first[:, :, None] <= (here if call.causal else k.shape[2] - 1)  # [batch, kv_heads, queries or 1, v_dim]
+    spoilt = spoilt.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1) | ~torch.isfinite(q).all(3, keepdim=True)
+    gate, beta, decay = (None if t is None else torch.where(_is_bad(t), 0.0, t) for t in numbers(call))
+    call = call._replace(log_gate=gate, beta=beta, log_decay=decay)
+    q, k, v = (torch.where(torch.isfinite(t), t, 0.0) for t in (q, k, v))
+    out, carry = run(call, q, k, v, carry)
+    lost = first < k.shape[2]
+    lost = torch.cat([lost, lost.all(2, keepdim=True)], dim=2) if call.normalise else lost
+    matrix = torch.where(lost[:, :, None], torch.nan, carry.matrix)
+    return torch.where(spoilt, torch.nan, out), carry._replace(matrix=matrix)
+
+
+def _first_bad(call: Call, k: Tensor, v: Tensor) -> Tensor:
+    """The first token that spoils a column of the values: [batch, kv_heads, v_dim]; the number of keys if none does."""
+    bad = ~torch.isfinite(v) | ~torch.isfinite(k).all(3, keepdim=True)
+    for t in numbers(call):
+        if t is not None:
+            bad = bad | (_is_bad(t).any(3, keepdim=True) if t.ndim == 4 else _is_bad(t)[..., None])
+    if not k.shape[2]:
+        return torch.zeros(bad.shape[0], bad.shape[1], bad.shape[3], dtype=torch.int64, device=k.device)
+    index = torch.arange(k.shape[2], device=k.device)[:, None]
+    return torch.where(bad, index, k.shape[2]).amin(2)
+
+
+def _is_bad(t: Tensor) -> Tensor:
+    """Which gates, decays and betas are not to be computed with; a gate may be -inf."""
+    return t.isnan() | (t == torch.inf)

@@ -1,0 +1,124 @@
+"""Linear attention with `Gated`: every feature fades by gates of its own, so a weight is no single product.
+
+    w_ij = sum_f q_if k_jf exp(sum of log_gate_tf over j < t <= i)
+
+To write it as a product of matrices, the usual way divides by running products of gates, which leave the range of
+floats after a few dozen tokens. Here nothing is divided. At any token m with j < m <= i the exponential splits into
+what i has faded since m and what j had faded until m, both at most 1. So a block is done by halves, split in the
+middle: the pairs of the right half with the left are one product of matrices.
+
+    blocks of 1       of 2               of 4              The queries of a half, faded since its start, and its keys,
+    o . . .           . . . .            . . . .           faded until its end, become those of the block by a product
+    . o . .    then   x . . .    then    . . . .           with the gates of the other half. So a token takes one exp
+    . . o .           . . . .            x x . .           for each feature, and nothing above the diagonal is computed.
+    . . . o           . . x .            x x . .
+"""
+
+import torch
+from torch import Tensor
+
+from regard.linear.stretch import Carry, Stretch, after, before, by_chunks, cut, summed
+
+SMALL = 2
+"""Halves of up to so many rows take elementwise products; a product of matrices for each costs more."""
+
+ROWS = 16
+"""Query tokens whose pairs of features the parallel form holds at once."""
+
+
+def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """Chunk by chunk, all at once; a chunk has a power of two of tokens, the greatest within the one asked for."""
+    return by_chunks(_chunks, stretch, carry, 1 << (chunk.bit_length() - 1))
+
+
+def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    tokens, group, chunks = stretch.tokens, stretch.group, stretch.tokens // chunk
+    if chunk & (chunk - 1):  # the tokens that were left: filled up with such as change nothing
+        stretch = _filled(stretch, (1 << chunk.bit_length()) - chunk)
+    assert stretch.log_gate is not None
+    gate = stretch.log_gate.exp()
+    out, q, k, gate = _halves(stretch.q, stretch.k, stretch.v, gate, group, chunks)
+    v = cut(stretch.v, chunks)
+    states, last = before(k.mT @ v, carry.matrix, gate[..., None])
+    out = cut(out, chunks) + q @ states
+    return out.flatten(2, 3)[:, :, : tokens * group], Carry(last, None)
+
+
+def _halves(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, group: int, blocks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pairs within each of so many blocks, and the block's queries, keys and gate for all that is outside of it.
+
+    Args:
+        q: [batch, kv_heads, tokens * group, features]; k, v and gate [batch, kv_heads, tokens, ...].
+
+    Returns:
+        out [batch, kv_heads, tokens * group, v_dim]; q, faded since the start of its block, [batch, kv_heads, blocks,
+        rows, features]; k, faded until its end, [batch, kv_heads, blocks, tokens, features]; the block's gate [batch,
+        kv_heads, blocks, features].
+    """
+    tokens, width = k.shape[2], v.shape[3]
+    each = q.unflatten(2, (tokens, group))
+    out = (each * k[:, :, :, None]).sum(-1, keepdim=True) * v[:, :, :, None]  # a token with itself: nothing has faded
+    out = out.flatten(2, 3)
+    q = (each * gate[:, :, :, None]).flatten(2, 3)
+    half = 1
+    while half * blocks < tokens:
+        pairs = tokens // (2 * half)
+        (q_left, q_right), (k_left, k_right), (out_left, out_right) = (
+            x.unflatten(2, (pairs, 2, x.shape[2] // pairs // 2)).unbind(3) for x in (q, k, out)
+        )
+        v_left = v.unflatten(2, (pairs, 2, half))[:, :, :, 0]
+        gate_left, gate_right = gate.unflatten(2, (pairs, 2)).unbind(3)  # [batch, kv_heads, pairs, features]
+        out_right = out_right + _mixed(q_right, k_left, v_left)
+        out = torch.stack([out_left, out_right], dim=3).reshape(*out.shape[:3], width)
+        q = torch.stack([q_left, q_right * gate_left[..., None, :]], dim=3).reshape(q.shape)
+        k = torch.stack([k_left * gate_right[..., None, :], k_right], dim=3).reshape(k.shape)
+        gate = gate_left * gate_right
+        half *= 2
+    return out, cut(q, blocks), cut(k, blocks), gate
+
+
+def _mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(q k^T) v."""
+    if k.shape[-2] > SMALL:
+        return (q @ k.mT) @ v
+    parts = [(q * k[..., j : j + 1, :]).sum(-1, keepdim=True) * v[..., j : j + 1, :] for j in range(k.shape[-2])]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _filled(stretch: Stretch, more: int) -> Stretch:
+    """With so many more tokens, of zeros and gates of 1."""
+
+    def fill(x: Tensor, rows: int) -> Tensor:
+        return torch.cat([x, x.new_zeros(*x.shape[:2], rows, x.shape[3])], dim=2)
+
+    assert stretch.log_gate is not None
+    q = fill(stretch.q, more * stretch.group)
+    return Stretch(q, fill(stretch.k, more), fill(stretch.v, more), log_gate=fill(stretch.log_gate, more))
+
+
+def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """All pairs, some rows at a time: the definition."""
+    assert stretch.log_gate is not None
+    group, fade = stretch.group, stretch.log_gate
+    outs: list[Tensor] = []
+    for start in range(0, stretch.tokens, ROWS):
+        rows = stretch.part(start, min(start + ROWS, stretch.tokens))
+        assert rows.log_gate is not None
+        q = rows.q.unflatten(2, (rows.tokens, group))  # [batch, kv_heads, rows, group, features]
+        pair = summed(rows.log_gate.mT).exp()  # [batch, kv_heads, features, rows i, rows j]
+        pair = pair.expand(-1, -1, q.shape[-1], -1, -1)
+        weights = torch.einsum("bhigf,bhjf,bhfij->bhigj", q, rows.k, pair)
+        index = torch.arange(rows.tokens, device=q.device)
+        weights = weights.masked_fill((index[:, None] < index)[:, None], 0.0)
+        since = (q * rows.log_gate.cumsum(2).exp()[:, :, :, None]).flatten(2, 3)  # faded since the first of these rows
+        out = weights.flatten(2, 3) @ rows.v
+        if start:
+            until = after(fade[:, :, :start], 2).exp() * stretch.k[:, :, :start]
+            out = out + (since @ until.mT) @ stretch.v[:, :, :start]
+        past = fade[:, :, :start].sum(2, keepdim=True).exp()
+        outs.append(out + (since * past) @ carry.matrix)
+    until = after(fade, 2).exp() * stretch.k
+    matrix = until.mT @ stretch.v + fade.sum(2).exp()[..., None] * carry.matrix
+    return torch.cat(outs, dim=2), Carry(matrix, None)

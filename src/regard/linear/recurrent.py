@@ -1,0 +1,41 @@
+"""Linear attention token by token, for every rule: what a decoder does, and the shortest to say what is computed."""
+
+import torch
+from torch import Tensor
+
+from regard.linear.stretch import Carry, Stretch
+
+
+def recurrent(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """The state takes in a token, and its queries read it; `4 features v_dim` FLOPs each."""
+    state, high = carry
+    outs: list[Tensor] = []
+    for one in stretch.each():
+        state, value = _faded(one, state), one.v
+        if one.beta is not None:
+            value = one.beta[..., None] * (value - one.k @ state)
+        if one.top is not None and high is not None:
+            state, value, high = _aligned(one, state, high)
+        state = torch.addcmul(state, one.k.mT, value)
+        outs.append(one.q @ state)
+    return torch.cat(outs, dim=2), Carry(state, high)
+
+
+def _faded(one: Stretch, state: Tensor) -> Tensor:
+    """The state as the token finds it."""
+    if one.log_gate is not None:
+        return one.log_gate.exp().mT * state
+    if one.log_decay is not None:
+        return one.log_decay.exp()[..., None] * state
+    if one.log_gamma is not None and one.top is None:
+        return one.log_gamma.exp() * state
+    return state
+
+
+def _aligned(one: Stretch, state: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """State and value under the greater of their two exponents, which is given as well."""
+    assert one.top is not None
+    age = torch.zeros_like(high[:1, :1]) if one.log_gamma is None else one.log_gamma[None, :, 0, 0]
+    top = one.top[..., 0]
+    now = torch.maximum(top, high + age).detach()
+    return (high + age - now).exp()[..., None, None] * state, (top - now).exp()[..., None, None] * one.v, now

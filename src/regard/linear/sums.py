@@ -1,0 +1,118 @@
+"""Linear attention without a rule, and with `Decay`: weights are products, times a number for each pair of tokens.
+
+    w_ij = phi(q_i) . phi(k_j) * exp(top_j + (i - j) log gamma - high_i)        j <= i
+
+`top_j` is what `Favor` keeps apart of a key, 0 for other features; `high_i` is the greatest exponent that any key so
+far has at i, so every number is at most 1 and row i has one that is 1. It looks at no later key: what is often done, to
+take the greatest over all keys, lets the future into every row.
+
+A chunk of C tokens takes `2 C (features + v_dim)` FLOPs a token for the pairs within it and `4 features v_dim` for the
+state, all in products of matrices (Hua et al. 2022, arXiv:2202.10447; Sun et al. 2023, arXiv:2307.08621, §2.1).
+"""
+
+import torch
+from torch import Tensor
+
+from regard.linear.stretch import Carry, Stretch, before, by_chunks, cut, rows
+
+ROWS = 128
+"""Query tokens whose weights the parallel form holds at once."""
+
+
+def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """Chunk by chunk, all at once: pairs within a chunk, and the state before it for all else."""
+    return by_chunks(_chunks, stretch, carry, chunk)
+
+
+def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    chunks, group = stretch.tokens // chunk, stretch.group
+    q, k, v = (cut(x, chunks) for x in (stretch.q, stretch.k, stretch.v))
+    pair, read, write, fade, high = _numbers(stretch, carry, chunk)
+    weights = q @ k.mT  # [batch, kv_heads, chunks, chunk * group, chunk]
+    if pair is not None:
+        weights = weights * rows(pair, group)
+    out = _lower(weights, group) @ v
+    steps = k.mT @ (v if write is None else v * write[..., None])
+    states, last = before(steps, carry.matrix, fade)
+    seen = q @ states
+    out = out + (seen if read is None else seen * rows(read[..., None], group))
+    return out.flatten(2, 3), Carry(last, high)
+
+
+def _numbers(
+    stretch: Stretch, carry: Carry, chunk: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """What pairs, reads, writes and states are multiplied by, and the exponent of the state after the last chunk.
+
+    pair [..., chunk, chunk], read [..., chunk], write [..., chunk], fade [..., chunks or 1, 1, 1], high [batch,
+    kv_heads]; None is 1.
+    """
+    if stretch.top is None and stretch.log_gamma is None:
+        return None, None, None, None, None
+    chunks, device = stretch.tokens // chunk, stretch.k.device
+    index = torch.arange(chunk, device=device)
+    apart = (index[:, None] - index).clamp(min=0).to(stretch.k.dtype)
+    fade = (
+        torch.zeros(1, 1, 1, dtype=stretch.k.dtype, device=device) if stretch.log_gamma is None else stretch.log_gamma
+    )
+    ages = [fade[:, :, None] * apart, fade * (index + 1), fade * (chunk - 1 - index), fade * chunk]
+    ages = [age[None] for age in ages]  # [1, kv_heads or 1, 1, chunk (, chunk)]
+    if stretch.top is None or carry.top is None:
+        pair, read, write, whole = (age.exp() for age in ages)
+        return pair, read, write, whole[..., None].expand(-1, -1, chunks, 1, 1), None
+    top, high = cut(stretch.top, chunks), cut(_highest(stretch.top, carry.top, fade), chunks)
+    start = torch.cat([carry.top[..., None], high[:, :, :-1, -1]], dim=2)[..., None]  # before each chunk
+    end = high[..., -1:]
+    pair = ages[0] + top[..., None, :] - high[..., None]
+    # later keys may count far more than any so far: masked before exp, or 0 * inf makes NaN of gradients
+    pair = torch.where(index[:, None] >= index, pair, -torch.inf).exp()
+    read, write = (ages[1] + start - high).exp(), (ages[2] + top - end).exp()
+    return pair, read, write, (ages[3] + start - end).exp()[..., None], end[:, :, -1, 0]
+
+
+def _highest(top: Tensor, first: Tensor, fade: Tensor) -> Tensor:
+    """The greatest `top_j + (i - j) log gamma` over j <= i, and over `first`, the one before the stretch.
+
+    Any number in its place would give the same result but for rounding and range; so it needs no gradient.
+    """
+    age, top = fade.detach()[None, ..., 0] * torch.arange(1, top.shape[2] + 1, device=top.device), top.detach()
+    return torch.maximum((top - age).cummax(dim=2).values, first[..., None]) + age
+
+
+def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    """All pairs, some rows of the triangle at a time: the definition."""
+    group, tokens = stretch.group, stretch.tokens
+    fade = torch.zeros(1, 1, 1, dtype=stretch.k.dtype, device=stretch.k.device)
+    fade = fade if stretch.log_gamma is None else stretch.log_gamma
+    top, first, high = stretch.k.new_zeros(stretch.k.shape[:3]), stretch.k.new_zeros(stretch.k.shape[:2]), None
+    if stretch.top is not None and carry.top is not None:
+        top, first, high = stretch.top, carry.top, _highest(stretch.top, carry.top, fade)
+    shift = torch.zeros_like(top) if high is None else high
+    index = torch.arange(tokens, device=stretch.k.device)
+    outs: list[Tensor] = []
+    for start in range(0, tokens, ROWS):
+        stop = min(start + ROWS, tokens)
+        here, q = index[start:stop], stretch.q[:, :, start * group : stop * group]
+        exponent = fade * (here[:, None] - index[:stop]) + top[:, :, None, :stop] - shift[:, :, start:stop, None]
+        exponent = torch.where(here[:, None] >= index[:stop], exponent, -torch.inf)
+        weights = _visible(q @ stretch.k[:, :, :stop].mT, here, index[:stop], group) * rows(exponent.exp(), group)
+        past = (fade[..., 0] * (here + 1) + first[..., None] - shift[:, :, start:stop]).exp()
+        outs.append(weights @ stretch.v[:, :, :stop] + rows(past[..., None], group) * (q @ carry.matrix))
+    end = shift[:, :, -1:]
+    write = (fade[..., 0] * (tokens - 1 - index) + top - end).exp()
+    kept = (fade[..., 0] * tokens + first[..., None] - end).exp()[..., None]
+    matrix = stretch.k.mT @ (stretch.v * write[..., None]) + kept * carry.matrix
+    return torch.cat(outs, dim=2), Carry(matrix, None if high is None else high[:, :, -1])
+
+
+def _visible(weights: Tensor, here: Tensor, keys: Tensor, group: int) -> Tensor:
+    hidden = rows(here[:, None] < keys, group)
+    return weights.masked_fill(hidden, 0.0)
+
+
+def _lower(weights: Tensor, group: int) -> Tensor:
+    """Zeros for what is later, whatever stands there."""
+    if group == 1:
+        return weights.tril()
+    index = torch.arange(weights.shape[-1], device=weights.device)
+    return weights.masked_fill(rows(index[:, None] < index, group), 0.0)

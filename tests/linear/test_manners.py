@@ -1,0 +1,386 @@
+"""How linear attention behaves: gradients, tracing, types, the edges, cost, and what it refuses."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from regard import ProblemError
+from regard.linear import (
+    Decay,
+    Delta,
+    Elu1,
+    Favor,
+    Gated,
+    LinearState,
+    Relu,
+    Taylor,
+    attend,
+    linear_attend,
+    retnet_decay,
+)
+from tests.linear.calls import FAST, FORMS, KINDS, Numbers, expected, numbers, whole, words
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [*FAST, "favor", "dot, one gate"])
+def test_gradients_are_right_in_everything_also_through_the_state(kind: str, form: str):
+    n = numbers(kind, tokens=7, batch=1, group=2, dim=5, width=2)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = type(n)(*tensors)
+        first, second = given.cut(0, 3), given.cut(3, None)
+        state = linear_attend(first.q, first.k, first.v, **words(kind, first), form=form, chunk=2).state
+        out, state = linear_attend(second.q, second.k, second.v, **words(kind, second), form=form, chunk=2, state=state)
+        return out, whole(state)[0]
+
+    inputs = [t.requires_grad_() for t in n.tensors()]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    used = torch.autograd.grad(run(*inputs)[0].square().sum(), inputs, allow_unused=True)
+    names = ["q", "k", "v", "gamma", "gate", "one_gate", "beta", "log_decay"]
+    rules = {"decay": ["gamma"], "gated": ["gate"], "one gate": ["one_gate"], "gated delta": ["beta", "log_decay"]}
+    flows = {
+        name
+        for name, g in zip(names, cast("list[Tensor | None]", list(used)), strict=True)
+        if g is not None and g.any()
+    }
+    assert flows == {"q", "k", "v", *rules.get(KINDS[kind][1] or "", [])}
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_gradients_of_gradients_and_forward_derivatives_are_right(kind: str):
+    n = numbers(kind, tokens=5, batch=1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return linear_attend(q, k, v, **words(kind, n), chunk=2, form="chunked").out
+
+    inputs = [t.requires_grad_() for t in (n.q, n.k, n.v)]
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True, check_forward_ad=True, check_backward_ad=False)
+
+
+def test_vmap_maps_over_calls():
+    q, k, v = torch.randn(3, 5, 1, 2, 7, 4)
+    both = torch.func.vmap(lambda q, k, v: linear_attend(q, k, v).out)(q, k, v)
+    assert torch.allclose(both, torch.stack([linear_attend(*one).out for one in zip(q, k, v, strict=True)]), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_torch_compiles_it_whole(kind: str):
+    n = numbers(kind, tokens=13, batch=1, group=2).to(torch.float32)
+    state = linear_attend(n.q, n.k, n.v, **words(kind, n)).state
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, LinearState]:
+        return linear_attend(q, k, v, **words(kind, n), chunk=4, state=state)
+
+    torch.compiler.reset()
+    inputs = [t.requires_grad_() for t in (n.q, n.k, n.v)]
+    found, right = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs), run(*inputs)
+    torch.testing.assert_close(found[0], right[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].S, right[1].S, rtol=1e-5, atol=1e-5)
+    flows = [torch.autograd.grad(out.square().sum(), inputs) for out in (found[0], right[0])]
+    torch.testing.assert_close(*flows, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_types_are_as_near_as_their_rounding(kind: str, dtype: torch.dtype):
+    n = numbers(kind, tokens=67, group=2).to(dtype)
+    right = expected(kind, n.to(torch.float64))[0]
+    found = linear_attend(n.q, n.k, n.v, **words(kind, n), chunk=16)
+    assert (found.out.dtype, found.state.S.dtype) == (dtype, torch.float32)
+    worst = right.abs().amax()
+    assert (found.out.double() - right).abs().amax() <= max(torch.finfo(dtype).eps, 1e-6) * worst * 4
+
+
+def test_autocast_leaves_the_sums_in_single_precision():
+    q, k, v = torch.randn(3, 1, 2, 37, 8)
+    right = linear_attend(q, k, v).out
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_attend(q, k, v).out, right)
+
+
+def test_any_strides_will_do():
+    n = numbers("elu", tokens=19, group=3)
+    right = linear_attend(n.q, n.k, n.v, chunk=4).out
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (n.q, n.k, n.v))
+    assert torch.equal(linear_attend(q, k, v, chunk=4).out, right)
+
+
+# ---- the edges ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_rows_that_see_nothing_are_zero(kind: str):
+    n = numbers(kind, tokens=5, group=2)
+    more = torch.cat([torch.randn(2, 4, 3, 5, dtype=torch.float64), n.q], 2)
+    out = linear_attend(more, n.k, n.v, **words(kind, n)).out
+    assert not out[:, :, :3].any()
+    torch.testing.assert_close(out[:, :, 3:], linear_attend(n.q, n.k, n.v, **words(kind, n)).out)
+    none = n.cut(0, 0)
+    for causal in (True, False):
+        nothing = linear_attend(n.q, none.k, none.v, **words(kind, none), causal=causal)
+        assert nothing.out.shape == (2, 4, 5, 3)
+        assert not nothing.out.any()
+        assert not nothing.state.S.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4), (2, 2, 0, 4), (1, 2, 5, 0)])
+def test_sizes_may_be_zero(shape: tuple[int, ...], form: str):
+    q, v = torch.randn(shape), torch.randn(*shape[:3], 3)
+    beta = torch.rand(shape[:3])
+    for given in ({}, {"features": None, "rule": Gated(-beta[..., None])}, {"features": None, "rule": Delta(beta)}):
+        for causal in (True, False):
+            out, state = linear_attend(q, q, v, form=form, causal=causal, **given)
+            assert out.shape == (*shape[:3], 3)
+            assert state.S.shape == (*shape[:2], shape[3], 3)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_tensors_without_data_give_shapes(kind: str):
+    n = numbers(kind, tokens=19, group=2)
+    empty = Numbers(*(t.to("meta") for t in n.tensors()))
+    found, right = (linear_attend(m.q, m.k, m.v, **words(kind, m)) for m in (empty, n))
+    assert found.out.is_meta
+    assert (found.out.shape, found.state.S.shape) == (right.out.shape, right.state.S.shape)
+
+
+def test_weights_that_are_all_zero_give_zero():
+    q = -torch.ones(1, 1, 3, 4)
+    out = linear_attend(q, q, torch.randn(1, 1, 3, 2), features=Relu(epsilon=0.0)).out
+    assert not out.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_query_stands_at_the_last_key(kind: str):
+    n = numbers(kind, tokens=19, group=2)
+    right = linear_attend(n.q, n.k, n.v, **words(kind, n), chunk=4)
+    found = linear_attend(n.q[:, :, 12:], n.k, n.v, **words(kind, n), chunk=4)
+    torch.testing.assert_close(found.out, right.out[:, :, 12:])
+    for ours, theirs in zip(whole(found.state), whole(right.state), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_causality_every_query_reads_the_last_state(kind: str, form: str):
+    n = numbers(kind, tokens=19, group=2)
+    _, right_state, _ = expected(kind, n) if kind != "taylor" else (None, None, None)
+    found = linear_attend(n.q[:, :, :7], n.k, n.v, **words(kind, n), causal=False, form=form, chunk=4)
+    causal = linear_attend(n.q[:, :, :1], n.k, n.v, **words(kind, n))
+    torch.testing.assert_close(found.out[:, :, :1], causal.out)  # the only query stands at the last key
+    for ours, theirs in zip(whole(found.state), whole(causal.state), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    if right_state is not None:
+        torch.testing.assert_close(whole(found.state)[0], right_state)
+
+
+def test_without_causality_it_is_a_weighted_mean():
+    q, k, v = torch.randn(3, 1, 1, 11, 4, dtype=torch.float64)
+    weights = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    right = weights / weights.sum(-1, keepdim=True) @ v
+    torch.testing.assert_close(linear_attend(q, k, v, causal=False).out, right)
+
+
+@pytest.mark.parametrize("kind", ["elu", "dot", "favor", "taylor"])
+def test_states_of_sums_merge_in_any_order(kind: str):
+    n = numbers(kind, tokens=19)
+    if kind == "favor":
+        n.k[:, :, :5] *= 30  # tops far apart
+    parts = [n.cut(0, 5), n.cut(5, 6), n.cut(6, None), n.cut(0, 0)]
+    a, b, c, nothing = (linear_attend(p.q, p.k, p.v, **words(kind, p)).state for p in parts)
+    right = linear_attend(n.q, n.k, n.v, **words(kind, n)).state
+    for merged in ((a | b) | c, c | (b | a), nothing | a | (c | nothing) | b):
+        for ours, theirs in zip(whole(merged), whole(right), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert not (nothing | nothing).S.isnan().any()
+    read = linear_attend(n.q, parts[3].k, parts[3].v, **words(kind, parts[3]), state=c | b | a, causal=False).out
+    torch.testing.assert_close(read, linear_attend(n.q, n.k, n.v, **words(kind, n), causal=False).out)
+
+
+def test_long_calls_in_segments_give_the_same(monkeypatch: pytest.MonkeyPatch):
+    for kind in FAST:
+        n = numbers(kind, tokens=101, group=2)
+        right = linear_attend(n.q, n.k, n.v, **words(kind, n), chunk=4)
+        monkeypatch.setattr(attend, "SEGMENT", 512)
+        with torch.no_grad():
+            found = linear_attend(n.q, n.k, n.v, **words(kind, n), chunk=4)
+            read = linear_attend(n.q, n.k, n.v, **words(kind, n), chunk=4, causal=False)
+        flowing = linear_attend(n.q.requires_grad_(), n.k, n.v, **words(kind, n), chunk=4)
+        monkeypatch.undo()
+        all_see = linear_attend(n.q, n.k, n.v, **words(kind, n), chunk=4, causal=False)
+        torch.testing.assert_close(read.out, all_see.out, rtol=1e-12, atol=1e-12)
+        for one in (found, flowing):
+            torch.testing.assert_close(one.out, right.out, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one.state.S, right.state.S, rtol=1e-12, atol=1e-12)
+
+
+def test_the_scale_multiplies_the_scores():
+    q, k, v = torch.randn(3, 1, 2, 7, 4, dtype=torch.float64)
+    beta = torch.rand(1, 2, 7, dtype=torch.float64)
+    for given in ({"features": Taylor()}, {"features": Favor(4, features=8)}):
+        half: dict[str, Any] = {"scale": 0.5 * 4**-0.5} | given
+        torch.testing.assert_close(
+            linear_attend(q, k, v, **half).out, linear_attend(q * 0.5**0.5, k * 0.5**0.5, v, **given).out
+        )
+    for rule in (None, Delta(beta)):  # the keys of the delta rule stay as they are
+        one = linear_attend(q, k, v, features=None, rule=rule, scale=0.25)
+        torch.testing.assert_close(one.out, 0.25 * linear_attend(q, k, v, features=None, rule=rule).out)
+
+
+def test_retnets_decays_are_the_papers():
+    assert retnet_decay(8).tolist() == [1 - 2.0**-n for n in range(5, 13)]
+
+
+def test_decays_in_half_precision_keep_what_they_say():
+    n = numbers("dot", tokens=67)
+    gamma = torch.tensor([0.99609375, 0.5])  # numbers that bfloat16 has, while their logarithms are none
+    one, two = (linear_attend(n.q, n.k, n.v, features=None, rule=Decay(g)).out for g in (gamma, gamma.bfloat16()))
+    assert torch.equal(one, two)
+
+
+def test_a_decay_of_one_and_gates_of_one_change_nothing():
+    n = numbers("dot", tokens=19)
+    right = linear_attend(n.q, n.k, n.v, features=None).out
+    for rule in (Decay(1.0), Gated(torch.zeros(2, 2, 19, 1))):
+        torch.testing.assert_close(linear_attend(n.q, n.k, n.v, features=None, rule=rule, chunk=4).out, right)
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+
+
+class Made(TorchDispatchMode):
+    """Watches what tensors are made: the elements of the largest, and of all."""
+
+    elements = 0
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        there = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for t in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in there:
+                self.elements = max(self.elements, t.numel())
+                self.total += t.numel()
+        return made
+
+
+def _long(kind: str, tokens: int) -> tuple[Numbers, dict[str, Any]]:
+    n = numbers(kind, tokens, batch=1, kv_heads=1, dim=5, width=3).to(torch.float32)
+    return n, words(kind, n)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_nothing_but_the_output_grows_with_the_tokens(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attend, "SEGMENT", 1 << 14)
+    found: list[int] = []
+    for tokens in (1 << 13, 1 << 16):
+        n, given = _long(kind, tokens)
+        monitor = Made()
+        with torch.no_grad(), monitor:
+            linear_attend(n.q, n.k, n.v, **given)
+        found.append(monitor.elements)
+        assert monitor.elements == max(3 * tokens, found[0])  # the output, v_dim 3
+    assert found[0] < 3 << 16
+
+
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+@pytest.mark.parametrize("kind", FAST)
+def test_going_backward_grows_with_the_tokens_and_not_with_their_square(
+    kind: str, form: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attend, "SEGMENT", 256)
+    totals: list[int] = []
+    for tokens in (64, 512):
+        n, given = _long(kind, tokens)
+        inputs = [t.requires_grad_() for t in (n.q, n.k, n.v)]
+        with Made() as monitor:
+            linear_attend(*inputs, **given, form=form, chunk=8).out.sum().backward()
+        totals.append(monitor.total)
+    assert totals[1] < 1.1 * 8 * totals[0]
+
+
+@pytest.mark.parametrize("kind", [*FAST, "dot"])
+def test_the_work_is_what_the_chunks_say_and_grows_with_the_tokens(kind: str):
+    flops: list[int] = []
+    for tokens in (1 << 10, 1 << 11):
+        n, given = _long(kind, tokens)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            linear_attend(n.q, n.k, n.v, **given, chunk=32)
+        flops.append(counter.get_total_flops())
+    assert flops[1] == 2 * flops[0]
+    if kind in ("elu", "dot"):
+        size, width = 5, 3 + (kind == "elu")  # a column of ones, which normalises
+        assert flops[0] == (2 * 32 * (size + width) + 4 * size * width) * 1024
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+X = torch.randn(1, 2, 7, 4)
+
+
+def _state(**words: Any) -> LinearState:
+    return linear_attend(X, X, X, **words).state
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another k": ({"k": torch.randn(1, 2, 7, 5)}, "5"),
+    "heads that do not divide": ({"q": torch.randn(1, 3, 7, 4)}, "q has 3 heads and k has 2"),
+    "no word": ({"features": "elu"}, "features is 'elu': expected a Feature or None"),
+    "a class": ({"features": Elu1}, "expected a Feature or None"),
+    "a form": ({"form": "fast"}, "form='fast': expected one of chunked, parallel, recurrent"),
+    "a chunk": ({"chunk": 0}, "chunk=0: expected a number of tokens"),
+    "a scale for elu": ({"scale": 0.5}, "its weights are no function of q . k"),
+    "a scale below 0": ({"scale": -1.0, "features": None}, "expected a finite number above 0"),
+    "favor of another size": ({"features": Favor(5)}, "maps vectors of 5 numbers, and these have 4"),
+    "favor without a normaliser": ({"features": Favor(4), "normalise": False}, "without a normaliser"),
+    "favor gated": ({"features": Favor(4, features=4), "rule": Gated(torch.zeros(1, 2, 7, 4))}, "other features"),
+    "dot products normalised": ({"features": None, "normalise": True}, "may be negative"),
+    "delta normalised": ({"rule": Delta(torch.ones(1, 2, 7)), "normalise": True}, "replaced, not summed"),
+    "too many decays": ({"rule": Decay(torch.ones(3))}, "has 3 decays, and k has 2 heads"),
+    "gates of another size": ({"rule": Gated(torch.zeros(1, 2, 7, 3))}, "[1, 2, 7, 4]"),
+    "betas of another size": ({"rule": Delta(torch.ones(1, 2, 6))}, "[1, 2, 7]"),
+    "a state of another size": ({"state": _state(features=Taylor())}, "this call needs [1, 2, 4, 4]"),
+    "a state without z": ({"state": _state(features=None)}, "without z, without log_scale, and this call makes one"),
+    "a tensor as a state": ({"state": X}, "expected a LinearState"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused_with_its_sizes(name: str):
+    given, message = REFUSED[name]
+    call = {"q": X, "k": X, "v": X} | given
+    with pytest.raises(ProblemError) as caught:
+        linear_attend(**call)
+    assert message in str(caught.value)
+
+
+WORDS = {
+    "gamma 0": (lambda: Decay(0.0), "0 < gamma <= 1"),
+    "gamma above 1": (lambda: Decay(torch.tensor([0.5, 1.5])), "0 < gamma <= 1"),
+    "gammas for batch rows": (lambda: Decay(torch.ones(2, 3)), "[kv_heads]"),
+    "gates above 0": (lambda: Gated(torch.full((1, 1, 2, 3), 0.5)), "values up to 0.5: expected logarithms"),
+    "a gate for all": (lambda: Gated(-0.5), "expected a tensor"),
+    "decays above 0": (lambda: Delta(torch.ones(1, 1, 2), torch.ones(1, 1, 2)), "expected logarithms, at most 0"),
+    "decays of another size": (lambda: Delta(torch.ones(1, 1, 2), -torch.ones(1, 1, 3)), "expected the same"),
+    "no heads": (lambda: retnet_decay(0), "at least 1"),
+    "states of rules": (
+        lambda: _state(rule=Decay(0.5)) | _state(rule=Decay(0.5)),
+        "do not merge: under a rule (Decay, Gated, Delta)",
+    ),
+    "states of other words": (lambda: _state() | _state(features=None), "states of one kind merge"),
+    "no state": (lambda: _state() | cast(Any, X), "merges with a LinearState"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_that_make_no_sense_are_refused(name: str):
+    make, message = WORDS[name]
+    with pytest.raises(ProblemError) as caught:
+        make()
+    assert message in str(caught.value)
