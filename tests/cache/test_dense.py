@@ -128,3 +128,14 @@ def test_what_inference_mode_stored_can_be_added_to_outside_of_it():
     assert torch.equal(cache.append(*second)[0], torch.cat([first[0], second[0]], dim=2))
     with torch.inference_mode():
         assert cache.append(*tokens_of(1))[0].shape[2] == 6
+
+
+def test_what_is_cropped_is_forgotten():
+    cache, k = KVCache(), torch.randn(1, 2, 7, 4)
+    cache.append(k[:, :, :5], k[:, :, :5])
+    cache.crop(3)
+    assert cache.tokens == 3
+    keys, _ = cache.append(k[:, :, 5:], k[:, :, 5:])
+    assert torch.equal(keys, torch.cat([k[:, :, :3], k[:, :, 5:]], dim=2))
+    with pytest.raises(ProblemError, match=r"crop\(6\): expected a number from 0 to the 5 tokens"):
+        cache.crop(6)

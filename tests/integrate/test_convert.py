@@ -462,9 +462,9 @@ def test_heads_that_cannot_be_made_are_refused(asked, said, llama, tmp_path):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("llama", "lie one in the other"),
-        ("llama/out", "lie one in the other"),
-        (".", "lie one in the other"),
+        ("llama", "is what is read|lie one in the other"),
+        ("llama/out", "is what is read|lie one in the other"),
+        (".", "is what is read|lie one in the other"),
         ("nowhere/out", "there is no folder"),
         ("file", "is there and is no folder"),
         ("full", "holds no config.json, so it is not replaced"),

@@ -120,3 +120,11 @@ def test_it_is_traced_whole():
     assert torch.equal(traced(q), module(q))
     traced(q).sum().backward()
     assert module.bias.word.table.grad is not None
+
+
+def test_a_tensor_given_to_several_layers_is_trained_once():
+    bias = T5Bias(torch.zeros(8, 4, requires_grad=True))
+    layers = [Held(bias) for _ in range(3)]
+    (table,) = torch.nn.ModuleList(layers).parameters()
+    table.data.add_(1)
+    assert all(bool((layer.word.table == 1).all()) for layer in layers)

@@ -15,7 +15,7 @@ from regard.attend import watching
 from regard.cache import KVCache
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope
-from regard.describe.rope_scaling import Yarn
+from regard.describe.rope_scaling import DynamicNTK, LongRope, Yarn
 from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.rope_pairs import RopePairs
@@ -380,3 +380,12 @@ def test_calls_that_do_not_fit_are_refused():
         made("as in the paper")(torch.zeros(2, 11, 7).double())
     with pytest.raises(ProblemError, match="positions were given to a module without position"):
         made("without a part with position")(tokens(), positions=3)
+
+
+@pytest.mark.parametrize("scaling", [DynamicNTK(4.0, 8), LongRope((1.0, 2.0), (3.0, 4.0), 8)])
+def test_positions_said_one_by_one_or_by_the_first_are_the_same(scaling: object):
+    module = LatentAttention(
+        32, 4, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, position=Rope(4, scaling=scaling, interleaved=True)
+    )
+    x = torch.randn(1, 5, 32)
+    assert torch.allclose(module(x, positions=100), module(x, positions=torch.arange(100, 105)), atol=1e-6)

@@ -424,3 +424,18 @@ def test_a_call_that_makes_no_sense_is_named():
 def test_an_engine_that_refuses_is_not_passed_over():
     with pytest.raises(RefusalError, match="sdpa"):
         MultiHeadAttention(24, 6, mask=Window(3), backend="sdpa")(torch.randn(2, 7, 24))
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    module, cache, x = MultiHeadAttention(32, 4), KVCache(), torch.randn(1, 5, 32)
+    with torch.no_grad():
+        expected = module(x)
+        with pytest.raises(ProblemError):
+            module(x, mask=Dense(torch.ones(3, 3, dtype=torch.bool)), cache=cache)
+        assert cache.tokens == 0
+        assert torch.equal(module(x, cache=cache), expected)
+
+
+def test_a_bias_of_projections_is_told_from_one_of_scores():
+    with pytest.raises(ProblemError, match="projections have biases by qkv_bias= and out_bias="):
+        MultiHeadAttention(32, 4, bias=True)

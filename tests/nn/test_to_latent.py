@@ -221,3 +221,14 @@ def test_it_keeps_type_mode_mask_and_numbers_and_can_be_trained():
 def test_what_has_no_place_in_latent_attention_is_refused(more, asked, said):
     with pytest.raises(ProblemError, match=said):
         to_latent(made(**more), **{"kv_rank": 8} | asked)
+
+
+def test_biases_of_keys_under_a_softcap_are_refused():
+    with pytest.raises(ProblemError, match="a softcap and biases of keys and values"):
+        to_latent(MultiHeadAttention(32, 4, qkv_bias=True, softcap=1.0), 16)
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(5, 32), torch.full((5, 32), torch.nan)])
+def test_inputs_that_say_nothing_are_refused(inputs: torch.Tensor):
+    with pytest.raises(ProblemError, match="all 0, or not finite"):
+        to_latent(MultiHeadAttention(32, 4), 16, inputs=inputs)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard import Alibi, Lengths, ProblemError, T5Bias, Window, watching
+from regard import Alibi, Causal, Lengths, ProblemError, T5Bias, Window, watching
 from regard.describe.position import Learned, Rope, Sinusoidal
 from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttention, Transformer
 
@@ -214,3 +214,27 @@ def test_a_context_belongs_to_a_block_that_looks_at_one():
 def test_what_is_no_position_is_not_passed_over():
     with pytest.raises(ProblemError, match=r"position is Window\(left=3\).*mask="):
         Decoder(VOCABULARY, WIDTH, 1, HEADS, position=Window(3))
+
+
+def test_what_an_attention_was_given_beforehand_stays_where_nothing_else_is_said():
+    grouped = partial(MultiHeadAttention, kv_heads=2, gate=True)
+    model = Decoder(19, 32, 2, 4, context_dim=24, attention=grouped)
+    blocks: Any = model.body.blocks
+    for block in blocks:
+        assert block.attention.kv_heads == block.cross.kv_heads == 2
+        assert block.cross.gate_proj is not None
+        assert block.cross.mask is None
+    latent = partial(LatentAttention, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)
+    assert Decoder(19, 32, 1, 4, attention=latent)(torch.randint(19, (1, 5))).shape == (1, 5, 19)
+
+
+def test_with_caches_a_mask_over_the_context_sees_queries_where_they_stand():
+    torch.manual_seed(0)
+    model, tokens, context = Decoder(19, 32, 2, 4, context_dim=24), torch.randint(19, (1, 7)), torch.randn(1, 7, 24)
+    with torch.no_grad():
+        whole = model(tokens, context, context_mask=Causal())
+        caches, steps = model.caches(), []
+        for i in range(7):
+            given = context if i == 0 else context[:, :0]
+            steps.append(model(tokens[:, i : i + 1], given, context_mask=Causal(), caches=caches))
+    assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-5)

@@ -52,3 +52,17 @@ def test_what_is_kept_is_limited(monkeypatch: pytest.MonkeyPatch):
     for heads in range(1, 40):
         kept_by_distance(Alibi(heads), heads, torch.float32, 0, 64)
     assert distance._vectors.nbytes <= 20_000
+
+
+def test_a_table_that_changed_unseen_has_a_new_vector():
+    """Fused optimizers, and writing through .data, change numbers and no version."""
+    q, table = torch.randn(1, 2, 6, 4), torch.randn(8, 2, requires_grad=True)
+    optimizer = torch.optim.AdamW([table], lr=1.0, fused=True)
+    bias = T5Bias(table, max_distance=16)
+    for change in (optimizer.step, lambda: table.data.mul_(2)):
+        table.grad = torch.randn(8, 2)
+        with torch.no_grad():
+            attend(q, q, q, mask=Causal(), bias=bias)
+            change()
+            expected = attend(q, q, q, mask=Causal(), bias=bias, backend="reference")
+            assert torch.allclose(attend(q, q, q, mask=Causal(), bias=bias), expected, atol=1e-5)

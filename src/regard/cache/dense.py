@@ -46,8 +46,8 @@ class KVCache:
     >>> cache
     KVCache(5 tokens, k [1, 2, 5, 8], v [1, 2, 5, 8], float32: 640 bytes in room for 64 tokens, 8,192 bytes)
 
-    Keys with a position are stored turned to it. What `append` gave stays true until `reset`, and after: memory that
-    was given out is never written again, but beyond its last token.
+    Keys with a position are stored turned to it. What `append` gave stays true, also after `reset`: memory that was
+    given out is written again beyond its last token only, and after `crop`.
     """
 
     def __init__(self) -> None:
@@ -88,6 +88,20 @@ class KVCache:
             room.v[:, :, start:end] = v
         self._room, self._tokens = room, end
         return room.k[:, :, :end], room.v[:, :, :end]
+
+    def crop(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens: a call that failed, drafts that were not accepted.
+
+        What was given out of the others before is written over by what comes next.
+
+        Raises:
+            ProblemError: there are fewer.
+        """
+        if not 0 <= tokens <= self._tokens:
+            raise ProblemError(
+                f"crop({tokens}): expected a number from 0 to the {self._tokens} tokens that are stored."
+            )
+        self._tokens = tokens
 
     def reset(self) -> None:
         """Forget everything; the next `append` may be of other sizes."""

@@ -2,7 +2,7 @@
 
 A query head of its own for each key head is MHA, one key head for all is MQA, anything between is GQA; latent heads
 (MLA) keep neither keys nor values but a short vector of which both are made. These values only count: the formulas are
-those of the papers, and the modules of `regard.nn` have exactly as many parameters.
+those of the papers, and the modules of `regard.nn` have as many parameters, besides gates, norms of heads and sinks.
 """
 
 from typing import cast

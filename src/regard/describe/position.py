@@ -9,6 +9,7 @@ activations: in float32, an angle at position 100,000 is off by up to 0.004 radi
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -117,10 +118,10 @@ class Learned(Absolute):
     weight: Tensor
 
     def __post_init__(self) -> None:
-        if self.weight.ndim != 2 or not self.weight.is_floating_point():
-            raise ProblemError(
-                f"Learned(weight) is {self.weight.dtype} {list(self.weight.shape)}: expected floats [max_tokens, dim]."
-            )
+        given = cast(object, self.weight)
+        if not isinstance(given, Tensor) or given.ndim != 2 or not given.is_floating_point():
+            what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise ProblemError(f"Learned(weight) is {what}: expected a tensor of floats [max_tokens, dim].")
 
     def width(self) -> int:
         return self.weight.shape[1]
@@ -138,7 +139,7 @@ class Learned(Absolute):
         if positions.numel() and not is_traced() and positions.device.type != "meta":
             low, high = (int(bound) for bound in positions.aminmax())
             self._check_reach(low, high)
-        return F.embedding(positions, self.weight)
+        return F.embedding(positions.long(), self.weight)
 
     def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
         if isinstance(positions, Tensor):
@@ -195,7 +196,10 @@ class Rope(Position):
     def __post_init__(self) -> None:
         _check_dim(self, self.dim)
         _check_base(self, self.base)
-        if not 0 < self.fraction <= 1:
+        fraction, interleaved = cast(object, self.fraction), cast(object, self.interleaved)
+        if not isinstance(interleaved, bool):
+            raise ProblemError(f"Rope(interleaved={interleaved!r}): expected True or False.")
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ProblemError(f"Rope(fraction={self.fraction!r}): expected a share of the dimensions, 0 < share <= 1.")
         if self.rotated < 2 or self.rotated % 2:
             raise ProblemError(
@@ -247,7 +251,7 @@ class Rope(Position):
         _check_floats(x, self.dim, "[batch, heads, tokens, dim]", self)
         check_positions(positions, x, rank=4)
         _check_tokens(tokens)
-        length = self._length(x, positions, tokens)
+        length = self.length_of(x, positions, tokens)
         dtype = computed_in(x.dtype)
         key = (self, self.scaling and self.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
@@ -255,15 +259,16 @@ class Rope(Position):
             table = table[:, None]
         return turned(x, table, interleaved=self.interleaved)
 
-    def _length(self, x: Tensor, positions: int | Tensor | None, tokens: int | None) -> int | None:
+    def length_of(self, x: Tensor, positions: int | Tensor | None, tokens: int | None) -> int | None:
+        """The length of the sequence as `rotate` takes it; None where the scaling does not look at it."""
         if self.scaling is None or not self.scaling.looks_at_length() or tokens is not None:
             return tokens
         if not isinstance(positions, Tensor):
             return x.shape[-2] + (0 if positions is None else positions)
         if is_traced() or positions.device.type == "meta":
             raise RefusalError(
-                f"{self.scaling!r} looks at the length of the sequence, which a traced graph cannot read from a "
-                "tensor of positions: give tokens=."
+                f"{type(self.scaling).__name__} looks at the length of the sequence, which a traced graph cannot read "
+                "from a tensor of positions: give tokens=."
             )
         return math.floor(positions.max().item()) + 1 if positions.numel() else None
 

@@ -89,7 +89,9 @@ def _table_reaching(key: Hashable, make: Callable[[Tensor], Tensor], positions: 
 
 
 def check_type(positions: Tensor) -> None:
-    """Raise `ProblemError` unless these are numbers."""
+    """Raise `ProblemError` unless this is a tensor of numbers."""
+    if not isinstance(positions, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"positions is {positions!r}: expected a tensor of positions.")
     if positions.dtype == torch.bool or positions.is_complex():
         raise ProblemError(f"positions are {positions.dtype}: expected whole numbers, or floats.")
 

@@ -160,7 +160,9 @@ class Yarn(Scaling):
     def __post_init__(self) -> None:
         _check_factor(self, self.factor)
         _check_original(self, self.original)
-        _check_positive(self, "attention_factor", self.attention_factor)
+        for name in ("beta_fast", "beta_slow", "attention_factor"):
+            _check_positive(self, name, getattr(self, name))
+        _check_flag(self, "truncate", self.truncate)
         if not self.beta_fast > self.beta_slow > 0:
             raise ProblemError(
                 f"Yarn(beta_fast={self.beta_fast}, beta_slow={self.beta_slow}): both are turns within {self.original} "
@@ -238,6 +240,8 @@ class Llama3(Scaling):
     def __post_init__(self) -> None:
         _check_factor(self, self.factor)
         _check_original(self, self.original)
+        for name in ("low", "high"):
+            _check_positive(self, name, getattr(self, name))
         if not 0 < self.low < self.high:
             raise ProblemError(f"Llama3(low={self.low}, high={self.high}): expected numbers of turns, 0 < low < high.")
 
@@ -363,6 +367,11 @@ def _check_original(scaling: Scaling, original: object) -> None:
         raise ProblemError(
             f"{type(scaling).__name__}(original={original!r}): expected the tokens that the model was trained on."
         )
+
+
+def _check_flag(scaling: Scaling, name: str, given: object) -> None:
+    if not isinstance(given, bool):
+        raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected True or False.")
 
 
 def _check_positive(scaling: Scaling, name: str, given: object) -> None:

@@ -2,7 +2,9 @@
 
 A description is a value: it is compared and hashed. A tensor is not a value to compare (that would read all of it),
 so a tensor is known by a `Ticket`: its serial number, and its version, which every in-place change raises. A ticket
-keeps nothing alive, so whoever keeps tickets (the cache of plans) keeps no tensor.
+keeps nothing alive, so whoever keeps tickets (the cache of plans) keeps no tensor. torch counts no version for what
+is written through `.data`, or by fused optimizers: tables of masks must not be changed so, and what is made of a bias's
+numbers is known by a digest instead (`plan/distance.py`).
 """
 
 import hashlib
@@ -44,7 +46,7 @@ def ticket(thing: Tensor | Callable[..., Any]) -> Ticket:
         return Ticket(_serial(thing), hash(tuple(ticket(held) for held in _held(thing))), name)
     text = f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
     if thing.is_inference():
-        return Ticket(_digest(thing), 0, text)
+        return Ticket(digest(thing), 0, text)
     return Ticket(_serial(thing), thing._version, text)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -78,6 +80,7 @@ def _serial(thing: object) -> int:
         return next(_serials)
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """What the numbers of a tensor are, in 32 letters: for small ones, 5 us."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest() + str(tensor.device)

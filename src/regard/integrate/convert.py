@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from regard.errors import ProblemError
@@ -176,11 +177,12 @@ def _converted(
             _write_weights(folder, weights, rewrite, dtype, progress)
             for file in others:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(subject.folder / file, folder / file)
+                _copy(subject.folder / file, folder / file)
             (folder / "config.json").write_text(f"{json.dumps(config, indent=2)}\n", encoding="utf-8")
             written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError as error:
-        raise ProblemError(f"{place} cannot be written: {error.strerror or error}.") from None
+    except (OSError, SafetensorError) as error:  # a full disk is the latter
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ProblemError(f"{place} cannot be written: {why}.") from None
     per_head = 2 * subject.config.num_hidden_layers * subject.head_dim
     return Conversion(
         source=subject.folder,
@@ -213,6 +215,15 @@ def _write_weights(
             progress("writing the weights", done, total)
         shards.write(file, made, weights.metadata(file))
     shards.finish(weights.index)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        with source.open("rb"):
+            pass
+    except OSError as error:
+        raise ProblemError(f"{source} cannot be read: {error.strerror}.") from None
+    shutil.copyfile(source, target)
 
 
 def _others(folder: Path, weights: Weights) -> tuple[list[str], list[str]]:

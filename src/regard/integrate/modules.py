@@ -1,7 +1,7 @@
 """A layer of a trained model as a module of regard: its weights, its rotation, its mask.
 
 ```python
-model, _, _ = load("Qwen/Qwen3-0.6B")
+model, _, _ = load()                                                # SmolLM2-135M
 attention = attention_of(model.model.layers[7].self_attn, model.config)      # MultiHeadAttention, the same outputs
 fewer, latent = share_heads(attention, 1), to_latent(attention, 256)
 ```

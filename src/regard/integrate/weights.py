@@ -88,7 +88,13 @@ class Weights:
 
 
 def _index(folder: Path) -> dict[str, Any] | None:
-    """The index of shards, None where all is in a single file."""
+    """The index of shards, None where all is in a single file.
+
+    Raises:
+        ProblemError: there are no weights in safetensors, or the index is broken.
+    """
+    if (folder / SINGLE).is_file():  # which transformers reads, whatever else is there
+        return None
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
         names = index.get("weight_map")
@@ -96,8 +102,6 @@ def _index(folder: Path) -> dict[str, Any] | None:
         if not fine:
             raise ProblemError(f"{folder / INDEX} has no weight_map of tensors to files beside it: it is broken.")
         return index
-    if (folder / SINGLE).is_file():
-        return None
     if others := sorted(path.name for kind in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(kind)):
         raise ProblemError(
             f"{folder} has its weights in {others[0]} and not in safetensors: load it with transformers and write it "
@@ -109,7 +113,9 @@ def _index(folder: Path) -> dict[str, Any] | None:
 def _handle(folder: Path, file: str) -> Any:
     try:
         return safe_open(folder / file, framework="pt")
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if (folder / file).is_file():  # safetensors says so of a file that it may not read
+            raise ProblemError(f"{folder / file} cannot be read: permission denied.") from error
         raise ProblemError(f"{folder} lacks {file}, which {INDEX} names.") from None
     except (SafetensorError, OSError) as error:
         raise ProblemError(f"{folder / file} cannot be read: {' '.join(str(error).split())}.") from None

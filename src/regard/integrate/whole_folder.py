@@ -22,7 +22,9 @@ def check_target(target: Path, source: Path, *, force: bool, proof: str) -> None
         force: whether a folder that is there may be replaced.
         proof: a file that such a folder must have, unless it is empty: what else is there is not ours to remove.
     """
-    if target == source or source in target.parents or target in source.parents:
+    if target == source:
+        raise ProblemError(f"{target} is what is read: name another place for the result.")
+    if source in target.parents or target in source.parents:
         raise ProblemError(f"{target} and {source} lie one in the other: name another place for the result.")
     if not target.parent.is_dir():
         raise ProblemError(f"{target} cannot be written: there is no folder {target.parent}.")

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.describe.word import Word
 from regard.errors import ProblemError
 
 W = TypeVar("W", bound=Word)
+
+_parameters: Any = WeakIdKeyDictionary()
+"""The Parameter made of a tensor, so that a word given to several layers is trained once. It shares the memory
+of the tensor; gradients are its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ class Held(nn.Module, Generic[W]):
         elif isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
         elif tensor.is_leaf:
-            self.register_parameter(name, nn.Parameter(tensor))
+            self.register_parameter(name, _parameters.setdefault(tensor, nn.Parameter(tensor)))
         else:
             raise ProblemError(
                 f"{name} was computed from other tensors, and a module can hold only what it may train itself: pass "

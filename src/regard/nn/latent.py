@@ -5,6 +5,7 @@ c^KV = latent, W^DKV = kv_down, W^UK = k_up, W^UV = v_up, W^KR = k_rope, W^DQ = 
 q_proj).
 """
 
+from operator import and_
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.errors import ProblemError
 from regard.nn.held import Held, held
+from regard.nn.multi_head import both, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.plan.problem import check_numbers, check_words
@@ -53,7 +55,8 @@ class LatentAttention(nn.Module):
 
     The smaller is taken. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
     keys the absorbed form takes 1/117 of the expanded one; for a prompt of 4,096 tokens the expanded one takes 1/3.2 of
-    the absorbed one.
+    the absorbed one. The absorbed form reads the weights of k_up and v_up: hooks on these two, and adapters around
+    them, act in the expanded form alone.
 
     Args:
         d_model: the width of x and of the output.
@@ -174,22 +177,31 @@ class LatentAttention(nn.Module):
         """
         self._check(x, positions)
         q, entries = self._queries(x), self._entries(x)
+        stored = 0 if cache is None else cache.tokens
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         if self.position is not None:
-            stored = 0 if cache is None else cache.tokens
             first = stored if positions is None else positions
-            length = max(first + x.shape[1] if isinstance(first, int) else 0, stored + x.shape[1])
-            q_rope = self._rotate(q_rope, first, length)
+            rope = self._rope()
+            length = length_of(
+                rope.rope if isinstance(rope, RopePairs) else rope, first, x.shape[1], stored + x.shape[1]
+            )
+            q_rope = rope.rotate(q_rope, first, length)
             latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
             k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)
-            entries = torch.cat([latent, self._rotate(k_rope, first, length).transpose(1, 2).flatten(2)], -1)
+            entries = torch.cat([latent, rope.rotate(k_rope, first, length).transpose(1, 2).flatten(2)], -1)
         entries = entries.unsqueeze(1)
         if cache is not None:
             entries, _ = cache.append(entries, entries[..., :0])  # a latent is key and value at once
         if absorbed is None:
             flops = self.flops(q.shape[2], entries.shape[2])
             absorbed = flops.absorbed < flops.expanded
-        out = (self._absorbed if absorbed else self._expanded)(q_nope, q_rope, entries, self._mask(mask))
+        try:
+            form = self._absorbed if absorbed else self._expanded
+            out = form(q_nope, q_rope, entries, both(and_, self.mask, mask))
+        except BaseException:
+            if cache is not None:
+                cache.crop(stored)  # so that the call can be made again
+            raise
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def flops(self, queries: int, keys: int) -> Flops:
@@ -269,14 +281,10 @@ class LatentAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0, backend=self.backend,
         )  # fmt: skip
 
-    def _rotate(self, x: Tensor, positions: int | Tensor, length: int) -> Tensor:
+    def _rope(self) -> Rope | RopePairs:
         word = None if self.position is None else self.position.word
         assert isinstance(word, Rope | RopePairs)
-        return word.rotate(x, positions, length)
-
-    def _mask(self, mask: Mask | None) -> Mask | None:
-        own = None if self.mask is None else self.mask.word
-        return mask if own is None else own if mask is None else own & mask
+        return word
 
     def _check(self, x: Tensor, positions: int | Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model:

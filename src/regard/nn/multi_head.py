@@ -106,6 +106,10 @@ class MultiHeadAttention(nn.Module):
         self.sizes = Heads(heads, kv_heads, _head_dim(d_model, heads, head_dim))
         self.d_model, self.context_dim = d_model, d_model if context_dim is None else context_dim
         self.heads, self.kv_heads, self.head_dim = heads, self.sizes.key_heads, self.sizes.qk_dim
+        if isinstance(cast(object, bias), bool):
+            raise ProblemError(
+                f"bias={bias} is no Bias, which is added to scores: projections have biases by qkv_bias= and out_bias=."
+            )
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
         check_words(*(one.word if isinstance(one, Held) else one for one in (mask, bias, score)))
@@ -160,20 +164,25 @@ class MultiHeadAttention(nn.Module):
         first = positions if positions is not None else stored if context is None else 0
         if self.position is not None:
             rope = cast(Rope, self.position.word)
-            tokens = _tokens(rope, first, q.shape[2], stored + k.shape[2])
+            tokens = length_of(rope, first, q.shape[2], stored + k.shape[2])
             q = rope.rotate(q, first, tokens)
             k = rope.rotate(k, first if context is None else stored, tokens)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = attend(
-            q, k, v,
-            mask=_both(and_, self.mask, mask),
-            bias=_both(add, self.bias, bias),
-            score=None if self.score is None else self.score.word,
-            scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
-            offset=None if context is None else first if isinstance(first, int) else 0,
-            backend=self.backend,
-        )  # fmt: skip
+        try:
+            out = attend(
+                q, k, v,
+                mask=both(and_, self.mask, mask),
+                bias=both(add, self.bias, bias),
+                score=None if self.score is None else self.score.word,
+                scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
+                offset=None if context is None else first if isinstance(first, int) else 0,
+                backend=self.backend,
+            )  # fmt: skip
+        except BaseException:
+            if cache is not None:
+                cache.crop(stored)  # so that the call can be made again
+            raise
         out = out.transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             out = out * torch.sigmoid(self.gate_proj(x))
@@ -210,14 +219,14 @@ class MultiHeadAttention(nn.Module):
             )
 
 
-def _both(combine: Callable[[W, W], W], own: Held[W] | None, given: W | None) -> W | None:
+def both(combine: Callable[[W, W], W], own: Held[W] | None, given: W | None) -> W | None:
     """A word of the module and one of the call, combined; that which there is, or None."""
     if own is None:
         return given
     return own.word if given is None else combine(own.word, given)
 
 
-def _tokens(rope: Rope, first: int | Tensor, queries: int, keys: int) -> int | None:
+def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int) -> int | None:
     """How long the sequence is now, for queries and keys alike; None where the rope's scaling does not look at it."""
     if rope.scaling is None or not rope.scaling.looks_at_length():
         return None

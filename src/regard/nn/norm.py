@@ -29,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
         """[..., size], of the type of x."""
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if x.dtype == self.weight.dtype:  # autocast on CUDA may make the result float32
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps).to(x.dtype)
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)

@@ -5,6 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.describe.position import Position, Rope
+from regard.describe.position_table import check_positions, computed_in, rows
+from regard.describe.rotation import turned, turns
 from regard.describe.word import word
 from regard.errors import ProblemError
 
@@ -60,17 +62,15 @@ class RopePairs(Position):
                 f"x has shape {list(x.shape)}: expected [batch, heads, tokens, {self.dim}], heads a multiple of "
                 f"{groups}."
             )
-        at = (
-            torch.arange(x.shape[2], device=x.device) + (positions or 0)
-            if not isinstance(positions, Tensor)
-            else positions
-        )
-        chosen = self.rope.frequencies(tokens).to(x.device)[
-            torch.tensor(self.pairs, device=x.device)
-        ]  # [groups, dim / 2]
-        angles = at[..., None, :, None].double() * chosen[:, None, :]  # [batch or none, groups, tokens, dim / 2]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        factor = self.rope.attention_factor(tokens)
-        cos, sin = ((f * factor).to(wide).repeat_interleave(heads // groups, -3) for f in (angles.cos(), angles.sin()))
-        even, odd = x.to(wide)[..., ::2], x.to(wide)[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
+        check_positions(positions, x, rank=4)
+        length, dtype = self.rope.length_of(x, positions, tokens), computed_in(x.dtype)
+        key = (self, self.rope.scaling and self.rope.scaling.regime(length), dtype, x.device)
+        table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
+        by_head = table.transpose(-4, -3).repeat_interleave(heads // groups, -4)  # [..., heads, tokens, dim / 2, 2]
+        return turned(x, by_head, interleaved=True)
+
+    def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
+        """[*positions.shape, groups, dim / 2, 2]."""
+        chosen = self.rope.frequencies(length)[torch.tensor(self.pairs, device="cpu")].to(positions.device)
+        angles = positions.double()[..., None, None] * chosen
+        return turns(angles, self.rope.attention_factor(length), dtype, interleaved=True)

@@ -23,6 +23,7 @@ from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.rope_pairs import RopePairs
+from regard.plan.problem import is_finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +31,10 @@ class Converted:
     """Latent attention made of another module, and what it lost.
 
     Attributes:
-        module: in float32 or what the weights were.
-        error: of the weights of keys and values that became latent: `|W - U D| / |W|`, Frobenius norms. Made without
-            inputs it is the least for this rank: the discarded singular energy, `sqrt(sum of s_i ** 2, i > r, / all)`.
+        module: in the type of the weights.
+        error: of the weights of keys and values that became latent: `|W - U D| / |W|`, Frobenius norms, in float64 and
+            before U and D are rounded to the module's type. Made without inputs it is the least for this rank: the
+            discarded singular energy, `sqrt(sum of s_i ** 2, i > r, / all)`.
         input_error: the same of what they give for the inputs, `|(W - U D) X^T| / |W X^T|`; None without inputs.
         output_error: of the module's output for the inputs as one sequence, with what RoPE lost, relative in the
             Frobenius norm; None without inputs.
@@ -67,8 +69,8 @@ def to_latent(
         ProblemError: the module has what latent attention has no place for, or sizes that do not fit.
 
     Biases of keys and values stay exact: one of a key that does not turn adds the same to all scores of a query and
-    falls out of the softmax, one of a value passes through it into the bias of the output. With a sink the weights of a
-    query sum to less than 1, and they are refused; so they do under dropout, and where a query sees no key.
+    falls out of the softmax, one of a value passes through it into the bias of the output. With a sink or a softcap
+    they do not, and are refused; nor do they under dropout, and where a query sees no key.
 
     >>> from regard.nn import MultiHeadAttention
     >>> made = to_latent(MultiHeadAttention(64, heads=8, kv_heads=2), kv_rank=16)
@@ -82,6 +84,10 @@ def to_latent(
         raise ProblemError(f"rope_dim={rope_dim}: expected an even number from 0 to the {turning} dims that turn.")
     if inputs is not None and (inputs.ndim != 2 or inputs.shape[1] != module.d_model):
         raise ProblemError(f"inputs have shape {list(inputs.shape)}: expected [tokens, {module.d_model}].")
+    if inputs is not None and not (is_finite(inputs) and inputs.any()):
+        raise ProblemError(
+            "inputs are all 0, or not finite: give what the module reads in practice, or leave them out."
+        )
     weights = _Weights(module)
     pairs = [] if rope is None or not kept else _chosen(weights, rope, kept // 2, inputs)
     turned, still = _dims(module, rope, pairs)
@@ -142,11 +148,14 @@ def _checked(module: MultiHeadAttention) -> Rope | None:
             raise ProblemError(f"the module has {name}=, for which latent attention has no place.")
     if module.context_dim != module.d_model:
         raise ProblemError("the module makes its keys of a context: latent attention is self-attention.")
-    if module.sinks is not None and _bias(module.k_proj) is not None:
-        raise ProblemError(
-            "the module has a sink and biases of keys and values: where weights sum to less than 1, "
-            "these neither pass the softmax nor fall out of it."
-        )
+    if _bias(module.k_proj) is not None:
+        reasons = {"a sink": module.sinks, "a softcap": module.softcap}
+        for name, part in reasons.items():
+            if part is not None:
+                raise ProblemError(
+                    f"the module has {name} and biases of keys and values, which then neither fall out of the softmax "
+                    "nor pass through it."
+                )
     return None if module.position is None else cast(Rope, module.position.word)
 
 

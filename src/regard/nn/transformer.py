@@ -4,8 +4,9 @@ Pre-norm transformers (Vaswani et al. 2017, arXiv:1706.03762, §3; Xiong et al. 
 the norms) with RMSNorm and GELU. All that is attention is said in words and handed to `MultiHeadAttention`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -74,9 +75,10 @@ class Block(nn.Module):
             has, do = ("no", "leave it out") if self.cross is None else ("a", "pass [batch, tokens, context_dim]")
             raise ProblemError(f"this block has {has} cross-attention, which a context belongs to: {do}.")
         own, cross = (None, None) if caches is None else caches
+        first = 0 if own is None else own.tokens
         x = self._step(x, self.attention(self.attention_norm(x), mask=mask, cache=own))
         if self.cross is not None and self.cross_norm is not None:
-            x = self._step(x, self.cross(self.cross_norm(x), context, mask=context_mask, cache=cross))
+            x = self._step(x, self.cross(self.cross_norm(x), context, mask=context_mask, positions=first, cache=cross))
         return x if self.mlp is None or self.mlp_norm is None else self._step(x, self.mlp(self.mlp_norm(x)))
 
     def _step(self, x: Tensor, change: Tensor) -> Tensor:
@@ -99,7 +101,8 @@ class Encoder(nn.Module):
         mask: which token may see which, in every call.
         context_dim: width of a context that every block looks at as well; None: there is none.
         hidden, skip, mlp: as in `Block`.
-        attention: what makes a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`.
+        attention: what makes a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`; words that are
+            given here as well are those given here.
 
     >>> from regard import Lengths
     >>> tokens = torch.randint(19, (2, 7))
@@ -119,16 +122,11 @@ class Encoder(nn.Module):
         self.position: Held[Absolute] | None = held(position) if isinstance(position, Absolute) else None
         rope = position if isinstance(position, Position) and self.position is None else None
         bias = held(position) if isinstance(position, Bias) else None
-        self.blocks = nn.ModuleList(
-            Block(
-                attention(d_model, heads, kv_heads=kv_heads, mask=mask, position=rope, bias=bias),
-                None if context_dim is None else cast(
-                    MultiHeadAttention, attention(d_model, heads, kv_heads=kv_heads, context_dim=context_dim)
-                ),
-                hidden=hidden, skip=skip, mlp=mlp,
-            )
-            for _ in range(layers)
-        )  # fmt: skip
+        said = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
+        own: Callable[..., Any] = partial(attention, d_model, heads, **{k: w for k, w in said.items() if w is not None})
+        cross = partial(own, context_dim=context_dim, mask=None, position=None, bias=None)
+        made: Iterable[Any] = ((own(), None if context_dim is None else cross()) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.recent import Recent
+from regard.describe.tensors import digest
 from regard.describe.word import Outline
 
 KEPT = 64 << 20
@@ -33,10 +34,10 @@ def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: i
 def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
     """The same, not differentiable, from memory where it was asked for before.
 
-    It is made for more distances than are asked for, so that a call of one more key needs no new one, and known by the
-    bias's outline, so that what was made of a tensor that has changed since is not found again.
+    It is made for more distances than are asked for, so that a call of one more key needs no new one. A bias is known
+    by the numbers in its tensors: a fused optimizer changes them without a trace.
     """
-    key = (bias.outline(), heads, dtype)
+    key = (bias.outline(), tuple(map(digest, bias.tensors())), heads, dtype)
     low, made = _vectors.get(key) or (0, None)
     if made is None or first < low or first + count > low + made.shape[1]:
         low, high = -_rounded(-first), _rounded(first + count)
@@ -52,7 +53,7 @@ def _rounded(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_vectors: Recent[tuple[Outline, int, torch.dtype], tuple[int, Tensor]] = Recent(
-    entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes
-)
+_Key = tuple[Outline, tuple[str, ...], int, torch.dtype]
+
+_vectors: Recent[_Key, tuple[int, Tensor]] = Recent(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
 """Vectors, each with its first distance. They hold no tensor of the user's."""
