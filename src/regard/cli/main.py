@@ -6,8 +6,10 @@ Exit codes: 0 done; 2 what was asked cannot be done, said in one line; 130 inter
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
@@ -32,6 +34,8 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
 
 def ended(run: Callable[[], int]) -> int:
     """Run a command and return its exit code; what regard raises, Ctrl-C and a closed pipe end it in a line or none."""
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _terminated)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no "…" gets a "?"
@@ -46,6 +50,11 @@ def ended(run: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
+
+
+def _terminated(*_: object) -> NoReturn:
+    """End as by Ctrl-C, so that what is half written is removed: a batch system asks so before it kills."""
+    raise SystemExit(143)
 
 
 def _end(code: int, message: str) -> int:

@@ -9,8 +9,8 @@ y + mlp(LN2 y), y = x + attention(LN1 x)                        else: Nemotron, 
 
 For Phi, each LayerNorm is folded into the projections behind it, `W (g * n + b) + a = (W * g) n + (W b + a)`: both
 become the same norm n without parameters. The sums are taken in float64 and rounded once; in 16 bits that rounding is
-all that differs. RoPE turns the first dims of each head in all three, a quarter by default. In training Nemotron drops weights of
-attention alone, GPT-NeoX and Phi what the branches give as well. Black et al. 2022, arXiv:2204.06745, §2.1.
+all that differs. RoPE turns the first dims of each head in all three, a quarter by default. In training Nemotron drops
+weights of attention alone, GPT-NeoX and Phi what the branches give as well. Black et al. 2022, arXiv:2204.06745, §2.1.
 """
 
 import re
