@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, Window
-from regard.describe.score import Dot, Score
-from regard.describe.word import word
+from regard.describe.score import Cosine, Dot
 from regard.errors import ProblemError
 from regard.inspect import weights as module
 from regard.inspect.measures import breadth, sink
@@ -110,10 +109,6 @@ def test_dense_refuses_what_is_large():
 
 
 def test_a_call_that_compares_otherwise_is_refused():
-    @word
-    class Cosine(Score):
-        pass
-
     with pytest.raises(ProblemError, match=r"by Cosine\(\): .* scaled dot products only"):
         Weights.of(replace(drawn(), score=Cosine()))
     Weights.of(replace(drawn(), score=Dot()))
