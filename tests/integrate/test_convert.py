@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from regard.errors import ProblemError
@@ -504,3 +506,38 @@ def test_a_shard_that_the_index_names_must_be_there_with_its_tensors(tmp_path):
     first.unlink()
     with pytest.raises(ProblemError, match=f"lacks {first.name}, which"):
         convert_checkpoint(folder, tmp_path / "out", kv_heads=2)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_said_and_leaves_nothing(llama, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr("regard.integrate.weights.save_file", full)
+    with pytest.raises(ProblemError, match=r"cannot be written: .*No space left"):
+        convert_checkpoint(llama, tmp_path / "out", kv_heads=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [llama.name]
+
+
+def test_of_a_single_file_and_shards_the_file_is_read_as_transformers_reads_it(tmp_path):
+    one, other = made("llama"), made("llama")
+    folder = saved(one, tmp_path / "both")
+    saved(other, tmp_path / "shards", max_shard_size="20KB")
+    for path in (tmp_path / "shards").glob("model*"):
+        path.rename(folder / path.name)
+    done = convert_checkpoint(folder, tmp_path / "out", kv_heads=2)
+    assert len(done.left_out) > 1
+    made_of, read = (loaded(place).model.layers[0].self_attn.q_proj.weight for place in (tmp_path / "out", folder))
+    assert torch.equal(made_of, read)
+
+
+def test_a_command_that_is_terminated_leaves_nothing(llama, tmp_path):
+    text = """
+import os, signal, sys
+from regard.cli.main import main
+from regard.integrate import weights
+weights.save_file = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", text, "convert", llama, tmp_path / "out", "--kv-heads", "2"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 143
+    assert sorted(path.name for path in tmp_path.iterdir()) == [llama.name]
