@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import ProblemError
+from regard import ProblemError, linear_attend
 from regard.describe.feature import Elu1, Favor, Feature, Relu, Taylor
 from regard.describe.word import unspell
 
@@ -170,3 +170,33 @@ def test_what_makes_no_sense_is_refused(name: str):
     with pytest.raises(ProblemError) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_the_error_of_many_pairs_needs_no_memory_for_all(monkeypatch: pytest.MonkeyPatch):
+    q, k = torch.randn(1, 2, 301, 8) / 3, torch.randn(1, 2, 401, 8) / 3
+    whole = Favor(8, features=32).error(q, k)
+    monkeypatch.setattr("regard.describe.feature.PAIRS", 5000)
+    parts = Favor(8, features=32).error(q, k)
+    assert parts.kernel == pytest.approx(whole.kernel, rel=1e-12)
+    assert parts.weights == pytest.approx(whole.weights, rel=1e-12)
+
+
+def test_an_error_that_makes_no_sense_is_refused():
+    with pytest.raises(ProblemError, match="Favor and Taylor have an error"):
+        Elu1().error(torch.randn(3, 4), torch.randn(3, 4))
+    with pytest.raises(ProblemError, match="repeat shared key heads"):
+        Favor(4).error(torch.randn(1, 8, 3, 4), torch.randn(1, 2, 3, 4))
+
+
+def test_float64_keeps_the_formula_at_large_norms():
+    q, k, v = (15 * torch.randn(1, 1, 29, 16, dtype=torch.float64) for _ in range(3))
+    favor = Favor(16, features=64)
+    weights = torch.softmax(favor.log_kernel(q, k).masked_fill(torch.ones(29, 29).triu(1).bool(), -torch.inf), -1)
+    along = (q * 16**-0.25) @ favor.vectors().T, (k * 16**-0.25) @ favor.vectors().T
+    exact = (
+        torch.logsumexp(along[0][..., :, None, :] + along[1][..., None, :, :], -1)
+        - (k * 16**-0.25).square().sum(-1)[..., None, :] / 2
+    )
+    exact = torch.softmax(exact.masked_fill(torch.ones(29, 29).triu(1).bool(), -torch.inf), -1)
+    torch.testing.assert_close(linear_attend(q, k, v, favor).out, exact @ v)
+    torch.testing.assert_close(weights, exact)

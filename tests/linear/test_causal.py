@@ -135,3 +135,22 @@ def test_a_gate_of_minus_infinity_forgets_everything(kind: str, form: str):
     fresh = linear_attend(late.q, late.k, late.v, **words(kind, late), form=form, chunk=8)
     torch.testing.assert_close(found.out[:, :, 13:], fresh.out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.state.S, fresh.state.S, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["heads inside", "shifted", "padded"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", FAST)
+def test_how_tensors_lie_in_memory_does_not_let_a_later_nan_reach_a_bit(kind: str, form: str, layout: str):
+    def laid(t: torch.Tensor) -> torch.Tensor:
+        if layout == "heads inside":
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "padded":
+            return torch.nn.functional.pad(t, (0, 3))[..., :-3]
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    n = numbers(kind, tokens=79)
+    q, k, v = (laid(t) for t in (n.q, n.k, n.v))
+    before = linear_attend(q, k, v, **words(kind, n), form=form).out
+    later = k.clone()  # keeps the strides
+    later[:, :, -1] = torch.nan
+    assert torch.equal(linear_attend(q, later, v, **words(kind, n), form=form).out[:, :, :-1], before[:, :, :-1])

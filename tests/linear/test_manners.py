@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -384,3 +385,72 @@ def test_words_that_make_no_sense_are_refused(name: str):
     with pytest.raises(ProblemError) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_features_causal_and_state_may_be_given_in_this_order():
+    n = numbers("elu", tokens=11)
+    state = linear_attend(n.q, n.k, n.v).state
+    found = linear_attend(n.q, n.k, n.v, Elu1(), True, state)
+    assert torch.equal(found.out, linear_attend(n.q, n.k, n.v, features=Elu1(), state=state).out)
+
+
+def test_under_a_rule_weights_are_plain_dot_products_unless_features_are_named():
+    n = numbers("elu", tokens=11)
+    for rule in (Decay(0.9), Delta(n.beta)):
+        plain = linear_attend(n.q, n.k, n.v, features=None, rule=rule)
+        assert torch.equal(linear_attend(n.q, n.k, n.v, rule=rule).out, plain.out)
+    assert torch.equal(linear_attend(n.q, n.k, n.v).out, linear_attend(n.q, n.k, n.v, features=Elu1()).out)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"features": Elu1()}, {"features": Relu()}),
+        ({"features": Favor(5, features=8)}, {"features": Favor(5, features=8).redraw(1)}),
+        ({"features": Favor(5, features=8)}, {"features": Favor(5, features=8), "scale": 0.1}),
+        ({"features": None}, {"rule": Decay(0.5)}),
+    ],
+)
+def test_a_state_of_other_words_is_refused(one: dict[str, Any], other: dict[str, Any]):
+    q = torch.randn(1, 2, 7, 5)
+    state, wrong = linear_attend(q, q, q, **one).state, linear_attend(q, q, q, **other).state
+    with pytest.raises(ProblemError, match="its numbers mean something else"):
+        linear_attend(q, q, q, **other, state=state)
+    if wrong.adds:
+        with pytest.raises(ProblemError, match="its numbers mean something else"):
+            state | wrong
+    by_hand = LinearState(state.S, state.z, state.log_scale)
+    assert linear_attend(q, q, q, **other, state=by_hand).out.shape == q.shape
+
+
+def test_a_redrawn_map_compiles_whole():
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 7, 8)
+
+    def run(q: torch.Tensor, seed: int) -> torch.Tensor:
+        return linear_attend(q, q, q, features=Favor(8, features=16, seed=seed)).out
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    for seed in (0, 1, 2):
+        torch.testing.assert_close(compiled(q, seed), run(q, seed))
+
+
+def test_random_vectors_drawn_in_any_mode_serve_in_every_other():
+    q = torch.randn(2, 1, 2, 7, 8, dtype=torch.float64)
+    for i, mode in enumerate((torch.inference_mode, FakeTensorMode)):
+        with mode():
+            Favor(8, features=16, seed=100 + i).vectors()
+        leaf = q[0].clone().requires_grad_()
+        linear_attend(leaf, leaf, leaf, features=Favor(8, features=16, seed=100 + i)).out.sum().backward()
+    favor = Favor(8, features=16, seed=200)
+    mapped = torch.vmap(lambda t: linear_attend(t, t, t, features=favor).out)(q)
+    torch.testing.assert_close(mapped[1], linear_attend(q[1], q[1], q[1], features=favor).out)
+
+
+def test_values_may_have_no_numbers():
+    q = torch.randn(1, 2, 7, 5)
+    out, state = linear_attend(q, q, q[..., :0])
+    assert out.shape == (1, 2, 7, 0)
+    assert bool(torch.isfinite(state.z).all())
+    state = linear_attend(q, q, torch.full_like(q[..., :1], torch.nan)).state
+    assert bool(torch.isfinite(state.z).all())  # the keys are fine

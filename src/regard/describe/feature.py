@@ -17,15 +17,21 @@ import math
 from functools import lru_cache
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
-SPREAD = 40.0
-"""`Favor` keeps no feature below exp(-40) of the greatest of its token: a product of two then never underflows."""
+SPREAD = {torch.float32: 40.0, torch.float64: 340.0}
+"""`Favor` keeps no feature below exp(-40) of the greatest of its token, exp(-340) in float64: a product of two then
+never underflows."""
+
+PAIRS = 1 << 20
+"""Pairs of queries and keys that errors are found for at once."""
 
 
 class Feature(Word):
@@ -65,6 +71,12 @@ class OwnKernel(Feature):
     def each(self, x: Tensor) -> Tensor:
         """The feature of each number."""
         raise NotImplementedError(f"{type(self).__name__}.each")
+
+    def error(self, q: Tensor, k: Tensor, scale: float | None = None) -> "FeatureError":
+        """Raises `ProblemError`: it does not come near softmax attention, and is not meant to."""
+        raise ProblemError(
+            f"{self!r} is a kernel of its own, which does not come near exp(q . k): Favor and Taylor have an error."
+        )
 
 
 @word
@@ -136,11 +148,16 @@ class NearSoftmax(Feature):
         (True, True)
         """
         _check_pair(q, k)
+        parts = [self._errors(part, k, scale) for part in q.split(max(1, PAIRS // (k[..., 0].numel() or 1)), dim=-2)]
+        squares, apart = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        return FeatureError(squares.mean().sqrt().item(), apart.mean().item())
+
+    def _errors(self, q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """For each query, [..., queries]: the mean square of the kernel's error, and the weight on the wrong keys."""
         exact = _scale(scale, q.shape[-1]) * (q.double() @ k.double().mT)
         found = self.log_kernel(q, k, scale)
-        kernel = torch.expm1(found - exact).square().mean().sqrt()
         apart = (torch.softmax(found, -1) - torch.softmax(exact, -1)).abs().sum(-1) / 2
-        return FeatureError(kernel.item(), apart.mean().item())
+        return torch.expm1(found - exact).square().mean(-1), apart
 
 
 @word
@@ -155,12 +172,13 @@ class Favor(NearSoftmax):
     so it falls with m and grows exponentially with the norms: `variance`. Orthogonal draws have less (Theorem 2).
 
     Nothing overflows: tokens carry the logarithm of their greatest feature apart (`split`), and no feature is kept
-    below exp(-40) of the greatest of its token, which is where products would leave the range of fp32.
+    below exp(-40) of the greatest of its token, which is where products would leave the range of fp32 (exp(-340) in
+    float64).
 
     Args:
         dim: the size of q and k.
         features: m.
-        seed: of torch's CPU generator; equal words are equal maps, on every device.
+        seed: of numpy's generator; equal words are equal maps, on every device.
         orthogonal: whether the directions of `dim` successive w are orthogonal; their lengths are drawn like those of
             Gaussian vectors either way.
 
@@ -196,7 +214,9 @@ class Favor(NearSoftmax):
 
     def vectors(self) -> Tensor:
         """The w_f, float64 [features, dim] on the CPU. Drawn once for equal words; not to be changed."""
-        return _drawn(self.dim, self.features, self.seed, self.orthogonal)
+        if torch.compiler.is_compiling():
+            return torch.ops.regard.random_features(self.dim, self.features, self.seed, self.orthogonal)
+        return torch.from_numpy(_kept(self.dim, self.features, self.seed, self.orthogonal))
 
     def split(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """phi(x) as (share, top): `phi = share * exp(top)`, the greatest share of a token being 1, none below e^-40.
@@ -215,7 +235,7 @@ class Favor(NearSoftmax):
         along = x @ vectors.T
         most = along.detach().amax(-1, keepdim=True)
         top = most[..., 0] - x.square().sum(-1) / 2 - math.log(self.features) / 2
-        return torch.exp((along - most).clamp(min=-SPREAD)), top.clamp(min=torch.finfo(x.dtype).min)
+        return torch.exp((along - most).clamp(min=-SPREAD[x.dtype])), top.clamp(min=torch.finfo(x.dtype).min)
 
     def map(self, x: Tensor, scale: float | None = None) -> Tensor:
         share, top = self.split(x, scale)
@@ -239,8 +259,9 @@ class Favor(NearSoftmax):
         tensor([[0.]], dtype=torch.float64)
         """
         _check_pair(q, k)
-        both = q.double()[..., :, None, :] + k.double()[..., None, :, :]
-        return torch.expm1(_positive(scale, self.dim) * both.square().sum(-1)) / self.features
+        q, k = q.double(), k.double()
+        both = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :] + 2 * q @ k.mT
+        return torch.expm1(_positive(scale, self.dim) * both.clamp(min=0)) / self.features
 
     def _check(self, dim: int) -> None:
         if dim != self.dim:
@@ -278,29 +299,35 @@ class Taylor(NearSoftmax):
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
-    return _kept(dim, features, seed, orthogonal)
-
-
-# What torch.compiler.assume_constant_result does, which by itself imports the compiler: a second for everybody.
-setattr(_drawn, "_dynamo_marked_constant", True)  # noqa: B010
-
-
 @lru_cache(64)
-def _kept(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
-    """Random vectors [features, dim] with the lengths of Gaussian ones; orthogonal ones in groups of `dim`."""
-    draw = torch.Generator("cpu").manual_seed(seed)
+def _kept(dim: int, features: int, seed: int, orthogonal: bool) -> NDArray[np.float64]:
+    """Random vectors [features, dim] with the lengths of Gaussian ones; orthogonal ones in groups of `dim`.
 
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=draw, dtype=torch.float64, device="cpu")
-
+    Drawn by numpy: a tensor would remember the mode that it was first drawn in (inference, fake, vmap).
+    """
+    draw = np.random.default_rng(seed)
     if not orthogonal:
-        return normal(features, dim)
-    groups = []
+        return draw.standard_normal((features, dim))
+    groups: list[NDArray[np.float64]] = []
     for _ in range(0, features, dim):
-        basis, triangle = torch.linalg.qr(normal(dim, dim))
-        groups.append((basis * triangle.diagonal().sign()).T)  # with the signs, every rotation is as likely
-    return torch.cat(groups)[:features] * normal(features, dim).norm(dim=1, keepdim=True)
+        basis, triangle = np.linalg.qr(draw.standard_normal((dim, dim)))
+        groups.append((basis * np.sign(np.diagonal(triangle))).T)  # with the signs, every rotation is as likely
+    lengths = np.linalg.norm(draw.standard_normal((features, dim)), axis=1, keepdims=True)
+    return np.concatenate(groups)[:features] * lengths
+
+
+def _as_tensor(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
+    return torch.from_numpy(_kept(dim, features, seed, orthogonal)).clone()
+
+
+def _as_fake(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
+    return torch.empty(features, dim, dtype=torch.float64, device="cpu")
+
+
+_library = torch.library.Library("regard", "FRAGMENT")  # what torch traces cannot look into numpy
+_library.define("random_features(SymInt dim, SymInt features, SymInt seed, bool orthogonal) -> Tensor")
+_library.impl("random_features", _as_tensor, "CompositeExplicitAutograd")
+torch.library.register_fake("regard::random_features", _as_fake, lib=_library)
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -325,7 +352,9 @@ def _positive(scale: float | None, dim: int) -> float:
 
 
 def _check_pair(q: Tensor, k: Tensor) -> None:
-    if q.ndim < 2 or k.ndim < 2 or q.shape[-1] != k.shape[-1]:
+    alike = q.ndim == k.ndim >= 2 and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
+    if not alike or not q.numel() or not k.numel():
         raise ProblemError(
-            f"q is {list(q.shape)} and k {list(k.shape)}: expected [..., queries, dim] and [..., keys, dim]."
+            f"q is {list(q.shape)} and k {list(k.shape)}: expected [..., queries, dim] and [..., keys, dim] with the "
+            "same leading axes and dim, none of them 0; repeat shared key heads: k.repeat_interleave(group, dim=1)."
         )

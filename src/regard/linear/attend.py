@@ -5,6 +5,7 @@ v and the output does not grow with the number of tokens, unless gradients are w
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from types import EllipsisType
 from typing import cast
 
 import torch
@@ -35,13 +36,13 @@ def linear_attend(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"],
     v: Float[Tensor, "batch kv_heads keys v_dim"],
-    *,
-    features: Feature | None = ELU1,
-    rule: Rule | None = None,
+    features: Feature | EllipsisType | None = ...,
     causal: bool = True,
+    state: LinearState | None = None,
+    *,
+    rule: Rule | None = None,
     scale: float | None = None,
     normalise: bool | None = None,
-    state: LinearState | None = None,
     form: str | None = None,
     chunk: int = CHUNK,
 ) -> LinearResult:
@@ -59,13 +60,14 @@ def linear_attend(
         q: [batch, heads, queries, qk_dim].
         k: [batch, kv_heads, keys, qk_dim]; heads are shared in contiguous groups, as in `attend`.
         v: [batch, kv_heads, keys, v_dim].
-        features: phi; None for the vectors themselves, so that weights are plain dot products.
-        rule: how the state forgets, `Decay`, `Gated` or `Delta`; None for a sum. Gates and decays belong to key heads.
+        features: phi; None for the vectors themselves, so that weights are plain dot products. Left out: `Elu1()`, and
+            under a rule None, as RetNet, GLA and DeltaNet have it.
         causal: where the last query stands at the last key, as in `attend`; False lets every query see all keys.
+        state: what came before, of an earlier call with the same words; None for nothing. Every query sees it.
+        rule: how the state forgets, `Decay`, `Gated` or `Delta`; None for a sum. Gates and decays belong to key heads.
         scale: what q . k is multiplied by; None for what the features say (`qk_dim ** -0.5` where they come near
             softmax), and 1 without features. The papers of the rules take `qk_dim ** -0.5`.
         normalise: whether to divide by `z . phi(q)`; None does so with features unless the rule is `Delta`.
-        state: what came before, of an earlier call with the same words; None for nothing. Every query sees it.
         form: "chunked", "parallel" (all pairs), "recurrent" (token by token): the same result but for rounding. None
             for recurrent with a single key, else chunked.
         chunk: tokens of a chunk, at least 1; `Gated` takes the greatest power of two within it.
@@ -91,6 +93,7 @@ def linear_attend(
     >>> torch.allclose(last, out[:, :, 63:], atol=1e-5)
     True
     """
+    features = (ELU1 if rule is None else None) if features is ... else features
     call = checked(q, k, v, features, rule, causal, scale, normalise, state, form, chunk)
     with _without_autocast(q):
         carry = first_carry(call, k, v, state)
@@ -104,6 +107,8 @@ def linear_attend(
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
     """The rows and the last state. What stands before the corner of the triangle is taken in, or only read, first."""
     queries, keys = q.shape[2], k.shape[2]
+    if call.causal and queries == keys:
+        return _segments(call, q, k, v, 0, keys, carry)
     ahead = max(0, keys - queries) if call.causal else keys
     alone = max(0, queries - keys) if call.causal else 0
     outs: list[Tensor] = []
@@ -180,12 +185,23 @@ def _stretch(
     log_decay: Tensor | None,
 ) -> Stretch:
     """Keys and the queries beside them, if there are any, as features."""
-    v = v.to(compute_type(k))
-    if call.normalise:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], dim=3)
+    v = _copied(v) if not call.normalise else torch.cat([v.to(compute_type(k)), _ones(v)], dim=3)
     key, top = _mapped(call, k)
-    rows = key[:, :, :0] if q is None else _asked(call, q, k)
-    return Stretch(rows, key, v, top, call.log_gamma, log_gate, beta, log_decay)
+    rows, group = (key[:, :, :0], 0) if q is None else (_asked(call, q, k), q.shape[1] // max(1, k.shape[1]))
+    return Stretch(rows, key, v, group, top, call.log_gamma, log_gate, beta, log_decay)
+
+
+def _ones(v: Tensor) -> Tensor:
+    """The column that z is summed in."""
+    return v.new_ones(*v.shape[:3], 1, dtype=compute_type(v))
+
+
+def _copied(x: Tensor) -> Tensor:
+    """x in a layout of our own, since products of matrices round as their operands lie in memory.
+
+    Else a row would have other bits where a later token made a copy of everything necessary.
+    """
+    return x.to(compute_type(x)).clone(memory_format=torch.contiguous_format)
 
 
 def _mapped(call: Call, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -194,7 +210,7 @@ def _mapped(call: Call, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return call.features.split(x, call.scale)
     if call.features is not None:
         return call.features.map(x, call.scale), None
-    return x.to(compute_type(x)), None
+    return _copied(x), None
 
 
 def _asked(call: Call, q: Tensor, k: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.feature import Favor, Feature
+from regard.describe.feature import Favor, Feature, NearSoftmax
 from regard.errors import ProblemError
 from regard.linear import delta, gated, sums
 from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
-from regard.linear.state import LinearState
+from regard.linear.state import LinearState, check_words
 from regard.linear.stretch import Carry, Run
 from regard.plan.problem import check_device, check_tensors, in_transform
 
@@ -28,6 +28,7 @@ class Call(NamedTuple):
     normalise: bool
     run: Run  # the form
     chunk: int
+    words: str | None  # the features and the rule; None while torch traces, which cannot spell them
     bounded: bool  # done in segments
     in_place: bool  # nothing looks at the steps, as autograd and tracing do
     log_gamma: Tensor | None
@@ -56,6 +57,8 @@ def checked(
             f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected one."
         )
     _check_kinds(features, rule, state)
+    if not isinstance(causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"causal is {causal!r}: expected True or False.")
     if form not in (None, *FORMS):
         raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
     if not isinstance(chunk, int) or chunk < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -73,13 +76,20 @@ def checked(
     traced = torch.compiler.is_compiling()
     bounded, in_place = not traced and name != "parallel", not (graph or traced or in_transform())
     run = _run_of(name, rule)
-    return Call(features, rule, bool(causal), scale, normalise, run, chunk, bounded, in_place, *_lowered(rule, k))
+    said = None if traced else _words(features, rule, scale, k.shape[3])
+    return Call(features, rule, causal, scale, normalise, run, chunk, said, bounded, in_place, *_lowered(rule, k))
+
+
+def _words(features: Feature | None, rule: Rule | None, scale: float | None, dim: int) -> str:
+    """What a state depends on: features, their scale (queries alone are scaled without features), the kind of rule."""
+    own = f", scale {scale or dim**-0.5:g}" if isinstance(features, NearSoftmax) and dim else ""
+    return f"features={features!r}{own}, {'no rule' if rule is None else type(rule).__name__}"
 
 
 def _check_kinds(features: object, rule: object, state: object) -> None:
     for name, given, kind in (("features", features, Feature), ("rule", rule, Rule), ("state", state, LinearState)):
         if given is not None and not isinstance(given, kind):
-            what = type(given).__name__ if isinstance(given, Tensor | type) else repr(given)
+            what = type(given).__name__ if isinstance(given, Tensor) else repr(given)
             raise ProblemError(f"{name} is {what}: expected a {kind.__name__} or None, see regard.linear.")
 
 
@@ -89,14 +99,14 @@ def _check_together(features: Feature | None, rule: Rule | None, scale: object, 
         isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf
     ):
         raise ProblemError(f"scale is {scale!r}: expected a finite number above 0, or None.")
+    if normalise and isinstance(rule, Delta):
+        raise ProblemError(
+            "normalise=True with Delta: what the state holds at a key is replaced, not summed; leave it out."
+        )
     if normalise and features is None:
         raise ProblemError(
             "normalise=True with features=None: plain dot products may be negative, so their sum may be 0; leave it "
             "out, or take features that are positive, such as Elu1()."
-        )
-    if normalise and isinstance(rule, Delta):
-        raise ProblemError(
-            "normalise=True with Delta: what the state holds at a key is replaced, not summed; leave it out."
         )
     if isinstance(features, Favor) and not normalise:
         raise ProblemError(
@@ -144,6 +154,7 @@ def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> 
             f"the state is one {state.kind}, and this call makes one {'with' if call.normalise else 'without'} z, "
             f"{'with' if split else 'without'} log_scale; it must come of a call with the same words."
         )
+    check_words(state.words, call.words)
     if state.S.device != k.device:
         raise ProblemError(f"the state is on {state.S.device} and k on {k.device}: they must be on one device.")
     matrix = state.S if state.z is None else torch.cat([state.S, state.z[..., None]], dim=3)
@@ -154,8 +165,8 @@ def last_state(call: Call, carry: Carry, before: LinearState | None) -> LinearSt
     """The state as it is returned."""
     adds = call.rule is None and (before is None or before.adds)
     if not call.normalise:
-        return LinearState(carry.matrix, None, carry.top, adds)
-    return LinearState(carry.matrix[..., :-1], carry.matrix[..., -1], carry.top, adds)
+        return LinearState(carry.matrix, None, carry.top, adds, call.words)
+    return LinearState(carry.matrix[..., :-1], carry.matrix[..., -1], carry.top, adds, call.words)
 
 
 def compute_type(x: Tensor) -> torch.dtype:

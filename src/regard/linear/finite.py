@@ -38,24 +38,24 @@ def guarded(
     """What `run` gives, where something may be NaN or infinite."""
     first = _first_bad(call, k, v)
     here = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
-    spoilt = first[:, :, None] <= (here if call.causal else k.shape[2] - 1)  # [batch, kv_heads, queries or 1, v_dim]
+    spoilt = first[:, :, None, : v.shape[3]] <= (here if call.causal else k.shape[2] - 1)  # [..., queries or 1, v_dim]
     spoilt = spoilt.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1) | ~torch.isfinite(q).all(3, keepdim=True)
     gate, beta, decay = (None if t is None else torch.where(_is_bad(t), 0.0, t) for t in numbers(call))
     call = call._replace(log_gate=gate, beta=beta, log_decay=decay)
     q, k, v = (torch.where(torch.isfinite(t), t, 0.0) for t in (q, k, v))
     out, carry = run(call, q, k, v, carry)
-    lost = first < k.shape[2]
-    lost = torch.cat([lost, lost.all(2, keepdim=True)], dim=2) if call.normalise else lost
-    matrix = torch.where(lost[:, :, None], torch.nan, carry.matrix)
+    matrix = torch.where((first < k.shape[2])[:, :, None], torch.nan, carry.matrix)
     return torch.where(spoilt, torch.nan, out), carry._replace(matrix=matrix)
 
 
 def _first_bad(call: Call, k: Tensor, v: Tensor) -> Tensor:
-    """The first token that spoils a column of the values: [batch, kv_heads, v_dim]; the number of keys if none does."""
-    bad = ~torch.isfinite(v) | ~torch.isfinite(k).all(3, keepdim=True)
+    """The first token that spoils a column of the state, [batch, kv_heads, v_dim (+ 1)]; if none does, their number."""
+    bad_key = ~torch.isfinite(k).all(3, keepdim=True)
     for t in numbers(call):
         if t is not None:
-            bad = bad | (_is_bad(t).any(3, keepdim=True) if t.ndim == 4 else _is_bad(t)[..., None])
+            bad_key = bad_key | (_is_bad(t).any(3, keepdim=True) if t.ndim == 4 else _is_bad(t)[..., None])
+    bad = ~torch.isfinite(v) | bad_key
+    bad = torch.cat([bad, bad_key], dim=3) if call.normalise else bad
     if not k.shape[2]:
         return torch.zeros(bad.shape[0], bad.shape[1], bad.shape[3], dtype=torch.int64, device=k.device)
     index = torch.arange(k.shape[2], device=k.device)[:, None]

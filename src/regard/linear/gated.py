@@ -95,7 +95,9 @@ def _filled(stretch: Stretch, more: int) -> Stretch:
 
     assert stretch.log_gate is not None
     q = fill(stretch.q, more * stretch.group)
-    return Stretch(q, fill(stretch.k, more), fill(stretch.v, more), log_gate=fill(stretch.log_gate, more))
+    return Stretch(
+        q, fill(stretch.k, more), fill(stretch.v, more), stretch.group, log_gate=fill(stretch.log_gate, more)
+    )
 
 
 def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:

@@ -11,6 +11,7 @@ tensors, to which gradients flow.
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -45,11 +46,13 @@ class Decay(Rule):
         if isinstance(given, Tensor):
             if given.ndim != 1 or not given.is_floating_point():
                 raise ProblemError(f"Decay(gamma) is {given.dtype} {list(given.shape)}: expected floats [kv_heads].")
-            wrong = _has(given, lambda gamma: (gamma <= 0) | (gamma > 1))
+            wrong = _has(given, lambda gamma: ~((gamma > 0) & (gamma <= 1)))
         else:
-            wrong = isinstance(given, bool) or not 0 < given <= 1
+            wrong = isinstance(given, bool) or not isinstance(cast(object, given), int | float) or not 0 < given <= 1
         if wrong:
-            raise ProblemError(f"Decay(gamma={given!r}): expected 0 < gamma <= 1.")
+            raise ProblemError(
+                f"Decay(gamma={given!r}): expected 0 < gamma <= 1, or a tensor of such, one per key head."
+            )
 
     def check(self, batch: int, kv_heads: int, keys: int, features: int) -> None:
         if isinstance(self.gamma, Tensor) and self.gamma.shape != (kv_heads,):
@@ -90,7 +93,7 @@ class Gated(Rule):
         if found not in ((batch, kv_heads, keys, features), (batch, kv_heads, keys, 1)):
             raise ProblemError(
                 f"{self!r}: expected [batch, kv_heads, keys, features] = {[batch, kv_heads, keys, features]}, or 1 "
-                "in place of the features."
+                "in place of the features; gates belong to key heads."
             )
 
 

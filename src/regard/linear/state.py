@@ -20,6 +20,7 @@ class LinearState:
         log_scale: [batch, kv_heads]; S and z count times exp(log_scale). None where the features need none: only those
             of `Favor`, whose size would leave the range of floats, do. -inf where no token was taken in.
         adds: whether it is a sum over tokens, without a rule, so that `|` is right.
+        words: the features and the rule that made it, as text; None for one made by hand, which is taken as it is.
 
     >>> import torch
     >>> from regard.linear import linear_attend
@@ -33,6 +34,7 @@ class LinearState:
     z: Float[Tensor, "batch kv_heads features"] | None = None
     log_scale: Float[Tensor, "batch kv_heads"] | None = None
     adds: bool = True
+    words: str | None = None
 
     def __or__(self, other: "LinearState") -> "LinearState":
         """The state over the tokens of both, in any order; of sums only."""
@@ -50,13 +52,15 @@ class LinearState:
                 f"states of one kind merge: these are {list(self.S.shape)} {self.kind} and {list(other.S.shape)} "
                 f"{other.kind}."
             )
+        check_words(self.words, other.words)
+        words = self.words or other.words
         if self.log_scale is None or other.log_scale is None:
             z = None if self.z is None or other.z is None else self.z + other.z
-            return LinearState(self.S + other.S, z)
+            return LinearState(self.S + other.S, z, words=words)
         top = torch.maximum(self.log_scale, other.log_scale)
         one, two = self.under(top), other.under(top)
         z = None if one.z is None or two.z is None else one.z + two.z
-        return LinearState(one.S + two.S, z, top)
+        return LinearState(one.S + two.S, z, top, words=words)
 
     def under(self, log_scale: Tensor) -> "LinearState":
         """The same state with another `log_scale`, [batch, kv_heads], no lower than its own."""
@@ -64,7 +68,7 @@ class LinearState:
         lower = torch.where(log_scale == -torch.inf, 0.0, log_scale)
         factor = torch.exp(self.log_scale - lower)[..., None]
         z = None if self.z is None else self.z * factor
-        return LinearState(self.S * factor[..., None], z, log_scale, self.adds)
+        return LinearState(self.S * factor[..., None], z, log_scale, self.adds, self.words)
 
     @property
     def kind(self) -> str:
@@ -72,6 +76,12 @@ class LinearState:
         return (
             f"{'without' if self.z is None else 'with'} z, {'without' if self.log_scale is None else 'with'} log_scale"
         )
+
+
+def check_words(one: str | None, other: str | None) -> None:
+    """Raise `ProblemError` unless states of these words can be one."""
+    if one is not None and other is not None and one != other:
+        raise ProblemError(f"a state made by {one} is not one of {other}: its numbers mean something else.")
 
 
 class LinearResult(NamedTuple):

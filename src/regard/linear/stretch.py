@@ -18,6 +18,7 @@ class Stretch(NamedTuple):
     q: Tensor  # [batch, kv_heads, tokens * group, features]
     k: Tensor  # [batch, kv_heads, tokens, features]
     v: Tensor  # [batch, kv_heads, tokens, v_dim], and a column of ones if it normalises
+    group: int  # query heads of a key head; 0 where nothing is asked
     top: Tensor | None = None  # [batch, kv_heads, tokens]: k counts times exp(top)
     log_gamma: Tensor | None = None  # [kv_heads or 1, 1, 1], of Decay
     log_gate: Tensor | None = None  # [batch, kv_heads, tokens, features or 1], of Gated
@@ -29,18 +30,13 @@ class Stretch(NamedTuple):
         """How many there are."""
         return self.k.shape[2]
 
-    @property
-    def group(self) -> int:
-        """Query heads of a key head; 0 where nothing is asked."""
-        return self.q.shape[2] // max(1, self.tokens)
-
     def part(self, start: int, stop: int) -> "Stretch":
         """Tokens start <= t < stop."""
         q = self.q[:, :, start * self.group : stop * self.group]
         cut = [None if x is None else x[:, :, start:stop] for x in (self.top, self.log_gate, self.beta, self.log_decay)]
         top, log_gate, beta, log_decay = cut
         k, v = self.k[:, :, start:stop], self.v[:, :, start:stop]
-        return Stretch(q, k, v, top, self.log_gamma, log_gate, beta, log_decay)
+        return Stretch(q, k, v, self.group, top, self.log_gamma, log_gate, beta, log_decay)
 
     def each(self) -> Iterator["Stretch"]:
         """Token by token."""
@@ -48,7 +44,7 @@ class Stretch(NamedTuple):
         rows = self.q.unflatten(2, (n, self.group)).unbind(2)
         given = (self.k, self.v, self.top, self.log_gate, self.beta, self.log_decay)
         for q, k, v, top, gate, beta, decay in zip(rows, *(split(x, 1, n) for x in given), strict=True):
-            yield Stretch(q, cast(Tensor, k), cast(Tensor, v), top, self.log_gamma, gate, beta, decay)
+            yield Stretch(q, cast(Tensor, k), cast(Tensor, v), self.group, top, self.log_gamma, gate, beta, decay)
 
 
 def split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
