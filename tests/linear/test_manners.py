@@ -418,7 +418,7 @@ def test_a_state_of_other_words_is_refused(one: dict[str, Any], other: dict[str,
         linear_attend(q, q, q, **other, state=state)
     if wrong.adds:
         with pytest.raises(ProblemError, match="its numbers mean something else"):
-            state | wrong
+            _ = state | wrong
     by_hand = LinearState(state.S, state.z, state.log_scale)
     assert linear_attend(q, q, q, **other, state=by_hand).out.shape == q.shape
 
