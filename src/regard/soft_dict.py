@@ -60,6 +60,11 @@ class SoftDict:
             raise ProblemError(f"SoftDict(score={self.score!r}): expected a score such as Cosine(), or None.")
         _check_temperature(self.temperature)
 
+    def __repr__(self) -> str:
+        said = [f"keys {list(self.keys.shape)}", f"values {list(self.values.shape)}"]
+        said += [] if self.temperature is None else [f"temperature={self.temperature}"]
+        return f"SoftDict({', '.join(said + ([] if self.score is None else [f'score={self.score!r}']))})"
+
     def look_up(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries v_dim"]:
         """The blend of values for each query, [v_dim] for one query [dim], or [queries, v_dim].
 

@@ -17,6 +17,7 @@ from regard import (
     Tree,
     Where,
     Window,
+    attend,
     draw,
 )
 
@@ -139,3 +140,15 @@ def test_a_predicate_is_asked_once_for_what_it_does_not_look_at():
     assert Where(lambda b, h, q, k: q >= k).at(frame).spread() == (1, 1)
     assert Where(lambda b, h, q, k: q >= k + b).at(frame).spread() == (3, 1)
     assert Where(lambda b, h, q, k: torch.tensor([True, False]).repeat(3)[h] & (q >= k)).at(frame).spread() == (1, 5)
+
+
+@pytest.mark.parametrize("make", [lambda: Window(3.5), lambda: Window("3"), lambda: Dilated(2.5), lambda: Lengths(7)])
+def test_sizes_that_are_no_sizes_are_refused(make):
+    with pytest.raises(ProblemError, match="expected a"):
+        make()
+
+
+def test_a_class_in_place_of_a_word_is_told():
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(ProblemError, match=r"mask is the class Causal: did you mean Causal\(...\)"):
+        attend(q, q, q, mask=Causal)

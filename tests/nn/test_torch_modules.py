@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard import Causal, ProblemError, RefusalError, Window, attend
 from regard.describe.position import Rope
-from regard.nn import MultiHeadAttention, from_torch, from_torch_masks, to_torch
+from regard.nn import MultiHeadAttention, from_torch, from_torch_masks, share_heads, to_torch
 
 BATCH, TOKENS, CONTEXT, WIDTH, HEADS = 2, 7, 5, 15, 3
 
@@ -154,3 +154,16 @@ def test_what_is_unknown_here_is_refused(words: dict[str, Any], said: str):
 def test_what_torch_cannot_do_is_refused(words: dict[str, Any], said: str):
     with pytest.raises(RefusalError, match=said):
         to_torch(MultiHeadAttention(WIDTH, HEADS, **words))
+
+
+def test_what_was_frozen_stays_frozen():
+    theirs = torch.nn.MultiheadAttention(32, 4).requires_grad_(False)
+    assert not any(p.requires_grad for p in from_torch(theirs).parameters())
+
+
+def test_a_module_of_another_kind_is_refused_by_name():
+    for convert in (from_torch, to_torch):
+        with pytest.raises(ProblemError, match="got Linear"):
+            convert(torch.nn.Linear(3, 3))
+    with pytest.raises(ProblemError, match="from_torch makes one of torch's"):
+        share_heads(torch.nn.MultiheadAttention(32, 4), 2)

@@ -1,5 +1,6 @@
 """Small whole models: what stands later changes nothing, caches change nothing, and they learn."""
 
+import math
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -189,8 +190,8 @@ def test_layers_share_what_they_learn_of_positions():
     assert "body.position.weight" in [name for name, _ in decoder("learned").named_parameters()]
 
 
-def test_embeddings_are_tied_unless_asked_otherwise():
-    tied, own = decoder(), decoder(tied=False)
+def test_embeddings_are_tied_if_asked_for():
+    tied, own = decoder(tied=True), decoder()
     assert tied.unembedding.weight is tied.body.embedding.weight
     assert sum(p.numel() for p in own.parameters()) - sum(p.numel() for p in tied.parameters()) == VOCABULARY * WIDTH
 
@@ -238,3 +239,23 @@ def test_with_caches_a_mask_over_the_context_sees_queries_where_they_stand():
             given = context if i == 0 else context[:, :0]
             steps.append(model(tokens[:, i : i + 1], given, context_mask=Causal(), caches=caches))
     assert torch.allclose(torch.cat(steps, dim=1), whole, atol=1e-5)
+
+
+def test_a_model_starts_at_chance():
+    model, tokens = Decoder(1000, 256, 4, 4, position=Rope(64)), torch.randint(1000, (4, 64))
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(loss.item() - math.log(1000)) < 0.7
+
+
+def test_latents_look_at_no_context_so_heads_do():
+    latent = partial(LatentAttention, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)
+    model = Decoder(19, 32, 1, 4, context_dim=24, attention=latent)
+    assert model(torch.randint(19, (1, 5)), torch.randn(1, 3, 24)).shape == (1, 5, 19)
+
+
+@pytest.mark.parametrize("tokens", [torch.randint(19, (5,)), torch.randn(1, 5)])
+def test_tokens_that_are_none_are_refused(tokens: Tensor):
+    with pytest.raises(ProblemError, match=r"expected ints \[batch, tokens\]"):
+        Decoder(19, 32, 1, 4)(tokens)
+    with pytest.raises(ProblemError, match="a prompt and a count"):
+        Decoder(19, 32, 1, 4).generate(torch.zeros(1, 0, dtype=torch.int64), 3)

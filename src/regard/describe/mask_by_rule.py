@@ -66,6 +66,8 @@ class Window(Mask):
         if self.left is None and self.right is None:
             raise ProblemError("Window(None, None) limits nothing: give a left or a right size, or leave the mask out.")
         for side, size in (("left", self.left), ("right", self.right)):
+            if size is not None:
+                check_whole(size, f"Window({side})")
             if size is not None and size < 1:
                 raise ProblemError(
                     f"Window({side}={size}) would hide a token from itself: a window counts the query, so it is at "
@@ -141,6 +143,9 @@ class Lengths(Mask):
     lengths: Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(cast(object, self.lengths), Tensor):
+            given = f"{self.lengths!r}: expected an integer tensor [batch]; for the same number in every row, Prefix."
+            raise ProblemError(f"Lengths(lengths) is {given}")
         check_sizes(self.lengths, "Lengths(lengths)")
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -215,6 +220,7 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
+        check_whole(self.step, "Dilated(step)")
         if self.step < 1:
             raise ProblemError(f"Dilated(step={self.step}): a step is at least 1 token.")
 
@@ -228,6 +234,12 @@ class Dilated(Mask):
 
     def signature(self, r: Rectangles) -> Ints:
         return ((r.q0 - r.k0) % self.step)[:, None]
+
+
+def check_whole(given: object, what: str) -> None:
+    """Raise `ProblemError` unless it is a whole number (symbolic ones, of a traced graph, are)."""
+    if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
+        raise ProblemError(f"{what} is {given!r}: expected a whole number of tokens.")
 
 
 def check_sizes(sizes: object, what: str) -> None:

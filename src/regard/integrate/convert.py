@@ -101,8 +101,11 @@ def convert_checkpoint(
     place = Path(target).expanduser().resolve()
     with _folder(source) as folder:
         check_target(place, folder, force=force, proof="config.json")
-        subject = subject_of(folder, kv_heads, how)
-        return _converted(subject, Weights(folder), place, seed, dtype, force, progress or (lambda *_: None))
+        try:
+            subject = subject_of(folder, kv_heads, how)
+            return _converted(subject, Weights(folder), place, seed, dtype, force, progress or (lambda *_: None))
+        except ProblemError as error:  # the folder may be one that the user has never heard of
+            raise ProblemError(str(error).replace(str(folder), str(source))) from None
 
 
 # ---- the folders ----------------------------------------------------------------------------------------------------

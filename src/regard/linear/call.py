@@ -11,7 +11,7 @@ from regard.errors import ProblemError
 from regard.linear import delta, gated, sums
 from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
-from regard.linear.state import LinearState, check_words
+from regard.linear.state import LinearResult, LinearState, check_words
 from regard.linear.stretch import Carry, Run
 from regard.plan.problem import check_device, check_tensors, in_transform
 
@@ -89,6 +89,8 @@ def _words(features: Feature | None, rule: Rule | None, scale: float | None, dim
 def _check_kinds(features: object, rule: object, state: object) -> None:
     for name, given, kind in (("features", features, Feature), ("rule", rule, Rule), ("state", state, LinearState)):
         if given is not None and not isinstance(given, kind):
+            if isinstance(given, LinearResult):
+                raise ProblemError(f"{name} is a LinearResult, the output and the state: take its .state.")
             what = type(given).__name__ if isinstance(given, Tensor) else repr(given)
             raise ProblemError(f"{name} is {what}: expected a {kind.__name__} or None, see regard.linear.")
 

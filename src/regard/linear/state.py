@@ -70,6 +70,9 @@ class LinearState:
         z = None if self.z is None else self.z * factor
         return LinearState(self.S * factor[..., None], z, log_scale, self.adds, self.words)
 
+    def __repr__(self) -> str:
+        return f"LinearState(S {list(self.S.shape)}, {self.kind}, {self.words or 'made by hand'})"
+
     @property
     def kind(self) -> str:
         """What it holds: `with z, without log_scale`."""

@@ -310,6 +310,9 @@ class LatentAttention(nn.Module):
             )
         word = None if self.position is None else self.position.word
         if word is not None and not (isinstance(word, Rope | RopePairs) and word.dim == self.rope_dim):
-            raise ProblemError(f"position={word!r}: expected Rope({self.rope_dim}), of the numbers with position.")
+            expected = (
+                f"Rope({self.rope_dim}), of the numbers with position" if self.rope_dim else "none, as rope_dim=0"
+            )
+            raise ProblemError(f"position={word!r}: expected {expected}.")
         if isinstance(word, RopePairs) and len(word.pairs) not in (1, self.rope_heads):
             raise ProblemError(f"{word!r} chooses pairs for {len(word.pairs)} heads, and rope_heads={self.rope_heads}.")

@@ -49,6 +49,9 @@ def share_heads(
     >>> shared.kv_heads, shared.sizes.kind, shared.k_proj.weight.shape
     (2, 'GQA', torch.Size([32, 96]))
     """
+    if not isinstance(module, MultiHeadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "; from_torch makes one of torch's" if isinstance(module, nn.MultiheadAttention) else ""
+        raise ProblemError(f"share_heads takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
     check_sharing(module.kv_heads, kv_heads, how)
     shared = deepcopy(module)
     shared.sizes, shared.kv_heads = replace(module.sizes, kv_heads=kv_heads), kv_heads

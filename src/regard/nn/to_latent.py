@@ -77,6 +77,9 @@ def to_latent(
     >>> made.module.kv_rank, 0 < made.error < 1
     (16, True)
     """
+    if not isinstance(module, MultiHeadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "; from_torch makes one of torch's" if isinstance(module, nn.MultiheadAttention) else ""
+        raise ProblemError(f"to_latent takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
     rope = _checked(module)
     turning = 0 if rope is None else rope.rotated
     kept = turning if rope_dim is None else rope_dim

@@ -32,7 +32,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     | `attn_mask`, `key_padding_mask`, where True hides | `mask` and `bias`, see `from_torch_masks` |
     | `batch_first=False`: x [tokens, batch, d] | x is [batch, tokens, d] always: `ours(x.transpose(0, 1))` |
 
-    A row that may see no key is NaN in torch's module, and o_proj's bias here.
+    It is called otherwise than torch's, so it cannot be set into a `torch.nn.TransformerEncoderLayer`. A row that may
+    see no key is NaN in torch's module, and o_proj's bias here.
 
     Raises:
         RefusalError: `add_bias_kv` (a learned key with a value of its own; a sink has no value), or keys and values of
@@ -43,6 +44,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     True
     """
     m = module
+    if not isinstance(m, nn.MultiheadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"from_torch takes a torch.nn.MultiheadAttention, and got {type(m).__name__}.")
     if m.bias_k is not None or m.bias_v is not None:  # pyright: ignore[reportUnnecessaryComparison]
         raise RefusalError(
             "this torch.nn.MultiheadAttention was made with add_bias_kv=True: a learned key and value behind the "
@@ -64,6 +67,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         for linear, weight, bias in zip(_inputs(ours), weights, biases, strict=True):
             _copy(linear, weight, bias)
         _copy(ours.o_proj, m.out_proj.weight, m.out_proj.bias)
+    for linear, weight in zip((*_inputs(ours), ours.o_proj), (*_owners(m), m.out_proj.weight), strict=True):
+        linear.requires_grad_(weight.requires_grad)
     if ours.sinks is not None:
         ours.sinks.requires_grad_(False)
     return ours.train(m.training)
@@ -87,6 +92,8 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
     regard.errors.RefusalError: torch.nn.MultiheadAttention cannot do what this module does:
       kv_heads=1: it has a key head for each of the 3 query heads
     """
+    if not isinstance(module, MultiHeadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"to_torch takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}.")
     if reasons := list(_beyond_torch(module)):
         raise RefusalError("\n  ".join(["torch.nn.MultiheadAttention cannot do what this module does:", *reasons]))
     weight = module.q_proj.weight
@@ -106,6 +113,12 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
             packed_bias.copy_(torch.cat([linear.bias for linear in _inputs(module)]))
         _copy(theirs.out_proj, module.o_proj.weight, module.o_proj.bias)
     return theirs.train(module.training)
+
+
+def _owners(m: nn.MultiheadAttention) -> list[Tensor]:
+    """The Parameter that each of q, k and v is a part of."""
+    packed = cast("Tensor | None", m.in_proj_weight)
+    return [m.q_proj_weight, m.k_proj_weight, m.v_proj_weight] if packed is None else [packed] * 3
 
 
 def from_torch_masks(

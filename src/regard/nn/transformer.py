@@ -75,7 +75,7 @@ class Block(nn.Module):
             has, do = ("no", "leave it out") if self.cross is None else ("a", "pass [batch, tokens, context_dim]")
             raise ProblemError(f"this block has {has} cross-attention, which a context belongs to: {do}.")
         own, cross = (None, None) if caches is None else caches
-        first = 0 if own is None else own.tokens
+        first = own.tokens if own is not None else 0
         x = self._step(x, self.attention(self.attention_norm(x), mask=mask, cache=own))
         if self.cross is not None and self.cross_norm is not None:
             x = self._step(x, self.cross(self.cross_norm(x), context, mask=context_mask, positions=first, cache=cross))
@@ -88,25 +88,21 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Embeddings, blocks and a norm: tokens to vectors that have seen one another, unless a mask hides them.
 
-    Embeddings are drawn from N(0, 1 / d_model) and enter times sqrt(d_model) (Vaswani et al. §3.4), so that the same
-    table gives logits of variance 1. Weights are drawn from N(0, 1 / inputs); those that write into the skip
-    connections are divided by sqrt(writes), as in GPT-2, so that the depth does not raise the variance.
+    Embeddings are drawn from N(0, 1 / d_model) and enter times sqrt(d_model) (Vaswani et al. §3.4). Weights are drawn
+    from N(0, 1 / inputs); those that write into the skip connections are divided by sqrt(writes), as in GPT-2, so that
+    the depth does not raise the variance.
 
     Args:
-        vocabulary: how many tokens there are.
-        d_model: width.
+        vocabulary, d_model: how many tokens there are, and the width.
         layers: blocks, each with `heads` query heads and `kv_heads` key heads (None: heads).
         position: `Rope` of a head's width, `Sinusoidal` or `Learned` of d_model, `Alibi`, `T5Bias` (one table for all
             layers), or None. What requires gradients is trained: `T5Bias(torch.zeros(32, heads, requires_grad=True))`.
         mask: which token may see which, in every call.
-        context_dim: width of a context that every block looks at as well; None: there is none.
-        hidden, skip, mlp: as in `Block`.
-        attention: what makes a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`; words that are
-            given here as well are those given here.
+        context_dim: width of a context that every block looks at as well, if any. hidden, skip, mlp: as in `Block`.
+        attention: what makes a layer's attention, as `partial(MultiHeadAttention, qk_norm=True)`; words here go first.
 
     >>> from regard import Lengths
-    >>> tokens = torch.randint(19, (2, 7))
-    >>> Encoder(19, 32, layers=2, heads=4)(tokens, mask=Lengths(torch.tensor([7, 5]))).shape
+    >>> Encoder(19, 32, layers=2, heads=4)(torch.randint(19, (2, 7)), mask=Lengths(torch.tensor([7, 5]))).shape
     torch.Size([2, 7, 32])
     """
 
@@ -124,8 +120,10 @@ class Encoder(nn.Module):
         bias = held(position) if isinstance(position, Bias) else None
         said = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
         own: Callable[..., Any] = partial(attention, d_model, heads, **{k: w for k, w in said.items() if w is not None})
-        cross = partial(own, context_dim=context_dim, mask=None, position=None, bias=None)
-        made: Iterable[Any] = ((own(), None if context_dim is None else cross()) for _ in range(layers))
+        is_latent = getattr(attention, "func", attention) is LatentAttention  # which looks at no context
+        across = partial(MultiHeadAttention, d_model, heads, kv_heads=kv_heads) if is_latent else own
+        cross = partial(across, context_dim=context_dim, mask=None, position=None, bias=None)
+        made: Iterable[Any] = ((own(), cross() if context_dim else None) for _ in range(layers))
         self.blocks = nn.ModuleList(Block(*pair, hidden=hidden, skip=skip, mlp=mlp) for pair in made)
         self.norm = RMSNorm(d_model)
         self._draw(layers * (1 + (context_dim is not None) + mlp) if skip else 1)
@@ -143,6 +141,8 @@ class Encoder(nn.Module):
         context_mask: Mask | None = None, caches: Sequence[Caches] | None = None,
     ) -> Float[Tensor, "batch tokens d_model"]:  # fmt: skip
         """[batch, tokens, d_model]; a mask comes on top of the model's own; with caches, tokens go on from theirs."""
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
         x = self.embedding(tokens) * self.d_model**0.5
         if self.position is not None:
             x = self.position.word.add(x, caches[0].own.tokens if caches else None)
@@ -154,8 +154,8 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """A causal language model: tokens to logits of the next token, each from what stands before it.
 
-    The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings. A mask hides
-    besides what is later: `mask=Window(64)`.
+    The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings; then every token
+    expects itself at first. A mask hides besides what is later: `mask=Window(64)`.
 
     >>> from regard import Alibi, Window
     >>> model = Decoder(19, 32, layers=2, heads=4, kv_heads=2, position=Alibi(4), mask=Window(5))
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
     def __init__(
         self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
         position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
-        tied: bool = True, hidden: int | None = None, skip: bool = True, mlp: bool = True,
+        tied: bool = False, hidden: int | None = None, skip: bool = True, mlp: bool = True,
         attention: Attention = MultiHeadAttention,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -199,7 +199,9 @@ class Decoder(nn.Module):
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, context_mask: Mask | None = None,
         generator: torch.Generator | None = None,
     ) -> Int[Tensor, "batch count"]:  # fmt: skip
-        """The next tokens: the likeliest, or with a temperature above 0 drawn from `softmax(logits / temperature)`."""
+        """The likeliest next tokens, or with a temperature drawn ones, of prompts of one length (no padding)."""
+        if not tokens.shape[-1] or count < 0:
+            raise ProblemError(f"expected a prompt and a count from 0 up: got {list(tokens.shape)} and {count}.")
         caches, found = self.caches(), [tokens[:, :0]]
         for _ in range(count):
             logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
@@ -210,7 +212,7 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder, and a decoder that looks at what it made; the whole of Vaswani et al. 2017, §3.
+    """An encoder, and a decoder that looks at what it made; Vaswani et al. 2017, §3.
 
     >>> model = Transformer(Encoder(19, 32, 2, 4), Decoder(23, 32, 2, 4, context_dim=32))
     >>> model(torch.randint(19, (2, 7)), torch.randint(23, (2, 5))).shape

@@ -226,6 +226,8 @@ def check_words(mask: object, bias: object, score: object) -> None:
             "bias": "wrap a tensor as TensorBias(bias)",
             "score": "leave it out for the dot product, or see regard.describe.score",
         }[name]
+        if isinstance(given, type) and issubclass(given, Word):
+            raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
         wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Word) else ""
         raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
 
