@@ -47,13 +47,11 @@ def test_added_biases_are_placed_each_by_its_own_rows():
 
 
 def test_gradients_pass_through_the_steps():
-    k, a, b = (
-        K.mT.contiguous().mT.requires_grad_(),
-        torch.randn(5, 9, requires_grad=True),
-        torch.randn(1, requires_grad=True),
+    q, k, v = Q.double(), K.double().mT.contiguous().mT.requires_grad_(), V.double()
+    a, b = torch.randn(5, 9, dtype=torch.float64, requires_grad=True), torch.randn(1).double().requires_grad_()
+    bias = TensorBias(a) + TensorBias(b)
+    found, truth = (
+        torch.autograd.grad(attend(q, k, v, bias=bias, backend=engine).sin().sum(), (k, a, b))
+        for engine in (None, "reference")
     )
-    found = torch.autograd.grad(attend(Q, k, V, bias=TensorBias(a) + TensorBias(b)).sin().sum(), (k, a, b))
-    truth = torch.autograd.grad(
-        attend(Q, k, V, bias=TensorBias(a) + TensorBias(b), backend="reference").sin().sum(), (k, a, b)
-    )
-    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(found, truth, strict=True))
+    assert all(torch.allclose(x, y, atol=1e-14) for x, y in zip(found, truth, strict=True))
