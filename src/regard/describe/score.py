@@ -226,27 +226,13 @@ class Additive(Score):
 
 @word
 class TanhSum(Score):
-    """`v . tanh(q + k)`: what is left of `Additive` once queries and keys are projected.
+    """`v . tanh(q + k)`: what is left of `Additive`, which has checked it, once queries and keys are projected.
 
     Args:
         v: [qk_dim], or [heads, qk_dim] for one per query head.
     """
 
     v: Tensor
-
-    def __post_init__(self) -> None:
-        _check_vector("TanhSum(v)", self.v)
-
-    def dim(self, qk_dim: int, k_dim: int) -> int:
-        if not qk_dim == k_dim == self.v.shape[-1]:
-            raise ProblemError(
-                f"TanhSum(v) has v {list(self.v.shape)}, q {qk_dim} and k {k_dim} dimensions: they must agree."
-            )
-        return qk_dim
-
-    def at(self, heads: int, kv_heads: int) -> Score:
-        _check_heads("TanhSum(v)", self.v, 2, heads, "query heads")
-        return self
 
     def of_head(self, head: int) -> Score:
         return self if self.v.ndim == 1 else TanhSum(self.v[head])

@@ -180,8 +180,6 @@ def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
         return "true" if part else "false"
     if isinstance(part, float):
         return '{"float": "' + part.hex() + '"}'  # every bit; of the texts of a float, the one that torch can trace
-    if isinstance(part, str):
-        return '"' + part + '"'
     numbers.append(part)
     return '{"number": ' + str(len(numbers) - 1) + "}"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.linear.call import Call
 from regard.linear.stretch import Carry
-from regard.plan.problem import in_transform, is_finite, is_without_data
+from regard.plan.problem import can_be_read, is_finite
 
 
 def numbers(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -22,9 +22,7 @@ def numbers(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 def is_all_finite(call: Call, *tensors: Tensor) -> bool:
     """Whether all are known to be finite; gates of -inf, which are fine, are not told apart here."""
     tensors = (*tensors, *(t for t in numbers(call) if t is not None))
-    if torch.compiler.is_compiling() or in_transform() or any(map(is_without_data, tensors)):
-        return False
-    return all(map(is_finite, tensors))
+    return can_be_read(*tensors) and all(map(is_finite, tensors))
 
 
 def guarded(

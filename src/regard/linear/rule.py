@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.describe.word import Word, word
 from regard.errors import ProblemError
-from regard.plan.problem import in_transform, is_without_data
+from regard.plan.problem import can_be_read
 
 
 class Rule(Word):
@@ -155,6 +155,4 @@ def _check_floats(name: str, given: object, axes: int, shape: str) -> None:
 
 def _has(given: Tensor, wrong: Callable[[Tensor], Tensor]) -> bool:
     """Whether some number of it is wrong; not looked at where its numbers cannot be, as while torch traces."""
-    if torch.compiler.is_compiling() or in_transform() or is_without_data(given):
-        return False
-    return bool(wrong(given.detach()).any())
+    return can_be_read(given) and bool(wrong(given.detach()).any())

@@ -288,6 +288,11 @@ def is_without_data(t: object) -> bool:
     return isinstance(t, Tensor) and (t.is_meta or isinstance(t, FakeTensor))
 
 
+def can_be_read(*tensors: Tensor) -> bool:
+    """Whether code may look at the numbers of these now: torch does not trace, transform or stand in for them."""
+    return not (torch.compiler.is_compiling() or in_transform() or any(map(is_without_data, tensors)))
+
+
 def _transformed(tensors: tuple[Tensor, ...]) -> bool:
     if _peek_interpreter_stack() is not None:
         return True
