@@ -498,7 +498,14 @@ def test_a_support_stays_whatever_scale_and_softcap_make_of_scores(words: dict[s
     assert out[0, 0, 0].sum().item() == pytest.approx(1)
 
 
+def test_a_key_on_the_border_of_a_support_has_no_weight_and_no_gradient():
+    q, k = torch.zeros(1, 1, 1, 1, requires_grad=True), torch.tensor([[[[0.5], [2.0]]]], requires_grad=True)
+    out = attend(q, k, torch.eye(2)[None, None], score=Epanechnikov(2.0))
+    assert out.flatten().tolist() == [1.0, 0.0]
+    assert all(bool(torch.isfinite(grad).all()) for grad in torch.autograd.grad(out[..., 1].sum(), (q, k)))
+
+
 def test_large_projections_of_half_precision_saturate_and_do_not_overflow():
     q = torch.full((1, 1, 3, 4), 300.0, dtype=torch.float16)
-    score = Additive(torch.full((2, 4), 100.0), torch.full((2, 4), 100.0), torch.ones(2))
+    score = Additive(torch.full((2, 4), 100.0), torch.full((2, 4), -100.0), torch.ones(2))  # 120,000 - 120,000
     assert torch.allclose(attend(q, q, q, score=score), q)
