@@ -6,6 +6,7 @@ it costs before it runs, and shows what it did afterwards.
 
 from regard.attend import Call, attend, attend_state, explain, watching
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
+from regard.describe.codec import Codec, Fp8, Int4, Int8
 from regard.describe.feature import Elu1, Favor, Feature, Relu, Taylor
 from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
@@ -13,6 +14,7 @@ from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
 from regard.describe.position import Absolute, Learned, Position, Rope, Sinusoidal
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.describe.score import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
+from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, Stored
 from regard.errors import ProblemError, RefusalError, RegardError
 from regard.linear.attend import linear_attend
 from regard.nadaraya_watson import nadaraya_watson
@@ -33,6 +35,8 @@ __all__ = [
     "Blocks",
     "Call",
     "Causal",
+    "Codec",
+    "Contiguous",
     "Cosine",
     "Dense",
     "Dilated",
@@ -43,15 +47,21 @@ __all__ = [
     "Epanechnikov",
     "Favor",
     "Feature",
+    "Fp8",
     "Gaussian",
     "Global",
+    "Int4",
+    "Int8",
     "Laplacian",
+    "Latent",
+    "Layout",
     "Learned",
     "Lengths",
     "Linear",
     "Llama3",
     "LongRope",
     "Mask",
+    "Paged",
     "Plan",
     "Position",
     "Prefix",
@@ -60,12 +70,14 @@ __all__ = [
     "RefusalError",
     "RegardError",
     "Relu",
+    "Rolling",
     "Rope",
     "Scaling",
     "Score",
     "Sinusoidal",
     "SoftDict",
     "State",
+    "Stored",
     "T5Bias",
     "Taylor",
     "TensorBias",

@@ -13,10 +13,12 @@ from torch import Tensor
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
+from regard.describe.storage import Stored
 from regard.operator import attend_traced, is_counted
 from regard.plan.choose import Plan, choose
 from regard.plan.execute import execute
 from regard.plan.known import prepare
+from regard.plan.lower import gathered
 from regard.plan.problem import Operands, pose
 from regard.state import State
 
@@ -74,8 +76,8 @@ def watching(tell: Callable[[Call], None]) -> Generator[None]:
 
 def attend(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"],
-    v: Float[Tensor, "batch kv_heads keys v_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -100,7 +102,7 @@ def attend(
         q: [batch, heads, queries, qk_dim].
         k: [batch, kv_heads, keys, qk_dim]; heads is a whole multiple of kv_heads, and query head h uses key head
             `h // (heads // kv_heads)` (MHA, GQA and MQA are this number; nothing is repeated in memory).
-        v: [batch, kv_heads, keys, v_dim].
+        v: [batch, kv_heads, keys, v_dim]. In place of k and v, what a cache's `append` gave: also pages and codes.
         mask: which query may see which key; None for all.
         bias: what is added to the scores; None for nothing.
         score: how q and k are compared; None for their dot product.
@@ -144,8 +146,8 @@ def attend(
 
 def attend_state(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"],
-    v: Float[Tensor, "batch kv_heads keys v_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -188,8 +190,8 @@ def attend_state(
 
 def explain(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"],
-    v: Float[Tensor, "batch kv_heads keys v_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -224,10 +226,10 @@ def explain(
     return choose(problem, operands, backend)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast(q: Tensor, k: Tensor | Stored, v: Tensor | Stored) -> tuple[Tensor, Tensor | Stored, Tensor | Stored]:
     """The three in the type that `torch.autocast` asks for, where it is on; as torch's own attention does."""
     whatever: tuple[Any, ...] = (q, k, v)
-    if not all(isinstance(t, Tensor) for t in whatever) or not torch.amp.is_autocast_available(q.device.type):
+    if not all(isinstance(t, Tensor | Stored) for t in whatever) or not torch.amp.is_autocast_available(q.device.type):
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
@@ -243,6 +245,7 @@ def _is_traced() -> bool:
 def _tell(watchers: Watchers, operands: Operands, score: Score | None, plan: Plan, state: State) -> None:
     o, p = operands, plan.problem
     numbers = (p.scale, p.softcap, o.sink, p.dropout, p.offset)
+    o = gathered(o)
     call = Call(o.q, o.k, o.v, o.mask, o.bias, score, *numbers, plan, state.out, state.lse)
     for tell in watchers:
         tell(call)

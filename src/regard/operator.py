@@ -20,12 +20,22 @@ from regard.describe.bias import Bias
 from regard.describe.mask import And, Frame, Mask, Not, Or
 from regard.describe.mask_by_table import Dense, Where
 from regard.describe.score import Dot, Score
+from regard.describe.storage import Stored
 from regard.describe.word import unspell
 from regard.errors import RefusalError
 from regard.plan.choose import check_engine
 from regard.plan.execute import execute
 from regard.plan.known import prepare
-from regard.plan.problem import check_numbers, check_sink, check_tensors, check_words, is_without_data
+from regard.plan.problem import (
+    check_numbers,
+    check_sink,
+    check_tensors,
+    check_words,
+    is_without_data,
+    outlined,
+    ragged,
+    stored_in,
+)
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
@@ -53,8 +63,8 @@ def is_counted() -> bool:
 
 def attend_traced(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Stored,
+    v: Tensor | Stored,
     *,
     mask: Mask | None,
     bias: Bias | None,
@@ -76,6 +86,11 @@ def attend_traced(
     check_words(mask, bias, score)
     check_numbers(scale, softcap, dropout)
     check_engine(backend)
+    stored = stored_in(k, v)
+    if stored is not None:  # an operator takes tensors
+        mask = ragged(mask, bias, offset, stored)
+        k, v = (side.dense() for side in stored)
+    k, v = outlined(k, v, None)
     if sink is not None:
         check_sink(sink, q.shape[1], q)
     carried: list[Tensor] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard.backend.contract import Ready
 from regard.describe.bias import Bias
-from regard.plan.lower import Lowering, prepare_score
+from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -36,7 +36,7 @@ class Flex:
 
     name: str = "flex"
     tile: int = 128
-    lowerings: tuple[Lowering, ...] = (prepare_score,)
+    lowerings: tuple[Lowering, ...] = (gather, prepare_score)
     hides_by_zero: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:

@@ -24,7 +24,7 @@ from regard.backend.contract import Ready
 from regard.describe.bias import TensorBias
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
-from regard.plan.lower import Lowering, add_biases, pack, prepare_score
+from regard.plan.lower import Lowering, add_biases, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -57,7 +57,12 @@ class Native:
 
     name: str = "native"
     tile: int = 64
-    lowerings: tuple[Lowering, ...] = (prepare_score, pack, add_biases)
+    lowerings: tuple[Lowering, ...] = (
+        gather,
+        prepare_score,
+        pack,
+        add_biases,
+    )  # NATIVE: (gather_where_needed, turn, ...) once parts are read
     hides_by_zero: bool = False
     isa: str | None = None
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Ready
 from regard.describe.score import Score
-from regard.plan.lower import Lowering, prepare_score
+from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -47,7 +47,7 @@ class Reference:
 
     name: str = "reference"
     tile: int = 128
-    lowerings: tuple[Lowering, ...] = (prepare_score,)
+    lowerings: tuple[Lowering, ...] = (gather, prepare_score)
     hides_by_zero: bool = False
 
     def refusals(self, problem: Problem) -> list[str]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from regard.backend.contract import Ready
-from regard.plan.lower import Lowering, pack, prepare_score
+from regard.plan.lower import Lowering, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -25,7 +25,7 @@ class Sdpa:
 
     name: str = "sdpa"
     tile: int = 128
-    lowerings: tuple[Lowering, ...] = (prepare_score, pack)
+    lowerings: tuple[Lowering, ...] = (gather, prepare_score, pack)
     hides_by_zero: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:

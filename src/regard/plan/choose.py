@@ -17,12 +17,13 @@ from regard.cost import attention as cost
 from regard.describe.mask import Mask
 from regard.describe.recent import Recent
 from regard.errors import ProblemError, RefusalError
-from regard.plan.lower import Step, prepare_score, simplify_mask, widen
+from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
+from regard.state import State
 
-_EXACT = Reference(name="reference64", lowerings=(widen, prepare_score))
+_EXACT = Reference(name="reference64", lowerings=(gather, widen, prepare_score))
 
 ENGINES: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Reference(), _EXACT)}
 """Every engine, by the name that `backend=` takes."""
@@ -85,6 +86,16 @@ class Plan:
     def _changes(self) -> tuple[Callable[[Operands], Operands], ...]:
         return tuple(step.apply for step in self.steps if step.apply is not None)
 
+    def finished(self, state: State) -> State:
+        """The state as it is asked for: what the steps do to that which the engine gives."""
+        for finish in self._finishes:
+            state = finish(state)
+        return state
+
+    @cached_property
+    def _finishes(self) -> tuple[Callable[[State], State], ...]:
+        return tuple(step.finish for step in self.steps if step.finish is not None)
+
     @cached_property
     def is_careful(self) -> bool:
         """Whether the data must be looked at before the engine runs: it would carry NaN past the mask."""
@@ -98,7 +109,9 @@ class Plan:
     @property
     def bytes(self) -> int:
         """The bytes that must be read and written at least; see `regard.cost.attention.bytes_moved`."""
-        p = self.problem
+        p, stored = self.problem, self.asked.storage
+        if stored is not None:
+            return stored.nbytes + p.batch * p.heads * p.queries * (p.qk_dim + p.v_dim) * p.dtype.itemsize
         return cost.bytes_moved(
             self.schedule, kv_heads=p.kv_heads, qk_dim=p.qk_dim, v_dim=p.v_dim, item=p.dtype.itemsize
         )

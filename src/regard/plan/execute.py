@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.errors import RefusalError
 from regard.plan.choose import Plan, choose
+from regard.plan.lower import gathered
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.state import State
 
@@ -30,6 +31,8 @@ def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, St
     Raises:
         RefusalError: the named engine, or every engine, refuses, for reasons of the data.
     """
+    if plan.problem.storage is None:
+        operands = gathered(operands)
     if not plan.is_careful or _clean(plan.problem, operands):
         return plan, _run(plan, operands)
     if named is not None:
@@ -48,9 +51,9 @@ def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, St
 
 def _run(plan: Plan, operands: Operands) -> State:
     if not _is_any_autocast_enabled():
-        return plan.ready(plan.changed(operands))
+        return plan.finished(plan.ready(plan.changed(operands)))
     with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
-        return plan.ready(plan.changed(operands))
+        return plan.finished(plan.ready(plan.changed(operands)))
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:

@@ -16,9 +16,10 @@ from torch import Tensor
 from regard.describe.bias import Bias
 from regard.describe.mask import Frame, Mask
 from regard.describe.score import Dot, Score
+from regard.describe.storage import Stored
 from regard.describe.word import Word
 from regard.plan.choose import Plan, choose
-from regard.plan.problem import Operands, in_transform, is_without_data, pose
+from regard.plan.problem import Operands, in_transform, is_without_data, outlined, pose, ragged, stored_in
 
 KEPT = 1024
 """Calls that are remembered. They hold no plan and no tensor: a plan goes when `regard.plan.choose` lets it go."""
@@ -39,8 +40,8 @@ _lock = Lock()
 
 def prepare(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Stored,
+    v: Tensor | Stored,
     *,
     mask: Mask | None,
     bias: Bias | None,
@@ -59,6 +60,11 @@ def prepare(
         ProblemError: anything about the call that makes no sense.
         RefusalError: the named engine, or every engine, refuses.
     """
+    stored = stored_in(k, v) if k.__class__ is Stored or v.__class__ is Stored else None
+    given = mask
+    if stored is not None:
+        mask = ragged(mask, bias, offset, stored)
+    whole, (k, v) = stored or (k, v), outlined(k, v, stored)
     try:
         key = None if in_transform() else (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -68,7 +74,7 @@ def prepare(
             None if mask is None else _of_word(mask), None if bias is None else _of_tensors(bias),
             None if score is None else _of_tensors(score), None if sink is None else _of_tensor(sink),
             scale, scale.__class__, softcap, softcap.__class__, dropout, dropout.__class__, offset, offset.__class__,
-            backend, lse,
+            backend, lse, None if stored is None else (stored[0].key, stored[1].key),
         )  # fmt: skip
         known = _calls.get(key)
     except (AttributeError, RuntimeError, TypeError):  # `pose` will say what is wrong
@@ -78,11 +84,11 @@ def prepare(
             mask = known.mask if known.mask is not None else mask.at(_frame(plan))
         if bias is not None:
             bias = known.bias if known.bias is not None else bias.at(_frame(plan))
-        return plan, Operands(q, k, v, mask, bias, sink, None if isinstance(score, Dot) else score)
+        return plan, Operands(q, k, v, mask, bias, sink, None if isinstance(score, Dot) else score, stored)
     if is_without_data(q) or is_without_data(k) or is_without_data(v):
         return None
     problem, operands = pose(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+        q, *whole, mask=given, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
         offset=offset, lse=lse,
     )  # fmt: skip
     plan = choose(problem, operands, backend)

@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from regard.describe.bias import Bias, TensorBias
+from regard.describe.codec import hadamard
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.tensors import Ticket
@@ -22,6 +24,7 @@ from regard.describe.word import Outline, Word
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
+from regard.state import State
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,13 @@ class Step:
         name: of the lowering.
         did: what it did, in words.
         apply: what is to be done to the operands of each call, differentiably; None for nothing. It holds no tensor.
+        finish: what is to be done to the state that the engine gives; None for nothing.
     """
 
     name: str
     did: str
     apply: Callable[[Operands], Operands] | None = None
+    finish: Callable[[State], State] | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.did}"
@@ -60,6 +65,27 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
     if problem.mask != _CAUSAL and tiles.maps == (1, 1) and _is_triangle(tiles):
         return replace(problem, mask=_CAUSAL), Step("simplify_mask", f"{problem.mask} is Causal() here")
     return problem, None
+
+
+def gather(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Make tensors of keys and values that are stored in pages or codes."""
+    if problem.storage is None:
+        return problem, None
+    did = f"keys and values ({problem.storage}) are copied into tensors of {str(problem.dtype).removeprefix('torch.')}"
+    return replace(problem, storage=None), Step("gather", did, gathered)
+
+
+def gather_where_needed(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Make tensors of stored keys and values where gradients are wanted, or keys are compared as no product can."""
+    return gather(problem, tiles) if problem.grad or problem.score is not None else (problem, None)
+
+
+def turn(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """Turn the queries as the stored keys were turned, and the outputs back as the values were."""
+    if problem.storage is None or "rotated" not in problem.storage.k:
+        return problem, None
+    did = "q is turned by a Hadamard rotation as the stored keys are, and the output turned back as the values are"
+    return problem, Step("turn", did, _turned, _turned_back)
 
 
 def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
@@ -103,6 +129,27 @@ def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]
 
 
 _CAUSAL = Causal().outline()
+
+
+def gathered(operands: Operands) -> Operands:
+    """The operands with keys and values as tensors, if they are not."""
+    if operands.stored is None:
+        return operands
+    k, v = operands.stored
+    return operands._replace(k=k.dense(), v=v.dense(), stored=None)
+
+
+def _turned(operands: Operands) -> Operands:
+    return operands._replace(q=_turned_as(operands.q))
+
+
+def _turned_back(state: State) -> State:
+    return State(_turned_as(state.out), state.lse)
+
+
+def _turned_as(t: Tensor) -> Tensor:
+    wide = t if t.dtype == torch.float64 else t.float()
+    return hadamard(wide).to(t.dtype)
 
 
 def _widened(operands: Operands) -> Operands:

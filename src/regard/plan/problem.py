@@ -15,7 +15,9 @@ from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Frame, Mask
+from regard.describe.ragged import Ragged
 from regard.describe.score import Dot, Score
+from regard.describe.storage import Stored
 from regard.describe.word import Outline, Word
 from regard.errors import ProblemError
 
@@ -34,7 +36,7 @@ class Problem:
     the tensors in which the numbers of a token do not lie side by side; `foreign` says that some tensor's numbers do
     not lie where its address says (it is sparse, lazily negated, or of a class that keeps them elsewhere).
     `k_dim` is `qk_dim` unless the score compares unlike ones, and `score_dim` the numbers that a pair's score is summed
-    from, `qk_dim` for a dot product.
+    from, `qk_dim` for a dot product. `storage` says how keys and values are stored, where they are no tensors.
     """
 
     batch: int
@@ -61,6 +63,7 @@ class Problem:
     transformed: bool
     gapped: tuple[str, ...]
     foreign: bool
+    storage: "Storage | None" = None
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -75,6 +78,7 @@ class Problem:
             "offset": self.offset if self.offset != self.keys - self.queries else None,
             "gradients": self.grad or None,
             "under torch.func": self.transformed or None,
+            "stored as": self.storage,
         }
         said = ", ".join(
             name if value is True else f"{name} {value}" for name, value in extra.items() if value is not None
@@ -85,8 +89,29 @@ class Problem:
         return math.isclose(self.scale, 1.0 if self.score else Dot().default_scale(self.qk_dim))
 
 
+class Storage(NamedTuple):
+    """How the keys and values of a call are stored.
+
+    Attributes:
+        k: how the parts of the keys are written, by `Stored.forms`.
+        v: the same of the values.
+        nbytes: that must be read of both, at least.
+    """
+
+    k: tuple[str, ...]
+    v: tuple[str, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        k, v = (" + ".join(forms) for forms in (self.k, self.v))
+        return k if k == v else f"{k} | {v}"
+
+
 class Operands(NamedTuple):
-    """What a problem is posed over: the tensors, and the words that carry tensors, placed in the call."""
+    """What a problem is posed over: the tensors, and the words that carry tensors, placed in the call.
+
+    Where keys and values are stored, `stored` has them, and `k` and `v` are tensors of their shape that hold nothing.
+    """
 
     q: Tensor
     k: Tensor
@@ -95,12 +120,13 @@ class Operands(NamedTuple):
     bias: Bias | None
     sink: Tensor | None
     score: Score | None = None  # None: the dot product
+    stored: tuple[Stored, Stored] | None = None
 
 
 def pose(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Stored,
+    v: Tensor | Stored,
     *,
     mask: Mask | None,
     bias: Bias | None,
@@ -120,6 +146,10 @@ def pose(
     Raises:
         ProblemError: anything about the call that makes no sense.
     """
+    stored = stored_in(k, v)
+    if stored is not None:
+        mask = ragged(mask, bias, offset, stored)
+    k, v = outlined(k, v, stored)
     check_tensors(q, k, v)
     (batch, heads, queries, qk_dim), (kv_heads, keys), v_dim = q.shape, k.shape[1:3], v.shape[3]
     check_words(mask, bias, score)
@@ -162,15 +192,49 @@ def pose(
         grad=torch.is_grad_enabled() and any(t.requires_grad for t in given),
         lse=lse,
         transformed=transformed,
-        gapped=() if transformed or foreign else gapped(q, k, v),
+        gapped=() if transformed or foreign else gapped(q) if stored else gapped(q, k, v),
         foreign=foreign,
+        storage=None if stored is None else Storage(stored[0].forms, stored[1].forms, sum(s.nbytes for s in stored)),
     )
-    return problem, Operands(q, k, v, mask, bias, sink, score)
+    return problem, Operands(q, k, v, mask, bias, sink, score, stored)
 
 
-def gapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...]:
-    """Which of the three have their numbers of a token not side by side: a last axis, of 2 or more, not of stride 1."""
-    return tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if t.stride(3) != 1 and t.shape[3] > 1)
+def stored_in(k: object, v: object) -> tuple[Stored, Stored] | None:
+    """Both as stored, if one of them is; a tensor beside is a single plain part."""
+    if not isinstance(k, Stored) and not isinstance(v, Stored):
+        return None
+    keys, values = _as_stored(k, "k"), _as_stored(v, "v")
+    lengths = keys.row_lengths, values.row_lengths
+    if lengths[0] != lengths[1] or keys.rotated != values.rotated:
+        raise ProblemError(f"k is {keys} and v {values}: a value belongs to each key, so they come from one cache.")
+    return keys, values
+
+
+def outlined(k: Tensor | Stored, v: Tensor | Stored, stored: tuple[Stored, Stored] | None) -> tuple[Tensor, Tensor]:
+    """Keys and values as tensors of their shape, type and device; those of stored ones hold nothing."""
+    return cast("tuple[Tensor, Tensor]", (k, v)) if stored is None else (stored[0].outline, stored[1].outline)
+
+
+def ragged(mask: Mask | None, bias: Bias | None, offset: int | None, stored: tuple[Stored, Stored]) -> Mask | None:
+    """The mask of a call on stored keys: where its rows have lengths, each row's queries stand at its own last keys."""
+    lengths = stored[0].row_lengths
+    if lengths is None:
+        return mask
+    if offset is not None:
+        raise ProblemError(
+            f"offset is {offset}, and the rows of the stored keys have lengths of their own: leave it out, then each "
+            "row's last query stands at its own last key."
+        )
+    if isinstance(bias, Bias) and any(term.per_distance() for term in bias.terms()):
+        raise ProblemError(
+            f"{bias!r} with rows of different lengths: a bias by distance is not known there. Call attend row by row."
+        )
+    return mask if mask is not None and not isinstance(mask, Mask) else Ragged(mask, lengths)  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def gapped(*tensors: Tensor) -> tuple[str, ...]:
+    """Which of q, k and v, in this order, have a last axis (of 2 or more) whose stride is not 1."""
+    return tuple(name for name, t in zip("qkv", tensors, strict=False) if t.stride(3) != 1 and t.shape[3] > 1)
 
 
 def is_finite(t: Tensor) -> bool:
@@ -276,6 +340,14 @@ def check_device(word: Word, q: Tensor) -> None:
             raise ProblemError(
                 f"{word!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
             )
+
+
+def _as_stored(side: object, name: str) -> Stored:
+    if isinstance(side, Tensor) and side.ndim == 4:
+        return Stored.of(side)
+    if not isinstance(side, Stored):
+        raise ProblemError(f"{name} is {type(side).__name__}: expected a tensor, or what a cache handed out.")
+    return side
 
 
 def in_transform() -> bool:

@@ -1,0 +1,271 @@
+"""Codecs: how the numbers of keys and values are written in fewer bits, and read again.
+
+Keys have channels that are large in every token, so a channel of a key shares its scale along *tokens*; values have no
+such channels, so each token has scales of its own (Liu et al. 2024, KIVI, arXiv:2402.02750, §3). Tokens wait in full
+precision until a whole group of them is there and older than the residual; then they are written once, never again.
+
+A stored number is `code * scale + low`. Scales and `low` are bf16, rounded so that the range covers what came in; codes
+are chosen for the rounded ones, so that their rounding costs no accuracy. The product of a code and a scale is exact in
+float32, so whoever computes the number gets the same bits.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import ProblemError
+
+TILE = 16
+"""Tokens that stand side by side in the codes of keys: the lanes of a vector."""
+
+CHUNK = 32
+"""Channels whose int4 codes fill 16 bytes of a value: byte i holds channel i, and above it channel 16 + i."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How numbers are written; abstract, see `Int8`, `Int4`, `Fp8`.
+
+    Args:
+        group: tokens that share the scale of a channel of their keys, a multiple of 16; for `Int4` also the channels
+            that share a scale of a value.
+        residual: so many of the latest tokens, at least, stay as they came.
+        sinks: so many of the first tokens stay as they came, rounded up to a whole group: models put much of their
+            attention there (Xiao et al. 2023, arXiv:2309.17453), so an error there is seen everywhere.
+        keys: what shares a scale among keys: "channel" (along tokens) or "token" (along channels). None: "channel",
+            or "token" where an eviction policy takes tokens out of groups.
+        rotate: whether keys and values are written after a Hadamard rotation of their channels, which spreads large
+            ones over all (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456, §3).
+
+    Raises:
+        ProblemError: a number that makes no sense.
+    """
+
+    group: int = 32
+    residual: int = 32
+    sinks: int = 4
+    keys: Literal["channel", "token"] | None = None
+    rotate: bool = False
+
+    kind: ClassVar[str] = ""
+    bits: ClassVar[int] = 0
+    most: ClassVar[float] = 0
+    """The largest code."""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.group, int) or self.group < TILE or self.group % TILE:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"{name}(group={self.group!r}): expected a multiple of {TILE} tokens, {TILE} or more.")
+        for field in ("residual", "sinks"):
+            number = getattr(self, field)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ProblemError(f"{name}({field}={number!r}): expected a number of tokens, 0 or more.")
+        if self.keys not in (None, "channel", "token"):
+            raise ProblemError(f'{name}(keys={self.keys!r}): expected "channel", "token" or None to let regard choose.')
+
+    def channels(self, dim: int) -> int:
+        """The channels of a value that share a scale."""
+        return dim
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """Whole numbers from -127 to 127.
+
+    >>> Int8(residual=64)
+    Int8(group=32, residual=64, sinks=4, keys=None, rotate=False)
+    """
+
+    kind: ClassVar[str] = "int8"
+    bits: ClassVar[int] = 8
+    most: ClassVar[float] = 127
+
+
+@dataclass(frozen=True)
+class Int4(Codec):
+    """Whole numbers from 0 to 15, counted from the smallest of their group (`low`)."""
+
+    kind: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+    most: ClassVar[float] = 15
+
+    def channels(self, dim: int) -> int:
+        return min(self.group, dim)
+
+
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """Floating point in 8 bits, e4m3: 3 of fraction, the largest 448. Micikevicius et al. 2022, arXiv:2209.05433."""
+
+    kind: ClassVar[str] = "fp8"
+    bits: ClassVar[int] = 8
+    most: ClassVar[float] = 448
+
+
+class Codes(NamedTuple):
+    """Numbers as they are written: codes as bytes, bf16 scales, and what is added (None: nothing)."""
+
+    data: Tensor
+    scale: Tensor
+    low: Tensor | None
+
+
+def units(kind: str, dim: int, tiled: bool) -> int:
+    """The bytes that the codes of one token take: those of keys (tiled), or of values."""
+    if kind != "int4":
+        return dim
+    return (dim + 1) // 2 if tiled else (dim + CHUNK - 1) // CHUNK * CHUNK // 2
+
+
+def encode_tiled(x: Tensor, codec: Codec, *, per_token: bool, group: int | None = None) -> Codes:
+    """Codes of keys, 16 tokens of a channel side by side.
+
+    Args:
+        x: [..., tokens, dim], tokens a whole number of groups.
+        per_token: one scale for each token, instead of one for each channel and group of tokens.
+        group: tokens that share a channel's scale; None for the codec's.
+
+    Returns:
+        data uint8 [..., tokens // 16, units, 16]; scale and low bf16 [..., tokens // group, dim], or [..., tokens].
+
+    Raises:
+        ProblemError: a number is NaN or infinite.
+    """
+    group = group or codec.group
+    wide, (tokens, dim) = x.float(), x.shape[-2:]
+    if per_token:
+        scale, low = _range(wide, codec, -1)
+        numbers = _codes(wide, codec, scale[..., None], None if low is None else low[..., None])
+    else:
+        grouped = wide.unflatten(-2, (tokens // group, group))
+        scale, low = _range(grouped, codec, -2)
+        over = None if low is None else low[..., None, :]
+        numbers = _codes(grouped, codec, scale[..., None, :], over).flatten(-3, -2)
+    if codec.kind == "int4":
+        numbers = torch.nn.functional.pad(numbers, (0, dim % 2))
+        numbers = numbers[..., 0::2] | numbers[..., 1::2] << 4
+    tiles = numbers.unflatten(-2, (tokens // TILE, TILE)).transpose(-1, -2).contiguous()
+    return Codes(tiles, scale, low)
+
+
+def encode_rows(x: Tensor, codec: Codec) -> Codes:
+    """Codes of values, token after token.
+
+    Args:
+        x: [..., tokens, dim].
+
+    Returns:
+        data uint8 [..., tokens, units]; scale and low bf16 [..., tokens, groups of channels].
+
+    Raises:
+        ProblemError: a number is NaN or infinite.
+    """
+    dim = x.shape[-1]
+    group = codec.channels(dim)
+    count = (dim + group - 1) // group
+    padded = torch.nn.functional.pad(x.float(), (0, count * group - dim), mode="constant")
+    grouped = padded.unflatten(-1, (count, group))
+    if count * group > dim:  # what is padded must not widen the range of the last group
+        grouped[..., -1, dim - count * group :] = grouped[..., -1, :1]
+    scale, low = _range(grouped, codec, -1)
+    numbers = _codes(grouped, codec, scale[..., None], None if low is None else low[..., None]).flatten(-2)[..., :dim]
+    if codec.kind == "int4":
+        numbers = torch.nn.functional.pad(numbers, (0, -dim % CHUNK)).unflatten(-1, (-1, 2, CHUNK // 2))
+        numbers = (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2)
+    return Codes(numbers.contiguous(), scale, low)
+
+
+def decode_tiled(codes: Codes, kind: str, *, dim: int, per_token: bool, group: int) -> Tensor:
+    """The numbers of `encode_tiled`, float32 [..., tokens, dim]."""
+    numbers = codes.data.transpose(-1, -2).flatten(-3, -2)
+    if kind == "int4":
+        numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)[..., :dim]
+    wide = _numbers(numbers, kind)
+
+    def spread(t: Tensor) -> Tensor:
+        return t.float()[..., None] if per_token else t.float().repeat_interleave(group, dim=-2)
+
+    found = wide * spread(codes.scale)
+    return found if codes.low is None else found + spread(codes.low)
+
+
+def decode_rows(codes: Codes, kind: str, *, dim: int, group: int) -> Tensor:
+    """The numbers of `encode_rows`, float32 [..., tokens, dim]; `group` channels share a scale."""
+    numbers = codes.data
+    if kind == "int4":
+        halves = numbers.unflatten(-1, (-1, CHUNK // 2))
+        numbers = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)[..., :dim]
+
+    def spread(t: Tensor) -> Tensor:
+        return t.float().repeat_interleave(group, dim=-1)[..., :dim]
+
+    found = _numbers(numbers, kind) * spread(codes.scale)
+    return found if codes.low is None else found + spread(codes.low)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x [..., dim] turned by the orthonormal Hadamard matrix, which undoes itself.
+
+    Where dim is no power of two, blocks of the largest one that divides it are turned.
+
+    >>> x = torch.randn(3, 48)
+    >>> torch.allclose(hadamard(hadamard(x)), x, atol=1e-6), torch.allclose(hadamard(x).norm(), x.norm())
+    (True, True)
+    """
+    dim = x.shape[-1]
+    block = dim & -dim
+    if block < 2:
+        return x
+    turned = x.unflatten(-1, (dim // block, block)) @ _hadamard(block).to(x.device, x.dtype)
+    return turned.flatten(-2)
+
+
+@functools.cache
+def _hadamard(size: int) -> Tensor:
+    """float64 [size, size]: Sylvester's construction, rows of length 1."""
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
+def _range(x: Tensor, codec: Codec, axis: int) -> tuple[Tensor, Tensor | None]:
+    """(scale, low) along an axis, bf16: together with the codes they reach all of x."""
+    least, largest = x.amin(axis), x.amax(axis)
+    if not bool(torch.isfinite(largest - least).all()):
+        raise ProblemError(
+            f"NaN, infinite or too large numbers came to be stored as {codec.kind}, which cannot hold them: find where "
+            "they come from, or use a cache without a codec."
+        )
+    if codec.kind != "int4":
+        return _above(torch.maximum(largest, -least) / codec.most), None
+    low = -_above(-least)
+    return _above((largest - low.float()) / codec.most), low
+
+
+def _above(x: Tensor) -> Tensor:
+    """The nearest bf16 that is not less."""
+    near = x.bfloat16()
+    short = near.float() < x
+    step = torch.where(near.view(torch.int16) < 0, -1, 1).to(torch.int16)  # towards 0 from below
+    return torch.where(short, (near.view(torch.int16) + step).view(torch.bfloat16), near)
+
+
+def _codes(x: Tensor, codec: Codec, scale: Tensor, low: Tensor | None) -> Tensor:
+    wide = scale.float()
+    numbers = (x if low is None else x - low.float()) / torch.where(wide == 0, 1.0, wide)
+    if codec.kind == "fp8":
+        return numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    if codec.kind == "int8":
+        return numbers.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    return numbers.round().clamp(0, 15).to(torch.uint8)
+
+
+def _numbers(codes: Tensor, kind: str) -> Tensor:
+    if kind == "fp8":
+        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    return codes.contiguous().view(torch.int8).float() if kind == "int8" else codes.float()

@@ -1,0 +1,94 @@
+"""`Ragged`: a mask over rows of different lengths, each of whose last query stands at its own last key."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.describe.mask import And, Bools, Frame, Ints, Mask, Not, Or, Pair, Positions, Rectangles, marked
+from regard.describe.mask_by_rule import Causal, Dilated, Global, Prefix, Window
+from regard.describe.word import word
+from regard.errors import ProblemError
+
+
+@word
+class Ragged(Mask):
+    """Row b has the first `lengths[b]` keys, and its queries stand so that the last one is at the last of them.
+
+    A batch of sequences that were begun at different times, as serving has them: `attend` says this word by itself
+    where stored keys have lengths (`Stored.lengths`).
+
+    Args:
+        inner: what the queries of a row see of its keys; None for all.
+        lengths: keys of each row.
+        keys: those of the call; None until the mask stands in one.
+
+    Raises:
+        ProblemError: the inner mask is laid out by the rows of a call (Dense, Tree, ...), which stand elsewhere here.
+
+    >>> from regard import Causal, draw
+    >>> print(draw(Ragged(Causal(), (2, 4)), 2, 4, batch=0))
+    █ · · ·
+    █ █ · ·
+    """
+
+    inner: Mask | None
+    lengths: Sequence[int]
+    keys: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
+        if self.inner is not None and not _is_of_positions(self.inner):
+            raise ProblemError(
+                f"{self.inner!r} with rows of different lengths: expected a mask of positions (Causal, Window, Prefix, "
+                "Dilated, Global and what they combine to). Call attend row by row for others."
+            )
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        device = next((x.device for x in (k, q, b, h) if isinstance(x, Tensor)), "cpu")
+        lengths = torch.tensor(self.lengths, device=device)[b]
+        own = k < lengths
+        return own if self.inner is None else own & self.inner.keep(b, h, q - (self._keys - lengths), k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        lengths = self._of_rows(r)
+        some, every = r.k0 < lengths, r.k1 <= lengths
+        if self.inner is None:
+            return some, every
+        some_inner, every_inner = self.inner.bounds(self._moved(r))
+        return some & some_inner, every & every_inner
+
+    def signature(self, r: Rectangles) -> Ints:
+        own = (self._of_rows(r) - r.k0)[:, None]
+        return own if self.inner is None else np.concatenate([own, marked(self.inner, self._moved(r))], axis=1)
+
+    def spread(self) -> tuple[int, int]:
+        return len(self.lengths), 1 if self.inner is None else self.inner.spread()[1]
+
+    def at(self, frame: Frame) -> Mask:
+        if len(self.lengths) != frame.batch:
+            raise ProblemError(f"{self!r} is for {len(self.lengths)} batch rows and the call has {frame.batch}.")
+        if max(self.lengths, default=0) > frame.keys:
+            raise ProblemError(f"{self!r} is for {max(self.lengths)} keys and the call has {frame.keys}.")
+        return Ragged(None if self.inner is None else self.inner.at(frame), self.lengths, frame.keys)
+
+    @property
+    def _keys(self) -> int:
+        return max(self.lengths, default=0) if self.keys is None else self.keys
+
+    def _of_rows(self, r: Rectangles) -> Ints:
+        return np.asarray(self.lengths, dtype=np.int64)[r.b]
+
+    def _moved(self, r: Rectangles) -> Rectangles:
+        by = self._keys - self._of_rows(r)
+        return r._replace(q0=r.q0 - by, q1=r.q1 - by)
+
+
+def _is_of_positions(mask: Mask) -> bool:
+    if isinstance(mask, And | Or):
+        return _is_of_positions(cast(Pair, mask).a) and _is_of_positions(cast(Pair, mask).b)
+    if isinstance(mask, Not):
+        return _is_of_positions(mask.a)
+    return isinstance(mask, Causal | Window | Prefix | Dilated | Global)

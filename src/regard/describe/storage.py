@@ -1,0 +1,292 @@
+"""Storage: how the keys and values of a cache lie in memory.
+
+Words say how a cache shall keep them: `Contiguous`, `Rolling`, `Paged`, `Latent`, with a codec (`describe/codec.py`).
+What a cache then hands out is a tensor where a strided tensor can say how they lie, else a `Stored` handle:
+
+    tokens 0 .. 31        32 .. 8127                           8128 .. 8191
+           plain pages    codes of int8 in pages of 64 tokens  plain pages
+           part 0         part 1                               part 2
+
+`attend` takes either. The native engine reads the parts where they lie; the others are given `dense()`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.describe.codec import TILE, Codes, decode_rows, decode_tiled, hadamard
+from regard.errors import ProblemError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tokens lie; abstract, see `Contiguous`, `Rolling`, `Paged`, `Latent`."""
+
+
+@dataclass(frozen=True)
+class Contiguous(Layout):
+    """Side by side, in memory that grows by doubling; what is handed out are views.
+
+    Args:
+        capacity: room for so many tokens, made at once and never more; None: it grows.
+    """
+
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity is not None:
+            _check(self, "capacity", self.capacity, 1)
+
+
+@dataclass(frozen=True)
+class Rolling(Layout):
+    """The first `sinks` tokens and the last ones, `window` together: memory and time per token are constant.
+
+    Positions count inside the cache: a query is as far from the sinks as the cache is long. Xiao et al. 2023,
+    StreamingLLM, arXiv:2309.17453, §3.2.
+
+    Args:
+        window: tokens that are kept, sinks included.
+        sinks: of the first tokens; 0 for none.
+        rope: the `Rope` that keys were turned by; their sinks are turned on as tokens between are forgotten. None: keys
+            carry no rotation.
+    """
+
+    window: int
+    sinks: int = 4
+    rope: Any = None
+
+    def __post_init__(self) -> None:
+        _check(self, "window", self.window, 1)
+        _check(self, "sinks", self.sinks, 0)
+        if self.sinks >= self.window:
+            raise ProblemError(
+                f"Rolling(window={self.window}, sinks={self.sinks}): the window counts the sinks as well, so it must "
+                "be larger."
+            )
+
+
+@dataclass(frozen=True)
+class Paged(Layout):
+    """In pages of a pool that many sequences share. Kwon et al. 2023, arXiv:2309.06180, §4.
+
+    Args:
+        page: tokens of a page.
+        pool: a `regard.cache.PagePool`; None: one for this cache alone, that grows.
+    """
+
+    page: int = 16
+    pool: Any = None
+
+    def __post_init__(self) -> None:
+        _check(self, "page", self.page, 1)
+
+
+@dataclass(frozen=True)
+class Latent(Layout):
+    """Of each token one latent, which all heads' keys and values are made of, and one rotated key behind it.
+
+    Keys are both, values the latent alone, in the same memory. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
+
+    Args:
+        rank: numbers of the latent.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        _check(self, "rank", self.rank, 1)
+
+
+class Part(NamedTuple):
+    """A stretch of tokens in one form.
+
+    Token t of the part stands in slot `skip + t` of a row's pages: page `slot // page`, place `slot % page`.
+
+    Attributes:
+        tokens: how many tokens; where rows differ, those of the longest.
+        data: plain numbers [pages, kv_heads, page, dim] of any float type; or codes, uint8: tiled
+            [pages, kv_heads, page // 16, units, 16] or rows [pages, kv_heads, page, units] (`describe/codec.py`).
+        kind: "plain", "int8", "int4" or "fp8".
+        skip: slots before the first token.
+        table: int64 [batch, pages of a row]: the pages of a row, in order; None: row b is page b.
+        ends: int64 [batch], where rows differ: one past the part's last token, counted in the row; None: rows alike.
+        scale: bf16; tiled [pages, kv_heads, page // group, dim], or where `per_token` [pages, kv_heads, page]; rows
+            [pages, kv_heads, page, dim / group rounded up].
+        low: bf16, like scale; None for nothing to add.
+        tiled: 16 tokens of a channel stand side by side.
+        group: tokens (tiled) or channels (rows) that share a scale.
+    """
+
+    tokens: int
+    data: Tensor
+    kind: str = "plain"
+    skip: int = 0
+    table: Tensor | None = None
+    ends: Tensor | None = None
+    scale: Tensor | None = None
+    low: Tensor | None = None
+    tiled: bool = False
+    per_token: bool = False
+    group: int = 0
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.data.shape[2] * (TILE if self.tiled else 1)
+
+    @property
+    def form(self) -> str:
+        """How it is written, in a word or two: "float32", "int8 tiled"."""
+        kind = str(self.data.dtype).removeprefix("torch.") if self.kind == "plain" else self.kind
+        return f"{kind} in pages of {self.page}" if self.table is not None else kind
+
+    def pages(self, row: int) -> Tensor:
+        """The pages that hold the part's tokens in a row, by number; int64."""
+        if self.table is None:
+            return torch.tensor([row], device=self.data.device)
+        return self.table[row, : -(-(self.skip + self.tokens) // self.page)]
+
+    def numbers(self, pages: Tensor, dim: int) -> Tensor:
+        """What these pages hold, [pages, kv_heads, page, dim]: float32 if it was decoded."""
+        data = self.data[pages]
+        if self.kind == "plain":
+            return data
+        assert self.scale is not None
+        codes = Codes(data, self.scale[pages], None if self.low is None else self.low[pages])
+        if self.tiled:
+            return decode_tiled(codes, self.kind, dim=dim, per_token=self.per_token, group=self.group)
+        return decode_rows(codes, self.kind, dim=dim, group=self.group)
+
+
+class Stored:
+    """Keys or values where they lie: what `KVCache.append` hands out when a strided tensor cannot say it.
+
+    It has a tensor's shape, type and device, and goes to `attend` in a tensor's place. It stays true until the cache
+    is next written to.
+
+    Args:
+        parts: stretches of tokens, in the order of tokens.
+        shape: (batch, kv_heads, tokens, dim).
+        dtype: of the call that they are for, and of `dense()`.
+        lengths: int64 [batch], where rows have different numbers of tokens: row b has the first `lengths[b]`.
+        rotated: whether channels were turned by `hadamard` before they were written.
+
+    >>> part = Part(5, torch.arange(24.0).view(2, 1, 3, 4), table=torch.tensor([[1, 0]]))
+    >>> stored = Stored((part,), (1, 1, 5, 4), torch.float32)
+    >>> stored
+    Stored([1, 1, 5, 4] float32: 5 float32 in pages of 3)
+    >>> stored.dense()[0, 0, :, 0]
+    tensor([12., 16., 20.,  0.,  4.])
+    """
+
+    __slots__ = ("__dict__", "dtype", "lengths", "parts", "rotated", "shape")
+
+    def __init__(
+        self,
+        parts: tuple[Part, ...],
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        lengths: Tensor | None = None,
+        rotated: bool = False,
+    ) -> None:
+        self.parts, self.dtype, self.lengths, self.rotated = parts, dtype, lengths, rotated
+        self.shape = torch.Size(shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.parts[0].data.device
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return len(self.shape)
+
+    @classmethod
+    def of(cls, t: Tensor) -> "Stored":
+        """A tensor [batch, kv_heads, tokens, dim] as a single plain part, where it lies."""
+        batch, heads, tokens, dim = t.shape
+        data = t if t.stride(3) == 1 or dim < 2 else t.contiguous()
+        return cls((Part(tokens, data),), (batch, heads, tokens, dim), t.dtype)
+
+    @cached_property
+    def row_lengths(self) -> tuple[int, ...] | None:
+        """The tokens of each row, where rows differ."""
+        return None if self.lengths is None else tuple(self.lengths.tolist())
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that its tokens take as they are stored."""
+        batch, heads, tokens, _ = self.shape
+        held = 0.0
+        for part in self.parts:
+            of_page = sum(t[:1].nbytes for t in (part.data, part.scale, part.low) if t is not None)
+            held += batch * part.tokens * of_page / part.page if part.page else 0
+        share = 1.0 if self.row_lengths is None else sum(self.row_lengths) / max(1, batch * tokens)
+        return round(held * share) if heads else 0
+
+    @cached_property
+    def forms(self) -> tuple[str, ...]:
+        """How the parts are written; two handles with equal ones differ in sizes and contents only."""
+        rows = ("rows of their own lengths",) if self.lengths is not None else ()
+        return (*(part.form for part in self.parts), *(("rotated",) if self.rotated else ()), *rows)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What two handles must share for calls on them to be planned alike."""
+        return self.forms, self.row_lengths, self.nbytes
+
+    @cached_property
+    def outline(self) -> Tensor:
+        """A tensor of this shape, type and device that holds nothing: what checks look at."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def to(self, dtype: torch.dtype) -> "Stored":
+        """The same numbers, for calls of another type."""
+        shape = (self.shape[0], self.shape[1], self.shape[2], self.shape[3])
+        return Stored(self.parts, shape, dtype, self.lengths, self.rotated)
+
+    def dense(self) -> Tensor:
+        """The tensor that it stands for, [batch, kv_heads, tokens, dim]: gathered, decoded, turned back.
+
+        Tokens beyond a row's length are 0.
+        """
+        if self.lengths is None and all(part.ends is None for part in self.parts):
+            found = [self._part(part) for part in self.parts if part.tokens]
+            if not found:
+                return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        for row in range(self.shape[0]):
+            start = 0
+            for part in self.parts:
+                end = start + part.tokens if part.ends is None else int(part.ends[row])
+                if end > start:
+                    whole[row, :, start:end] = self._row(part, row, end - start)
+                start = end
+        return whole
+
+    def _part(self, part: Part) -> Tensor:
+        """The tokens of a part whose rows are alike, [batch, kv_heads, tokens, dim]."""
+        if part.table is None and part.kind == "plain" and not self.rotated:
+            return part.data[: self.shape[0], :, part.skip : part.skip + part.tokens].to(self.dtype)
+        return torch.stack([self._row(part, row, part.tokens) for row in range(self.shape[0])])
+
+    def _row(self, part: Part, row: int, tokens: int) -> Tensor:
+        numbers = part.numbers(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
+        numbers = numbers[:, part.skip : part.skip + tokens]
+        return (hadamard(numbers.float()) if self.rotated else numbers).to(self.dtype)
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        parts = ", ".join(f"{part.tokens:,} {part.form}" for part in self.parts)
+        return f"Stored({list(self.shape)} {kind}: {parts}{', rotated' if self.rotated else ''})"
+
+
+def _check(word: Layout, field: str, number: object, least: int) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ProblemError(f"{type(word).__name__}({field}={number!r}): expected a number of tokens, {least} or more.")

@@ -1,0 +1,180 @@
+"""Calls on stored keys and values: every engine takes them, and gives what it gives for the tensors they stand for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import (
+    Alibi,
+    Causal,
+    Cosine,
+    Int4,
+    Int8,
+    Mask,
+    ProblemError,
+    Stored,
+    TensorBias,
+    Window,
+    attend,
+    attend_state,
+    explain,
+    watching,
+)
+from regard.describe.codec import hadamard
+from tests.storage import coded, paged, plain
+
+
+def normal(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
+
+
+def mixed(t: Tensor, codec: Int4 | Int8, *, keys: bool) -> Stored:
+    """Plain tokens, a middle of codes, plain tokens."""
+    parts = (plain(t[:, :, :5]), coded(t[:, :, 5:69], codec, keys=keys), plain(t[:, :, 69:]))
+    return Stored(parts, tuple(t.shape), t.dtype)  # pyright: ignore[reportArgumentType]
+
+
+K, V, Q = normal(2, 3, 83, 8), normal(2, 3, 83, 11), normal(2, 6, 7, 8, seed=1)
+STORED = {
+    "pages": (paged(K, 16), paged(V, 16)),
+    "int8": (mixed(K, Int8(), keys=True), mixed(V, Int8(), keys=False)),
+    "int4": (mixed(K, Int4(), keys=True), mixed(V, Int4(), keys=False)),
+    "one tensor": (paged(K, 3), V),
+}
+
+
+def dense(side: Tensor | Stored) -> Tensor:
+    return side.dense() if isinstance(side, Stored) else side
+
+
+@pytest.mark.parametrize("engine", ["native", "reference", "reference64"])
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(20)], ids=str)
+def test_it_is_the_call_on_tensors_to_the_bit(name: str, engine: str, mask: Mask | None) -> None:
+    k, v = STORED[name]
+    found = attend(Q, k, v, mask=mask, backend=engine)
+    assert torch.equal(found, attend(Q, dense(k), dense(v), mask=mask, backend=engine))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_torchs_kernel_is_given_tensors(name: str) -> None:
+    k, _ = STORED[name]
+    assert torch.equal(attend(Q, k, k, backend="sdpa"), attend(Q, dense(k), dense(k), backend="sdpa"))
+    nan = dense(k).clone()
+    nan[:, :, 80] = torch.nan  # what it would carry past the mask comes from another engine
+    stored = paged(nan, 16)
+    found = attend(Q, stored, stored, mask=Causal(), offset=0)
+    assert found.isfinite().all()
+
+
+def test_what_else_a_call_says_holds_for_stored_ones() -> None:
+    k, v = STORED["int4"]
+    said: dict[str, Any] = {"mask": Causal(), "bias": Alibi(6), "softcap": 5.0, "scale": 0.3, "sink": normal(6)}
+    assert torch.equal(attend(Q, k, v, **said), attend(Q, dense(k), dense(v), **said))
+    assert torch.allclose(attend(Q, k, v, score=Cosine()), attend(Q, dense(k), dense(v), score=Cosine()))
+    state, plain_state = attend_state(Q, k, v), attend_state(Q, dense(k), dense(v))
+    assert torch.equal(state.lse, plain_state.lse)
+
+
+def test_queries_may_want_gradients() -> None:
+    k, v = STORED["int8"]
+    grads: list[Tensor] = []
+    for keys, values in ((k, v), (dense(k), dense(v))):
+        q = Q.clone().requires_grad_()
+        attend(q, keys, values, mask=Causal()).square().sum().backward()
+        assert q.grad is not None
+        grads.append(q.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_rotated_ones_are_met_by_rotated_queries(backend: str | None) -> None:
+    k, v = (Stored((plain(hadamard(t)),), tuple(t.shape), t.dtype, rotated=True) for t in (K, V))  # pyright: ignore[reportArgumentType]
+    expected = attend_state(Q, K, V, mask=Causal())
+    found = attend_state(Q, k, v, mask=Causal(), backend=backend)
+    assert torch.allclose(found.out, expected.out, atol=1e-5)
+    assert torch.allclose(found.lse, expected.lse, atol=1e-5)
+
+
+def ragged(lengths: list[int]) -> tuple[Stored, Stored]:
+    ends = torch.tensor(lengths)
+    k, v = (paged(t, 16) for t in (K, V))
+    both = (Stored((s.parts[0]._replace(ends=ends),), tuple(s.shape), s.dtype, ends) for s in (k, v))  # pyright: ignore[reportArgumentType]
+    return next(both), next(both)
+
+
+@pytest.mark.parametrize("engine", [None, "reference"])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(9)], ids=str)
+def test_rows_of_different_lengths_are_as_each_alone(mask: Mask | None, engine: str | None) -> None:
+    k, v = ragged([83, 40])
+    found = attend(Q, k, v, mask=mask, backend=engine)
+    for row, length in enumerate((83, 40)):
+        of_row = [t[row : row + 1] for t in (Q, K[:, :, :length], V[:, :, :length])]
+        alone = attend(of_row[0], of_row[1], of_row[2], mask=mask, backend=engine)
+        assert torch.equal(found[row : row + 1], alone) if engine is None else torch.allclose(found[row], alone[0])
+
+
+def test_a_traced_call_is_the_same() -> None:
+    for k, v in (STORED["int8"], ragged([83, 40])):
+
+        @torch.compile(backend="aot_eager", fullgraph=False)
+        def step(q: Tensor, k: Stored = k, v: Stored | Tensor = v) -> Tensor:
+            return attend(2 * q, k, v, mask=Causal())
+
+        assert torch.allclose(step(Q), attend(2 * Q, k, v, mask=Causal()), atol=1e-6)
+
+
+def test_plans_tell_how_keys_are_stored_and_what_is_read() -> None:
+    k, v = STORED["int8"]
+    plan = explain(Q, k, v, mask=Causal(), backend="reference")
+    assert "stored as float32 + int8 + float32" in str(plan)
+    assert "gather: keys and values" in str(plan)
+    assert plan.bytes < explain(Q, dense(k), dense(v), mask=Causal()).bytes
+    turned = Stored((plain(hadamard(K)),), tuple(K.shape), K.dtype, rotated=True)  # pyright: ignore[reportArgumentType]
+    other = Stored((plain(hadamard(V)),), tuple(V.shape), V.dtype, rotated=True)  # pyright: ignore[reportArgumentType]
+    assert "Hadamard" in str(explain(Q, turned, other)) or "gather" in str(explain(Q, turned, other))
+
+
+def test_who_watches_is_given_tensors() -> None:
+    k, v = STORED["int8"]
+    seen: list[Tensor] = []
+    with watching(lambda call: seen.extend((call.k, call.v))):
+        attend(Q, k, v)
+    assert torch.equal(seen[0], dense(k))
+    assert torch.equal(seen[1], dense(v))
+
+
+def test_masked_nan_in_stored_values_never_shows() -> None:
+    k, v = K.clone(), V.clone()
+    k[:, :, 3], v[:, :, 3] = torch.nan, torch.inf
+    found = attend(Q, paged(k, 16), paged(v, 16), mask=Causal() & Window(20))
+    assert torch.equal(found, attend(Q, k, v, mask=Causal() & Window(20)))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: attend(Q, *ragged([83, 40]), offset=3), "leave it out"),
+        (lambda: attend(Q, *ragged([83, 40]), bias=Alibi(6)), "row by row"),
+        (lambda: attend(Q, paged(K, 3), "v"), "v is str"),  # pyright: ignore[reportArgumentType]
+        (lambda: attend(Q, paged(K, 3), paged(V[:, :, :7], 3)), "a value belongs to each key"),
+        (lambda: attend(Q.double(), paged(K, 3), paged(V, 3)), "one type"),
+        (lambda: attend(Q[:1], paged(K, 3), paged(V, 3)), "batch rows"),
+        (lambda: attend(Q, ragged([83, 40])[0], V), "one cache"),
+    ],
+    ids=["offset", "bias", "type", "tokens", "dtype", "batch", "lengths"],
+)
+def test_calls_that_make_no_sense_are_refused(call: Any, what: str) -> None:
+    with pytest.raises(ProblemError, match=what):
+        call()
+
+
+def test_a_bias_tensor_goes_with_rows_of_different_lengths() -> None:
+    k, v = ragged([83, 40])
+    table = normal(1, 6, 7, 83)
+    found = attend(Q, k, v, bias=TensorBias(table))
+    alone = attend(Q[1:], K[1:, :, :40], V[1:, :, :40], bias=TensorBias(table[..., :40]))
+    assert torch.allclose(found[1:], alone, atol=1e-6)
