@@ -183,6 +183,7 @@ def _positive(number: float) -> float:
     return number
 
 
+@cache  # four questions of a new plan, each some 40 us of looking into folders
 def _find() -> str:
     """Where the library is, or would be. An editable install keeps it apart from the sources; `files` knows both."""
     return str(files("regard").joinpath(LIBRARY))

@@ -35,6 +35,8 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     maps = (batch if spread[0] > 1 else 1, heads if spread[1] > 1 else 1)
     grid = _Grid(maps, queries, keys, offset, tile)
     full, undecided = _split(mask, grid)
+    if _is_everything(full, grid):  # one query of a growing cache: a schedule for each step
+        return _everything(batch, heads, grid)
     sure, partial, numbers, patterns = _patterns(mask, grid, undecided)
     run_start, run_tile, run_length = _runs(grid, np.concatenate([_row_runs(full), sure]))
     order = np.lexsort((partial[:, 1], partial[:, 0]))
@@ -91,6 +93,24 @@ def _split(mask: Mask | None, grid: _Grid) -> tuple[Ints, Ints]:
         undecided.append(cells[single])
         cells = _quarters(cells[~single])
     return np.concatenate(full), np.concatenate(undecided)
+
+
+def _is_everything(full: Ints, grid: _Grid) -> bool:
+    """Whether these rectangles of tiles are the maps as a whole."""
+    if len(full) != grid.maps[0] * grid.maps[1] or not grid.down or not grid.across:
+        return False
+    return bool(((full[:, 2] - full[:, 1] == grid.down) & (full[:, 4] - full[:, 3] == grid.across)).all())
+
+
+def _everything(batch: int, heads: int, grid: _Grid) -> Schedule:
+    """The schedule in which every row of tiles is one run of all."""
+    rows, nothing = grid.rows, np.zeros(0, np.int64)
+    runs = np.arange(rows + 1), np.zeros(rows, np.int64), np.full(rows, grid.across)
+    patterns = np.zeros((0, grid.tile, grid.tile // 8), dtype=np.uint8)
+    return Schedule(
+        batch, heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps,
+        *runs, np.zeros(rows + 1, np.int64), nothing, nothing, patterns,
+    )  # fmt: skip
 
 
 def _quarters(cells: Ints) -> Ints:
