@@ -220,17 +220,18 @@ def hadamard(x: Tensor) -> Tensor:
     block = dim & -dim
     if block < 2:
         return x
-    turned = x.unflatten(-1, (dim // block, block)) @ _hadamard(block).to(x.device, x.dtype)
+    turned = x.unflatten(-1, (dim // block, block)) @ _hadamard(block, x.device, x.dtype)
     return turned.flatten(-2)
 
 
-@functools.cache
-def _hadamard(size: int) -> Tensor:
-    """float64 [size, size]: Sylvester's construction, rows of length 1."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(size)
+@functools.lru_cache(maxsize=64)
+def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[size, size]: Sylvester's construction, rows of length 1, rounded once from float64."""
+    with torch.inference_mode(mode=False):
+        matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return (matrix / math.sqrt(size)).to(device, dtype)
 
 
 def _range(x: Tensor, codec: Codec, axis: int) -> tuple[Tensor, Tensor | None]:

@@ -183,7 +183,7 @@ class Stored:
     tensor([12., 16., 20.,  0.,  4.])
     """
 
-    __slots__ = ("__dict__", "dtype", "lengths", "parts", "rotated", "shape")
+    __slots__ = ("__dict__", "_ends", "dtype", "lengths", "parts", "rotated", "row_lengths", "shape")
 
     def __init__(
         self,
@@ -195,6 +195,8 @@ class Stored:
     ) -> None:
         self.parts, self.dtype, self.lengths, self.rotated = parts, dtype, lengths, rotated
         self.shape = torch.Size(shape)
+        self.row_lengths: tuple[int, ...] | None = None if lengths is None else tuple(lengths.tolist())
+        self._ends = tuple(None if part.ends is None else tuple(part.ends.tolist()) for part in parts)
 
     @property
     def device(self) -> torch.device:
@@ -212,11 +214,6 @@ class Stored:
         batch, heads, tokens, dim = t.shape
         data = t if t.stride(3) == 1 or dim < 2 else t.contiguous()
         return cls((Part(tokens, data),), (batch, heads, tokens, dim), t.dtype)
-
-    @cached_property
-    def row_lengths(self) -> tuple[int, ...] | None:
-        """The tokens of each row, where rows differ."""
-        return None if self.lengths is None else tuple(self.lengths.tolist())
 
     @cached_property
     def nbytes(self) -> int:
@@ -263,8 +260,8 @@ class Stored:
         whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for row in range(self.shape[0]):
             start = 0
-            for part in self.parts:
-                end = start + part.tokens if part.ends is None else int(part.ends[row])
+            for part, ends in zip(self.parts, self._ends, strict=True):
+                end = start + part.tokens if ends is None else ends[row]
                 if end > start:
                     whole[row, :, start:end] = self._row(part, row, end - start)
                 start = end
