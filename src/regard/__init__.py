@@ -19,6 +19,7 @@ from regard.errors import ProblemError, RefusalError, RegardError
 from regard.linear.attend import linear_attend
 from regard.nadaraya_watson import nadaraya_watson
 from regard.plan.choose import Plan
+from regard.shared_prefix import attend_shared
 from regard.soft_dict import SoftDict
 from regard.state import State
 from regard.torch_signature import scaled_dot_product_attention
@@ -86,6 +87,7 @@ __all__ = [
     "Window",
     "Yarn",
     "attend",
+    "attend_shared",
     "attend_state",
     "draw",
     "explain",

@@ -13,9 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attend import attend
-from regard.cache.dense import KVCache
+from regard.cache import KVCache
+from regard.cache.latent import leading
+from regard.cache.store import Found
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
+from regard.describe.storage import Latent, Rolling, Stored
 from regard.errors import ProblemError
 from regard.nn.held import Held, held
 from regard.nn.multi_head import both, length_of
@@ -169,35 +172,40 @@ class LatentAttention(nn.Module):
             mask: which query may see which key, besides what the module's own mask hides; stored keys count.
             positions: by which queries and keys are rotated: the first one's, or all of them as [tokens] or
                 [batch, tokens]; None: from where the cache ends.
-            cache: keeps `kv_rank + rope_heads * rope_dim` numbers of each token, as keys of one head.
+            cache: keeps `kv_rank + rope_heads * rope_dim` numbers of each token, as keys of one head: one with
+                `Latent(kv_rank)`, or of any other layout. The absorbed form reads them where they lie.
             absorbed: the form; None: the one with fewer operations.
 
         Raises:
-            ProblemError: sizes that do not fit, or positions that nothing would depend on.
+            ProblemError: sizes that do not fit, positions that nothing would depend on, or a `Rolling` cache with a
+                rope: keys are latents but for their last numbers, and a `Rope` turns the first.
         """
         self._check(x, positions)
+        self._check_cache(cache)
         q, entries = self._queries(x), self._entries(x)
-        stored = 0 if cache is None else cache.tokens
+        stored = 0 if cache is None else cache.seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         if self.position is not None:
             first = stored if positions is None else positions
             rope = self._rope()
-            length = length_of(
-                rope.rope if isinstance(rope, RopePairs) else rope, first, x.shape[1], stored + x.shape[1]
-            )
+            word = rope.rope if isinstance(rope, RopePairs) else rope
+            length = length_of(word, first, x.shape[1], x.shape[1], cache)
             q_rope = rope.rotate(q_rope, first, length)
             latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
             k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)
             entries = torch.cat([latent, rope.rotate(k_rope, first, length).transpose(1, 2).flatten(2)], -1)
-        entries = entries.unsqueeze(1)
-        if cache is not None:
-            entries, _ = cache.append(entries, entries[..., :0])  # a latent is key and value at once
+        keys = values = entries.unsqueeze(1)
+        if cache is not None:  # a latent is key and value at once
+            keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
         if absorbed is None:
-            flops = self.flops(q.shape[2], entries.shape[2])
+            flops = self.flops(q.shape[2], keys.shape[2])
             absorbed = flops.absorbed < flops.expanded
+        hidden = both(and_, self.mask, mask)
         try:
             form = self._absorbed if absorbed else self._expanded
-            out = form(q_nope, q_rope, entries, both(and_, self.mask, mask))
+            out = form(q_nope, q_rope, keys, values, hidden)
+            if cache is not None and cache.evict is not None:
+                cache.observe(self._to_latents(q_nope, q_rope), hidden, self._scale)
         except BaseException:
             if cache is not None:
                 cache.crop(stored)  # so that the call can be made again
@@ -243,7 +251,10 @@ class LatentAttention(nn.Module):
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         return latent if self.k_rope is None else torch.cat([latent, self.k_rope(x)], -1)
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, mask: Mask | None) -> Tensor:
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, keys: Found, _values: Found, mask: Mask | None
+    ) -> Tensor:  # fmt: skip
+        entries = keys if isinstance(keys, Tensor) else keys.dense()
         latent, k_rope = entries[:, 0].split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
         v = self.v_up(latent).unflatten(2, (self.kv_heads, -1)).transpose(1, 2)
         parts: list[Tensor] = []
@@ -255,18 +266,31 @@ class LatentAttention(nn.Module):
             parts.append(shared.flatten(2, 3).transpose(1, 2))
         return self._attend(torch.cat([q_nope, q_rope], -1), torch.cat(parts, -1), v, mask)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, entries: Tensor, mask: Mask | None) -> Tensor:
-        parts: list[Tensor] = []
-        if self.k_up is not None:
-            up = self.k_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, nope_dim, kv_rank]
-            grouped = q_nope.unflatten(1, (self.kv_heads, -1))
-            parts.append(torch.einsum("bgrnd,gdc->bgrnc", grouped, up).flatten(1, 2))
-        if self.rope_dim:
-            parts.append(q_rope if self.rope_heads == 1 else self._placed(q_rope))
-        keys = entries if self.k_up is not None else entries[..., self.kv_rank :]
-        out = self._attend(torch.cat(parts, -1), keys, entries[..., : self.kv_rank], mask)
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, keys: Found, values: Found, mask: Mask | None
+    ) -> Tensor:  # fmt: skip
+        q = self._to_latents(q_nope, q_rope)
+        if isinstance(keys, Stored) and (keys.rotated or self.k_up is None):
+            keys = keys.dense()
+        if values.shape[3] != self.kv_rank or isinstance(keys, Tensor):
+            values = leading(keys, self.kv_rank)
+        if self.k_up is None and isinstance(keys, Tensor):
+            q, keys = q[..., self.kv_rank :], keys[..., self.kv_rank :]
+        out = self._attend(q, keys, values, mask)
         up = self.v_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, v_dim, kv_rank]
         return torch.einsum("bgrnc,gdc->bgrnd", out.unflatten(1, (self.kv_heads, -1)), up).flatten(1, 2)
+
+    def _to_latents(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """Queries to the entries, [batch, heads, tokens, kv_rank + rope_heads * rope_dim]."""
+        if self.k_up is None:
+            latent = q_rope.new_zeros((*q_rope.shape[:3], self.kv_rank))
+        else:
+            up = self.k_up.weight.unflatten(0, (self.kv_heads, -1))  # [kv_heads, nope_dim, kv_rank]
+            grouped = q_nope.unflatten(1, (self.kv_heads, -1))
+            latent = torch.einsum("bgrnd,gdc->bgrnc", grouped, up).flatten(1, 2)
+        if not self.rope_dim:
+            return latent
+        return torch.cat([latent, q_rope if self.rope_heads == 1 else self._placed(q_rope)], -1)
 
     def _placed(self, q_rope: Tensor) -> Tensor:
         """Queries [batch, heads, tokens, rope_dim] at the place of their key among all rope heads, 0 elsewhere."""
@@ -274,10 +298,13 @@ class LatentAttention(nn.Module):
         place = torch.eye(self.rope_heads, dtype=q_rope.dtype, device=q_rope.device)
         return (grouped[..., None, :] * place[:, None, None, :, None]).flatten(-2).flatten(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-        scale = (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
+    @property
+    def _scale(self) -> float:
+        return (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
+
+    def _attend(self, q: Tensor, k: Found, v: Found, mask: Mask | None) -> Tensor:
         return attend(
-            q, k, v, mask=mask, scale=scale, softcap=self.softcap, sink=self.sinks,
+            q, k, v, mask=mask, scale=self._scale, softcap=self.softcap, sink=self.sinks,
             dropout=self.dropout if self.training else 0.0, backend=self.backend,
         )  # fmt: skip
 
@@ -293,6 +320,16 @@ class LatentAttention(nn.Module):
             raise ProblemError(
                 "positions were given to a module without position, which nothing depends on: leave them out, or make "
                 f"the module with position=Rope({self.rope_dim})."
+            )
+
+    def _check_cache(self, cache: KVCache | None) -> None:
+        layout = None if cache is None else cache.layout
+        if isinstance(layout, Latent) and layout.rank != self.kv_rank:
+            raise ProblemError(f"the cache is {layout!r}, and the module's latents are of {self.kv_rank} numbers.")
+        if isinstance(layout, Rolling) and (self.position is not None or layout.rope is not None):
+            raise ProblemError(
+                f"the cache is {layout!r}: a Rope turns the first numbers of a key, and of these entries the last ones "
+                "carry the position. Take Latent or Contiguous with a policy of regard.cache.evict."
             )
 
     def _check_sizes(self) -> None:

@@ -13,12 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attend import attend
-from regard.cache.dense import KVCache
+from regard.cache import KVCache
 from regard.describe.bias import Bias
 from regard.describe.heads import Heads
 from regard.describe.mask import Mask
 from regard.describe.position import Absolute, Position, Rope
 from regard.describe.score import Score
+from regard.describe.storage import Rolling
 from regard.describe.word import Word
 from regard.errors import ProblemError
 from regard.nn.held import Held, held
@@ -149,14 +150,17 @@ class MultiHeadAttention(nn.Module):
             bias: what is added to the scores, besides the module's own bias.
             positions: by which queries, and without a context keys, are rotated: the first one's, or all of them as
                 [tokens] or [batch, tokens]; None: from 0, or in self-attention from where the cache ends.
-            cache: keeps keys and values. What is made of this call's tokens is added, and all that it holds is seen;
-                with a context that was cached whole, pass `context[:, :0]` from then on.
+            cache: keeps keys and values. What is made of this call's tokens is added, and all that it keeps is seen;
+                with a context that was cached whole, pass `context[:, :0]` from then on. If the call fails, it is as
+                it was.
 
         Raises:
-            ProblemError: sizes that do not fit, or positions that nothing would depend on.
+            ProblemError: sizes that do not fit, positions that nothing would depend on, or a `Rolling` cache whose rope
+                is not the module's.
         """
         self._check(x, context, positions)
-        stored = 0 if cache is None else cache.tokens
+        check_rolling(cache, None if self.position is None else self.position.word)
+        stored = 0 if cache is None else cache.seen
         source = x if context is None else context
         q = self._split(self.q_proj(x), self.q_norm)
         k = self._split(self.k_proj(source), self.k_norm)
@@ -164,21 +168,24 @@ class MultiHeadAttention(nn.Module):
         first = positions if positions is not None else stored if context is None else 0
         if self.position is not None:
             rope = cast(Rope, self.position.word)
-            tokens = length_of(rope, first, q.shape[2], stored + k.shape[2])
+            tokens = length_of(rope, first, q.shape[2], k.shape[2], cache)
             q = rope.rotate(q, first, tokens)
             k = rope.rotate(k, first if context is None else stored, tokens)
         if cache is not None:
             k, v = cache.append(k, v)
+        seen = both(and_, self.mask, mask)
         try:
             out = attend(
                 q, k, v,
-                mask=both(and_, self.mask, mask),
+                mask=seen,
                 bias=both(add, self.bias, bias),
                 score=None if self.score is None else self.score.word,
                 scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
                 offset=None if context is None else first if isinstance(first, int) else 0,
                 backend=self.backend,
             )  # fmt: skip
+            if cache is not None and cache.evict is not None:
+                cache.observe(q, seen, self.scale)
         except BaseException:
             if cache is not None:
                 cache.crop(stored)  # so that the call can be made again
@@ -226,11 +233,24 @@ def both(combine: Callable[[W, W], W], own: Held[W] | None, given: W | None) -> 
     return own.word if given is None else combine(own.word, given)
 
 
-def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int) -> int | None:
+def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: KVCache | None) -> int | None:
     """How long the sequence is now, for queries and keys alike; None where the rope's scaling does not look at it."""
     if rope.scaling is None or not rope.scaling.looks_at_length():
         return None
-    return max(first + queries if isinstance(first, int) else int(first.max()) + 1, keys)
+    if cache is not None and isinstance(cache.layout, Rolling):
+        return cache.ahead(keys)  # positions count inside the cache
+    held = keys if cache is None else cache.seen + keys
+    return max(first + queries if isinstance(first, int) else int(first.max()) + 1, held)
+
+
+def check_rolling(cache: KVCache | None, rope: object) -> None:
+    """Raise `ProblemError` unless a rolling cache turns its sinks by the rope that keys are rotated by."""
+    if cache is None or not isinstance(cache.layout, Rolling) or cache.layout.rope == rope:
+        return
+    raise ProblemError(
+        f"the cache is {cache.layout!r}, and the module's position is {rope!r}: its sinks must be turned on as keys "
+        f"were turned, so Rolling(window={cache.layout.window}, sinks={cache.layout.sinks}, rope={rope!r})."
+    )
 
 
 def _head_dim(d_model: int, heads: int, head_dim: int | None) -> int:

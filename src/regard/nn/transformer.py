@@ -5,32 +5,29 @@ the norms) with RMSNorm and GELU. All that is attention is said in words and han
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.cache.dense import KVCache
+from regard.cache.store import Policy
 from regard.describe.bias import Bias
+from regard.describe.codec import Codec
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.position import Absolute, Position
+from regard.describe.storage import Layout
 from regard.errors import ProblemError
+from regard.nn.caches import Caches, caches_for, kept_on_failure
 from regard.nn.held import Held, held
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
 
 Attention = Callable[..., MultiHeadAttention | LatentAttention]  # of (d_model, heads) and words by name
-
-
-class Caches(NamedTuple):
-    """What a block keeps of earlier tokens: of its own, and of the context."""
-
-    own: KVCache
-    cross: KVCache
 
 
 class Block(nn.Module):
@@ -75,7 +72,7 @@ class Block(nn.Module):
             has, do = ("no", "leave it out") if self.cross is None else ("a", "pass [batch, tokens, context_dim]")
             raise ProblemError(f"this block has {has} cross-attention, which a context belongs to: {do}.")
         own, cross = (None, None) if caches is None else caches
-        first = own.tokens if own is not None else 0
+        first = own.seen if own is not None else 0
         x = self._step(x, self.attention(self.attention_norm(x), mask=mask, cache=own))
         if self.cross is not None and self.cross_norm is not None:
             x = self._step(x, self.cross(self.cross_norm(x), context, mask=context_mask, positions=first, cache=cross))
@@ -145,9 +142,10 @@ class Encoder(nn.Module):
             raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
         x = self.embedding(tokens) * self.d_model**0.5
         if self.position is not None:
-            x = self.position.word.add(x, caches[0].own.tokens if caches else None)
-        for block, kept in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = block(x, context, mask=mask, context_mask=context_mask, caches=kept)
+            x = self.position.word.add(x, caches[0].own.seen if caches else None)
+        with kept_on_failure(caches) if caches else nullcontext():
+            for block, kept in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+                x = block(x, context, mask=mask, context_mask=context_mask, caches=kept)
         return self.norm(x)
 
 
@@ -189,20 +187,22 @@ class Decoder(nn.Module):
         """[batch, tokens, vocabulary]; with caches, `tokens` go on from those that the caches know."""
         return self.unembedding(self.body(tokens, context, mask=mask, context_mask=context_mask, caches=caches))
 
-    def caches(self) -> list[Caches]:
-        """Empty caches, those of each block."""
-        return [Caches(KVCache(), KVCache()) for _ in self.body.blocks]
+    def caches(
+        self, layout: Layout | None = None, codec: Codec | torch.dtype | None = None, evict: Policy | None = None
+    ) -> list[Caches]:
+        """Empty caches, those of each block, of the words of `KVCache`; `Rolling` gets the model's rope."""
+        return caches_for((block.attention for block in self.body.blocks), layout, codec, evict)
 
     @torch.no_grad()
     def generate(
         self, tokens: Int[Tensor, "batch tokens"], count: int, *, temperature: float = 0.0,
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, context_mask: Mask | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None, caches: Sequence[Caches] | None = None,
     ) -> Int[Tensor, "batch count"]:  # fmt: skip
-        """The likeliest next tokens, or with a temperature drawn ones, of prompts of one length (no padding)."""
+        """The likeliest next tokens, with a temperature drawn ones, of prompts of one length, behind any in caches."""
         if not tokens.shape[-1] or count < 0:
             raise ProblemError(f"expected a prompt and a count from 0 up: got {list(tokens.shape)} and {count}.")
-        caches, found = self.caches(), [tokens[:, :0]]
+        caches, found = self.caches() if caches is None else caches, [tokens[:, :0]]
         for _ in range(count):
             logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
             tokens = _drawn(logits, temperature, generator)

@@ -1,0 +1,169 @@
+"""Eviction by attention that was given: H2O, TOVA and SnapKV. See `evict.py` for what policies share.
+
+They need the queries of each step, after they went to `attend`:
+
+    k, v = cache.append(k, v)
+    out = attend(q, k, v, mask=Causal())
+    cache.observe(q)
+
+A mask that is not causal is told as well, `cache.observe(q, mask)`, as it went to `attend`.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+
+from regard.cache.column_sums import Asked
+from regard.cache.evict import Eviction, Tally, check_bool, check_whole
+from regard.cache.hearing import Folding, Recalling, latest
+from regard.cache.store import Store
+from regard.errors import ProblemError
+
+
+@dataclass(frozen=True)
+class H2O(Eviction):
+    """Heavy hitters, the keys that got the most attention so far, and recent ones. Zhang et al. 2023, arXiv:2306.14048.
+
+        score[j] = sum over queries i that were observed of A[i, j]            (Algorithm 1)
+
+    Sums start when a token comes and stay with it. What queries gave to tokens that are gone by now is gone with those.
+
+    Args:
+        recent: so many of the last tokens always stay; None: half of what is not sinks, as in the paper.
+
+    >>> H2O(1024)
+    H2O(budget=1024, sinks=4, every=1, recent=510)
+    """
+
+    recent: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.recent is not None:
+            check_whole(self, "recent", 0)
+        elif isinstance(self.budget, int) and isinstance(self.sinks, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "recent", max(0, self.budget - self.sinks) // 2)
+        super().__post_init__()
+
+    def last(self, kept: int) -> int:
+        return max(0, kept - self.sinks) // 2 if self.recent is None else self.recent
+
+    def start(self) -> "Tally[H2O]":
+        return _Sums(self)
+
+
+class _Sums(Folding[H2O]):
+    def fold(self, asked: list[Asked], store: Store) -> None:
+        k = store.keys()
+        for one in asked:
+            new = one.column_sums(k)
+            self._parts = [pad(old, (0, one.tokens - old.shape[2])) + new for old in self._parts] or [new]
+
+    def scores(self, store: Store) -> Tensor:
+        self.check_heard(store)
+        self.settle(store)
+        return self.numbers
+
+
+@dataclass(frozen=True)
+class TOVA(Eviction):
+    """The keys that the last query attends to, all heads asked together. Oren et al. 2024, arXiv:2401.06104, §3.
+
+        score[j] = mean over heads of A[last query, j]
+
+    So all heads keep the same tokens. The paper may drop any token; here sinks stay unless sinks=0.
+
+    >>> TOVA(1024, every=16)
+    TOVA(budget=1024, sinks=4, every=16)
+    """
+
+    @property
+    def recent(self) -> int:
+        """0: no token stays for being recent."""
+        return 0
+
+    def start(self) -> "Tally[TOVA]":
+        return _Last(self)
+
+
+class _Last(Recalling[TOVA]):
+    def scores(self, store: Store) -> Tensor:
+        return self.votes(store).mean(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class SnapKV(Eviction):
+    """The keys that the end of the prompt attends to, and their neighbours. Li et al. 2024, arXiv:2404.14469, §4.
+
+        votes[j] = sum over the last `window` queries i of A[i, j]
+        score[j] = mean of the votes for the `kernel` keys around j
+
+    The window's own tokens always stay. It is done once, when the prompt is over: before the first append of one token,
+    or of fewer than `window`, to those that are there (so a prompt may come in chunks), and what is generated then adds
+    to the budget, as in the paper. The paper speaks of pooling; the mean is what its authors' code takes.
+
+    Args:
+        window: queries that vote; fewer if fewer were observed.
+        kernel: keys that a vote is spread over, an odd number.
+        once: False: whenever the cache is over its budget instead, as the other policies do.
+
+    >>> SnapKV(1024, kernel=7)
+    SnapKV(budget=1024, sinks=4, every=1, window=32, kernel=7, once=True)
+    """
+
+    window: int = field(default=32, kw_only=True)
+    kernel: int = field(default=5, kw_only=True)
+    once: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_whole(self, "window", 1)
+        check_bool(self, "once")
+        if not isinstance(self.kernel, int) or self.kernel < 1 or not self.kernel % 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"SnapKV(kernel={self.kernel!r}): expected an odd number of keys, 1 or more.")
+        super().__post_init__()
+
+    @property
+    def recent(self) -> int:
+        """The window."""
+        return self.window
+
+    def last(self, kept: int) -> int:
+        return self.window
+
+    def start(self) -> "Tally[SnapKV]":
+        return _Votes(self)
+
+
+class _Votes(Recalling[SnapKV]):
+    def __init__(self, word: SnapKV) -> None:
+        super().__init__(word)
+        self.need = word.window
+        self._begun = self._over = False
+
+    def append(self, k: Tensor, v: Tensor | None) -> None:
+        self._over = self._over or (self._begun and self._is_step(k.shape[2]))
+        self._begun = self._begun or k.shape[2] > 0
+
+    def choose(self, store: Store, coming: int) -> Tensor | None:
+        if self.word.once and (self._over or not self._is_step(coming)):
+            return None
+        return super().choose(store, coming)
+
+    def _is_step(self, tokens: int) -> bool:
+        """Whether so many tokens are generated ones, and no chunk of a prompt."""
+        return 0 < tokens < max(2, self.need)
+
+    def take(self, asked: Asked, store: Store) -> None:
+        if not (self.word.once and self._over):
+            super().take(asked, store)
+
+    def scores(self, store: Store) -> Tensor:
+        before = self.votes(store)[:, :, : -self.need]
+        pooled = avg_pool1d(before, self.word.kernel, stride=1, padding=self.word.kernel // 2)
+        return pad(pooled, (0, self.need))
+
+    def keep(self, index: Tensor) -> None:
+        asked, gone = self.asked, self.heard - index.shape[2]
+        super().keep(index)
+        if not self.word.once:  # the window stays, so its queries have a vote the next time; a mask speaks of places
+            self.asked = [one.moved(gone) for one in latest(asked, self.need) if one.mask is None]

@@ -1,0 +1,301 @@
+"""Attention of many sequences that begin alike: their common keys are read once for all of them.
+
+The queries of the rows that share a stretch of keys become the queries of one call over it, and what each row has of
+its own is a second call; the two merge as states (`state.py`). Alone, a query of one token reads every key for itself,
+and reading is what decoding spends its time on. Juravsky et al. 2024, Hydragen, arXiv:2402.05099, §3; in a tree of
+shared stretches: Ye et al. 2024, "Cascade Inference", flashinfer.ai/2024/02/02/cascade-inference.html.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.attend import attend, attend_state
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal
+from regard.describe.score import Score
+from regard.describe.storage import Part, Stored
+from regard.errors import ProblemError
+from regard.state import State
+
+LEAST = 64
+"""Tokens that a shared stretch must have to be worth a call of its own."""
+
+
+def attend_shared(
+    q: Float[Tensor, "batch heads queries qk_dim"],
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
+    *,
+    prefix: tuple[Tensor | Stored, Tensor | Stored] | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "batch heads queries v_dim"]:
+    """What `attend` gives over each row's whole sequence; what rows have in common is computed once for all of them.
+
+    Exact but for the order of sums. What is shared is either said, as `prefix`, or found: handles of a `PagePool`, or
+    of `KVCache(Paged())`, say which pages rows have in common, and rows may share more with some than with others.
+    Each row's last query stands at its last key.
+
+    Args:
+        q: [batch, heads, queries, qk_dim].
+        k: [batch, kv_heads, keys, qk_dim]: with `prefix` what each row has behind it, of any lengths if it is a handle;
+            without, handles of all keys.
+        v: [batch, kv_heads, keys, v_dim], likewise.
+        prefix: keys [1, kv_heads, keys, qk_dim] and values [1, kv_heads, keys, v_dim] that stand before those of every
+            row; tensors or handles.
+        mask: None or `Causal()`: every query sees all that is shared. With several queries, what is found shared ends
+            before the first of them.
+        score: as in `attend`.
+        scale: as in `attend`.
+        softcap: as in `attend`.
+        sink: as in `attend`, [heads].
+        backend: as in `attend`.
+
+    Raises:
+        ProblemError: another mask; tensors without a prefix; a prefix that does not fit, or behind which a row has
+            fewer keys than queries before its last; and what `attend` raises.
+
+    >>> import torch
+    >>> from regard import Causal, attend
+    >>> q, k, v = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    >>> prefix = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
+    >>> out = attend_shared(q, k, v, prefix=prefix, mask=Causal())
+    >>> whole = [torch.cat([one.expand(3, -1, -1, -1), t], 2) for one, t in zip(prefix, (k, v))]
+    >>> torch.allclose(out, attend(q, *whole, mask=Causal()), atol=1e-6)
+    True
+    """
+    if mask is not None and not isinstance(mask, Causal):
+        raise ProblemError(
+            f"mask is {mask!r}: expected None or Causal(), by which every query sees all that is shared. For others "
+            "use attend, which reads shared keys once for each row."
+        )
+    words: dict[str, Any] = {"score": score, "scale": scale, "softcap": softcap, "backend": backend}
+    before = q.shape[2] - 1 if mask is not None and isinstance(q, Tensor) and q.ndim == 4 else 0  # pyright: ignore[reportUnnecessaryIsInstance]
+    if prefix is not None:
+        _check_prefix(q, k, prefix, before)
+        shared = [_Shared([*range(q.shape[0])], *prefix)]
+    else:
+        k, v, shared = _found(k, v, before)
+        if not shared:
+            return attend(q, cast(Tensor, k), cast(Tensor, v), mask=mask, sink=sink, **words)
+    state = attend_state(q, cast(Tensor, k), cast(Tensor, v), mask=mask, **words)
+    for one in shared:
+        state |= one.attend(q, words)
+    return state.out if sink is None else state.with_sink(sink)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """Keys and values, [1, kv_heads, keys, dim], that these batch rows have in common."""
+
+    rows: list[int]
+    k: Tensor | Stored
+    v: Tensor | Stored
+
+    def attend(self, q: Tensor, words: dict[str, Any]) -> State:
+        """The state of all rows over these keys: of the others, which see none of them, it is empty."""
+        batch, heads, queries, _ = q.shape
+        count, is_all = len(self.rows), len(self.rows) == batch
+        rows = None if is_all else torch.tensor(self.rows, device=q.device)
+        ours = q if rows is None else q[rows]
+        side = ours.transpose(0, 1).reshape(1, heads, count * queries, q.shape[3])
+        state = attend_state(side, cast(Tensor, self.k), cast(Tensor, self.v), **words)
+        out = state.out.view(heads, count, queries, -1).transpose(0, 1)
+        lse = state.lse.view(heads, count, queries).transpose(0, 1)
+        if rows is None:
+            return State(out, lse)
+        empty = out.new_zeros(batch, *out.shape[1:]), lse.new_full((batch, *lse.shape[1:]), -torch.inf)
+        return State(empty[0].index_copy(0, rows, out), empty[1].index_copy(0, rows, lse))
+
+
+@dataclass(frozen=True, eq=False)
+class _Pages:
+    """The full pages of every row of a handle, one after the other over all its parts.
+
+    Attributes:
+        stored: the handle.
+        begins: int64 [parts, batch], the first token of each part.
+        ends: int64 [parts, batch], one past its last.
+        counts: int64 [parts, batch], the full pages of each part that may be shared.
+        marks: int64 [batch, pages]: equal where two rows have the same page; beyond a row's last, no other's.
+    """
+
+    stored: Stored
+    begins: Tensor
+    ends: Tensor
+    counts: Tensor
+    marks: Tensor
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.stored.parts[0].page
+
+    def stretch(self, t: Stored, row: int, start: int, stop: int) -> Stored:
+        """The pages start .. stop - 1 of a row of t, which has its tokens where `stored` has them."""
+        parts: list[Part] = []
+        before = 0
+        for part, count in zip(t.parts, self.counts[:, row].tolist(), strict=True):
+            first, last = max(start - before, 0), min(stop - before, count)
+            if last > first:
+                assert part.table is not None
+                table = part.table[row : row + 1, first:last]
+                parts.append(part._replace(tokens=(last - first) * part.page, table=table, ends=None))
+            before += count
+        shape = (1, t.shape[1], (stop - start) * self.page, t.shape[3])
+        return Stored(tuple(parts), shape, t.dtype, None, t.rotated)
+
+    def rest(self, t: Stored, starts: Tensor) -> Stored:
+        """What each row has from this page of its own on, int64 [batch]."""
+        parts: list[Part] = []
+        left, over = starts, torch.zeros_like(starts)
+        for part, begins, ends, counts in zip(t.parts, self.begins, self.ends, self.counts, strict=True):
+            gone = torch.minimum(left, counts)
+            left = left - gone
+            tokens = ends - begins - gone * self.page
+            begin, over = over, over + tokens
+            most = int(tokens.max())
+            if most:
+                assert part.table is not None
+                alike = _unless_alike(begin) is None and _unless_alike(over) is None
+                table = _behind(part.table, gone)
+                parts.append(part._replace(tokens=most, table=table, ends=None if alike else over))
+        lengths = t.shape[2] - starts * self.page if t.lengths is None else t.lengths - starts * self.page
+        longest = int(lengths.max())
+        parts = parts or [t.parts[-1]._replace(tokens=0, ends=None)]
+        shape = (t.shape[0], t.shape[1], longest, t.shape[3])
+        return Stored(tuple(parts), shape, t.dtype, _unless_alike(lengths), t.rotated)
+
+
+def _found(k: Tensor | Stored, v: Tensor | Stored, before: int) -> tuple[Stored, Stored, list[_Shared]]:
+    """What rows have in common, by their tables; and what is left of each."""
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, Stored):
+            raise ProblemError(
+                f"{name} is {type(t).__name__} and no prefix is given: nothing says what rows share. Give "
+                "prefix=(keys, values), or the handles of a PagePool or of KVCache(Paged())."
+            )
+    assert isinstance(k, Stored)
+    assert isinstance(v, Stored)
+    pages = _pages(k, before)
+    if pages is None or not _lies_alike(k, v):
+        return k, v, []
+    stretches: list[tuple[list[int], int, int]] = []
+    starts = [0] * k.shape[0]
+    _split(pages.marks, [*range(k.shape[0])], (0, 0), -(-LEAST // pages.page), stretches, starts)
+    if not stretches:
+        return k, v, []
+    shared = [
+        _Shared(rows, *(pages.stretch(t, rows[0], start, stop) for t in (k, v))) for rows, start, stop in stretches
+    ]
+    own = torch.tensor(starts, device=k.device)
+    return pages.rest(k, own), pages.rest(v, own), shared
+
+
+def _pages(t: Stored, before: int) -> _Pages | None:
+    """The pages of a handle that may be shared, none of the last `before` tokens in them; None: it has no tables."""
+    page = t.parts[0].page
+    if any(part.table is None or part.skip or part.page != page for part in t.parts):
+        return None
+    batch, device = t.shape[0], t.device
+    lengths = torch.full((batch,), t.shape[2], device=device) if t.lengths is None else t.lengths
+    begin = torch.zeros_like(lengths)
+    begins, ends, counts, last = [], [], [], lengths - before
+    for part in t.parts:
+        end = begin + part.tokens if part.ends is None else part.ends
+        begins.append(begin)
+        ends.append(end)
+        counts.append((torch.minimum(end, last) - begin).clamp(min=0) // page)
+        last = torch.where(counts[-1] * page == end - begin, last, 0)  # nothing behind a page that is not full
+        begin = end
+    width = int(sum(counts).max())  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    marks = -1 - torch.arange(batch, device=device)[:, None].repeat(1, width + 1)
+    first = torch.zeros_like(lengths)
+    for number, (part, count) in enumerate(zip(t.parts, counts, strict=True)):
+        assert part.table is not None
+        column = torch.arange(part.table.shape[1], device=device)
+        place = torch.where(column < count[:, None], first[:, None] + column, width)
+        marks.scatter_(1, place, part.table * len(t.parts) + number)
+        first = first + count
+    return _Pages(t, torch.stack(begins), torch.stack(ends), torch.stack(counts), marks[:, :width])
+
+
+def _split(
+    marks: Tensor,
+    rows: list[int],
+    place: tuple[int, int],
+    least: int,
+    stretches: list[tuple[list[int], int, int]],
+    own: list[int],
+) -> None:
+    """Find the stretches that some of these rows have in common, and where each row is alone.
+
+    Args:
+        place: the page that a stretch would begin at, and the one up to which they are known to be alike.
+    """
+    start, here = place
+    if here >= marks.shape[1]:
+        return
+    kinds: dict[int, list[int]] = {}
+    for row, mark in zip(rows, marks[rows, here].tolist(), strict=True):
+        kinds.setdefault(mark, []).append(row)
+    for some in kinds.values():
+        if len(some) < 2:
+            continue
+        same = (marks[some, here:] == marks[some[0], here:]).all(0)
+        stop = here + int(same.cumprod(0).sum())
+        if stop - start < least:
+            _split(marks, some, (start, stop), least, stretches, own)
+            continue
+        stretches.append((some, start, stop))
+        for row in some:
+            own[row] = stop
+        _split(marks, some, (stop, stop), least, stretches, own)
+
+
+def _behind(table: Tensor, gone: Tensor) -> Tensor:
+    """The columns behind the first `gone` of each row."""
+    first = int(gone.min())
+    if first == int(gone.max()):
+        return table[:, first:]
+    columns = torch.arange(table.shape[1] - first, device=table.device) + gone[:, None]
+    return table.gather(1, columns.clamp(max=table.shape[1] - 1))
+
+
+def _unless_alike(ends: Tensor) -> Tensor | None:
+    return None if bool((ends == ends[0]).all()) else ends
+
+
+def _lies_alike(k: Stored, v: Stored) -> bool:
+    """Whether keys and values of a token lie on pages of the same numbers."""
+    return len(k.parts) == len(v.parts) and all(
+        ours.table is theirs.table
+        or (ours.table is not None and theirs.table is not None and torch.equal(ours.table, theirs.table))
+        for ours, theirs in zip(k.parts, v.parts, strict=True)
+    )
+
+
+def _check_prefix(q: object, k: Tensor | Stored, prefix: object, before: int) -> None:
+    if not isinstance(prefix, tuple) or len(cast(tuple[Any, ...], prefix)) != 2:
+        raise ProblemError("prefix: expected (keys, values), tensors or handles of one batch row.")
+    for name, t in zip(("keys", "values"), cast(tuple[object, object], prefix), strict=True):
+        if not isinstance(t, Tensor | Stored) or t.ndim != 4 or t.shape[0] != 1:
+            what = f"{list(t.shape)}" if isinstance(t, Tensor | Stored) else type(t).__name__
+            raise ProblemError(f"the {name} of the prefix are {what}: expected [1, kv_heads, keys, dim].")
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        return  # attend says so
+    lengths = k.lengths if isinstance(k, Stored) else None
+    least = k.shape[2] if lengths is None else int(lengths.min())
+    if least < before:
+        raise ProblemError(
+            f"{q.shape[2]} queries, and a row with {least} keys behind the prefix: with Causal() the first query would "
+            f"stand within the prefix, whose last keys it may not see. Give {before} keys behind it or more."
+        )

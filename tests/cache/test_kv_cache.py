@@ -1,0 +1,255 @@
+"""The front of all caches: any layout with any codec and policy, what goes together, and what comes in."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import Causal, ProblemError, Rope, attend
+from regard.cache import KVCache
+from regard.cache.evict import Knorm, SinksAndRecent
+from regard.cache.store import Found
+from regard.describe.codec import Codec, Fp8, Int4, Int8
+from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
+
+BATCH, HEADS, QK, V = 2, 3, 8, 5
+
+LAYOUTS = {
+    "contiguous": Contiguous(),
+    "with a capacity": Contiguous(capacity=1024),
+    "rolling": Rolling(61, 3),
+    "rolling with a rope": Rolling(61, 3, Rope(QK)),
+    "paged": Paged(16),
+    "latent": Latent(5),
+}
+CODECS = {
+    "plain": None,
+    "bfloat16": torch.bfloat16,
+    "int8": Int8(16, 7),
+    "int4": Int4(16, 16),
+    "fp8": Fp8(32, 0, 0),
+    "int8 per token": Int8(16, 7, keys="token"),
+    "int8 rotated": Int8(16, 7, rotate=True),
+}
+POLICIES = {"none": None, "recent": SinksAndRecent(61), "small keys": Knorm(61)}
+
+
+def tokens_of(layout: Layout, count: int, batch: int = BATCH) -> tuple[Tensor, Tensor | None]:
+    k = torch.randn(batch, HEADS, count, QK)
+    return k, None if isinstance(layout, Latent) else torch.randn(batch, HEADS, count, V)
+
+
+def dense(found: Found) -> Tensor:
+    return found if isinstance(found, Tensor) else found.dense()
+
+
+def goes_together(layout: str, codec: str, policy: str) -> bool:
+    if "rolling" in layout and policy != "none":
+        return False
+    return not (layout == "latent" and codec == "int8 rotated")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_takes_every_codec_and_policy(layout: str, codec: str, policy: str):
+    """A prompt, steps, drafts, beams: sizes are right, the latest tokens are what came, and copies go their own way."""
+    words = LAYOUTS[layout], CODECS[codec], POLICIES[policy]
+    if not goes_together(layout, codec, policy):
+        with pytest.raises(ProblemError, match=r"leave one of the two out|rotate=False"):
+            KVCache(*words)
+        return
+    cache, seen = KVCache(*words), 0
+    exact = codec in {"plain", "int8", "int8 per token"}
+    forgets = policy != "none" or "rolling" in layout
+    for count in (0, 50, 1, 1, 33, 1, 100, 1, 1):
+        k, v = tokens_of(words[0], count)
+        expected = cache.ahead(count)
+        found = cache.append(k, v)
+        seen += count
+        assert cache.seen == seen
+        assert found[0].shape == (BATCH, HEADS, cache.tokens, QK)
+        assert found[1].shape[:3] == found[0].shape[:3]
+        assert cache.tokens == expected if policy == "none" else cache.tokens <= expected
+        assert cache.tokens <= (61 + count if forgets else seen)
+        for side, x in zip(found, (k, k[..., :5] if v is None else v), strict=True):
+            last = min(count, 7)
+            torch.testing.assert_close(
+                dense(side)[:, :, side.shape[2] - last :], x[:, :, count - last :],
+                rtol=0, atol=0 if exact else 0.5,
+            )  # fmt: skip
+    before = [dense(side).clone() for side in found]
+    branch = copy.deepcopy(cache)
+    cache.append(*tokens_of(words[0], 3))
+    cache.crop(seen)
+    read = tokens_of(words[0], 0)
+    for one in (cache, branch):
+        kept = [dense(side) for side in one.append(*read)]
+        if not forgets:
+            assert all(map(torch.equal, kept, before))
+    rows = torch.tensor([1, 1, 0])
+    old = [dense(side).clone() for side in cache.append(*read)]
+    cache.select(rows)
+    for side, was in zip(cache.append(*tokens_of(words[0], 0, 3)), old, strict=True):
+        assert torch.equal(dense(side), was[rows])
+    assert branch.append(*read)[0].shape[0] == BATCH
+    assert 0 < cache.bytes <= cache.held
+    cache.reset()
+    assert (cache.tokens, cache.seen, cache.bytes, cache.held) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if name != "int8 rotated"])
+@pytest.mark.parametrize("layout", ["contiguous", "rolling with a rope", "paged", "latent"])
+def test_attention_to_what_a_cache_gives_is_that_to_its_numbers_bit_by_bit(layout: str, codec: str):
+    """After crops into codes, dropped tokens and beams: whatever parts there are then."""
+    for q, k, v in handed_out(layout, codec):
+        assert torch.equal(attend(q, k, v, mask=Causal()), attend(q, dense(k), dense(v), mask=Causal()))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "rolling with a rope", "paged"])
+def test_attention_to_rotated_numbers_is_near_that_to_their_originals(layout: str):
+    """Queries are turned instead of keys, and what comes out instead of values: other roundings."""
+    for q, k, v in handed_out(layout, "int8 rotated"):
+        expected = attend(q, dense(k), dense(v), mask=Causal())
+        torch.testing.assert_close(attend(q, k, v, mask=Causal()), expected, rtol=1e-5, atol=1e-5)
+
+
+def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, Found, Found]]:
+    """Queries, and what a cache hands out after much has been done to it."""
+    cache = KVCache(LAYOUTS[layout], CODECS[codec])
+    for count in (100, 33, 1, 7, 1):
+        cache.append(*tokens_of(LAYOUTS[layout], count))
+        cache.crop(cache.seen - count // 3)
+        cache.select(torch.tensor([1, 0]))
+        yield torch.randn(BATCH, 2 * HEADS, 2, QK), *cache.append(*tokens_of(LAYOUTS[layout], 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"layout": Rolling}, r"layout is <class .*Rolling.*expected Contiguous\(\)"),
+        ({"layout": "paged"}, "layout is 'paged'"),
+        ({"layout": Int8()}, r"layout is Int8\(.*expected Contiguous\(\)"),
+        ({"codec": Int8}, r"codec is <class .*Int8.*expected Int8\(\)"),
+        ({"codec": torch.int8}, r"codec is torch.int8: expected Int8\(\)"),
+        ({"codec": "int8"}, "codec is 'int8'"),
+        ({"evict": Knorm}, "evict is <class .*Knorm.*a policy"),
+        ({"evict": 1024}, "evict is 1024"),
+        ({"layout": Rolling(64), "evict": Knorm(64)}, r"Rolling\(window=64.*forgets by itself.*evict=Knorm"),
+        ({"codec": Int8(keys="channel"), "evict": Knorm(64)}, 'keys="token"'),
+    ],
+    ids=str,
+)
+def test_words_that_make_no_cache_are_named(words: dict[str, object], said: str):
+    with pytest.raises(ProblemError, match=said):
+        KVCache(**words)
+
+
+def test_a_policy_gives_each_key_scales_of_its_own():
+    assert KVCache(codec=Int8(), evict=Knorm(64))._written == Int8(keys="token")
+    assert KVCache(codec=Int8())._written == Int8(keys="channel")
+    assert KVCache(codec=Int8()).codec == Int8()
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Rolling(61, 3), Paged(16)], ids=repr)
+@pytest.mark.parametrize("codec", [None, Int8(16, 7)], ids=["plain", "int8"])
+def test_bad_tokens_change_nothing(layout: Layout, codec: Codec | None):
+    k, v = torch.randn(BATCH, HEADS, 9, QK), torch.randn(BATCH, HEADS, 9, V)
+    wrong = {
+        "another batch": (k[:1], v[:1]),
+        "other heads": (k[:, :2], v[:, :2]),
+        "other keys": (k[..., :7], v),
+        "other values": (k, v[..., :4]),
+        "another type": (k.double(), v.double()),
+        "another device": (k.to("meta"), v.to("meta")),
+        "keys of another type": (k.double(), v),
+        "values of another device": (k, v.to("meta")),
+        "fewer values": (k, v[:, :, :8]),
+        "no values": (k, None),
+        "no batch": (k[0], v[0]),
+        "no tensor": (k.tolist(), v),
+        "gradients": (k.clone().requires_grad_(), v),
+        "gradients of values": (k, v.clone().requires_grad_()),
+    }
+    cache = KVCache(layout, codec)
+    cache.append(k, v)
+    said, held = repr(cache), [dense(side).clone() for side in cache.append(k[:, :, :0], v[:, :, :0])]
+    for name, pair in wrong.items():
+        with pytest.raises(ProblemError, match=r"k is|v is|serves inference"):
+            cache.append(*pair)
+        assert repr(cache) == said, name
+    for side, was in zip(cache.append(k[:, :, :0], v[:, :, :0]), held, strict=True):
+        assert torch.equal(dense(side), was)
+
+
+@pytest.mark.parametrize("k", [torch.ones(2, 3, 4, 5, dtype=torch.int64), torch.ones(3, 4, 5), None, "k"], ids=str)
+def test_what_is_no_tensor_of_floats_makes_no_cache(k: object):
+    cache = KVCache()
+    with pytest.raises(ProblemError, match="k is"):
+        cache.append(k, k)
+    assert repr(cache) == "KVCache(0 tokens)"
+
+
+def test_crop_and_select_say_what_they_want():
+    cache = KVCache()
+    cache.select(torch.tensor([1, 5]))  # nothing is stored, so nothing is anywhere
+    cache.crop(0)
+    with pytest.raises(ProblemError, match=r"crop\(1\): expected a number from 0 to the 0 tokens"):
+        cache.crop(1)
+    cache.append(torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 5))
+    for wrong in (8, -1, 2.0, True, None):
+        with pytest.raises(ProblemError, match=rf"crop\({wrong}\): expected a number from 0 to the 7 tokens"):
+            cache.crop(wrong)
+    for wrong, said in (
+        (torch.tensor([0, 2]), r"\[0, 2\].*rows 0 to 1"),
+        (torch.tensor([-1]), r"\[-1\].*rows 0 to 1"),
+        (torch.tensor([], dtype=torch.int64), r"\[\].*rows 0 to 1"),
+        (torch.tensor([0.0]), r"float32 \[1\].*int64 \[batch to be\]"),
+        (torch.tensor(0), r"int64 \[\].*int64 \[batch to be\]"),
+        ([0], r"select\(\[0\]\).*int64 \[batch to be\]"),
+    ):
+        with pytest.raises(ProblemError, match=said):
+            cache.select(wrong)
+    assert (cache.tokens, cache.append(torch.randn(2, 3, 0, 8), torch.randn(2, 3, 0, 5))[0].shape[0]) == (7, 2)
+
+
+def test_after_tokens_were_forgotten_a_crop_goes_back_as_far_as_they_are_known():
+    cache = KVCache(evict=SinksAndRecent(61))
+    cache.append(*tokens_of(Contiguous(), 100))
+    cache.append(*tokens_of(Contiguous(), 9))
+    cache.crop(100 - 57)  # of the 61, four are sinks
+    assert (cache.tokens, cache.seen) == (4, 43)
+    cache = KVCache(evict=Knorm(61))
+    cache.append(*tokens_of(Contiguous(), 100))
+    cache.append(*tokens_of(Contiguous(), 9))
+    with pytest.raises(ProblemError, match=r"crop\(99\): expected a number from 100 to the 109 .* by the policy"):
+        cache.crop(99)
+    cache.crop(100)
+    assert (cache.tokens, cache.seen) == (61, 100)
+
+
+def test_queries_are_shown_to_policies_that_look_at_them():
+    plain = KVCache()
+    plain.observe(torch.randn(1, 2, 3, 4))  # nobody looks
+    cache = KVCache(evict=SinksAndRecent(61))
+    cache.observe(torch.randn(1, 2, 3, 4))  # nothing is there
+    cache.append(*tokens_of(Contiguous(), 7))
+    cache.observe(torch.randn(BATCH, 2 * HEADS, 7, QK), Causal())
+    for wrong in ((1, HEADS, 7, QK), (BATCH, 4, 7, QK), (BATCH, HEADS, 7, 9), (HEADS, 7, QK)):
+        with pytest.raises(ProblemError, match="q is float32"):
+            cache.observe(torch.randn(wrong))
+
+
+def test_it_says_all_about_itself():
+    cache = KVCache(Rolling(61, 3), Int8(16, 7, sinks=0))
+    said = (
+        "KVCache(Rolling(window=61, sinks=3, rope=None), Int8(group=16, residual=7, sinks=0, keys=None, rotate=False), "
+    )
+    assert repr(cache) == said + "0 tokens)"
+    cache.append(*tokens_of(Rolling(61), 1000))
+    cache.append(*tokens_of(Rolling(61), 1))
+    assert repr(cache).startswith(said + "61 tokens of 1,001, k [2, 3, 61, 8], v [2, 3, 61, 5], float32: ")
+    assert repr(KVCache(codec=torch.bfloat16)) == "KVCache(bfloat16, 0 tokens)"
+    assert repr(KVCache(evict=Knorm(61))) == "KVCache(Knorm(budget=61, sinks=4, every=1, recent=0), 0 tokens)"
