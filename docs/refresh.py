@@ -39,6 +39,14 @@ def demo() -> str:
     return f"```\n{shown.strip()}\n```"
 
 
+def generate() -> str:
+    """What `regard generate` writes, and the numbers that it tells on stderr."""
+    regard = Path(sys.executable).parent / "regard"
+    command = [regard, "generate", "--prompt", "Why is the sky blue?", "--cache", "int8"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    return f"```\n{done.stdout.strip()}\n```"
+
+
 def schedules() -> str:
     """The tables of `python -m benchmarks.schedules`, also written to docs/schedules.md."""
     _output([sys.executable, "-m", "benchmarks.schedules", "--write"])
@@ -52,7 +60,7 @@ def _output(command: list[str | Path], **environment: str) -> str:
 
 def main() -> None:
     """Put each part between its marks in the README."""
-    parts = {"explain": explain, "demo": demo, "schedules": schedules}
+    parts = {"explain": explain, "demo": demo, "generate": generate, "schedules": schedules}
     for name in sys.argv[1:] or parts:
         text = parts[name]()
         marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)

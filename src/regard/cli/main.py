@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from regard import __version__
-from regard.cli import bench, convert, inspect
+from regard.cli import bench, convert, generate, inspect
 from regard.errors import RegardError
 
 
@@ -78,6 +78,7 @@ def _parser(tools: Callable[[], inspect.Tools]) -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     commands = parser.add_subparsers(metavar="command", title="commands")
     inspect.add_to(commands, tools)
+    generate.add_to(commands)
     bench.add_to(commands)
     convert.add_to(commands)
     return parser

@@ -1,4 +1,34 @@
-"""regard inside other libraries: the attention of transformers' models, and checkpoints to try it on.
+"""regard inside other libraries: the attention and the caches of transformers' models, and checkpoints to try it on.
 
-Nothing else in regard imports this room, and `import regard` does not load it.
+```python
+from regard.integrate import regard_cache, use_regard
+
+use_regard(model)
+model.generate(**inputs, past_key_values=regard_cache(model, codec=Int8()))
+```
+
+Nothing else in regard imports this room, and `import regard` does not load it. transformers is loaded when one of these
+names is first asked for.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.integrate.cache import regard_cache
+    from regard.integrate.continuous import continuous_batching
+    from regard.integrate.transformers import use_regard
+
+__all__ = ["continuous_batching", "regard_cache", "use_regard"]
+
+_HOMES = {
+    "continuous_batching": "regard.integrate.continuous",
+    "regard_cache": "regard.integrate.cache",
+    "use_regard": "regard.integrate.transformers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -25,6 +25,7 @@ class LayerMask(_BlockMask):
         shape: (batch, 1, queries, keys) of the call.
         offset: position of the first query, the first key being at 0.
         device: where the model computes.
+        padding: bool [batch, tokens] from position 0, where False is padding; None: there is none.
 
     ```
     >>> from regard import Causal
@@ -39,10 +40,15 @@ class LayerMask(_BlockMask):
     """
 
     def __init__(
-        self, mask: Mask | None, shape: tuple[int, int, int, int], offset: int, device: torch.device | str
+        self,
+        mask: Mask | None,
+        shape: tuple[int, int, int, int],
+        offset: int,
+        device: torch.device | str,
+        padding: Tensor | None = None,
     ) -> None:
         # BlockMask's own __init__ wants the tables of blocks that this mask does without.
-        self.mask, self._shape, self.offset, self._device = mask, shape, offset, device
+        self.mask, self._shape, self.offset, self._device, self.padding = mask, shape, offset, device, padding
         self._dense: Tensor | None = None
 
     @property

@@ -78,10 +78,15 @@ def rope_of(config: Any) -> Rope:
     interleaved = latent and bool(getattr(config, "rope_interleave", True))
     dim = config.qk_rope_head_dim if latent else _head_dim(config)
     fraction = said.get("partial_rotary_factor") or Rope.fraction
-    return Rope(dim, float(said["rope_theta"]), _scaling(said, config), fraction, interleaved)
+    return Rope(dim, float(said["rope_theta"]), scaling_of(said, config), fraction, interleaved)
 
 
-def _scaling(said: dict[str, Any], config: Any) -> Scaling | None:
+def scaling_of(said: dict[str, Any], config: Any) -> Scaling | None:
+    """The scaling that `rope_parameters` describe; None for none.
+
+    Raises:
+        ProblemError: a type that has no word.
+    """
     kind = said.get("rope_type", "default")
     if kind == "default":
         return None

@@ -29,11 +29,15 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from regard.attend import attend
+from regard.cache.store import Found
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import Dense
 from regard.errors import ProblemError, RefusalError
+from regard.integrate.cache_forgetting import ForgettingLayer, take_latest
+from regard.integrate.cache_layer import dense
+from regard.integrate.latent import ForgettingLatentLayer, Latents, absorbed, attend_latents
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import Asked, MaskFunction, read
 
@@ -97,6 +101,13 @@ def use_regard(model: Any) -> None:
     Raises:
         ProblemError: not a model of transformers, or one that computes attention by itself (bloom, falcon, mpt, ...).
     """
+    check_model(model)
+    register()
+    model.set_attn_implementation(NAME)
+
+
+def check_model(model: Any) -> None:
+    """Raise `ProblemError` unless it is a model of transformers that lets its attention be put in place."""
     if not (isinstance(model, nn.Module) and hasattr(model, "set_attn_implementation")):
         raise ProblemError(
             f"use_regard(model) got {type(model).__name__}: expected a model of transformers (a PreTrainedModel). In a "
@@ -108,8 +119,6 @@ def use_regard(model: Any) -> None:
             "transformers' AttentionInterface, so nothing can be put in its place. Leave it as it is, or call "
             "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads))."
         )
-    register()
-    cast(Any, model).set_attn_implementation(NAME)
 
 
 def mask(
@@ -139,14 +148,14 @@ def mask(
     function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
     first = int(q_offset)
     asked = Asked(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
-    return LayerMask(read(asked), (batch_size, 1, q_length, kv_length), asked.offset, device)
+    return LayerMask(read(asked), (batch_size, 1, q_length, kv_length), asked.offset, device, attention_mask)
 
 
 def attention(
     module: nn.Module,
     query: Tensor,  # [batch, heads, queries, qk_dim]
-    key: Tensor,  # [batch, kv_heads, keys, qk_dim]
-    value: Tensor,  # [batch, kv_heads, keys, v_dim]
+    key: Found | Latents,  # [batch, kv_heads, keys, qk_dim]
+    value: Found | Latents,  # [batch, kv_heads, keys, v_dim]
     attention_mask: LayerMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -166,21 +175,64 @@ def attention(
         RefusalError: a keyword that changes the result in a way that regard does not know.
         ProblemError: tensors or masks that do not fit each other.
     """
-    _check_keywords(module, kwargs)
+    check_keywords(module, kwargs)
+    layer = None if torch.compiler.is_compiling() else take_latest(key.shape[2])
+    said: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    said["sink"] = sink_of(s_aux if s_aux is not None else sinks)
+    if layer is not None:
+        _check_bias(layer, position_bias)
+        if layer.is_padded(attention_mask):
+            return _by_row(module, layer, query, attention_mask, said, output_attentions), None
+        attention_mask = layer.fitted(cast(Any, attention_mask), query.shape[2], key.shape[2])
     words, bias, offset = _said(module, query, key, attention_mask, is_causal)
     if position_bias is not None:
         bias = TensorBias(position_bias) if bias is None else TensorBias(position_bias) + bias
     if query.shape[0] == 1 < key.shape[0]:  # one set of learned queries for all rows
         query = query.expand(key.shape[0], -1, -1, -1)
-    said: dict[str, Any] = {"mask": words, "bias": bias, "scale": scaling, "softcap": softcap, "offset": offset}
-    said["sink"] = _sink(s_aux if s_aux is not None else sinks)
-    out = attend(query, key, value, dropout=dropout if module.training else 0.0, **said)
-    weights = _weights(query, key, said) if output_attentions or _recorded() else None
+    said |= {"mask": words, "bias": bias, "offset": offset}
+    out = _attend(module, query, key, value, dropout=dropout if module.training else 0.0, **said)
+    if layer is not None:
+        layer.observe(_seen_as(module, layer, query), words, scaling)
+    weights = _weights(module, query, key, said) if output_attentions or _recorded() else None
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, **words: Any) -> Tensor:
+    if isinstance(key, Latents):
+        return attend_latents(module, query, key, **words)
+    return attend(query, key, value, **words)
+
+
+def _seen_as(module: nn.Module, layer: ForgettingLayer, query: Tensor) -> Tensor:
+    """The queries as they go to what the layer keeps."""
+    return absorbed(module, query) if isinstance(layer, ForgettingLatentLayer) else query
+
+
+def _by_row(
+    module: nn.Module, layer: ForgettingLayer, query: Tensor, given: Any, said: dict[str, Any], weights: bool
+) -> Tensor:
+    """The attention of a padded batch to a layer that forgets, [batch, queries, heads, v_dim]."""
+    if weights or _recorded():
+        raise RefusalError(
+            f"the weights of a padded batch over {layer.kv!r}: its rows keep different tokens, so there is no one "
+            "matrix of them. Leave output_attentions out, or ask for one row at a time."
+        )
+    run = functools.partial(_attend, module, mask=Causal(), **said)
+    seen_as = functools.partial(_seen_as, module, layer)
+    out = layer.attend_by_row(given, query, lambda q, found: run(q, *found), seen_as, said["scale"])
+    return out.transpose(1, 2).contiguous()
+
+
+def _check_bias(layer: ForgettingLayer, bias: Tensor | None) -> None:
+    if bias is not None:
+        raise RefusalError(
+            f"{layer.kv!r} forgets tokens, and this model adds a bias by position to the scores of all: which "
+            "belongs to those that are left is not known. Take a cache that keeps all."
+        )
+
+
 def _said(
-    module: nn.Module, query: Tensor, key: Tensor, given: LayerMask | Tensor | None, is_causal: bool | None
+    module: nn.Module, query: Tensor, key: Found | Latents, given: LayerMask | Tensor | None, is_causal: bool | None
 ) -> tuple[Mask | None, Bias | None, int]:
     """(mask, bias, position of the first query) of what transformers gives as the mask."""
     queries, keys = query.shape[2], key.shape[2]
@@ -211,7 +263,8 @@ def _said(
     return (Causal() if causal and queries > 1 else None), None, 0
 
 
-def _sink(logits: Tensor | None) -> Tensor | None:
+def sink_of(logits: Tensor | None) -> Tensor | None:
+    """The logits of sinks, one per head. Raises `RefusalError` for others."""
     if logits is not None and logits.ndim != 1:
         raise RefusalError(
             f"the sinks of this model are {list(logits.shape)}: regard takes one logit per head, [heads]. Use "
@@ -220,8 +273,9 @@ def _sink(logits: Tensor | None) -> Tensor | None:
     return logits
 
 
-def _weights(query: Tensor, key: Tensor, words: dict[str, Any]) -> Tensor:
+def _weights(module: nn.Module, query: Tensor, key: Found | Latents, words: dict[str, Any]) -> Tensor:
     """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
+    key = key.expanded(module)[0] if isinstance(key, Latents) else dense(key)
     units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)
     if torch.compiler.is_compiling():
         return attend(query, key, units, **words)
@@ -237,7 +291,7 @@ def _recorded() -> bool:
     return any("attentions" in key for key in cast(Any, recorder)._active_collector.get() or ())
 
 
-def _check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Models hand on whatever their caller said: refuse what their own eager attention applies and ours does not."""
     for name, given in kwargs.items():
         if given is None or name in WITHOUT_EFFECT:

@@ -1,0 +1,396 @@
+"""`regard_cache`: the keys and values of a transformers model in regard's caches.
+
+```python
+use_regard(model)
+cache = regard_cache(model, codec=Int8())                     # or layout=Rolling(1024), Paged(), evict=SnapKV(1024) ...
+model.generate(**inputs, past_key_values=cache)
+print(cache.explain())                                        # which layers keep what, bytes per token, and why
+```
+
+It is a transformers `Cache`, for every way to generate that transformers has. Each layer gets what its kind of
+attention allows: layers with a sliding window keep that window, exactly, and the others what was asked for. What is
+quantised or paged travels through the model as a handle, from `update` to regard's attention, and is read where it
+lies; a model that computes with its keys in between, or whose attention is not regard's, gets tensors.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticLayer,
+    get_layer_types_and_kwargs,
+)
+
+from regard.cache.kv_cache import KVCache
+from regard.describe.codec import Codec
+from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
+from regard.errors import ProblemError, RefusalError
+from regard.integrate.cache_bytes import sizes_of, token_bytes
+from regard.integrate.cache_forgetting import ForgettingLayer
+from regard.integrate.cache_layer import FixedLayer, KeptLayer, WindowLayer
+from regard.integrate.cache_rope import rope_for
+from regard.integrate.latent import FixedLatentLayer, ForgettingLatentLayer, LatentLayer, let_expand
+from regard.integrate.touches import attention_classes, touch
+from regard.integrate.transformers import NAME
+
+SLIDING = {"sliding_attention", "chunked_attention"}
+"""Kinds of layers whose attention looks back over a window."""
+
+
+class Subject(NamedTuple):
+    """What a cache is for.
+
+    Attributes:
+        name: of the model.
+        config: of its decoder; sizes are read here.
+        source: the config whose attention implementation is the decoder's; it changes with `use_regard`.
+        touched: the first line that computes with what the cache gives, and its class; None: keys are handed on.
+        is_latent: whether its attention expands latents (`expand_kv`).
+    """
+
+    name: str
+    config: Any
+    source: Any
+    touched: str | None
+    is_latent: bool
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether regard computes its attention."""
+        return self.source._attn_implementation == NAME
+
+    @property
+    def takes_handles(self) -> bool:
+        """Whether what reads the cache takes handles in place of tensors."""
+        return self.touched is None and self.is_watched
+
+
+class Words(NamedTuple):
+    """What was asked for."""
+
+    layout: Layout
+    codec: Codec | torch.dtype | None
+    evict: Any
+
+    @property
+    def forgets(self) -> bool:
+        """Whether tokens go before the end of the text."""
+        return isinstance(self.layout, Rolling) or self.evict is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether shapes never change, so that a model may be compiled around it."""
+        is_plain = self.codec is None and self.evict is None
+        return is_plain and isinstance(self.layout, Contiguous) and self.layout.capacity is not None
+
+
+def regard_cache(
+    model: Any,
+    *,
+    layout: Layout | None = None,
+    codec: Codec | torch.dtype | None = None,
+    evict: Any = None,
+    offload: bool = False,
+) -> Any:
+    """A cache for a transformers model, to be given as `past_key_values`; for one sequence, or `reset()` between them.
+
+    Args:
+        model: the model, or its config. With the config the layers and sizes are the same; give the one that the model
+            holds (`model.config`), which says whose attention is set.
+        layout: how tokens lie: `Contiguous` (None), `Rolling`, `Paged`. `Contiguous(capacity=n)` without a codec has
+            fixed shapes, as `torch.compile` needs them. `Rolling(window)` is given the model's `Rope`.
+        codec: how numbers are written: `Int8`, `Int4`, `Fp8` or a float type; None: as they come.
+        evict: a policy of forgetting (`regard.cache.evict`).
+        offload: whether layers wait in the memory of the CPU while others are at work on a GPU.
+
+    Returns:
+        A `RegardCache`; for encoder-decoder models a `PairedCache` of two, whose cross-attention is kept as it comes.
+
+    Raises:
+        ProblemError: no model or config of transformers, or one without keys and values in a cache; words that do not
+            go together, or not with this model: `Rolling` where positions are learned, `Latent` of another rank.
+
+    ```
+    >>> import torch
+    >>> from regard.integrate.transformers import use_regard
+    >>> from regard.describe.codec import Int8
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> use_regard(model)
+    >>> cache = regard_cache(model)
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> out = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    >>> print(cache.explain())
+    LlamaForCausalLM, 2 layers: 6 tokens, 1,536 bytes
+      0-1  full attention  Contiguous(capacity=None), 128 bytes a token: tensors, views of what is kept
+
+    ```
+    """
+    subject = _subject(model)
+    words = Words(Contiguous() if layout is None else layout, codec, evict)
+    KVCache(words.layout, words.codec, words.evict)  # what does not go together is said here
+    cache = RegardCache(subject, words, offload=offload)
+    return PairedCache(cache, DynamicCache()) if subject.source.is_encoder_decoder else cache
+
+
+class RegardCache(DynamicCache):
+    """A transformers cache whose layers are regard's; made by `regard_cache`.
+
+    Attributes:
+        subject: the model that it is for.
+        words: what was asked for.
+    """
+
+    def __init__(self, subject: Subject, words: Words, *, offload: bool = False) -> None:
+        self.subject, self.words = subject, words
+        self._is_offloaded, self._at_work = offload, -1
+        self.kinds, options = get_layer_types_and_kwargs(subject.config)
+        self._check_kinds()
+        if subject.is_latent:
+            for kind in attention_classes(subject.source):
+                let_expand(kind)
+        made = [self._layer(kind, said) for kind, said in zip(self.kinds, options, strict=True)]
+        Cache.__init__(self, layers=made)  # DynamicCache's own would make its layers
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what is stored, in all layers."""
+        return sum(_bytes(layer) for layer in self.layers)
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Keep keys and values of a layer; what its attention reads comes back. See `KeptLayer.update`."""
+        if self._is_offloaded and layer_idx != self._at_work:
+            if self._at_work >= 0:
+                self.layers[self._at_work].offload()
+            self.layers[layer_idx].prefetch()
+            self._at_work = layer_idx
+        return cast(Any, self.layers[layer_idx]).update(key_states, value_states, *args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Be ready to take drafts back, as assisted decoding does.
+
+        Raises:
+            RefusalError: layers that forget, or windows of a fixed size, which are written over.
+        """
+        stuck = [i for i, layer in enumerate(self.layers) if isinstance(layer, StaticLayer) and not layer.is_croppable]
+        if stuck:
+            raise RefusalError(
+                f"{self!r} cannot serve assisted or prompt-lookup decoding: its layers {_range(stuck)} keep a window "
+                "in memory of a fixed size, where drafts write over what they may not replace. Take Contiguous()."
+            )
+        super().activate_past_recording()
+
+    def explain(self) -> str:
+        """Which layers keep what, how, and how many bytes that takes."""
+        seen = self.get_seq_length() if any(isinstance(x, KeptLayer | FixedLayer) for x in self.layers) else 0
+        lines = [f"{self.subject.name}, {len(self.layers)} layers: {int(seen):,} tokens, {self.bytes:,} bytes"]
+        alike: dict[str, list[int]] = {}
+        for index in range(len(self.layers)):
+            alike.setdefault(self._said(index), []).append(index)
+        lines += [f"  {_range(indices)}  {what}" for what, indices in alike.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        words = [repr(self.words.layout)]
+        words += [str(word).removeprefix("torch.") for word in self.words[1:] if word is not None]
+        return f"RegardCache({self.subject.name}, {', '.join(words)}: {len(self.layers)} layers, {self.bytes:,} bytes)"
+
+    __str__ = __repr__
+
+    # ---- layers -----------------------------------------------------------------------------------------------------
+
+    def _layer(self, kind: str, options: dict[str, Any]) -> Any:
+        """The cache of a layer of a kind, as transformers names it."""
+        subject, words = self.subject, self.words
+        capacity = words.layout.capacity if isinstance(words.layout, Contiguous) and words.is_fixed else None
+        handles, watched = (lambda: subject.takes_handles), (lambda: subject.is_watched)
+        if capacity is not None:
+            if kind == "full_attention":
+                return FixedLatentLayer(capacity, handles) if subject.is_latent else FixedLayer(capacity)
+            return STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=capacity, **options)
+        if kind == "full_attention" and words.forgets:
+            return (ForgettingLatentLayer if subject.is_latent else ForgettingLayer)(self._make, handles, watched)
+        if kind == "full_attention":
+            return (LatentLayer if subject.is_latent else KeptLayer)(self._make, handles)
+        if kind in SLIDING:
+            codec = None if "full_attention" in self.kinds else words.codec
+            return WindowLayer(options["sliding_window"], lambda layout: KVCache(layout, codec), handles)
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+
+    def _make(self) -> KVCache:
+        return KVCache(self._layout, self.words.codec, self.words.evict)
+
+    @property
+    def _layout(self) -> Layout:
+        """The layout of full layers: latents for models that have them, a rotation for `Rolling`."""
+        layout, config = self.words.layout, self.subject.config
+        if self.subject.is_latent:
+            return Latent(config.kv_lora_rank)
+        if isinstance(layout, Rolling) and layout.rope is None:
+            return replace(layout, rope=self._rope)
+        return layout
+
+    @functools.cached_property
+    def _rope(self) -> Any:
+        return rope_for(self.subject.config, attention_classes(self.subject.source))
+
+    def _check_kinds(self) -> None:
+        ours = {"full_attention", *SLIDING} & set(self.kinds)
+        layout, rank = self.words.layout, getattr(self.subject.config, "kv_lora_rank", None)
+        if not ours:
+            raise ProblemError(
+                f"{self.subject.name} has no layers of attention whose keys regard can keep (its layers are "
+                f"{', '.join(sorted(set(self.kinds)))}): leave past_key_values out."
+            )
+        if isinstance(layout, Latent) and not (self.subject.is_latent and layout.rank == rank):
+            has = f"latents of rank {rank}" if self.subject.is_latent else "no latents"
+            raise ProblemError(
+                f"{layout!r} for {self.subject.name}, which has {has}: leave layout out, regard chooses."
+            )
+        if self.subject.is_latent and not isinstance(layout, Contiguous | Latent):
+            raise ProblemError(
+                f"{layout!r} for {self.subject.name}, whose keys and values are made of latents: these are kept "
+                "side by side. Leave layout out, or give Contiguous(capacity=n)."
+            )
+        asked = self.words.evict is not None or not isinstance(layout, Contiguous | Latent)
+        if asked and "full_attention" not in ours:
+            raise ProblemError(
+                f"every layer of {self.subject.name} looks back over a window, which is kept exactly: nothing is left "
+                f"for {self.words.evict or layout!r} to do. Leave it out; a codec may stay."
+            )
+        if self.subject.is_latent and isinstance(self.words.codec, Codec) and self.words.codec.rotate:
+            KVCache(Latent(1), self.words.codec)  # which says why not
+
+    # ---- what is said of them ---------------------------------------------------------------------------------------
+
+    def _said(self, index: int) -> str:
+        """A layer in a line."""
+        layer, kind = self.layers[index], self.kinds[index].replace("_", " ")
+        if not isinstance(layer, KeptLayer):
+            how = "fixed in size" if isinstance(layer, FixedLayer) else "as transformers keeps it"
+            return f"{kind}  {how}{self._per_token(layer)}: tensors"
+        words = [repr(layer.kv.layout)] + [str(layer.kv.codec).removeprefix("torch.")] * (layer.kv.codec is not None)
+        words += [] if layer.kv.evict is None else [repr(layer.kv.evict)]
+        if isinstance(layer, WindowLayer):
+            words[0] = f"the last {layer.window:,} tokens, exactly"
+        return f"{kind}  {', '.join(words)}{self._per_token(layer)}: {self._read_as(layer)}"
+
+    def _per_token(self, layer: Any) -> str:
+        if isinstance(layer, FixedLayer) or (isinstance(layer, KeptLayer) and not layer.is_initialized):
+            return self._to_be(layer)
+        if not isinstance(layer, KeptLayer):
+            return ""
+        tokens = sum(kv.tokens for kv in layer.caches) * layer.batch_size // len(layer.caches)  # of all rows
+        return f", {_bytes(layer) / tokens:,.0f} bytes a token"
+
+    def _to_be(self, layer: KeptLayer | FixedLayer) -> str:
+        """The bytes of a token by the config, where it has the sizes."""
+        is_latent = isinstance(layer, LatentLayer | ForgettingLatentLayer | FixedLatentLayer)
+        sizes = sizes_of(self.subject.config, is_latent)
+        codec = layer.kv.codec if isinstance(layer, KeptLayer) else None
+        if isinstance(codec, Codec) and codec.keys is None and self.words.evict is not None:
+            codec = replace(codec, keys="token")
+        dtype = getattr(self.subject.config, "dtype", None) or torch.float32
+        return "" if sizes is None else f", {token_bytes(*sizes, dtype, codec):,.0f} bytes a token"
+
+    def _read_as(self, layer: KeptLayer) -> str:
+        is_plain = not isinstance(layer.kv.codec, Codec | torch.dtype) and not isinstance(layer.kv.layout, Paged)
+        if isinstance(layer, LatentLayer | ForgettingLatentLayer) and self.subject.is_watched:
+            return "latents, which queries go to without expanding them"
+        if is_plain:
+            return "tensors, views of what is kept"
+        if self.subject.takes_handles:
+            return "handles, read where they lie"
+        if self.subject.touched is not None:
+            return f"tensors, made anew at each step, for the model computes with them: {self.subject.touched}"
+        return (
+            "tensors, made anew at each step, for the model's attention is "
+            f"{self.subject.source._attn_implementation}: use_regard(model)"
+        )
+
+
+class PairedCache(EncoderDecoderCache):
+    """The cache of an encoder-decoder model: regard's for what is written, transformers' own for what was read.
+
+    Cross-attention computes its keys once and reads them whole at every step, so they stay as they are.
+    """
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what is stored, of both."""
+        return cast(RegardCache, self.self_attention_cache).bytes + sum(
+            _bytes(layer) for layer in self.cross_attention_cache.layers
+        )
+
+    def explain(self) -> str:
+        """Which layers keep what, how, and how many bytes that takes."""
+        cross = sum(_bytes(layer) for layer in self.cross_attention_cache.layers)
+        own = cast(RegardCache, self.self_attention_cache).explain()
+        return f"{own}\n  cross-attention, as transformers keeps it: {cross:,} bytes"
+
+    def __repr__(self) -> str:
+        return f"PairedCache({self.self_attention_cache!r})"
+
+    __str__ = __repr__
+
+
+def _subject(model: Any) -> Subject:
+    """What a model or a config is, as far as its cache goes."""
+    config = model.config if isinstance(model, nn.Module) and hasattr(model, "config") else model
+    if not isinstance(config, PreTrainedConfig):
+        raise ProblemError(
+            f"regard_cache(model) got {type(model).__name__}: expected a model of transformers (a PreTrainedModel) or "
+            "its config. For a model of your own make a regard.cache.KVCache per layer."
+        )
+    takes_caches = getattr(model, "_supports_default_dynamic_cache", None)
+    if takes_caches is not None and not takes_caches():
+        raise ProblemError(
+            f"{type(model).__name__} has a cache of its own and takes no other: leave past_key_values out."
+        )
+    decoder = config.get_text_config(decoder=True)
+    source = config if config.is_encoder_decoder and type(decoder) is type(config) else decoder
+    classes = attention_classes(model if isinstance(model, nn.Module) else source)
+    name = type(model).__name__ if isinstance(model, nn.Module) else _name(config)
+    if not classes:
+        raise ProblemError(
+            f"{name} never writes to a transformers Cache: it keeps no keys and values, or in a way of its own. Leave "
+            "past_key_values out."
+        )
+    is_latent = all(hasattr(kind, "expand_kv") for kind in classes)
+    touches = [(kind.__name__, touch(kind)) for kind in classes if not hasattr(kind, "expand_kv")]
+    touched = next((f"{line} ({cls})" for cls, line in touches if line is not None), None)
+    return Subject(name, decoder, source, touched, is_latent)
+
+
+def _name(config: Any) -> str:
+    return (config.architectures or [type(config).__name__.removesuffix("Config")])[0]
+
+
+def _bytes(layer: Any) -> int:
+    """Bytes of what a layer stores; of transformers' own layers, of all that they hold."""
+    if isinstance(layer, KeptLayer):
+        return sum(kv.bytes for kv in layer.caches)
+    held = [x for value in vars(layer).values() for x in (value.values() if isinstance(value, dict) else (value,))]
+    return sum(t.nbytes for t in held if isinstance(t, torch.Tensor) and t.ndim > 1)
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """0-3, 5 for 0 1 2 3 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,0 +1,92 @@
+"""Moving what a `KVCache` keeps to another device and back, as it is: codes stay codes, views of one memory stay so.
+
+A cache is a tree of objects of `regard.cache` with tensors in it. Each memory is copied once, and every tensor that
+looks into it is made anew over the copy, so a store finds its rooms, tables and views as it left them.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from regard.errors import RefusalError
+
+
+def move(kept: object, device: torch.device | str, *, anew: bool = False) -> None:
+    """Move all tensors that an object of `regard.cache` holds, and what it knows of their device, in place.
+
+    Args:
+        kept: a `KVCache`.
+        device: where to.
+        anew: whether what is there already is copied as well.
+
+    Raises:
+        RefusalError: it holds pages of a pool that others use as well.
+
+    >>> from regard.cache import KVCache
+    >>> cache, k = KVCache(), torch.randn(1, 2, 3, 4)
+    >>> _ = cache.append(k, k)
+    >>> move(cache, "meta")
+    >>> cache.append(k.to("meta"), k.to("meta"))[0].device
+    device(type='meta')
+    """
+    if getattr(getattr(kept, "layout", None), "pool", None) is not None:
+        raise RefusalError(
+            f"{kept!r} shares its pool with other caches, whose pages stay where they are: a cache with "
+            "Paged(pool=...) is not moved to another device. Leave the pool out."
+        )
+    _Move(torch.device(device), anew).into(kept)
+
+
+class _Move:
+    """One move: what was met already, by identity."""
+
+    def __init__(self, device: torch.device, anew: bool) -> None:
+        self.device, self.anew = device, anew
+        self.memories: dict[int, tuple[Any, Any]] = {}  # of a memory's address: it, so that it lives on, and its copy
+        self.met: dict[int, object] = {}
+
+    def into(self, kept: object) -> None:
+        """Everything below an object of ours."""
+        if id(kept) in self.met:
+            return
+        self.met[id(kept)] = kept
+        for name in (*getattr(kept, "__dict__", ()), *getattr(type(kept), "__slots__", ())):
+            if name != "__dict__" and hasattr(kept, name):
+                old = getattr(kept, name)
+                new = self.moved(old)
+                if new is not old:
+                    object.__setattr__(kept, name, new)
+
+    def moved(self, value: Any) -> Any:
+        """What stands in a value's place; itself where nothing in it moves."""
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, torch.device):
+            return self.device
+        if isinstance(value, tuple):
+            parts = [self.moved(part) for part in cast("tuple[Any, ...]", value)]
+            if all(new is old for new, old in zip(parts, value, strict=True)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, list):
+            value[:] = [self.moved(part) for part in cast("list[Any]", value)]
+        elif isinstance(value, dict):
+            value.update({key: self.moved(part) for key, part in cast("dict[Any, Any]", value).items()})
+        elif type(value).__module__.startswith("regard.cache"):
+            self.into(value)
+        return value
+
+    def tensor(self, old: Tensor) -> Tensor:
+        """The same look into the copy of a memory."""
+        if old.device == self.device and not self.anew:
+            return old
+        memory = old.untyped_storage()
+        if memory.data_ptr() not in self.memories or not memory.data_ptr():
+            whole = torch.empty(0, dtype=torch.uint8, device=old.device).set_(memory)
+            with torch.inference_mode(mode=False):
+                copy = torch.empty(len(whole), dtype=torch.uint8, device=self.device)
+                self.memories[memory.data_ptr()] = memory, copy.copy_(whole).untyped_storage()
+        copied = self.memories[memory.data_ptr()][1]
+        made = torch.empty(0, dtype=old.dtype, device=self.device)
+        return made.set_(copied, old.storage_offset(), old.shape, old.stride())

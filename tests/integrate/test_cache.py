@@ -1,0 +1,106 @@
+"""Models write with regard's caches what they write with transformers' own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from regard import Causal, attend
+from regard.describe.codec import Int8
+from regard.describe.storage import Contiguous
+from regard.integrate.cache import regard_cache
+from tests.integrate.writing import WAYS, on_regard, prompt, written
+from tests.integrate.zoo import DECODERS, PAIRS, model, padding
+
+# ---- every way to generate ------------------------------------------------------------------------------------------
+
+
+THOROUGHLY = ["llama", "gemma3", "deepseek_v3", "t5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in THOROUGHLY for way in WAYS),
+        *((name, "with beams") for name in [*DECODERS, *PAIRS] if name not in THOROUGHLY),
+    ],
+)
+def test_tokens_and_scores_are_those_with_the_stock_cache(name: str, way: str):
+    """To the bit: a plain cache hands the same numbers to the same attention."""
+    alone = way == "by looking up the prompt"  # transformers' rule
+    ids, mask = prompt(1 if alone else 2), padding("right" if name in PAIRS else "left", 1 if alone else 2)
+    m = on_regard(name)
+    stock, scores = written(m, ids, None, attention_mask=mask, **WAYS[way])
+    ours, our_scores = written(m, ids, regard_cache(m), attention_mask=mask, **WAYS[way])
+    assert ours == stock
+    assert float((our_scores - scores).abs().max()) <= (1e-5 if name == "deepseek_v3" else 0)  # which absorbs
+
+
+@pytest.mark.parametrize("way", ["greedily", "with beams", "by looking up the prompt"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "sdpa"), ("gemma3", "eager"), ("deepseek_v3", "sdpa"), ("t5", "eager"), ("llama4", "sdpa")],
+)
+def test_stock_attention_reads_the_cache_too(name: str, way: str, attention: str):
+    alone = way == "by looking up the prompt"
+    ids, mask = prompt(1 if alone else 2), padding("right" if name in PAIRS else "left", 1 if alone else 2)
+    m = model(name)
+    m.set_attn_implementation(attention)
+    words = {"codec": Int8(group=16, residual=0, sinks=0)} if way == "with beams" else {}
+    stock, _ = written(m, ids, None, attention_mask=mask, **WAYS[way])
+    ours, _ = written(m, ids, regard_cache(m, **words), attention_mask=mask, **WAYS[way])
+    assert ours == stock
+
+
+def test_an_assistant_may_have_a_cache_of_its_own_kind():
+    m, draft, ids = on_regard("gemma3"), copy.deepcopy(on_regard("gemma3")), prompt(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)  # it errs now and then, so drafts are taken back
+    draft.generation_config.num_assistant_tokens = 4
+    stock, _ = written(m, ids, None, max_new_tokens=24)
+    ours, _ = written(m, ids, regard_cache(m), max_new_tokens=24, assistant_model=draft)
+    assert ours == stock
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_text_may_be_gone_on_with(name: str):
+    """In a second call of `generate`, as chats do."""
+    m, more = on_regard(name), prompt(2, 5)
+    stock, ours = DynamicCache(config=m.config), regard_cache(m)
+    first = [torch.tensor(written(m, prompt(2, 11), cache)[0]) for cache in (stock, ours)]
+    second = [written(m, torch.cat([ids, more], dim=1), c) for ids, c in zip(first, (stock, ours), strict=True)]
+    assert second[0][0] == second[1][0]
+    assert torch.equal(second[0][1], second[1][1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("words", [{}, {"layout": Contiguous(capacity=40)}], ids=["growing", "fixed"])
+def test_a_text_may_come_in_pieces(name: str, words: dict[str, Any]):
+    m, ids, mask = on_regard(name), prompt(2, 21), padding("left", length=21)
+    said: list[Tensor] = []
+    with torch.no_grad():
+        whole = m(ids, attention_mask=mask, use_cache=False).logits
+        cache, start = regard_cache(m, **words), 0
+        for end in (9, 10, 16, 17, 21):
+            said.append(m(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+            start = end
+    real = mask.bool()
+    assert torch.allclose(torch.cat(said, dim=1)[real], whole[real], atol=1e-5)
+
+
+def test_a_prompt_in_chunks_gives_the_bits_of_one_in_whole():
+    """As far as attention goes: the same queries, keys and values, handed in by pieces."""
+    q, k, v = (torch.randn(2, heads, 29, 8) for heads in (4, 2, 2))
+    seen: list[Tensor] = []
+    for ends in ((29,), (7, 8, 29)):
+        cache, start, parts = regard_cache(on_regard("llama")), 0, []
+        for end in ends:
+            here = slice(start, end)
+            parts.append(attend(q[:, :, here], *cache.update(k[:, :, here], v[:, :, here], 0), mask=Causal()))
+            start = end
+        seen.append(torch.cat(parts, dim=2))
+    assert torch.equal(*seen)

@@ -1,0 +1,249 @@
+"""Caches that forget tokens, in transformers models: the right ones, said aloud, and not where it would go wrong."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from regard import RefusalError
+from regard.attend import watching
+from regard.cache.evict import Knorm, SinksAndRecent
+from regard.cache.evict_by_attention import TOVA
+from regard.describe.codec import Int8
+from regard.describe.storage import Rolling
+from regard.integrate.cache import regard_cache
+from regard.integrate.cache_layer import WindowLayer
+from regard.integrate.transformers import use_regard
+from tests.integrate.writing import on_regard, prompt, written
+from tests.integrate.zoo import model, padding
+
+FORGETFUL = pytest.mark.parametrize(
+    "words", [{"layout": Rolling(11)}, {"evict": Knorm(11)}], ids=["rolling", "evicting"]
+)
+
+
+class Forgetful(DynamicCache):
+    """A layer by the paper's words: the sinks and the last tokens, keys turned to where they are in the cache.
+
+    Everything is kept as the model turned it, by its position in the text; what is handed out is turned on from there
+    with the model's own functions, by as many positions as were forgotten.
+    """
+
+    def __init__(self, m: Any, window: int, sinks: int, *, turn: bool) -> None:
+        super().__init__(config=m.config)
+        self.rotary, self.window, self.sinks, self.turn = m.model.rotary_emb, window, sinks, turn
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.count: dict[int, int] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        k, v = self.before.get(layer_idx, (key_states[:, :, :0], value_states[:, :, :0]))
+        if k.shape[2] > self.window - 1:
+            late = k.shape[2] - (self.window - 1 - self.sinks)
+            k, v = (torch.cat([t[:, :, : self.sinks], t[:, :, late:]], dim=2) for t in (k, v))
+        k, v = torch.cat([k, key_states], dim=2), torch.cat([v, value_states], dim=2)
+        self.before[layer_idx] = k, v
+        self.count[layer_idx] = self.count.get(layer_idx, 0) + key_states.shape[2]
+        gone = self.count[layer_idx] - k.shape[2]
+        if self.turn and gone:
+            cos, sin = self.rotary(k, torch.full((1, self.sinks), gone))
+            first = apply_rotary_pos_emb(k[:, :, : self.sinks], k[:, :, : self.sinks], cos, sin)[1]
+            return torch.cat([first, k[:, :, self.sinks :]], dim=2), v
+        return k, v
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.count.get(layer_idx, 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        kept = min(self.before[layer_idx][0].shape[2], self.window - 1) if self.before else 0
+        return kept + query_length, self.get_seq_length() - kept
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}], ids=["", "llama3"]
+)
+def test_rolling_is_the_paper_s_cache(scaling: dict[str, Any]):
+    """Over 40 steps, three times the window, with keys turned to where they are in the cache."""
+    m = on_regard("llama") if not scaling else scaled(scaling)
+    ids = prompt(2, 7)
+    rolling = regard_cache(m, layout=Rolling(window=11, sinks=3))
+    forgetful = Forgetful(m, 11, 3, turn=True)
+    ours, stock = written(m, ids, rolling, max_new_tokens=40), written(m, ids, forgetful, max_new_tokens=40)
+    assert torch.allclose(ours[1], stock[1], atol=1e-5)
+    still = written(m, ids, Forgetful(m, 11, 3, turn=False), max_new_tokens=40)
+    assert not torch.allclose(still[1], stock[1], atol=1e-3)  # else turning would not be seen
+    assert rolling.layers[0].kv.tokens == 11
+
+
+def scaled(said: dict[str, Any]) -> Any:
+    """A llama whose rotation is scaled."""
+    config = copy.deepcopy(model("llama").config)
+    config.rope_parameters = {"rope_theta": 10000.0, "high_freq_factor": 4.0} | said
+    config.rope_parameters["original_max_position_embeddings"] = 16
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM(config).eval()
+    made.load_state_dict(model("llama").state_dict())
+    use_regard(made)
+    return made
+
+
+def test_a_policy_forgets_what_it_says():
+    """As the same rule does by hand, without turning; budget 10 before a step is a window of 11."""
+    m, ids = on_regard("llama"), prompt(2, 7)
+    ours = written(m, ids, regard_cache(m, evict=SinksAndRecent(10, sinks=3)), max_new_tokens=30)
+    stock = written(m, ids, Forgetful(m, 11, 3, turn=False), max_new_tokens=30)
+    assert torch.allclose(ours[1], stock[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("codec", [None, Int8(group=16, residual=0)], ids=["plain", "int8"])
+@pytest.mark.parametrize("policy", [Knorm(19), TOVA(19), TOVA(0.5)], ids=repr)
+def test_policies_see_what_they_ask_for(name: str, codec: Any, policy: Any):
+    """Beams too: what a policy has seen follows the rows."""
+    m = on_regard(name)
+    cache = regard_cache(m, evict=policy, codec=codec)
+    ids, _ = written(m, prompt(2, 37), cache, num_beams=2)
+    assert [len(row) for row in ids] == [46, 46]
+    kept = [layer.kv.tokens for layer in cache.layers if not isinstance(layer, WindowLayer)]
+    assert max(kept) <= 24
+
+
+def test_the_queries_that_a_policy_sees_are_those_of_attention(monkeypatch: pytest.MonkeyPatch):
+    m, calls, told = on_regard("llama"), [], []
+    cache = regard_cache(m, evict=TOVA(19))
+    for layer in cache.layers:
+        monkeypatch.setattr(layer.kv, "observe", lambda q, mask, scale, at=layer: told.append((at, q, scale)))
+    with torch.no_grad(), watching(calls.append):
+        m(prompt(), past_key_values=cache)
+    assert [at for at, _, _ in told] == cache.layers
+    assert all(torch.equal(q, call.q) and scale == call.scale for (_, q, scale), call in zip(told, calls, strict=True))
+
+
+PADDED: dict[str, dict[str, Any]] = {
+    "rolling": {"layout": Rolling(11, sinks=3)},
+    "rolling int8": {"layout": Rolling(11, sinks=3), "codec": Int8(group=16, residual=0)},
+    "recent": {"evict": SinksAndRecent(11)},
+    "tova": {"evict": TOVA(11)},
+    "tova int8": {"evict": TOVA(11), "codec": Int8(group=16, residual=0)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [*(("llama", words) for words in PADDED), ("gemma3", "rolling"), ("gpt2", "tova"), ("deepseek_v3", "tova int8")],
+)
+def test_a_row_of_a_padded_batch_forgets_as_it_does_alone(name: str, words: str):
+    m, ids, mask = on_regard(name), prompt(3, 17), torch.ones(3, 17, dtype=torch.int64)
+    mask[0, :9], mask[2, :3] = 0, 0
+    together = written(m, ids, regard_cache(m, **PADDED[words]), attention_mask=mask, max_new_tokens=12)
+    for row in range(3):
+        own = ids[row : row + 1, int((mask[row] == 0).sum()) :]
+        alone = written(m, own, regard_cache(m, **PADDED[words]), max_new_tokens=12)
+        assert together[0][row][17:] == alone[0][0][own.shape[1] :]
+        assert torch.allclose(together[1][:, row], alone[1][:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("words", ["rolling", "tova"])
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prefill_chunk_size": 5}], ids=["beams", "chunks"])
+def test_padded_rows_can_be_put_in_order_and_come_in_pieces(words: str, options: dict[str, Any]):
+    """With the first row wholly padding in the first piece."""
+    m, ids, mask = on_regard("llama"), prompt(2, 17), torch.ones(2, 17, dtype=torch.int64)
+    mask[0, :7] = 0
+    together, _ = written(m, ids, regard_cache(m, **PADDED[words]), attention_mask=mask, **options)
+    if "prefill_chunk_size" in options:  # a row's pieces are others, and so is what it forgets in between
+        assert together[1] == written(m, ids[1:], regard_cache(m, **PADDED[words]), **options)[0][0]
+        return
+    for row, own in enumerate((ids[:1, 7:], ids[1:])):
+        alone, _ = written(m, own, regard_cache(m, **PADDED[words]), **options)
+        assert together[row][17:] == alone[0][own.shape[1] :]
+
+
+def test_what_rows_of_a_padded_batch_keep_is_told():
+    m, mask = on_regard("llama"), padding("left", length=17)
+    cache = regard_cache(m, layout=Rolling(11, sinks=3))
+    written(m, prompt(2, 17), cache, attention_mask=mask, max_new_tokens=2)
+    layer = cache.layers[0]
+    assert [kv.seen for kv in layer.caches] == [14, 18]
+    assert (layer.get_seq_length(), layer.get_mask_sizes(3)) == (18, (21, 0))
+    assert cache.bytes == 2 * 2 * 2 * 2 * 8 * 11 * 4
+    assert "256 bytes a token" in cache.explain() or "128 bytes a token" in cache.explain()
+    assert layer.keys.shape == (2, 2, 11, 8)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_tokens_that_pushed_none_out_can_be_taken_back(side: str | None):
+    m, ids = on_regard("llama"), prompt(2, 13)
+    mask = torch.ones(2, 13, dtype=torch.int64) if side is None else padding(side)
+    cache = regard_cache(m, layout=Rolling(40))
+    with torch.no_grad():
+        whole = m(ids, attention_mask=mask, use_cache=False).logits
+        m(torch.cat([ids[:, :9], ids[:, :4]], dim=1), attention_mask=mask, past_key_values=cache)
+        cache.crop(-4)
+        assert cache.get_seq_length() == 9
+        again = m(ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+    assert torch.allclose(again, whole[:, 9:], atol=1e-5)
+    assert cache.get_seq_length() == 13
+
+
+@FORGETFUL
+@pytest.mark.parametrize(("side", "why"), [("right", "not to the left"), ("hole", "not to the left")])
+def test_forgetting_goes_with_padding_to_the_left_alone(words: dict[str, Any], side: str, why: str):
+    m = on_regard("llama")
+    with pytest.raises(RefusalError, match=why), torch.no_grad():
+        m(prompt(), past_key_values=regard_cache(m, **words), attention_mask=padding(side))
+
+
+@FORGETFUL
+def test_a_mask_that_does_not_say_what_is_padding_is_refused(words: dict[str, Any]):
+    m, dense = on_regard("llama"), torch.ones(2, 1, 13, 13, dtype=torch.bool)
+    with pytest.raises(RefusalError, match="a mask given as a tensor"), torch.no_grad():
+        m(prompt(), past_key_values=regard_cache(m, **words), attention_mask=dense)
+    written(m, prompt(), regard_cache(m, **words), attention_mask=torch.ones(2, 13))
+
+
+def test_weights_over_rows_that_differ_are_refused():
+    m, mask = on_regard("llama"), padding("left")
+    cache = regard_cache(m, layout=Rolling(11))
+    with pytest.raises(RefusalError, match="its rows keep different tokens"), torch.no_grad():
+        m(prompt(), past_key_values=cache, attention_mask=mask, output_attentions=True)
+
+
+def test_a_bias_by_position_does_not_go_with_forgetting():
+    m = on_regard("t5")
+    with pytest.raises(RefusalError, match="adds a bias by position"):
+        written(m, prompt(), regard_cache(m, evict=Knorm(11)))
+
+
+@FORGETFUL
+def test_forgetting_needs_an_attention_that_knows_of_it(words: dict[str, Any]):
+    m = model("llama")
+    m.set_attn_implementation("eager")
+    with pytest.raises(RefusalError, match=r"an attention that is not regard's .* use_regard\(model\)"):
+        written(m, prompt(), regard_cache(m, **words))
+
+
+@FORGETFUL
+def test_forgetting_and_drafts_do_not_go_together(words: dict[str, Any]):
+    m = on_regard("llama")
+    with pytest.raises(RefusalError, match="cannot serve assisted or prompt-lookup decoding"):
+        written(m, prompt(1), regard_cache(m, **words), prompt_lookup_num_tokens=3)
+
+
+@FORGETFUL
+def test_an_attention_that_tells_nothing_is_found_out(words: dict[str, Any]):
+    """As in a compiled model, whose attention is a graph: at the step after, before anything goes wrong."""
+    m, layer = on_regard("llama"), regard_cache(model("llama"), **words).layers[0]
+    assert m.config._attn_implementation == "regard"
+    k = torch.randn(2, 2, 5, 8)
+    layer.update(k, k)
+    with pytest.raises(RefusalError, match="did not tell what it saw"):
+        layer.update(k, k)
+    layer.crop(-5)
+    layer.update(k, k)
+    assert layer.get_seq_length() == 5

@@ -1,0 +1,178 @@
+"""Models with latent attention, whose queries go to the cached latents without expanding them."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CompileConfig
+
+from regard import ProblemError
+from regard.describe.codec import Fp8, Int4, Int8
+from regard.describe.storage import Contiguous, Latent, Paged, Rolling
+from regard.integrate.cache import regard_cache
+from regard.integrate.cache_layer import KeptLayer
+from regard.integrate.latent import FixedLatentLayer, LatentLayer, flops, is_absorbed
+from regard.integrate.transformers import use_regard
+from tests.integrate.writing import prompt, written
+from tests.integrate.zoo import VOCABULARY, close, padding
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "first_k_dense_replace": 2, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "axk1": ("AXK1Config", "AXK1ForCausalLM", {}),
+    "bailing_hybrid": ("BailingHybridConfig", "BailingHybridForCausalLM", MIXED | {"num_experts": 4, "head_dim": 8}),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        MIXED | {"num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {"num_layers": 1, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 8, "ffn_hidden_size": 48}
+        | {"head_dim": 8},
+    ),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", {}),
+    "mistral4": ("Mistral4Config", "Mistral4ForCausalLM", {}),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", {}),
+}
+"""All of transformers' that expand latents (`expand_kv`) and attend to all of them."""
+
+
+@functools.cache
+def latent(name: str, **more: Any) -> Any:
+    """A tiny model of a family."""
+    config, made, special = FAMILIES[name]
+    if not hasattr(transformers, made):
+        pytest.skip(f"this version of transformers has no {made}")
+    torch.manual_seed(0)
+    m = getattr(transformers, made)(getattr(transformers, config)(**SIZES | special | more)).eval()
+    with torch.no_grad():
+        for weight in m.parameters():
+            if weight.ndim > 1:
+                weight.mul_(3)
+    return m
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "words", [{}, {"layout": Contiguous(capacity=40)}, {"codec": torch.float32}], ids=["growing", "fixed", "by handle"]
+)
+def test_logits_are_those_of_expanding_at_every_step(name: str, words: dict[str, Any]):
+    m, ids, mask = latent(name), prompt(), padding("left")
+    m.set_attn_implementation("eager")
+    stock, scores = written(m, ids, None, attention_mask=mask)
+    use_regard(m)
+    cache = regard_cache(m, **words)
+    ours, our_scores = written(m, ids, cache, attention_mask=mask)
+    assert ours == stock
+    assert close(our_scores, scores)
+    assert {type(layer) for layer in cache.layers} & {LatentLayer, FixedLatentLayer}
+    assert not any(type(layer) is KeptLayer for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    "codec", [Int8(16, residual=0), Int4(16, residual=0), Fp8(16, residual=0)], ids=["int8", "int4", "fp8"]
+)
+def test_latents_may_be_quantised(codec: Any):
+    m, ids = latent("deepseek_v3"), prompt(2, 37)
+    use_regard(m)
+    (_, exact), cache = written(m, ids, None), regard_cache(m, codec=codec)
+    absorbed = written(m, ids, cache)[1]
+    m.set_attn_implementation("eager")
+    expanded = written(m, ids, regard_cache(m, codec=codec))[1]
+    assert close(absorbed[1], expanded[1])
+    assert 0 < (absorbed[0] - exact[0]).abs().max() < 0.1 * exact[0].abs().max()
+
+
+def test_a_token_takes_a_latent_and_a_rotated_key():
+    m = latent("deepseek_v3")
+    cache = regard_cache(m)
+    written(m, prompt(2, 37), cache)
+    assert cache.bytes == 2 * 2 * 45 * (16 + 8) * 4  # layers, rows, tokens, numbers, bytes
+    assert "Latent(rank=16), 96 bytes a token" in cache.explain()
+
+
+def test_a_step_multiplies_about_a_hundred_times_less():
+    """At 4,096 tokens and DeepSeek-V3's sizes of a head: 1/117 of the operations of attention, by torch's own count."""
+    m = latent("deepseek_v3", num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, qk_rope_head_dim=64,
+               qk_nope_head_dim=128, v_head_dim=128, num_hidden_layers=1, first_k_dense_replace=1,
+               max_position_embeddings=8192)  # fmt: skip
+    module, counted = m.model.layers[0].self_attn, {}
+    c, r = torch.zeros(1, 1, 4096, 512), torch.zeros(1, 1, 4096, 64)
+    x, turns = torch.randn(1, 1, 32), (torch.ones(1, 1, 64), torch.zeros(1, 1, 64))
+    for attention in ("eager", "regard"):
+        use_regard(m) if attention == "regard" else m.set_attn_implementation(attention)
+        cache = regard_cache(m)
+        with torch.no_grad():
+            cache.update(c, r, 0)
+            with FlopCounterMode(display=False) as count:
+                module(x, position_embeddings=turns, attention_mask=None, past_key_values=cache)
+        counted[attention] = count.get_total_flops()
+    shared = 2 * (32 * 24 + 24 * 16 * 192 + 32 * 576 + 16 * 128 * 32)  # the projections of the token itself
+    expanded, absorbed = (counted[attention] - shared for attention in ("eager", "regard"))
+    assert (expanded, absorbed) == tuple(pytest.approx(n, rel=0.01) for n in flops(module, 1, 4097))
+    assert 100 < expanded / absorbed < 130
+
+
+def test_a_prompt_is_expanded():
+    """Many queries on as many keys: expanding takes fewer operations."""
+    module = latent("deepseek_v3").model.layers[0].self_attn
+    assert (is_absorbed(module, 1, 64), is_absorbed(module, 64, 64)) == (True, False)
+
+
+def test_hooks_on_the_projection_are_called():
+    m, ids, seen = latent("deepseek_v3"), prompt(), []
+    use_regard(m)
+    _, plain = written(m, ids, regard_cache(m))
+    handle = m.model.layers[1].self_attn.kv_b_proj.register_forward_hook(
+        lambda module, args, out: seen.append(1) or out * 1.5
+    )
+    try:
+        _, hooked = written(m, ids, regard_cache(m), use_cache=True)
+        _, stock = written(m, ids, None)
+    finally:
+        handle.remove()
+    assert len(seen) == 2 * 9
+    assert close(hooked, stock)
+    assert not close(hooked, plain)
+
+
+def test_a_model_in_a_compiled_graph_writes_the_same():
+    m, ids, mask = latent("deepseek_v3"), prompt(), padding("left")
+    use_regard(m)
+    stock, _ = written(m, ids, None, attention_mask=mask)
+    options = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)  # type: ignore[arg-type]
+    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone, unless told
+    cache = regard_cache(m, layout=Contiguous(capacity=24))
+    assert cache.is_compileable
+    ours, _ = written(m, ids, cache, attention_mask=mask, compile_config=options)
+    assert ours == stock
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"layout": Paged(16)}, "whose keys and values are made of latents"),
+        ({"layout": Rolling(64)}, "whose keys and values are made of latents"),
+        ({"layout": Latent(17)}, r"Latent\(rank=17\) for DeepseekV3ForCausalLM, which has latents of rank 16"),
+        ({"codec": Int8(rotate=True)}, "a rotation would mix the latent with the rotated key"),
+    ],
+    ids=["paged", "rolling", "rank", "rotated"],
+)
+def test_what_latents_do_not_go_with_is_said(words: dict[str, Any], said: str):
+    with pytest.raises(ProblemError, match=said):
+        regard_cache(latent("deepseek_v3"), **words)

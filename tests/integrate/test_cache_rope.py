@@ -1,0 +1,76 @@
+"""The rotation of a model's keys as a word, or a refusal; never a wrong one."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from regard import ProblemError
+from regard.describe.position import Rope
+from regard.describe.rope_scaling import Linear, Llama3, Yarn
+from regard.integrate.cache_rope import rope_for
+from regard.integrate.touches import attention_classes
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+TRAINED = {"original_max_position_embeddings": 64}
+
+
+def rope(kind: str, **more: Any) -> Rope:
+    config = transformers.AutoConfig.for_model(kind, **SIZES | more)
+    return rope_for(config, attention_classes(config))
+
+
+def scaled(kind: str, **said: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **said}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "expected"),
+    [
+        ("llama", {}, Rope(8)),
+        ("llama", scaled("linear", factor=3.0), Rope(8, 500.0, Linear(3.0))),
+        (
+            "llama",
+            scaled("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **TRAINED),
+            Rope(8, 500.0, Llama3(4.0, 1.0, 4.0, 64)),
+        ),
+        (
+            "qwen3",
+            scaled("yarn", factor=4.0, **TRAINED) | {"head_dim": 16},
+            Rope(16, 500.0, Yarn(4.0, 64, attention_factor=0.1 * torch.tensor(4.0).log().item() + 1)),
+        ),
+        ("gpt_neox", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, Rope(8, fraction=0.5)),
+        ("phi", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, Rope(8, fraction=0.5)),
+        ("cohere", {}, Rope(8, 500000.0, interleaved=True)),
+        ("gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}, Rope(16, 1000000.0)),
+    ],
+    ids=["plain", "linear", "llama3", "yarn", "half of gpt_neox", "half of phi", "neighbours", "per kind of layer"],
+)  # fmt: skip
+def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected: Rope):
+    found = rope(kind, **more)
+    x = torch.randn(1, 1, 3, found.dim)
+    assert torch.allclose(found.rotate(x, 5), expected.rotate(x, 5), atol=1e-5)
+    assert (found.dim, found.fraction, found.interleaved) == (expected.dim, expected.fraction, expected.interleaved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("gpt2", {}, "a gpt2 model: its keys are not turned by a rotary embedding"),
+        ("opt", {}, "its keys are not turned by a rotary embedding"),
+        ("t5", {}, "its keys are not turned by a rotary embedding"),
+        ("bloom", {}, "its keys are not turned by a rotary embedding"),
+        ("llama", scaled("dynamic", factor=2.0), "the angles of DynamicNTK change as the text grows"),
+        ("cohere2", {}, "Cohere2Attention does not turn the keys of all layers"),
+        ("smollm3", {}, "SmolLM3Attention does not turn the keys of all layers"),
+        ("exaone4", {}, "Exaone4Attention does not turn the keys of all layers"),
+        ("qwen2_vl_text", {}, "one position per token|does not turn the keys|another way"),
+    ],
+    ids=["gpt2", "opt", "t5", "bloom", "dynamic", "cohere2", "smollm3", "exaone4", "three positions"],
+)  # fmt: skip
+def test_another_way_is_refused_with_what_to_do(kind: str, more: dict[str, Any], said: str):
+    with pytest.raises(ProblemError, match=said) as raised:
+        rope(kind, **more)
+    assert "evict=" in str(raised.value)

@@ -1,0 +1,283 @@
+"""What a model's cache says of itself, which requests it refuses, and the small change of a transformers cache."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, LlamaConfig, MambaConfig, MiniMaxConfig, MiniMaxForCausalLM
+
+import regard.integrate
+from regard import ProblemError, RefusalError
+from regard.cache import Knorm
+from regard.describe.codec import Int4, Int8
+from regard.describe.storage import Contiguous, Latent, Paged, Rolling
+from regard.integrate.cache import regard_cache
+from regard.integrate.transformers import use_regard
+from tests.integrate.writing import on_regard, prompt, written
+from tests.integrate.zoo import model, padding, tokens
+
+INT8 = Int8(group=16, residual=0, sinks=0)
+
+# ---- what it says ---------------------------------------------------------------------------------------------------
+
+
+def test_it_explains_what_each_layer_keeps():
+    m = on_regard("gemma3")
+    cache = regard_cache(m, codec=INT8)
+    assert cache.explain().splitlines() == [
+        "Gemma3ForCausalLM, 2 layers: 0 tokens, 0 bytes",
+        "  0  sliding attention  the last 4 tokens, exactly, 256 bytes a token: tensors, views of what is kept",
+        f"  1  full attention  Contiguous(capacity=None), {INT8!r}, 72 bytes a token: handles, read where they lie",
+    ]
+    written(m, prompt(1, 24), cache)
+    first, sliding, full = cache.explain().splitlines()
+    assert first == f"Gemma3ForCausalLM, 2 layers: 32 tokens, {cache.bytes:,} bytes"
+    assert "exactly, 256 bytes a token: tensors" in sliding  # 2 heads of 16 channels of 4 bytes, keys and values
+    assert "72 bytes a token: handles" in full  # 2 heads of 16 + 16 codes, and 2 + 2 bytes of scales
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "said"),
+    [
+        ("llama", "sdpa", "tensors, made anew at each step, for the model's attention is sdpa: use_regard(model)"),
+        ("doge", "regard", "tensors, made anew at each step, for the model computes with them: dt_states"),
+        ("llama", "regard", "handles, read where they lie"),
+    ],
+)
+def test_it_says_who_gets_tensors_and_why(name: str, attention: str, said: str):
+    use_regard(model(name))
+    model(name).set_attn_implementation(attention)
+    assert said in regard_cache(model(name), codec=INT8).explain()
+
+
+def test_it_prints_in_a_line():
+    m = on_regard("llama")
+    cache = regard_cache(m, layout=Paged(16), codec=INT8, evict=Knorm(20))
+    head, tail = (
+        "RegardCache(LlamaForCausalLM, Paged(page=16, pool=None), ",
+        "Knorm(budget=20, sinks=4, every=1, recent=0): ",
+    )
+    assert repr(cache) == str(cache) == f"{head}{INT8!r}, {tail}2 layers, 0 bytes)"
+    assert repr(regard_cache(on_regard("t5"))).startswith("PairedCache(RegardCache(T5ForConditionalGeneration, ")
+
+
+def test_the_bytes_are_those_of_the_formula():
+    """2 * layers * kv_heads * head_dim * tokens * bytes, per row."""
+    cache = regard_cache(on_regard("llama"))
+    written(model("llama"), prompt(), cache)
+    assert cache.bytes == 2 * 2 * 2 * 8 * 21 * 4 * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "deepseek_v3", "t5"])
+@pytest.mark.parametrize("codec", [None, torch.bfloat16, INT8, Int4(group=16, residual=0, sinks=0)], ids=repr)
+def test_the_bytes_that_are_said_before_are_those_that_are_kept(name: str, codec: Any):
+    m = on_regard(name)
+    cache = regard_cache(m, codec=codec)
+    layer, said = layers_of(cache)[0], re.compile("([0-9,]+) bytes a token")
+    before = said.search(cache.explain())
+    heads, k_dim, v_dim = {"llama": (2, 8, 8), "qwen3": (2, 16, 16), "deepseek_v3": (1, 16, 8)}.get(name, (4, 8, 8))
+    layer.update(torch.randn(1, heads, 64, k_dim), torch.randn(1, heads, 64, v_dim))
+    after = said.search(cache.explain())
+    assert before is not None
+    assert after is not None
+    assert before[1] == after[1]
+
+
+def test_both_halves_of_an_encoder_decoder_are_said():
+    m = on_regard("t5")
+    cache = regard_cache(m, codec=INT8)
+    written(m, prompt(), cache)
+    last = cache.explain().splitlines()[-1]
+    cross = 2 * 2 * 2 * 13 * 4 * 8 * 4  # keys and values, layers, rows, tokens read, heads, channels, bytes
+    assert last == f"  cross-attention, as transformers keeps it: {cross:,} bytes"
+    assert cache.bytes == cross + cache.self_attention_cache.bytes
+
+
+def test_the_names_are_at_the_door_and_load_nothing_before():
+    assert regard.integrate.regard_cache is regard_cache
+    assert regard.integrate.use_regard is use_regard
+    with pytest.raises(AttributeError, match="has no attribute 'cashe'"):
+        regard.integrate.cashe  # noqa: B018  # type: ignore[attr-defined]
+
+
+# ---- what it refuses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "said"),
+    [
+        (nn.Linear(2, 2), {}, r"regard_cache\(model\) got Linear: expected a model of transformers"),
+        ("llama", {}, r"regard_cache\(model\) got str"),
+        (MambaConfig(num_hidden_layers=2), {}, "Mamba never writes to a transformers Cache"),
+        (LlamaConfig(), {"layout": Latent(8)}, r"Latent\(rank=8\) for Llama, which has no latents"),
+        (LlamaConfig(), {"layout": "paged"}, "layout is 'paged': expected Contiguous"),
+        (LlamaConfig(), {"codec": "int8"}, "codec is 'int8': expected Int8"),
+        (LlamaConfig(), {"layout": Rolling(9), "evict": Knorm(9)}, "forgets by itself"),
+        (LlamaConfig(), {"codec": Int8(keys="channel"), "evict": Knorm(9)}, "tokens that share scales"),
+    ],
+    ids=["module", "name", "mamba", "latent", "layout", "codec", "twice", "channels"],
+)
+def test_what_makes_no_sense_is_said(given: Any, words: dict[str, Any], said: str):
+    with pytest.raises(ProblemError, match=said):
+        regard_cache(given, **words)
+
+
+def test_a_model_with_a_cache_of_its_own_is_refused():
+    config = MiniMaxConfig(
+        hidden_size=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, head_dim=8, vocab_size=11,
+        intermediate_size=8, num_local_experts=2, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(ProblemError, match="MiniMaxForCausalLM has a cache of its own"):
+        regard_cache(MiniMaxForCausalLM(config))
+
+
+@pytest.mark.parametrize("words", [{"layout": Rolling(9)}, {"evict": Knorm(9)}, {"layout": Paged()}], ids=str)
+def test_windows_alone_leave_nothing_to_forget(words: dict[str, Any]):
+    with pytest.raises(ProblemError, match="every layer of MistralForCausalLM looks back over a window"):
+        regard_cache(model("mistral"), **words)
+
+
+def test_a_batch_of_another_size_is_a_problem():
+    m, cache = on_regard("llama"), regard_cache(model("llama"))
+    written(m, prompt(), cache)
+    with pytest.raises(ProblemError, match="only the number of tokens may differ"), torch.no_grad():
+        m(tokens(3, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 21
+
+
+def test_a_full_cache_is_a_problem_and_loses_nothing():
+    m, cache = on_regard("llama"), regard_cache(model("llama"), layout=Contiguous(capacity=15))
+    with pytest.raises(ProblemError, match=r"room for 15 tokens, and 15 \+ 1 are 16"):
+        written(m, prompt(), cache)
+    assert int(cache.get_seq_length()) == 15
+
+
+def test_gradients_do_not_go_through_a_cache():
+    with pytest.raises(ProblemError, match=r"torch\.no_grad"):
+        on_regard("llama")(prompt(), past_key_values=regard_cache(model("llama")))
+
+
+def test_windows_of_a_fixed_size_take_no_drafts_back():
+    with pytest.raises(RefusalError, match="layers 0 keep a window in memory of a fixed size"):
+        written(
+            on_regard("gemma3"),
+            prompt(1),
+            regard_cache(model("gemma3"), layout=Contiguous(40)),
+            prompt_lookup_num_tokens=3,
+        )
+
+
+# ---- what transformers asks of a cache ------------------------------------------------------------------------------
+
+
+def layers_of(cache: Any) -> list[Any]:
+    return getattr(cache, "self_attention_cache", cache).layers
+
+
+def kept(cache: Any) -> Tensor:
+    return torch.cat([torch.cat([layer.keys, layer.values], dim=-1) for layer in cache.layers])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"layout": Paged(3)}, {"codec": INT8}, {"layout": Contiguous(capacity=24)}],
+    ids=["growing", "paged", "int8", "fixed"],
+)
+def test_rows_are_put_in_order_repeated_and_left_out(words: dict[str, Any]):
+    m, cache = on_regard("llama"), regard_cache(model("llama"), **words)
+    with torch.no_grad():
+        m(prompt(3, 19), past_key_values=cache)
+    first = kept(cache).unflatten(0, (2, 3))
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert torch.equal(kept(cache).unflatten(0, (2, 3)), first[:, [2, 0, 0]])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(kept(cache).unflatten(0, (2, 6)), first[:, [2, 2, 0, 0, 0, 0]])
+    cache.batch_select_indices(torch.tensor([1, 5]))
+    assert torch.equal(kept(cache).unflatten(0, (2, 2)), first[:, [2, 0]])
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert torch.equal(kept(cache).unflatten(0, (2, 1)), first[:, [0]])
+    assert cache.get_seq_length() == 19
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"layout": Paged(3)}, {"layout": Contiguous(capacity=24)}], ids=["growing", "paged", "fixed"]
+)
+def test_the_last_tokens_can_be_taken_back(words: dict[str, Any]):
+    m, ids, cache = on_regard("llama"), prompt(), regard_cache(model("llama"), **words)
+    with torch.no_grad():
+        whole = m(ids, use_cache=False).logits
+        m(torch.cat([ids[:, :9], tokens(2, 4)], dim=1), past_key_values=cache)
+        cache.crop(-4)
+        assert (int(cache.get_seq_length()), cache.is_croppable) == (9, True)
+        assert torch.allclose(m(ids[:, 9:], past_key_values=cache).logits, whole[:, 9:], atol=1e-5)
+    cache.crop(0)
+    assert int(cache.get_seq_length()) == 13
+    with pytest.raises(ProblemError, match=r"crop\(-5\)"):
+        cache.crop(5)
+    cache.crop(-99)
+    assert int(cache.get_seq_length()) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"layout": Rolling(9)}, {"layout": Paged(16), "codec": Int8()}, {"layout": Contiguous(30)}], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_after_a_reset_it_starts_anew(name: str, words: dict[str, Any]):
+    m = on_regard(name)
+    cache = regard_cache(m, **words)
+    first = written(m, prompt(), cache)
+    cache.reset()
+    assert (int(cache.get_seq_length()), cache.get_mask_sizes(3, 0)[1]) == (0, 0)
+    again = written(m, prompt(), cache)
+    assert again[0] == first[0]
+    assert torch.equal(again[1], first[1])
+
+
+def test_its_sizes_are_those_that_transformers_asks_for():
+    m = on_regard("gemma3")
+    cache, rolling, fixed = (regard_cache(m, **w) for w in ({}, {"layout": Rolling(9)}, {"layout": Contiguous(24)}))
+    for made in (cache, rolling, fixed):
+        written(m, prompt(), made)
+    assert [made.get_max_length(1) for made in (cache, rolling, fixed)] == [-1, -1, 24]
+    assert [made.is_sliding for made in (cache, rolling, fixed)] == [[True, False]] * 3
+    assert [made.is_compileable for made in (cache, rolling, fixed)] == [False, False, True]
+    assert [made.is_croppable for made in (cache, rolling, fixed)] == [True, False, False]
+    assert [made.get_mask_sizes(2, 1) for made in (cache, rolling, fixed)] == [(23, 0), (10, 13), (24, 0)]
+    assert [made.get_mask_sizes(2, 0) for made in (cache, rolling)] == [(6, 17)] * 2
+    assert [made.batch_size for made in (cache, rolling, fixed)] == [2, 2, 2]
+    assert len(cache) == 2
+
+
+def test_a_copy_goes_its_own_way():
+    m = on_regard("llama")
+    cache = regard_cache(m, codec=INT8)
+    written(m, prompt(), cache)
+    other = copy.deepcopy(cache)
+    before = kept(cache)
+    with torch.no_grad():
+        m(tokens(2, 5), past_key_values=other)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (21, 26)
+    assert torch.equal(kept(cache), before)
+
+
+def test_in_memory_of_a_fixed_size_a_model_can_be_compiled():
+    m, ids, mask = on_regard("gemma3"), prompt(), padding("left")
+    stock, _ = written(m, ids, None, attention_mask=mask, max_new_tokens=4)
+    options = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)  # type: ignore[arg-type]
+    vars(options)["_compile_all_devices"] = True  # it compiles on accelerators alone, unless told
+    torch._dynamo.utils.counters.clear()
+    cache = regard_cache(m, layout=Contiguous(capacity=24))
+    ours, _ = written(m, ids, cache, attention_mask=mask, max_new_tokens=4, compile_config=options)
+    assert ours == stock
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_the_word_of_a_rotation_draws_no_random_numbers():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    regard_cache(on_regard("llama"), layout=Rolling(9))
+    assert torch.equal(torch.rand(1), expected)
