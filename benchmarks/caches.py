@@ -1,0 +1,240 @@
+"""What caches cost: a step by how keys and values are stored, a whole model's token, a long stream, memory.
+
+`./bench caches` writes its part of docs/caches.md and a picture; `--only` prints some of the tables.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream
+from benchmarks.cache_page import read_page, with_part, write_part
+from benchmarks.cache_pictures import Bar
+from benchmarks.report import machine
+from regard.bench.rounds import Effort, on_threads
+from regard.cli.bench import count, duration
+from regard.cli.main import Parser, ended
+from regard.integrate.checkpoint import load
+
+DOCS = Path(__file__).parents[1] / "docs"
+PICTURE, PART = "caches.svg", "speed"
+
+METHOD = """\
+Measured by `{how}` on {machine}. Every time is a median over rounds in which everything of a table is measured once,
+and ratios are taken within a round, so that a busy machine slows all alike."""
+
+STEP = f"""\
+One query against {cache_steps.TOKENS:,} tokens, 32 heads on 8 key heads of 128 dimensions; queries are bf16 unless
+it is said otherwise. "attend" is the call alone, "append + attend" a step. Keys and values come from memory: copies of
+the cache are taken in turn, {cache_steps.COLD >> 20} MiB of them. Pages of {{pages}} lie scattered, as those of
+sequences that grow in turns. The bandwidth is that of one read of 256 MiB in the same round."""
+
+LATENT = f"""\
+The same for what DeepSeek's attention keeps, {cache_steps.TOKENS:,} latents of 512 and rotated keys of 64, which 16
+heads read in the absorbed form; keys and values are the same memory."""
+
+CHUNK = "A few queries at once against the same caches: a piece of a prompt, or drafts to be checked."
+
+RAGGED = f"""\
+One query a row, {len(cache_batches.LENGTHS)} rows of {cache_batches.LENGTHS[0]:,} to {cache_batches.LENGTHS[-1]:,}
+tokens, heads as above."""
+
+SHARED = f"""\
+{cache_batches.SHARERS} sequences that share a prefix of {cache_batches.PREFIX:,} tokens and have {cache_batches.OWN} of
+their own: `attend_shared` reads the prefix once for all, `attend` once for each."""
+
+MODEL = f"""\
+One more token of {{model}} in float32 behind {cache_model.TOKENS:,} tokens (random keys and values: what they are
+changes no time). "Attention + cache" is what of it grows with the cache: the time less that of a token with a new
+cache and the same attention, in the same round."""
+
+STREAM = f"""\
+One layer (9 heads on 3 key heads of 64 dimensions) with `Rolling({cache_stream.WINDOW:,}, {cache_stream.SINKS}, rope)`;
+every step is run, {{tokens:,}} of them. The error is that of the output to the definition: the same tokens turned to
+their positions inside the cache, in float64."""
+
+MEMORY = f"""\
+MiB of the caches of SmolLM2-135M with {cache_model.TOKENS:,} tokens, float32: by the formula 2 * layers * kv_heads *
+head_dim * tokens * bytes, with scales, and the tokens that stay as they came; as the caches say, stored and held; and
+by how much the process grew."""
+
+
+@dataclass
+class Found:
+    """What was measured: sections of the page by title, in order, and what the picture shows."""
+
+    sections: dict[str, str] = field(default_factory=dict)
+    steps: list[cache_steps.Line] = field(default_factory=list)
+    tokens: list[cache_model.Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How much is to be measured."""
+
+    effort: Effort
+    positions: int
+    threads: int
+    tell: Callable[[str], None]
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _steps(found: Found, asked: Asked) -> None:
+    held = [cache_steps.Held.of(way) for way in cache_steps.WAYS]
+    found.steps = cache_steps.steps(held, cache_steps.BESIDE, asked.threads, asked.effort)
+    pages = " and ".join(dict.fromkeys(str(w.words["layout"].page) for w in cache_steps.WAYS if "layout" in w.words))
+    text = cache_steps.said(found.steps, cache_steps.BESIDE)
+    found.sections["A step by how it is stored"] = f"{STEP.format(pages=pages)}\n\n{text}"
+    few = [one for one in held if one.way.dtype == cache_steps.BF16]
+    text = cache_steps.chunks(few, cache_steps.BESIDE, asked.effort)
+    found.sections["A few queries at once"] = f"{CHUNK}\n\n{text}"
+
+
+def _latent(found: Found, asked: Asked) -> None:
+    held = [cache_steps.Held.of(way) for way in cache_steps.LATENTS]
+    first = held[0].way.name
+    lines = cache_steps.steps(held, first, asked.threads, asked.effort)
+    found.sections["Latents"] = f"{LATENT}\n\n{cache_steps.said(lines, first)}"
+
+
+def _batches(found: Found, asked: Asked) -> None:
+    text = cache_batches.ragged(cache_batches.LENGTHS, asked.effort)
+    found.sections["Rows of different lengths"] = f"{RAGGED}\n\n{text}"
+    text = cache_batches.shared(cache_batches.SHARERS, cache_batches.PREFIX, cache_batches.OWN, asked.effort)
+    found.sections["A prefix that many share"] = f"{SHARED}\n\n{text}"
+
+
+def _model(found: Found, asked: Asked) -> None:
+    model, _, label = load()
+    kinds = [*cache_model.theirs(), *cache_model.OURS]
+    found.tokens = cache_model.steps(model, kinds, cache_model.TOKENS, asked.effort)
+    found.sections["A whole model"] = f"{MODEL.format(model=label)}\n\n{cache_model.said(found.tokens)}"
+
+
+def _stream(found: Found, asked: Asked) -> None:
+    marks = [mark for mark in cache_stream.MARKS if mark <= asked.positions] or cache_stream.MARKS[:1]
+    text = cache_stream.said(cache_stream.stream(marks))
+    found.sections["A long stream"] = f"{STREAM.format(tokens=max(marks))}\n\n{text}"
+
+
+def _memory(found: Found, asked: Asked) -> None:
+    text = cache_model.memory_said(cache_model.memory(cache_model.TOKENS))
+    found.sections["Memory"] = f"{MEMORY}\n\n{text}"
+
+
+PARTS: dict[str, Callable[[Found, Asked], None]] = {
+    "steps": _steps,
+    "latent": _latent,
+    "batches": _batches,
+    "model": _model,
+    "stream": _stream,
+    "memory": _memory,
+}
+
+
+# ---- saying ---------------------------------------------------------------------------------------------------------
+
+
+def part(found: Found, how: str) -> str:
+    """The part of docs/caches.md."""
+    parts = [METHOD.format(how=how, machine=machine())]
+    if found.steps and found.tokens:
+        parts.append(f"![A step by how it is stored, and a token of a whole model]({PICTURE})")
+    return "\n\n".join([*parts, *(f"### {title}\n\n{text}" for title, text in found.sections.items())])
+
+
+def picture(found: Found) -> str:
+    """Times of a step, with the goals; and of a whole model's token, the part that grows with the cache."""
+    plain = next(line for line in found.steps if line.way.name == cache_steps.BESIDE)
+    steps = [
+        Bar(line.way.name, 1e3 * line.seconds, _step_said(line), goal=_goal(line, plain.seconds))
+        for line in found.steps
+    ]
+    tokens = [
+        Bar(line.kind.name, 1e3 * line.attention, duration(line.attention), line.kind.words is not None)
+        for line in found.tokens
+    ]
+    return cache_pictures.bars(
+        [
+            (f"Attention of one query to {cache_steps.TOKENS:,} tokens, 32/8 heads, d 128 (stroke: goal)", steps),
+            (f"SmolLM2-135M, {cache_model.TOKENS:,} tokens: attention + cache of one token", tokens),
+        ]
+    )
+
+
+def _step_said(line: cache_steps.Line) -> str:
+    share = "" if line.share is None else f" · {100 * line.share:.0f} % of bandwidth"
+    return f"{duration(line.seconds)}{share} · {line.faster:.1f}x"
+
+
+def _goal(line: cache_steps.Line, plain: float) -> float | None:
+    """The milliseconds that the goal allows."""
+    if line.way.share is not None and line.share is not None:
+        return 1e3 * line.seconds * line.share / line.way.share
+    if line.way.faster is not None:
+        return 1e3 * plain / line.way.faster
+    return None
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return ended(lambda: run(_parser().parse_args(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="./bench caches", description="What caches cost, in time and memory.")
+    parser.add_argument("--seconds", type=_positive, default=15.0, metavar="S", help="for each table (default: 15)")
+    parser.add_argument(
+        "--positions", type=count(1), default=max(cache_stream.MARKS), metavar="N",
+        help=f"tokens of the long stream (default: {max(cache_stream.MARKS):,})",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: as torch has)")
+    parser.add_argument("--only", choices=[*PARTS], help="print this part, and write nothing")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of caches.md (default: docs)")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0.")
+    return number
+
+
+@torch.no_grad()
+def run(asked: argparse.Namespace) -> int:
+    """Do what was asked."""
+    if not asked.only:
+        with_part(read_page(asked.docs), PART, "")  # what is wrong with the page is said before minutes are spent
+    found, threads = Found(), asked.threads or torch.get_num_threads()
+    how = Asked(
+        Effort(seconds=asked.seconds, least=3), asked.positions, threads, lambda line: print(line, file=sys.stderr)
+    )
+    command = "./bench caches" + f" --seconds {asked.seconds:g}" * (asked.seconds != 15)
+    with on_threads(threads):
+        for name, measure in PARTS.items():
+            if asked.only in (None, name):
+                how.tell(name)
+                measure(found, how)
+        text = part(found, command)
+    if asked.only:
+        print(text)
+        return 0
+    print(f"page: {write_part(asked.docs, PART, text, {PICTURE: picture(found)})}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

