@@ -11,10 +11,14 @@
 
 #include <cstdint>
 
-#define REGARD_ABI_VERSION 2
+#define REGARD_ABI_VERSION 3
 #define REGARD_API extern "C" __attribute__((visibility("default")))
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
+
+// How the numbers of a part are written: plain, as one of regard_dtype says, or as codes. A number is then
+// float(code) * scale + low, in float32 and so in one rounding, rounded to the dtype of the call.
+enum regard_form : int64_t { REGARD_INT8 = 4, REGARD_INT4 = 5, REGARD_FP8 = 6 };  // -127 to 127; 0 to 15; e4m3
 
 // What a function returns. Above 0 there is more to do: call again with the same struct.
 enum regard_status : int64_t {
@@ -31,6 +35,33 @@ enum regard_status : int64_t {
 struct regard_tensor {
     void *data;
     int64_t batch, head, token;
+};
+
+// A stretch of the tokens of every batch row, in pages. Token t of the part (from 0 on) stands in slot skip + t of the
+// row's pages, `page` slots each.
+//
+//     plain   [pages][heads][page][dim]              step: from token to token
+//     rows    [pages][heads][page][bytes]            of codes, a byte each; int4: 32 dims in 16 bytes, byte i of them
+//                                                    holds dim i (low bits) and dim 16 + i
+//     tiled   [pages][heads][page / 16][units][16]   a byte for each of 16 tokens; a unit is a dim, of int4 two: 2u
+//     (low
+//                                                    bits), 2u + 1; step: from tile to tile
+//
+// Scales are bf16, `low` lies as they do: of rows [pages][heads][page][dims / group]; of tiles a number for each dim
+// and `group` tokens, [pages][heads][page / group][dim], or, if per_token, for each token, [pages][heads][page].
+struct regard_part {
+    int64_t form;         // a regard_dtype or a regard_form
+    int64_t end;          // one past its last token, counted in the row from 0 on over all parts
+    const int64_t *ends;  // [batch]: the same where rows differ. Null: end
+    int64_t skip;
+    int64_t page, pages;   // slots of a page; how many pages there are
+    const int64_t *table;  // [batch][table_pages], rows table_row apart: the pages of a row. Null: row b is page b
+    int64_t table_pages, table_row;
+    const void *data;
+    int64_t data_page, data_head, data_step;
+    int64_t tiled, per_token, group;
+    const void *scale, *low;  // null low: nothing is added
+    int64_t scale_page, scale_head, scale_step;
 };
 
 // Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of queries;
@@ -58,6 +89,8 @@ struct regard_call {
 
     regard_tensor q, k, v;
     regard_tensor out;
+    const regard_part *k_parts, *v_parts;  // in place of k and v: one after another they hold the keys; forward only.
+    int64_t k_count, v_count;              // 0: k, v. Keys of a row beyond its parts read as 0
     // "wide" numbers are float64 for float64, else float32.
     void *lse;         // wide [batch, heads, queries], without the sink
     const void *sink;  // wide [heads], or null: its column is folded into out, not into lse

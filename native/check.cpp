@@ -51,6 +51,80 @@ regard_status tensor(const regard_tensor &t, int64_t dtype, int64_t batch, int64
     return elements && !t.data ? REGARD_BAD_POINTER : REGARD_DONE;
 }
 
+bool is_code(int64_t form) { return form >= REGARD_INT8 && form <= REGARD_FP8; }
+
+// Codes of `dim` numbers: their sizes, and where they and their scales lie.
+regard_status codes(const regard_part &p, int64_t heads, int64_t dim) {
+    const bool nibbles = p.form == REGARD_INT4, shared = p.tiled && !p.per_token;  // scales, among tokens
+    if (p.group < 1 || !is_axis(p.group)) return REGARD_BAD_SIZE;
+    if (p.tiled && p.page % 16) return REGARD_BAD_SIZE;
+    if (shared && (p.group % 16 || p.page % p.group)) return REGARD_BAD_SIZE;
+    const int64_t bytes = !nibbles ? dim : p.tiled ? (dim + 1) / 2 : (dim + 31) / 32 * 16;
+    Sizes s;
+    const int64_t steps = p.tiled ? p.page / 16 : p.page;
+    const int64_t read = s.reach<5>({p.pages, heads, steps, bytes, p.tiled ? 16 : 1},
+                                    {p.data_page, p.data_head, p.data_step, p.tiled ? 16 : 1, 1});
+    const int64_t scaled = p.tiled && p.per_token ? 1 : shared ? p.page / p.group : p.page;
+    const int64_t across = p.tiled && p.per_token ? p.page : shared ? dim : (dim + p.group - 1) / p.group;
+    const int64_t scales = s.reach<4>({p.pages, heads, scaled, across}, {p.scale_page, p.scale_head, p.scale_step, 1});
+    s.times(scales, 2);
+    if (!s.fit) return REGARD_BAD_SIZE;
+    return (read && !p.data) || (scales && !p.scale) ? REGARD_BAD_POINTER : REGARD_DONE;
+}
+
+regard_status plain_numbers(const regard_part &p, int64_t heads, int64_t dim) {
+    if (p.tiled) return REGARD_BAD_SIZE;
+    Sizes s;
+    const int64_t elements = s.reach<4>({p.pages, heads, p.page, dim}, {p.data_page, p.data_head, p.data_step, 1});
+    s.times(elements, bytes_of(p.form));
+    if (!s.fit) return REGARD_BAD_SIZE;
+    return elements && !p.data ? REGARD_BAD_POINTER : REGARD_DONE;
+}
+
+// Whether the tokens from `begin` to `end` of a batch row stand in slots of pages that there are.
+bool has_pages(const regard_part &p, int64_t row, int64_t begin, int64_t end) {
+    if (begin >= end) return true;
+    const int64_t last = (p.skip + end - begin - 1) / p.page;
+    if (!p.table) return last == 0 && row < p.pages;
+    if (last >= p.table_pages) return false;
+    for (int64_t i = p.skip / p.page; i <= last; ++i) {
+        const int64_t page = p.table[row * p.table_row + i];
+        if (page < 0 || page >= p.pages) return false;
+    }
+    return true;
+}
+
+// The parts of the keys or values: each by itself, and then how far each goes in each batch row.
+regard_status parts(const regard_call &c, const regard_part *all, int64_t count, int64_t dim) {
+    if (!count) return REGARD_DONE;
+    if (!is_axis(count)) return REGARD_BAD_SIZE;
+    if (!all) return REGARD_BAD_POINTER;
+    for (const regard_part *p = all; p != all + count; ++p) {
+        if (!is_dtype(p->form) && !is_code(p->form)) return REGARD_BAD_SIZE;
+        if (!is_axis(p->skip) || !is_axis(p->pages) || !is_axis(p->page) || !p->page) return REGARD_BAD_SIZE;
+        if (p->table && (!is_axis(p->table_pages) || p->table_row < p->table_pages)) return REGARD_BAD_SIZE;
+        Sizes s;
+        s.times(s.times(c.batch, p->table_row), 8);
+        if (!s.fit) return REGARD_BAD_SIZE;
+        if (regard_status wrong = is_code(p->form) ? codes(*p, c.kv_heads, dim) : plain_numbers(*p, c.kv_heads, dim))
+            return wrong;
+    }
+    for (int64_t row = 0; row < c.batch; ++row) {
+        int64_t begin = 0;
+        for (const regard_part *p = all; p != all + count; ++p) {
+            const int64_t end = p->ends ? p->ends[row] : p->end;
+            if (end < begin || end > c.keys || !has_pages(*p, row, begin, end)) return REGARD_BAD_SIZE;
+            begin = end;
+        }
+    }
+    return REGARD_DONE;
+}
+
+// Keys or values: their parts, or the tensor.
+regard_status stored(const regard_call &c, const regard_tensor &t, const regard_part *all, int64_t count, int64_t dim) {
+    return count ? parts(c, all, count, dim) : tensor(t, c.dtype, c.batch, c.kv_heads, c.keys, dim);
+}
+
 regard_status sizes(const regard_call &c) {
     for (int64_t size : {c.batch, c.heads, c.kv_heads, c.queries, c.keys, c.qk_dim, c.v_dim})
         if (!is_axis(size)) return REGARD_BAD_SIZE;
@@ -130,8 +204,7 @@ regard_status shared(const regard_call &c) {
     if (regard_status wrong = first(sizes(c), numbers(c))) return wrong;
     if (c.batch && c.heads && c.queries && !c.lse) return REGARD_BAD_POINTER;
     return first(tensor(c.q, c.dtype, c.batch, c.heads, c.queries, c.qk_dim),
-                 tensor(c.k, c.dtype, c.batch, c.kv_heads, c.keys, c.qk_dim),
-                 tensor(c.v, c.dtype, c.batch, c.kv_heads, c.keys, c.v_dim),
+                 stored(c, c.k, c.k_parts, c.k_count, c.qk_dim), stored(c, c.v, c.v_parts, c.v_count, c.v_dim),
                  tensor(c.out, c.dtype, c.batch, c.heads, c.queries, c.v_dim), biases(c),
                  schedule(c, c.by_query, c.queries, c.keys));
 }
@@ -157,7 +230,7 @@ regard_status check(const regard_call &c) { return c.bytes == sizeof(regard_call
 
 regard_status check(const regard_gradient &g) {
     const regard_call &c = g.call;
-    if (c.bytes != sizeof(regard_gradient)) return REGARD_BAD_SIZE;
+    if (c.bytes != sizeof(regard_gradient) || c.k_count || c.v_count) return REGARD_BAD_SIZE;
     if (regard_status wrong = shared(c)) return wrong;
     if (c.batch && c.heads && c.queries && !g.delta) return REGARD_BAD_POINTER;
     return first(tensor(g.dout, c.dtype, c.batch, c.heads, c.queries, c.v_dim),

@@ -6,20 +6,15 @@
 // trees of 16, running sums rescaled at blocks and started anew at spans. Spans are what threads share: the split
 // depends on positions alone.
 //
-// Bound by memory: a vector of keys or values costs 3 to 5 cycles of arithmetic for 4 rows, and 10 to arrive at 25
-// GB/s. Every line is asked for once, 16 KiB ahead and in the order in which lines lie: 28 GB/s on one thread where 4
-// KiB ahead gave 19, and a third more for a single row than in the order of the transposition.
+// Every line is asked for once, a block ahead (or, at the end of a span, for the span that this thread probably gets
+// next) and in the order in which lines lie: into the first cache, since into the second took 1.4 times as long.
 #pragma once
 
+#include "decode_values.h"
 #include "forward.h"
 
 namespace regard {
 namespace REGARD_ISA {
-
-constexpr int FEW = 16;  // rows
-
-// Bytes ahead of what is read that memory is asked for.
-constexpr int64_t AHEAD = int64_t(16) << 10;
 
 template <typename K>
 struct Decode {
@@ -39,16 +34,18 @@ struct Decode {
     const regard_call &c;
     const Scoring<T> scoring;
     const T factor;
-    const int64_t units, width;  // of a query; of an output row, whole vectors
-    Unit *queries;               // [16][units]
-    T *scores;                   // [16][128]
-    Unit *weights;               // [16][128 / pair]
+    const int64_t units, width;    // of a query; of an output row, whole vectors
+    Unit *queries;                 // [16][units]
+    T *scores;                     // [16][128]
+    Unit *weights;                 // [16][128 / pair]
+    Lines key_lines, value_lines;  // of the block that comes next
+    char *key_rows, *value_rows;   // what DecodeScores and DecodeValues need
 
     static int64_t wide(const regard_call &c) { return up(c.v_dim, W); }
     static int64_t part_bytes(const regard_call &c) { return up(FEW * (wide(c) + 2) * int64_t(sizeof(T)), 64); }
     static int64_t bytes(const regard_call &c) {
         return up(FEW * Tokens<K>::units(c.qk_dim) * int64_t(sizeof(Unit)), 64) + 2 * FEW * BLOCK * int64_t(sizeof(T)) +
-               part_bytes(c);
+               DecodeScores<K>::bytes(c.qk_dim) + DecodeValues<K>::bytes(c.v_dim) + part_bytes(c);
     }
 
     Decode(const regard_call &call, char *scratch)
@@ -62,6 +59,8 @@ struct Decode {
         scores = reinterpret_cast<T *>(scratch);
         weights = reinterpret_cast<Unit *>(scores);
         if (K::pairs) weights = reinterpret_cast<Unit *>(scores + FEW * BLOCK);
+        key_rows = scratch + 2 * FEW * BLOCK * int64_t(sizeof(T));
+        value_rows = key_rows + DecodeScores<K>::bytes(c.qk_dim);
     }
 
     static Part part(const regard_call &c, char *at) {
@@ -69,19 +68,64 @@ struct Decode {
         return {out, out + FEW * wide(c), out + FEW * (wide(c) + 1)};
     }
 
-    // The sums of one span.
-    regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Part &into) {
+    // The sums of one span. `next`: rows and a span that come later, for which memory is asked.
+    regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Part &into, const Lanes *next = nullptr,
+                      int64_t next_span = 0) {
         for (int r = 0; r < lanes.count; ++r) into.top[r] = NEVER, into.total[r] = 0;
         Walk walk(c.by_query, row, c.keys, span * SPAN);
-        Block block;
-        if (!walk.next((span + 1) * SPAN, block)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
+        const int64_t until = (span + 1) * SPAN, group = c.heads / c.kv_heads;
+        const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / group, c.qk_dim);
+        const Source<K> v(values_of(c), c.v, lanes.batch, lanes.head / group, c.v_dim);
+        Todo both[2], *now = both, *later = both + 1;
+        if (!find(walk, until, lanes, k, v, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
         take_queries(lanes);
         memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
-        const int64_t kv = lanes.head / (c.heads / c.kv_heads);
-        const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim), v(c.v, lanes.batch, kv, c.v_dim);
-        do step(block, lanes, k, v, into);
-        while (walk.next((span + 1) * SPAN, block));
+        for (bool more = true; more;) {
+            key_lines.clear(), value_lines.clear();
+            more = find(walk, until, lanes, k, v, *later);
+            if (more) k.list(later->keys, key_lines), v.list(later->values, value_lines);
+            else if (next) ask_for(*next, next_span * SPAN, *later);
+            step(*now, lanes, k, v, into);
+            Todo *const done = now;
+            now = later, later = done;
+        }
         return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
+    }
+
+    // A block of keys that something is to be computed of, and where they lie.
+    struct Todo {
+        Block block;
+        Bits128 bits;
+        Piece pieces[8];
+        int count;
+        Stretch keys, values;
+
+        int low() const { return pieces[0].low; }
+        int high() const { return pieces[count - 1].high; }
+    };
+
+    // The next one; false if there is none.
+    bool find(Walk &walk, int64_t until, const Lanes &lanes, const Source<K> &k, const Source<K> &v, Todo &todo) const {
+        do {
+            if (!walk.next(until, todo.block)) return false;
+            const int tokens = least(BLOCK, c.keys - todo.block.first);
+            lane_bits(todo.block, lanes, todo.bits);
+            // whole rows: first and last do not matter
+            todo.count = cut<LANES>(todo.block, todo.bits, tokens, lanes.count, todo.pieces);
+        } while (!todo.count);
+        k.find(todo.block.first + todo.low(), todo.block.first + todo.high(), todo.keys);
+        v.find(todo.block.first + todo.low(), todo.block.first + todo.high(), todo.values);
+        return true;
+    }
+
+    // Lists the first block of other rows.
+    void ask_for(const Lanes &lanes, int64_t first, Todo &room) {
+        const int64_t kv = lanes.head / (c.heads / c.kv_heads), last = first + least(BLOCK, c.keys - first);
+        const Source<K> k(keys_of(c), c.k, lanes.batch, kv, c.qk_dim), v(values_of(c), c.v, lanes.batch, kv, c.v_dim);
+        k.find(first, last, room.keys);
+        v.find(first, last, room.values);
+        k.list(room.keys, key_lines);
+        v.list(room.values, value_lines);
     }
 
     void take_queries(const Lanes &lanes) {
@@ -98,86 +142,34 @@ struct Decode {
         }
     }
 
-    void step(const Block &block, const Lanes &lanes, const Tokens<K> &k, const Tokens<K> &v, const Part &into) {
-        const int tokens = int(c.keys - block.first < BLOCK ? c.keys - block.first : BLOCK);
-        Bits128 bits;
-        lane_bits(block, lanes, bits);
-        Piece pieces[8];
-        const int n = cut<LANES>(block, bits, tokens, lanes.count, pieces);  // whole rows: first and last do not matter
-        for (int i = 0; i < n; ++i)
-            for (int j = pieces[i].low; j < pieces[i].high; j += 16) {
-                int r = 0;
-                for (; r + 8 <= lanes.count; r += 8) score<8>(k, block.first + j, r, j);
-                if (r + 4 <= lanes.count) score<4>(k, block.first + j, r, j), r += 4;
-                if (r + 2 <= lanes.count) score<2>(k, block.first + j, r, j), r += 2;
-                if (r < lanes.count) score<1>(k, block.first + j, r, j);
-            }
-        for (int r = 0; r < lanes.count; ++r) weigh(block, lanes, bits, pieces, n, r, into);
+    void step(const Todo &todo, const Lanes &lanes, const Source<K> &keys, const Source<K> &values, const Part &into) {
+        const Block &block = todo.block;
+        uint32_t listed = 0;  // groups of 16 keys
+        for (int i = 0; i < todo.count; ++i)
+            for (int j = todo.pieces[i].low; j < todo.pieces[i].high; j += 16) listed |= 1u << j / 16;
+        DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make(keys, todo.keys, block.first, listed,
+                                                                         lanes.count, key_lines);
+        for (int r = 0; r < lanes.count; ++r) weigh(block, lanes, todo.bits, todo.pieces, todo.count, r, into);
+        if ((block.half[0].bits || block.half[1].bits) && mixed_wild(todo, lanes, values, into)) return;
+        DecodeValues<K> mix(c.v_dim, width, weights, value_rows);
+        value_lines.share((todo.high() - todo.low()) / P::pair * ((c.v_dim + 4 * W - 1) / (4 * W)));
+        for (int i = 0; i < todo.count; ++i)
+            mix.add(values, todo.values, block.first, todo.pieces[i].low, todo.pieces[i].high, lanes.count, into.out,
+                    value_lines);
+    }
+
+    // Whether values that are hidden from some rows are not finite; then the sums have been made.
+    bool mixed_wild(const Todo &todo, const Lanes &lanes, const Source<K> &values, const Part &into) {
+        const Block &block = todo.block;
+        const int low = todo.low(), high = todo.high();
+        const Tokens<K> v = values.some(block.first + low, high - low, value_rows);
         bool wild = false;
         for (int i = 0; i < 2; ++i) {
-            const int from = i * int(TILE), to = tokens < from + TILE ? tokens : from + int(TILE);
+            const int from = i ? most(low, TILE) : low, to = i ? high : least(high, TILE);
             if (block.half[i].bits && from < to) wild |= v.wild(block.first + from, to - from);
         }
-        for (int i = 0; i < n; ++i) {
-            const Piece &p = pieces[i];
-            if (wild) mix_wild(block, bits, p, lanes, v, into);
-            else  // 32 keys for all dims, so that lines are read nearly in order
-                for (int j = p.low; j < p.high; j += 32)
-                    mix_rows(block.first, {j, j + 32 < p.high ? j + 32 : p.high, 0, 0}, lanes.count, v, into);
-        }
-    }
-
-    // Products of rows r to r + R with 16 keys from `token` on, to column j of the scores.
-    template <int R>
-    REGARD_INLINE void score(const Tokens<K> &k, int64_t token, int r, int j) {
-        const int64_t last = c.keys - 1;
-        const char *q = reinterpret_cast<const char *>(queries + r * units);
-        const int64_t next = units * int64_t(sizeof(Unit)), rows = AHEAD / (c.qk_dim * int64_t(sizeof(S)) + 1) + 1;
-        for (int g = 0; g < 16; g += W) {
-            const S *row[W];
-            for (int lane = 0; lane < W; ++lane) row[lane] = k.at(token + g + lane < last ? token + g + lane : last);
-            const int64_t bytes = c.qk_dim * int64_t(sizeof(S));
-            Ahead ahead{reinterpret_cast<const char *>(k.at(token + g + rows)), k.stride * int64_t(sizeof(S)), bytes};
-            const int64_t lines =
-                r == 0 && token + g + W + rows < last ? (W * ((bytes + 63) / 64) * W + units - 1) / units : 0;
-            V sum[R];
-#pragma GCC unroll 8
-            for (int i = 0; i < R; ++i) sum[i] = V{};
-            int64_t u = 0;
-            for (; u + W <= whole_units(); u += W) {
-                typename Vec<Unit>::type block[W];
-#pragma GCC unroll 16
-                for (int lane = 0; lane < W; ++lane) {
-                    block[lane] = load_units(stored(row[lane]) + u);
-                }
-                ahead.ask(lines);
-                transpose<Unit>(block);
-#pragma GCC unroll 16
-                for (int i = 0; i < W; ++i)
-#pragma GCC unroll 8
-                    for (int s = 0; s < R; ++s)
-                        sum[s] = P::madd(block[i], P::repeat(q + s * next + (u + i) * int64_t(sizeof(Unit))), sum[s]);
-            }
-            for (; u < units; ++u) {
-                typename Vec<Unit>::type one{};
-                for (int lane = 0; lane < W; ++lane) one[lane] = single_unit(row[lane], u);
-                for (int s = 0; s < R; ++s)
-                    sum[s] = P::madd(one, P::repeat(q + s * next + u * int64_t(sizeof(Unit))), sum[s]);
-            }
-#pragma GCC unroll 8
-            for (int s = 0; s < R; ++s) store(scores + (r + s) * BLOCK + j + g, sum[s]);
-        }
-    }
-
-    int64_t whole_units() const { return c.qk_dim / P::pair; }
-    static REGARD_INLINE auto stored(const S *row) {
-        if constexpr (K::pairs) return reinterpret_cast<const Unit *>(row);
-        else return row;
-    }
-    REGARD_INLINE Unit single_unit(const S *row, int64_t u) const {
-        if constexpr (K::pairs)
-            return uint32_t(row[2 * u].bits) | (2 * u + 1 < c.qk_dim ? uint32_t(row[2 * u + 1].bits) << 16 : 0u);
-        else return widen(row[u]);
+        for (int i = 0; wild && i < todo.count; ++i) mix_wild(block, todo.bits, todo.pieces[i], lanes, v, into);
+        return wild;
     }
 
     // Row r: scores whole, the maximum, weights and their sum.
@@ -201,8 +193,7 @@ struct Decode {
         if ((found - now) * factor > T(8)) rescale(r, found, now, into);
         const V shift = broadcast(now == NEVER ? T(0) : now);
         T total = into.total[r];
-        for (int i = 0; i < n; ++i)
-            for (int j = pieces[i].low; j < pieces[i].high; j += 16) total += sixteen(lanes, block.first, r, j, shift);
+        for (int i = 0; i < n; ++i) total = add_weights(lanes, block.first, r, pieces[i], shift, total);
         into.total[r] = total;
     }
 
@@ -240,26 +231,43 @@ struct Decode {
         for (int64_t d = 0; d < width; d += W) store(into.out + r * width + d, load(into.out + r * width + d) * alpha);
     }
 
-    // Weights of 16 keys, and their sum as a tree of neighbours.
-    REGARD_INLINE T sixteen(const Lanes &lanes, int64_t first, int r, int j, V shift) {
-        T *s = scores + r * BLOCK + j;
-        const bool drops = c.dropout > 0;
-        alignas(64) T sum[16];
-        for (int g = 0; g < 16; g += W) {
-            V x = load(s + g);
-            const int left = int(c.keys - first) - j - g;  // keys that there are
-            if (left < W) x = select(left > 0 ? (uint64_t(1) << left) - 1 : 0, x, broadcast(NEVER));
-            x = exp2<P::precision>((x - shift) * factor);
-            store(sum + g, x);
-            if constexpr (K::pairs) store_narrow(reinterpret_cast<bf16 *>(weights) + r * BLOCK + j + g, x);
-            else store(s + g, x);
-        }
-        if (drops) drop(lanes, first, r, j);
-#pragma GCC unroll 4
-        for (int n = 16; n > 1; n /= 2)
+    // Weights of a piece. To the total their sums are added, those of 16 keys as a tree of neighbours.
+    REGARD_INLINE T add_weights(const Lanes &lanes, int64_t first, int r, const Piece &p, V shift, T total) {
+        constexpr int of_block = int(BLOCK) / W;
+        V tree[of_block];
+        int count = 0;
+        for (int j = p.low; j < p.high; j += 16)
 #pragma GCC unroll 8
-            for (int i = 0; i < n / 2; ++i) sum[i] = sum[2 * i] + sum[2 * i + 1];
-        return sum[0];
+            for (int g = 0; g < 16; g += W) tree[count++] = weights_at(first, r, j + g, shift);
+        if (c.dropout > 0)
+            for (int j = p.low; j < p.high; j += 16) drop(lanes, first, r, j);
+        const int groups = count * W / 16;
+        while (count < of_block) tree[count++] = V{};
+        add_neighbours<of_block, 16>(tree);
+        for (int i = 0; i < groups; ++i) total += tree[i / W][i % W];
+        return total;
+    }
+
+    // Makes one number of `each` that stand side by side in n vectors.
+    template <int n, int each>
+    static REGARD_INLINE void add_neighbours(V *x) {
+        if constexpr (each > 1) {
+#pragma GCC unroll 32
+            for (int i = 0; i < n; i += 2) x[i / 2] = neighbours<T>(x[i], x[i + 1 < n ? i + 1 : i]);
+            add_neighbours<(n + 1) / 2, each / 2>(x);
+        }
+    }
+
+    // Of W keys.
+    REGARD_INLINE V weights_at(int64_t first, int r, int j, V shift) {
+        T *s = scores + r * BLOCK + j;
+        V x = load(s);
+        const int left = int(c.keys - first) - j;  // keys that there are
+        if (left < W) x = select(left > 0 ? (uint64_t(1) << left) - 1 : 0, x, broadcast(NEVER));
+        x = exp2<P::precision>((x - shift) * factor);
+        if constexpr (K::pairs) store_narrow(reinterpret_cast<bf16 *>(weights) + r * BLOCK + j, x);
+        else store(s, x);
+        return x;
     }
 
     void drop(const Lanes &lanes, int64_t first, int r, int j) {
@@ -276,79 +284,6 @@ struct Decode {
                 T *w = scores + r * BLOCK + i;
                 *w = gone ? T(0) : *w * rest;
             }
-        }
-    }
-
-    void mix_rows(int64_t first, const Piece &p, int rows, const Tokens<K> &v, const Part &into) {
-        int r = 0;
-        for (; r + 8 <= rows; r += 8) mix<8, 2>(first, p, r, v, into);
-        if (r + 4 <= rows) mix<4, 4>(first, p, r, v, into), r += 4;
-        if (r + 2 <= rows) mix<2, 8>(first, p, r, v, into), r += 2;
-        if (r < rows) mix<1, 8>(first, p, r, v, into);
-    }
-
-    // Rows r to r + R: out += weights x values, N vectors of dims at a time.
-    template <int R, int N>
-    REGARD_INLINE void mix(int64_t first, const Piece &p, int r, const Tokens<K> &v, const Part &into) {
-        int64_t d = 0;
-        for (; d + N * W <= c.v_dim; d += N * W) mix_dims<R, N, false>(first, p, r, d, v, into);
-        for (; d < c.v_dim; d += W) {
-            if (d + W <= c.v_dim) mix_dims<R, 1, false>(first, p, r, d, v, into);
-            else mix_dims<R, 1, true>(first, p, r, d, v, into);
-        }
-    }
-
-    template <int R, int N, bool tail>
-    REGARD_INLINE void mix_dims(int64_t first, const Piece &p, int r, int64_t d, const Tokens<K> &v, const Part &into) {
-        T *out = into.out + r * width + d;
-        const int64_t rows = AHEAD / (c.v_dim * int64_t(sizeof(S)) + 1) + 1, last = c.keys - 1;
-        V sum[R][N];
-#pragma GCC unroll 8
-        for (int i = 0; i < R; ++i)
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) sum[i][n] = load(out + i * width + n * W);
-        for (int j = p.low; j < p.high; j += P::pair) {
-            const int64_t token = first + j;
-            const S *row = v.at(token), *odd = P::pair == 2 && j + 1 < p.high ? v.at(token + 1) : nullptr;
-            const int64_t ahead = token + rows < last ? rows * c.v.token : 0;
-            typename P::Vector value[N];
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) {
-                if (r == 0) __builtin_prefetch(row + ahead + d + n * W);
-                if (r == 0 && odd) __builtin_prefetch(odd + ahead + d + n * W);
-                value[n] = values<tail>(row, odd, d + n * W);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < R; ++i) {
-                const typename P::Vector w =
-                    P::repeat(reinterpret_cast<const char *>(weights + (r + i) * (BLOCK / P::pair) + j / P::pair));
-#pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) sum[i][n] = P::madd(value[n], w, sum[i][n]);
-            }
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < R; ++i)
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) store(out + i * width + n * W, sum[i][n]);
-    }
-
-    // A vector of values from dim d on: of one token, or of two side by side.
-    template <bool tail>
-    REGARD_INLINE typename P::Vector values(const S *row, [[maybe_unused]] const S *odd, int64_t d) const {
-        if constexpr (K::pairs) {
-#if defined(REGARD_PAIRS)
-            const __mmask16 real = tail ? __mmask16((1u << (c.v_dim - d)) - 1) : __mmask16(0xffff);
-            const __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, row + d));
-            if (!odd) return (U)even;
-            return (U)_mm512_or_si512(
-                even, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, odd + d)), 16));
-#endif
-        } else if constexpr (tail) {
-            V x{};
-            for (int64_t i = d; i < c.v_dim; ++i) x[i - d] = widen(row[i]);
-            return x;
-        } else {
-            return load_wide(row + d);
         }
     }
 

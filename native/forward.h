@@ -58,7 +58,8 @@ struct Forward {
     T *scores;       // [128][64]; the weights in pairs in the same place
     T *added;        // [128][64]: biases
     char *keys, *values;
-    const char *paired;  // all values in pairs, made beforehand, or null
+    char *key_rows, *value_rows;  // of a block, where they come in parts
+    const char *paired;           // all values in pairs, made beforehand, or null
     Sums<T> whole, span;
 
     static int64_t bytes(const regard_call &c) {
@@ -66,7 +67,8 @@ struct Forward {
         const bool biased = c.bias || c.distance;
         return Tokens<K>::units(c.qk_dim) * LANES * int64_t(sizeof(Unit)) +
                (1 + biased) * BLOCK * LANES * int64_t(sizeof(T)) + Tokens<K>::across_bytes(c.qk_dim, BLOCK) +
-               Tokens<K>::down_bytes(c.v_dim, BLOCK) + 2 * out;
+               Tokens<K>::down_bytes(c.v_dim, BLOCK) + Source<K>::bytes(c.qk_dim, keys_of(c) ? BLOCK : 0) +
+               Source<K>::bytes(c.v_dim, values_of(c) ? BLOCK : 0) + 2 * out;
     }
 
     Forward(const regard_call &call, const char *pairs, char *scratch)
@@ -81,6 +83,8 @@ struct Forward {
         added = c.bias || c.distance ? reinterpret_cast<T *>(take(BLOCK * LANES * int64_t(sizeof(T)))) : nullptr;
         keys = take(Tokens<K>::across_bytes(c.qk_dim, BLOCK));
         values = take(Tokens<K>::down_bytes(c.v_dim, BLOCK));
+        key_rows = take(Source<K>::bytes(c.qk_dim, keys_of(c) ? BLOCK : 0));
+        value_rows = take(Source<K>::bytes(c.v_dim, values_of(c) ? BLOCK : 0));
         Sums<T> *const both[] = {&whole, &span};
         for (Sums<T> *sums : both) {
             sums->out = reinterpret_cast<T *>(take(up(c.v_dim * LANES * int64_t(sizeof(T)), 64)));
@@ -151,7 +155,7 @@ struct Forward {
     // The sums of the span that ends at `until`; false if it lists no key.
     bool sum(Walk &walk, const Lanes &lanes, int64_t until) {
         const int64_t kv = lanes.head / (c.heads / c.kv_heads);
-        const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim), v(c.v, lanes.batch, kv, c.v_dim);
+        const Source<K> k(keys_of(c), c.k, lanes.batch, kv, c.qk_dim), v(values_of(c), c.v, lanes.batch, kv, c.v_dim);
         bool fresh = true;
         Block block;
         while (walk.next(until, block)) fresh &= !step(block, lanes, k, v, vectors(lanes), fresh);
@@ -196,7 +200,7 @@ struct Forward {
     }
 
     // One block of keys. `fresh`: the first of a span, whose sums hold nothing yet.
-    bool step(const Block &block, const Lanes &lanes, const Tokens<K> &k, const Tokens<K> &v, int vectors, bool fresh) {
+    bool step(const Block &block, const Lanes &lanes, const Source<K> &k, const Source<K> &v, int vectors, bool fresh) {
         const int tokens = int(c.keys - block.first < BLOCK ? c.keys - block.first : BLOCK);
         Bits128 bits;
         lane_bits(block, lanes, bits);
@@ -206,13 +210,11 @@ struct Forward {
         alignas(64) T top[LANES], shift[LANES];
         for (int u = 0; u < vectors; ++u) store(top + u * W, broadcast(T(NEVER)));
         const int low = pieces[0].low, high = pieces[n - 1].high;
-        const Rows rows = k.across(block.first + low, high - low, keys);
+        const Rows rows = k.some(block.first + low, high - low, key_rows).across(block.first + low, high - low, keys);
         const Adds<T> adds = whole_scores(block, lanes, tokens);
-        const int64_t item = sizeof(S), last = c.keys - 1, next = block.first + BLOCK;
+        const int64_t last = c.keys - 1, next = block.first + BLOCK;
         // while scores are computed, this block's values and the next one's keys
-        Ahead ahead[2] = {{reinterpret_cast<const char *>(v.at(block.first + low)), v.stride * item, c.v_dim * item},
-                          {reinterpret_cast<const char *>(k.at(next < last ? next : last)),
-                           next + BLOCK <= last ? k.stride * item : 0, c.qk_dim * item}};
+        Ahead ahead[2] = {v.ahead(block.first + low), k.ahead(next < last ? next : last, next + BLOCK <= last)};
         for (int i = 0; i < n; ++i)
             each_half(pieces[i], [&](const Piece &p, int half) {
                 const uint64_t *hidden = block.half[half].bits ? bits.of : nullptr;
@@ -227,7 +229,7 @@ struct Forward {
         raise(top, shift, vectors);
         for (int i = 0; i < n; ++i) weigh(pieces[i], shift);
         if (c.dropout > 0) drop(block, lanes, pieces, n);
-        mix(block, bits, pieces, n, v, tokens, covers);
+        mix(block, bits, pieces, n, v, covers);
         return true;
     }
 
@@ -408,15 +410,16 @@ struct Forward {
         }
     }
 
-    void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Tokens<K> &v, int tokens,
-             bool fresh) {
+    void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Source<K> &source, bool fresh) {
         const int low = pieces[0].low, high = pieces[n - 1].high;
+        const bool partial = block.half[0].bits || block.half[1].bits;
+        const Tokens<K> v = paired && !partial ? Tokens<K>() : source.some(block.first + low, high - low, value_rows);
         const Rows rows = paired ? Rows{paired + (block.first + low) / 2 * c.v_dim * 4, c.v_dim * 4}
                                  : v.down(block.first + low, high - low, values);
         const Unit *weights = reinterpret_cast<const Unit *>(scores);
         bool wild[2];
         for (int i = 0; i < 2; ++i) {
-            const int from = i * int(TILE), to = tokens < from + TILE ? tokens : from + int(TILE);
+            const int from = i ? most(low, TILE) : low, to = i ? high : least(high, TILE);
             wild[i] = block.half[i].bits && from < to && v.wild(block.first + from, to - from);
         }
         for (int i = 0; i < n; ++i) {

@@ -74,9 +74,8 @@ struct ForwardPass {
     }
 
     regard_status run(int half, int64_t unit, char *shared, char *scratch) const {
-        if (cut.spans > 1)
-            return half ? merge(unit, shared, scratch) : span(unit / cut.spans, unit % cut.spans, shared, scratch);
-        return half ? whole(unit, shared, scratch) : pair(unit, shared);
+        if (cut.spans > 1) return half ? merge(unit, shared, scratch) : span(unit, shared, scratch);
+        return half ? whole(unit, shared, scratch) : pair(unit, shared, scratch);
     }
 
     // The rows of a unit against all keys.
@@ -97,19 +96,31 @@ struct ForwardPass {
     }
 
     // The values of a span of one key head, in pairs.
-    regard_status pair(int64_t unit, char *shared) const {
+    regard_status pair(int64_t unit, char *shared, char *scratch) const {
         const int64_t spans = (c.keys + SPAN - 1) / SPAN, first = unit % spans * SPAN, kv = unit / spans;
         const int64_t count = c.keys - first < SPAN ? c.keys - first : SPAN;
-        const Tokens<K> v(c.v, kv / c.kv_heads, kv % c.kv_heads, c.v_dim);
-        v.down(first, count, shared + kv * pairs_of_head() + first / 2 * c.v_dim * 4);
+        const Source<K> v(values_of(c), c.v, kv / c.kv_heads, kv % c.kv_heads, c.v_dim);
+        char *const pairs_of_span = shared + kv * pairs_of_head() + first / 2 * c.v_dim * 4;
+        for (int64_t at = 0; at < count; at += BLOCK) {
+            const int64_t some = least(BLOCK, count - at);
+            v.some(first + at, some, scratch).down(first + at, some, pairs_of_span + at / 2 * c.v_dim * 4);
+        }
         return REGARD_DONE;
     }
 
-    // The rows of a unit against a span of keys.
-    regard_status span(int64_t unit, int64_t number, char *shared, char *scratch) const {
-        const Lanes lanes = cut.lanes(unit);
-        char *part = shared + (unit * cut.spans + number) * part_bytes();
-        if (cut.rows) return Decode<K>(c, scratch).run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part));
+    // Rows against a span of keys: units are the spans of one key head after another.
+    regard_status span(int64_t unit, char *shared, char *scratch) const {
+        const Lanes lanes = cut.lanes(unit / cut.spans);
+        const int64_t number = unit % cut.spans;
+        char *part = shared + unit * part_bytes();
+        if (cut.rows) {
+            const int64_t after = unit + c.threads;  // probably this thread's
+            const bool more = after < cut.units * cut.spans;
+            const Lanes next = cut.lanes(more ? after / cut.spans : 0);
+            return Decode<K>(c, scratch)
+                .run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part), more ? &next : nullptr,
+                     after % cut.spans);
+        }
         return Forward<K>(c, nullptr, scratch).run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part));
     }
 

@@ -8,7 +8,7 @@
 
 #include "dropout.h"
 #include "kernels.h"
-#include "simd.h"
+#include "parts.h"
 
 namespace regard {
 namespace {
@@ -55,6 +55,26 @@ int64_t place(const regard_tensor &t, int64_t b, int64_t h, int64_t token) {
     return b * t.batch + h * t.head + token * t.token;
 }
 
+// As a tensor of the call's type would hold it.
+double rounded(int64_t dtype, double x) {
+    double kept = 0;
+    put(&kept, dtype, 0, x);
+    return get(&kept, dtype, 0);
+}
+
+// Number d of a key or value: of the tensor, or of the parts.
+double number(const regard_call &c, const regard_tensor &t, const Parts &parts, int64_t b, int64_t h, int64_t token,
+              int64_t d) {
+    if (!parts) return get(t.data, c.dtype, place(t, b, h, token) + d);
+    Run run;
+    Runs(parts, b, token, token + 1).next(run);
+    if (!run.part) return 0;
+    const regard_part &p = *run.part;
+    if (p.form > REGARD_F16) return rounded(c.dtype, coded_number(p, run.page, h, run.slot, d));
+    const int64_t at = run.page * p.data_page + h * p.data_head + run.slot * p.data_step + d;
+    return rounded(c.dtype, get(p.data, p.form, at));
+}
+
 // visit(key) for every key that row i sees, ascending. Keys `keys` and beyond are never visited.
 template <typename Visit>
 void each_kept(const regard_call &c, int64_t b, int64_t h, int64_t i, Visit visit) {
@@ -79,9 +99,9 @@ struct Score {
 };
 
 Score score(const regard_call &c, int64_t b, int64_t h, int64_t i, int64_t j) {
-    const int64_t q = place(c.q, b, h, i), k = place(c.k, b, h / (c.heads / c.kv_heads), j);
+    const int64_t q = place(c.q, b, h, i), kv = h / (c.heads / c.kv_heads);
     double s = 0;
-    for (int64_t d = 0; d < c.qk_dim; ++d) s += get(c.q.data, c.dtype, q + d) * get(c.k.data, c.dtype, k + d);
+    for (int64_t d = 0; d < c.qk_dim; ++d) s += get(c.q.data, c.dtype, q + d) * number(c, c.k, keys_of(c), b, kv, j, d);
     s *= c.scale;
     double slope = 1;
     if (c.softcap > 0) {
@@ -120,8 +140,8 @@ void attend_row(const regard_call &c, int64_t b, int64_t h, int64_t i, double *o
         const double weight = std::exp(s - top), left = share(c, b, h, i, j);
         total += weight;
         if (left == 0) return;
-        const int64_t v = place(c.v, b, h / (c.heads / c.kv_heads), j);
-        for (int64_t d = 0; d < c.v_dim; ++d) out[d] += weight * left * get(c.v.data, c.dtype, v + d);
+        const int64_t kv = h / (c.heads / c.kv_heads);
+        for (int64_t d = 0; d < c.v_dim; ++d) out[d] += weight * left * number(c, c.v, values_of(c), b, kv, j, d);
     });
     put(c.lse, wide(c), (b * c.heads + h) * c.queries + i, sees ? top + std::log(total) : NEVER);
     if (sees && c.sink) total += std::exp(get(c.sink, wide(c), h) - top);

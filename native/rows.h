@@ -1,7 +1,7 @@
 // Rows of memory (keys, values; queries in the backward pass) as the inner loops want them.
 #pragma once
 
-#include "abi.h"
+#include "parts.h"
 #include "tile.h"
 #include "walk.h"
 
@@ -19,6 +19,10 @@ struct Kind {
     static constexpr int W = Vec<Wide>::lanes;
     static constexpr bool pairs = P::pair == 2;
     static constexpr bool in_place = sizeof(S) == sizeof(Wide);  // no conversion, no pairing
+    static constexpr int64_t form = is_same<S, double>  ? REGARD_F64
+                                    : is_same<S, float> ? REGARD_F32
+                                    : is_same<S, bf16>  ? REGARD_BF16
+                                                        : REGARD_F16;
 };
 
 constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -29,34 +33,49 @@ struct Rows {
     int64_t stride;
 };
 
+#if defined(REGARD_PAIRS)
+// 32 numbers of two rows of bf16 side by side, as pairs.
+REGARD_INLINE void pair_words(__m512i even, __m512i odd, U &first, U &second) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    first = (U)_mm512_permutex2var_epi16(even, low, odd);
+    second = (U)_mm512_permutex2var_epi16(even, high, odd);
+}
+REGARD_INLINE void pair_dims(const bf16 *even, const bf16 *odd, U &first, U &second) {
+    pair_words(_mm512_loadu_si512(even), _mm512_loadu_si512(odd), first, second);
+}
+#endif
+
 // Two rows of bf16 side by side, as pairs; a null `odd` is 0.
 REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uint32_t *out) {
     int64_t i = 0;
 #if defined(REGARD_PAIRS)
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (; i + 32 <= dim; i += 32) {
-        const __m512i a = _mm512_loadu_si512(even + i), b = odd ? _mm512_loadu_si512(odd + i) : __m512i{};
-        _mm512_storeu_si512(out + i, _mm512_permutex2var_epi16(a, low, b));
-        _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi16(a, high, b));
+        U first, second;
+        pair_words(_mm512_loadu_si512(even + i), odd ? _mm512_loadu_si512(odd + i) : __m512i{}, first, second);
+        store(out + i, first);
+        store(out + i + 16, second);
     }
 #endif
     for (; i < dim; ++i) out[i] = uint32_t(even[i].bits) | (odd ? uint32_t(odd[i].bits) << 16 : 0u);
 }
 
-// The tokens of one head of one batch row. Where they lie is asked here and nowhere else: pages and codecs come in
-// here.
+// The tokens of one head of one batch row, from token `begin` on, that lie with equal strides.
 template <typename K>
 struct Tokens {
     const typename K::Stored *data;
     int64_t stride;  // elements
     int64_t dim;
+    int64_t begin = 0;
 
+    Tokens() = default;
     Tokens(const regard_tensor &t, int64_t b, int64_t h, int64_t d)
         : data(static_cast<const typename K::Stored *>(t.data) + b * t.batch + h * t.head), stride(t.token), dim(d) {}
+    Tokens(const typename K::Stored *rows, int64_t step, int64_t d, int64_t first)
+        : data(rows), stride(step), dim(d), begin(first) {}
 
-    const typename K::Stored *at(int64_t token) const { return data + token * stride; }
+    const typename K::Stored *at(int64_t token) const { return data + (token - begin) * stride; }
 
     static int64_t units(int64_t dim) { return (dim + K::Product::pair - 1) / K::Product::pair; }
     // What `across` may need: wide rows, or pairs with a zero beside the last of an odd dim.

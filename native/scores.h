@@ -2,7 +2,7 @@
 #pragma once
 
 #include "dropout.h"
-#include "rows.h"
+#include "source.h"
 
 namespace regard {
 namespace REGARD_ISA {

@@ -42,6 +42,11 @@ struct f16 {
     uint16_t bits;
 };
 
+template <typename A, typename B>
+constexpr bool is_same = false;
+template <typename A>
+constexpr bool is_same<A, A> = true;
+
 template <typename T>
 struct Vec {
     static constexpr int lanes = VECTOR_BYTES / int(sizeof(T));
@@ -273,6 +278,22 @@ REGARD_INLINE void store_narrow(f16 *p, F v) {
 #endif
 }
 
+// A float as S holds it.
+template <typename S>
+REGARD_INLINE F as_stored(F x) {
+    if constexpr (is_same<S, bf16>) {
+        const U bits = U(x), even = (bits >> 16) & 1;
+        const U near = (bits + 0x7fff + even) & 0xffff0000u, nan = (bits & 0xffff0000u) | 0x400000u;
+        return x == x ? F(near) : F(nan);
+    } else if constexpr (is_same<S, f16>) {
+        f16 narrower[Vec<float>::lanes];
+        store_narrow(narrower, x);
+        return load_wide(narrower);
+    } else {
+        return x;
+    }
+}
+
 // ---- pairs of bf16 -------------------------------------------------------------------------------------------------
 
 #if defined(REGARD_PAIRS)
@@ -291,10 +312,43 @@ REGARD_INLINE U broadcast_pair(uint32_t x) { return (U)_mm512_set1_epi32(int(x))
 
 // ---- shuffles ------------------------------------------------------------------------------------------------------
 
+#if defined(__AVX512F__)
+// 16 x 16 by shuffles that need no table: a fifth less time than by those of `transpose`.
+REGARD_INLINE void transpose_16(__m512i *x) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {  // in each quarter: numbers of two rows
+        a[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)  // of four
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; ++n) {
+            b[i + 2 * n] = _mm512_unpacklo_epi64(a[i + n], a[i + n + 2]);
+            b[i + 2 * n + 1] = _mm512_unpackhi_epi64(a[i + n], a[i + n + 2]);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {  // quarters of 16 rows together
+        const __m512i even[2] = {_mm512_shuffle_i32x4(b[i], b[i + 4], 0x88),
+                                 _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88)};
+        const __m512i odd[2] = {_mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd),
+                                _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd)};
+        x[i] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+        x[i + 4] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        x[i + 12] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    }
+}
+#endif
+
 // In place: `block[i]` holds row i; afterwards lane i of `block[j]` is what lane j of `block[i]` was. T has 4 or 8
 // bytes.
 template <typename T>
 REGARD_INLINE void transpose(typename Vec<T>::type (&block)[Vec<T>::lanes]) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) return transpose_16(reinterpret_cast<__m512i *>(block));
+#endif
     constexpr int n = Vec<T>::lanes;
     using V = typename Vec<T>::type;
     using M = IntVec<T>;
@@ -325,6 +379,27 @@ REGARD_INLINE void transpose(typename Vec<T>::type (&block)[Vec<T>::lanes]) {
 #endif
         }
     }
+}
+
+// Sums of neighbours: a0 + a1, a2 + a3, ..., then those of b.
+template <typename T>
+REGARD_INLINE typename Vec<T>::type neighbours(typename Vec<T>::type a, typename Vec<T>::type b) {
+    constexpr int n = Vec<T>::lanes;
+    using V = typename Vec<T>::type;
+#if defined(__clang__)
+    V even, odd;
+    for (int i = 0; i < n; ++i) {
+        even[i] = i < n / 2 ? a[2 * i] : b[2 * i - n];
+        odd[i] = i < n / 2 ? a[2 * i + 1] : b[2 * i + 1 - n];
+    }
+    return even + odd;
+#else
+    IntVec<T> even{}, odd{};
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
+    const V first = __builtin_shuffle(a, b, even), second = __builtin_shuffle(a, b, odd);
+    return first + second;
+#endif
 }
 
 }  // namespace REGARD_ISA

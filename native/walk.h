@@ -13,6 +13,9 @@ namespace REGARD_ISA {
 
 constexpr int64_t TILE = 64, BLOCK = 128, SPAN = 1024;
 
+constexpr int least(int64_t a, int64_t b) { return int(a < b ? a : b); }
+constexpr int most(int64_t a, int64_t b) { return int(a > b ? a : b); }
+
 // The half of a block that a tile fills: not listed, all kept (bits null), or the bits of the lanes for each token.
 struct Half {
     bool listed;

@@ -27,8 +27,11 @@ from regard.errors import ProblemError, RefusalError, RegardError
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """regard_dtype of native/abi.h."""
 
+FORMS = {"int8": 4, "int4": 5, "fp8": 6}
+"""regard_form of native/abi.h: how a part is written that is not plain."""
+
 LIBRARY = "libregard.so"
-ABI = 2  # REGARD_ABI_VERSION of native/abi.h
+ABI = 3  # REGARD_ABI_VERSION of native/abi.h
 
 
 def _tensor(name: str) -> tuple[str, ...]:
@@ -51,6 +54,7 @@ CALL = (
         *_tensor("k"),
         *_tensor("v"),
         *_tensor("out"),
+        *("k_parts", "v_parts", "k_count", "v_count"),
         "lse",
         "sink",
     ),
@@ -64,6 +68,13 @@ GRADIENT = (
     *(f"bias_sizes.{axis}" for axis in range(4)),
 )
 """The fields of regard_gradient, which begins with a regard_call."""
+
+PART = (
+    *("form", "end", "ends", "skip", "page", "pages", "table", "table_pages", "table_row"),
+    *("data", "data_page", "data_head", "data_step", "tiled", "per_token", "group"),
+    *("scale", "low", "scale_page", "scale_head", "scale_step"),
+)
+"""The fields of regard_part."""
 
 NUMBERS = ("scale", "softcap", "dropout", "seconds")
 """The fields that are doubles; all others are integers and addresses."""

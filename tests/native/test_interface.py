@@ -26,8 +26,11 @@ def fields(name: str) -> list[str]:
     found: list[str] = []
     for declaration in body.group(1).split(";"):
         kind, _, names = declaration.replace("const ", "").strip().partition(" ")
-        for one in filter(None, (n.strip(" *\n") for n in names.split(","))):
+        for one in filter(None, (n.strip(" \n") for n in names.split(","))):
             array = re.fullmatch(r"(\w+)\[(\d+)\]", one)
+            if one.startswith("*"):
+                found.append(one.strip(" *\n"))
+                continue
             inner = fields(kind) if kind.startswith("regard_") and f"struct {kind} " in text else []
             if array:
                 found += [f"{array.group(1)}.{i}" for i in range(int(array.group(2)))]
@@ -46,6 +49,7 @@ def doubles(name: str) -> set[str]:
 def test_python_and_the_header_name_the_same_fields():
     assert list(native.CALL) == fields("regard_call")
     assert list(native.GRADIENT) == fields("regard_gradient")
+    assert list(native.PART) == fields("regard_part")
     assert set(native.NUMBERS) == doubles("regard_call") | doubles("regard_gradient")
 
 
@@ -84,6 +88,12 @@ class Struct:
         for field in ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"):
             self.arrays.append(np.array(getattr(tiles, field), dtype=np.int64))
             self.field[f"{name}.{field}"] = self.arrays[-1].ctypes.data
+
+    def in_parts(self, k: list[dict[str, int]], v: list[dict[str, int]]) -> None:
+        """Keys and values from parts with these fields."""
+        for name, parts in (("k", k), ("v", v)):
+            self.arrays.append(np.array([[p.get(f, 0) for f in native.PART] for p in parts], dtype=np.int64))
+            self.field |= {f"{name}_parts": self.arrays[-1].ctypes.data, f"{name}_count": len(parts)}
 
     def array(self, name: str, values: list[int]) -> int:
         self.arrays.append(np.array(values, dtype=np.int64))
@@ -230,6 +240,107 @@ def test_a_call_whose_time_is_up_is_finished_by_calling_again(isa: int):
     assert torch.equal(parted.out, whole.out)
     for name in ("dq", "dk", "dv", "delta", "lse"):
         assert torch.equal(getattr(parted, name), getattr(whole, name))
+
+
+class InParts:
+    """The call of `Struct` on codes: int4 keys and int8 values in pages of 32, 6 of which there are."""
+
+    def __init__(self, isa: int = -1) -> None:
+        g = torch.Generator().manual_seed(1)
+        self.k, self.v = (
+            torch.randint(0, 256, sizes, generator=g).to(torch.uint8) for sizes in ((6, 2, 2, 8, 16), (6, 2, 32, 16))
+        )
+        self.scales = [torch.rand(sizes, generator=g).bfloat16() for sizes in ((6, 2, 2, 16), (6, 2, 32, 1))]
+        self.table, self.rows = torch.tensor([[5, 0, 1], [2, 3, 4]]), torch.zeros(6, 2, 32, 16)
+        self.made = Struct(isa=isa)
+        common = {"page": 32, "pages": 6, "table": self.table.data_ptr(), "table_pages": 3, "table_row": 3, "group": 16}
+        self.key, self.value = (
+            {
+                **common, "form": form, "end": 90, "data": t.data_ptr(), "scale": s.data_ptr(), "tiled": tiled,
+                **dict(zip(("data_page", "data_head", "data_step"), t.stride(), strict=False)),
+                **dict(zip(("scale_page", "scale_head", "scale_step"), s.stride(), strict=False)),
+            }
+            for form, t, s, tiled in ((5, self.k, self.scales[0], 1), (4, self.v, self.scales[1], 0))
+        )  # fmt: skip
+
+    def forward(self) -> int:
+        self.made.in_parts([self.key], [self.value])
+        return self.made.forward()
+
+    def array(self, values: list[int]) -> int:
+        return self.made.array("part", values)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_whole_struct_in_parts_is_computed(isa: int):
+    parts = InParts(isa)
+    assert parts.forward() == DONE
+    assert not parts.made.untouched
+    assert parts.made.backward() == SIZE
+
+
+BAD_PARTS: dict[str, tuple[dict[str, Any], int]] = {
+    "a form that is none": ({"form": 7}, SIZE),
+    "a form below all": ({"form": -1}, SIZE),
+    "an end beyond the keys": ({"end": 91}, SIZE),
+    "an end before the begin": ({"end": -1}, SIZE),
+    "slots beyond the pages": ({"skip": 7}, SIZE),
+    "fewer than no slots to skip": ({"skip": -1}, SIZE),
+    "slots without end": ({"skip": HUGE}, SIZE),
+    "no slots in a page": ({"page": 0}, SIZE),
+    "pages that are no tiles": ({"page": 31}, SIZE),
+    "fewer than no pages": ({"pages": -1}, SIZE),
+    "fewer pages than the table names": ({"pages": 5}, SIZE),
+    "a table that is too short": ({"table_pages": 2}, SIZE),
+    "rows of a table that overlap": ({"table_row": 2}, SIZE),
+    "a table that overflows": ({"table_row": HUGE}, SIZE),
+    "one page for all tokens": ({"table": 0}, SIZE),
+    "a stride that overflows": ({"data_page": HUGE}, SIZE),
+    "a stride below 0": ({"data_head": -1}, SIZE),
+    "strides of scales that overflow": ({"scale_page": HUGE}, SIZE),
+    "a stride of scales below 0": ({"scale_step": -1}, SIZE),
+    "a group of none": ({"group": 0}, SIZE),
+    "a group that is no tile": ({"group": 8}, SIZE),
+    "a group beyond the page": ({"group": 64}, SIZE),
+    "no data": ({"data": 0}, POINTER),
+    "no scales": ({"scale": 0}, POINTER),
+    "plain tiles": ({"form": 1}, SIZE),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARTS)
+def test_a_part_that_makes_no_sense_gives_its_status_and_touches_nothing(name: str):
+    changes, expected = BAD_PARTS[name]
+    for isa in ISAS:
+        parts = InParts(isa)
+        parts.key |= changes
+        assert parts.forward() == expected
+        assert parts.made.untouched
+
+
+@pytest.mark.parametrize("pages", [[5, 0, 6, 2, 3, 4], [5, 0, 1, 2, -1, 4]], ids=str)
+def test_a_table_that_names_no_page_is_noticed(pages: list[int]):
+    parts = InParts()
+    parts.value["table"] = parts.array(pages)
+    assert parts.forward() == SIZE
+    assert parts.made.untouched
+
+
+@pytest.mark.parametrize(("ends", "expected"), [([90, 31], DONE), ([90, 91], SIZE), ([-1, 90], SIZE)], ids=str)
+def test_ends_of_rows_are_looked_at(ends: list[int], expected: int):
+    parts = InParts()
+    parts.value["ends"] = parts.array(ends)
+    assert parts.forward() == expected
+
+
+def test_parts_that_end_before_they_begin_are_noticed():
+    parts = InParts()
+    parts.made.in_parts([{**parts.key, "end": 40}, {**parts.key, "end": 39}], [parts.value])
+    assert parts.made.forward() == SIZE
+    parts.made.field |= {"k_count": -1}
+    assert parts.made.forward() == SIZE
+    parts.made.field |= {"k_count": 2, "k_parts": 0}
+    assert parts.made.forward() == POINTER
 
 
 def test_what_the_library_does_not_take_is_an_error_that_says_so():

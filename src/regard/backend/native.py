@@ -21,10 +21,12 @@ from torch import Tensor
 
 from regard import native
 from regard.backend.contract import Ready
+from regard.backend.native_parts import Listed, listed
 from regard.describe.bias import TensorBias
+from regard.describe.storage import Stored
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
-from regard.plan.lower import Lowering, add_biases, gather, pack, prepare_score
+from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -38,7 +40,8 @@ KEPT_WORKSPACE = 1 << 20
 
 _AT = {name: number for number, name in enumerate(native.GRADIENT)}
 SEED, SINK, WORKSPACE, WORKSPACE_BYTES = (_AT[name] for name in ("seed", "sink", "workspace", "workspace_bytes"))
-TENSORS, DISTANCE = slice(_AT["q.data"], SINK), slice(_AT["distance"], _AT["bias"])
+TENSORS, DISTANCE = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["distance"], _AT["bias"])
+PARTS, LSE = slice(_AT["k_parts"], _AT["lse"]), _AT["lse"]
 BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), len(native.GRADIENT))
 """Where fields stand in the structs: those that differ from call to call."""
 
@@ -57,12 +60,7 @@ class Native:
 
     name: str = "native"
     tile: int = 64
-    lowerings: tuple[Lowering, ...] = (
-        gather,
-        prepare_score,
-        pack,
-        add_biases,
-    )  # NATIVE: (gather_where_needed, turn, ...) once parts are read
+    lowerings: tuple[Lowering, ...] = (gather_where_needed, turn, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
     isa: str | None = None
 
@@ -94,6 +92,7 @@ class _Inputs(NamedTuple):
     sink: Tensor | None  # wide [heads]
     distance: Tensor | None  # wide [heads, queries + keys - 1]
     bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1], of any type and strides
+    stored: tuple[Stored, Stored] | None = None  # keys and values; then k and v hold nothing
 
 
 class _Wanted(NamedTuple):
@@ -154,10 +153,11 @@ class _Ready:
             self._prepare(threads, inputs, out, lse)
         packed, needed = self._calls[threads]
         call = self.forward.opened(packed)
-        _write(call, inputs, out, lse, seed)
+        parts = _write(call, inputs, out, lse, seed)
         memory = _workspaces.take(needed)
         call[WORKSPACE] = memory.address
         self.forward(call)
+        del parts  # they were needed until now
         _workspaces.give(memory)
         return out, lse
 
@@ -165,8 +165,9 @@ class _Ready:
         """Keep the struct for so many threads. The workspace depends on no address, but only a whole struct is told."""
         fields = self.fields | {"threads": threads}
         whole = self.forward.opened(self.forward.packed(fields))
-        _write(whole, inputs, out, lse, 0)
+        parts = _write(whole, inputs, out, lse, 0)
         needed = self.forward.workspace(whole)
+        del parts
         self._calls[threads] = self.forward.packed(fields | {"workspace_bytes": needed}), needed
 
     def gradients(
@@ -176,7 +177,7 @@ class _Ready:
         i = inputs
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (i.q, i.k, i.v))
         if self.is_empty:
-            return _Inputs(dq.zero_(), dk.zero_(), dv.zero_(), *(_zeros(t) for t in inputs[3:]))
+            return _Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
         ddistance = _zeros(i.distance) if wanted.distance else None
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
         delta = torch.empty_like(self.lse)
@@ -195,13 +196,13 @@ class _Ready:
         return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
 
     def _differentiable(self, operands: Operands, state: State | None) -> State:
-        computed = _Attention.apply(self, state, self._seed(), *self._inputs(operands))
+        computed = _Attention.apply(self, state, self._seed(), *self._inputs(operands)[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
     def _inputs(self, o: Operands) -> _Inputs:
         if o.bias is None and o.sink is None:
-            return _Inputs(o.q, o.k, o.v, None, None, None)
-        return _Inputs(o.q, o.k, o.v, self._sink(o), self._distance(o), self._bias(o))
+            return _Inputs(o.q, o.k, o.v, None, None, None, o.stored)
+        return _Inputs(o.q, o.k, o.v, self._sink(o), self._distance(o), self._bias(o), o.stored)
 
     def _empty_out(self, q: Tensor) -> Tensor:
         """Token by token in memory if q lies so, else head by head."""
@@ -265,7 +266,7 @@ class _Gradient(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        return ready.gradients(_Inputs(*parts), wanted, State(out, lse), seed, dout, dlse)
+        return ready.gradients(_Inputs(*cast(Any, parts)), wanted, State(out, lse), seed, dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -286,8 +287,12 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(dim=(0, 2))
 
 
-def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> None:
-    """Write into an opened struct what differs from call to call, but for the workspace."""
+def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> "tuple[Listed, Listed] | None":
+    """Write into an opened struct what differs from call to call, but for the workspace.
+
+    Returns:
+        What must stay in memory until the struct was run.
+    """
     q, k, v = i.q, i.k, i.v
     (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _), (ob, oh, ot, _) = (
         q.stride(),
@@ -297,8 +302,8 @@ def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> None:
     )
     call[TENSORS] = (
         q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
-        lse.data_ptr(),
     )  # fmt: skip
+    call[LSE] = lse.data_ptr()
     if seed:
         call[SEED] = seed
     if i.sink is not None:
@@ -307,6 +312,11 @@ def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> None:
         call[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
     if i.bias is not None:
         call[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
+    if i.stored is None:
+        return None
+    parts = listed(i.stored[0]), listed(i.stored[1])
+    call[PARTS] = (parts[0].address, parts[1].address, parts[0].number, parts[1].number)
+    return parts
 
 
 def _listed(name: str, schedule: Schedule, patterns: np.ndarray) -> tuple[dict[str, float], list[np.ndarray]]:

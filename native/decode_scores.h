@@ -1,0 +1,265 @@
+// The scores of a few rows: products with the keys of a block, lanes are keys.
+//
+// A source gives W units (dims, or pairs of them) of W keys as vectors: rows of memory are transposed in registers (4
+// shuffles for each vector), tiles of codes hold them as they are. Then G sources meet R rows: G x R sums hide the
+// latency of a multiply-add, and a number of a query is read once for G vectors.
+#pragma once
+
+#include "scores.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+constexpr int FEW = 16;  // rows
+
+template <typename K>
+struct DecodeScores {
+    using T = typename K::Wide;
+    using V = typename K::V;
+    using P = typename K::Product;
+    using Unit = typename K::Unit;
+    using S = typename K::Stored;
+    static constexpr int W = K::W;
+    static constexpr int CHANNELS = W * P::pair;  // of W units
+
+    const int64_t dim, units;   // of a key
+    const Unit *const queries;  // [16][units]
+    T *const scores;            // [16][128]
+    char *const scratch;        // rows of a block, for those that no other way is known for
+
+    static int64_t bytes(int64_t dim) { return Source<K>::bytes(dim, BLOCK); }
+
+    // Scores of tokens from `first` on, in whole groups of 16, for which `listed` has a bit.
+    void make(const Source<K> &keys, const Stretch &stretch, int64_t first, uint32_t listed, int rows, Lines &lines) {
+        Found found;
+        find_rows(keys, stretch, first, listed, found);
+        for (int i = 0; i < stretch.count; ++i)  // behind the rows, whose lanes may lie over theirs
+            if (is_tiled(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
+        const int64_t passes = rows / 8 + (rows % 8 + 3) / 4, blocks = (units + W - 1) / W;
+        lines.share(passes * blocks * found.count);
+        int r = 0;
+        for (; r + 8 <= rows; r += 8) sets<8, 2>(found, r, lines);
+        if (r + 4 <= rows) sets<4, VECTORS>(found, r, lines), r += 4;
+        if (r + 2 <= rows) sets<2, VECTORS>(found, r, lines), r += 2;
+        if (r < rows) sets<1, VECTORS>(found, r, lines);
+    }
+
+  private:
+    // W keys: how their numbers are had, their column, and which lanes are theirs.
+    struct Keys;
+    using Fill = void (*)(const Keys &keys, int64_t dim, int64_t u, int count, Unit (*block)[W]);
+    struct Keys {
+        Fill fill;
+        int at, from, to;
+        const char *const *row;
+        const uint8_t *codes;
+        const bf16 *scale, *low;
+    };
+
+    struct Found {
+        int count = 0;
+        Keys keys[BLOCK + BLOCK / W];
+        const char *row[BLOCK];
+    };
+
+    static bool is_tiled(const Run &run) {
+        return sizeof(T) == 4 && run.part && run.part->form > REGARD_F16 && run.part->tiled;
+    }
+
+    // Plain numbers of a narrower type, which are widened as they are loaded.
+    static bool is_narrow(const Run &run) {
+        return is_same<S, float> && run.part && (run.part->form == REGARD_BF16 || run.part->form == REGARD_F16);
+    }
+
+    static int64_t form_of(const Stretch &stretch) {
+        int64_t form = -1;
+        for (int i = 0; i < stretch.count; ++i) {
+            const Run &run = stretch.run[i];
+            if (is_tiled(run)) continue;
+            if (!is_narrow(run) || (form >= 0 && form != run.part->form)) return K::form;
+            form = run.part->form;
+        }
+        return form < 0 ? int64_t(K::form) : form;
+    }
+
+    void find_rows(const Source<K> &keys, const Stretch &stretch, int64_t first, uint32_t listed, Found &found) const {
+        const int64_t form = form_of(stretch);
+        uint32_t some = 0;
+        int done = 0;  // rows below are known
+        for (int i = 0; i < stretch.count; ++i) {
+            const Run &run = stretch.run[i];
+            if (is_tiled(run)) continue;
+            const int low = int(run.first - first), high = low + int(run.count);
+            const char *at;
+            int64_t step;
+            if (run.part && run.part->form == form) {
+                at = keys.row(run, 0);
+                step = run.part->data_step * Source<K>::bytes_of(form);
+            } else {
+                S *rows = reinterpret_cast<S *>(scratch) + low * dim;
+                decode(run, keys.head, dim, rows);
+                at = reinterpret_cast<const char *>(rows), step = dim * int64_t(sizeof(S));
+            }
+            const int begin = low / 16 * 16, end = (high + 15) / 16 * 16;
+            for (int j = done > begin ? done : begin; j < low; ++j) found.row[j] = at;  // lanes that nobody looks at
+            for (int j = low; j < high; ++j) found.row[j] = at + (j - low) * step;
+            for (int j = high; j < end; ++j) found.row[j] = at;
+            done = high;
+            for (int j = begin; j < end; j += 16) some |= 1u << j / 16;
+        }
+        Fill fill = fill_rows<S>;
+        if constexpr (is_same<S, float>) {
+            if (form == REGARD_BF16) fill = fill_rows<bf16>;
+            if (form == REGARD_F16) fill = fill_rows<f16>;
+        }
+        for (int j = 0; j < BLOCK; j += W)
+            if (some & listed & 1u << j / 16)
+                found.keys[found.count++] = {fill, j, 0, W, found.row + j, nullptr, nullptr, nullptr};
+    }
+
+    void find_tiles(const Source<K> &keys, const Run &run, int64_t first, Found &found) const {
+        const regard_part &p = *run.part;
+        const int column = int(run.first - first);
+        const Fill fill = p.per_token ? tiles_by<true>(p.form) : tiles_by<false>(p.form);
+        for (int64_t slot = run.slot / W * W; slot < run.slot + run.count; slot += W) {
+            const int at = column + int(slot - run.slot);
+            found.keys[found.count++] = {fill,
+                                         at,
+                                         at < column ? column - at : 0,
+                                         least(W, column + run.count - at),
+                                         nullptr,
+                                         codes_of(p, run.page, keys.head, slot) + slot % TOKENS,
+                                         scales_of(p, p.scale, run.page, keys.head, slot),
+                                         scales_of(p, p.low, run.page, keys.head, slot)};
+        }
+    }
+
+    // ---- products --------------------------------------------------------------------------------------------------
+
+    template <int R, int G>
+    void sets(const Found &found, int r, Lines &lines) {
+        int i = 0;
+        for (; i + G <= found.count; i += G) set<R, G>(found.keys + i, r, lines);
+        for (; i < found.count; ++i) set<R, 1>(found.keys + i, r, lines);
+    }
+
+    template <int R, int G>
+    __attribute__((noinline)) void set(const Keys *keys, int r, Lines &lines) {
+        alignas(64) Unit block[G][W][W];
+        V sum[R][G];
+#pragma GCC unroll 8
+        for (int s = 0; s < R; ++s)
+#pragma GCC unroll 4
+            for (int g = 0; g < G; ++g) sum[s][g] = V{};
+        for (int64_t u = 0; u < units; u += W) {
+            const int count = least(W, units - u);
+            for (int g = 0; g < G; ++g) {
+                keys[g].fill(keys[g], dim, u, count, block[g]);
+                lines.ask();
+            }
+            const char *q = reinterpret_cast<const char *>(queries + r * units + u);
+            const int64_t next = units * int64_t(sizeof(Unit));
+            for (int n = 0; n < count; ++n, q += sizeof(Unit)) {
+                typename P::Vector x[G];
+#pragma GCC unroll 4
+                for (int g = 0; g < G; ++g) x[g] = load(block[g][n]);
+#pragma GCC unroll 8
+                for (int s = 0; s < R; ++s) {
+                    const typename P::Vector one = P::repeat(q + s * next);
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; ++g) sum[s][g] = P::madd(x[g], one, sum[s][g]);
+                }
+            }
+        }
+        for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+            for (int s = 0; s < R; ++s) put_lanes(scores + (r + s) * BLOCK, keys[g], sum[s][g]);
+    }
+
+    static REGARD_INLINE void put_lanes(T *row, const Keys &keys, V x) {
+        if (keys.from == 0 && keys.to == W) return store(row + keys.at, x);
+        for (int i = keys.from; i < keys.to; ++i) row[keys.at + i] = x[i];
+    }
+
+    // ---- sources: `count` units from u on, block[unit][key] --------------------------------------------------------
+
+    template <typename From>
+    static void fill_rows(const Keys &keys, int64_t dim, int64_t u, int count, Unit (*block)[W]) {
+        if ((u + W) * P::pair > dim) {
+            for (int n = 0; n < count; ++n)
+                for (int lane = 0; lane < W; ++lane)
+                    block[n][lane] = single_unit(reinterpret_cast<const From *>(keys.row[lane]), dim, u + n);
+            return;
+        }
+        typename Vec<Unit>::type x[W];
+#pragma GCC unroll 16
+        for (int lane = 0; lane < W; ++lane) x[lane] = load_units(units_of<From>(keys.row[lane]) + u);
+        transpose<Unit>(x);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < W; ++lane) store(block[lane], x[lane]);
+    }
+
+    template <typename From>
+    static REGARD_INLINE auto units_of(const char *row) {
+        if constexpr (K::pairs) return reinterpret_cast<const Unit *>(row);
+        else return reinterpret_cast<const From *>(row);
+    }
+    template <typename From>
+    static REGARD_INLINE Unit single_unit(const From *row, int64_t dim, int64_t u) {
+        if constexpr (K::pairs)
+            return uint32_t(row[2 * u].bits) | (2 * u + 1 < dim ? uint32_t(row[2 * u + 1].bits) << 16 : 0u);
+        else return widen(row[u]);
+    }
+
+    template <bool per_token>
+    static Fill tiles_by(int64_t form) {
+        if constexpr (sizeof(T) == 4) {
+            if (form == REGARD_INT8) return fill_tile<Int8, per_token>;
+            return form == REGARD_INT4 ? fill_tile<Int4, per_token> : fill_tile<Fp8, per_token>;
+        }
+        return nullptr;
+    }
+
+    template <typename Code, bool per_token>
+    static void fill_tile(const Keys &keys, int64_t dim, int64_t u, int count, Unit (*block)[W]) {
+        alignas(64) float scale[CHANNELS], low[CHANNELS];  // of the dims, or of the tokens
+        const int64_t d = per_token ? 0 : u * P::pair, dims = least(dim - u * P::pair, CHANNELS);
+        widen_all(keys.scale + d, per_token ? W : dims, scale);
+        if (keys.low) widen_all(keys.low + d, per_token ? W : dims, low);
+        else
+            for (float &x : low) x = 0;
+        const F scales = load(scale), lows = load(low);
+        const auto number = [&](F code, int i) {
+            return per_token ? fma(code, scales, lows) : fma(code, broadcast(scale[i]), broadcast(low[i]));
+        };
+        const uint8_t *codes = keys.codes + u * P::pair / (Code::nibbles ? 2 : 1) * TOKENS;
+        const int whole = int(dims / P::pair);
+#pragma GCC unroll 2
+        for (int n = 0; n < whole; ++n) store(block[n], unit<Code>(codes, n, number));
+        if constexpr (K::pairs)
+            if (whole < count)  // an odd dim: the last pair is a half
+                store(block[whole], pack_pairs(number(Code::tile(codes, 2 * whole), 2 * whole), F{}));
+    }
+
+    static REGARD_INLINE void widen_all(const bf16 *from, int64_t count, float *to) {
+        int64_t i = 0;
+        for (; i + W <= count; i += W) store(to + i, load_wide(from + i));
+        for (; i < count; ++i) to[i] = widen(from[i]);
+    }
+
+    // Unit n of the tile whose units begin at `codes`: a dim, or a pair of them.
+    template <typename Code, typename Number>
+    static REGARD_INLINE typename P::Vector unit(const uint8_t *codes, int n, Number number) {
+        if constexpr (!K::pairs) {
+            return as_stored<S>(number(Code::tile(codes, n), n));
+        } else if constexpr (Code::nibbles) {
+            const I both = widen_bytes(codes + n * TOKENS);
+            return pack_pairs(number(Int4::low(both), 2 * n), number(Int4::high(both), 2 * n + 1));
+        } else {
+            return pack_pairs(number(Code::tile(codes, 2 * n), 2 * n), number(Code::tile(codes, 2 * n + 1), 2 * n + 1));
+        }
+    }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

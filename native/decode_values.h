@@ -1,0 +1,282 @@
+// The outputs of a few rows: weights times the values of a block, lanes are dims.
+//
+// 32 tokens at a time for all dims, so that lines are read nearly in order; of these the output of R rows and N vectors
+// of dims is held in registers. Values of the call's type and codes in rows are read where they lie; others, and tokens
+// of unlike parts side by side, are written down as rows first.
+#pragma once
+
+#include "decode_scores.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+template <typename K>
+struct DecodeValues {
+    using T = typename K::Wide;
+    using V = typename K::V;
+    using P = typename K::Product;
+    using Unit = typename K::Unit;
+    using S = typename K::Stored;
+    static constexpr int W = K::W;
+    static constexpr int SOME = 32;  // tokens
+
+    const int64_t dim, width;          // of a value; of an output, whole vectors
+    const Unit *const weights;         // [16][128 / pair]
+    char *const scratch;               // rows of a block, for those that no other way is known for
+    float *const scales, *const lows;  // [32][groups of dims]
+
+    static int64_t groups(int64_t dim) { return (dim + 15) / 16; }
+    static int64_t bytes(int64_t dim) {
+        return Source<K>::bytes(dim, BLOCK) + 2 * up(SOME * groups(dim) * int64_t(sizeof(float)), 64);
+    }
+
+    DecodeValues(int64_t v_dim, int64_t whole, const Unit *w, char *at)
+        : dim(v_dim),
+          width(whole),
+          weights(w),
+          scratch(at),
+          scales(reinterpret_cast<float *>(at + Source<K>::bytes(v_dim, BLOCK))),
+          lows(scales + up(SOME * groups(v_dim), 16)) {}
+
+    // out [rows][width] += weights x values of the tokens low to high of the block at `first`.
+    void add(const Source<K> &values, const Stretch &stretch, int64_t first, int low, int high, int rows, T *out,
+             Lines &lines) {
+        int run = 0;
+        for (int j = low; j < high; j += SOME) {
+            const int end = j + SOME < high ? j + SOME : high;
+            while (stretch.run[run].first + stretch.run[run].count <= first + j) ++run;
+            const Found found = find(values, stretch, run, first, j, end);
+            switch (found.form) {
+                case REGARD_INT8:
+                    mix_by<Int8>(found, j, end, rows, out, lines);
+                    break;
+                case REGARD_INT4:
+                    mix_by<Int4>(found, j, end, rows, out, lines);
+                    break;
+                case REGARD_BF16:
+                    mix_by<bf16>(found, j, end, rows, out, lines);
+                    break;
+                case REGARD_F16:
+                    mix_by<f16>(found, j, end, rows, out, lines);
+                    break;
+                default:
+                    mix_by<S>(found, j, end, rows, out, lines);
+            }
+        }
+    }
+
+  private:
+    // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
+    struct Found {
+        int64_t form, group = 0, groups = 0;
+        const char *row[SOME];
+    };
+
+    // The groups that vectors of dims are of.
+    template <int N>
+    using Of = int64_t[N];
+
+    // Whether its rows can be read where they lie: a vector of dims has one scale.
+    bool in_place(const Run &run) const {
+        if (!run.part) return false;
+        const regard_part &p = *run.part;
+        if (p.form == K::form) return true;
+        if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
+        return sizeof(T) == 4 && !p.tiled && p.form != REGARD_FP8 && dim % W == 0 &&
+               (p.group % 16 == 0 || p.group >= dim);
+    }
+
+    Found find(const Source<K> &values, const Stretch &stretch, int from, int64_t first, int low, int high) const {
+        Found found;
+        const Run &run = stretch.run[from];
+        bool alike = in_place(run);
+        int to = from;
+        for (; to < stretch.count && stretch.run[to].first < first + high; ++to)
+            alike &= stretch.run[to].part == run.part;
+        found.form = alike ? run.part->form : int64_t(K::form);
+        if (alike && found.form > REGARD_F16)
+            found.group = run.part->group, found.groups = (dim + found.group - 1) / found.group;
+        for (int i = from; i < to; ++i) {
+            Run part = stretch.run[i];
+            const int64_t before = first + low - part.first, end = first + high - part.first;
+            if (end < part.count) part.count = end;
+            if (before > 0) part.first += before, part.slot += before, part.count -= before;
+            take(values, part, int(part.first - first - low), alike, found);
+        }
+        return found;
+    }
+
+    // The tokens of a run, which stand from place j on.
+    void take(const Source<K> &values, const Run &run, int j, bool in_place, Found &found) const {
+        const char **row = found.row + j;
+        if (!in_place) {
+            S *rows = reinterpret_cast<S *>(scratch) + j * dim;
+            decode(run, values.head, dim, rows);
+            for (int i = 0; i < run.count; ++i) row[i] = reinterpret_cast<const char *>(rows + i * dim);
+            return;
+        }
+        const regard_part &p = *run.part;
+        if (p.form <= REGARD_F16) {
+            const char *at = values.row(run, 0);
+            const int64_t step = p.data_step * Source<K>::bytes_of(p.form);
+            for (int i = 0; i < run.count; ++i) row[i] = at + i * step;
+            return;
+        }
+        const uint8_t *at = codes_of(p, run.page, values.head, run.slot);
+        for (int i = 0; i < run.count; ++i) row[i] = reinterpret_cast<const char *>(at + i * p.data_step);
+        widen_scales(p, scales_of(p, p.scale, run.page, values.head, run.slot), found.groups, run.count,
+                     scales + j * found.groups);
+        widen_scales(p, scales_of(p, p.low, run.page, values.head, run.slot), found.groups, run.count,
+                     lows + j * found.groups);
+    }
+
+    static void widen_scales(const regard_part &p, const bf16 *from, int64_t groups, int64_t tokens, float *to) {
+        constexpr int lanes = Vec<float>::lanes;
+        if (!from) {
+            for (int64_t i = 0; i < tokens * groups; ++i) to[i] = 0;
+        } else if (p.scale_step == groups) {
+            int64_t i = 0;
+            for (; i + lanes <= tokens * groups; i += lanes) store(to + i, load_wide(from + i));
+            for (; i < tokens * groups; ++i) to[i] = widen(from[i]);
+        } else {
+            for (int64_t j = 0; j < tokens; ++j)
+                for (int64_t i = 0; i < groups; ++i) to[j * groups + i] = widen(from[j * p.scale_step + i]);
+        }
+    }
+
+    template <typename Form>
+    void mix_by(const Found &found, int low, int high, int rows, T *out, Lines &lines) const {
+        constexpr bool code = !is_same<Form, S> && !is_same<Form, bf16> && !is_same<Form, f16>;
+        if constexpr (is_same<Form, S> || is_same<S, float> || (code && sizeof(T) == 4)) {
+            int r = 0;
+            for (; r + 8 <= rows; r += 8) mix<8, 2, Form>(found, low, high, r, out, lines);
+            if (r + 4 <= rows) mix<4, 4, Form>(found, low, high, r, out, lines), r += 4;
+            if (r + 2 <= rows) mix<2, 8, Form>(found, low, high, r, out, lines), r += 2;
+            if (r < rows) mix<1, 8, Form>(found, low, high, r, out, lines);
+        }
+    }
+
+    // Rows r to r + R: out += weights x values, N vectors of dims at a time.
+    template <int R, int N, typename Form>
+    __attribute__((noinline)) void mix(const Found &found, int low, int high, int r, T *out, Lines &lines) const {
+        int64_t d = 0;
+        for (; d + N * W <= dim; d += N * W) mix_dims<R, N, false, Form>(found, low, high, r, d, out, lines);
+        for (; d < dim; d += W) {
+            if (d + W <= dim) mix_dims<R, 1, false, Form>(found, low, high, r, d, out, lines);
+            else mix_dims<R, 1, true, Form>(found, low, high, r, d, out, lines);
+        }
+    }
+
+    template <int R, int N, bool tail, typename Form>
+    REGARD_INLINE void mix_dims(const Found &found, int low, int high, int r, int64_t d, T *out, Lines &lines) const {
+        T *const to = out + r * width + d;
+        V sum[R][N];
+#pragma GCC unroll 8
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) sum[i][n] = load(to + i * width + n * W);
+        Of<N> of = {};
+        if (found.groups > 1)
+            for (int n = 0; n < N; ++n) of[n] = (d + n * W) / found.group;
+        for (int j = low; j < high; j += P::pair) {
+            typename P::Vector value[N];
+            if constexpr (!K::pairs) single<N, tail, Form>(found, j - low, d, of, value);
+#if defined(REGARD_PAIRS)
+            else if (j + 1 < high) pairs<N, tail, Form>(found, j - low, d, of, value);
+            else half_pairs<N, tail, Form>(found, j - low, d, of, value);
+#endif
+            lines.ask();
+#pragma GCC unroll 8
+            for (int i = 0; i < R; ++i) {
+                const typename P::Vector w =
+                    P::repeat(reinterpret_cast<const char *>(weights + (r + i) * (BLOCK / P::pair) + j / P::pair));
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n) sum[i][n] = P::madd(value[n], w, sum[i][n]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) store(to + i * width + n * W, sum[i][n]);
+    }
+
+    // Vectors of dims from d on of token j, as wide numbers; those of codes not yet rounded.
+    template <int N, bool tail, typename Form>
+    REGARD_INLINE void wide(const Found &found, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
+        const char *row = found.row[j];
+        if constexpr (is_same<Form, S> || is_same<Form, bf16> || is_same<Form, f16>) {
+            const Form *at = reinterpret_cast<const Form *>(row) + d;
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) {
+                if constexpr (tail) {
+                    x[n] = V{};
+                    for (int64_t i = d; i < dim; ++i) x[n][i - d] = widen(at[i - d]);
+                } else {
+                    x[n] = load_wide(at + n * W);
+                }
+            }
+        } else {
+            const float *scale = scales + j * found.groups, *low = lows + j * found.groups;
+            Form::rows(reinterpret_cast<const uint8_t *>(row), d, x);
+            if (found.groups == 1) {
+                const F by = broadcast(*scale), with = broadcast(*low);
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n) x[n] = fma(x[n], by, with);
+            } else {
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n) x[n] = fma(x[n], broadcast(scale[of[n]]), broadcast(low[of[n]]));
+            }
+        }
+    }
+
+    template <int N, bool tail, typename Form>
+    REGARD_INLINE void single(const Found &found, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
+        wide<N, tail, Form>(found, j, d, of, x);
+        if constexpr (!is_same<Form, S>)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) x[n] = as_stored<S>(x[n]);
+    }
+
+#if defined(REGARD_PAIRS)
+    // The same of tokens j and j + 1 side by side.
+    template <int N, bool tail, typename Form>
+    REGARD_INLINE void pairs(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+        if constexpr (is_same<Form, S> && N % 2 == 0) {
+            const bf16 *even = reinterpret_cast<const bf16 *>(found.row[j]) + d;
+            const bf16 *odd = reinterpret_cast<const bf16 *>(found.row[j + 1]) + d;
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n += 2) pair_dims(even + n * W, odd + n * W, x[n], x[n + 1]);
+        } else if constexpr (is_same<Form, S>) {
+            const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
+            x[0] = (U)_mm512_or_si512(words(found.row[j], d, real),
+                                      _mm512_slli_epi32(words(found.row[j + 1], d, real), 16));
+        } else {
+            V even[N], odd[N];
+            wide<N, tail, Form>(found, j, d, of, even);
+            wide<N, tail, Form>(found, j + 1, d, of, odd);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) x[n] = pack_pairs(even[n], odd[n]);
+        }
+    }
+
+    // The same where there is no token j + 1.
+    template <int N, bool tail, typename Form>
+    REGARD_INLINE void half_pairs(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+        if constexpr (is_same<Form, S>) {
+            const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
+            for (int n = 0; n < N; ++n) x[n] = (U)words(found.row[j], d + n * W, real);
+        } else {
+            V even[N];
+            wide<N, tail, Form>(found, j, d, of, even);
+            for (int n = 0; n < N; ++n) x[n] = pack_pairs(even[n], F{});
+        }
+    }
+
+    static REGARD_INLINE __m512i words(const char *row, int64_t d, __mmask16 real) {
+        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, reinterpret_cast<const bf16 *>(row) + d));
+    }
+#endif
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

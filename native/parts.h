@@ -1,0 +1,199 @@
+// Keys and values that lie in parts: where a token is, and what its numbers are. Pages and codecs are known here and in
+// codes.h, and nowhere else.
+#pragma once
+
+#include "codes.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+// Keys or values as a call gives them in parts; no parts: they are a tensor.
+struct Parts {
+    const regard_part *all;
+    int64_t count;
+
+    explicit operator bool() const { return count > 0; }
+};
+
+REGARD_INLINE Parts keys_of(const regard_call &c) { return {c.k_parts, c.k_count}; }
+REGARD_INLINE Parts values_of(const regard_call &c) { return {c.v_parts, c.v_count}; }
+
+// Tokens that stand side by side in one page of a part, from `first` on, counted in the row. Beyond all parts: no part.
+struct Run {
+    const regard_part *part;
+    int64_t page, slot;
+    int64_t first, count;
+};
+
+// The tokens first to last of a batch row, run by run.
+class Runs {
+  public:
+    Runs(const Parts &parts, int64_t batch, int64_t first, int64_t last)
+        : part_(parts.all), end_(parts.all + parts.count), batch_(batch), at_(first), last_(last) {}
+
+    bool next(Run &run) {
+        if (at_ >= last_) return false;
+        while (part_ != end_ && end_of(*part_) <= at_) begin_ = end_of(*part_++);
+        run.first = at_;
+        if (part_ == end_) {
+            run.part = nullptr, run.count = last_ - at_;
+        } else {
+            const regard_part &p = *part_;
+            const int64_t slot = p.skip + at_ - begin_, number = slot / p.page, until = least(end_of(p), last_);
+            run.part = part_, run.slot = slot - number * p.page;
+            run.page = p.table ? p.table[batch_ * p.table_row + number] : batch_;
+            run.count = least(p.page - run.slot, until - at_);
+        }
+        at_ += run.count;
+        return true;
+    }
+
+  private:
+    static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+    int64_t end_of(const regard_part &p) const { return p.ends ? p.ends[batch_] : p.end; }
+
+    const regard_part *part_, *end_;
+    const int64_t batch_;
+    int64_t begin_ = 0, at_, last_;
+};
+
+// ---- numbers, one by one -------------------------------------------------------------------------------------------
+
+// The scales, or lows, of a slot of codes in rows, or of its tile: of dims or groups of them; per_token: of the slot
+// and those after it.
+REGARD_INLINE const bf16 *scales_of(const regard_part &p, const void *from, int64_t page, int64_t head, int64_t slot) {
+    if (!from) return nullptr;
+    const bf16 *at = static_cast<const bf16 *>(from) + page * p.scale_page + head * p.scale_head;
+    return p.tiled && p.per_token ? at + slot : at + (p.tiled ? slot / p.group : slot) * p.scale_step;
+}
+
+// The codes of a slot in rows, or of its tile.
+REGARD_INLINE const uint8_t *codes_of(const regard_part &p, int64_t page, int64_t head, int64_t slot) {
+    const int64_t step = p.tiled ? slot / TOKENS : slot;
+    return static_cast<const uint8_t *>(p.data) + page * p.data_page + head * p.data_head + step * p.data_step;
+}
+
+// Number `d` of a slot, of codes.
+inline float coded_number(const regard_part &p, int64_t page, int64_t head, int64_t slot, int64_t d) {
+    const uint8_t *codes = codes_of(p, page, head, slot);
+    const bf16 *scale = scales_of(p, p.scale, page, head, slot), *low = scales_of(p, p.low, page, head, slot);
+    const bool nibbles = p.form == REGARD_INT4;
+    int64_t byte = d, high = 0, of = p.tiled ? (p.per_token ? 0 : d) : d / p.group;
+    if (nibbles && p.tiled) byte = d / 2, high = d % 2;
+    if (nibbles && !p.tiled) byte = d / 32 * 16 + d % 16, high = d % 32 / 16;
+    const uint8_t code = codes[p.tiled ? byte * TOKENS + slot % TOKENS : byte];
+    const float number = coded(p.form, nibbles ? code >> 4 * high & 15 : code);
+    return fma(number, widen(scale[of]), low ? widen(low[of]) : 0.0f);
+}
+
+// ---- numbers in rows -----------------------------------------------------------------------------------------------
+
+// The first `count` lanes, rounded to S.
+template <typename S>
+REGARD_INLINE void put(S *to, F x, int64_t count) {
+    constexpr int W = Vec<float>::lanes;
+    if constexpr (sizeof(S) < 8) {
+        if (count >= W) return store_narrow(to, x);
+    }
+    for (int64_t i = 0; i < W && i < count; ++i) to[i] = narrow<S>(x[i]);
+}
+
+template <typename S, typename From>
+void plain_rows(const Run &run, int64_t head, int64_t dim, S *to) {
+    constexpr int W = Vec<float>::lanes;
+    const regard_part &p = *run.part;
+    const From *from = static_cast<const From *>(p.data) + run.page * p.data_page + head * p.data_head;
+    for (int64_t j = 0; j < run.count; ++j, to += dim) {
+        const From *row = from + (run.slot + j) * p.data_step;
+        int64_t d = 0;
+        if constexpr (is_same<S, From>) {
+            memcpy(static_cast<void *>(to), row, size_t(dim) * sizeof(S));
+            d = dim;
+        } else if constexpr (sizeof(S) < 8 && sizeof(From) < 8) {
+            for (; d + W <= dim; d += W) store_narrow(to + d, load_wide(row + d));
+        }
+        for (; d < dim; ++d) to[d] = narrow<S>(widen(row[d]));
+    }
+}
+
+template <typename S, typename Code>
+void code_rows(const Run &run, int64_t head, int64_t dim, S *to) {
+    constexpr int W = Vec<float>::lanes;
+    const regard_part &p = *run.part;
+    const bool aligned = p.group % W == 0 || p.group >= dim;  // a vector has one scale
+    for (int64_t slot = run.slot; slot < run.slot + run.count; ++slot, to += dim) {
+        const uint8_t *codes = codes_of(p, run.page, head, slot);
+        const bf16 *scale = scales_of(p, p.scale, run.page, head, slot);
+        const bf16 *low = scales_of(p, p.low, run.page, head, slot);
+        if (!aligned) {
+            for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(coded_number(p, run.page, head, slot, d));
+            continue;
+        }
+        for (int64_t d = 0; d < dim; d += W) {
+            if (!Code::nibbles && d + W > dim) {  // no byte beyond the row may be read
+                for (; d < dim; ++d) to[d] = narrow<S>(coded_number(p, run.page, head, slot, d));
+                break;
+            }
+            const int64_t g = d / p.group;
+            put(to + d, fma(Code::row(codes, d), broadcast(widen(scale[g])), low ? broadcast(widen(low[g])) : F{}),
+                dim - d);
+        }
+    }
+}
+
+// Tiles: vectors of tokens, W dims of them transposed at a time.
+template <typename S, typename Code>
+void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
+    constexpr int W = Vec<float>::lanes;
+    const regard_part &p = *run.part;
+    const int64_t end = run.slot + run.count;
+    for (int64_t slot = run.slot / W * W; slot < end; slot += W) {
+        const uint8_t *codes = codes_of(p, run.page, head, slot) + slot % TOKENS;
+        const bf16 *scale = scales_of(p, p.scale, run.page, head, slot);
+        const bf16 *low = scales_of(p, p.low, run.page, head, slot);
+        const F scales = p.per_token ? load_wide(scale) : F{}, lows = p.per_token && low ? load_wide(low) : F{};
+        for (int64_t d = 0; d < dim; d += W) {
+            F block[W];
+            for (int i = 0; i < W; ++i) {
+                if (d + i >= dim) block[i] = F{};
+                else if (p.per_token) block[i] = fma(Code::tile(codes, d + i), scales, lows);
+                else
+                    block[i] = fma(Code::tile(codes, d + i), broadcast(widen(scale[d + i])),
+                                   low ? broadcast(widen(low[d + i])) : F{});
+            }
+            transpose<float>(block);
+            for (int i = 0; i < W; ++i)
+                if (slot + i >= run.slot && slot + i < end)
+                    put(to + (slot + i - run.slot) * dim + d, block[i], dim - d);
+        }
+    }
+}
+
+// The tokens of a run as rows of S, `dim` numbers each, side by side.
+template <typename S>
+__attribute__((noinline)) void decode(const Run &run, int64_t head, int64_t dim, S *to) {
+    if (!run.part) {
+        memset(static_cast<void *>(to), 0, size_t(run.count * dim) * sizeof(S));
+        return;
+    }
+    const bool tiled = run.part->tiled;
+    switch (run.part->form) {
+        case REGARD_F64:
+            return plain_rows<S, double>(run, head, dim, to);
+        case REGARD_F32:
+            return plain_rows<S, float>(run, head, dim, to);
+        case REGARD_BF16:
+            return plain_rows<S, bf16>(run, head, dim, to);
+        case REGARD_F16:
+            return plain_rows<S, f16>(run, head, dim, to);
+        case REGARD_INT8:
+            return tiled ? tile_rows<S, Int8>(run, head, dim, to) : code_rows<S, Int8>(run, head, dim, to);
+        case REGARD_INT4:
+            return tiled ? tile_rows<S, Int4>(run, head, dim, to) : code_rows<S, Int4>(run, head, dim, to);
+        default:
+            return tiled ? tile_rows<S, Fp8>(run, head, dim, to) : code_rows<S, Fp8>(run, head, dim, to);
+    }
+}
+
+}  // namespace REGARD_ISA
+}  // namespace regard

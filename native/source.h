@@ -1,0 +1,150 @@
+// The tokens of one head of one batch row, wherever they lie: a tensor is one plain part among others.
+#pragma once
+
+#include "rows.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+// What is read of a block: the runs of some of its tokens, in order.
+struct Stretch {
+    int count = 0;
+    Run run[BLOCK];
+};
+
+// Memory that will be read, asked for line by line in the order in which it lies, a few lines at a time.
+class Lines {
+  public:
+    Lines() : count_(0) {}
+
+    void clear() { count_ = 0, spot_ = 0, lines_ = 0; }
+    void add(const void *from, int64_t bytes) {
+        if (count_ == SPOTS || bytes <= 0) return;
+        const char *at = static_cast<const char *>(from);
+        if (!count_) at_ = at, end_ = at + bytes;
+        spots_[count_++] = {at, at + bytes};
+        lines_ += (bytes + 63) / 64;
+    }
+    // All of them in so many times.
+    void share(int64_t times) { pace_ = times > 0 ? int((lines_ + times - 1) / times) : 0; }
+
+    REGARD_INLINE void ask() {
+        if (spot_ == count_) return;
+        const char *at = at_, *end = end_;
+        for (int i = 0; i < pace_; ++i) {
+            __builtin_prefetch(at);
+            at += 64;
+            if (__builtin_expect(at >= end, 0)) {
+                if (++spot_ == count_) return;
+                at = spots_[spot_].from, end = spots_[spot_].end;
+            }
+        }
+        at_ = at, end_ = end;
+    }
+
+  private:
+    static constexpr int SPOTS = 4 * BLOCK;
+    struct Spot {
+        const char *from, *end;
+    };
+    int count_, spot_ = 0, pace_ = 0;
+    int64_t lines_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr;
+    Spot spots_[SPOTS];
+};
+
+template <typename K>
+struct Source {
+    using S = typename K::Stored;
+
+    const regard_part tensor;  // the tensor as a part
+    const Parts parts;
+    const int64_t batch, head, dim;
+
+    Source(const Parts &p, const regard_tensor &t, int64_t b, int64_t h, int64_t d)
+        : tensor(whole(t)), parts(p ? p : Parts{&tensor, 1}), batch(b), head(h), dim(d) {}
+    Source(const Source &) = delete;
+
+    // What `some` may need for so many tokens.
+    static int64_t bytes(int64_t dim, int64_t tokens) { return up(tokens * dim * int64_t(sizeof(S)), 64); }
+
+    // Tokens first to first + count: where they lie, if they lie side by side; else in `scratch`.
+    Tokens<K> some(int64_t first, int64_t count, char *scratch) const {
+        S *rows = reinterpret_cast<S *>(scratch);
+        Run run;
+        for (Runs runs(parts, batch, first, first + count); runs.next(run);) {
+            if (run.count == count && is_own(run))
+                return {reinterpret_cast<const S *>(row(run, 0)), run.part->data_step, dim, first};
+            decode(run, head, dim, rows + (run.first - first) * dim);
+        }
+        return {rows, dim, dim, first};
+    }
+
+    // Tokens first to last, at most a block.
+    void find(int64_t first, int64_t last, Stretch &found) const {
+        found.count = 0;
+        for (Runs runs(parts, batch, first, last); runs.next(found.run[found.count]);) ++found.count;
+    }
+
+    // Rows from a token on, to be asked for ahead; none if they are no tensor.
+    Ahead ahead(int64_t token, bool more = true) const {
+        const int64_t item = sizeof(S);
+        if (parts.all != &tensor) return {nullptr, 0, 0};
+        const char *row = static_cast<const char *>(tensor.data) +
+                          (batch * tensor.data_page + head * tensor.data_head + token * tensor.data_step) * item;
+        return {row, more ? tensor.data_step * item : 0, dim * item};
+    }
+
+    // Plain numbers of the call's type.
+    static bool is_own(const Run &run) { return run.part && run.part->form == K::form; }
+
+    // Token j of a run of plain numbers.
+    const char *row(const Run &run, int64_t j) const {
+        const regard_part &p = *run.part;
+        const int64_t at = run.page * p.data_page + head * p.data_head + (run.slot + j) * p.data_step;
+        return static_cast<const char *>(p.data) + at * bytes_of(p.form);
+    }
+
+    static int64_t bytes_of(int64_t form) { return form == REGARD_F64 ? 8 : form == REGARD_F32 ? 4 : 2; }
+
+    // The memory of a stretch.
+    void list(const Stretch &stretch, Lines &lines) const {
+        for (int i = 0; i < stretch.count; ++i) {
+            const Run &run = stretch.run[i];
+            if (!run.part) continue;
+            const regard_part &p = *run.part;
+            if (p.form <= REGARD_F16)
+                list(row(run, 0), dim * bytes_of(p.form), p.data_step * bytes_of(p.form), run.count, lines);
+            else list_codes(run, lines);
+        }
+    }
+
+  private:
+    static regard_part whole(const regard_tensor &t) {
+        regard_part p{};
+        p.form = K::form, p.end = p.page = INT64_MAX / 2, p.data = t.data;
+        p.data_page = t.batch, p.data_head = t.head, p.data_step = t.token;
+        return p;
+    }
+
+    void list_codes(const Run &run, Lines &lines) const {
+        const regard_part &p = *run.part;
+        const int64_t last = run.slot + run.count - 1,
+                      rows = p.tiled ? last / TOKENS - run.slot / TOKENS + 1 : run.count;
+        const int64_t units = p.form != REGARD_INT4 ? dim : p.tiled ? (dim + 1) / 2 : (dim + 31) / 32 * 16;
+        list(codes_of(p, run.page, head, run.slot), p.tiled ? units * TOKENS : units, p.data_step, rows, lines);
+        const bool by_token = p.tiled && p.per_token;
+        const int64_t scales = by_token ? 1 : p.tiled ? last / p.group - run.slot / p.group + 1 : run.count;
+        const int64_t numbers = by_token ? run.count : p.tiled ? dim : (dim + p.group - 1) / p.group;
+        list(scales_of(p, p.scale, run.page, head, run.slot), 2 * numbers, 2 * p.scale_step, scales, lines);
+        if (p.low) list(scales_of(p, p.low, run.page, head, run.slot), 2 * numbers, 2 * p.scale_step, scales, lines);
+    }
+
+    static void list(const void *from, int64_t bytes, int64_t stride, int64_t rows, Lines &lines) {
+        if (bytes == stride) return lines.add(from, bytes * rows);
+        for (int64_t i = 0; i < rows; ++i) lines.add(static_cast<const char *>(from) + i * stride, bytes);
+    }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

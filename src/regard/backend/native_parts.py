@@ -1,0 +1,89 @@
+"""Stored keys and values as the library reads them: an array of `regard_part` (native/abi.h).
+
+A decoding step makes two such arrays, so each part is written as one row of integers and nothing is looked up twice.
+"""
+
+from array import array
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard import native
+from regard.describe.codec import TILE
+from regard.describe.storage import Part, Stored
+
+
+class Listed(NamedTuple):
+    """The parts of a `Stored`: as long as this lives, its address may be read."""
+
+    address: int
+    number: int  # of parts
+    memory: "array[int]"
+    kept: list[Tensor]  # copies that were made of what the library could not have read
+
+
+def listed(stored: Stored) -> Listed:
+    """The parts as an array of structs, those without tokens left out."""
+    memory, kept = array("q"), list[Tensor]()
+    end, ends, count = 0, None, 0
+    for part in stored.parts:
+        if part.ends is not None:
+            ends = _whole(part.ends, kept)
+        elif ends is not None:  # behind parts whose ends differ, all do
+            ends = ends + part.tokens
+            kept.append(ends)
+        end += part.tokens
+        if part.tokens:
+            memory.extend(_fields(part, end, ends, kept))
+            count += 1
+    if not count:  # the library shall not look for a tensor
+        memory.extend((native.DTYPES[stored.dtype], 0, 0, 0, 1, *(0 for _ in native.PART[5:])))
+    return Listed(memory.buffer_info()[0], count or 1, memory, kept)
+
+
+def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tuple[int, ...]:
+    """The fields of a part, in the order of `native.PART`."""
+    table = None if part.table is None else _whole(part.table, kept)
+    data = part.data
+    if part.kind == "plain":
+        if data.dtype not in native.DTYPES or (data.stride(3) != 1 and data.shape[3] > 1):
+            data = data.to(data.dtype if data.dtype in native.DTYPES else torch.float32).contiguous()
+            kept.append(data)
+        form, tokens = native.DTYPES[data.dtype], data.shape[2]
+    else:
+        form, tokens = native.FORMS[part.kind], data.shape[2] * (TILE if part.tiled else 1)
+        side_by_side = data.stride(4) == 1 and data.stride(3) == TILE if part.tiled else data.stride(3) == 1
+        if not side_by_side:
+            data = data.contiguous()
+            kept.append(data)
+    strides = data.stride()
+    return (
+        form, end, 0 if ends is None else ends.data_ptr(), part.skip, tokens, data.shape[0],
+        *((0, 0, 0) if table is None else (table.data_ptr(), table.shape[1], table.stride(0))),
+        data.data_ptr(), strides[0], strides[1], strides[2], part.tiled, part.per_token, part.group or 1,
+        *_scales(part, kept),
+    )  # fmt: skip
+
+
+def _scales(part: Part, kept: list[Tensor]) -> tuple[int, ...]:
+    """Where the scales lie, and what is added, with the same strides."""
+    scale, low = part.scale, part.low
+    if scale is None:
+        return 0, 0, 0, 0, 0
+    alike = low is None or low.stride() == scale.stride()
+    if scale.stride(-1) != 1 or not alike or scale.dtype != torch.bfloat16:
+        scale = scale.bfloat16().contiguous()
+        low = None if low is None else low.bfloat16().contiguous()
+        kept += [scale] if low is None else [scale, low]
+    strides = scale.stride()
+    step = 0 if part.per_token else strides[2]
+    return scale.data_ptr(), 0 if low is None else low.data_ptr(), strides[0], strides[1], step
+
+
+def _whole(t: Tensor, kept: list[Tensor]) -> Tensor:
+    """Integers [..., n] as int64 that lie side by side."""
+    if t.dtype == torch.int64 and t.stride(-1) == 1:
+        return t
+    kept.append(t.to(torch.int64).contiguous())
+    return kept[-1]

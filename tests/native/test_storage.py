@@ -1,0 +1,237 @@
+"""Keys and values in pages and codes: every kernel gives the bits that it gives for the tensors they stand for."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from regard import Alibi, Causal, Mask, Window, attend, attend_state, explain
+from regard.describe.codec import TILE, units
+from regard.describe.ragged import Ragged
+from regard.describe.storage import Part, Stored
+from tests.native.engines import ALL, PLAIN
+from tests.native.test_kernels import ROUNDING, same
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+FORMS = ["call", "float64", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
+PAGES = {"plain": [1, 3, 16, 64, 1300], "rows": [1, 3, 16, 64, 1300], "tiled": [16, 64, 192, 1344]}
+
+
+class Maker:
+    """Parts with random contents; NaN wherever no token stands."""
+
+    def __init__(self, seed: int, heads: int, dtype: torch.dtype) -> None:
+        self.g, self.heads, self.dtype = torch.Generator().manual_seed(seed), heads, dtype
+
+    def numbers(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self.g)
+
+    def part(
+        self,
+        form: str,
+        counts: list[int],
+        dim: int,
+        *,
+        before: list[int] | None = None,
+        tiled: bool = False,
+        per_token: bool = False,
+        page: int = 64,
+        skip: int = 0,
+        group: int = 16,
+        low: bool = True,
+        table: bool = True,
+    ) -> Part:
+        """`counts` tokens in each row, which stand behind `before` others; in pages at random places."""
+        batch, tokens = len(counts), max(counts)
+        if tiled and not per_token:
+            group = page if page % group else group
+        if not table:
+            page = -(-(skip + tokens) // page) * page or page
+        own = -(-(skip + tokens) // page) or 1
+        pages = batch * own + 2 if table else batch
+        places = torch.randperm(pages, generator=self.g)[: batch * own].view(batch, own) if table else None
+        ends = None
+        if len(set(counts)) > 1 or (before is not None and len(set(before)) > 1):
+            ends = torch.tensor([n + b for n, b in zip(counts, before or [0] * batch, strict=True)])
+        if form in ("int8", "int4", "fp8"):
+            data, scale, added = self.codes(form, pages, page, dim, tiled=tiled, per_token=per_token, group=group)
+            words: dict[str, Any] = {"kind": form, "scale": scale, "low": added if low else None, "group": group}
+            words |= {"tiled": tiled, "per_token": tiled and per_token}
+        else:
+            kind = self.dtype if form == "call" else getattr(torch, form)
+            data, words = self.numbers(pages, self.heads, page, dim).to(kind), {}
+            used = [
+                (row if places is None else int(places[row, i]), i, row) for row in range(batch) for i in range(own)
+            ]
+            real = torch.zeros(pages, page, dtype=torch.bool)
+            for at, i, row in used:
+                slots = torch.arange(page) + i * page - skip
+                real[at] = (slots >= 0) & (slots < counts[row])
+            data = torch.where(real[:, None, :, None], data, torch.nan)
+        return Part(tokens, data, skip=skip, table=places, ends=ends, **words)
+
+    def codes(
+        self, form: str, pages: int, page: int, dim: int, *, tiled: bool, per_token: bool, group: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        bytes_ = units(form, dim, tiled)
+        sizes = (pages, self.heads, page // TILE, bytes_, TILE) if tiled else (pages, self.heads, page, bytes_)
+        data = torch.randint(0, 256, sizes, generator=self.g).to(torch.uint8)
+        if form == "fp8":  # no NaN
+            data = torch.where((data & 127) == 127, data & 128, data)
+        most = {"int8": 127, "int4": 15, "fp8": 448}[form]
+        scales = (page, -(-dim // group))
+        if tiled:
+            scales = (page,) if per_token else (page // group, dim)
+        scale, low = (self.numbers(pages, self.heads, *scales) for _ in range(2))
+        return data, (scale * 2 / most).bfloat16(), low.bfloat16()
+
+
+def stored(parts: list[Part], counts: list[int], heads: int, dim: int, dtype: torch.dtype) -> Stored:
+    lengths = torch.tensor(counts) if len(set(counts)) > 1 else None
+    return Stored(tuple(parts), (len(counts), heads, max(counts), dim), dtype, lengths)
+
+
+def agree(q: Tensor, k: Stored, v: Stored, engine: str, **words: Any) -> Tensor:
+    """What stored ones give, after a look that their tensors give the same bits."""
+    assert not any("gather" in str(step) for step in explain(q, k, v, backend=engine, **words).steps)
+    found = attend_state(q, k, v, backend=engine, **words)
+    dense = dict(words)
+    if k.lengths is not None:
+        dense["mask"] = Ragged(words.get("mask"), k.lengths.tolist())
+    expected = attend_state(q, k.dense(), v.dense(), backend=engine, **dense)
+    assert found.out.dtype == q.dtype
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=0, equal_nan=True)
+    return found.out
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "by channel, one query": (1, {}),
+    "by channel, a tile of queries": (70, {}),
+    "by token": (3, {"per_token": True}),
+    "without a table": (1, {"table": False, "page": 192}),
+    "pages of a tile": (16, {"page": 16, "skip": 21}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+def test_every_form_gives_the_bits_of_its_tensor(engine: str, form: str, dtype: torch.dtype, way: str):
+    (queries, words), make, tokens = WAYS[way], Maker(3, 2, dtype), 150 if engine == PLAIN else 1061
+    dims = (37, 50) if queries == 3 else (64, 32)
+    k = make.part(form, [tokens] * 2, dims[0], tiled=True, low=form == "int4", **words)
+    v = make.part(form, [tokens] * 2, dims[1], low=form == "int4", **{**words, "group": 32})
+    q = make.numbers(2, 4, queries, dims[0]).to(dtype)
+    agree(q, *(stored([p], [tokens] * 2, 2, dim, dtype) for p, dim in zip((k, v), dims, strict=True)), engine=engine)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Stored, Stored, Mask | None]:
+    dtype = draw(st.sampled_from(DTYPES))
+    batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
+    make = Maker(draw(st.integers(0, 1 << 30)), kv_heads, dtype)
+    whole = draw(st.sampled_from([1, 7, 64, 131, 300, 1100]))
+    counts = [whole] * batch
+    if draw(st.booleans()):
+        counts = [draw(st.integers(0, whole)) for _ in range(batch - 1)] + [whole]
+    dims = draw(st.sampled_from([(16, 16), (64, 128), (5, 7), (80, 24), (1, 1), (17, 33)]))
+    k, v = (stored(draw(parts(make, counts, dim, dim == dims[0])), counts, kv_heads, dim, dtype) for dim in dims)
+    queries = draw(st.sampled_from([1, 1, 2, 5, 16, 61, 70]))
+    q = make.numbers(batch, kv_heads * group, queries, dims[0]).to(dtype)
+    return q, k, v, draw(st.sampled_from([None, Causal(), Causal() & Window(90)]))
+
+
+@st.composite
+def parts(draw: st.DrawFn, make: Maker, counts: list[int], dim: int, keys: bool) -> list[Part]:
+    """Tokens of each row in one to four parts, cut anywhere."""
+    cuts = sorted(draw(st.lists(st.integers(0, max(counts)), max_size=3)))
+    found, before = list[Part](), [0] * len(counts)
+    for cut in (*cuts, max(counts)):
+        until = [min(n, cut) for n in counts]
+        form, tiled = draw(st.sampled_from(FORMS)), draw(st.booleans()) if keys else draw(st.integers(0, 3)) == 0
+        way = "plain" if form not in ("int8", "int4", "fp8") else "tiled" if tiled else "rows"
+        words: dict[str, Any] = {
+            "page": draw(st.sampled_from(PAGES[way])),
+            "skip": draw(st.sampled_from([0, 1, 16, 37])),
+            "group": draw(st.sampled_from([16, 32] if tiled else [16, 32, dim, 5])),
+        }
+        words |= {name: draw(st.booleans()) for name in ("low", "table", "per_token")}
+        mine = [n - b for n, b in zip(until, before, strict=True)]
+        found.append(make.part(form, mine, dim, before=before, tiled=tiled, **words))
+        before = until
+    return found
+
+
+@pytest.mark.parametrize("engine", ALL)
+@given(case=cases())
+@settings(max_examples=50)
+def test_any_parts_give_the_bits_of_their_tensors(engine: str, case: tuple[Tensor, Stored, Stored, Mask | None]):
+    q, k, v, mask = case
+    agree(q, k, v, engine, mask=mask)
+
+
+@given(case=cases())
+@settings(max_examples=50)
+def test_the_plain_loops_read_any_parts(case: tuple[Tensor, Stored, Stored, Mask | None]):
+    q, k, v, mask = case
+    q = q[:, :, -3:]
+    found, expected = (attend(q, k, v, mask=mask, backend=name) for name in (PLAIN, "reference"))
+    same(found, expected, ROUNDING[q.dtype])
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_hidden_may_be_nan_in_pages_too(dtype: torch.dtype, queries: int, engine: str):
+    make, tokens = Maker(1, 2, dtype), 400
+    k, v = (make.part(form, [tokens], 32, page=16) for form in ("call", "float32"))
+    assert k.table is not None
+    assert v.table is not None
+    k.data[int(k.table[0, 3]), :, 5] = torch.nan  # token 53
+    v.data[int(v.table[0, 10]), :, 9] = torch.inf  # token 169
+    v.data[int(v.table[0, 16]), :, 0, 3] = torch.nan  # token 256
+    q = make.numbers(1, 4, queries, 32).to(dtype)
+    mine = [stored([p], [tokens], 2, 32, dtype) for p in (k, v)]
+    assert bool(torch.isfinite(agree(q, mine[0], mine[1], engine, mask=Window(105))).all())
+    assert bool(torch.isnan(agree(q, mine[0], mine[1], engine, mask=Causal())).all())
+
+
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+def test_every_code_of_fp8_is_the_number_that_torch_reads(engine: str):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = Part(1, codes.view(1, 1, 1, 256), "fp8", scale=torch.ones(1, 1, 1, 1).bfloat16(), group=256)
+    keys = Part(1, torch.zeros(1, 1, 1, 4))
+    k, v = (stored([p], [1], 1, dim, torch.float32) for p, dim in ((keys, 4), (values, 256)))
+    found = attend(torch.zeros(1, 1, 1, 4), k, v, backend=engine)[0, 0, 0]
+    torch.testing.assert_close(found, codes.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("form", ["call", "int8", "int4"])
+def test_words_that_change_scores_do_so_for_stored_keys(engine: str, form: str):
+    make, tokens = Maker(5, 2, torch.float32), 300
+    k = make.part(form, [tokens], 64, tiled=True, group=32)
+    v = make.part(form, [tokens], 64, group=32)
+    both = [stored([p], [tokens], 2, 64, torch.float32) for p in (k, v)]
+    words = {"bias": Alibi(8), "softcap": 5.0, "mask": Causal() & Window(170)}
+    for queries in (1, 3, 40):
+        agree(make.numbers(1, 8, queries, 64), both[0], both[1], engine, **words)
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_gives_the_bits_of_the_prompt(form: str, dtype: torch.dtype, engine: str):
+    make, tokens = Maker(7, 2, dtype), 1100
+    k = make.part(form, [tokens], 64, tiled=True, skip=5)
+    v = make.part(form, [tokens], 48, group=32)
+    ks, vs = (stored([p], [tokens], 2, dim, dtype) for p, dim in ((k, 64), (v, 48)))
+    q = make.numbers(1, 8, 100, 64).to(dtype)
+    whole = attend(q, ks, vs, mask=Causal(), backend=engine)
+    for last in (1, 2, 3, 4, 16):
+        assert torch.equal(attend(q[:, :, -last:], ks, vs, mask=Causal(), backend=engine), whole[:, :, -last:])
