@@ -10,6 +10,7 @@ from torch import Tensor
 from regard import Causal, ProblemError, Rope, attend
 from regard.cache import KVCache
 from regard.cache.evict import Knorm, SinksAndRecent
+from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Found
 from regard.describe.codec import Codec, Fp8, Int4, Int8
 from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
@@ -139,6 +140,7 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, Found, Found]]
         ({"evict": 1024}, "evict is 1024"),
         ({"layout": Rolling(64), "evict": Knorm(64)}, r"Rolling\(window=64.*forgets by itself.*evict=Knorm"),
         ({"codec": Int8(keys="channel"), "evict": Knorm(64)}, 'keys="token"'),
+        ({"layout": Latent(8), "evict": ExpectedAttention(64)}, "latents have none of their own: values=False"),
     ],
     ids=str,
 )
@@ -240,6 +242,8 @@ def test_queries_are_shown_to_policies_that_look_at_them():
     for wrong in ((1, HEADS, 7, QK), (BATCH, 4, 7, QK), (BATCH, HEADS, 7, 9), (HEADS, 7, QK)):
         with pytest.raises(ProblemError, match="q is float32"):
             cache.observe(torch.randn(wrong))
+    with pytest.raises(ProblemError, match="q is list"):
+        cache.observe([1.0])  # pyright: ignore[reportArgumentType]
 
 
 def test_it_says_all_about_itself():

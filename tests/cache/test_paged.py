@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend
-from regard.cache import KVCache, PagePool
+from regard.cache import KVCache, PagePool, SinksAndRecent
 from regard.cache.paged import PagedStore
 from regard.describe.codec import Codec, Fp8, Int4, Int8
 from regard.describe.storage import Paged, Stored
@@ -168,6 +168,28 @@ def test_eviction_gives_whole_pages_back():
     assert store.bytes == 2 * 20 * 3 * (QK + V) * 4
     for t, old in zip(cache.append(*tokens_of(0)), (k, v), strict=True):
         assert torch.equal(dense(t), old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
+
+
+@pytest.mark.parametrize("codec", [None, Int8(residual=0, sinks=0), Int4(residual=0)], ids=repr)
+def test_eviction_gives_the_memory_of_pages_of_its_own_back(codec: Codec | None):
+    """A copy, which shares them, keeps what it has; what stays is what stays side by side."""
+    cache, other = (KVCache(layout, codec, SinksAndRecent(61, every=8)) for layout in (Paged(16), None))
+    k, v = tokens_of(2011)
+    for one in (cache, other):
+        one.append(k, v)
+    whole, nothing = cache.held, tokens_of(0)
+    branch = copy.deepcopy(cache)
+    before = [dense(t) for t in branch.append(*nothing)]
+    cache.append(k[:, :, :1], v[:, :, :1])
+    assert cache.held > whole  # the copy holds all
+    assert all(torch.equal(dense(t), old) for t, old in zip(branch.append(*nothing), before, strict=True))
+    branch.append(k[:, :, :1], v[:, :, :1])  # from here on nobody does
+    other.append(k[:, :, :1], v[:, :, :1])
+    for i in range(1, 41):
+        ours, theirs = (one.append(k[:, :, i : i + 1], v[:, :, i : i + 1]) for one in (cache, other))
+        if codec is None:
+            assert all(torch.equal(dense(a), dense(b)) for a, b in zip(ours, theirs, strict=True))
+    assert cache.held < whole / 6
 
 
 def test_it_works_in_and_out_of_inference_mode():

@@ -573,6 +573,12 @@ def test_codes_take_the_bytes_that_they_should():
         (lambda pool, row: PagePool(codec="int8"), "expected Int8"),
         (lambda pool, row: PagePool(page=24, codec=Int8()), "multiple of 16 tokens: 32 would do"),
         (lambda pool, row: pool.append([], *tokens_of(1)), "one sequence or more"),
+        (lambda pool, row: pool.append(row, *tokens_of(1)), "sequences are Sequence"),
+        (lambda pool, row: pool.append(None, *tokens_of(1)), "sequences are NoneType None"),
+        (
+            lambda pool, row: PagePool(codec=Int8()).write([row], tokens_of(1)[0], tokens_of(1)[1][..., :0]),
+            "keys 3 wide and values 0",
+        ),
         (lambda pool, row: pool.append([row, row], *tokens_of(1, rows=2)), "stands in two rows"),
         (lambda pool, row: pool.append([PagePool().sequence()], *tokens_of(1)), "a sequence of another pool"),
         (lambda pool, row: pool.append([3], *tokens_of(1)), "row 0 is int 3"),

@@ -112,7 +112,17 @@ def test_numbers_that_cannot_be_written_are_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"group": 8}, {"group": 24}, {"residual": -1}, {"sinks": -1}, {"keys": "row"}, {"group": 1.5}], ids=str
+    "said",
+    [
+        {"group": 8},
+        {"group": 24},
+        {"residual": -1},
+        {"sinks": -1},
+        {"keys": "row"},
+        {"group": 1.5},
+        {"rotate": "no"},
+    ],
+    ids=str,
 )
 def test_codecs_that_make_no_sense_are_refused(said: dict[str, object]) -> None:
     with pytest.raises(ProblemError, match="expected"):

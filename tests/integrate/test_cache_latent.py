@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CompileConfig
 
 from regard import ProblemError
+from regard.cache import ExpectedAttention
 from regard.describe.codec import Fp8, Int4, Int8
 from regard.describe.storage import Contiguous, Latent, Paged, Rolling
 from regard.integrate.cache import regard_cache
@@ -169,9 +170,10 @@ def test_a_model_in_a_compiled_graph_writes_the_same():
         ({"layout": Paged(16)}, "whose keys and values are made of latents"),
         ({"layout": Rolling(64)}, "whose keys and values are made of latents"),
         ({"layout": Latent(17)}, r"Latent\(rank=17\) for DeepseekV3ForCausalLM, which has latents of rank 16"),
+        ({"evict": ExpectedAttention(64)}, "latents have none of their own: values=False"),
         ({"codec": Int8(rotate=True)}, "a rotation would mix the latent with the rotated key"),
     ],
-    ids=["paged", "rolling", "rank", "rotated"],
+    ids=["paged", "rolling", "rank", "norms of values", "rotated"],
 )
 def test_what_latents_do_not_go_with_is_said(words: dict[str, Any], said: str):
     with pytest.raises(ProblemError, match=said):

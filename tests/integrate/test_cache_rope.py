@@ -7,10 +7,13 @@ import torch
 import transformers
 
 from regard import ProblemError
+from regard.cache import ExpectedAttention
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import Linear, Llama3, Yarn
+from regard.integrate.cache import regard_cache
 from regard.integrate.cache_rope import rope_for
 from regard.integrate.touches import attention_classes
+from tests.integrate.writing import on_regard
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 
@@ -74,3 +77,14 @@ def test_another_way_is_refused_with_what_to_do(kind: str, more: dict[str, Any],
     with pytest.raises(ProblemError, match=said) as raised:
         rope(kind, **more)
     assert "evict=" in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", Rope(8)), ("gpt2", None)])
+def test_expected_attention_is_given_the_rotation_that_there_is(name: str, expected: Rope | None):
+    cache = regard_cache(on_regard(name), evict=ExpectedAttention(11))
+    assert [layer.kv.evict for layer in cache.layers] == [ExpectedAttention(11, rope=expected)] * 2
+
+
+def test_a_rotation_that_expected_attention_has_already_stays():
+    given = ExpectedAttention(11, rope=Rope(8, 77.0))
+    assert regard_cache(on_regard("llama"), evict=given).layers[0].kv.evict == given

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Causal, Dense, DynamicNTK, ProblemError, Rope, Window
-from regard.cache import KVCache
+from regard.cache import ExpectedAttention, KVCache
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.store import Policy
@@ -235,3 +235,16 @@ def test_masks_count_keys_inside_a_rolling_cache():
         found = made(x[:, -1:], mask=Window(9), cache=cache)
         expected = made(x[:, -9:])[:, -1:]
     assert near(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("position", "told"),
+    [(Rope(8), Rope(8)), (None, None), (Rope(8, scaling=DynamicNTK(2.0, 64)), None)],
+    ids=["a rope", "none", "one that changes with the length"],
+)
+def test_expected_attention_is_told_the_rotation(position: Rope | None, told: Rope | None):
+    made = model(position=position)
+    caches = made.caches(evict=ExpectedAttention(31))
+    assert all(pair.own.evict == ExpectedAttention(31, rope=told) for pair in caches)
+    made.generate(torch.randint(29, (BATCH, 23)), 20, caches=caches)
+    assert all(pair.own.tokens <= 32 for pair in caches)

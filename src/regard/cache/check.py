@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Form, Policy, Store, has_store, said
 from regard.describe.codec import Codec
 from regard.describe.storage import Latent, Layout, Rolling
@@ -83,6 +84,11 @@ def check_words(layout: object, codec: object, evict: object) -> None:
         raise ProblemError(
             f"{codec!r} with {layout!r}: a rotation would mix the latent with the rotated key behind it, and values "
             "are the latent alone: rotate=False."
+        )
+    if isinstance(evict, ExpectedAttention) and evict.values and isinstance(layout, Latent):
+        raise ProblemError(
+            f"{evict!r} with {layout!r}: it looks at the norms of values, and latents have none of their own: "
+            "values=False."
         )
 
 

@@ -104,7 +104,7 @@ class ExpectedAttention(Eviction):
     The paper takes the queries before their rotation and turns their moments by the mean rotation of the next `future`
     positions; give `rope` for that, and the queries are turned back first. With rope=None the queries count as they
     came, at the positions that they had: what turns fast averages out all the same, and what turns slowly is taken to
-    stay where it was.
+    stay where it was. `regard_cache` and the models of `regard.nn` give theirs.
 
     It costs 2 qk_dim^2 multiplications per key and query head whenever it evicts, so choose `every` of 32 or more.
 
@@ -182,10 +182,6 @@ class _Expected(Folding[ExpectedAttention]):
             moments = moments.turned(_mean_turn(rope, store.seen, self.word.future, moments.mean))
         scores = expected_scores(moments, store.keys()[:, :, sinks:], self._scale).softmax(-1).mean(2)
         if self.word.values:
-            if not self._parts:
-                raise ProblemError(
-                    f"{self.word!r} looks at the norms of values, and this cache has none of their own: values=False."
-                )
             scores = scores * self.numbers[:, :, sinks:]
         return torch.nn.functional.pad(scores, (sinks, 0))
 

@@ -44,7 +44,7 @@ def keep(room: Room, sequences: list[Sequence], index: Tensor) -> None:
         s.ids.clear()
     places = [*range(first), *range(sinks * room.page, sinks * room.page + kept - front)]
     at = room.tensor(places).expand(*index.shape[:2], len(places))
-    room.numbers.write(_slots(room, _table(room, [s.plain for s in sequences]), at).reshape(-1), found)
+    room.numbers.write(_slots(room, _table(room, [s.plain for s in sequences]), at), found)
     if coded:
         assert room.codes is not None
         room.codes.write_tokens(_table(room, [s.coded for s in sequences]), written)
@@ -97,7 +97,7 @@ def _table(room: Room, pages: list[list[Page]]) -> Tensor:
 
 
 def _slots(room: Room, table: Tensor, index: Tensor) -> Tensor:
-    """Where the tokens of each head stand: int64 like index, [rows, kv_heads, tokens]."""
+    """Where the tokens of each head stand among those of the head: int64 like index, [rows, kv_heads, tokens]."""
     rows, heads, tokens = index.shape
     numbers = table.gather(1, (index // room.page).view(rows, heads * tokens)).view(index.shape)
-    return slots_of(numbers, index % room.page, heads, room.page).diagonal(dim1=1, dim2=3).transpose(1, 2)
+    return slots_of(numbers, index % room.page, room.page)

@@ -166,6 +166,8 @@ class KVCache:
         if self._watch is None or store is None:
             return
         form = store.form
+        if not isinstance(cast(object, q), Tensor):
+            raise ProblemError(f"q is {type(q).__name__}: expected the tensor of queries that went to attend.")
         if q.ndim != 4 or q.shape[0] != form.batch or q.shape[1] % form.kv_heads or q.shape[3] != form.qk_dim:
             raise ProblemError(
                 f"q is {said(q)}, and the cache holds keys of [{form.batch}, {form.kv_heads}, tokens, {form.qk_dim}]: "

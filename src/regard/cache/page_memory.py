@@ -1,6 +1,8 @@
 """The memory of pages: keys and values of one layer, as numbers (`PlainMemory`) or as codes (`CodedMemory`).
 
-Page n of a memory is entry n of each of its tensors. Memory grows by doubling, so pages are copied rarely; what was
+Page n of a memory is entry n of each of its tensors. In memory a head's pages follow one another: pages that are filled
+in order are read as one stretch, as fast as side by side, where pages of all heads would take 1.5 times as long. Memory
+grows by doubling, so pages are copied rarely; what was
 handed out before lies in the old tensors, and is true there until its pages are written to again.
 """
 
@@ -24,7 +26,7 @@ class Grain(NamedTuple):
 
 
 class PageMemory:
-    """Tensors whose first axis are pages."""
+    """Tensors [pages, kv_heads, ...], which lie head by head."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -46,10 +48,17 @@ class PageMemory:
 
     def grow(self, pages: int) -> None:
         """Make room for so many."""
-        larger = [memory((pages, *t.shape[1:]), t.dtype, t.device) for t in self.tensors]
+        larger = [_by_head(pages, t.shape[1:], t.dtype, t.device) for t in self.tensors]
         for new, old in zip(larger, self.tensors, strict=True):
             new[: len(old)] = old
         self.tensors = larger
+
+    def shrink(self, kept: list[int], pages: int) -> None:
+        """Make room for so many, the first of them these."""
+        smaller = [_by_head(pages, t.shape[1:], t.dtype, t.device) for t in self.tensors]
+        for new, old in zip(smaller, self.tensors, strict=True):
+            new[: len(kept)] = old[torch.tensor(kept, dtype=torch.int64, device=old.device)]
+        self.tensors = smaller
 
     def copy(self, source: list[int], target: list[int]) -> None:
         """Write what stands in some pages into others."""
@@ -61,22 +70,38 @@ class PlainMemory(PageMemory):
     """Numbers: keys [pages, kv_heads, page, qk_dim], values [pages, kv_heads, page, v_dim]."""
 
     def __init__(self, form: Form, page: int, dtype: torch.dtype) -> None:
-        super().__init__([memory((0, form.kv_heads, page, dim), dtype, form.device) for dim in form.dims])
+        super().__init__([_by_head(0, (form.kv_heads, page, dim), dtype, form.device) for dim in form.dims])
+        self._heads = torch.zeros(1, dtype=torch.int64)  # slots before each head, [kv_heads, 1], for so many pages:
+        self._heads_of = -1
 
-    def write(self, slots: Tensor, new: tuple[Tensor, Tensor]) -> None:
+    def write(self, slots: Tensor, new: tuple[Tensor, Tensor], kept: Tensor | None = None) -> None:
         """Write tokens.
 
         Args:
-            slots: int64 [tokens of all heads], as `slots_of` gives them.
-            new: keys and values, [..., dim], whose leading axes have as many entries.
+            slots: int64 [rows, kv_heads or 1, tokens], as `slots_of` gives them.
+            new: keys and values, [rows, kv_heads, tokens, dim].
+            kept: bool like slots: which of them are written; None for all.
         """
+        at = self._of_heads(slots)
+        among = None if kept is None else kept.expand(at.shape)
+        at = at.reshape(-1) if among is None else at[among]
         for t, x in zip(self.tensors, new, strict=True):
-            t.flatten(0, 2).index_copy_(0, slots, x.reshape(len(slots), x.shape[-1]).to(t.dtype))
+            flat = x.reshape(-1, x.shape[3]) if among is None else x[among]
+            t.transpose(0, 1).flatten(0, 2).index_copy_(0, at, flat.to(t.dtype))
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens as `write` takes them: keys and values, [..., dim] for slots [...]."""
-        k, v = (t.flatten(0, 2)[slots] for t in self.tensors)
+        """Tokens as `write` takes them: keys and values, [rows, kv_heads, tokens, dim]."""
+        at = self._of_heads(slots)
+        k, v = (t.transpose(0, 1).flatten(0, 2)[at] for t in self.tensors)
         return k, v
+
+    def _of_heads(self, slots: Tensor) -> Tensor:
+        """Where the tokens stand in the memory as it lies, [rows, kv_heads, tokens]."""
+        if self._heads_of != self.pages:
+            heads, page = self.tensors[0].shape[1:3]
+            self._heads_of = self.pages
+            self._heads = (torch.arange(heads, device=slots.device) * (self.pages * page))[:, None]
+        return slots + self._heads
 
     def put(self, page: int, new: tuple[Tensor, Tensor]) -> None:
         """Write a whole page, [kv_heads, page, dim]."""
@@ -101,7 +126,7 @@ class CodedMemory(PageMemory):
         value_scale = (heads, page, -(-self.v_dim // codec.channels(self.v_dim)))
         scales = [(s, torch.bfloat16) for s in (key_scale, value_scale) for _ in range(2 if kind == "int4" else 1)]
         shapes = [(keys, torch.uint8), (values, torch.uint8), *scales]
-        super().__init__([memory((0, *shape), dtype, form.device) for shape, dtype in shapes])
+        super().__init__([_by_head(0, shape, dtype, form.device) for shape, dtype in shapes])
 
     def encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Pages of keys and of values, [pages, kv_heads, page, dim], as they will be written; nothing is yet.
@@ -177,15 +202,16 @@ class CodedMemory(PageMemory):
         return (k, scales[0], scales[1]), (v, scales[2], scales[3])
 
 
-def slots_of(numbers: Tensor, places: Tensor, heads: int, page: int) -> Tensor:
-    """Where tokens stand in the memory of all heads, seen as one row of tokens after the other.
+def slots_of(numbers: Tensor, places: Tensor, page: int) -> Tensor:
+    """Where tokens stand among those of a head: slots are counted page by page.
 
     Args:
         numbers: int64 [...], the page of each token.
         places: int64 [...], its place in it.
-
-    Returns:
-        int64 [..., heads].
     """
-    heads_before = torch.arange(heads, device=numbers.device)
-    return (numbers[..., None] * heads + heads_before) * page + places[..., None]
+    return numbers * page + places
+
+
+def _by_head(pages: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for so many pages of that shape, [pages, kv_heads, ...], which lies head by head."""
+    return memory((shape[0], pages, *shape[1:]), dtype, device).transpose(0, 1)

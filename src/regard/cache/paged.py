@@ -79,6 +79,8 @@ class PagedStore:
 
     def keep(self, index: Tensor) -> None:
         keep(self.pool.room, self.sequences, index)
+        if not self._is_shared:
+            self.pool.room.shrink()
 
     def keys(self) -> Tensor:
         return rows_of(self.pool.room, self.sequences).stored()[0].dense()

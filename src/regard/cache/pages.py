@@ -112,6 +112,23 @@ class Pages:
             self.spare[page] = None
             self.spare.move_to_end(page, last=False)
 
+    def shrink(self, count: int) -> list[int]:
+        """Have so many, those that are held the first of them; what stood in the others is forgotten.
+
+        Returns:
+            The numbers that those that are held had, in the order of what they have now.
+        """
+        held = [page for page in self.all if page.holders]
+        for page in self.spare:
+            page.forget()
+        numbers = [page.number for page in held]
+        for number, page in enumerate(held):
+            page.number = number
+        self.all = held
+        self.spare.clear()
+        self.grow(count)
+        return numbers
+
     def take(self) -> Page:
         """A spare page, for one holder; what stood in it is forgotten. The caller made sure that there is one."""
         page, _ = self.spare.popitem(last=False)

@@ -124,6 +124,8 @@ class PagePool:
         Raises:
             ProblemError: what came does not fit, or the pool is full. Nothing was changed then.
         """
+        if not isinstance(sequences, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"sequences are {_named(sequences)}: expected a list, one for each batch row.")
         sequences = list(sequences)
         self._check(sequences, k, v)
         ids = None if tokens is None else _new_ids(sequences, tokens, k.shape[2])

@@ -1,6 +1,7 @@
 """What the sequences of a pool share: its pages of both forms, their memory, and the limit on them."""
 
 import math
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -49,7 +50,16 @@ class Room:
         return self.plain.used + self.coded.used
 
     def settle(self, form: Form) -> None:
-        """Have memory for tokens of this form; it is made by `make` when pages are needed."""
+        """Have memory for tokens of this form; it is made by `make` when pages are needed.
+
+        Raises:
+            ProblemError: codes of no numbers.
+        """
+        if self.codec is not None and not all(form.dims):
+            raise ProblemError(
+                f"keys {form.qk_dim} wide and values {form.v_dim} came to pages of {self.codec.kind}: nothing can be "
+                "written as codes where there are no numbers. Take codec=None."
+            )
         dtype = self.kept_as if isinstance(self.kept_as, torch.dtype) else form.dtype
         self.form, self.numbers = form, PlainMemory(form, self.page, dtype)
         if self.codec is not None:
@@ -84,6 +94,16 @@ class Room:
                     count = self.limit if self.codec is None else min(count, self.limit)
                 memory.grow(count)
                 pages.grow(count)
+
+    def shrink(self) -> None:
+        """Give back memory where less than half of it is held; what is known of spare pages is forgotten there."""
+        for pages, memory in ((self.plain, self.numbers), (self.coded, self.codes)):
+            count = max(pages.used + pages.used // 8, -(-LEAST // self.page))
+            if memory is None or memory.pages < 2 * count:
+                continue
+            memory.shrink(pages.shrink(count), count)
+            for sequence in self.sequences:  # whose tables have the numbers of before
+                cast(Any, sequence).seat = None
 
     def tensor(self, numbers: list[int] | list[list[int]]) -> Tensor:
         """int64, where the memory is."""

@@ -119,12 +119,9 @@ class Rows:
             kept = behind | (at < self._sinks * room.page)
             at = torch.where(behind, at - fronts + self._sinks * room.page, at) * kept
         column = at // room.page
-        slots = slots_of(self._plain.data.gather(1, column), at % room.page, k.shape[1], room.page).transpose(1, 2)
-        if kept is None or bool(kept.all()):
-            room.numbers.write(slots.reshape(-1), (k, v))
-        else:
-            among = kept[:, None].expand(slots.shape)
-            room.numbers.write(slots[among], (k[among], v[among]))
+        slots = slots_of(self._plain.data.gather(1, column), at % room.page, room.page)
+        some = None if kept is None or bool(kept.all()) else kept[:, None]
+        room.numbers.write(slots[:, None], (k, v), some)
 
     def settle(self, sequences: list[Sequence]) -> None:
         """The sequences have their new tokens: find out what can be handed out, and where the next ones go."""
@@ -135,15 +132,14 @@ class Rows:
         room = self.room
         at = room.tensor([s.tokens - s.front for s in sequences])
         column, place = at // room.page + self._sinks, at % room.page
-        assert room.form is not None
         numbers = self._plain.data.gather(1, column[:, None])[:, 0]
-        self._cursor = slots_of(numbers, place, room.form.kv_heads, room.page)
+        self._cursor = slots_of(numbers, place, room.page)[:, None, None]
 
     def extend(self, k: Tensor, v: Tensor) -> None:
         """Write new tokens that the slack has room for."""
         new, cursor = k.shape[2], self._cursor
-        slots = cursor if new == 1 else cursor[..., None] + torch.arange(new, device=cursor.device)
-        self.room.numbers.write(slots.reshape(-1), (k, v))
+        slots = cursor if new == 1 else cursor + torch.arange(new, device=cursor.device)
+        self.room.numbers.write(slots, (k, v))
         self._cursor = cursor + new
         self.slack -= new
         self._longest += new

@@ -66,6 +66,8 @@ class Codec:
                 raise ProblemError(f"{name}({field}={number!r}): expected a number of tokens, 0 or more.")
         if self.keys not in (None, "channel", "token"):
             raise ProblemError(f'{name}(keys={self.keys!r}): expected "channel", "token" or None to let regard choose.')
+        if not isinstance(self.rotate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"{name}(rotate={self.rotate!r}): expected True or False.")
 
     def channels(self, dim: int) -> int:
         """The channels of a value that share a scale."""

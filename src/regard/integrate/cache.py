@@ -31,6 +31,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.describe.codec import Codec
 from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
@@ -110,7 +111,8 @@ def regard_cache(
         layout: how tokens lie: `Contiguous` (None), `Rolling`, `Paged`. `Contiguous(capacity=n)` without a codec has
             fixed shapes, as `torch.compile` needs them. `Rolling(window)` is given the model's `Rope`.
         codec: how numbers are written: `Int8`, `Int4`, `Fp8` or a float type; None: as they come.
-        evict: a policy of forgetting (`regard.cache.evict`).
+        evict: a policy of forgetting (`regard.cache.evict`). `ExpectedAttention` is given the model's `Rope`, if there
+            is one.
         offload: whether layers wait in the memory of the CPU while others are at work on a GPU.
 
     Returns:
@@ -229,7 +231,7 @@ class RegardCache(DynamicCache):
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
     def _make(self) -> KVCache:
-        return KVCache(self._layout, self.words.codec, self.words.evict)
+        return KVCache(self._layout, self.words.codec, self._evict)
 
     @property
     def _layout(self) -> Layout:
@@ -240,6 +242,17 @@ class RegardCache(DynamicCache):
         if isinstance(layout, Rolling) and layout.rope is None:
             return replace(layout, rope=self._rope)
         return layout
+
+    @functools.cached_property
+    def _evict(self) -> Any:
+        """The policy of full layers: `ExpectedAttention` is given the model's rotation, if it has one that is known."""
+        evict = self.words.evict
+        if not isinstance(evict, ExpectedAttention) or evict.rope is not None or self.subject.is_latent:
+            return evict
+        try:
+            return replace(evict, rope=self._rope)
+        except ProblemError:  # positions of another kind: queries count as they came
+            return evict
 
     @functools.cached_property
     def _rope(self) -> Any:
@@ -269,8 +282,8 @@ class RegardCache(DynamicCache):
                 f"every layer of {self.subject.name} looks back over a window, which is kept exactly: nothing is left "
                 f"for {self.words.evict or layout!r} to do. Leave it out; a codec may stay."
             )
-        if self.subject.is_latent and isinstance(self.words.codec, Codec) and self.words.codec.rotate:
-            KVCache(Latent(1), self.words.codec)  # which says why not
+        if self.subject.is_latent:
+            KVCache(Latent(cast(int, rank)), self.words.codec, self.words.evict)  # what does not go together is said
 
     # ---- what is said of them ---------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from regard.cache import KVCache
+from regard.cache import ExpectedAttention, KVCache
 from regard.cache.store import Policy
 from regard.describe.codec import Codec
+from regard.describe.position import Rope
 from regard.describe.storage import Layout, Rolling
 from regard.nn.multi_head import MultiHeadAttention
 
@@ -26,13 +27,16 @@ def caches_for(
 ) -> list[Caches]:
     """Empty caches for blocks with these attentions.
 
-    A `Rolling` layout without a rope gets that of the module. A context is kept whole.
+    A `Rolling` layout, or `ExpectedAttention`, without a rope gets that of the module. A context is kept whole.
 
     >>> from regard import Rope
     >>> caches_for([MultiHeadAttention(32, 4, position=Rope(8))], Rolling(64), None, None)[0].own.layout
     Rolling(window=64, sinks=4, rope=Rope(dim=8))
     """
-    return [Caches(KVCache(_with_rope(layout, one), codec, evict), KVCache(codec=codec)) for one in attentions]
+    return [
+        Caches(KVCache(_with_rope(layout, one), codec, _told_rope(evict, one)), KVCache(codec=codec))
+        for one in attentions
+    ]
 
 
 def _with_rope(layout: Layout | None, attention: object) -> Layout | None:
@@ -40,6 +44,17 @@ def _with_rope(layout: Layout | None, attention: object) -> Layout | None:
     if isinstance(layout, Rolling) and layout.rope is None and position is not None:
         return replace(layout, rope=position.word)
     return layout
+
+
+def _told_rope(evict: Policy | None, attention: object) -> Policy | None:
+    """The policy; by angles that change with the length queries cannot be turned back, so they count as they came."""
+    position = attention.position if isinstance(attention, MultiHeadAttention) else None
+    rope = None if position is None else position.word
+    if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):
+        return evict
+    if rope.scaling is not None and rope.scaling.looks_at_length():
+        return evict
+    return replace(evict, rope=rope)
 
 
 @contextmanager

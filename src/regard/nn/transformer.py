@@ -190,7 +190,7 @@ class Decoder(nn.Module):
     def caches(
         self, layout: Layout | None = None, codec: Codec | torch.dtype | None = None, evict: Policy | None = None
     ) -> list[Caches]:
-        """Empty caches, those of each block, of the words of `KVCache`; `Rolling` gets the model's rope."""
+        """Empty caches of each block, of the words of `KVCache`; `Rolling` and `ExpectedAttention` get its rope."""
         return caches_for((block.attention for block in self.body.blocks), layout, codec, evict)
 
     @torch.no_grad()
