@@ -114,15 +114,16 @@ POLICIES = tuple(
     )
 )
 
-KINDS = (PLAIN, *WINDOWS, *CODECS, *POLICIES)
+KINDS = (PLAIN, *CODECS, *WINDOWS[:3], *POLICIES, *WINDOWS[3:])
+"""In the order in which they are measured."""
 
 Found = dict[str, Predicted]
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measured(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind], tell: Callable[[str], None]) -> Found:
-    """What is predicted with each of these caches, the plain one first."""
+def measured(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind], tell: Callable[[str, Found], None]) -> Found:
+    """What is predicted with each of these caches, the plain one first; `tell` is told of each, and of all so far."""
     found: Found = {}
     plain: Tensor | None = None
     for kind in kinds:
@@ -136,7 +137,8 @@ def measured(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind], tell: 
 
         found[kind.name], states = predicted(model, ids, scored, make, kind.feed, plain, told)
         plain = states if plain is None else plain
-        tell(f"{kind.name}: perplexity {perplexity(found[kind.name]).value:.2f}, {found[kind.name].seconds:.0f} s")
+        value, seconds = perplexity(found[kind.name]).value, found[kind.name].seconds
+        tell(f"{kind.name}: perplexity {value:.2f}, {seconds:.0f} s", found)
     return found
 
 
@@ -203,7 +205,14 @@ def part(found: Found, erred: dict[str, tuple[float, float]], size: Size, how: s
         ("Codecs", ROUNDED, (PLAIN, *CODECS)),
         ("Policies of forgetting", FORGOTTEN, (PLAIN, *POLICIES)),
     ):
-        parts += [f"### {title}", about, _table(kinds, found, erred)]
+        there = [kind for kind in kinds if kind.name in found]
+        lacking = ", ".join(kind.name for kind in kinds if kind.name not in found)
+        parts += [
+            f"### {title}",
+            about,
+            _table(there, found, erred),
+            *([f"Not measured: {lacking}."] if lacking else []),
+        ]
     return "\n\n".join(parts)
 
 
@@ -246,14 +255,13 @@ def _interval(number: Interval, sign: str = "") -> str:
 def picture(found: Found) -> str:
     """Perplexity by cache with intervals, beside the plain cache; and the divergence by codec."""
     plain = found[PLAIN.name]
-    forgetful = [Dot(kind.name, perplexity(found[kind.name])) for kind in (*WINDOWS, *POLICIES)]
-    rounded = [Dot(kind.name, drawn(found[kind.name].kl, of=lambda kl: kl)) for kind in CODECS]
-    return dots(
-        [
-            ("Perplexity: windows, and policies that keep 512", forgetful, perplexity(plain).value, "all tokens"),
-            ("KL divergence of the next token by codec, nats", rounded, None, ""),
-        ]
-    )
+    forgetful = [Dot(kind.name, perplexity(found[kind.name])) for kind in (*WINDOWS, *POLICIES) if kind.name in found]
+    rounded = [Dot(kind.name, drawn(found[kind.name].kl, of=lambda kl: kl)) for kind in CODECS if kind.name in found]
+    panels = [
+        ("Perplexity: windows, and policies that keep 512", forgetful, perplexity(plain).value, "all tokens"),
+        ("KL divergence of the next token by codec, nats", rounded, None, ""),
+    ]
+    return dots([panel for panel in panels if panel[1]])
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -294,15 +302,21 @@ def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | No
     model, tokenizer, label = (load or load_checkpoint)()
     use_regard(model)
     ids = samples(text, tokenizer, size.count, size.tokens + 1)
-    found = measured(model, ids, size.scored, kinds, lambda line: print(f"\r{line}", file=sys.stderr, flush=True))
     erred = errors(model, ids[:1, :-1], size.scored, [kind for kind in CODECS if kind in kinds])
-    if asked.only:
-        print(_table(kinds, found, erred))
-        return 0
     how = "./bench cache-quality" + " --quick" * asked.quick + f" --samples {asked.samples}" * bool(asked.samples)
     read = "Moby-Dick" if asked.text is None else Path(asked.text).name
-    page = write_part(asked.docs, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
-    print(f"page: {page}", file=sys.stderr)
+
+    def tell(line: str, found: Found) -> None:
+        """Whoever interrupts it has a page of what was measured until then."""
+        print(f"\r{line}", file=sys.stderr, flush=True)
+        if not asked.only and len(found) > 1:
+            write_part(asked.docs, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
+
+    found = measured(model, ids, size.scored, kinds, tell)
+    if asked.only:
+        print(_table(kinds, found, erred))
+    else:
+        print(f"page: {asked.docs / 'caches.md'}", file=sys.stderr)
     return 0
 
 

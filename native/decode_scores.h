@@ -33,6 +33,7 @@ struct DecodeScores {
     void make(const Source<K> &keys, const Stretch &stretch, int64_t first, uint32_t listed, int rows, Lines &lines) {
         Found found;
         find_rows(keys, stretch, first, listed, found);
+        found.tiles = found.count;
         for (int i = 0; i < stretch.count; ++i)  // behind the rows, whose lanes may lie over theirs
             if (is_tiled(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
         const int64_t passes = rows / 8 + (rows % 8 + 3) / 4, blocks = (units + W - 1) / W;
@@ -47,9 +48,11 @@ struct DecodeScores {
   private:
     // W keys: how their numbers are had, their column, and which lanes are theirs.
     struct Keys;
-    using Fill = void (*)(const Keys &keys, int64_t dim, int64_t u, int count, Unit (*block)[W]);
+    using Fill = void (*)(const Keys &keys, int64_t dim, int64_t u, Unit (*block)[W]);
     struct Keys {
-        Fill fill;
+        Fill fill;     // of rows
+        int64_t form;  // of codes
+        bool per_token;
         int at, from, to;
         const char *const *row;
         const uint8_t *codes;
@@ -57,7 +60,7 @@ struct DecodeScores {
     };
 
     struct Found {
-        int count = 0;
+        int count = 0, tiles = 0;  // the first of codes
         Keys keys[BLOCK + BLOCK / W];
         const char *row[BLOCK];
     };
@@ -114,16 +117,17 @@ struct DecodeScores {
         }
         for (int j = 0; j < BLOCK; j += W)
             if (some & listed & 1u << j / 16)
-                found.keys[found.count++] = {fill, j, 0, W, found.row + j, nullptr, nullptr, nullptr};
+                found.keys[found.count++] = {fill, 0, false, j, 0, W, found.row + j, nullptr, nullptr, nullptr};
     }
 
     void find_tiles(const Source<K> &keys, const Run &run, int64_t first, Found &found) const {
         const regard_part &p = *run.part;
         const int column = int(run.first - first);
-        const Fill fill = p.per_token ? tiles_by<true>(p.form) : tiles_by<false>(p.form);
         for (int64_t slot = run.slot / W * W; slot < run.slot + run.count; slot += W) {
             const int at = column + int(slot - run.slot);
-            found.keys[found.count++] = {fill,
+            found.keys[found.count++] = {nullptr,
+                                         p.form,
+                                         bool(p.per_token),
                                          at,
                                          at < column ? column - at : 0,
                                          least(W, column + run.count - at),
@@ -139,8 +143,10 @@ struct DecodeScores {
     template <int R, int G>
     void sets(const Found &found, int r, Lines &lines) {
         int i = 0;
-        for (; i + G <= found.count; i += G) set<R, G>(found.keys + i, r, lines);
-        for (; i < found.count; ++i) set<R, 1>(found.keys + i, r, lines);
+        for (; i + G <= found.tiles; i += G) set<R, G>(found.keys + i, r, lines);
+        for (; i < found.tiles; ++i) set<R, 1>(found.keys + i, r, lines);
+        if constexpr (sizeof(T) == 4)
+            while (i < found.count) i += tiles<R>(found.keys + i, found.count - i, r, lines);
     }
 
     template <int R, int G>
@@ -154,7 +160,7 @@ struct DecodeScores {
         for (int64_t u = 0; u < units; u += W) {
             const int count = least(W, units - u);
             for (int g = 0; g < G; ++g) {
-                keys[g].fill(keys[g], dim, u, count, block[g]);
+                keys[g].fill(keys[g], dim, u, block[g]);
                 lines.ask();
             }
             const char *q = reinterpret_cast<const char *>(queries + r * units + u);
@@ -181,12 +187,12 @@ struct DecodeScores {
         for (int i = keys.from; i < keys.to; ++i) row[keys.at + i] = x[i];
     }
 
-    // ---- sources: `count` units from u on, block[unit][key] --------------------------------------------------------
+    // ---- rows: W units from u on, as far as there are, block[unit][key] --------------------------------------------
 
     template <typename From>
-    static void fill_rows(const Keys &keys, int64_t dim, int64_t u, int count, Unit (*block)[W]) {
+    static void fill_rows(const Keys &keys, int64_t dim, int64_t u, Unit (*block)[W]) {
         if ((u + W) * P::pair > dim) {
-            for (int n = 0; n < count; ++n)
+            for (int n = 0; (u + n) * P::pair < dim; ++n)
                 for (int lane = 0; lane < W; ++lane)
                     block[n][lane] = single_unit(reinterpret_cast<const From *>(keys.row[lane]), dim, u + n);
             return;
@@ -211,53 +217,109 @@ struct DecodeScores {
         else return widen(row[u]);
     }
 
-    template <bool per_token>
-    static Fill tiles_by(int64_t form) {
-        if constexpr (sizeof(T) == 4) {
-            if (form == REGARD_INT8) return fill_tile<Int8, per_token>;
-            return form == REGARD_INT4 ? fill_tile<Int4, per_token> : fill_tile<Fp8, per_token>;
+    // ---- tiles of codes, whose numbers meet the queries as they are made -------------------------------------------
+
+    // Products with the first tile, or with two of one group of tokens; how many they were.
+    template <int R>
+    int tiles(const Keys *keys, int count, int r, Lines &lines) {
+        const bool two = count > 1 && keys[1].scale == keys[0].scale && !keys[0].per_token;
+        switch (keys->form) {
+            case REGARD_INT8:
+                tiles_of<R, Int8>(keys, two, r, lines);
+                break;
+            case REGARD_INT4:
+                tiles_of<R, Int4>(keys, two, r, lines);
+                break;
+            default:
+                tiles_of<R, Fp8>(keys, two, r, lines);
         }
-        return nullptr;
+        return 1 + two;
     }
 
-    template <typename Code, bool per_token>
-    static void fill_tile(const Keys &keys, int64_t dim, int64_t u, int count, Unit (*block)[W]) {
-        alignas(64) float scale[CHANNELS], low[CHANNELS];  // of the dims, or of the tokens
-        const int64_t d = per_token ? 0 : u * P::pair, dims = least(dim - u * P::pair, CHANNELS);
-        widen_all(keys.scale + d, per_token ? W : dims, scale);
-        if (keys.low) widen_all(keys.low + d, per_token ? W : dims, low);
-        else
-            for (float &x : low) x = 0;
-        const F scales = load(scale), lows = load(low);
-        const auto number = [&](F code, int i) {
-            return per_token ? fma(code, scales, lows) : fma(code, broadcast(scale[i]), broadcast(low[i]));
-        };
-        const uint8_t *codes = keys.codes + u * P::pair / (Code::nibbles ? 2 : 1) * TOKENS;
-        const int whole = int(dims / P::pair);
+    template <int R, typename Code>
+    void tiles_of(const Keys *keys, bool two, int r, Lines &lines) {
+        if (keys->per_token) tile_set<R, 1, Code, true>(keys, r, lines);
+        else if (two) tile_set<R, 2, Code, false>(keys, r, lines);
+        else tile_set<R, 1, Code, false>(keys, r, lines);
+    }
+
+    // Scales and lows as wide numbers: of the tokens of a tile, or of W units of its channels.
+    struct Scales {
+        alignas(64) float scale[CHANNELS], low[CHANNELS] = {};
+
+        void take(const Keys &keys, int64_t from, int64_t count) {
+            widen_all(keys.scale + from, count, scale);
+            if (keys.low) widen_all(keys.low + from, count, low);
+        }
+    };
+
+    template <int R, int G, typename Code, bool per_token>
+    __attribute__((noinline)) void tile_set(const Keys *keys, int r, Lines &lines) {
+        Scales scales;
+        if (per_token) scales.take(*keys, 0, W);
+        V sum[R][G];
+#pragma GCC unroll 8
+        for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2
-        for (int n = 0; n < whole; ++n) store(block[n], unit<Code>(codes, n, number));
-        if constexpr (K::pairs)
-            if (whole < count)  // an odd dim: the last pair is a half
-                store(block[whole], pack_pairs(number(Code::tile(codes, 2 * whole), 2 * whole), F{}));
+            for (int g = 0; g < G; ++g) sum[s][g] = V{};
+        for (int64_t u = 0; u < units; u += W) {
+            const int64_t d = u * P::pair, dims = least(dim - d, CHANNELS);
+            if (!per_token) scales.take(*keys, d, dims);
+            for (int g = 0; g < G; ++g) lines.ask();
+            const int64_t next = units * int64_t(sizeof(Unit));
+            const char *q = reinterpret_cast<const char *>(queries + r * units + u);
+            for (int n = 0; n < least(W, units - u); ++n, q += sizeof(Unit)) {
+                typename P::Vector x[G];
+                units_at<G, Code, per_token>(keys, d / (Code::nibbles ? 2 : 1) * TOKENS, n, 2 * n + 1 < dims, scales,
+                                             x);
+#pragma GCC unroll 8
+                for (int s = 0; s < R; ++s) {
+                    const typename P::Vector one = P::repeat(q + s * next);
+#pragma GCC unroll 2
+                    for (int g = 0; g < G; ++g) sum[s][g] = P::madd(x[g], one, sum[s][g]);
+                }
+            }
+        }
+        for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+            for (int s = 0; s < R; ++s) put_lanes(scores + (r + s) * BLOCK, keys[g], sum[s][g]);
+    }
+
+    // Unit n of those that begin `at` bytes into the tiles: a channel, or a pair of them, of which the second may lack.
+    template <int G, typename Code, bool per_token>
+    static REGARD_INLINE void units_at(const Keys *keys, int64_t at, int n, [[maybe_unused]] bool both,
+                                       const Scales &scales, typename P::Vector (&x)[G]) {
+        const auto number = [&](F code, int i) {
+            const F scale = per_token ? load(scales.scale) : broadcast(scales.scale[i]);
+            return fma(code, scale, per_token ? load(scales.low) : broadcast(scales.low[i]));
+        };
+        if constexpr (!K::pairs) {
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) x[g] = as_stored<S>(number(Code::tile(keys[g].codes + at, n), n));
+#if defined(REGARD_PAIRS)
+        } else if constexpr (Code::nibbles && !per_token) {
+            const float *scale = scales.scale + 2 * n, *low = scales.low + 2 * n;
+            const __m512i table = numbers_of_codes(scale[0], low[0], both ? scale[1] : 0, both ? low[1] : 0);
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) {
+                const __m512i code = (__m512i)widen_bytes(keys[g].codes + at + n * TOKENS);
+                x[g] = looked_up(table, _mm512_or_si512(code, _mm512_slli_epi32(code, 12)));
+            }
+        } else {
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) {
+                const uint8_t *codes = keys[g].codes + at;
+                const F second = both ? number(Code::tile(codes, 2 * n + 1), 2 * n + 1) : F{};
+                x[g] = pack_pairs(number(Code::tile(codes, 2 * n), 2 * n), second);
+            }
+#endif
+        }
     }
 
     static REGARD_INLINE void widen_all(const bf16 *from, int64_t count, float *to) {
         int64_t i = 0;
         for (; i + W <= count; i += W) store(to + i, load_wide(from + i));
         for (; i < count; ++i) to[i] = widen(from[i]);
-    }
-
-    // Unit n of the tile whose units begin at `codes`: a dim, or a pair of them.
-    template <typename Code, typename Number>
-    static REGARD_INLINE typename P::Vector unit(const uint8_t *codes, int n, Number number) {
-        if constexpr (!K::pairs) {
-            return as_stored<S>(number(Code::tile(codes, n), n));
-        } else if constexpr (Code::nibbles) {
-            const I both = widen_bytes(codes + n * TOKENS);
-            return pack_pairs(number(Int4::low(both), 2 * n), number(Int4::high(both), 2 * n + 1));
-        } else {
-            return pack_pairs(number(Code::tile(codes, 2 * n), 2 * n), number(Code::tile(codes, 2 * n + 1), 2 * n + 1));
-        }
     }
 };
 

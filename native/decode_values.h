@@ -18,7 +18,8 @@ struct DecodeValues {
     using Unit = typename K::Unit;
     using S = typename K::Stored;
     static constexpr int W = K::W;
-    static constexpr int SOME = 32;  // tokens
+    static constexpr int SOME = 32;   // tokens
+    static constexpr int CHUNK = 32;  // dims of 16 bytes of int4
 
     const int64_t dim, width;          // of a value; of an output, whole vectors
     const Unit *const weights;         // [16][128 / pair]
@@ -250,12 +251,44 @@ struct DecodeValues {
             const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
             x[0] = (U)_mm512_or_si512(words(found.row[j], d, real),
                                       _mm512_slli_epi32(words(found.row[j + 1], d, real), 16));
+        } else if constexpr (Form::nibbles && N % 2 == 0) {
+            if (found.group % CHUNK == 0 || found.groups == 1) chunks<N>(found, j, d, of, x);
+            else pairs_of<N, tail, Form>(found, j, d, of, x);
         } else {
-            V even[N], odd[N];
-            wide<N, tail, Form>(found, j, d, of, even);
-            wide<N, tail, Form>(found, j + 1, d, of, odd);
+            pairs_of<N, tail, Form>(found, j, d, of, x);
+        }
+    }
+
+    // From wide numbers, two vectors at a time: more would not stay in registers.
+    template <int N, bool tail, typename Form>
+    REGARD_INLINE void pairs_of(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+        constexpr int step = N % 2 ? 1 : 2;
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) x[n] = pack_pairs(even[n], odd[n]);
+        for (int n = 0; n < N; n += step) {
+            V even[step], odd[step];
+            Of<step> some;
+            for (int i = 0; i < step; ++i) some[i] = of[n + i];
+            wide<step, tail, Form>(found, j, d + n * W, some, even);
+            wide<step, tail, Form>(found, j + 1, d + n * W, some, odd);
+#pragma GCC unroll 2
+            for (int i = 0; i < step; ++i) x[n + i] = pack_pairs(even[i], odd[i]);
+        }
+    }
+
+    // Codes of 4 bits, 32 dims of which have one scale: looked up, two tokens at once.
+    template <int N>
+    REGARD_INLINE void chunks(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+        const float *scale = scales + j * found.groups, *low = lows + j * found.groups;
+        const uint8_t *even = reinterpret_cast<const uint8_t *>(found.row[j]) + d / 2;
+        const uint8_t *odd = reinterpret_cast<const uint8_t *>(found.row[j + 1]) + d / 2;
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n += 2) {
+            const int64_t a = of[n], b = a + found.groups;
+            const __m512i table = numbers_of_codes(scale[a], low[a], scale[b], low[b]);
+            const __m512i one = (__m512i)widen_bytes(even + n * W / 2), two = (__m512i)widen_bytes(odd + n * W / 2);
+            const __m512i both = _mm512_or_si512(one, _mm512_slli_epi32(two, 16));
+            x[n] = looked_up(table, both);
+            x[n + 1] = looked_up(table, _mm512_srli_epi32(both, 4));
         }
     }
 

@@ -243,7 +243,7 @@ REGARD_INLINE F load_wide(const bf16 *p) {
 #elif defined(__AVX2__)
     return F(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 #else
-    F out;
+    F out{};
     for (int i = 0; i < Vec<float>::lanes; ++i) out[i] = widen(p[i]);
     return out;
 #endif
@@ -254,7 +254,7 @@ REGARD_INLINE F load_wide(const f16 *p) {
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
-    F out;
+    F out{};
     for (int i = 0; i < Vec<float>::lanes; ++i) out[i] = widen(p[i]);
     return out;
 #endif
