@@ -38,6 +38,7 @@ class Way:
         share: of the memory's bandwidth, at least.
         faster: than `BESIDE`, at least.
         within: (the name of another way, how many times its time at most).
+        alone: each cache has a pool of its own, where pages lie in order; else they share one and grow in turns.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Way:
     share: float | None = None
     faster: float | None = None
     within: tuple[str, float] | None = None
+    alone: bool = False
 
     def new(self, heads: int, tokens: int) -> Tensor:
         """Random numbers, [1, heads, tokens, dim]."""
@@ -72,6 +74,8 @@ WAYS = (
     Way("Fp8(), float32 queries", {"codec": Fp8()}, F32),
     Way("Int4()", {"codec": Int4()}, faster=2.4),
     Way("Int4(), float32 queries", {"codec": Int4()}, F32),
+    Way("Paged(16) alone, float32", {"layout": Paged(16)}, F32, within=(PLAIN, 1.10), alone=True),
+    Way("Paged(16) alone, bf16", {"layout": Paged(16)}, within=(BESIDE, 1.10), alone=True),
     Way("Paged(16), float32", {"layout": Paged(16)}, F32, within=(PLAIN, 1.10)),
     Way("Paged(16), bf16", {"layout": Paged(16)}, within=(BESIDE, 1.10)),
     Way("Paged(32), Int8()", {"layout": Paged(32), "codec": Int8()}, within=("Int8()", 1.10)),
@@ -99,7 +103,11 @@ class Held:
     def of(way: Way, tokens: int = TOKENS, cold: int = COLD) -> "Held":
         """Fill them, `cold` bytes in all."""
         layout = way.words.get("layout")
-        if isinstance(layout, Paged):
+        if isinstance(layout, Paged) and way.alone:
+            caches = [KVCache(**way.words)]
+            while way.append(caches[-1], tokens) and sum(cache.bytes for cache in caches) < cold:
+                caches.append(KVCache(**way.words))
+        elif isinstance(layout, Paged):
             caches = _sharing_a_pool(way, layout, tokens, cold)
         else:
             first = KVCache(**way.words)

@@ -31,7 +31,8 @@ STEP = f"""\
 One query against {cache_steps.TOKENS:,} tokens, 32 heads on 8 key heads of 128 dimensions; queries are bf16 unless
 it is said otherwise. "attend" is the call alone, "append + attend" a step. Keys and values come from memory: copies of
 the cache are taken in turn, {cache_steps.COLD >> 20} MiB of them. Pages of {{pages}} lie scattered, as those of
-sequences that grow in turns. The bandwidth is that of one read of 256 MiB in the same round."""
+sequences that grow in turns; those of a cache alone in its pool lie in order. The bandwidth is that of one read of 256
+MiB in the same round."""
 
 LATENT = f"""\
 The same for what DeepSeek's attention keeps, {cache_steps.TOKENS:,} latents of 512 and rotated keys of 64, which 16
