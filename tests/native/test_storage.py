@@ -148,11 +148,12 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Stored, Stored, Mask | None]:
 
 @st.composite
 def parts(draw: st.DrawFn, make: Maker, counts: list[int], dim: int, keys: bool) -> list[Part]:
-    """Tokens of each row in one to four parts, cut anywhere."""
+    """Tokens of each row in one to four parts, cut anywhere, in some rows later than in others."""
     cuts = sorted(draw(st.lists(st.integers(0, max(counts)), max_size=3)))
+    later = [draw(st.sampled_from([0, 0, 3, 19, 50])) for _ in counts]
     found, before = list[Part](), [0] * len(counts)
     for cut in (*cuts, max(counts)):
-        until = [min(n, cut) for n in counts]
+        until = [min(n, cut + shift) for n, shift in zip(counts, later, strict=True)]
         form, tiled = draw(st.sampled_from(FORMS)), draw(st.booleans()) if keys else draw(st.integers(0, 3)) == 0
         way = "plain" if form not in ("int8", "int4", "fp8") else "tiled" if tiled else "rows"
         words: dict[str, Any] = {
