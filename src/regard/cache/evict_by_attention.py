@@ -67,7 +67,7 @@ class _Sums(Folding[H2O]):
 
 @dataclass(frozen=True)
 class TOVA(Eviction):
-    """The keys that the last query attends to, all heads asked together. Oren et al. 2024, arXiv:2401.06104, §3.
+    """The keys that the last query attends to, all heads asked together. Oren et al. 2024, arXiv:2401.06104, §4.
 
         score[j] = mean over heads of A[last query, j]
 

@@ -47,7 +47,7 @@ class Moments(NamedTuple):
         return cls(count, mean, apart.mT @ apart)
 
     def __or__(self, other: "Moments") -> "Moments":
-        """Of both sets of queries. Chan et al. 1979, Updating formulae, STAN-CS-79-773, (2.1)."""
+        """Of both sets of queries. Chan et al. 1979, Updating formulae, STAN-CS-79-773."""
         count = self.number + other.number
         share = other.number / count.clamp_min(1)
         apart = other.mean - self.mean
@@ -93,7 +93,7 @@ def expected_scores(moments: Moments, k: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpectedAttention(Eviction):
-    """The keys of the most expected attention, times the norm of values. Devoto et al. 2025, arXiv:2510.00636, §3.
+    """The keys of the most expected attention, times the norm of values. Devoto et al. 2025, arXiv:2510.00636.
 
         z[j] = exp(mu . k[j] / sqrt(d) + k[j]' Sigma k[j] / 2d),   score[j] = z[j] / sum z * |v[j]|
 

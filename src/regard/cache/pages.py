@@ -2,8 +2,8 @@
 
 A page that no sequence holds is spare. If the tokens in it are known it can still be found, by the next prompt that
 begins alike, until it is taken for something else; those without names go first, then the one that was given up
-longest ago (Kwon et al. 2023, arXiv:2309.06180, §4; its pages are found by a hash, ours in a tree of token ids, where
-what is equal is compared and not only hashed: SGLang, Zheng et al. 2024, arXiv:2312.07104, §3).
+longest ago. Pages: Kwon et al. 2023, arXiv:2309.06180, §4. They are found in a tree of token ids, where what is equal
+is compared and not only hashed: SGLang, Zheng et al. 2024, arXiv:2312.07104, §3.
 """
 
 from collections import OrderedDict

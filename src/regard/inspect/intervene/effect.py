@@ -44,7 +44,7 @@ class Effect:
 
 
 def bootstrap(values: Tensor, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
-    """The percentile interval of the mean of `values`, [examples]. Efron & Tibshirani 1993, §13.3."""
+    """The percentile interval of the mean of `values`, [examples]. Efron & Tibshirani 1993, chapter 13."""
     if len(values) < 2:
         return Interval(float("nan"), float("nan"))
     random = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 """Gradient x attention: attention followed back through the layers, where it raises what the model says.
 
-Chefer, Gur & Wolf 2021, *Generic attention-model explainability*, arXiv:2103.15679, §3, for self-attention:
+Chefer, Gur & Wolf 2021, *Generic attention-model explainability*, arXiv:2103.15679, equations 5 and 6:
 
     R = I;   for each layer from the first on:   R <- R + M R,     M = mean over heads of (dy/dA * A)^+
 

@@ -1,8 +1,8 @@
 """Rank collapse: how near the tokens of each layer are to being all the same.
 
 Dong, Cordonnier & Loukas 2021, *Attention is not all you need*, arXiv:2103.03404: attention averages, so a stack of
-nothing but attention makes all tokens alike, and the faster the more alike they are (doubly exponentially with depth,
-§2, theorem 2.2). Skip connections hold against it, MLPs slow it down (§3). Measured is
+nothing but attention makes all tokens alike, and the faster the more alike they are (doubly exponentially with depth).
+Skip connections hold against it, MLPs slow it down. Measured is
 
     ||X - 1 m^T|| / ||X||      m: the mean token; Frobenius norms
 

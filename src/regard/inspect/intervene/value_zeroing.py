@@ -1,6 +1,6 @@
 """Value zeroing: how much a layer's outputs change when the value of one token is taken away.
 
-Mohebbi, Zuidema, Chrupala & Alishahi 2023, *Quantifying context mixing in transformers*, arXiv:2301.12971, §3: in one
+Mohebbi, Zuidema, Chrupala & Alishahi 2023, *Quantifying context mixing in transformers*, arXiv:2301.12971: in one
 layer, the value vector of token j is zero in every head, weights stay, and each row's output x'_i of the whole layer
 (skip connection, norm and MLP included) is compared with what it was:
 

@@ -64,7 +64,7 @@ def copying(
         l[x, y] = U[y] . W_O W_V E[x]        r[x, y] = ReLU(l[x, y] - mean_y l[x, y])
         score = mean over x of  r[x, x] / sum_y r[x, y]
 
-    Olsson et al. 2022, *In-context learning and induction heads*, appendix on head scores (copying), who take the
+    Olsson et al. 2022, *In-context learning and induction heads*, appendix (head activation evaluators), who take the
     head's output on the sequence, by its attention there, and rescale so that [0, 1/2] becomes [-1, 1]: 4 score - 1.
     Here the head looks at one token at a time, so that its attention has no part in it. A row in which nothing is
     raised counts as 0. Chance: 1/25, what a head gives that raises tokens regardless of x.

@@ -18,7 +18,7 @@ class Definition(NamedTuple):
 
 ONE_IN = "mean of 1 / (number of keys that row i sees)"
 ONE_IN_SEEN = f"{ONE_IN}, 0 for rows that the mask hides that key from"
-OLSSON = "Olsson et al. 2022, In-context learning and induction heads, appendix on head scores"
+OLSSON = "Olsson et al. 2022, In-context learning and induction heads, appendix (head activation evaluators)"
 VOITA = "Voita et al. 2019, arXiv:1905.09418"
 GU = "Gu et al. 2024, arXiv:2410.10781, §3"
 CLARK = "Clark et al. 2019, arXiv:1906.04341"
@@ -28,7 +28,7 @@ PAIRS: dict[str, Definition] = {
         "sink",
         "mass",
         "mean over rows i >= 1 of A[i,0]: the mass put on the first token",
-        f"{GU}; Xiao et al. 2024, arXiv:2309.17453",
+        f"{GU}; Xiao et al. 2023, arXiv:2309.17453",
         ONE_IN_SEEN,
     ),
     "alpha": Definition(
@@ -148,7 +148,7 @@ SWEPT: dict[str, Definition] = {
         "mean distance",
         "tokens",
         "mean over rows of sum_j A[i,j] (i-j) / sum_j A[i,j]: how far back the head looks",
-        "Vig and Belinkov 2019, arXiv:1906.04284, §4.2",
+        "Vig and Belinkov 2019, arXiv:1906.04284",
         "the same of uniform attention",
     ),
     "column": Definition(
@@ -169,7 +169,7 @@ SWEPT: dict[str, Definition] = {
         "sink, by values",
         "share",
         "mean over rows i >= 1 of A[i,0] |v_0 W_O| / sum_j A[i,j] |v_j W_O|: what the sink is of all that is moved",
-        "Kobayashi et al. 2020, arXiv:2004.10102, §4.2",
+        "Kobayashi et al. 2020, arXiv:2004.10102, §4",
         "the same of uniform attention",
     ),
 }

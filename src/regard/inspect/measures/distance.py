@@ -35,8 +35,8 @@ def distance_profile(weights: Weights, swept: Sweep, even: Sweep, rows: Tensor |
 
         P(bin) = mean over rows of  sum_{j : |p_i - j| in bin} A[i, j]
 
-    Clark et al. 2019, arXiv:1906.04341, §3.1, and Vig and Belinkov 2019, arXiv:1906.04284, §4, look at distances one by
-    one or at their mean; bins of doubling width keep a long text readable. The bins of a head sum to 1, less what a
+    Clark et al. 2019, arXiv:1906.04341, §3.1, and Vig and Belinkov 2019, arXiv:1906.04284, look at distances one by one
+    or at their mean; bins of doubling width keep a long text readable. The bins of a head sum to 1, less what a
     learned sink takes.
 
     Args:
@@ -73,7 +73,7 @@ def mean_distance(
 ) -> Score:
     """How many tokens back a head looks in the mean: mean over rows of  sum_j A[i, j] (p_i - j) / sum_j A[i, j].
 
-    Vig and Belinkov 2019, arXiv:1906.04284, §4.2, divide the sums over all rows, which is the same where rows sum to 1;
+    Vig and Belinkov 2019, arXiv:1906.04284, divide the sums over all rows, which is the same where rows sum to 1;
     they do unless a learned sink takes a share. Of masks that hide what is later, for the distance is not signed.
 
     Args:

@@ -22,10 +22,10 @@ def induction(weights: Weights, tokens: Tensor, shift: int = 1, rows: Tensor | N
 
         mean over rows i with M_i not empty of  sum_{j in M_i} A[i, j],     M_i = {j <= i : x[j-1] = x[i], j-1 < i}
 
-    Olsson et al. 2022, *In-context learning and induction heads*, appendix on head scores. It is defined on repeated
-    random tokens (`regard.inspect.measures.stimulus`): on plain text it also counts what is merely frequent, and with a
-    fixed period a purely positional head scores as well (`Jittered` tells them apart). Circuits may be shifted
-    (x[j-shift] = x[i]): scan with `induction_scan` before concluding that a model has none. TransformerLens'
+    Olsson et al. 2022, *In-context learning and induction heads*, appendix (head activation evaluators). It is defined
+    on repeated random tokens (`regard.inspect.measures.stimulus`): on plain text it also counts what is merely frequent,
+    and with a fixed period a purely positional head scores as well (`Jittered` tells them apart). Circuits may be
+    shifted (x[j-shift] = x[i]): scan with `induction_scan` before concluding that a model has none. TransformerLens'
     `detect_head` ("mul", "induction_head") sums over the same pairs and divides by all rows, also those in which
     nothing repeats: it is (rows with M_i not empty) / rows of ours. O(matches), in blocks, none left out.
 

@@ -27,8 +27,9 @@ def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) 
         mean over rows i with 0 <= p_i - offset < keys of  A[i, p_i - offset]
 
     Offset 1 is the previous-token score; 0 is attention to oneself, negative offsets look ahead. Olsson et al. 2022,
-    *In-context learning and induction heads*, appendix on head scores. TransformerLens' `detect_head` ("mul") divides
-    by all rows, also those without such a token: n - offset in n of ours for a causal text of n tokens. O(queries).
+    *In-context learning and induction heads*, appendix (head activation evaluators). TransformerLens' `detect_head`
+    ("mul") divides by all rows, also those without such a token: n - offset in n of ours for a causal text of n tokens.
+    O(queries).
 
     Chance: the mean over the same rows of 1 / visible keys, 0 where the mask hides the token.
 

@@ -18,7 +18,7 @@ THRESHOLDS = (0.3, 0.8)
 def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> Score:
     """The mean mass that later rows put on one token: mean of A[i, token] over rows with p_i > token.
 
-    Xiao et al. 2024, arXiv:2309.17453; Gu et al. 2024, arXiv:2410.10781, §3, whose alpha (`sinks`) also counts the row
+    Xiao et al. 2023, arXiv:2309.17453; Gu et al. 2024, arXiv:2410.10781, §3, whose alpha (`sinks`) also counts the row
     of the token itself: row 0 can look nowhere else and gives token 0 all of its mass. Rows that the mask hides the
     token from count with 0. O(queries).
 

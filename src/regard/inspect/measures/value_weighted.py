@@ -56,7 +56,7 @@ def value_weighted(
 
         mean over rows with p_i > token of  A[i, token] nu_token / sum_j A[i, j] nu_j,      nu_j = ||v_j W_O||
 
-    Kobayashi et al. 2020, arXiv:2004.10102, §4.2, who compare these norms by kind of token. Rows as in `sink`. Chance:
+    Kobayashi et al. 2020, arXiv:2004.10102, §4, who compare these norms by kind of token. Rows as in `sink`. Chance:
     the same share in uniform attention.
 
     Args:
