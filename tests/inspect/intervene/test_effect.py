@@ -2,8 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
+from regard.errors import ProblemError
 from regard.inspect.intervene.effect import Effect, bootstrap
 
 
@@ -28,3 +30,9 @@ def test_a_single_example_says_nothing_about_others():
 def test_the_same_seed_gives_the_same_interval():
     values = torch.randn(20)
     assert bootstrap(values) == bootstrap(values) != bootstrap(values, seed=1)
+
+
+@pytest.mark.parametrize("asked", [{"level": 1}, {"level": 0}, {"draws": 0}])
+def test_an_interval_needs_a_level_and_draws(asked):
+    with pytest.raises(ProblemError, match="expected a level between 0 and 1, and 1 draw or more"):
+        Effect((), torch.zeros(3), torch.ones(3)).interval(**asked)

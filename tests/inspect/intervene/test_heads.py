@@ -1,5 +1,6 @@
 """Heads have names; what does not exist is said; a model is left as it was."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +68,20 @@ def test_a_layer_that_never_attends_is_said():
 @pytest.mark.parametrize("name", [3, "L0H1", (0,), (0, 1, 2), (0, 1.0), (None, 1), (0, True)])
 def test_what_is_no_name_is_said(name):
     with pytest.raises(ProblemError, match="names no head"), altered(None, lambda site, call: None, [name]):
+        pass
+
+
+@pytest.mark.parametrize("name", [(np.int64(1), np.int32(3)), (torch.tensor(1), torch.tensor(3))])
+def test_whatever_counts_as_an_integer_names_a_head(name):
+    model = decoder()
+    with altered(model, lambda site, call: None, [name]) as sites:
+        model(texts())
+    assert sites.named == ((1, 3),)
+    assert [type(part) for part in sites.named[0]] == [int, int]
+
+
+def test_what_is_no_list_of_names_is_said():
+    with pytest.raises(ProblemError, match="heads is 3: expected a list of names"), altered(None, lambda s, c: None, 3):
         pass
 
 

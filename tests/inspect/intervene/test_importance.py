@@ -34,4 +34,3 @@ def test_within_layers_scores_have_norm_1():
     found = Importance(((0, 0), (0, 1), (1, 0), (1, 1)), torch.tensor([[3.0, -4.0, 0.3, 0.1]]).double())
     assert torch.allclose(found.scores_within_layers[:2], torch.tensor([0.6, 0.8]).double())
     assert found.scores_within_layers[2:].norm().item() == 1
-    assert found.order_within_layers == ((1, 1), (0, 0), (0, 1), (1, 0))

@@ -25,6 +25,18 @@ def test_padding_is_no_target():
     assert torch.allclose(loss[1], next_token_loss(model)(ids[1:])[0], atol=1e-5)
 
 
+def test_a_text_without_a_next_token_has_no_loss():
+    with pytest.raises(ProblemError, match=r"example 0 of token ids \[5, 1\] has no token that follows another"):
+        next_token_loss(decoder())(texts(tokens=1))
+
+
+def test_a_text_that_is_all_padding_but_one_token_has_no_loss():
+    kept = torch.ones(2, 13, dtype=torch.int64)
+    kept[1, 1:] = 0
+    with pytest.raises(ProblemError, match=r"example 1 of .* 2 tokens or more, padding not counted"):
+        next_token_loss(zoo.model("llama"))({"input_ids": zoo.tokens(), "attention_mask": kept})
+
+
 @pytest.mark.parametrize("given", [torch.ones(2, 3), torch.ones(2, dtype=torch.int64), 1.0])
 def test_what_is_no_loss_per_example_is_said(given):
     with pytest.raises(ProblemError, match="expected the loss of each example"):

@@ -17,13 +17,11 @@ from regard.inspect.measures import (
     distance_profile,
     even_sweep,
     induction,
-    induction_scan,
     local_mass,
     looks_ahead,
     matches,
     mean_distance,
     offset_scan,
-    offset_score,
     positional,
     previous_token,
     rare_word,
@@ -304,26 +302,6 @@ def test_a_sequence_in_which_nothing_repeats_has_no_induction_score():
 def test_matches_are_what_followed_earlier_occurrences():
     i, j = matches(torch.tensor([5, 5, 6, 5]))
     assert list(zip(i.tolist(), j.tolist(), strict=True)) == [(1, 1), (3, 1), (3, 2)]
-
-
-@pytest.mark.parametrize(
-    ("measure", "message"),
-    [
-        (lambda w: induction(w, torch.arange(29)), r"tokens is \[29\]: .* \[2, 29\]"),
-        (lambda w: induction_scan(w, torch.zeros(2, 29), ()), "shifts is empty"),
-        (lambda w: offset_scan(w, ()), "offsets is empty"),
-        (lambda w: sink(w, 29), "token is 29: expected the position of one of the 29 keys"),
-        (lambda w: offset_score(w, 1, torch.ones(2, 28) > 0), r"rows is \[2, 28\] .* \[2, 29\]"),
-        (lambda w: local_mass(w, sweep(w), even_sweep(w), 6), "width is 6: expected a power of two"),
-        (lambda w: sink_profile(w, sweep(w), even_sweep(w)), "sees keys after it"),
-        (lambda w: Vectors(torch.ones(2, 28)).stacked(w), r"rarity are \[2, 1, 28\]"),
-        (lambda w: Vectors().positions(sweep(w)), "without `along`"),
-        (lambda w: rarest_hits(w, sweep(w), torch.ones(2, 29), 0), "among is 0"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(measure, message):
-    with pytest.raises(ProblemError, match=message):
-        measure(Weights.of(drawn()))
 
 
 def test_measures_leave_the_gradients_of_a_call_alone():

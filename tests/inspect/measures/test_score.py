@@ -94,3 +94,11 @@ def test_scores_of_a_shape_are_drawn_alike():
 def test_a_level_is_a_share(level):
     with pytest.raises(ProblemError, match=f"level is {level}: expected .* between 0 and 1"):
         of(torch.rand(1, 1, 9)).interval(level)
+
+
+@pytest.mark.parametrize("draws", [0, -3])
+def test_an_interval_takes_a_draw_at_least(draws):
+    score = of(torch.rand(1, 1, 9))
+    for draw in (lambda: score.interval(draws=draws), lambda: score.draws(draws)):
+        with pytest.raises(ProblemError, match=f"draws is {draws}: expected how often"):
+            draw()

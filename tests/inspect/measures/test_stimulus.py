@@ -75,6 +75,24 @@ def test_walks_go_from_a_token_to_its_successor_or_jump():
         assert kept == pytest.approx(0.75 + 0.25 / 16, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Jittered(30, 20), r"Jittered\(shortest=30, longest=20, times=4\): expected 1 <= shortest <= longest"),
+        (lambda: Jittered(0, 20), "expected 1 <= shortest"),
+        (lambda: Jittered(times=0), "times of 1 or more"),
+        (lambda: Repeats(0), r"Repeats\(period=0, times=4\): expected a period"),
+        (lambda: Repeats(times=0), "expected a period and times of 1"),
+        (lambda: Walks(states=0), "expected states"),
+        (lambda: Walks(restart=1.5), "a restart from 0 to 1"),
+        (lambda: Walks(length=0), "a length of 1 or more"),
+    ],
+)
+def test_a_stimulus_that_cannot_be_drawn_is_refused(make, message):
+    with pytest.raises(ProblemError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("stimulus", [Repeats(), Jittered(), Walks()])
 def test_all_stimuli_draw_the_same_for_the_same_seed(stimulus):
     first, again, other = (stimulus.draw(list(range(99)), None, 2, seed=seed) for seed in (7, 7, 8))

@@ -174,6 +174,21 @@ def test_a_folder_with_calls_of_another_run_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("to", ["cuda:99", torch.device("cuda:99"), "meta"], ids=repr)
+def test_a_device_that_is_not_there_is_an_error(to):
+    with (
+        pytest.raises(ProblemError, match=r"to='(cuda:99|meta)': torch has no such device here .*'cpu'"),
+        observe(to=to),
+    ):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_without_cuda_calls_cannot_be_kept_there():
+    with pytest.raises(ProblemError, match="to='cuda': torch has no such device here"), observe(to="cuda"):
+        pass
+
+
 def test_a_folder_without_calls_is_an_error(tmp_path):
     with pytest.raises(ProblemError, match=r"holds no calls: expected a folder that `observe\(..., to=folder\)` wrote"):
         kept_in(tmp_path)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,20 @@ def test_only_the_layers_asked_for_are_looked_at(wanted, there):
     with observe(model, layers=wanted) as seen, observe(model, lambda look: None, layers=wanted) as looked:
         model(torch.randn(1, 5, 6))
     assert [s.layer for s in seen] == [s.layer for s in looked] == there
+
+
+def test_layers_may_be_named_by_whatever_counts_as_an_integer():
+    model = Model()
+    with observe(model, layers=np.int64(1)) as one, observe(model, layers=[np.int32(0), torch.tensor(2)]) as two:
+        model(torch.randn(1, 5, 6))
+    assert [s.layer for s in one] == [1]
+    assert [s.layer for s in two] == [0, 2]
+
+
+@pytest.mark.parametrize("layers", [1.5, "1", [0, 1.0], [True], [None]])
+def test_what_is_no_number_of_a_layer_is_an_error(layers):
+    with pytest.raises(ProblemError, match=r"layers is .*: expected the number of a layer or of several"):
+        observe(Model(), layers=layers)
 
 
 def test_a_layer_that_did_not_attend_is_an_error():

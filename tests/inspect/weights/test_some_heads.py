@@ -86,7 +86,19 @@ def test_bounds_and_signatures_are_those_of_the_head_meant():
     assert OfHeads(mask, (1, 0, 1)).spread() == (1, 3)
 
 
-@pytest.mark.parametrize("index", [6, -1, [0, 9], []])
+@pytest.mark.parametrize(
+    "index",
+    [np.int64(4), torch.tensor(4), torch.tensor([4]), np.array([4], dtype=np.int16), (4,), range(4, 5)],
+    ids=repr,
+)
+def test_whatever_counts_as_an_integer_names_a_head(index):
+    weights = Weights.of(drawn())
+    assert torch.equal(weights.heads(index).q, weights.heads(4).q)
+
+
+@pytest.mark.parametrize(
+    "index", [6, -1, [0, 9], [], 1.5, [0, 1.0], "1", None, True, torch.ones(6) > 0, torch.tensor([1.0]), np.ones(1)]
+)
 def test_heads_that_do_not_exist_are_an_error(index):
     with pytest.raises(ProblemError, match=r"of 6 heads: expected one or more, from 0 to 5"):
         Weights.of(drawn()).heads(index)

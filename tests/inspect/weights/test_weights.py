@@ -45,6 +45,14 @@ def test_pairs_are_single_weights(call):
     torch.testing.assert_close(weights.pairs(i, j).double(), definition(call).weights[..., i, j], atol=1e-6, rtol=0)
 
 
+def test_pairs_may_be_lists_or_of_short_integers():
+    weights, i, j = Weights.of(drawn(mask=Causal())), [3, 28, 5], [1, 28, 9]
+    expected = weights.pairs(torch.tensor(i), torch.tensor(j))
+    assert torch.equal(weights.pairs(i, j), expected)
+    assert torch.equal(weights.pairs(torch.tensor(i, dtype=torch.int32), torch.tensor(j)), expected)
+    assert weights.pairs([], []).shape == (2, 6, 0)
+
+
 @pytest.mark.usefixtures("small_tiles")
 def test_in_float64_nothing_is_left_of_the_error_of_float32(call):
     exact = definition(call)
@@ -126,6 +134,18 @@ def test_tiles_of_long_rows_have_many_rows_and_whole_chunks_of_keys():
         (lambda w: w.top(0), r"top\(k=0\): expected how many"),
         (lambda w: w.pooled(0), r"pooled\(size=0, by='mean'\): expected 1 cell"),
         (lambda w: w.pooled(4, by="median"), r"by='median'\): expected .* 'mean' or 'max'"),
+        (lambda w: w.pairs(torch.tensor([0, 3]), torch.tensor([0, -1])), r"pairs has key -1, .* 29: expected 0 to 28"),
+        (
+            lambda w: w.pairs(torch.tensor([29]), torch.tensor([0])),
+            r"pairs has row 29, .* expected 0 to 28; rows count",
+        ),
+        (lambda w: w.pairs([5], [99]), "pairs has key 99"),
+        (lambda w: w.pairs(torch.tensor([0, 1]), torch.tensor([0])), r"pairs of \[2\] torch.int64 and \[1\]"),
+        (lambda w: w.pairs(torch.tensor([0.0]), torch.tensor([0])), r"pairs of \[1\] torch.float32 .* expected a row"),
+        (lambda w: w.pairs(torch.ones(2, 2).long(), torch.ones(2, 2).long()), r"pairs of \[2, 2\]"),
+        (lambda w: w.only(9), r"only\(9\) of 2 sequences: expected the number of one, 0 to 1"),
+        (lambda w: w.only(-1), r"only\(-1\) of 2 sequences"),
+        (lambda w: w.only(0.5), r"only\(0\.5\) of 2 sequences"),
         (lambda w: w.dense(limit=100), r"\[2, 6, 29, 29\] are 10,092 numbers .* limit of 100"),
     ],
 )

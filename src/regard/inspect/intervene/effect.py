@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.errors import ProblemError
 from regard.inspect.intervene.heads import HeadName
 
 
@@ -44,7 +45,13 @@ class Effect:
 
 
 def bootstrap(values: Tensor, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
-    """The percentile interval of the mean of `values`, [examples]. Efron & Tibshirani 1993, chapter 13."""
+    """The percentile interval of the mean of `values`, [examples]. Efron & Tibshirani 1993, chapter 13.
+
+    Raises:
+        ProblemError: a level that is not between 0 and 1, or no draws.
+    """
+    if not 0 < level < 1 or draws < 1:
+        raise ProblemError(f"level is {level} and draws {draws}: expected a level between 0 and 1, and 1 draw or more.")
     if len(values) < 2:
         return Interval(float("nan"), float("nan"))
     random = torch.Generator().manual_seed(seed)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from regard.attend import Call, altering
 from regard.errors import ProblemError
 from regard.inspect.observing.place import following
+from regard.inspect.weights.index import index_of
 
 Layer = int | str
 """The number of a layer, or the path of the module that attends."""
@@ -161,12 +162,31 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def checked(named: Iterable[HeadName]) -> tuple[HeadName, ...]:
-    """The names as a tuple. Raises `ProblemError` for what is no name of a head."""
-    names = tuple(named)
-    for name in cast(tuple[Any, ...], names):
-        if not (isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], int | str) and _is_int(name[1])):
-            raise ProblemError(f"{name!r} names no head: expected (layer, head), as [(3, 1)] for head 1 of layer 3.")
-    return names
+    """The names as a tuple, their numbers as Python's own. Raises `ProblemError` for what is no name of a head.
+
+    >>> checked([(torch.tensor(3), 1), ("encoder.layer.0", 2)])
+    ((3, 1), ('encoder.layer.0', 2))
+    """
+    given: Any = named
+    if not isinstance(given, Iterable):
+        raise ProblemError(f"heads is {given!r}: expected a list of names (layer, head), as [(3, 1)].")
+    return tuple(_checked_name(name) for name in cast(Iterable[Any], given))
+
+
+def _checked_name(name: Any) -> HeadName:
+    if isinstance(name, tuple) and len(parts := cast(tuple[Any, ...], name)) == 2:
+        layer, head = parts[0] if isinstance(parts[0], str) else index_of(parts[0]), index_of(parts[1])
+        if layer is not None and head is not None:
+            return layer, head
+    raise ProblemError(f"{name!r} names no head: expected (layer, head), as [(3, 1)] for head 1 of layer 3.")
+
+
+def checked_layer(layer: Any) -> Layer:
+    """A layer by its number, as Python's own, or by the path of its module. Raises `ProblemError` for what is none."""
+    named = layer if isinstance(layer, str) else index_of(layer)
+    if named is None:
+        raise ProblemError(f"layer is {layer!r}: expected its number from 0, or the path of the module that attends.")
+    return named
 
 
 def by_layer(heads: Iterable[HeadName]) -> Mapping[Layer, list[int]]:
@@ -175,7 +195,3 @@ def by_layer(heads: Iterable[HeadName]) -> Mapping[Layer, list[int]]:
     for place, (layer, _) in enumerate(heads):
         places.setdefault(layer, []).append(place)
     return places
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -53,15 +53,7 @@ class Importance:
     @property
     def order(self) -> tuple[HeadName, ...]:
         """The heads, least important first."""
-        return self._by(self.scores)
-
-    @property
-    def order_within_layers(self) -> tuple[HeadName, ...]:
-        """The heads by `scores_within_layers`, least important first."""
-        return self._by(self.scores_within_layers)
-
-    def _by(self, scores: Tensor) -> tuple[HeadName, ...]:
-        return tuple(self.heads[place] for place in scores.argsort(stable=True).tolist())
+        return tuple(self.heads[place] for place in self.scores.argsort(stable=True).tolist())
 
 
 def importance(

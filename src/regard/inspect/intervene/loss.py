@@ -28,6 +28,9 @@ def next_token_loss(model: nn.Module) -> LossOf:
     A batch is token ids, int [examples, tokens], or what a tokenizer gives: a mapping with `input_ids` and, where
     sequences are padded, `attention_mask`; padding is no target.
 
+    Raises:
+        ProblemError: when it is called, for a text with no token that has a next one.
+
     >>> from regard.nn import Decoder
     >>> model = Decoder(19, 32, layers=1, heads=2)
     >>> next_token_loss(model)(torch.randint(19, (5, 7))).shape
@@ -39,12 +42,20 @@ def next_token_loss(model: nn.Module) -> LossOf:
         logits = logits_of(model(ids) if isinstance(batch, Tensor) else model(**batch))
         losses = F.cross_entropy(_wide(logits[:, :-1]).mT, ids[:, 1:], reduction="none")
         kept = None if isinstance(batch, Tensor) else batch.get("attention_mask")
-        if kept is None:
-            return losses.mean(1)
-        wanted = (kept[:, 1:] * kept[:, :-1]).to(losses.dtype)
-        return (losses * wanted).sum(1) / wanted.sum(1)
+        wanted = torch.ones_like(losses) if kept is None else (kept[:, 1:] * kept[:, :-1]).to(losses.dtype)
+        _check_targets(wanted, ids)
+        return losses.mean(1) if kept is None else (losses * wanted).sum(1) / wanted.sum(1)
 
     return loss_of
+
+
+def _check_targets(wanted: Tensor, ids: Tensor) -> None:
+    """A mean over no tokens would be NaN, and so would all that is made of it."""
+    if not bool((targets := wanted.sum(1)).all()):
+        raise ProblemError(
+            f"example {int(targets.argmin())} of token ids {list(ids.shape)} has no token that follows another: the "
+            "loss of the next token needs texts of 2 tokens or more, padding not counted."
+        )
 
 
 def _wide(logits: Tensor) -> Tensor:

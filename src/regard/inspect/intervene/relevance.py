@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Tile, Weights
 
 
@@ -73,11 +74,9 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
                 f"{one.shape[0]} sequences: products of layers need self-attention over the same {queries} tokens in "
                 "every one, a whole text at a time and without a cache."
             )
-    if wrong := next((row for row in rows if not -tokens <= row < tokens), None):
-        raise ProblemError(f"row {wrong} was asked for, and there are {tokens} tokens: 0 to {tokens - 1}.")
     if not rows:
         raise ProblemError("no rows were chosen: name at least one token.")
-    counted = tuple(row % tokens for row in rows)
+    counted = counted_rows("row", rows, tokens)
     units = torch.zeros(len(rows), tokens, dtype=weights[0].dtype, device=weights[0].q.device)
     units[range(len(rows)), counted] = 1.0
     return counted, units.expand(batch, -1, -1).clone()

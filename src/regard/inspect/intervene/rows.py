@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from regard.attend import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import HeadName, Site, Sites, altered, checked
+from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 
 CAVEAT = (
@@ -91,9 +92,7 @@ def observed(model: nn.Module | None, predict: Predict, heads: Iterable[HeadName
 
 def _own(call: Call, heads: list[int], rows: Sequence[int]) -> OwnRows:
     weights, queries, keys = Weights.of(call), call.out.shape[2], call.k.shape[2]
-    if (wrong := next((row for row in rows if not -queries <= row < queries), None)) is not None:
-        raise ProblemError(f"row {wrong} was asked for, and there are {queries} rows: 0 to {queries - 1}.")
-    chosen = [row % queries for row in rows]
+    chosen = list(counted_rows("row", rows, queries))
     own = torch.cat([weights.rows(row, row + 1) for row in chosen], 2)
     i, j = torch.tensor(chosen, device=own.device)[:, None], torch.arange(keys, device=own.device)[None, :]
     allowed = weights.keep(i, j).expand_as(own)

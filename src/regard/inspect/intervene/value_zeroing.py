@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from regard.attend import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import Layer, Site, altered, module_at, whole_layer
+from regard.inspect.intervene.heads import Layer, Site, altered, checked_layer, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
+from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 
 
@@ -77,11 +78,10 @@ def value_zeroing(
     """
     if not tokens:
         raise ProblemError("no token was named: expected at least one whose value is to be zeroed.")
+    layer = checked_layer(layer)
     attending, keys = _attending(model, run, layer)
     whole = whole_layer(attending) if module is None else module
-    if (wrong := next((token for token in tokens if not -keys <= token < keys), None)) is not None:
-        raise ProblemError(f"token {wrong} was asked for, and layer {layer} sees {keys}: 0 to {keys - 1}.")
-    counted = tuple(token % keys for token in tokens)
+    counted = counted_rows("token", tokens, keys)
     before = _output(model, run, whole, lambda site, call: None)
     if tick is not None:
         tick()

@@ -13,7 +13,7 @@ Means are over the rows that see any key, and over those in `rows` where the cal
 Heads are query heads; A[i, j] is the weight of key j in row i, p_i the position of row i.
 """
 
-from regard.inspect.measures.breadth import Breadth, Entropies, breadth, evenness, inverse_squares
+from regard.inspect.measures.breadth import Breadth, breadth, evenness, inverse_squares
 from regard.inspect.measures.circuits import circuit_of, circuits
 from regard.inspect.measures.columns import ColumnMass, column_mass, sink_profile
 from regard.inspect.measures.copying import Circuit, Vocabulary, copying, copying_eigenvalues
@@ -37,7 +37,6 @@ __all__ = [
     "Breadth",
     "Circuit",
     "ColumnMass",
-    "Entropies",
     "Interval",
     "Positional",
     "Profile",

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.inspect.measures.means import mean_over_rows
+from regard.inspect.measures.means import counted, mean_over_rows
 from regard.inspect.measures.score import Score
 from regard.inspect.sweep import Sweep, sweep
-from regard.inspect.weights.lazy import Tile, Weights
+from regard.inspect.weights.lazy import Weights
 
 
 class Breadth(NamedTuple):
@@ -30,7 +30,9 @@ def breadth(weights: Weights, rows: Tensor | None = None, swept: Sweep | None = 
         rows: bool [batch, queries], the rows to count; None counts all that see a key.
         swept: of these weights; None sweeps them.
     """
-    return _breadth(weights, (swept or sweep(weights)).entropy, rows)
+    entropies, seen = (swept or sweep(weights)).entropy, weights.visible.to(weights.dtype)
+    entropy = mean_over_rows(weights, entropies, seen.clamp(min=1).log(), rows)
+    return Breadth(mean_over_rows(weights, entropies.exp(), seen, rows), entropy)
 
 
 def evenness(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Score:
@@ -40,9 +42,8 @@ def evenness(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Scor
     than keys, and it may exceed 1. Chance: 1.
     """
     most = weights.visible.clamp(min=2).to(swept.entropy.dtype).log()
-    several = (weights.visible >= 2).expand_as(swept.entropy)
     value, chance = swept.entropy / most, torch.ones_like(most)
-    return Score.of_rows(value, chance, several if rows is None else several & rows[:, None])
+    return Score.of_rows(value, chance, counted(weights, rows) & (weights.visible >= 2))
 
 
 def inverse_squares(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Score:
@@ -52,28 +53,3 @@ def inverse_squares(weights: Weights, swept: Sweep, rows: Tensor | None = None) 
     """
     seen = weights.visible.to(swept.squares.dtype)
     return mean_over_rows(weights, swept.squares.clamp(min=torch.finfo(seen.dtype).tiny).reciprocal(), seen, rows)
-
-
-class Entropies:
-    """Tiles of weights gathered into the entropy of each row, where one sweeps oneself; see `breadth`."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self.of_rows = torch.zeros(weights.shape[:3], dtype=weights.dtype, device=weights.q.device)  # nats
-        if weights.sink is not None:
-            column = (weights.sink.to(weights.dtype)[None, :, None] - weights.total).exp()
-            self.of_rows += torch.special.entr(column)
-
-    def add(self, tile: Tile) -> None:
-        """Add a tile's share of the entropy of its rows."""
-        self.of_rows[:, :, tile.rows] += torch.special.entr(tile.weights).sum(-1)
-
-    def breadth(self, rows: Tensor | None = None) -> Breadth:
-        """The means over rows, once every tile was added."""
-        return _breadth(self._weights, self.of_rows, rows)
-
-
-def _breadth(weights: Weights, entropies: Tensor, rows: Tensor | None) -> Breadth:
-    seen = weights.visible.to(entropies.dtype)
-    entropy = mean_over_rows(weights, entropies, seen.clamp(min=1).log(), rows)
-    return Breadth(mean_over_rows(weights, entropies.exp(), seen, rows), entropy)

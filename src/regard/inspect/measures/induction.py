@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, kept, rows_of, summed, weighed
-from regard.inspect.measures.means import counted, one_in, tokens_of
+from regard.inspect.measures.means import Tokens, counted, one_in, tokens_of
 from regard.inspect.measures.occurrences import occurrences, paired
 from regard.inspect.measures.score import Score
 from regard.inspect.weights.lazy import Weights
@@ -17,34 +17,35 @@ SHIFTS = tuple(range(9))
 """The shifts of a scan: 0 is the earlier occurrence itself, 1 the token after it, and up to the eighth after it."""
 
 
-def induction(weights: Weights, tokens: Tensor, shift: int = 1, rows: Tensor | None = None) -> Score:
+def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | None = None) -> Score:
     """Prefix matching: the mass on tokens that followed an earlier occurrence of the current one.
 
         mean over rows i with M_i not empty of  sum_{j in M_i} A[i, j],     M_i = {j <= i : x[j-1] = x[i], j-1 < i}
 
     Olsson et al. 2022, *In-context learning and induction heads*, appendix (head activation evaluators). It is defined
-    on repeated random tokens (`regard.inspect.measures.stimulus`): on plain text it also counts what is merely frequent,
-    and with a fixed period a purely positional head scores as well (`Jittered` tells them apart). Circuits may be
-    shifted (x[j-shift] = x[i]): scan with `induction_scan` before concluding that a model has none. TransformerLens'
-    `detect_head` ("mul", "induction_head") sums over the same pairs and divides by all rows, also those in which
-    nothing repeats: it is (rows with M_i not empty) / rows of ours. O(matches), in blocks, none left out.
+    on repeated random tokens (`regard.inspect.measures.stimulus`): on plain text it also counts what is merely
+    frequent, and with a fixed period a purely positional head scores as well (`Jittered` tells them apart). Circuits
+    may be shifted (x[j-shift] = x[i]): scan with `induction_scan` before concluding that a model has none.
+    TransformerLens' `detect_head` ("mul", "induction_head") sums over the same pairs and divides by all rows, also
+    those in which nothing repeats: it is (rows with M_i not empty) / rows of ours. O(matches), in blocks, none left
+    out.
 
     Chance: the mean over the same rows of (visible keys in M_i) / (visible keys).
 
     Args:
-        tokens: integer [batch, keys], the token at each key position.
+        tokens: integer [batch, keys], the token at each key position; lists of them will do.
         rows: bool [batch, queries], the rows to count; None counts all that see a key.
 
     Returns:
         NaN for a sequence in which nothing repeats.
 
     Raises:
-        ProblemError: the tokens are not [batch, keys].
+        ProblemError: the tokens are not [batch, keys], or no whole numbers.
     """
     return induction_scan(weights, tokens, (shift,), rows)[shift]
 
 
-def duplicate(weights: Weights, tokens: Tensor, rows: Tensor | None = None) -> Score:
+def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> Score:
     """The mass on earlier occurrences of the same token: `induction` at shift 0.
 
         mean over rows i with one of  sum_{j < i, x[j] = x[i]} A[i, j]
@@ -55,12 +56,12 @@ def duplicate(weights: Weights, tokens: Tensor, rows: Tensor | None = None) -> S
 
 
 def induction_scan(
-    weights: Weights, tokens: Tensor, shifts: Sequence[int] = SHIFTS, rows: Tensor | None = None
+    weights: Weights, tokens: Tokens, shifts: Sequence[int] = SHIFTS, rows: Tensor | None = None
 ) -> dict[int, Score]:
     """`induction` at each of several shifts, together: a circuit whose first layer looks o tokens back, not 1, is at o.
 
     Raises:
-        ProblemError: no shifts, or the tokens are not [batch, keys].
+        ProblemError: no shifts, or tokens as `induction` says.
     """
     if not shifts:
         raise ProblemError("shifts is empty: give how far behind an earlier occurrence to look, 1 for induction.")

@@ -10,9 +10,6 @@ from regard.inspect.measures.score import Score
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
 
-POSITIONAL_FROM = 0.9
-"""The share of rows from which a head is positional; Voita et al. 2019, §5.1."""
-
 
 class Positional(NamedTuple):
     """How often each head looks at the same distance, and which one that is; see `positional`."""

@@ -1,11 +1,17 @@
 """Which rows a mean counts, and what uniform attention gives at pairs."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.score import Score
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
+
+Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
+"""Token ids: integer [batch, keys], a list for each sequence, or one list where there is one sequence."""
 
 
 def counted(weights: Weights, rows: Tensor | None) -> Tensor:
@@ -18,6 +24,7 @@ def counted(weights: Weights, rows: Tensor | None) -> Tensor:
     if rows is None:
         return seeing.expand(weights.shape[:3])
     batch, _, queries, _ = weights.shape
+    rows = torch.as_tensor(rows, device=weights.q.device)
     if rows.dtype != torch.bool or tuple(rows.shape) not in ((batch, queries), (1, queries)):
         raise ProblemError(
             f"rows is {list(rows.shape)} {rows.dtype}: expected which rows to count, bool [batch, queries] = "
@@ -36,14 +43,40 @@ def one_in(weights: Weights) -> Tensor:
     return weights.visible.clamp(min=1).to(weights.dtype).reciprocal()
 
 
-def tokens_of(weights: Weights, tokens: Tensor, what: str = "tokens") -> Tensor:
-    """Tokens at the keys of a call, one sequence for all of a batch or each its own: [batch, keys].
+def tokens_of(weights: Weights, tokens: Tokens) -> Tensor:
+    """The tokens at the keys of a call, each sequence of the batch its own: integer [batch, keys].
+
+    Raises:
+        ProblemError: they are no whole numbers, or not [batch, keys].
+    """
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as unlike:
+        raise ProblemError(f"tokens are no ids [batch, keys] ({unlike}): expected lists of one length.") from None
+    if ids.ndim == 1 and weights.shape[0] == 1:
+        ids = ids[None]
+    found = per_key(weights, ids, "tokens")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ProblemError(f"tokens is {ids.dtype}: expected the id of the token at each key, whole numbers.")
+    return found
+
+
+def per_key(weights: Weights, numbers: Tensor, what: str) -> Tensor:
+    """Numbers of the keys of a call, [batch, keys].
 
     Raises:
         ProblemError: they are not [batch, keys].
     """
     batch, _, _, keys = weights.shape
-    if tuple(tokens.shape) != (batch, keys):
-        came, expected = list(tokens.shape), [batch, keys]
-        raise ProblemError(f"{what} is {came}: expected the token at each key, [batch, keys] = {expected}.")
-    return tokens.to(weights.q.device)
+    if tuple(numbers.shape) != (batch, keys):
+        came, expected = list(numbers.shape), [batch, keys]
+        raise ProblemError(f"{what} is {came}: expected one at each key, [batch, keys] = {expected}.")
+    return numbers.to(weights.q.device)
+
+
+def key_of(weights: Weights, token: int) -> int:
+    """The position of a key of the call. Raises `ProblemError` if there is none."""
+    number = index_of(token)
+    if number is None or not 0 <= number < weights.shape[3]:
+        raise ProblemError(f"token is {token}: expected the position of one of the {weights.shape[3]} keys.")
+    return number

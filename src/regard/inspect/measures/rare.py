@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import counted, mean_over_rows, tokens_of
+from regard.inspect.measures.means import counted, mean_over_rows, per_key
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import Sweep
@@ -63,7 +63,7 @@ def rarest_hits(weights: Weights, swept: Sweep, rare: Tensor, among: int = 1, ro
     Raises:
         ProblemError: `rare` is not [batch, keys], or `among` is below 1.
     """
-    rare = tokens_of(weights, rare, "rare")
+    rare = per_key(weights, rare, "rare")
     if among < 1:
         raise ProblemError(f"among is {among}: expected how many of the rarest tokens count, 1 or more.")
     least, share = _rarest(uniform(weights), rare, among)

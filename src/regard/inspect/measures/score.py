@@ -81,7 +81,12 @@ class Score:
 
         The same seed draws the same sequences, or blocks, for every score of the same shape: scores drawn alike can be
         compared draw by draw.
+
+        Raises:
+            ProblemError: no draws.
         """
+        if draws < 1:
+            raise ProblemError(f"draws is {draws}: expected how often to draw anew, 1 or more (1,000 by default).")
         if self.over == "nothing":
             return self.value.new_full((draws, self.value.shape[1]), torch.nan)
         if self.value.shape[0] > 1 or self.sums is None or self.counts is None:
@@ -97,7 +102,7 @@ class Score:
         """The percentile interval of `mean`, each [heads]; NaN where there are no two sequences or blocks with a score.
 
         Raises:
-            ProblemError: a level that is not between 0 and 1.
+            ProblemError: a level that is not between 0 and 1, or no draws.
         """
         if not 0 < level < 1:
             raise ProblemError(f"level is {level}: expected the share of draws in the interval, between 0 and 1.")

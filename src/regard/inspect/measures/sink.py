@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.errors import ProblemError
-from regard.inspect.measures.means import counted, one_in
+from regard.inspect.measures.means import counted, key_of, one_in
 from regard.inspect.measures.score import Score
 from regard.inspect.weights.lazy import Weights
 
@@ -62,8 +61,7 @@ def sinks(
 
 
 def _column(weights: Weights, token: int, later: Tensor, rows: Tensor | None) -> Score:
-    if not 0 <= token < weights.shape[3]:
-        raise ProblemError(f"token is {token}: expected the position of one of the {weights.shape[3]} keys.")
+    token = key_of(weights, token)
     row = torch.arange(weights.shape[2], device=weights.q.device)
     chance = one_in(weights) * weights.keep(row, torch.full_like(row, token))
     return Score.of_rows(weights.columns(token, token + 1)[..., 0], chance, counted(weights, rows) & later)

@@ -28,6 +28,10 @@ class Repeats:
     period: int = 25
     times: int = 4
 
+    def __post_init__(self) -> None:
+        if self.period < 1 or self.times < 1:
+            raise ProblemError(f"{self}: expected a period and times of 1 or more.")
+
     def fitting(self, vocabulary: int, context: int | None) -> "Repeats":
         """The same, shortened to what a small vocabulary or a short context allows."""
         room = self.period * self.times + 1 if context is None else context - 1
@@ -53,6 +57,10 @@ class Jittered:
     shortest: int = 15
     longest: int = 35
     times: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest or self.times < 1:
+            raise ProblemError(f"{self}: expected 1 <= shortest <= longest, and times of 1 or more.")
 
     def fitting(self, vocabulary: int, context: int | None) -> "Jittered":
         """The same, shortened to what a small vocabulary or a short context allows."""
@@ -91,6 +99,10 @@ class Walks:
     states: int = 16
     restart: float = 0.25
     length: int = 128
+
+    def __post_init__(self) -> None:
+        if self.states < 1 or self.length < 1 or not 0 <= self.restart <= 1:
+            raise ProblemError(f"{self}: expected states and a length of 1 or more, and a restart from 0 to 1.")
 
     def draw(self, vocabulary: list[int], first: int | None, sequences: int, seed: int = 0) -> Tensor:
         """int64 [sequences, tokens], the same for the same seed; `first` is the beginning-of-sequence token."""

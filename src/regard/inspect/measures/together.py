@@ -7,6 +7,7 @@ from regard.inspect.measures.columns import column_mass
 from regard.inspect.measures.distance import local_mass, mean_distance
 from regard.inspect.measures.induction import best, induction_scan
 from regard.inspect.measures.largest import confidence, positional
+from regard.inspect.measures.means import Tokens
 from regard.inspect.measures.offset import OFFSETS, offset_scan
 from regard.inspect.measures.rare import rare_word
 from regard.inspect.measures.score import Score
@@ -18,7 +19,7 @@ from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
 
 
-def all_pair_measures(weights: Weights, tokens: Tensor | None = None, rows: Tensor | None = None) -> dict[str, Score]:
+def all_pair_measures(weights: Weights, tokens: Tokens | None = None, rows: Tensor | None = None) -> dict[str, Score]:
     """Every measure that is a sum over O(n) pairs, with no sweep.
 
     previous, current, best_offset (of 1 to 8), sink, alpha; and with tokens duplicate and induction. On plain text

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import counted, one_in
+from regard.inspect.measures.means import counted, key_of, one_in
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import sweep
@@ -34,7 +34,11 @@ def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
     Args:
         v: [batch, kv_heads, keys, v_dim].
         w_o: [heads, v_dim, d_model], each head's part of the output projection; see `of_heads`.
+
+    Raises:
+        ProblemError: heads or widths that do not fit.
     """
+    _check_output(v, w_o)
     return _norms(v.repeat_interleave(w_o.shape[0] // v.shape[1], dim=1), w_o)
 
 
@@ -44,7 +48,7 @@ def of_heads(weight: Tensor, heads: int) -> Tensor:
     Raises:
         ProblemError: its width is no multiple of the heads.
     """
-    if weight.ndim != 2 or weight.shape[1] % heads:
+    if weight.ndim != 2 or heads < 1 or weight.shape[1] % heads:
         raise ProblemError(f"the output projection is {list(weight.shape)}: expected [d_model, {heads} heads * v_dim].")
     return weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
 
@@ -63,7 +67,12 @@ def value_weighted(
         norms: nu, [batch, heads, keys], from `output_norms`.
         sums, sums_even: sum_j A[i, j] nu_j of the call and of `uniform(weights)`, [batch, heads, queries]: vectors of
             `along`, see `Vectors`.
+
+    Raises:
+        ProblemError: there is no such token, or numbers of other heads, keys or rows.
     """
+    token = key_of(weights, token)
+    _check_norms(weights, norms, sums, sums_even)
     row = torch.arange(weights.shape[2], device=norms.device)
     even = one_in(weights) * weights.keep(row, torch.full_like(row, token))
     here, least = norms[:, :, token, None], torch.finfo(sums.dtype).tiny
@@ -85,7 +94,13 @@ def sink_output(
     Args:
         v: [batch, kv_heads, keys, v_dim]; out: [batch, heads, queries, v_dim], both as the call has them.
         w_o: [heads, v_dim, d_model], see `of_heads`.
+
+    Raises:
+        ProblemError: there is no such token, or heads, tokens or widths that do not fit.
     """
+    token = key_of(weights, token)
+    _check_output(v, w_o)
+    _check_call(weights, v, out, w_o)
     group, dtype = weights.shape[1] // v.shape[1], weights.dtype
     v, out, w_o = (t.detach().to(dtype) for t in (v, out, w_o))
     row = torch.arange(weights.shape[2], device=v.device)
@@ -101,6 +116,37 @@ def sink_output(
     value = weights.columns(token, token + 1)[..., 0] * here / _norms(out, w_o).clamp(min=least)
     chance = even * here / _norms(even_out, w_o).clamp(min=least)
     return Score.of_rows(value, chance, counted(weights, rows) & (weights.positions > token))
+
+
+def _check_output(v: Tensor, w_o: Tensor) -> None:
+    fits = v.ndim == 4 and w_o.ndim == 3 and w_o.shape[1] == v.shape[3] and w_o.shape[0] % max(1, v.shape[1]) == 0
+    if not fits:
+        raise ProblemError(
+            f"v is {list(v.shape)} and w_o {list(w_o.shape)}: expected [batch, kv_heads, keys, v_dim] and "
+            "[heads, v_dim, d_model], with heads a whole multiple of kv_heads; see of_heads."
+        )
+
+
+def _check_call(weights: Weights, v: Tensor, out: Tensor, w_o: Tensor) -> None:
+    batch, heads, queries, keys = weights.shape
+    came = tuple(v.shape[:3]), tuple(out.shape), w_o.shape[0]
+    if came != ((batch, weights.k.shape[1], keys), (batch, heads, queries, v.shape[3]), heads):
+        raise ProblemError(
+            f"v is {list(v.shape)}, out {list(out.shape)} and w_o {list(w_o.shape)}, of a call with batch {batch}, "
+            f"{heads} heads on {weights.k.shape[1]} key heads, {queries} queries and {keys} keys: expected v and out "
+            "as the call has them, and an output projection of as many heads."
+        )
+
+
+def _check_norms(weights: Weights, norms: Tensor, sums: Tensor, sums_even: Tensor) -> None:
+    batch, heads, queries, keys = weights.shape
+    rows = [1 if one == 1 else here for one, here in zip(sums_even.shape, (batch, heads, queries), strict=False)]
+    fits = (norms.shape, sums.shape) == ((batch, heads, keys), (batch, heads, queries))
+    if not fits or sums_even.ndim != 3 or list(sums_even.shape) != rows:
+        raise ProblemError(
+            f"norms are {list(norms.shape)} and their sums {list(sums.shape)} and {list(sums_even.shape)}: expected "
+            f"[batch, heads, keys] = {[batch, heads, keys]}, and [batch, heads, queries] = {[batch, heads, queries]}."
+        )
 
 
 def _norms(x: Tensor, w_o: Tensor) -> Tensor:

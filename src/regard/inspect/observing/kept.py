@@ -74,6 +74,7 @@ def kept_in(folder: str | Path) -> list[Kept]:
 def keeper(to: To) -> Generator[Memory | Folder]:
     """What keeps calls; files in a folder of our own are removed when the block ends."""
     device = _device(to)
+    _check_there(device)
     if to is None or device is not None:
         yield Memory(device)
     elif to == DISK:
@@ -91,3 +92,16 @@ def _device(to: To) -> torch.device | None:
         return torch.device(to)
     except RuntimeError:
         return None
+
+
+def _check_there(device: torch.device | None) -> None:
+    """Raise `ProblemError` if this machine, or this torch, has no such device, or one that holds nothing."""
+    try:
+        there = device is None or torch.empty(1, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError, NotImplementedError):  # CUDA's absence is an AssertionError
+        there = False
+    if not there:
+        raise ProblemError(
+            f"to={str(device)!r}: torch has no such device here to keep calls on. Name one that there is ('cpu'), "
+            f"'disk', or a folder; for a folder of that name pass Path({str(device)!r})."
+        )

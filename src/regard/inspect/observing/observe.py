@@ -4,7 +4,7 @@ Nothing is kept that was not asked for, so what is asked of a thousand heads at 
 memory of one layer. Outside the block nothing is watched, and nothing is slower for it.
 """
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from regard.errors import ProblemError
 from regard.inspect.observing.kept import Kept, To, keeper
 from regard.inspect.observing.parts import Parts
 from regard.inspect.observing.place import Place, following
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
 T = TypeVar("T")
@@ -102,7 +103,8 @@ def observe(
 
     Raises:
         ProblemError: a model was given and none of its attention was seen; a layer was named that did not attend; or
-            `values` and `to`, which say how calls are kept, go with `each`, which keeps none.
+            `values` and `to`, which say how calls are kept, go with `each`, which keeps none; or `to` is a device
+            that is not there.
 
     What torch.compile compiled before the block runs uncompiled within it, as compiled attention cannot be seen.
 
@@ -123,7 +125,7 @@ def observe(
 
     ```
     """
-    wanted = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+    wanted = None if layers is None else _numbers(layers)
     if each is None:
         return _kept(model, wanted, values, to)
     if values or to is not None:
@@ -132,6 +134,15 @@ def observe(
             "them out, or leave `each` out."
         )
     return _seen(model, wanted, each)
+
+
+def _numbers(layers: int | Collection[int]) -> set[int]:
+    """The layers that are meant. Raises `ProblemError` for what is no whole number."""
+    several: list[Any] = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
+    numbers = {number for number in map(index_of, several) if number is not None}
+    if len(numbers) < len(set(several)):
+        raise ProblemError(f"layers is {layers!r}: expected the number of a layer or of several, counted from 0.")
+    return numbers
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.weights.index import Indices, index_pairs
 from regard.inspect.weights.pooled import Largest, Pooled
 from regard.inspect.weights.read_call import ReadCall
 from regard.inspect.weights.spans import count_visible, visible_runs
@@ -64,15 +65,19 @@ class Weights(ReadCall):
     ```
     """
 
-    def pairs(self, q_index: Tensor, k_index: Tensor) -> Tensor:
+    def pairs(self, q_index: Indices, k_index: Indices) -> Tensor:
         """The weights at given pairs, in O(pairs): row `q_index[p]` (0 is the call's first query), key `k_index[p]`.
 
         Args:
-            q_index, k_index: int64 [pairs].
+            q_index, k_index: int64 [pairs], or lists of them.
 
         Returns:
             [batch, heads, pairs]; 0 where the mask hides the pair.
+
+        Raises:
+            ProblemError: no whole numbers [pairs], or rows or keys that the call does not have.
         """
+        q_index, k_index = index_pairs(q_index, k_index, self.shape, self.q.device)
         at_once = max(1, TILE // max(1, self.q[:, :, 0].numel()))
         parts = zip(q_index.split(at_once), k_index.split(at_once), strict=True)
         return torch.cat([self._weights(of_pairs(self, i, j), self._divisor[:, :, i]) for i, j in parts], dim=-1)

@@ -15,6 +15,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Dot
 from regard.errors import ProblemError
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.some_heads import bias_of_heads, chosen_heads, key_heads, mask_of_heads
 from regard.inspect.weights.stages import Stage, check_stage, of_rectangle
 
@@ -73,15 +74,30 @@ class ReadCall:
         return torch.arange(self.offset, self.offset + self.shape[2], device=self.q.device)
 
     def only(self, batch: int) -> Self:
-        """The weights of one sequence of the batch, as a batch of one."""
-        own = slice(batch, batch + 1)
-        return replace(self, q=self.q[own], k=self.k[own], lse=self.lse[own], sequence=self.sequence + batch)
+        """The weights of one sequence of the batch, as a batch of one.
+
+        Raises:
+            ProblemError: there is no such sequence.
+
+        >>> import torch
+        >>> from regard.inspect import Weights
+        >>> q = torch.randn(3, 6, 5, 4)
+        >>> Weights(q, q, torch.zeros(3, 6, 5)).only(2).shape
+        (1, 6, 5, 5)
+        """
+        number, sequences = index_of(batch), self.shape[0]
+        if number is None or not 0 <= number < sequences:
+            raise ProblemError(
+                f"only({batch!r}) of {sequences} sequences: expected the number of one, 0 to {sequences - 1}."
+            )
+        own = slice(number, number + 1)
+        return replace(self, q=self.q[own], k=self.k[own], lse=self.lse[own], sequence=self.sequence + number)
 
     def heads(self, index: int | Sequence[int] | Tensor) -> Self:
         """The weights of some query heads, in the order given, as a call of so many heads.
 
         Raises:
-            ProblemError: there is no such head.
+            ProblemError: there is no such head, or that is no whole number.
 
         >>> import torch
         >>> from regard.inspect import Weights

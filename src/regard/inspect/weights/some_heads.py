@@ -1,6 +1,6 @@
 """The words of a call, said of some of its query heads: masks and biases may differ by head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from regard.describe.bias import Bias, Sum, T5Bias, TensorBias
 from regard.describe.mask import Bools, Ints, Mask, Positions, Rectangles
 from regard.describe.word import word
 from regard.errors import ProblemError
+from regard.inspect.weights.index import index_of
 
 
 @word
@@ -90,11 +91,19 @@ def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:
 
 
 def chosen_heads(index: int | Sequence[int] | Tensor, heads: int) -> Tensor:
-    """Numbers of query heads, int64 [chosen]. Raises `ProblemError` unless all are among so many."""
-    chosen = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
-    if not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) >= heads:
-        raise ProblemError(f"heads({chosen.tolist()}) of {heads} heads: expected one or more, from 0 to {heads - 1}.")
-    return chosen
+    """Numbers of query heads, int64 [chosen]. Raises `ProblemError` unless all are among so many.
+
+    >>> chosen_heads(np.int64(3), 6), chosen_heads(range(2), 6)
+    (tensor([3]), tensor([0, 1]))
+    """
+    given = index.reshape(-1) if isinstance(index, Tensor | np.ndarray) else index
+    several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    chosen = [number for number in map(index_of, several) if number is not None and 0 <= number < heads]
+    if not several or len(chosen) < len(several):
+        raise ProblemError(
+            f"heads({index!r}) of {heads} heads: expected one or more, from 0 to {heads - 1}, as whole numbers."
+        )
+    return torch.tensor(chosen)
 
 
 def key_heads(chosen: Tensor, group: int) -> Tensor:

@@ -1,0 +1,68 @@
+"""Numbers of heads, layers and tokens, as people give them: Python's own, numpy's, or of a tensor with one element."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from regard.errors import ProblemError
+
+Indices = Tensor | Sequence[int]
+"""Rows or keys, one for each of several pairs."""
+
+
+def index_of(value: object) -> int | None:
+    """The whole number that a value is, by `__index__`; None for what is none, and for truth values.
+
+    >>> import numpy as np
+    >>> index_of(np.int64(3)), index_of(torch.tensor(3)), index_of(1.5), index_of(True)
+    (3, 3, None, None)
+    """
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(cast(Any, value))
+    except TypeError:
+        return None
+
+
+def index_pairs(
+    rows: Indices, keys: Indices, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rows and keys of pairs, int64 [pairs] each, if a call of this shape has them.
+
+    Raises:
+        ProblemError: no whole numbers [pairs], or rows or keys that are not there.
+    """
+    i, j = (torch.as_tensor(given, device=device) for given in (rows, keys))
+    whole = not any(index.is_floating_point() or index.dtype == torch.bool for index in (i, j) if index.numel())
+    if i.ndim != 1 or j.shape != i.shape or not whole:
+        came = " and ".join(f"{list(index.shape)} {index.dtype}" for index in (i, j))
+        raise ProblemError(f"pairs of {came}: expected a row and a key of each pair, both int64 [pairs].")
+    for index, kind, size in ((i, "row", shape[2]), (j, "key", shape[3])):
+        if bool((outside := (index < 0) | (index >= size)).any()):
+            raise ProblemError(
+                f"pairs has {kind} {int(index[outside][0])}, and the call has {size}: expected 0 to {size - 1}; rows "
+                "count from the first query of the call."
+            )
+    return i.long(), j.long()
+
+
+def counted_rows(kind: str, rows: Sequence[int], of: int) -> tuple[int, ...]:
+    """Rows, or tokens, counted from the first; -1 is the last.
+
+    Raises:
+        ProblemError: there are no such, or that is no whole number.
+
+    >>> counted_rows("row", [0, -1], of=5)
+    (0, 4)
+    """
+    numbers = [index_of(row) for row in rows]
+    for row, number in zip(rows, numbers, strict=True):
+        if number is None or not -of <= number < of:
+            raise ProblemError(
+                f"{kind} {row} was asked for, and there are {of}: expected 0 to {of - 1}, or -1 for the last."
+            )
+    return tuple(number % of for number in numbers if number is not None)
