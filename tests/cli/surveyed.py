@@ -7,12 +7,15 @@ from tests.inspect.reports import report
 class Surveyed:
     """Stands for loading and surveying; keeps what it was asked for."""
 
-    def __init__(self, loads=lambda name: ("model", "tokenizer", "label"), raises=None, tokens=None):
+    def __init__(
+        self, loads=lambda name: ("model", "tokenizer", "label"), raises=None, tokens=None, config=None, checks=None
+    ):
         self.loads, self.raises, self.tokens = loads, raises, tokens
+        self.config, self.checks = config, checks or (lambda *model, **asked: None)
         self.asked, self.options, self.surveyed = None, {}, []
 
     def __call__(self):
-        return Tools(self.loads, self.survey)
+        return Tools(self.loads, self.survey, lambda name: self.config, self.checks)
 
     def survey(self, model, tokenizer, text, *, progress, **options):
         self.asked, self.options = (model, tokenizer, text), options

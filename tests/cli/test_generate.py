@@ -1,7 +1,6 @@
 """`regard generate` on models that are made here: what it writes, what it tells, and how it ends."""
 
 import importlib.util
-import io
 import json
 import logging
 import os
@@ -122,10 +121,10 @@ def test_the_models_own_settings_hold_unless_others_are_said(tmp_path, capsys):
     assert written(capsys, str(tmp_path), "--tokens", "17", "--temperature", "0")["tokens"] == likeliest
 
 
-def test_a_prompt_comes_from_a_file_or_stdin_without_its_last_line_break(folder, capsys, tmp_path, monkeypatch):
+def test_a_prompt_comes_from_a_file_or_stdin_without_its_last_line_break(folder, capsys, tmp_path, stdin):
     told = written(capsys, folder, "--tokens", "3")
     (tmp_path / "prompt.txt").write_text(f"{PROMPT}\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode())))
+    stdin(f"{PROMPT}\n".encode())
     for place in ("prompt.txt", "-"):
         assert written(capsys, folder, "--tokens", "3", prompt=place)["tokens"] == told["tokens"]
 

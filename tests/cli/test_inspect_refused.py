@@ -1,6 +1,5 @@
 """How `regard inspect` fails: in one line, and as a rule before a model is loaded."""
 
-import io
 import os
 import signal
 import subprocess
@@ -14,18 +13,9 @@ from regard.cli.main import main
 from regard.errors import ProblemError
 from tests.cli.surveyed import Surveyed
 
+pytestmark = pytest.mark.usefixtures("here")
+
 TOO_LONG = "the text is 9,000 tokens and 24 are to be written:\n  shorten it."
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-def stdin(monkeypatch, data: bytes):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
 def one_line(capsys, arguments, tools=None):
@@ -45,11 +35,11 @@ def test_a_model_that_is_not_there(capsys):
     assert "there is no model x: neither here nor there." in one_line(capsys, ["--model", "x"], Surveyed(refuses))
 
 
-def test_a_folder_that_is_no_model(capsys, folder):
+def test_a_folder_that_is_no_model(capsys, here):
     from regard.cli.inspect import tools
 
     pytest.importorskip("transformers")
-    assert "no config.json" in one_line(capsys, ["--model", str(folder)], tools)
+    assert "no config.json" in one_line(capsys, ["--model", str(here)], tools)
 
 
 def test_a_text_that_is_too_long(capsys):
@@ -65,18 +55,18 @@ def test_an_empty_text(capsys, text):
     ("data", "said"),
     [(b"", "is empty"), (b"\n \n", "is empty"), (b"caf\xe9", "byte 0xe9 at 3"), (b"\0\1\2", "zero bytes")],
 )
-def test_a_file_that_is_no_text(capsys, folder, data, said):
-    (folder / "data.bin").write_bytes(data)
+def test_a_file_that_is_no_text(capsys, here, data, said):
+    (here / "data.bin").write_bytes(data)
     assert said in one_line(capsys, ["data.bin"])
 
 
-def test_stdin_that_is_no_text(capsys, monkeypatch):
-    stdin(monkeypatch, b"\xff\xfe")
+def test_stdin_that_is_no_text(capsys, stdin):
+    stdin(b"\xff\xfe")
     assert "stdin is not UTF-8" in one_line(capsys, ["-"])
 
 
-def test_a_folder_for_a_text(capsys, folder):
-    (folder / "texts").mkdir()
+def test_a_folder_for_a_text(capsys, here):
+    (here / "texts").mkdir()
     assert "texts is a folder" in one_line(capsys, ["texts"])
 
 
@@ -86,9 +76,9 @@ def test_a_file_that_is_not_there(capsys, text):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(capsys, folder):
-    (folder / "secret").write_text("a b")
-    (folder / "secret").chmod(0)
+def test_a_file_that_may_not_be_read(capsys, here):
+    (here / "secret").write_text("a b")
+    (here / "secret").chmod(0)
     assert "cannot be read: Permission denied" in one_line(capsys, ["secret"])
 
 
@@ -113,6 +103,32 @@ def test_one_stdout_is_not_for_two(capsys):
 
 def test_a_head_outside_of_the_layers(capsys):
     assert "head 2.1 is in none of the layers" in one_line(capsys, ["--layer", "0,1", "--heads", "2.1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layer", "2,99"], "layer 99 is asked for, and the model has 30: 0 to 29."),
+        (["--heads", "40.2"], "layer 40 is asked for, and the model has 30: 0 to 29."),
+        (["--heads", "18.6,3.9"], "head 3.9 is asked for, and layer 3 has 9: 3.0 to 3.8."),
+    ],
+)
+def test_layers_and_heads_that_a_config_does_not_have_are_refused_before_weights_are_read(capsys, arguments, said):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(num_hidden_layers=30, num_attention_heads=9, hidden_size=18)
+    tools = Surveyed(lambda name: pytest.fail("it is loaded"), config=config)
+    assert said in one_line(capsys, arguments, tools)
+
+
+def test_what_the_second_model_cannot_do_is_found_before_the_first_is_surveyed(capsys):
+    def checks(model, tokenizer, text, **asked):
+        assert (text, asked["heads"], asked["tokens"]) == ("a b", [(1, 1)], None)
+        if model == "b":
+            refuses(model)
+
+    tools = Surveyed(lambda name: (name, "tokenizer", name), checks=checks)
+    assert "no model b" in one_line(capsys, ["--model", "a", "--compare", "b", "--heads", "1.1", "a b"], tools)
+    assert tools.surveyed == []
 
 
 @pytest.mark.parametrize(

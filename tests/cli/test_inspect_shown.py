@@ -15,12 +15,7 @@ from regard.inspect.surveying.report import Scored
 from tests.cli.surveyed import Surveyed
 from tests.inspect.reports import report
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_it_says_what_ran_what_was_written_and_which_heads_stand_out(capsys):
@@ -56,6 +51,15 @@ def test_heads_are_counted_by_kind_first_with_how_sure_that_is(capsys):
         own = [head.name for head in made.heads if head.kind == kind]
         assert rest.split() == ["3", "98", "%", *own]
     assert at < out.index("most remarkable:")
+
+
+def test_sinks_are_told_by_both_thresholds_in_a_row(capsys):
+    main(["inspect", "--top", "2"], tools=Surveyed())
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sinks ")]
+    assert row == (
+        "  sinks     25 % of heads have alpha (mean over rows of A[i,0]) above 0.3: token 0 at 0.50 of the mean |v|; "
+        "17 % above 0.8: token 0 at 0.38 of the mean |v|"
+    )
 
 
 def test_into_a_pipe_go_plain_columns(capsys):

@@ -67,11 +67,13 @@ def head(layer, number, group, kept) -> Head:
     pattern = PATTERNS[(layer + number) % 4]
     if pattern != "even":
         values[pattern] = 0.9 - 0.05 * layer
+    values["alpha"] = values["sink"]
     entropy, chance = float(np.log(kept).mean()), float((1 / kept[1:]).mean())
     mine = entropy if pattern == "even" else 0.4
     scores = {
         "entropy": Scored(mine, entropy, 0.9 * mine, 1.1 * mine),
         "effective_tokens": Scored(float(np.exp(mine)), float(kept.mean())),
+        "sink_value": Scored(0.25 + 0.25 * layer, 1.0),
     } | {name: Scored(value, chance, max(0.0, value - 0.03), value + 0.03) for name, value in values.items()}
     return Head(layer, number, number // group, scores)
 

@@ -14,7 +14,7 @@ from huggingface_hub import errors as hub_errors
 
 from regard import ProblemError
 from regard.attend import Call, watching
-from regard.integrate.checkpoint import load
+from regard.integrate.checkpoint import config_of, load
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import close, model
 
@@ -271,3 +271,24 @@ def test_smollm2_takes_digits_one_by_one(smollm2: tuple[Any, Any, str], text: st
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == pieces
     assert tokenizer.decode(ids) == text
+
+
+# ---- the config alone -----------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_there_before_the_weights(saved: Path, unreachable: Path):
+    for name in ("llama", "bert"):
+        known, config = model(name).config, config_of(str(saved / name))
+        assert (config.num_hidden_layers, config.model_type) == (known.num_hidden_layers, name)
+
+
+@pytest.mark.parametrize("name", [None, "", "t5", "nowhere", "no/such-model", "./nowhere"])
+def test_where_no_config_is_known_there_is_none_and_the_network_is_not_asked(
+    saved: Path, unreachable: Path, name: str | None
+):
+    assert config_of(str(saved / name) if name == "t5" else name) is None
+
+
+def test_a_config_that_cannot_be_read_is_none(unreachable: Path):
+    (unreachable / "config.json").write_text("{")
+    assert config_of(str(unreachable)) is None

@@ -1,12 +1,12 @@
 """What a command is given: a text by any name, places to write to."""
 
-import os
 import re
 import sys
 from pathlib import Path
 
 from regard.cli.sample import SAMPLE
 from regard.errors import ProblemError
+from regard.inspect.page import place
 
 STDOUT = "-"
 
@@ -73,13 +73,7 @@ def _short(name: str) -> str:
 
 
 def check_place(name: str) -> None:
-    """Raise unless a file of that name can be written: minutes of work must not end at a folder that is not there."""
-    path = Path(name)
+    """Raise unless a file of that name can be written; of stdout there is one, which is not for pages."""
     if name == STDOUT:
         raise ProblemError("the page cannot go to stdout: name a file after --out.")
-    if path.is_dir():
-        raise ProblemError(f"{path} is a folder: name the file to write in it.")
-    if not path.parent.is_dir():
-        raise ProblemError(f"{path} cannot be written: there is no folder {path.parent}.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ProblemError(f"{path} cannot be written: permission denied.")
+    place.check_place(name)

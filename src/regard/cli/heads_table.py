@@ -9,6 +9,7 @@ from rich.text import Text
 
 from regard.inspect.surveying.kinds import DEFINITIONS, NAMED_BY, NAMED_FROM, lift
 from regard.inspect.surveying.report import Head, Report, Scored
+from regard.inspect.surveying.sinks import SinkShare, spans
 
 COLOURS = {
     "induction": "green",
@@ -56,6 +57,24 @@ def sureness(heads: Sequence[Head]) -> str:
     """
     known = [head.sure for head in heads if head.sure is not None]
     return f"{100 * fmean(known):.0f} %" if known else "-"
+
+
+def sinks(shares: Sequence[SinkShare]) -> str:
+    """The share of heads with a sink by each threshold, in which layers most have one, and what alpha is.
+
+    >>> sinks([SinkShare(0.3, 0.75, 0.5, 1.0, {0: 0.25, 1: 1.0, 2: 1.0}, 0.125)])
+    '75 % of heads have alpha (mean over rows of A[i,0]) above 0.3: most of layers 1-2, token 0 at 0.12 of the mean |v|'
+    """
+    told = [f"{100 * share.share:.0f} % above {share.threshold}{_where(share)}" for share in shares]
+    first = told[0].replace(" above", " of heads have alpha (mean over rows of A[i,0]) above", 1)
+    return "; ".join([first, *told[1:]])
+
+
+def _where(share: SinkShare) -> str:
+    layers = f"most of layers {spans(share.most)}" if share.most else ""
+    norm = "" if share.value is None else f"token 0 at {share.value:.2f} of the mean |v|"
+    where = ", ".join(filter(None, (layers, norm)))
+    return f": {where}" if where else ""
 
 
 def fitting(measures: Sequence[str], width: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from regard.cli import which
 from regard.cli.given import STDOUT, check_place, read
 from regard.errors import ProblemError
+from regard.inspect.surveying.wanted import wanted
 
 if TYPE_CHECKING:
     from regard.inspect.surveying.report import Report
@@ -61,18 +62,27 @@ class Survey(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What the command works with: `load(name or None) -> (model, tokenizer, label)`, and the survey."""
+    """What the command works with.
+
+    Args:
+        load: `load(name or None) -> (model, tokenizer, label)`.
+        survey: of a model.
+        config: the config of a model by its name, where it is known before the weights are read; else None.
+        check: raises what a survey with these arguments would raise before it starts; `survey.check`.
+    """
 
     load: Callable[[str | None], tuple[Any, Any, str]]
     survey: Survey
+    config: Callable[[str | None], Any] = lambda name: None
+    check: Callable[..., None] = lambda *model, **asked: None
 
 
 def tools() -> Tools:
     """The real ones. They import torch and transformers, which takes seconds: called when all else is right."""
-    from regard.inspect.surveying.survey import survey
-    from regard.integrate.checkpoint import load
+    from regard.inspect.surveying.survey import check, survey
+    from regard.integrate.checkpoint import config_of, load
 
-    return Tools(load, survey)
+    return Tools(load, survey, config_of, check)
 
 
 def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
@@ -146,21 +156,22 @@ def _check(asked: argparse.Namespace) -> None:
     places = [Path(place).resolve() for place in (asked.out, asked.json, asked.csv) if place not in (None, STDOUT)]
     if len(set(places)) < len(places):
         raise ProblemError("two of --out, --json and --csv name the same file: give each its own.")
-    outside = [f"{layer}.{head}" for layer, head in asked.heads or () if asked.layer and layer not in asked.layer]
-    if outside:
-        raise ProblemError(
-            f"head {outside[0]} is in none of the layers that --layer names: leave --layer out, or add it."
-        )
+    wanted(asked.measure, asked.layer, asked.heads, asked.ablate)
 
 
 def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Progress) -> "Report":
-    """The report; with --compare both models are loaded first, so that a name that is wrong is found at once."""
+    """The report; with --compare both models are loaded first, so that what is wrong with one is found at once."""
     names = [asked.model] if asked.compare is None else [asked.model, asked.compare]
     models: list[tuple[Any, Any, str]] = []
     progress("model", 0, len(names))
     for name in names:
+        if (config := tools.config(name)) is not None:
+            wanted(asked.measure, asked.layer, asked.heads, asked.ablate).check_config(config)
+    for name in names:
         models.append(tools.load(name))
         progress("model", len(models), len(names))
+    for model, tokenizer, _ in models:
+        tools.check(model, tokenizer, text, **_what(asked))
     reports = [_one(tools, *model, text, asked, progress) for model in models]
     return replace(reports[0], other=reports[1]) if reports[1:] else reports[0]
 
@@ -172,16 +183,23 @@ def _one(
         model,
         tokenizer,
         text,
-        measures=asked.measure,
-        layers=asked.layer,
-        heads=asked.heads,
-        tokens=asked.tokens,
-        new_tokens=asked.write,
+        **_what(asked),
         compare_eager=not asked.no_eager,
-        ablate=asked.ablate,
         progress=progress,
     )
     return replace(report, run=replace(report.run, model=label))
+
+
+def _what(asked: argparse.Namespace) -> dict[str, Any]:
+    """What the survey is to measure, and of what."""
+    return {
+        "measures": asked.measure,
+        "layers": asked.layer,
+        "heads": asked.heads,
+        "tokens": asked.tokens,
+        "new_tokens": asked.write,
+        "ablate": asked.ablate,
+    }
 
 
 def _terminal() -> Any:

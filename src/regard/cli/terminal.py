@@ -121,6 +121,7 @@ def _facts(report: Report) -> Text:
     ]
     text = Text.assemble((visible(run.model), "bold"))
     rows += [("ablation", _ablation(report.ablations))] if report.ablations is not None else []
+    rows += [("sinks", heads_table.sinks(report.sink_shares))] if report.sink_shares else []
     rows += [("note", visible(note)) for note in run.notes]
     for name, said in rows:
         text.append(f"\n  {name:<10}", "dim").append(said)

@@ -47,6 +47,26 @@ def load(name: str | None = None) -> tuple[Any, Any, str]:
         return *_loaded(name), Path(name).name
 
 
+def config_of(name: str | None) -> Any:
+    """The config of a model that lies here, in a directory or the cache, without its weights: some milliseconds.
+
+    None where it is not known before `load`: of the model of a package or on the hub, of an encoder-decoder (which is
+    two models), and where there is none that can be read, which `load` then says.
+    """
+    if name is None or not name.strip() or importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import AutoConfig
+
+    path = Path(name).expanduser()
+    try:
+        place = str(path) if (path / "config.json").is_file() else _cached(name)
+        with _quiet():
+            config: Any = None if place is None else AutoConfig.from_pretrained(place)
+    except Exception:  # noqa: BLE001  whatever it is, `load` says it in a line
+        return None
+    return None if config is None or getattr(config, "is_encoder_decoder", False) else config
+
+
 def _check_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ProblemError(

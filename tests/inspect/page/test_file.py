@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.inspect.page import as_json, framed, page, write_page, write_whole
+from regard.errors import ProblemError
+from regard.inspect.page import as_json, file, framed, page, write_page, write_whole
 from regard.inspect.surveying.report import Scored
 from tests.inspect.page.parsed import Parsed, content, scripts
 from tests.inspect.reports import report
@@ -98,8 +99,9 @@ def test_scores_come_with_their_chance_and_their_interval():
 def test_every_measure_is_defined_with_its_source():
     told = content(Parsed(page(report(ablated=True))))
     keys = ["entropy", "effective_tokens", "sink", "previous", "induction", "delta_loss", "sure", "remarkable"]
+    keys += ["alpha", "sink_value"]
     assert sorted(told["measures"]) == sorted(keys)
-    assert set(told["definitions"]) == {"kind", *keys}
+    assert set(told["definitions"]) == {"kind", "sink_shares", *keys}
     assert all(definition["formula"] and definition["source"] for definition in told["definitions"].values())
 
 
@@ -107,8 +109,26 @@ def test_the_page_is_written_over_what_was_there(tmp_path):
     path = tmp_path / "page.html"
     path.write_text("x" * 10_000_000)
     assert write_page(report(), path) == path.stat().st_size < 1_000_000
-    with pytest.raises(OSError, match="directory"):
-        write_page(report(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nowhere/page.html", "nowhere/page.html cannot be written: there is no folder .*nowhere"),
+        (".", "is a folder: name the file"),
+        (None, "the place to write to is None: expected the name of a file"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_found_before_the_page_is_made(tmp_path, monkeypatch, place, said):
+    monkeypatch.setattr(file, "page", lambda *_: pytest.fail("the page is made"))
+    with pytest.raises(ProblemError, match=said):
+        write_page(report(), place if place is None else tmp_path / place)
+
+
+def test_what_is_no_report_is_refused(tmp_path):
+    with pytest.raises(ProblemError, match="the report is dict: expected what `survey` returns"):
+        write_page(report().to_dict(), tmp_path / "page.html")  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "page.html").exists()
 
 
 @given(st.text())

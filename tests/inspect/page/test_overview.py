@@ -231,3 +231,18 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, tmp_path):
     assert inside.locator("#focus-title").inner_text() == "Layer 1 · head 1"
     tab.close()
     assert said == []
+
+
+def test_the_share_of_heads_with_a_sink_is_told_by_both_thresholds(opened):
+    tab = opened()
+    told = tab.inner_text("#sinks")
+    assert told.startswith("Sinks: 25 % of heads have alpha above 0.3 (the first token's values at 0.50 of the mean")
+    assert "17 % above 0.8 (" in told
+    assert "mean over all rows of A[i,0]" in tab.get_attribute("#sinks", "title")
+    assert "heads with a sink" in tab.inner_text("#definitions")
+
+
+def test_the_sinks_of_two_models_are_told_by_name(opened):
+    told = opened(report(other=report(heads=1, layers=4, kv_heads=1, model="another"))).inner_text("#sinks")
+    assert "a model: Sinks: 25 %" in told
+    assert "another: Sinks: 25 % of heads have alpha above 0.3 (most of layers 0," in told

@@ -11,7 +11,7 @@ from regard.inspect.surveying import closest, layer
 from regard.inspect.surveying.closeup import rows_of
 from regard.inspect.surveying.kinds import strength
 from regard.inspect.surveying.report import Head, Report
-from regard.inspect.surveying.survey import survey
+from regard.inspect.surveying.survey import check, survey
 from regard.inspect.surveying.wanted import ON_DEMAND, SURVEYED
 from regard.integrate.transformers import use_regard
 from tests.inspect.small import TEXT, agrees_with_eager, assert_between, llama, small, words
@@ -163,8 +163,8 @@ def test_a_rotating_model_reads_on_beyond_its_positions_with_a_note(llama, token
         ({"ablate": "half"}, "ablate is 'half': expected 'zero' or 'mean'"),
         ({"layers": [0, 3]}, "layer 3 is asked for, and the model has 3: 0 to 2"),
         ({"heads": [(3, 0)]}, "layer 3 is asked for"),
-        ({"heads": [(1, 6)]}, "head 1.6 is asked for, and layer 1 has 6, from 0"),
-        ({"heads": [(1, 1)], "layers": [0]}, "head 1.1 is asked for, and no layer 1 was surveyed"),
+        ({"heads": [(1, 6)]}, "head 1.6 is asked for, and layer 1 has 6: 1.0 to 1.5"),
+        ({"heads": [(1, 1)], "layers": [0]}, r"head 1.1 is in none of the layers that are asked for \(0\)"),
     ],
 )
 def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, message):
@@ -176,12 +176,58 @@ def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, messag
     ("asked", "said"),
     [
         ({"layers": []}, "layers is empty"),
-        ({"heads": [18]}, "expected pairs"),
+        ({"layers": "3"}, "layers is '3': expected the numbers of layers"),
+        ({"layers": 1.5}, "layers is 1.5"),
+        ({"layers": [True]}, "layers has True: expected numbers"),
+        ({"layers": -1}, "layer -1 is asked for, and the model has 3: 0 to 2"),
+        ({"heads": [18]}, "heads has 18: expected pairs"),
+        ({"heads": (1, 2)}, "heads has 1: expected pairs"),
+        ({"heads": 18.6}, "heads is 18.6: expected pairs"),
         ({"heads": ["18.6"]}, "expected pairs"),
+        ({"heads": [(0, 1.0)]}, r"heads has \(0, 1.0\): expected pairs"),
         ({"heads": [(0, -1)]}, "head 0.-1 is asked for"),
+        ({"measures": 3}, "measures is 3: expected a list of names"),
+        ({"measures": [3]}, "measures has 3"),
+        ({"tokens": "32k"}, "tokens is '32k': expected how many"),
+        ({"tokens": 3.5}, "tokens is 3.5"),
+        ({"new_tokens": None}, "new_tokens is None: expected the tokens to write"),
     ],
-    ids=["no layers", "a number", "a text", "a head below 0"],
+    ids=str,
 )
-def test_what_names_no_layer_or_head_is_an_error(asked, said, llama, tokenizer):
-    with pytest.raises(ProblemError, match=said):
-        survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, **asked)
+def test_what_names_no_layer_head_measure_or_count_is_an_error(asked, said, llama, tokenizer):
+    for refusing in (check, survey):
+        with pytest.raises(ProblemError, match=said):
+            refusing(llama, tokenizer, TEXT, **asked)
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "text is NoneType"), (b"a b", "text is bytes"), (["a"], "is list")])
+def test_what_is_no_text_is_an_error(text, said, llama, tokenizer):
+    for refusing in (check, survey):
+        with pytest.raises(ProblemError, match=said):
+            refusing(llama, tokenizer, text)
+        with pytest.raises(ProblemError, match="tokenizer is NoneType: expected"):
+            refusing(llama, None, TEXT)
+
+
+def test_a_layer_by_its_number_is_a_list_of_one(llama, tokenizer):
+    report = survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, layers=np.int64(1), measures="sink")
+    assert {head.layer for head in report.heads} == {1}
+
+
+@pytest.mark.parametrize("asked", [{"layers": [0, 99]}, {"heads": [(40, 2)]}, {"heads": [(2, 6)]}], ids=str)
+def test_what_the_config_does_not_have_is_refused_before_anything_runs(asked, llama, tokenizer, monkeypatch):
+    monkeypatch.setattr(llama, "forward", lambda *_, **__: pytest.fail("the model runs"))
+    for refusing in (check, survey):
+        with pytest.raises(
+            ProblemError, match=r"is asked for, and (the model has 3: 0 to 2|layer 2 has 6: 2.0 to 2.5)"
+        ):
+            refusing(llama, tokenizer, TEXT, **asked)
+
+
+def test_a_check_says_what_a_survey_would_and_computes_nothing(llama, tokenizer, monkeypatch):
+    monkeypatch.setattr(llama, "forward", lambda *_, **__: pytest.fail("the model runs"))
+    check(llama, tokenizer, TEXT, measures=["sink"], layers=[0, 2], heads=[(2, 5)], tokens=9, ablate="mean")
+    with pytest.raises(ProblemError, match="is 1 token"):
+        check(llama, tokenizer, "t")
+    with pytest.raises(ProblemError, match="Linear"):
+        check(torch.nn.Linear(2, 2), tokenizer, TEXT)

@@ -15,6 +15,7 @@ and nothing else: a token can be any text, is escaped in the JSON, and is only e
 | `closes.py` | close-ups packed head by head: any single weight can be computed from them |
 | `budget.py` | which close-ups and pictures fit; the page says what was left out |
 | `script.py` | view/ as one script and one style sheet |
+| `place.py` | whether a file can be written where it is to be |
 | `plain.py` | JSON that can stand in a page |
 """
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from regard.inspect.page.budget import Fitted
 from regard.inspect.surveying.report import Head, Report
+from regard.inspect.surveying.sinks import SinkShare, spans
 
 OWN = ("sure", "remarkable")
 """Numbers of a head that are no scores, but that the page can colour and order by all the same."""
@@ -23,7 +24,8 @@ def content(report: Report, fit: Fitted, other: tuple[Report, Fitted] | None) ->
 def _meanings(measures: list[str], report: Report) -> dict[str, Any]:
     """The definitions of what this report has, with its rules."""
     known = report.to_dict()["definitions"]
-    return {key: known[key] for key in ("kind", *measures) if key in known}
+    of_all = ("kind", "sink_shares") if report.sink_shares else ("kind",)
+    return {key: known[key] for key in (*of_all, *measures) if key in known}
 
 
 def _told(report: Report, fit: Fitted) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def _told(report: Report, fit: Fitted) -> dict[str, Any]:
         "pictures": [{"id": block.id, "by": block.by, "pictures": block.pictures} for block in fit.pictures],
         "closes": [close.caption for close in fit.closes],
         "left_out": {"closes": fit.closes_left_out, "largest": fit.largest_left_out},
+        "sinks": [_sinks(share) for share in report.sink_shares],
         "ablations": _ablations(report),
     }
 
@@ -64,6 +67,10 @@ def _trimmed(numbers: tuple[float | None, ...]) -> list[float | None]:
     while kept and kept[-1] is None:
         kept.pop()
     return kept
+
+
+def _sinks(share: SinkShare) -> dict[str, Any]:
+    return {"above": share.threshold, "share": share.share, "layers": spans(share.most), "value": share.value}
 
 
 def _ablations(report: Report) -> dict[str, Any] | None:

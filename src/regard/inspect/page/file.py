@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 
+from regard.errors import ProblemError
 from regard.inspect.page.budget import close_blocks, fitted, spent
 from regard.inspect.page.content import content
+from regard.inspect.page.place import check_place
 from regard.inspect.page.plain import as_json
 from regard.inspect.page.script import icon, script, style, view
 from regard.inspect.surveying.report import Report
@@ -32,8 +34,11 @@ def write_page(report: Report, path: str | os.PathLike[str], budget: float = BUD
             thousands of heads can exceed it.
 
     Raises:
-        OSError: the file cannot be written.
+        ProblemError: no file can be written there, which is found before the page is made; or what is given is none of
+            a report.
+        OSError: the file could not be written after all: a full disk.
     """
+    check_place(path)
     content = page(report, budget).encode("utf-8", errors="replace")  # a lone surrogate in a file's name, say
     return write_whole(Path(path), content)
 
@@ -54,6 +59,8 @@ def write_whole(path: Path, content: bytes) -> int:
 
 def page(report: Report, budget: float = BUDGET) -> str:
     """The page as text, of at most `budget` bytes if scores and mean pictures let it."""
+    if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ProblemError(f"the report is {type(report).__name__}: expected what `survey` returns.")
     own, other = report, report.other
     room = budget - APART - sum(len(as_json(r.to_dict())) for r in (own, other) if r is not None)
     their_means = None if other is None else fitted(other, 0, "other-")

@@ -69,6 +69,21 @@ RULES: dict[str, Definition] = {
         "a rule of this report",
         "none",
     ),
+    "sink_value": Definition(
+        "value of the first token",
+        "ratio",
+        "|v_0| / mean over j of |v_j|, the norms of the head's values: far below 1, its mass on token 0 moves little",
+        "Gu et al. 2024, arXiv:2410.10781; Guo et al. 2024, arXiv:2410.13835",
+        "1, the mean token",
+    ),
+    "sink_shares": Definition(
+        "heads with a sink",
+        "share of heads",
+        "the share of all heads whose alpha, the mean over all rows of A[i,0], is above 0.3, and above 0.8; most of a "
+        "layer's where it is half or more. A share of heads and not of mass, which shrinks as texts grow",
+        "Gu et al. 2024, arXiv:2410.10781, §3 (0.3, on 64 tokens); Barbero et al. 2025, arXiv:2504.02732 (0.8)",
+        "0 from 10 tokens on",
+    ),
     "positional_at": Definition(
         "usual distance",
         "tokens",

@@ -19,6 +19,7 @@ from regard.inspect.measures import (
     rarest_hits,
     rarity,
     sink_output,
+    value_norms,
 )
 from regard.inspect.measures.score import Score
 from regard.inspect.observing.observe import Look
@@ -81,6 +82,9 @@ class Measuring:
         scores.add(self.wanted.among(self.copies.get(look.layer, {})))
         if self.wanted.has("sink_output") and (w_o := projection(self.model, look)) is not None:
             scores.add({"sink_output": sink_output(weights, look.call.v, look.call.out, w_o)})
+        if self.wanted.has("sink_value"):
+            group = look.call.q.shape[1] // look.call.v.shape[1]
+            scores.add_numbers("sink_value", value_norms(look.call.v)[0, :, 0].repeat_interleave(group), chance=1.0)
         swept = self._swept(look, scores) if self.wanted.sweep else None
         return Layer(
             layer=look.layer,

@@ -9,6 +9,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.surveying.clock import Clock
 from regard.inspect.surveying.subject import Subject
+from regard.inspect.surveying.wanted import is_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +31,7 @@ def prompt_of(subject: Subject, tokenizer: Any, text: str, tokens: int | None, n
     Raises:
         ProblemError: the text is empty or a single token, or too long for a model that has learned its positions.
     """
-    if not text.strip():
-        raise ProblemError("the text is empty: give the model something to read, a sentence or more.")
-    if new_tokens < 0:
-        raise ProblemError(f"new_tokens is {new_tokens}: expected the tokens to write, 0 or more.")
-    if tokens is not None and tokens < 2:
-        raise ProblemError(f"tokens is {tokens}: expected how many of the text to read, at least 2.")
+    _check(tokenizer, text, tokens, new_tokens)
     every: list[int] = tokenizer(text, verbose=False)["input_ids"]
     given, notes = every[:tokens], list[str]()
     if len(given) < 2:
@@ -49,6 +45,19 @@ def prompt_of(subject: Subject, tokenizer: Any, text: str, tokens: int | None, n
     ids = torch.tensor([given], device=subject.model.device)
     cut = len(given) < len(every)
     return Prompt(ids, tokenizer.decode(given, skip_special_tokens=True) if cut else text, tuple(notes))
+
+
+def _check(tokenizer: Any, text: Any, tokens: Any, new_tokens: Any) -> None:
+    if not callable(tokenizer):
+        raise ProblemError(f"tokenizer is {type(tokenizer).__name__}: expected the model's tokenizer of transformers.")
+    if not isinstance(text, str):
+        raise ProblemError(f"text is {type(text).__name__}: expected the text to read, a str.")
+    if not text.strip():
+        raise ProblemError("the text is empty: give the model something to read, a sentence or more.")
+    if not is_whole(new_tokens) or new_tokens < 0:
+        raise ProblemError(f"new_tokens is {new_tokens!r}: expected the tokens to write, 0 or more.")
+    if tokens is not None and (not is_whole(tokens) or tokens < 2):
+        raise ProblemError(f"tokens is {tokens!r}: expected how many of the text to read, at least 2.")
 
 
 def _beyond(subject: Subject, tokens: int, room: int) -> list[str]:

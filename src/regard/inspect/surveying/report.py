@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from regard.inspect.surveying.head import NONE, Head, Scored
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift, ranked
+from regard.inspect.surveying.sinks import SinkShare, sink_shares
 
 __all__ = [
     "DEFINITIONS",
@@ -26,6 +27,7 @@ __all__ = [
     "Report",
     "Run",
     "Scored",
+    "SinkShare",
     "kind_of",
     "lift",
     "ranked",
@@ -150,6 +152,11 @@ class Report:
         here = {measure for head in self.heads for measure in head.scores}
         return (*(m for m in DEFINITIONS if m in here), *sorted(here - DEFINITIONS.keys()))
 
+    @property
+    def sink_shares(self) -> tuple[SinkShare, ...]:
+        """The share of heads with a sink at the first token, by each published threshold; none without `alpha`."""
+        return sink_shares(self.heads)
+
     def to_dict(self) -> dict[str, Any]:
         """All but the pictures and the close-ups, as what `json.dumps` takes, with the definitions of the numbers."""
         return {
@@ -159,6 +166,7 @@ class Report:
             "prompt_tokens": self.prompt_tokens,
             "continuation": self.continuation,
             "heads": [self._told(head) for head in self.heads],
+            "sinks": [asdict(share) | {"most": list(share.most)} for share in self.sink_shares],
             "ablations": None if self.ablations is None else _without_keys(self.ablations),
             "other": None if self.other is None else self.other.to_dict(),
             "definitions": {name: definition._asdict() for name, definition in DEFINITIONS.items()},

@@ -35,9 +35,9 @@ class Scores:
             if measure in NAMERS:
                 self.drawn[measure] = score.draws(DRAWS).double().cpu().numpy()
 
-    def add_numbers(self, measure: str, numbers: Tensor) -> None:
-        """Numbers of the heads that are no scores, [heads]: such as where a scan found its best."""
-        self.of[measure] = [Scored(number) for number in numbers.double().tolist()]
+    def add_numbers(self, measure: str, numbers: Tensor, chance: float | None = None) -> None:
+        """Numbers of the heads that are no means over rows, [heads]: such as where a scan found its best."""
+        self.of[measure] = [Scored(number, chance) for number in numbers.double().tolist()]
 
     def joined(self, other: "Scores | None") -> "Scores":
         """These and others of the same heads."""

@@ -41,12 +41,17 @@ class Subject:
     @property
     def layers(self) -> int:
         """Layers by its own account, 1 where it gives none."""
-        return getattr(self.model.config.get_text_config(), "num_hidden_layers", 1)
+        return layers_of(self.model.config) or 1
 
     @property
     def says_layers(self) -> bool:
         """Whether it says how many layers it has."""
-        return hasattr(self.model.config.get_text_config(), "num_hidden_layers")
+        return layers_of(self.model.config) is not None
+
+    @property
+    def heads(self) -> int | None:
+        """Query heads of a layer by its own account; None where it gives none, or not the same for all layers."""
+        return heads_of(self.model.config)
 
     @property
     def embeddings(self) -> int:
@@ -86,6 +91,32 @@ class Subject:
             self.model.set_attn_implementation(before)
 
 
+def layers_of(config: Any) -> int | None:
+    """The layers that a config of transformers tells; None where it tells none."""
+    return _told(config, "num_hidden_layers")
+
+
+def heads_of(config: Any) -> int | None:
+    """The query heads of a layer that a config tells; None where it tells none, or not one number for all layers."""
+    return _told(config, "num_attention_heads")
+
+
+def _told(config: Any, name: str) -> int | None:
+    number = getattr(config.get_text_config(), name, None)
+    return number if isinstance(number, int) else None
+
+
+def subject_of(model: Any) -> Subject:
+    """The subject of a model, as it is.
+
+    Raises:
+        ProblemError: it is no model of transformers.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers (a PreTrainedModel).")
+    return Subject(model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model)
+
+
 @contextmanager
 def prepared(model: Any) -> Generator[Subject]:
     """The model with regard's attention and in evaluation mode; afterwards as it was.
@@ -93,8 +124,7 @@ def prepared(model: Any) -> Generator[Subject]:
     Raises:
         ProblemError: it is no model of transformers.
     """
-    if not hasattr(model, "set_attn_implementation"):
-        raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers (a PreTrainedModel).")
+    subject = subject_of(model)
     from regard.integrate.transformers import use_regard  # here: regard.inspect loads without transformers
 
     modes = [(module, module.training) for module in model.modules()]
@@ -102,7 +132,7 @@ def prepared(model: Any) -> Generator[Subject]:
     try:
         model.eval()
         use_regard(model)
-        yield Subject(model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model)
+        yield subject
     finally:
         model.set_attn_implementation(before)
         for module, mode in modes:

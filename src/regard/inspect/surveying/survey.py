@@ -28,7 +28,7 @@ from regard.inspect.surveying.repeated import on_repeats, stimuli
 from regard.inspect.surveying.report import Ablations, Head, Report, Run
 from regard.inspect.surveying.scored import Scores
 from regard.inspect.surveying.spelling import readable
-from regard.inspect.surveying.subject import Subject, prepared
+from regard.inspect.surveying.subject import Subject, prepared, subject_of
 from regard.inspect.surveying.wanted import Wanted, wanted
 
 EAGER_TOKENS = 1024
@@ -40,8 +40,8 @@ def survey(
     tokenizer: Any,
     text: str,
     *,
-    measures: Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
+    measures: Sequence[str] | str | None = None,
+    layers: Sequence[int] | int | None = None,
     heads: Sequence[tuple[int, int]] | None = None,
     tokens: int | None = None,
     new_tokens: int = 24,
@@ -58,7 +58,7 @@ def survey(
         text: the prompt.
         measures: keys of `DEFINITIONS`; None for all. What names a head is measured too, as far as it costs no sweep;
             where nothing asked for takes a sweep none is made, and there are no pictures.
-        layers: numbers from 0; None for all.
+        layers: numbers from 0, or one; None for all.
         heads: (layer, head), to be kept to the last weight (`Report.closes`).
         tokens: read so many of the text at most; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before.
@@ -68,15 +68,14 @@ def survey(
         progress: called with (stage, done, total).
 
     Raises:
-        ProblemError: the text is empty, a single token, or too long for a model that has learned its positions; a
-            measure, layer or head that there is not; or the model computes its attention by itself, where it cannot be
-            seen.
+        ProblemError: what `check` finds, before anything is computed; or the model computes its attention by itself,
+            where it cannot be seen.
     """
     asked = wanted(measures, layers, heads, ablate)
     with torch.no_grad(), prepared(model) as subject:
         asked.check(subject)
-        clock = Clock(progress, subject.model.device)
         prompt = prompt_of(subject, tokenizer, text, tokens, new_tokens)
+        clock = Clock(progress, subject.model.device)
         prompt = replace(prompt, notes=(*prompt.notes, *asked.notes(subject)))
         new = written(subject, prompt.ids, new_tokens, clock)
         difference = eager_difference(subject, prompt.ids[:, :EAGER_TOKENS], clock) if compare_eager else None
@@ -100,6 +99,29 @@ def survey(
         profiles=profiles_of(passed),
         ablations=ablated,
     )
+
+
+def check(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    measures: Sequence[str] | str | None = None,
+    layers: Sequence[int] | int | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+    tokens: int | None = None,
+    new_tokens: int = 24,
+    ablate: str | None = None,
+) -> None:
+    """Whether `survey` can do this, in milliseconds; the arguments are its own. Before the first of several surveys.
+
+    Raises:
+        ProblemError: the text is empty, a single token, or too long for a model that has learned its positions; a
+            measure, layer or head that there is not; a model or an argument of another kind.
+    """
+    asked, subject = wanted(measures, layers, heads, ablate), subject_of(model)
+    asked.check(subject)
+    prompt_of(subject, tokenizer, text, tokens, new_tokens)
 
 
 def _repeats(subject: Subject, tokenizer: Any, asked: Wanted, clock: Clock) -> list[Scores] | None:

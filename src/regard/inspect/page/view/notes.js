@@ -1,6 +1,7 @@
 // What ran, and where every number comes from.
 
 function drawRun() {
+  drawSinks();
   const written = tokens.length - report.prompt_tokens;
   $("lead").textContent =
     `${counted(heads.length, "head")} in ${counted(run.layers, "layer")} read ${thousands(tokens.length)} tokens: ` +
@@ -44,6 +45,26 @@ function drawRun() {
       make("div", make("dt", label), make("dd", make("b", value), ` ${unit}`, make("small", note))),
     ),
   );
+}
+
+// How many heads have a sink at the first token, by both published thresholds; of two models each by name.
+function drawSinks() {
+  const told = [report, ...(rival ? [rival] : [])].filter(({ sinks }) => sinks.length);
+  $("sinks").title = definitions.sink_shares?.formula ?? "";
+  $("sinks").replaceChildren(
+    ...told.map((source) => make("span", `${told.length > 1 ? `${source.run.model}: ` : ""}${sinkWords(source)} `)),
+  );
+}
+
+function sinkWords({ sinks }) {
+  const parts = sinks.map(({ above, share, layers, value }, n) => {
+    const where = [
+      layers && `most of layers ${layers}`,
+      value === null ? "" : `the first token's values at ${figure(value, 2)} of the mean size`,
+    ].filter(Boolean);
+    return `${round(100 * share)} %${n ? "" : " of heads have alpha"} above ${above}${where.length ? ` (${where.join(", ")})` : ""}`;
+  });
+  return `Sinks: ${parts.join(", ")}.`;
 }
 
 const counted = (n, thing) => `${n} ${thing}${n === 1 ? "" : "s"}`;

@@ -1,0 +1,93 @@
+"""Sinks of a whole model: which share of its heads puts more than a threshold of its mass on the first token.
+
+By both published thresholds: 0.3 of Gu et al. 2024, arXiv:2410.10781, §3, and 0.8 of Barbero et al. 2025,
+arXiv:2504.02732. Like every judgement of a report they can be recomputed from the scores beside them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from regard.inspect.measures.sink import THRESHOLDS
+from regard.inspect.surveying.head import Head
+
+MOST = 0.5
+"""The share of a layer's heads from which most of them have a sink."""
+
+
+@dataclass(frozen=True)
+class SinkShare:
+    """How many heads have a sink at the first token: those whose score `alpha` exceeds the threshold.
+
+    Args:
+        threshold: of mass, 0.3 or 0.8.
+        share: of all heads that were measured.
+        low, high: the share if every head stood at that end of its 95 % interval; None where a head has none.
+        layers: the share of heads of each layer, by its number.
+        value: the mean score `sink_value` of the heads with a sink: how large the first token's values are beside
+            those of the mean token. None where there is no such head, or it was not measured.
+    """
+
+    threshold: float
+    share: float
+    low: float | None
+    high: float | None
+    layers: Mapping[int, float]
+    value: float | None
+
+    @property
+    def most(self) -> tuple[int, ...]:
+        """The layers of whose heads half or more have a sink."""
+        return tuple(layer for layer, share in self.layers.items() if share >= MOST)
+
+
+def sink_shares(heads: Iterable[Head]) -> tuple[SinkShare, ...]:
+    """One for each published threshold; none where `alpha` was not measured.
+
+    >>> from regard.inspect.surveying.head import Scored
+    >>> heads = [Head(0, 0, 0, {"alpha": Scored(0.2)}), Head(0, 1, 0, {"alpha": Scored(0.9)})]
+    >>> [(of.threshold, of.share, of.most) for of in sink_shares(heads)]
+    [(0.3, 0.5, (0,)), (0.8, 0.5, (0,))]
+    """
+    measured = sorted((h for h in heads if h.value("alpha") is not None), key=lambda h: (h.layer, h.head))
+    return tuple(_share(measured, threshold) for threshold in THRESHOLDS) if measured else ()
+
+
+def spans(layers: Iterable[int]) -> str:
+    """Numbers in order, in words.
+
+    >>> spans((3, 4, 5, 9, 12, 13))
+    '3-5, 9, 12-13'
+    """
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+
+
+def _share(heads: list[Head], threshold: float) -> SinkShare:
+    of_layers: dict[int, list[bool]] = {}
+    for head in heads:
+        of_layers.setdefault(head.layer, []).append(_above(head, threshold))
+    norms = [h.value("sink_value") for h in heads if _above(h, threshold)]
+    known = [norm for norm in norms if norm is not None]
+    return SinkShare(
+        threshold,
+        fmean(_above(head, threshold) for head in heads),
+        _at_end([head.score("alpha").low for head in heads], threshold),
+        _at_end([head.score("alpha").high for head in heads], threshold),
+        {layer: fmean(above) for layer, above in of_layers.items()},
+        fmean(known) if known else None,
+    )
+
+
+def _above(head: Head, threshold: float) -> bool:
+    return (head.value("alpha") or 0.0) > threshold
+
+
+def _at_end(ends: list[float | None], threshold: float) -> float | None:
+    known = [end for end in ends if end is not None]
+    return fmean(end > threshold for end in known) if len(known) == len(ends) else None
