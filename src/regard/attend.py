@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.describe.bias import Bias
+from regard.describe.elsewhere import refuse_keywords
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.describe.storage import Stored
@@ -123,6 +124,7 @@ def attend(
     dropout: float = 0.0,
     offset: int | None = None,
     backend: str | None = None,
+    **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
 ) -> Float[Tensor, "batch heads queries v_dim"]:
     """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
 
@@ -152,7 +154,7 @@ def attend(
         [batch, heads, queries, v_dim], of the type of q.
 
     Raises:
-        ProblemError: the call makes no sense.
+        ProblemError: the call makes no sense; a keyword of another library (`KeywordError`, which says what to write).
         RefusalError: no engine, or not the one named, can run it.
 
     >>> import torch
@@ -161,6 +163,8 @@ def attend(
     >>> attend(q, k, v, mask=Causal() & (Window(32) | Prefix(4))).shape
     torch.Size([1, 8, 64, 16])
     """
+    if unknown:
+        refuse_keywords(attend, unknown)
     if _is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     prepared = None if _is_traced() else prepare(
@@ -190,6 +194,7 @@ def attend_state(
     softcap: float | None = None,
     offset: int | None = None,
     backend: str | None = None,
+    **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
 ) -> State:
     """Attention over these keys as a `State`: `.out` and `.lse`, which merges with states over other keys by `|`.
 
@@ -204,6 +209,8 @@ def attend_state(
     >>> torch.allclose((early | late).out, attend(q, k, v, mask=Causal()), atol=1e-6)
     True
     """
+    if unknown:
+        refuse_keywords(attend_state, unknown)
     if _is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     prepared = None if _is_traced() else prepare(
@@ -235,6 +242,7 @@ def explain(
     dropout: float = 0.0,
     offset: int | None = None,
     backend: str | None = None,
+    **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
 ) -> Plan:
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
@@ -248,6 +256,8 @@ def explain(
     >>> plan.backend, plan.schedule.pairs, plan.flops
     ('native', 62922752, 32216449024)
     """
+    if unknown:
+        refuse_keywords(explain, unknown)
     if _is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     k, v, mask, stored = opened(k, v, mask, bias, offset)

@@ -3,6 +3,7 @@
 ```
 RegardError(Exception)
 ├── ProblemError(RegardError, ValueError)              what was asked makes no sense: sizes, types, values
+│   └── KeywordError(ProblemError, TypeError)          a keyword that the function does not have
 └── RefusalError(RegardError, NotImplementedError)     it makes sense, and no engine (or not the one named) can run it
 ```
 
@@ -19,6 +20,10 @@ class ProblemError(RegardError, ValueError):
 
     Raised before anything is computed, by the description that finds it or by `regard.plan.problem.pose`.
     """
+
+
+class KeywordError(ProblemError, TypeError):
+    """A keyword that the function does not have: a `TypeError`, as Python makes of it, that says what to write."""
 
 
 class RefusalError(RegardError, NotImplementedError):

@@ -1,5 +1,10 @@
 """Masks: pictures that can be checked by hand, the algebra, and what is refused."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -115,6 +120,9 @@ WRONG = {
     "a child before its parent": (lambda: Tree([1, -1]), "comes before its child"),
     "a float dense mask": (lambda: Dense(torch.zeros(2, 2)), "TensorBias"),
     "a predicate that is none": (lambda: Where(3), "expected a function"),  # pyright: ignore[reportArgumentType]
+    "a predicate of two": (lambda: Where(lambda i, j: i >= j), r"<lambda>\(i, j\), called with four: too many"),
+    "a predicate of five": (lambda: Where(lambda b, h, q, k, w: q - k < w), "a required argument: 'w'"),
+    "a predicate of names": (lambda: Where(lambda b, h, q, k, *, w: q - k < w), "a required argument: 'w'"),
     "a predicate of floats": (lambda: draw(Where(lambda b, h, q, k: q * 1.0), 2, 2), "expected a bool tensor"),
     "a tensor combined": (lambda: Causal() & torch.ones(2, 2), "Dense"),  # pyright: ignore[reportOperatorIssue]
     "too few lengths": (lambda: draw(Lengths(torch.tensor([1])) & Lengths(torch.tensor([1, 2])), 2, 2), "batch rows"),
@@ -140,6 +148,56 @@ def test_a_predicate_is_asked_once_for_what_it_does_not_look_at():
     assert Where(lambda b, h, q, k: q >= k).at(frame).spread() == (1, 1)
     assert Where(lambda b, h, q, k: q >= k + b).at(frame).spread() == (3, 1)
     assert Where(lambda b, h, q, k: torch.tensor([True, False]).repeat(3)[h] & (q >= k)).at(frame).spread() == (1, 5)
+
+
+class Ahead:
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return k >= q
+
+    def of_two(self, q: Any, k: Any) -> torch.Tensor:
+        return k >= q
+
+
+def from_two(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(fn)
+    def of_four(*given: Any) -> torch.Tensor:
+        return fn(*given[2:])
+
+    return of_four
+
+
+PREDICATES = {
+    "a default to spare": lambda b, h, q, k, w=0: k >= q + w,
+    "any number": lambda *given: given[3] >= given[2],
+    "an object": Ahead(),
+    "a partial": functools.partial(lambda w, b, h, q, k: k >= q + w, 0),
+    "a function in the clothes of another": from_two(lambda q, k: k >= q),
+}
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+def test_whatever_takes_four_is_a_predicate(name: str):
+    assert draw(Where(PREDICATES[name]), 3, 3) == draw(~Causal() | Where(lambda b, h, q, k: q == k), 3, 3)
+
+
+def test_a_predicate_that_cannot_be_inspected_is_taken_at_its_word():
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(torch.ge)
+    assert callable(Where(torch.ge).fn)
+
+
+def test_a_method_of_two_is_no_predicate():
+    with pytest.raises(ProblemError, match=r"of_two\(q: Any, k: Any\)"):
+        Where(Ahead().of_two)
+
+
+def test_a_predicate_that_is_made_while_torch_traces_is_tabulated():
+    def causal(q: torch.Tensor) -> torch.Tensor:
+        return attend(q, q, q, mask=Where(lambda *given: given[2] >= given[3]))
+
+    q = torch.randn(1, 2, 5, 8)
+    traced = torch.compile(causal, fullgraph=True, backend="eager")(q)
+    assert torch.equal(traced, causal(q))
 
 
 def test_sizes_that_are_no_sizes_are_refused():

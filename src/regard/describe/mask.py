@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.describe.elsewhere import mask_for
 from regard.describe.word import Outline, Word, word
 from regard.errors import ProblemError
 
@@ -230,7 +231,8 @@ def _mask(other: object, place: str) -> Mask:
     if isinstance(other, Mask):
         return other
     what = "a tensor; wrap it as Dense(tensor)" if isinstance(other, Tensor) else f"{type(other).__name__}"
-    raise ProblemError(f"{place} takes a mask, and got {what}.")
+    here = mask_for(other) if isinstance(other, str) else None
+    raise ProblemError(f"{place} takes a mask, and got " + (f"the text {other!r}; say {here}." if here else f"{what}."))
 
 
 def _inner(mask: Outline, *bracketed: str) -> str:

@@ -4,6 +4,7 @@ Their bounds come from small tables made once per tensor (`rectangle_tables.py`)
 once.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -278,6 +279,8 @@ class Where(Mask):
             raise ProblemError(
                 f"Where(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor."
             )
+        if not torch.compiler.is_compiling():  # what inspects a function cannot be traced
+            _check_takes_four(self.fn)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         kept = cast(object, self.fn(*as_tensors(b, h, q, k)))  # whatever the user's function returns
@@ -294,11 +297,30 @@ class Where(Mask):
 
     def at(self, frame: Frame) -> Mask:
         looked = _looked_at(self.fn, frame.offset)
-        return Where(self.fn, frame.batch if looked[0] else 1, frame.heads if looked[1] else 1)
+        spread = frame.batch if looked[0] else 1, frame.heads if looked[1] else 1
+        return self if spread == self.spread() else Where(self.fn, *spread)  # mostly itself: every call asks
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         return f"Where({parts[0]})"
+
+
+def _check_takes_four(fn: Callable[..., Any]) -> None:
+    """Raise `ProblemError` unless it can be called with b, h, q and k, as far as Python can tell."""
+    if inspect.isfunction(fn) and fn.__code__.co_argcount == 4 and not fn.__code__.co_kwonlyargcount:
+        return  # nearly every one; to inspect a signature takes as long as a small call of attend
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # it is compiled: nobody knows before it is called
+        return
+    try:
+        signature.bind(*"bhqk")
+    except TypeError as error:
+        raise ProblemError(
+            f"Where(fn) is {getattr(fn, '__name__', type(fn).__name__)}{signature}, called with four: {error}. "
+            "Expected fn(b, h, q, k) -> bool tensor, of batch row, head, and the positions of query and key, such as "
+            "Where(lambda b, h, q, k: q - k < 4)."
+        ) from None
 
 
 class _Probe(torch.Tensor):

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
+from regard.describe.elsewhere import mask_for
 from regard.describe.mask import Frame, Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Dot, Score
@@ -288,6 +289,8 @@ def check_words(mask: object, bias: object, score: object) -> None:
         if given is None or isinstance(given, kind):
             _check_word(name, given)
             continue
+        if name == "mask" and isinstance(given, str) and (here := mask_for(given)):
+            raise ProblemError(f"mask is the text {given!r}: expected a regard Mask; say mask={here}.")
         what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
         hint = {
             "mask": "wrap a bool tensor as Dense(mask) (True keeps), a float one as bias=TensorBias(mask)",
