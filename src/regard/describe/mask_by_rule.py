@@ -96,7 +96,7 @@ class Window(Mask):
 class Prefix(Mask):
     """Every query sees the first keys: `k < size`. Attention sinks, and the visible prefix of a prefix-LM.
 
-    Xiao et al. 2024, arXiv:2309.17453, §3.2 (sinks); Raffel et al. 2020, arXiv:1910.10683, §3.2.1 (prefix-LM).
+    Xiao et al. 2023, arXiv:2309.17453, §3.2 (sinks); Raffel et al. 2020, arXiv:1910.10683, §3.2.1 (prefix-LM).
 
     Args:
         size: keys, at least 0; an int, or an integer tensor [batch].
@@ -206,7 +206,7 @@ class Global(Mask):
 class Dilated(Mask):
     """A query sees every step-th key, counted from itself: `(q - k) % step == 0`.
 
-    The strided pattern of Child et al. 2019, arXiv:1904.10509, §4.2.
+    The strided pattern of Child et al. 2019, arXiv:1904.10509, §4.3.
 
     Args:
         step: tokens, at least 1.

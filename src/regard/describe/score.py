@@ -107,7 +107,7 @@ class Dot(Score):
 class Cosine(Score):
     """The cosine of the angle, `q . k / (|q| |k|)`; 0 where either is 0. Graves et al. 2014, arXiv:1410.5401, §3.3.1.
 
-    Its key strength beta is `scale`, and the temperature of Liu et al. 2022 (arXiv:2111.09883, §3.3) is 1 / scale; 1 if
+    Its key strength beta is `scale`, and the temperature of Liu et al. 2022 (arXiv:2111.09883, §3.2) is 1 / scale; 1 if
     none is given.
 
     >>> import torch
@@ -127,7 +127,7 @@ class Cosine(Score):
 
 @word
 class Bilinear(Score):
-    """`q^T w k`: Luong's "general". Luong et al. 2015, arXiv:1508.04025, §3.1, eq. 8.
+    """`q^T w k`: Luong's "general". Luong et al. 2015, arXiv:1508.04025, §3.1.
 
     Args:
         w: [qk_dim, k_dim], or [heads, qk_dim, k_dim] for one per query head; gradients flow to it. Queries and keys may
