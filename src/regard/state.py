@@ -56,8 +56,8 @@ class State:
         """The output when each head also attends to a column of score `logits[head]` that gives no value.
 
         A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. What comes back is an
-        output, not a state, since a state merges and a sink must be counted once. Xiao et al. 2024, arXiv:2309.17453,
-        §3.1 (SoftMax-off-by-one is a logit of 0); OpenAI 2025, arXiv:2508.10925, §2.2 (learned per head).
+        output, not a state, since a state merges and a sink must be counted once. Xiao et al. 2023, arXiv:2309.17453,
+        §3.3 (SoftMax-off-by-one is a logit of 0); OpenAI 2025, arXiv:2508.10925, §2.2 (learned per head).
 
         Args:
             logits: [heads].
