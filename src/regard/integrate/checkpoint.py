@@ -48,23 +48,29 @@ def load(name: str | None = None) -> tuple[Any, Any, str]:
 
 
 def config_of(name: str | None) -> Any:
-    """The config of a model that lies here, in a directory or the cache, without its weights: some milliseconds.
+    """The config of a model that lies here, in a package, a directory or the cache, without its weights: milliseconds.
 
-    None where it is not known before `load`: of the model of a package or on the hub, of an encoder-decoder (which is
-    two models), and where there is none that can be read, which `load` then says.
+    None where it is not known before `load`: of a model on the hub, of an encoder-decoder (which is two models), and
+    where there is none that can be read, which `load` then says.
     """
-    if name is None or not name.strip() or importlib.util.find_spec("transformers") is None:
-        return None
-    from transformers import AutoConfig
-
-    path = Path(name).expanduser()
     try:
-        place = str(path) if (path / "config.json").is_file() else _cached(name)
         with _quiet():
-            config: Any = None if place is None else AutoConfig.from_pretrained(place)
+            config = _config_here(name)
     except Exception:  # noqa: BLE001  whatever it is, `load` says it in a line
         return None
-    return None if config is None or getattr(config, "is_encoder_decoder", False) else config
+    return None if config is None or config.is_encoder_decoder else config
+
+
+def _config_here(name: str | None) -> Any:
+    from transformers import AutoConfig
+
+    if name is None:
+        from regard.integrate import smollm2
+
+        return smollm2.config()
+    here = Path(name).expanduser()
+    place = str(here) if (here / "config.json").is_file() else _cached(name) if name.strip() else None
+    return None if place is None else AutoConfig.from_pretrained(place)
 
 
 def _check_installed(package: str) -> None:
