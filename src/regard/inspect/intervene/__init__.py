@@ -11,13 +11,8 @@ from regard.inspect.intervene.integrated import Integrated, integrated
 from regard.inspect.intervene.loss import next_token_loss
 from regard.inspect.intervene.permute import Permuted, permuted
 from regard.inspect.intervene.prune import PruneCurve, prune_curve
-from regard.inspect.intervene.rank_collapse import (
-    RankCollapse,
-    Stack,
-    random_rank_collapse,
-    rank_collapse,
-    residual,
-)
+from regard.inspect.intervene.random_stacks import Stack, random_rank_collapse
+from regard.inspect.intervene.rank_collapse import RankCollapse, rank_collapse, residual
 from regard.inspect.intervene.relevance import Relevance
 from regard.inspect.intervene.rollout import rollout
 from regard.inspect.intervene.value_zeroing import ValueZeroing, value_zeroing

@@ -1,8 +1,10 @@
-"""Rank collapse: how near the tokens of each layer are to being all the same.
+"""Rank collapse: how near the tokens of each layer are to being all the same, with skips and MLPs and without.
 
 Dong, Cordonnier & Loukas 2021, *Attention is not all you need*, arXiv:2103.03404: attention averages, so a stack of
 nothing but attention makes all tokens alike, and the faster the more alike they are (doubly exponentially with depth).
-Skip connections hold against it, MLPs slow it down. Measured is
+Skip connections hold against it. MLPs may, as far as they take tokens apart (the paper's bound has their Lipschitz
+constant in it): those of random stacks do not, see the README. Behind norms and causal masks, as in most models, it
+still happens, and more slowly. Measured is
 
     ||X - 1 m^T|| / ||X||      m: the mean token; Frobenius norms
 
@@ -10,7 +12,7 @@ Skip connections hold against it, MLPs slow it down. Measured is
 the paper bounds the root of the product of the norms 1 and infinity instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.intervene.branches import branches, first_tokens
 from regard.inspect.intervene.heads import altered, module_at, whole_layer
-from regard.nn import MultiHeadAttention
-from regard.nn.transformer import Block
+from regard.inspect.intervene.variants import VARIANTS, Variant, running
+from regard.inspect.observing.place import following
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,33 +34,19 @@ class RankCollapse:
     Args:
         modules: the paths of the layers, in the order in which they ran.
         before: of what went into the first layer, [batch].
-        after: of what each layer gave, [layers, batch].
+        after: for each variant, of what each layer gave, [layers, batch]; float64.
     """
 
     modules: tuple[str, ...]
     before: Tensor
-    after: Tensor
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A random stack of `regard.nn` blocks: what is in them besides attention.
-
-    Args:
-        skip, mlp: whether skip connections and MLPs are there.
-        norm: whether each is behind an RMSNorm, as in real models; the theorem has none.
-    """
-
-    skip: bool = False
-    mlp: bool = False
-    norm: bool = False
+    after: Mapping[Variant, Tensor]
 
     def __str__(self) -> str:
-        parts = ["attention"] + ["skips"] * self.skip + ["MLPs"] * self.mlp + ["norms"] * self.norm
-        return " + ".join(parts)
-
-
-STACKS = (Stack(), Stack(mlp=True), Stack(skip=True), Stack(skip=True, mlp=True))
+        lines = [f"{'after layer':>12}" + "".join(f"{variant:>15}" for variant in self.after)]
+        for layer in range(len(self.modules) + 1):
+            row = [self.before if layer == 0 else after[layer - 1] for after in self.after.values()]
+            lines.append(f"{layer:12}" + "".join(f"{one.mean():15.2g}" for one in row))
+        return "\n".join(lines)
 
 
 def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -76,32 +65,70 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def rank_collapse(model: nn.Module, run: Callable[[], Any], rows: Tensor | None = None) -> RankCollapse:
-    """The residual of what each layer of a model gives, by two runs of it.
+def rank_collapse(
+    model: nn.Module,
+    run: Callable[[], Any],
+    rows: Tensor | None = None,
+    variants: Collection[Variant] = VARIANTS,
+) -> RankCollapse:
+    """The residual of what each layer of a model gives: as it is, without MLPs, without skip connections, without both.
 
-    A layer is the attending module's path up to its first number, as in `value_zeroing`. Models keep their tokens apart
-    by skip connections; what their attention alone would do, `random_rank_collapse` shows on random weights.
+    A layer is the attending module's path up to its first number, as in `value_zeroing`. Two runs of the model, and one
+    for each variant. Weights and norms stay as they are; what a trained model does without its skip connections says
+    what these are for, and nothing of the model. Residuals below the precision of the model's type are rounding.
 
     Args:
+        run: runs the model on a text; a cache must start empty in it, as transformers' own does.
         rows: bool [batch, tokens], which tokens count; None: all.
+        variants: which to run. Other than "as it is" they need blocks that add attention, and an MLP if there is one,
+            to what they are given, one after the other or side by side (`branches.py`): so most decoders do.
 
     Raises:
-        ProblemError: attention that is not regard's, or layers that give no tensors.
+        ProblemError: attention that is not regard's, layers that give no tensors, or whose branches are not found.
 
     >>> from regard.nn import Decoder
-    >>> model = Decoder(19, 32, layers=2, heads=4)
-    >>> found = rank_collapse(model, lambda: model(torch.tensor([[3, 1, 4, 1, 5]])))
-    >>> found.modules, found.after.shape
-    (('body.blocks.0', 'body.blocks.1'), torch.Size([2, 1]))
+    >>> _ = torch.manual_seed(0)
+    >>> model, ids = Decoder(19, 32, layers=12, heads=4).eval(), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    >>> found = rank_collapse(model, lambda: model(ids))
+    >>> {variant: bool(after[-1] < 0.05) for variant, after in found.after.items()}
+    {'as it is': False, 'without MLPs': False, 'without skips': True, 'without both': True}
     """
+    if not variants or any(variant not in VARIANTS for variant in variants):
+        came = ", ".join(map(repr, variants)) or "empty"
+        raise ProblemError(f"variants is {came}: expected some of {', '.join(map(repr, VARIANTS))}.")
+    blocks = _blocks(model, run)
+    found = branches(model, run, blocks) if set(variants) - {"as it is"} else {}
+    before: Tensor | None = None
+    after: dict[Variant, Tensor] = {}
+    for variant in dict.fromkeys(variants):
+        with running(model, found, variant):
+            inputs, outputs = _through(model, run, tuple(blocks))
+        before = residual(inputs[next(iter(blocks))].double(), rows) if before is None else before
+        after[variant] = torch.stack([residual(outputs[path].double(), rows) for path in blocks])
+    assert before is not None
+    return RankCollapse(tuple(blocks), before, after)
+
+
+def _blocks(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[str]]:
+    """The paths of the layers that attend, in order, each with those of the modules in it that do."""
     with altered(model, lambda site, call: None) as sites:
         run()
-    paths = list(dict.fromkeys(whole_layer(site.module) for site in sites.heads if site.module is not None))
-    if not paths:
+    blocks: dict[str, list[str]] = {}
+    for site in sites.heads:
+        if site.module is not None:
+            blocks.setdefault(whole_layer(site.module), []).append(site.module)
+    if not blocks:
         raise ProblemError("no module of the model attended: there are no layers to look at.")
+    return blocks
+
+
+def _through(
+    model: nn.Module, run: Callable[[], Any], paths: tuple[str, ...]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What goes into each layer and what comes out of it."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    with ExitStack() as hooks:
+    with following(model), ExitStack() as hooks:
         for path in paths:
             module = module_at(model, path)
             hooks.callback(module.register_forward_pre_hook(_keeping_input(inputs, path), with_kwargs=True).remove)
@@ -109,61 +136,12 @@ def rank_collapse(model: nn.Module, run: Callable[[], Any], rows: Tensor | None 
         run()
     if missing := next((path for path in paths if path not in outputs or path not in inputs), None):
         raise ProblemError(f"module {missing!r} takes or gives no tensor [batch, tokens, width]: is it a whole layer?")
-    after = [residual(_wide(outputs[path]), rows) for path in paths]
-    return RankCollapse(tuple(paths), residual(_wide(inputs[paths[0]]), rows), torch.stack(after))
-
-
-@torch.no_grad()
-def random_rank_collapse(
-    stack: Stack,
-    *,
-    tokens: int = 64,
-    d_model: int = 64,
-    heads: int = 4,
-    layers: int = 12,
-    draws: int = 8,
-    seed: int = 0,
-) -> Tensor:
-    """The residual through random stacks, in float64: before the first layer and after each, [layers + 1, draws].
-
-    Tokens are drawn from N(0, 1), weights from N(0, 1 / inputs); every token sees every token.
-
-    >>> pure = random_rank_collapse(Stack(), layers=3).mean(1)
-    >>> with_skips = random_rank_collapse(Stack(skip=True), layers=3).mean(1)
-    >>> bool(pure[3] < 1e-6), bool(with_skips[3] > 0.8)
-    (True, True)
-    """
-    found: list[Tensor] = []
-    for draw in range(draws):
-        random = torch.Generator().manual_seed(seed + draw)
-        x = torch.randn(1, tokens, d_model, generator=random, dtype=torch.float64)
-        found.append(torch.cat([residual(x), *_through(x, _blocks(stack, d_model, heads, layers, random))]))
-    return torch.stack(found, 1)
-
-
-def _through(x: Tensor, blocks: Iterator[Block]) -> Iterator[Tensor]:
-    for block in blocks:
-        x = block(x)
-        yield residual(x)
-
-
-def _blocks(stack: Stack, d_model: int, heads: int, layers: int, random: torch.Generator) -> Iterator[Block]:
-    for _ in range(layers):
-        attention = MultiHeadAttention(d_model, heads, dtype=torch.float64)
-        block = Block(attention, skip=stack.skip, mlp=stack.mlp).double()
-        for linear in block.modules():
-            if isinstance(linear, nn.Linear):
-                linear.weight.normal_(std=linear.in_features**-0.5, generator=random)
-        if not stack.norm:
-            for name in ("attention_norm", "mlp_norm")[: 1 + stack.mlp]:
-                block.register_module(name, nn.Identity())
-        yield block
+    return inputs, outputs
 
 
 def _keeping_input(kept: dict[str, Tensor], path: str) -> Callable[..., None]:
     def keep(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = next((one for one in (*arguments, *named.values()) if _is_tokens(one)), None)
-        if given is not None:
+        if (given := first_tokens((*arguments, *named.values()))) is not None:
             kept[path] = given
 
     return keep
@@ -171,17 +149,7 @@ def _keeping_input(kept: dict[str, Tensor], path: str) -> Callable[..., None]:
 
 def _keeping_output(kept: dict[str, Tensor], path: str) -> Callable[..., None]:
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        given = output if isinstance(output, Tensor) else next(iter(output), None)
-        if given is not None and _is_tokens(given):
+        if (given := first_tokens(output)) is not None:
             kept[path] = given
 
     return keep
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float64: residuals may be far below what the type of a model resolves."""
-    return x.double()
