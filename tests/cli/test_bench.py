@@ -114,3 +114,16 @@ def test_without_rich_it_works_as_well():
     code = "import sys; sys.modules['rich'] = None; from regard.cli.main import main; sys.exit(main(sys.argv[1:]))"
     ran = subprocess.run([sys.executable, "-c", code, *TINY], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_help_names_the_words_that_can_be_written(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert "Global, Dilated, Blocks, Tree, Dense" in out
+    assert "Alibi, T5Bias, TensorBias" in out
+
+
+def test_a_table_is_a_mask_of_the_queries_and_keys(capsys):
+    assert main([*TINY, "--queries", "3", "--mask", "Causal() & Dense([[1, 0, 0], [0, 1, 0], [1, 0, 1]])"]) == 0
+    assert "GFLOP/s of 16 pairs" in capsys.readouterr().out  # 4 heads of 4

@@ -3,8 +3,24 @@
 import pytest
 import torch
 
-from regard import Alibi, Blocks, Causal, Dilated, Documents, Global, Lengths, Prefix, ProblemError, Tree, Window
+import regard
+from regard import (
+    Alibi,
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Global,
+    Lengths,
+    Prefix,
+    ProblemError,
+    TensorBias,
+    Tree,
+    Window,
+)
 from regard.cli import expression
+from regard.describe.mask import Mask
 
 
 @pytest.mark.parametrize(
@@ -28,6 +44,7 @@ def test_a_mask_is_read_as_python_would(text, word):
         ("Lengths([3, 7])", Lengths, "lengths", torch.tensor([3, 7])),
         ("Prefix([3, 7])", Prefix, "size", torch.tensor([3, 7])),
         ("Documents([0] * 3 + [1] * 2)", Documents, "ids", torch.tensor([0, 0, 0, 1, 1])),
+        ("Dense([[1, 0], [True, 1]])", Dense, "mask", torch.tensor([[True, False], [True, True]])),
         ("Blocks([[1, 0], [True, 1]], size=4)", Blocks, "layout", torch.tensor([[True, False], [True, True]])),
     ],
 )
@@ -40,6 +57,27 @@ def test_lists_become_the_tensors_that_words_carry(text, kind, field, tensor):
 def test_a_bias_is_read_as_well():
     assert expression.bias("Alibi(8)") == Alibi(8)
     assert expression.bias("Alibi(8) + Alibi(8)") == Alibi(8) + Alibi(8)
+
+
+def test_a_bias_may_be_a_table():
+    found = expression.bias("TensorBias([[0, -1.5]])")
+    assert isinstance(found, TensorBias)
+    assert torch.equal(found.tensor, torch.tensor([[0.0, -1.5]]))
+
+
+def test_a_word_that_cannot_be_written_here_says_which_can():
+    for text in ("Where(lambda b, h, q, k: q > k)", "Where", "Strided(3)"):
+        with pytest.raises(ProblemError) as refused:
+            expression.mask(text)
+        said = str(refused.value)
+        assert "Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree, Dense for a mask" in said
+        assert "Alibi, T5Bias, TensorBias for a bias" in said
+        assert ("takes a function" in said) == text.startswith("Where")
+
+
+def test_every_word_of_the_library_is_understood_or_said_to_be_for_python_alone():
+    every = {name for name in dir(regard) if isinstance(word := getattr(regard, name), type) and issubclass(word, Mask)}
+    assert every - {"Mask"} == {word.__name__ for word in expression.MASKS} | {"Where"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,14 @@ from regard.cli.inspect import STDOUT, check_place
 from regard.errors import ProblemError
 from regard.inspect.page import finite, write_whole
 
+EPILOG = f"""\
+example: regard bench --queries 4096 --heads 32 --kv-heads 8 --mask "Causal() & Window(512)"
+
+words of --mask: {", ".join(word.__name__ for word in expression.MASKS)},
+                 joined by & | ~; tables are lists, such as Documents([0] * 100 + [1] * 28)
+words of --bias: {", ".join(word.__name__ for word in expression.BIASES)}, joined by +
+"""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -29,7 +37,8 @@ def add_to(commands: Any) -> None:
         "bench",
         help="measure attention of your own shapes, beside torch and the machine's limit",
         description="Measure attention of these shapes: regard, torch's own, and what the machine can do at most.",
-        epilog="""Example: regard bench --queries 4096 --heads 32 --kv-heads 8 --mask "Causal() & Window(512)".""",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     size = count(1)
     parser.add_argument("--queries", type=size, default=2048, metavar="N", help="queries (default: 2048)")

@@ -10,20 +10,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from regard.describe.bias import Alibi, Bias, T5Bias
+from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
-from regard.describe.mask_by_table import Blocks, Documents, Tree
+from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
 from regard.describe.word import Word
 from regard.errors import ProblemError
 
 W = TypeVar("W", bound=Word)
 
-MASKS: tuple[type[Word], ...] = (Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree)
-BIASES: tuple[type[Word], ...] = (Alibi, T5Bias)
+MASKS: tuple[type[Word], ...] = (Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree, Dense)
+BIASES: tuple[type[Word], ...] = (Alibi, T5Bias, TensorBias)
 WORDS = {word.__name__: word for word in MASKS + BIASES}
 
-TENSORS = {Lengths: torch.int64, Prefix: torch.int64, Documents: torch.int64, Blocks: torch.bool, T5Bias: torch.float32}
+TENSORS: dict[type[Word], torch.dtype] = {
+    Lengths: torch.int64,
+    Prefix: torch.int64,
+    Documents: torch.int64,
+    Blocks: torch.bool,
+    Dense: torch.bool,
+    T5Bias: torch.float32,
+    TensorBias: torch.float32,
+}
 """Words whose lists are tensors, and of what."""
 
 PAIRED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -66,8 +74,7 @@ def _word(text: str, kind: type[W], known: tuple[type[Word], ...]) -> W:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ProblemError(f"{_short(text)} is no expression: expected a {what}, say {known[0].__name__}().") from None
     if not isinstance(found, kind):
-        names = ", ".join(word.__name__ for word in known)
-        raise ProblemError(f"{_short(text)} is no {what}: expected an expression of {names}.")
+        raise ProblemError(f"{_short(text)} is no {what}: expected an expression of {_names(known)}.")
     return found
 
 
@@ -86,12 +93,24 @@ def _value(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=name), args=given, keywords=named) if name in WORDS:
             return _made(node, WORDS[name], given, named)
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
-            made = f"{name}() with its parentheses" if name in WORDS else f"one of {', '.join(WORDS)}"
-            raise ProblemError(f"{name} is not understood: expected {made}.")
+            raise ProblemError(_unknown(name))
         case _:
             raise ProblemError(
                 f"{_short(ast.unparse(node))} is not understood: expected words, & | ~ +, numbers, lists."
             )
+
+
+def _unknown(name: str) -> str:
+    if name in WORDS:
+        return f"{name} is not understood: expected {name}() with its parentheses."
+    can = f"{_names(MASKS)} for a mask; {_names(BIASES)} for a bias"
+    if name == Where.__name__:
+        return f"Where takes a function, which can be written in Python alone. What can be written here is {can}."
+    return f"{name} is not understood: expected one of {can}."
+
+
+def _names(words: tuple[type[Word], ...]) -> str:
+    return ", ".join(word.__name__ for word in words)
 
 
 def _applied(node: ast.expr, op: Callable[[Any], Any], kinds: tuple[type, ...], value: Any) -> Any:

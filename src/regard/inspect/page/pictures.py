@@ -47,9 +47,9 @@ def pack(pictures: Iterable[Cells], causal: bool) -> str:
     """Pictures one after the other, row by row, deflated without a header (RFC 1951), in base64.
 
     On real attention Z_FILTERED saves 5 % against zlib's default; storing columns or diagonals, or differences between
-    neighbours, saves no more than another 1 %.
+    neighbours, saves no more than another 1 %, and level 9 saves 0.3 % against level 6 in 1.6 times the time.
     """
-    deflate = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
+    deflate = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
     packed = b"".join(deflate.compress(_kept(cells, causal).tobytes()) for cells in pictures)
     return base64.b64encode(packed + deflate.flush()).decode("ascii")
 
