@@ -22,6 +22,7 @@ from regard.inspect.measures import (
     matches,
     mean_distance,
     offset_scan,
+    places,
     positional,
     previous_token,
     rare_word,
@@ -76,9 +77,25 @@ def test_the_best_of_a_scan_is_the_furthest_above_chance():
 
     found = best({1: rows(0.5, 0.45), 2: rows(0.4, 0.1), 3: rows(0.2, 0.1)})
     assert found.at.tolist() == [2, 2]
+    assert found.score.at.tolist() == [[2, 2]]
     assert found.score.value.tolist() == [[pytest.approx(0.4)] * 2]
     assert found.score.chance.tolist() == [[pytest.approx(0.1)] * 2]
     assert found.score.interval().low.tolist() == [pytest.approx(0.4)] * 2
+
+
+def test_the_best_of_several_says_which():
+    """Head 0 looks three tokens back, head 1 one token back, and both at token 1 more than at any other."""
+    three, one = [0, 1, 1, 0, 1, 2, 3, 4], [0, 0, 1, 1, 1, 4, 5, 6]
+    weights = pattern(*looking(torch.tensor([three, one])), mask=Causal())
+    swept = sweep(weights)
+    found = all_pair_measures(weights) | all_sweep_measures(swept, weights)
+    assert {name: at.tolist() for name, at in places(found).items()} == {
+        "best_offset_at": [[3, 1]],
+        "positional_at": [[3, 1]],
+        "column_at": [[1, 1]],
+    }
+    assert found["best_offset"].value.tolist() == [[pytest.approx(1), pytest.approx(5 / 7)]]
+    assert found["previous"].at is None
 
 
 def test_sinks_are_a_share_of_heads():

@@ -8,6 +8,7 @@ from regard.errors import ProblemError
 from regard.inspect.measures import (
     Vectors,
     all_pair_measures,
+    best,
     duplicate,
     even_sweep,
     evenness,
@@ -56,6 +57,7 @@ def outputs_of(heads):
         (lambda w: induction(w, torch.arange(29)), r"tokens is \[29\]: .* \[2, 29\]"),
         (lambda w: induction_scan(w, torch.zeros(2, 29), ()), "shifts is empty"),
         (lambda w: offset_scan(w, ()), "offsets is empty"),
+        (lambda w: best({}), "the scan is empty: give the scores at several"),
         (lambda w: sink(w, 29), "token is 29: expected the position of one of the 29 keys"),
         (lambda w: offset_score(w, 1, torch.ones(2, 28) > 0), r"rows is \[2, 28\] .* \[2, 29\]"),
         (lambda w: local_mass(w, sweep(w), even_sweep(w), 6), "width is 6: expected a power of two"),

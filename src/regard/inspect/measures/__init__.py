@@ -27,7 +27,7 @@ from regard.inspect.measures.retrieval import retrieval
 from regard.inspect.measures.score import Interval, Score
 from regard.inspect.measures.sink import Sinks, sink, sinks
 from regard.inspect.measures.syntactic import Syntactic, syntactic
-from regard.inspect.measures.together import all_pair_measures, all_sweep_measures, even_sweep
+from regard.inspect.measures.together import all_pair_measures, all_sweep_measures, even_sweep, places
 from regard.inspect.measures.uniform import looks_ahead, uniform
 from regard.inspect.measures.value_weighted import of_heads, output_norms, sink_output, value_norms, value_weighted
 from regard.inspect.measures.vectors import Vectors
@@ -70,6 +70,7 @@ __all__ = [
     "offset_scan",
     "offset_score",
     "output_norms",
+    "places",
     "positional",
     "previous_token",
     "rare_word",

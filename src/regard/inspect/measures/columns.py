@@ -38,7 +38,7 @@ def column_mass(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
     chance = even.columns.expand_as(swept.columns)
     top, key = swept.columns.max(-1)
     shares = (top / swept.columns.sum(-1), chance.amax(-1) / chance.sum(-1))
-    return ColumnMass(swept.columns, chance, Score(*shares), key)
+    return ColumnMass(swept.columns, chance, Score(*shares, at=key), key)
 
 
 def sink_profile(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
@@ -64,4 +64,4 @@ def sink_profile(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
     chance = chance.expand_as(alpha)
     half = slice(0, max(1, (weights.shape[3] + 1) // 2))
     top, at = alpha[..., half].max(-1)
-    return ColumnMass(alpha, chance, Score(top, chance.gather(-1, at[..., None])[..., 0]), at)
+    return ColumnMass(alpha, chance, Score(top, chance.gather(-1, at[..., None])[..., 0], at=at), at)

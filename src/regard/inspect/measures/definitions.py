@@ -222,5 +222,30 @@ OTHERS: dict[str, Definition] = {
 }
 """Of named rows, values, or weights of the model."""
 
-DEFINITIONS: dict[str, Definition] = PAIRS | SWEPT | OTHERS
+PLACES: dict[str, Definition] = {
+    "best_offset_at": Definition(
+        "distance of the best offset",
+        "tokens",
+        "the o of 1 to 8 that the score best_offset is of: how many tokens back the head looks",
+        f"{OLSSON}; the scan is ours",
+        "none",
+    ),
+    "positional_at": Definition(
+        "usual distance",
+        "tokens",
+        "the distance i - j at which most rows have their largest weight, which the score positional is of",
+        f"{VOITA}, §5.1",
+        "none",
+    ),
+    "column_at": Definition(
+        "key of the largest column",
+        "position",
+        "the j at which c_j is largest, which the score column is of",
+        "Zhang et al. 2023, arXiv:2306.14048",
+        "none",
+    ),
+}
+"""Where scores that are the best of several are taken: of `places`."""
+
+DEFINITIONS: dict[str, Definition] = PAIRS | SWEPT | OTHERS | PLACES
 """Every measure by its key."""

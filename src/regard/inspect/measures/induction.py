@@ -88,7 +88,16 @@ def best(scan: dict[int, Score]) -> Best:
     """Where each head of a scan scores furthest above chance, in the mean over sequences.
 
     The largest of several numbers is large by chance too: it is a reason to look, not the strength of a circuit.
+
+    Raises:
+        ProblemError: the scan is empty.
+
+    >>> chance = torch.tensor([[0.1]])
+    >>> best({1: Score(torch.tensor([[0.2]]), chance), 4: Score(torch.tensor([[0.7]]), chance)})
+    Best(score=Score(value=tensor([[0.7000]]), chance=tensor([[0.1000]])), at=tensor([4]))
     """
+    if not scan:
+        raise ProblemError("the scan is empty: give the scores at several shifts or offsets, as offset_scan does.")
     at, scores = list(scan), list(scan.values())
     above = torch.stack([(score.mean() - score.mean_chance()).nan_to_num(-torch.inf) for score in scores])
     which = above.argmax(0)  # [heads]
@@ -98,13 +107,15 @@ def best(scan: dict[int, Score]) -> Best:
         return torch.stack([t[:, head] for head, t in enumerate(each[int(n)] for n in which)], dim=1)
 
     sums, counts = ([getattr(score, name) for score in scores] for name in ("sums", "counts"))
+    where = torch.tensor(at, device=which.device)[which]
     score = Score(
         chosen([s.value for s in scores]),
         chosen([s.chance for s in scores]),
         None if any(s is None for s in sums) else chosen(sums),
         None if any(c is None for c in counts) else chosen(counts),
+        where.expand(len(scores[0].value), -1),
     )
-    return Best(score, torch.tensor(at, device=which.device)[which])
+    return Best(score, where)
 
 
 class _Matched:

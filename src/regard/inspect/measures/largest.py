@@ -1,5 +1,6 @@
 """The largest weight of each row, and where it is: how sure a head is, and whether by position alone."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,8 @@ def positional(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Po
     key = weights.positions - offset[..., None]
     there = (key >= 0) & (key < weights.shape[3])
     chance = one_in(weights) * (there & _kept(weights, offset))
-    return Positional(Score.of_rows((distance == offset[..., None]).to(swept.top.dtype), chance, counting), offset)
+    share = Score.of_rows((distance == offset[..., None]).to(swept.top.dtype), chance, counting)
+    return Positional(replace(share, at=offset), offset)
 
 
 def _modes(distance: Tensor, counting: Tensor) -> Tensor:

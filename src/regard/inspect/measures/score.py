@@ -40,6 +40,8 @@ class Score:
         chance: its chance value.
         sums, counts: of blocks of rows, [batch, heads, blocks], with value = sums / counts over all blocks. None where
             the score is no mean over rows: it then has an interval over sequences only.
+        at: of a score that is the best of several, which of them: the shift, the distance or the key that it is of,
+            int64 [batch, heads]; None of any other.
 
     >>> x = torch.tensor([[[0.2, 0.4, 0.6]]])
     >>> Score.of_rows(x, torch.full_like(x, 0.1), torch.tensor([[[True, True, False]]]))
@@ -50,6 +52,7 @@ class Score:
     chance: Tensor
     sums: Tensor | None = field(default=None, repr=False)
     counts: Tensor | None = field(default=None, repr=False)
+    at: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def of_rows(cls, values: Tensor, chance: Tensor, counted: Tensor) -> "Score":

@@ -1,5 +1,7 @@
 """All measures of a call at once, by the keys of `DEFINITIONS`."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from regard.inspect.measures.breadth import breadth, evenness, inverse_squares
@@ -24,7 +26,7 @@ def all_pair_measures(weights: Weights, tokens: Tokens | None = None, rows: Tens
 
     previous, current, best_offset (of 1 to 8), sink, alpha; and with tokens duplicate and induction. On plain text
     induction also counts what is merely frequent: give the weights and tokens of a stimulus for the measure proper, and
-    scan its shifts there.
+    scan its shifts there. Which offset best_offset is of, its `Score.at` says; see `places`.
 
     Args:
         tokens: integer [batch, keys]; None leaves out what asks about tokens.
@@ -84,6 +86,22 @@ def all_sweep_measures(
         sums = vectors.by_norm(swept), vectors.by_norm(even)
         found["value_weighted"] = value_weighted(weights, vectors.norms, *sums, rows=rows)
     return found
+
+
+def places(found: Mapping[str, Score]) -> dict[str, Tensor]:
+    """Where the scores are that are the best of several, int64 [batch, heads] each: best_offset_at, positional_at ...
+
+    Of `all_pair_measures` best_offset_at, tokens back; of `all_sweep_measures` positional_at, tokens back, and
+    column_at, the position of a key.
+
+    >>> import torch
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> found = all_pair_measures(Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal()))
+    >>> places(found)  # no offset stands out: the first
+    {'best_offset_at': tensor([[1]])}
+    """
+    return {f"{name}_at": score.at for name, score in found.items() if score.at is not None}
 
 
 def even_sweep(weights: Weights, vectors: Vectors | None = None) -> Sweep:
