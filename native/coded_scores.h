@@ -124,13 +124,7 @@ class CodedScores {
     REGARD_INLINE void multiply(const CodedTile (&tile)[G], F (&x)[R][G], Lines &lines) const {
         constexpr int at_once = nibbles ? 8 : 4;  // channels, in 64 bytes
         I high[R][G], low[R][G];
-#pragma GCC unroll 4
-        for (int s = 0; s < R; ++s)
-#pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) {
-                high[s][g] = I{} + (nibbles ? 0 : fixed_.high[s]);
-                low[s][g] = I{} + (nibbles ? 0 : fixed_.low[s]);
-            }
+        start_sums<R, G, !nibbles>(fixed_, high, low);
         const uint8_t *at[G];
         for (int g = 0; g < G; ++g) at[g] = tile[g].codes;
         alignas(64) uint8_t rest[G][64];

@@ -287,13 +287,7 @@ class CodedValues {
         const Fixed &fixed = fixed_[pass * groups + g];
         const int8_t *w = bytes_ + (g * FEW_ROWS + r) * FOURS * 8;
         I high[R][N], low[R][N];
-#pragma GCC unroll 4
-        for (int s = 0; s < R; ++s)
-#pragma GCC unroll 2
-            for (int n = 0; n < N; ++n) {
-                high[s][n] = I{} + (half_bytes ? 0 : fixed.high[s]);
-                low[s][n] = I{} + (half_bytes ? 0 : fixed.low[s]);
-            }
+        start_sums<R, N, !half_bytes>(fixed, high, low);
         Lines::Place place = lines.place();
         for (int i = 0; i < count * 4; ++i, codes += 64, w += 8) {
             lines.ask(place);

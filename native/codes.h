@@ -57,17 +57,21 @@ REGARD_INLINE F numbers(I x) {
 }
 
 // Each has `tile`: dim d of W tokens of a tile, whose bytes begin at `codes`; `row`: dims d to d + W of one token; and
-// `rows`: N such vectors, of which the first begins at a multiple of N * W.
-// Codes of a byte; `Code::at` reads W of them.
+// `rows`: N such vectors, of which the first begins at a multiple of N * W. `fours`: four dims at once are had for
+// less, by `tiles`. Codes of a byte; `Code::at` reads W of them, and `Code::some` N times as many.
 template <typename Code>
 struct OfBytes {
-    static constexpr bool nibbles = false;
+    static constexpr bool nibbles = false, fours = false;
     static REGARD_INLINE F tile(const uint8_t *codes, int64_t d) { return Code::at(codes + d * TOKENS); }
     static REGARD_INLINE F row(const uint8_t *codes, int64_t d) { return Code::at(codes + d); }
     template <int N>
     static REGARD_INLINE void rows(const uint8_t *codes, int64_t d, F (&x)[N]) {
+        Code::some(codes + d, x);
+    }
+    template <int N>
+    static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) x[n] = Code::at(codes + d + n * Vec<float>::lanes);
+        for (int n = 0; n < N; ++n) x[n] = Code::at(p + n * Vec<float>::lanes);
     }
 };
 
@@ -75,7 +79,72 @@ struct Int8 : OfBytes<Int8> {
     static REGARD_INLINE F at(const uint8_t *p) { return numbers(widen_signed(p)); }
 };
 
+#if defined(__AVX512VBMI__)
+// The bf16 of the e4m3 codes without a sign, byte by byte.
+struct Fp8Bytes {
+    alignas(64) uint8_t high[128], low[128];
+
+    constexpr Fp8Bytes() : high(), low() {
+        for (int code = 0; code < 128; ++code) {
+            const int exponent = code >> 3, fraction = code & 7;
+            int bits = (exponent + 120) << 7 | fraction << 4;
+            if (!exponent) {  // fraction * 2^-9
+                const int first = fraction > 3 ? 2 : fraction > 1;
+                bits = fraction ? (118 + first) << 7 | (fraction << (7 - first) & 127) : 0;
+            }
+            if (code == 127) bits = 0x7fc0;
+            high[code] = uint8_t(bits >> 8), low[code] = uint8_t(bits & 255);
+        }
+    }
+};
+constexpr Fp8Bytes FP8_BYTES;
+#endif
+
 struct Fp8 : OfBytes<Fp8> {
+#if defined(__AVX512VBMI__)
+    static constexpr bool fours = true;
+    static REGARD_INLINE void tiles(const uint8_t *codes, int64_t d, F (&x)[4]) { some(codes + d * TOKENS, x); }
+    static REGARD_INLINE F at(const uint8_t *p) {
+        F x[1];
+        some(p, x);
+        return x[0];
+    }
+    // Looked up as bf16, whose two bytes are the upper ones of a number. Words of 4 codes go to places from which
+    // lanes of 128 bits need not be crossed again.
+    template <int N>
+    static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
+        if constexpr (N > 4) {
+            F a[4], b[N - 4];
+            some(p, a), some(p + 64, b);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) x[n] = n < 4 ? a[n < 4 ? n : 0] : b[n < 4 ? 0 : n - 4];
+        } else {
+            const __m512i places = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+            const __m512i codes = _mm512_permutexvar_epi32(places, bytes<N>(p));
+            const __m512i low = looked_up(FP8_BYTES.low, codes);
+            const __m512i high =
+                _mm512_ternarylogic_epi32(looked_up(FP8_BYTES.high, codes), codes, _mm512_set1_epi8(-128), 0xf8);
+            const __m512i zero = _mm512_setzero_si512(), first = _mm512_unpacklo_epi8(low, high);
+            x[0] = (F)_mm512_unpacklo_epi16(zero, first);
+            if constexpr (N > 1) x[1] = (F)_mm512_unpackhi_epi16(zero, first);
+            if constexpr (N > 2) {
+                const __m512i second = _mm512_unpackhi_epi8(low, high);
+                x[2] = (F)_mm512_unpacklo_epi16(zero, second);
+                if constexpr (N > 3) x[3] = (F)_mm512_unpackhi_epi16(zero, second);
+            }
+        }
+    }
+    template <int N>
+    static REGARD_INLINE __m512i bytes(const uint8_t *p) {
+        if constexpr (N == 1) return _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+        else if constexpr (N == 2) return _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
+        else if constexpr (N == 3) return _mm512_maskz_loadu_epi32(0xfff, p);
+        else return _mm512_loadu_si512(p);
+    }
+    static REGARD_INLINE __m512i looked_up(const uint8_t (&table)[128], __m512i codes) {
+        return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+    }
+#else
     // As f16 with the exponent 8 too small, whose subnormal numbers every machine converts exactly.
     static REGARD_INLINE F at(const uint8_t *p) {
 #if defined(__AVX512F__)
@@ -97,10 +166,11 @@ struct Fp8 : OfBytes<Fp8> {
         return x;
 #endif
     }
+#endif
 };
 
 struct Int4 {
-    static constexpr bool nibbles = true;
+    static constexpr bool nibbles = true, fours = false;
     static REGARD_INLINE F low(I x) {
 #if defined(__AVX512F__)
         const F all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -292,34 +292,67 @@ struct DecodeScores {
             if (!per_token) scales.take(*keys, d, dims);
             for (int g = 0; g < G; ++g) lines.ask();
             const char *q = reinterpret_cast<const char *>(queries + r * units + u);
-            for (int n = 0; n < least(W, units - u); ++n, q += sizeof(Unit)) {
+            const int64_t at = d / (Code::nibbles ? 2 : 1) * TOKENS;
+            int n = 0;
+            if constexpr (Code::fours)
+                for (; (n + FOUR) * P::pair <= dims; n += FOUR, q += FOUR * sizeof(Unit)) {
+                    typename P::Vector x[FOUR][G];
+                    four_at<G, Code, per_token>(keys, at, n, scales, x);
+#pragma GCC unroll 4
+                    for (int i = 0; i < FOUR; ++i) meet(x[i], q + i * sizeof(Unit), sum);
+                }
+            for (; n < least(W, units - u); ++n, q += sizeof(Unit)) {
                 typename P::Vector x[G];
-                units_at<G, Code, per_token>(keys, d / (Code::nibbles ? 2 : 1) * TOKENS, n, 2 * n + 1 < dims, scales,
-                                             x);
+                units_at<G, Code, per_token>(keys, at, n, 2 * n + 1 < dims, scales, x);
                 meet(x, q, sum);
             }
         }
         put(keys, r, sum);
     }
 
+    static constexpr int FOUR = 4 / P::pair;  // units of four channels
+
+    // Units n to n + FOUR of those that begin `at` bytes into the tiles.
+    template <int G, typename Code, bool per_token>
+    static REGARD_INLINE void four_at(const Keys *keys, int64_t at, int n, const Scales &scales,
+                                      typename P::Vector (&x)[FOUR][G]) {
+#pragma GCC unroll 2
+        for (int g = 0; g < G; ++g) {
+            F code[4];
+            Code::tiles(keys[g].codes + at, n * P::pair, code);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) code[i] = number<per_token>(code[i], scales, n * P::pair + i);
+#pragma GCC unroll 4
+            for (int i = 0; i < FOUR; ++i) {
+                if constexpr (!K::pairs) x[i][g] = as_stored<S>(code[i]);
+#if defined(REGARD_PAIRS)
+                else x[i][g] = pack_pairs(code[2 * i], code[2 * i + 1]);
+#endif
+            }
+        }
+    }
+
+    template <bool per_token>
+    static REGARD_INLINE F number(F code, const Scales &scales, int i) {
+        const F scale = per_token ? load(scales.scale) : broadcast(scales.scale[i]);
+        return fma(code, scale, per_token ? load(scales.low) : broadcast(scales.low[i]));
+    }
+
     // Unit n of those that begin `at` bytes into the tiles: a channel, or a pair of them, of which the second may lack.
     template <int G, typename Code, bool per_token>
     static REGARD_INLINE void units_at(const Keys *keys, int64_t at, int n, [[maybe_unused]] bool both,
                                        const Scales &scales, typename P::Vector (&x)[G]) {
-        const auto number = [&](F code, int i) {
-            const F scale = per_token ? load(scales.scale) : broadcast(scales.scale[i]);
-            return fma(code, scale, per_token ? load(scales.low) : broadcast(scales.low[i]));
-        };
         if constexpr (!K::pairs) {
 #pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) x[g] = as_stored<S>(number(Code::tile(keys[g].codes + at, n), n));
+            for (int g = 0; g < G; ++g)
+                x[g] = as_stored<S>(number<per_token>(Code::tile(keys[g].codes + at, n), scales, n));
 #if defined(REGARD_PAIRS)
         } else {
 #pragma GCC unroll 2
             for (int g = 0; g < G; ++g) {
                 const uint8_t *codes = keys[g].codes + at;
-                const F second = both ? number(Code::tile(codes, 2 * n + 1), 2 * n + 1) : F{};
-                x[g] = pack_pairs(number(Code::tile(codes, 2 * n), 2 * n), second);
+                const F second = both ? number<per_token>(Code::tile(codes, 2 * n + 1), scales, 2 * n + 1) : F{};
+                x[g] = pack_pairs(number<per_token>(Code::tile(codes, 2 * n), scales, 2 * n), second);
             }
 #endif
         }

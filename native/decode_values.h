@@ -61,6 +61,9 @@ struct DecodeValues {
                 case REGARD_INT4:
                     mix_by<Int4>(found, j, end, rows, out, lines);
                     break;
+                case REGARD_FP8:
+                    mix_by<Fp8>(found, j, end, rows, out, lines);
+                    break;
                 case REGARD_BF16:
                     mix_by<bf16>(found, j, end, rows, out, lines);
                     break;
@@ -90,8 +93,7 @@ struct DecodeValues {
         const regard_part &p = *run.part;
         if (p.form == K::form) return true;
         if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
-        return sizeof(T) == 4 && !K::pairs && !p.tiled && p.form != REGARD_FP8 && dim % W == 0 &&
-               (p.group % 16 == 0 || p.group >= dim);
+        return sizeof(T) == 4 && !K::pairs && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
     }
 
     Found find(const Source<K> &values, const Stretch &stretch, int from, int64_t first, int low, int high) const {

@@ -62,6 +62,18 @@ REGARD_INLINE void take_sums(const I (&sums)[4], Fixed &fixed) {
                     _mm_sub_epi32(zero, _mm_slli_epi32(_mm_and_si128(sum, _mm_set1_epi32(1)), 7)));
 }
 
+// The sums of high and of low bytes before any product; of codes that are 128 too large what is too much, else 0.
+template <int R, int N, bool too_large>
+REGARD_INLINE void start_sums(const Fixed &fixed, I (&high)[R][N], I (&low)[R][N]) {
+#pragma GCC unroll 4
+    for (int s = 0; s < R; ++s)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) {
+            high[s][n] = I{} + (too_large ? fixed.high[s] : 0);
+            low[s][n] = I{} + (too_large ? fixed.low[s] : 0);
+        }
+}
+
 // 32 numbers in steps, 16 bits each: of even places those of the one, of odd places those of the other.
 REGARD_INLINE __m512i in_steps(F even, F odd, F steps) {
     const F whole = broadcast(0x1.8p23f);  // the nearest integer stands in the lowest bits

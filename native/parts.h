@@ -116,32 +116,65 @@ void plain_rows(const Run &run, int64_t head, int64_t dim, S *to) {
     }
 }
 
-template <typename S, typename Code>
-void code_rows(const Run &run, int64_t head, int64_t dim, S *to) {
+// Dims d to `end` of a row, which have one scale, N vectors at a time as long as there are so many; where it stopped.
+template <int N, typename S, typename Code>
+REGARD_INLINE int64_t code_dims(const uint8_t *codes, int64_t d, int64_t end, F scale, F low, S *to) {
     constexpr int W = Vec<float>::lanes;
+    for (; d + N * W <= end; d += N * W) {
+        F x[N];
+        Code::rows(codes, d, x);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) put(to + d + n * W, fma(x[n], scale, low), W);
+    }
+    return d;
+}
+
+// Rows whose every vector has one scale.
+template <int N, typename S, typename Code>
+void code_vectors(const Run &run, int64_t head, int64_t dim, S *to) {
     const regard_part &p = *run.part;
-    const bool aligned = p.group % W == 0 || p.group >= dim;  // a vector has one scale
     for (int64_t slot = run.slot; slot < run.slot + run.count; ++slot, to += dim) {
         const uint8_t *codes = codes_of(p, run.page, head, slot);
         const bf16 *scale = scales_of(p, p.scale, run.page, head, slot);
         const bf16 *low = scales_of(p, p.low, run.page, head, slot);
-        if (!aligned) {
-            for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(coded_number(p, run.page, head, slot, d));
-            continue;
-        }
-        for (int64_t d = 0; d < dim; d += W) {
-            if (!Code::nibbles && d + W > dim) {  // no byte beyond the row may be read
-                for (; d < dim; ++d) to[d] = narrow<S>(coded_number(p, run.page, head, slot, d));
-                break;
-            }
-            const int64_t g = d / p.group;
-            put(to + d, fma(Code::row(codes, d), broadcast(widen(scale[g])), low ? broadcast(widen(low[g])) : F{}),
-                dim - d);
+        int64_t d = 0;
+        for (int64_t g = 0; d < dim; ++g) {
+            const int64_t end = dim - d < p.group ? dim : d + p.group;
+            const F by = broadcast(widen(scale[g])), with = low ? broadcast(widen(low[g])) : F{};
+            d = code_dims<N, S, Code>(codes, d, end, by, with, to);
+            if (N > 1) d = code_dims<1, S, Code>(codes, d, end, by, with, to);
+            if (d == end) continue;
+            if (Code::nibbles) put(to + d, fma(Code::row(codes, d), by, with), end - d);
+            else  // no byte beyond the row may be read
+                for (int64_t i = d; i < end; ++i) to[i] = narrow<S>(coded_number(p, run.page, head, slot, i));
+            d = end;
         }
     }
 }
 
-// Tiles: vectors of tokens, W dims of them transposed at a time.
+template <typename S, typename Code>
+void code_rows(const Run &run, int64_t head, int64_t dim, S *to) {
+    constexpr int W = Vec<float>::lanes;
+    const regard_part &p = *run.part;
+    if (p.group % (4 * W) == 0 || p.group >= dim) return code_vectors<4, S, Code>(run, head, dim, to);
+    if (p.group % (2 * W) == 0) return code_vectors<2, S, Code>(run, head, dim, to);
+    if (p.group % W == 0) return code_vectors<1, S, Code>(run, head, dim, to);
+    for (int64_t slot = run.slot; slot < run.slot + run.count; ++slot, to += dim)
+        for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(coded_number(p, run.page, head, slot, d));
+}
+
+// bf16 as numbers, as many as a vector has lanes or fewer; none: 0.
+REGARD_INLINE F widened(const bf16 *from, int64_t count) {
+    constexpr int W = Vec<float>::lanes;
+    if (!from) return F{};
+    if (count >= W) return load_wide(from);
+    F x{};
+    for (int64_t i = 0; i < count; ++i) x[i] = widen(from[i]);
+    return x;
+}
+
+// Tiles: vectors of tokens, W dims of them transposed at a time. Scales of tokens meet them before, those of channels
+// after.
 template <typename S, typename Code>
 void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
     constexpr int W = Vec<float>::lanes;
@@ -151,20 +184,20 @@ void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
         const uint8_t *codes = codes_of(p, run.page, head, slot) + slot % TOKENS;
         const bf16 *scale = scales_of(p, p.scale, run.page, head, slot);
         const bf16 *low = scales_of(p, p.low, run.page, head, slot);
-        const F scales = p.per_token ? load_wide(scale) : F{}, lows = p.per_token && low ? load_wide(low) : F{};
+        F by = widened(scale, p.per_token ? W : 0), with = widened(low, p.per_token ? W : 0);
         for (int64_t d = 0; d < dim; d += W) {
             F block[W];
             for (int i = 0; i < W; ++i) {
-                if (d + i >= dim) block[i] = F{};
-                else if (p.per_token) block[i] = fma(Code::tile(codes, d + i), scales, lows);
-                else
-                    block[i] = fma(Code::tile(codes, d + i), broadcast(widen(scale[d + i])),
-                                   low ? broadcast(widen(low[d + i])) : F{});
+                block[i] = d + i < dim ? Code::tile(codes, d + i) : F{};
+                if (p.per_token) block[i] = fma(block[i], by, with);
             }
             transpose<float>(block);
-            for (int i = 0; i < W; ++i)
-                if (slot + i >= run.slot && slot + i < end)
-                    put(to + (slot + i - run.slot) * dim + d, block[i], dim - d);
+            if (!p.per_token) by = widened(scale + d, dim - d), with = widened(low ? low + d : nullptr, dim - d);
+            for (int i = 0; i < W; ++i) {
+                if (slot + i < run.slot || slot + i >= end) continue;
+                S *const row = to + (slot + i - run.slot) * dim + d;
+                put(row, p.per_token ? block[i] : fma(block[i], by, with), dim - d);
+            }
         }
     }
 }

@@ -144,15 +144,15 @@ class Entry:
     def __init__(self, name: str, fields: tuple[str, ...]) -> None:
         library: Any = _load(_find())
         self._fields, self._memory = fields, ctypes.c_int64 * len(fields)
+        self._packing = struct.Struct("=" + "".join("d" if field in NUMBERS else "q" for field in fields))
         self._run, self._workspace = getattr(library, name), library.regard_workspace
         self._run.restype = self._workspace.restype = ctypes.c_int64
         self._run.argtypes = self._workspace.argtypes = (ctypes.c_void_p,)
 
     def packed(self, values: Mapping[str, float]) -> bytes:
         """A struct with these fields, all others 0; `bytes` is put in."""
-        kinds = "".join("d" if field in NUMBERS else "q" for field in self._fields)
-        values = {"bytes": 8 * len(self._fields), **values}
-        return struct.pack("=" + kinds, *(values.get(field, 0) for field in self._fields))
+        values = {"bytes": self._packing.size, **values}
+        return self._packing.pack(*[values.get(field, 0) for field in self._fields])
 
     def opened(self, packed: bytes) -> Any:
         """A copy of the struct to write to and to run: an array of its fields by number, as integers."""

@@ -226,6 +226,23 @@ def test_every_code_of_fp8_is_the_number_that_torch_reads(engine: str):
     torch.testing.assert_close(found, codes.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("dim", [16, 48, 64, 112])
+@pytest.mark.parametrize("engine", ALL)
+def test_every_code_of_fp8_gives_the_bits_of_its_number(engine: str, dim: int, rows: int, dtype: torch.dtype):
+    tokens, g = 2 * 128, torch.Generator().manual_seed(9)
+    codes = torch.stack([torch.arange(256)[torch.randperm(256, generator=g)] for _ in range(dim)], dim=1).byte()
+    codes[codes & 127 == 127] = 0  # no NaN
+    by_token = torch.randn(1, 1, tokens, 1, generator=g).bfloat16()
+    by_channel = torch.randn(1, 1, tokens // 32, dim, generator=g).bfloat16()
+    tiles = codes.view(1, 1, tokens // TILE, TILE, dim).transpose(3, 4).contiguous()
+    keys = Part(tokens, tiles, "fp8", scale=by_channel, tiled=True, group=32)
+    values = Part(tokens, codes.view(1, 1, tokens, dim), "fp8", scale=by_token, group=dim)
+    q = torch.randn(1, rows, 1, dim, generator=g).to(dtype)
+    agree(q, *(stored([part], [tokens], 1, dim, dtype) for part in (keys, values)), engine=engine)
+
+
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("form", ["call", "int8", "int4"])
 def test_words_that_change_scores_do_so_for_stored_keys(engine: str, form: str):

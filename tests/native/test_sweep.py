@@ -1,9 +1,7 @@
 """Every kernel of every instruction set gathers what the plain loops do, whatever the call."""
 
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +15,7 @@ from regard.attend import watching
 from regard.inspect import Weights
 from regard.inspect.sweep import Sweep, by_native, by_torch
 from tests.native.engines import ALL, PLAIN
+from tests.native.interrupted import seconds_to_end
 from tests.native.test_kernels import cases
 from tests.native.test_same_bits import threads
 from tests.oracle import Case
@@ -204,29 +203,15 @@ def test_a_call_without_rows_or_keys_has_nothing(engine: str, queries: int, keys
 
 
 def test_ctrl_c_ends_a_long_sweep_within_a_second():
-    text = """
+    before = """
 import torch
 from regard import Causal
 from regard.inspect import Weights
 from regard.inspect.sweep import by_native
 q = torch.randn(1, 12, 16384, 64)
 weights = Weights(q, q, torch.full((1, 12, 16384), 20.0), Causal(), scale=0.1)
-print("ready", flush=True)
-try:
-    while True:
-        by_native.swept(weights, 100, None)
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
 """
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        start = time.perf_counter()
-        assert process.stdout.readline() == "interrupted\n"
-        assert time.perf_counter() - start < 1
-        process.wait(timeout=30)
+    assert seconds_to_end(before, "by_native.swept(weights, 100, None)") < 1
 
 
 def test_a_long_sweep_needs_little_memory():
