@@ -110,6 +110,14 @@ def greedy(
 
     Args:
         heads: to choose from; None: all of the model.
+
+    >>> from itertools import islice
+    >>> from regard.inspect.intervene.loss import next_token_loss
+    >>> from regard.nn import Decoder
+    >>> model, batch = Decoder(19, 32, layers=2, heads=2), torch.randint(19, (8, 11))
+    >>> first, second = islice(greedy(model, [batch], next_token_loss(model)), 2)
+    >>> len(first.heads), len(second.heads), second.heads[:1] == first.heads
+    (1, 2, True)
     """
     batches, by, chosen = all_of(batches), checked_by(by), None if heads is None else checked(heads)
 
@@ -133,6 +141,10 @@ def effect_order(effects: Iterable[Effect]) -> tuple[HeadName, ...]:
 
     Raises:
         ProblemError: an effect is that of several heads.
+
+    >>> base = torch.zeros(2)
+    >>> effect_order([Effect(((0, 1),), base, base + 0.3), Effect(((1, 0),), base, base + 0.1)])
+    ((1, 0), (0, 1))
     """
     single = list(effects)
     if many := next((effect.heads for effect in single if len(effect.heads) != 1), None):

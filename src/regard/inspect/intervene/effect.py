@@ -24,6 +24,9 @@ class Effect:
     Args:
         heads: which were changed.
         base, losses: of each example without and with the change; float64 [examples].
+
+    >>> Effect(((0, 1),), base=torch.tensor([1.0, 2.0]), losses=torch.tensor([1.5, 2.0])).change
+    0.25
     """
 
     heads: tuple[HeadName, ...]

@@ -26,7 +26,12 @@ HeadName = tuple[Layer, int]
 
 
 class Site(NamedTuple):
-    """Where a call happened: the number of its layer, and the path of the module that made it (None: no module)."""
+    """Where a call happened: the number of its layer, and the path of the module that made it (None: no module).
+
+    >>> site = Site(3, "model.layers.3.self_attn")
+    >>> site.is_named(3), site.is_named("model.layers.3.self_attn"), site.is_named(2)
+    (True, True, False)
+    """
 
     layer: int
     module: str | None
@@ -108,6 +113,13 @@ def altered(
 
     Raises:
         ProblemError: a named head does not exist, or the model ran and none of its attention was regard's.
+
+    >>> from regard.nn import Decoder
+    >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4]])
+    >>> with altered(model, lambda site, call: call.out / 2 if site.layer == 1 else None) as sites:  # layer 1 at half
+    ...     logits = model(ids)
+    >>> list(sites.heads.values()), torch.equal(logits, model(ids))
+    ([4, 4], False)
     """
     sites = Sites(named)
 

@@ -28,6 +28,10 @@ class Importance:
     Args:
         heads: by name.
         slopes: [examples, heads], float64; below 0 the loss falls when the head gets louder.
+
+    >>> found = Importance(((0, 0), (0, 1)), torch.tensor([[3.0, 1.0], [-3.0, 1.0]]))
+    >>> found.scores, found.order  # opposite slopes do not cancel
+    (tensor([3., 1.]), ((0, 1), (0, 0)))
     """
 
     heads: tuple[HeadName, ...]

@@ -122,6 +122,15 @@ def mean_outputs(
 
     Raises:
         ProblemError: a position of the longest text counts in none.
+
+    >>> from regard.inspect.intervene.ablate import ablated
+    >>> from regard.nn import Decoder
+    >>> model, texts = Decoder(19, 32, layers=2, heads=4), torch.randint(19, (3, 5, 7))
+    >>> mean = mean_outputs(model, texts, model)  # three batches of five texts
+    >>> [tuple(of.shape) for of in mean.of.values()]  # of each layer [heads, v_dim]
+    [(4, 8), (4, 8)]
+    >>> with ablated(model, [(1, 0)], mean):
+    ...     logits = model(texts[0])
     """
     sums: dict[Site, Tensor] = {}
     counts: dict[Site, Tensor] = {}
@@ -150,6 +159,15 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
 
     Raises:
         ProblemError: a layer attended more than once, as in generation: which of its outputs is meant?
+
+    >>> from regard.inspect.intervene.ablate import ablated
+    >>> from regard.nn import Decoder
+    >>> model, text, other = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4]]), torch.tensor([[2, 7, 1]])
+    >>> of_other = outputs_of(model, lambda: model(other))
+    >>> with torch.no_grad(), ablated(model, [(0, h) for h in range(4)], Resample(of_other)):
+    ...     logits = model(other)
+    >>> torch.equal(logits, model(other))  # its own outputs change nothing
+    True
     """
     found: dict[Site, Tensor] = {}
 

@@ -33,6 +33,10 @@ class Integrated:
         heads: by name.
         shares: [examples, heads], float64, in the unit of the loss; below 0 the head makes the loss smaller.
         change: [examples], L with the heads less L without them.
+
+    >>> found = Integrated(((0, 0), (0, 1)), torch.tensor([[0.25, -1.0]]), change=torch.tensor([-0.5]))
+    >>> found.residual
+    tensor([0.2500])
     """
 
     heads: tuple[HeadName, ...]

@@ -24,6 +24,9 @@ class Permuted:
     Args:
         heads, rows: of which weights.
         distances: total variation, 0 to 1, [draws, batch].
+
+    >>> Permuted(((0, 1),), (-1,), torch.tensor([[0.1], [0.4], [0.2]])).median
+    tensor([0.2000])
     """
 
     heads: tuple[HeadName, ...]

@@ -31,6 +31,11 @@ class PruneCurve:
         held_out: [points, examples], on text that the order was not made on.
         made_on: the same on the text that it was made on; None if it was not given.
         random: [draws, points, examples], on the held-out text, of random orders of the same heads.
+
+    >>> held_out = torch.tensor([[1.0], [3.0]])  # one text, with none of two heads out and with both
+    >>> curve = PruneCurve(((0, 1), (0, 0)), (0, 2), held_out, None, torch.stack([held_out, held_out + 1]))
+    >>> curve.shares, curve.losses, curve.band
+    ((0.0, 1.0), tensor([1., 3.]), (tensor([1., 3.]), tensor([2., 4.])))
     """
 
     order: tuple[HeadName, ...]

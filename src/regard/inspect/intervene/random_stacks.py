@@ -21,6 +21,9 @@ class Stack:
     Args:
         skip, mlp: whether skip connections and MLPs are there.
         norm: whether each is behind an RMSNorm, as in real models; the theorem has none.
+
+    >>> str(Stack(skip=True, mlp=True))
+    'attention + skips + MLPs'
     """
 
     skip: bool = False

@@ -35,6 +35,11 @@ class RankCollapse:
         modules: the paths of the layers, in the order in which they ran.
         before: of what went into the first layer, [batch].
         after: for each variant, of what each layer gave, [layers, batch]; float64.
+
+    >>> print(RankCollapse(("blocks.0",), torch.tensor([0.9]), {"without both": torch.tensor([[0.25]])}))
+     after layer   without both
+               0            0.9
+               1           0.25
     """
 
     modules: tuple[str, ...]

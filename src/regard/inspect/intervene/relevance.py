@@ -24,6 +24,10 @@ class Relevance:
         rows: which rows.
         values: [batch, rows, tokens].
         caveat: what must be said where they are shown.
+
+    >>> print(Relevance((2,), torch.tensor([[[0.1, 0.6, 0.3]]]), "Weights are not importance."))
+    sequence 0, row 2: token 1 0.600, token 2 0.300, token 0 0.100
+    Weights are not importance.
     """
 
     rows: tuple[int, ...]

@@ -29,6 +29,12 @@ def breadth(weights: Weights, rows: Tensor | None = None, swept: Sweep | None = 
     Args:
         rows: bool [batch, queries], the rows to count; None counts all that see a key.
         swept: of these weights; None sweeps them.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> breadth(weights).effective_tokens  # the mean of 1, 2 and 3
+    Score(value=tensor([[2.]]), chance=tensor([[2.]]))
     """
     entropies, seen = (swept or sweep(weights)).entropy, weights.visible.to(weights.dtype)
     entropy = mean_over_rows(weights, entropies, seen.clamp(min=1).log(), rows)
@@ -40,6 +46,12 @@ def evenness(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Scor
 
     0 looks at one token, 1 at all alike, whatever the length of the text. With a learned sink there is one outcome more
     than keys, and it may exceed 1. Chance: 1.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> evenness(weights, sweep(weights))
+    Score(value=tensor([[1.]]), chance=tensor([[1.]]))
     """
     most = weights.visible.clamp(min=2).to(swept.entropy.dtype).log()
     value, chance = swept.entropy / most, torch.ones_like(most)
@@ -50,6 +62,12 @@ def inverse_squares(weights: Weights, swept: Sweep, rows: Tensor | None = None) 
     """The number of tokens by the other count: the mean of 1 / sum_j A[i, j]^2, a learned sink among the outcomes.
 
     Never above `effective_tokens`; large weights count more in it. Chance: the mean number of keys that a row sees.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 0, 1]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> inverse_squares(weights, sweep(weights))  # one token each, of 1, 2 and 3
+    Score(value=tensor([[1.]]), chance=tensor([[2.]]))
     """
     seen = weights.visible.to(swept.squares.dtype)
     return mean_over_rows(weights, swept.squares.clamp(min=torch.finfo(seen.dtype).tiny).reciprocal(), seen, rows)

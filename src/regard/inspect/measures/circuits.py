@@ -22,6 +22,10 @@ def circuits(model: nn.Module) -> tuple[list[Circuit], Vocabulary]:
 
     Raises:
         ProblemError: another model.
+
+    >>> found, vocabulary = circuits(Decoder(19, 32, layers=2, heads=4, kv_heads=2))
+    >>> len(found), found[0].w_v.shape, found[0].w_o.shape, vocabulary.embedding.shape
+    (2, torch.Size([2, 8, 32]), torch.Size([4, 8, 32]), torch.Size([19, 32]))
     """
     with torch.no_grad():
         if isinstance(model, Decoder):
@@ -47,6 +51,10 @@ def circuit_of(attention: MultiHeadAttention | LatentAttention) -> Circuit:
 
     Raises:
         ProblemError: a gate, by which the output depends on x.
+
+    >>> found = circuit_of(MultiHeadAttention(32, heads=4, kv_heads=2))
+    >>> found.w_v.shape, found.w_o.shape
+    (torch.Size([2, 8, 32]), torch.Size([4, 8, 32]))
     """
     w_o = attention.o_proj.weight.detach().unflatten(1, (attention.heads, -1)).permute(1, 2, 0)
     if isinstance(attention, LatentAttention):

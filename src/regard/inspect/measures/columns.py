@@ -34,6 +34,15 @@ def column_mass(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
 
     Zhang et al. 2023, arXiv:2306.14048, §3.2 (the accumulated attention of heavy hitters). `largest` is no mean over
     rows and has an interval over sequences only.
+
+    >>> from regard.inspect.measures import even_sweep
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 1, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> found = column_mass(weights, sweep(weights), even_sweep(weights))
+    >>> found.mass, found.key, found.largest.value
+    (tensor([[[1., 3., 0., 0.]]]), tensor([[1]]), tensor([[0.7500]]))
     """
     chance = even.columns.expand_as(swept.columns)
     top, key = swept.columns.max(-1)
@@ -55,6 +64,14 @@ def sink_profile(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
 
     Raises:
         ProblemError: some row sees what stands after it, so that columns are not of later rows alone.
+
+    >>> from regard.inspect.measures import even_sweep
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 1, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> sink_profile(weights, sweep(weights), even_sweep(weights)).mass  # of 4, 3, 2 and 1 rows
+    tensor([[[0.2500, 1.0000, 0.0000, 0.0000]]])
     """
     if looks_ahead(weights):
         raise ProblemError("some row sees keys after it: alpha counts later rows; for all rows use column_mass.")

@@ -38,7 +38,13 @@ class Circuit:
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens to copy: normalised embeddings and unembeddings, both [vocabulary, d_model]."""
+    """The tokens to copy: normalised embeddings and unembeddings, both [vocabulary, d_model].
+
+    >>> e = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> Vocabulary(e, e).product
+    tensor([[1., 0.],
+            [0., 4.]], dtype=torch.float64)
+    """
 
     embedding: Tensor
     unembedding: Tensor
@@ -77,6 +83,11 @@ def copying(
 
     Raises:
         ProblemError: fewer than 2 tokens to draw from.
+
+    >>> eye = torch.eye(7)  # tokens that have nothing in common; one head copies, one raises the others
+    >>> circuit, vocabulary = Circuit(eye[None], torch.stack([eye, -eye])), Vocabulary(eye, eye)
+    >>> copying(circuit, vocabulary, sequences=1)
+    Score(value=tensor([[1., 0.]]), chance=tensor([[0.1429, 0.1429]]))
     """
     ids = torch.arange(len(vocabulary.embedding)) if among is None else among.cpu()
     count = min(TOKENS, len(ids))
@@ -104,6 +115,11 @@ def copying_eigenvalues(circuit: Circuit, vocabulary: Vocabulary) -> Score:
 
     Returns:
         [1, heads], without an interval: nothing was drawn.
+
+    >>> eye = torch.eye(7)
+    >>> circuit, vocabulary = Circuit(eye[None], torch.stack([eye, -eye])), Vocabulary(eye, eye)
+    >>> copying_eigenvalues(circuit, vocabulary).value
+    tensor([[ 1., -1.]])
     """
     group = circuit.w_o.shape[0] // circuit.w_v.shape[0]
     w_v = circuit.w_v.double().repeat_interleave(group, dim=0)

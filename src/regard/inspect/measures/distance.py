@@ -41,6 +41,15 @@ def distance_profile(weights: Weights, swept: Sweep, even: Sweep, rows: Tensor |
 
     Args:
         even: the sweep of `uniform(weights)`, whose profile is the chance value.
+
+    >>> from regard.inspect.measures import even_sweep
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> found = distance_profile(weights, sweep(weights), even_sweep(weights))
+    >>> found.edges, found.value  # distance 0: the mean of 1, 1/2 and 1/3; 1: of 0, 1/2, 1/3; 2 and more: of 0, 0, 1/3
+    ((0, 1, 2), tensor([[[0.6111, 0.2778, 0.1111]]]))
     """
     furthest = max(weights.offset + weights.shape[2] - 1, weights.shape[3] - 1 - weights.offset, 0)
     bins = min(furthest.bit_length() + 1, swept.bins.shape[-1])
@@ -60,6 +69,14 @@ def local_mass(weights: Weights, swept: Sweep, even: Sweep, width: int = NEAR, r
 
     Raises:
         ProblemError: it is none.
+
+    >>> from regard.inspect.measures import even_sweep
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> local_mass(weights, sweep(weights), even_sweep(weights), width=2)  # the mean of 1, 1 and 2/3
+    Score(value=tensor([[0.8889]]), chance=tensor([[0.8889]]))
     """
     if width < 1 or width & (width - 1):
         raise ProblemError(f"width is {width}: expected a power of two, since distances are counted in such bins.")
@@ -82,6 +99,17 @@ def mean_distance(
 
     Raises:
         ProblemError: some row sees what stands after it.
+
+    >>> from regard.inspect.measures import Vectors, even_sweep
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 0, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> vectors = Vectors()  # positions are always among them
+    >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
+    >>> where = vectors.positions(swept), vectors.positions(even)
+    >>> mean_distance(weights, swept, even, *where)  # the mean of 0, 1 and 2; chance: of 0, 1/2 and 1
+    Score(value=tensor([[1.]]), chance=tensor([[0.5000]]))
     """
     if looks_ahead(weights):
         raise ProblemError("some row sees keys after it: a mean distance is of causal attention; use distance_profile.")

@@ -41,6 +41,13 @@ def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | N
 
     Raises:
         ProblemError: the tokens are not [batch, keys], or no whole numbers.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 1, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
+    >>> tokens = torch.tensor([[7, 8, 9, 7, 8]])  # 7 came at 0 and was followed by token 1; 8 came at 1, and 9 followed
+    >>> induction(weights, tokens)  # chance is the mean of 1/4 and 1/5
+    Score(value=tensor([[1.]]), chance=tensor([[0.2250]]))
     """
     return induction_scan(weights, tokens, (shift,), rows)[shift]
 
@@ -51,6 +58,12 @@ def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> S
         mean over rows i with one of  sum_{j < i, x[j] = x[i]} A[i, j]
 
     Wang et al. 2023, arXiv:2211.00593 (duplicate token heads).
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 0, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
+    >>> duplicate(weights, torch.tensor([[7, 8, 9, 7, 8]]))  # row 3 looks at the 7 before, row 4 not at the 8
+    Score(value=tensor([[0.5000]]), chance=tensor([[0.2250]]))
     """
     return induction(weights, tokens, 0, rows)
 
@@ -62,6 +75,13 @@ def induction_scan(
 
     Raises:
         ProblemError: no shifts, or tokens as `induction` says.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 2, 3]], torch.eye(5)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
+    >>> scan = induction_scan(weights, torch.tensor([[7, 8, 9, 7, 8]]), (0, 1, 2))  # two behind the token before
+    >>> {shift: score.value.item() for shift, score in scan.items()}
+    {0: 0.0, 1: 0.0, 2: 1.0}
     """
     if not shifts:
         raise ProblemError("shifts is empty: give how far behind an earlier occurrence to look, 1 for induction.")

@@ -24,6 +24,13 @@ def confidence(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Sc
 
     Voita et al. 2019, arXiv:1905.09418, §4, who leave out the end-of-sentence token: here every token counts, so that a
     head with a sink is confident; read it beside `sink`. Chance: mean of 1 / visible keys.
+
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> confidence(weights, sweep(weights))  # the mean of 1, 1/2 and 1/3
+    Score(value=tensor([[0.6111]]), chance=tensor([[0.6111]]))
     """
     return mean_over_rows(weights, swept.top, one_in(weights), rows)
 
@@ -39,6 +46,14 @@ def positional(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Po
 
     Chance: that the largest weight stands at this offset where all are equal and ties are broken at random, the mean of
     1 / visible keys over rows, 0 for rows that cannot see that far.
+
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 0, 1, 0]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> found = positional(weights, sweep(weights))
+    >>> found.share.value, found.offset  # rows 1 and 2 of 4 look at the token before
+    (tensor([[0.5000]]), tensor([[1]]))
     """
     counting = counted(weights, rows)
     distance = weights.positions - swept.top_key  # [batch, heads, queries]

@@ -45,7 +45,14 @@ def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) 
 
 
 def previous_token(weights: Weights, rows: Tensor | None = None) -> Score:
-    """The mean of A[i, p_i - 1]: `offset_score` at offset 1."""
+    """The mean of A[i, p_i - 1]: `offset_score` at offset 1.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 0, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> previous_token(weights)  # rows 1 and 2 of rows 1 to 3; chance is the mean of 1/2, 1/3 and 1/4
+    Score(value=tensor([[0.6667]]), chance=tensor([[0.3611]]))
+    """
     return offset_score(weights, 1, rows)
 
 
@@ -57,6 +64,12 @@ def offset_scan(weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor
 
     Raises:
         ProblemError: no offsets.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 1, 0, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> {offset: score.value.item() for offset, score in offset_scan(weights, (0, 1, 2)).items()}  # of 4, 3 and 2 rows
+    {0: 0.5, 1: 0.0, 2: 1.0}
     """
     if not offsets:
         raise ProblemError("offsets is empty: give the distances to score, 1 for the previous token.")

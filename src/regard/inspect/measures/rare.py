@@ -41,6 +41,16 @@ def rare_word(weights: Weights, swept: Sweep, rare: Tensor, rare_even: Tensor, r
     Args:
         rare, rare_even: sum_j A[i, j] r_j of the call and of `uniform(weights)`, [batch, heads, queries]: a vector of
             `along`, see `Vectors`.
+
+    >>> from regard.inspect.measures import Vectors, even_sweep
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 1, 1]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> vectors = Vectors(rarity=torch.tensor([[1.0, 3.0, 2.0]]))  # nats
+    >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
+    >>> rare_word(weights, swept, vectors.rare(swept), vectors.rare(even))  # the mean of 1 - 1, 3 - 2 and 3 - 2
+    Score(value=tensor([[0.6667]]), chance=tensor([[0.]]))
     """
     value = rare / swept.mass.clamp(min=torch.finfo(rare.dtype).tiny) - rare_even
     return mean_over_rows(weights, value, torch.zeros_like(rare_even), rows)
@@ -62,6 +72,13 @@ def rarest_hits(weights: Weights, swept: Sweep, rare: Tensor, among: int = 1, ro
 
     Raises:
         ProblemError: `rare` is not [batch, keys], or `among` is below 1.
+
+    >>> from regard.inspect.sweep import sweep
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 1, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> rarest_hits(weights, sweep(weights), torch.tensor([[1.0, 3.0, 2.0]]))  # rows 0 and 1; chance of 1, 1/2 and 1/3
+    Score(value=tensor([[0.6667]]), chance=tensor([[0.6111]]))
     """
     rare = per_key(weights, rare, "rare")
     if among < 1:

@@ -32,6 +32,14 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tensor, needle: Tensor
 
     Raises:
         ProblemError: tokens and needle that do not fit the calls, a needle without tokens, or nothing written.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 1, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
+    >>> tokens = torch.tensor([[5, 7, 8, 6, 7, 8]])  # a needle 7 8 in the prompt, of which the model wrote the last two
+    >>> needle = torch.tensor([[False, True, True, False, False, False]])
+    >>> retrieval(weights, tokens, needle, since=4).value  # row 3 wrote the 7 and looked at it, row 4 the 8
+    tensor([[1.]])
     """
     calls = [calls] if isinstance(calls, Weights) else list(calls)
     _check(calls, tokens, needle)

@@ -25,6 +25,12 @@ def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> Score:
 
     Raises:
         ProblemError: there is no such token.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> sink(weights)  # the mean of 1/2 and 1/3
+    Score(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
     """
     return _column(weights, token, weights.positions > token, rows)
 
@@ -55,6 +61,13 @@ def sinks(
 
     Chance: uniform attention has alpha_0 = (1 + 1/2 + ... + 1/n) / n, 0.07 for 64 tokens; from 10
     tokens on a share of 0 for 0.3.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> found = sinks(weights)  # alpha is the mean of 1, 1/2 and 1/3: above 0.3 and not above 0.8
+    >>> found.alpha.value, found.shares[0.3], found.shares[0.8]
+    (tensor([[0.6111]]), tensor([1.], dtype=torch.float64), tensor([0.], dtype=torch.float64))
     """
     alpha = _column(weights, token, weights.positions >= token, rows)
     return Sinks(alpha, {bound: (alpha.value > bound).double().mean(-1) for bound in thresholds})

@@ -23,6 +23,9 @@ class Repeats:
     """`period` random tokens, `times` times over, after a beginning-of-sequence token where the model has one.
 
     25 x 4 as in Olsson et al. 2022. Tokens are drawn without replacement, so the only repetition is the one meant.
+
+    >>> Repeats(period=3, times=2).draw([7, 8, 9], first=0, sequences=1)
+    tensor([[0, 9, 7, 8, 9, 7, 8]])
     """
 
     period: int = 25
@@ -52,6 +55,9 @@ class Jittered:
     The distance from a token to its last occurrence is the length of the repetition that it stood in, drawn evenly for
     each repetition of each sequence: 15 to 35, around the 25 of `Repeats`. All sequences are cut to the length
     1 + times * (shortest + longest) / 2, rounded down, and what the shorter ones lack is filled by going on.
+
+    >>> Jittered(shortest=2, longest=4, times=3).draw([6, 7, 8, 9], None, sequences=1)  # 2, 3, 2 and 2 of 6 7 9 8
+    tensor([[6, 7, 6, 7, 9, 6, 7, 6, 7]])
     """
 
     shortest: int = 15
@@ -94,6 +100,9 @@ class Walks:
     With probability `restart` a step goes to any of the states instead. Models learn to look up what followed the last
     occurrence of a token, and no other distance helps. A model that knows the successors can at best reach the entropy
     of a step.
+
+    >>> Walks(states=3, restart=0.0, length=7).draw([7, 8, 9], first=0, sequences=1)  # without jumps
+    tensor([[0, 9, 7, 8, 9, 7, 8, 9]])
     """
 
     states: int = 16
@@ -123,6 +132,13 @@ def plain_tokens(tokenizer: Any, embeddings: int) -> list[int]:
 
     Vocabularies list frequent pieces first (byte pairs in the order of merging, pieces by score), so the first tenth
     holds the most common tokens and the last the rarest, which a model may never have seen.
+
+    >>> from types import SimpleNamespace
+    >>> class Words(SimpleNamespace):
+    ...     def __len__(self):
+    ...         return 12
+    >>> plain_tokens(Words(all_special_ids=[0], get_added_vocab=lambda: {"<user>": 11}), embeddings=12)  # of 1 to 10
+    [2, 3, 4, 5, 6, 7, 8, 9]
     """
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     ids = [i for i in range(min(len(tokenizer), embeddings)) if i not in special]

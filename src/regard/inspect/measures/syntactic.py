@@ -23,6 +23,10 @@ class Syntactic:
         mass: the mean weight of the pairs.
         baseline: the share of pairs at their most frequent distance: what looking there would score.
         offset: that distance, query position - key position.
+
+    >>> even, both = torch.full((1, 2), 0.2), torch.tensor([[0.9, 0.6]])
+    >>> Syntactic(Score(both, even), Score(both, even), baseline=0.7, offset=1).follows  # 0.8 is asked for
+    tensor([ True, False])
     """
 
     accuracy: Score
@@ -52,6 +56,13 @@ def syntactic(weights: Weights, pairs: Tensor) -> Syntactic:
 
     Raises:
         ProblemError: no pairs, another shape, or a position that the call does not have.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 0, 0, 2]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> found = syntactic(weights, torch.tensor([[0, 2, 0], [0, 3, 1]]))  # from 2 to 0 and from 3 to 1: row 3 misses
+    >>> found.accuracy.value, found.baseline, found.offset
+    (tensor([[0.5000]]), 1.0, 2)
     """
     _check(weights, pairs)
     batch, heads, _, _ = weights.shape

@@ -31,6 +31,13 @@ def all_pair_measures(weights: Weights, tokens: Tokens | None = None, rows: Tens
     Args:
         tokens: integer [batch, keys]; None leaves out what asks about tokens.
         rows: bool [batch, queries], the rows to count; None counts all that see a key.
+
+    >>> import torch
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> list(all_pair_measures(weights, torch.tensor([[7, 8, 7]])))
+    ['previous', 'current', 'best_offset', 'sink', 'alpha', 'duplicate', 'induction']
     """
     scan = offset_scan(weights, OFFSETS, rows)
     found = {
@@ -62,6 +69,14 @@ def all_sweep_measures(
         swept: of the weights, with `along=vectors.stacked(weights)` if there are vectors.
         even: `even_sweep(weights, vectors)`, which layers with the same mask and the same vectors may share; None makes
             it.
+
+    >>> import torch
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> found = all_sweep_measures(sweep(weights), weights)
+    >>> sorted(found)
+    ['column', 'effective_tokens', 'entropy', 'evenness', 'inverse_squares', 'largest', 'local_mass', 'positional']
     """
     even = even_sweep(weights, vectors) if even is None else even
     wide = breadth(weights, rows, swept)
@@ -105,6 +120,14 @@ def places(found: Mapping[str, Score]) -> dict[str, Tensor]:
 
 
 def even_sweep(weights: Weights, vectors: Vectors | None = None) -> Sweep:
-    """The sweep of uniform attention over the same mask, from which chance values are."""
+    """The sweep of uniform attention over the same mask, from which chance values are.
+
+    >>> import torch
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 0, 1]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> even_sweep(weights).columns  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
+    tensor([[[1.8333, 0.8333, 0.3333]]])
+    """
     along = None if vectors is None else vectors.stacked(weights)
     return sweep(uniform(weights, whole_batch=along is not None and along.shape[0] > 1), along=along)

@@ -37,6 +37,11 @@ def looks_ahead(weights: Weights) -> bool:
     """Whether some row sees a key that stands after it.
 
     Asked of the mask's bounds, a rectangle per row; rows that those leave undecided are looked at pair by pair.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)
+    >>> looks_ahead(Weights(q, k, q[..., 0], Causal())), looks_ahead(Weights(q, k, q[..., 0]))
+    (False, True)
     """
     queries, keys = weights.shape[2:]
     rows = np.arange(queries)[weights.offset + np.arange(queries) < keys - 1]

@@ -21,6 +21,9 @@ def value_norms(v: Tensor) -> Tensor:
 
     Returns:
         [batch, kv_heads, keys].
+
+    >>> value_norms(torch.tensor([[[[3.0, 4.0], [0.0, 5.0], [0.0, 20.0]]]]))  # 5, 5 and 20, of a mean of 10
+    tensor([[[0.5000, 0.5000, 2.0000]]])
     """
     norms = torch.linalg.vector_norm(v.detach().float() if v.dtype != torch.float64 else v.detach(), dim=-1)
     return norms / norms.mean(-1, keepdim=True)
@@ -37,6 +40,10 @@ def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
 
     Raises:
         ProblemError: heads or widths that do not fit.
+
+    >>> v, w_o = torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]]), 2 * torch.eye(2)[None]
+    >>> output_norms(v, w_o)
+    tensor([[[10.,  2.]]])
     """
     _check_output(v, w_o)
     return _norms(v.repeat_interleave(w_o.shape[0] // v.shape[1], dim=1), w_o)
@@ -47,6 +54,10 @@ def of_heads(weight: Tensor, heads: int) -> Tensor:
 
     Raises:
         ProblemError: its width is no multiple of the heads.
+
+    >>> of_heads(torch.arange(8.0).view(2, 4), heads=2)[1]  # the second head's two columns, as rows
+    tensor([[2., 6.],
+            [3., 7.]])
     """
     if weight.ndim != 2 or heads < 1 or weight.shape[1] % heads:
         raise ProblemError(f"the output projection is {list(weight.shape)}: expected [d_model, {heads} heads * v_dim].")
@@ -70,6 +81,15 @@ def value_weighted(
 
     Raises:
         ProblemError: there is no such token, or numbers of other heads, keys or rows.
+
+    >>> from regard.inspect.measures import Vectors, even_sweep
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> vectors = Vectors(norms=torch.tensor([[[0.0, 1.0, 1.0]]]))  # token 0 has a value of nothing
+    >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
+    >>> value_weighted(weights, vectors.norms, vectors.by_norm(swept), vectors.by_norm(even)).value
+    tensor([[0.]])
     """
     token = key_of(weights, token)
     _check_norms(weights, norms, sums, sums_even)
@@ -97,6 +117,14 @@ def sink_output(
 
     Raises:
         ProblemError: there is no such token, or heads, tokens or widths that do not fit.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 0, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> v, w_o = torch.tensor([[[[2.0], [8.0], [8.0]]]]), torch.ones(1, 1, 1)
+    >>> out = v[:, :, [0, 0, 0]]  # all that the head adds is token 0's
+    >>> sink_output(weights, v, out, w_o)  # chance: 1/2 * 2 / 5 and 1/3 * 2 / 6
+    Score(value=tensor([[1.]]), chance=tensor([[0.1556]]))
     """
     token = key_of(weights, token)
     _check_output(v, w_o)

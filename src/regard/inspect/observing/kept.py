@@ -31,6 +31,14 @@ class Kept:
     Attributes:
         layer, module: which layer it is, and the path of the module that attended; see `observe`.
         parts: gives what was kept, from memory or from a file.
+
+    >>> from regard import attend
+    >>> from regard.inspect import observe
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> with observe(values=True) as kept:
+    ...     _ = attend(q, q, q + 1)
+    >>> kept[0].weights.shape, kept[0].v.shape, kept[0].out[0, 0, 0]
+    ((1, 1, 2, 2), torch.Size([1, 1, 2, 4]), tensor([1., 1., 1., 1.]))
     """
 
     layer: int
@@ -66,6 +74,16 @@ def kept_in(folder: str | Path) -> list[Kept]:
 
     Raises:
         ProblemError: there are none, or their mask or bias holds a function, which no file can.
+
+    >>> from regard import Causal, attend
+    >>> from regard.inspect import observe
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> with TemporaryDirectory() as folder:
+    ...     with observe(to=folder):
+    ...         _ = attend(q, q, q, mask=Causal())
+    ...     kept_in(folder)[0].weights.dense()
+    tensor([[[[1.0000, 0.0000],
+              [0.5000, 0.5000]]]])
     """
     return [Kept(call.layer, call.module, call.parts) for call in read_folder(Path(folder))]
 

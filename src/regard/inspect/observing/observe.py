@@ -29,6 +29,14 @@ class Look:
 
     Its tensors are those of the model, which may write on in them (a cache does), and the whole of the layer lives as
     long as they do.
+
+    >>> import torch
+    >>> from regard import attend
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> with observe(each=lambda look: (look.layer, look.call.scale, look.weights.shape)) as seen:
+    ...     _ = attend(q, q, q)
+    >>> seen[0].value
+    (0, 0.5, (1, 1, 2, 2))
     """
 
     layer: int
