@@ -71,7 +71,7 @@ def sinks(shares: Sequence[SinkShare]) -> str:
 
 
 def _where(share: SinkShare) -> str:
-    layers = f"most of layers {spans(share.most)}" if share.most else ""
+    layers = f"most of layer{'s' * (len(share.most) > 1)} {spans(share.most)}" if share.most else ""
     norm = "" if share.value is None else f"token 0 at {share.value:.2f} of the mean |v|"
     where = ", ".join(filter(None, (layers, norm)))
     return f": {where}" if where else ""

@@ -245,4 +245,4 @@ def test_the_share_of_heads_with_a_sink_is_told_by_both_thresholds(opened):
 def test_the_sinks_of_two_models_are_told_by_name(opened):
     told = opened(report(other=report(heads=1, layers=4, kv_heads=1, model="another"))).inner_text("#sinks")
     assert "a model: Sinks: 25 %" in told
-    assert "another: Sinks: 25 % of heads have alpha above 0.3 (most of layers 0," in told
+    assert "another: Sinks: 25 % of heads have alpha above 0.3 (most of layer 0," in told

@@ -31,9 +31,10 @@ class Scores:
     def add(self, scores: Mapping[str, Score]) -> None:
         """Read these as plain numbers, and let go of them."""
         for measure, score in scores.items():
-            self.of[measure] = list(_numbers(score))
+            draws = score.draws(DRAWS).double().cpu().numpy()
+            self.of[measure] = list(_numbers(score, draws))
             if measure in NAMERS:
-                self.drawn[measure] = score.draws(DRAWS).double().cpu().numpy()
+                self.drawn[measure] = draws
 
     def add_numbers(self, measure: str, numbers: Tensor, chance: float | None = None) -> None:
         """Numbers of the heads that are no means over rows, [heads]: such as where a scan found its best."""
@@ -48,9 +49,23 @@ class Scores:
         return {measure: scores[head] for measure, scores in self.of.items()}
 
 
-def _numbers(score: Score) -> Iterator[Scored]:
+def _numbers(score: Score, draws: NDArray[np.float64]) -> Iterator[Scored]:
     """The mean over sequences of each head, as what a report says."""
-    interval = score.interval(draws=DRAWS)
-    columns = (score.mean(), score.mean_chance(), interval.low, interval.high)
-    for row in zip(*(column.double().tolist() for column in columns), strict=True):
-        yield Scored(*(None if math.isnan(number) else number for number in row))
+    columns = (score.mean().double().tolist(), score.mean_chance().double().tolist(), *interval(draws))
+    for row in zip(*columns, strict=True):
+        yield Scored(*(None if math.isnan(number) else float(number) for number in row))
+
+
+def interval(draws: NDArray[np.float64], level: float = 0.95) -> NDArray[np.float64]:
+    """The ends of the percentile interval of draws [draws, heads], as `Score.interval` has it: [2, heads].
+
+    A survey takes some 700 of them: by partitioning, in a quarter of the time that torch needs to sort them. Columns in
+    which a draw has no value are left to what knows of NaN.
+    """
+    ends, found = ((1 - level) / 2, (1 + level) / 2), np.full((2, draws.shape[1]), np.nan)
+    without = np.isnan(draws)
+    whole, none = ~without.any(0), without.all(0)
+    found[:, whole] = np.quantile(draws[:, whole], ends, axis=0)
+    if (some := ~whole & ~none).any():
+        found[:, some] = np.nanquantile(draws[:, some], ends, axis=0)
+    return found

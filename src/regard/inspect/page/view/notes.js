@@ -59,7 +59,7 @@ function drawSinks() {
 function sinkWords({ sinks }) {
   const parts = sinks.map(({ above, share, layers, value }, n) => {
     const where = [
-      layers && `most of layers ${layers}`,
+      layers && `most of layer${/\D/.test(layers) ? "s" : ""} ${layers}`,
       value === null ? "" : `the first token's values at ${figure(value, 2)} of the mean size`,
     ].filter(Boolean);
     return `${round(100 * share)} %${n ? "" : " of heads have alpha"} above ${above}${where.length ? ` (${where.join(", ")})` : ""}`;

@@ -1,0 +1,28 @@
+"""Scores as plain numbers: what a survey keeps of them is what they say themselves."""
+
+import pytest
+import torch
+
+from regard.inspect.measures import Score
+from regard.inspect.surveying.scored import Scores
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_numbers_are_those_of_the_score_itself(sequences):
+    torch.manual_seed(0)
+    values = torch.rand(sequences, 5, 97)
+    counted = torch.ones_like(values, dtype=torch.bool)
+    counted[:, 1] = False  # nothing to count: no score
+    counted[:, 2, 5:] = False  # hardly more than a block: draws without a value among those of one sequence
+    counted[:, 3, 1:] = False  # a single row: a score without an interval, of one sequence
+    score, scores = Score.of_rows(values, torch.full_like(values, 0.25), counted), Scores()
+    scores.add({"sink": score, "evenness": score})
+    low, high, _ = score.interval()
+    for head, scored in enumerate(scores.of["sink"]):
+        expected = (score.mean()[head], score.mean_chance()[head], low[head], high[head])
+        found = [float("nan") if number is None else number for number in scored]
+        assert found == pytest.approx([float(number) for number in expected], nan_ok=True, abs=1e-7)
+    assert scores.of["evenness"] == scores.of["sink"]
+    assert torch.equal(torch.from_numpy(scores.drawn["sink"]).isnan(), score.draws().isnan())
+    assert set(scores.drawn) == {"sink"}  # what names a head
+    assert scores.of["sink"][1].value is None
