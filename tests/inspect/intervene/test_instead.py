@@ -128,3 +128,13 @@ def test_a_generation_has_no_one_output_to_record():
     model = decoder()
     with pytest.raises(ProblemError, match="attended more than once"):
         outputs_of(model, lambda: model.generate(texts(batch=1), 2))
+
+
+def test_a_mean_needs_batches_and_rows_that_fit():
+    model, ids = decoder(), texts()
+    with pytest.raises(ProblemError, match="no heads attended: pass at least one batch"):
+        mean_outputs(model, [], model)
+    with pytest.raises(ProblemError, match="batches is one batch, a Tensor"):
+        mean_outputs(model, ids, model)
+    with pytest.raises(ProblemError, match=r"rows gave \[5, 3\]: expected bool \[batch, queries\] = \[5, 11\]"):
+        mean_outputs(model, [ids], model, rows=lambda batch: torch.ones(5, 3) > 0)

@@ -47,3 +47,9 @@ def test_what_is_no_loss_per_example_is_said(given):
 def test_what_is_no_list_of_batches_is_said(given):
     with pytest.raises(ProblemError, match="batch"):
         all_of(given)
+
+
+@pytest.mark.parametrize("given", [[[1, 2]], {"ids": 1}])
+def test_what_is_no_batch_of_texts_is_said(given):
+    with pytest.raises(ProblemError, match=r"a batch is a (list|dict): expected token ids"):
+        next_token_loss(decoder())(given)

@@ -1,7 +1,9 @@
 """Attention alone makes tokens alike, doubly exponentially; skip connections hold against it."""
 
+import pytest
 import torch
 
+from regard.errors import ProblemError
 from regard.inspect.intervene.random_stacks import STACKS, Stack, random_rank_collapse
 
 
@@ -29,3 +31,9 @@ def test_the_same_seed_draws_the_same_stack():
     sizes = {"layers": 2, "tokens": 7, "d_model": 8, "heads": 2, "draws": 2}
     assert torch.equal(random_rank_collapse(Stack(norm=True), **sizes), random_rank_collapse(Stack(norm=True), **sizes))
     assert random_rank_collapse(Stack(norm=True), **sizes).shape == (3, 2)
+
+
+@pytest.mark.parametrize("asked", [{"draws": 0}, {"layers": 0}, {"tokens": 0}])
+def test_a_stack_has_tokens_layers_and_draws(asked):
+    with pytest.raises(ProblemError, match="expected 1 of each at least"):
+        random_rank_collapse(Stack(), **asked)

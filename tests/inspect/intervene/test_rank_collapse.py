@@ -38,6 +38,12 @@ def test_padding_can_be_left_out():
     assert torch.allclose(residual(x, rows)[1], residual(x[1]))
 
 
+@pytest.mark.parametrize("rows", [None, torch.ones(2, 5) > 0])
+def test_rows_are_those_of_the_tokens(rows):
+    with pytest.raises(ProblemError, match=r"x is \[7\].*: expected \[..., tokens, width\]"):
+        residual(torch.ones(7), rows)
+
+
 def test_layers_of_a_model_are_those_of_its_hidden_states():
     model, ids = zoo.model("llama"), zoo.tokens()
     use_regard(model)

@@ -176,3 +176,22 @@ def test_what_has_no_circuit_is_refused():
         circuit_of(MultiHeadAttention(8, heads=2, gate=True))
     with pytest.raises(ProblemError, match="1 tokens to draw from"):
         copying(head(EYE), Vocabulary(EYE, EYE), among=torch.tensor([3]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"among": [1, 3, 99]}, "among has ids up to 99: expected 0 to"),
+        ({"among": torch.rand(5)}, "tokens is torch.float32"),
+        ({"sequences": 0}, "0 sequences, .* expected 1 and 2 at least"),
+    ],
+)
+def test_tokens_that_cannot_be_copied_are_refused(asked, message):
+    with pytest.raises(ProblemError, match=message):
+        copying(head(EYE), Vocabulary(EYE, EYE), **asked)
+
+
+@pytest.mark.parametrize("measure", [copying, copying_eigenvalues])
+def test_a_circuit_and_a_vocabulary_are_of_one_width(measure):
+    with pytest.raises(ProblemError, match=r"w_v is .* expected \[kv_heads, v_dim, d_model\]"):
+        measure(head(EYE), Vocabulary(EYE[:, :3], EYE[:, :3]))

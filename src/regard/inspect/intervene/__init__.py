@@ -16,8 +16,10 @@ from regard.inspect.intervene.rank_collapse import RankCollapse, rank_collapse, 
 from regard.inspect.intervene.relevance import Relevance
 from regard.inspect.intervene.rollout import rollout
 from regard.inspect.intervene.value_zeroing import ValueZeroing, value_zeroing
+from regard.inspect.intervene.variants import VARIANTS, Variant
 
 __all__ = [
+    "VARIANTS",
     "Adversary",
     "Effect",
     "HeadName",
@@ -33,6 +35,7 @@ __all__ = [
     "Site",
     "Stack",
     "ValueZeroing",
+    "Variant",
     "Zero",
     "ablated",
     "ablation_effects",

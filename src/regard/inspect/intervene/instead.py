@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from regard.attend import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, altered
+from regard.inspect.intervene.loss import each_of
 
 Outputs = Mapping[Site, Tensor]
 """What the heads of each layer gave."""
@@ -121,12 +122,12 @@ def mean_outputs(
         rows: for a batch, which of its rows count: bool [batch, queries]. None: all, padding too.
 
     Raises:
-        ProblemError: a position of the longest text counts in none.
+        ProblemError: no batches, rows of another shape, or a position of the longest text that counts in none.
 
-    >>> from regard.inspect.intervene.ablate import ablated
+    >>> from regard.inspect.intervene import ablated, mean_outputs
     >>> from regard.nn import Decoder
     >>> model, texts = Decoder(19, 32, layers=2, heads=4), torch.randint(19, (3, 5, 7))
-    >>> mean = mean_outputs(model, texts, model)  # three batches of five texts
+    >>> mean = mean_outputs(model, list(texts), model)  # three batches of five texts
     >>> [tuple(of.shape) for of in mean.of.values()]  # of each layer [heads, v_dim]
     [(4, 8), (4, 8)]
     >>> with ablated(model, [(1, 0)], mean):
@@ -134,7 +135,7 @@ def mean_outputs(
     """
     sums: dict[Site, Tensor] = {}
     counts: dict[Site, Tensor] = {}
-    for batch in batches:
+    for batch in each_of(batches):
         counted = None if rows is None else rows(batch)
 
         def add(site: Site, call: Call, counted: Tensor | None = counted) -> None:
@@ -143,6 +144,8 @@ def mean_outputs(
 
         with altered(model, add):
             run(batch)
+    if not sums:
+        raise ProblemError("no heads attended: pass at least one batch, and a run of attention that is regard's.")
     if not per_position:
         return Mean({site: sums[site].sum(1) / counts[site].sum() for site in sums})
     for site, count in counts.items():
@@ -160,7 +163,7 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
     Raises:
         ProblemError: a layer attended more than once, as in generation: which of its outputs is meant?
 
-    >>> from regard.inspect.intervene.ablate import ablated
+    >>> from regard.inspect.intervene import Resample, ablated, outputs_of
     >>> from regard.nn import Decoder
     >>> model, text, other = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4]]), torch.tensor([[2, 7, 1]])
     >>> of_other = outputs_of(model, lambda: model(other))
@@ -195,6 +198,8 @@ def _added(
         sums = torch.nn.functional.pad(sums, (0, 0, 0, longer))
         counts = torch.nn.functional.pad(counts, (0, longer))
     out = call.out.double()
+    if rows is not None and tuple(rows.shape) != (batch, queries):
+        raise ProblemError(f"rows gave {list(rows.shape)}: expected bool [batch, queries] = {[batch, queries]}.")
     counted = torch.ones(batch, queries, device=out.device) if rows is None else rows.to(out.device)
     out = out.masked_fill(~counted.bool()[:, None, :, None], 0.0)
     sums[:, start:end] += out.sum(0)

@@ -6,8 +6,8 @@ paired example by example, and the absolute value of Michel's importance taken w
 any parts of a batch: the losses of the tokens of one long text, say.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def next_token_loss(model: nn.Module) -> LossOf:
     """
 
     def loss_of(batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-        ids = batch if isinstance(batch, Tensor) else batch["input_ids"]
+        ids = batch if isinstance(batch, Tensor) else _ids_of(batch)
         logits = logits_of(model(ids) if isinstance(batch, Tensor) else model(**batch))
         losses = F.cross_entropy(_wide(logits[:, :-1]).mT, ids[:, 1:], reduction="none")
         kept = None if isinstance(batch, Tensor) else batch.get("attention_mask")
@@ -47,6 +47,15 @@ def next_token_loss(model: nn.Module) -> LossOf:
         return losses.mean(1) if kept is None else (losses * wanted).sum(1) / wanted.sum(1)
 
     return loss_of
+
+
+def _ids_of(batch: Any) -> Tensor:
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise ProblemError(
+            f"a batch is a {type(batch).__name__}: expected token ids, an int tensor [examples, tokens], or a mapping "
+            "with input_ids."
+        )
+    return cast(Mapping[str, Tensor], batch)["input_ids"]
 
 
 def _check_targets(wanted: Tensor, ids: Tensor) -> None:
@@ -87,15 +96,20 @@ def losses(batches: Sequence[Any], loss_of: LossOf) -> Tensor:
         return torch.cat([of_examples(loss_of(batch)).double().cpu() for batch in batches])
 
 
+def each_of(batches: Any) -> Iterable[Any]:
+    """The batches, one by one. Raises `ProblemError` if it is one batch where a list of them was expected."""
+    if isinstance(batches, Tensor | Mapping):
+        raise ProblemError(f"batches is one batch, a {type(batches).__name__}: pass a list of batches, [batch].")
+    return batches
+
+
 def all_of(batches: Any) -> tuple[Any, ...]:
     """The batches, to be gone through more than once.
 
     Raises:
         ProblemError: there are none, or it is one batch where a list of them was expected.
     """
-    if isinstance(batches, Tensor | Mapping):
-        raise ProblemError(f"batches is one batch, a {type(batches).__name__}: pass a list of batches, [batch].")
-    kept = tuple(batches)
+    kept = tuple(each_of(batches))
     if not kept:
         raise ProblemError("there are no batches: pass at least one.")
     return kept

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from regard.errors import ProblemError
 from regard.inspect.intervene.rank_collapse import residual
 from regard.nn import MultiHeadAttention
 from regard.nn.transformer import Block
@@ -58,6 +59,8 @@ def random_rank_collapse(
     >>> bool(pure[3] < 1e-6), bool(with_skips[3] > 0.8)
     (True, True)
     """
+    if min(tokens, layers, draws) < 1:
+        raise ProblemError(f"tokens={tokens}, layers={layers}, draws={draws}: expected 1 of each at least.")
     found: list[Tensor] = []
     for draw in range(draws):
         random = torch.Generator().manual_seed(seed + draw)

@@ -60,9 +60,15 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
     Args:
         rows: bool [..., tokens], which tokens count (padding is none); None: all.
 
+    Raises:
+        ProblemError: other shapes.
+
     >>> residual(torch.tensor([[1.0, 0.0], [0.0, 1.0]])), residual(torch.ones(3, 5))
     (tensor(0.7071), tensor(0.))
     """
+    if x.ndim < 2 or (rows is not None and rows.shape != x.shape[:-1]):
+        came = "" if rows is None else f" and rows {list(rows.shape)}"
+        raise ProblemError(f"x is {list(x.shape)}{came}: expected [..., tokens, width], and rows [..., tokens].")
     counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.to(x.dtype)
     counts = counts[..., None]
     mean = (x * counts).sum(-2, keepdim=True) / counts.sum(-2, keepdim=True)

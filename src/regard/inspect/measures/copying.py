@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.measures.means import Tokens, token_ids
 from regard.inspect.measures.score import Score
 
 TOKENS = 25
@@ -63,7 +64,7 @@ class Vocabulary:
 
 
 def copying(
-    circuit: Circuit, vocabulary: Vocabulary, among: Tensor | None = None, *, sequences: int = 8, seed: int = 0
+    circuit: Circuit, vocabulary: Vocabulary, among: Tokens | None = None, *, sequences: int = 8, seed: int = 0
 ) -> Score:
     """The share of the token that a head looks at in what it raises among 25 random tokens.
 
@@ -82,17 +83,20 @@ def copying(
         [sequences, heads].
 
     Raises:
-        ProblemError: fewer than 2 tokens to draw from.
+        ProblemError: fewer than 2 tokens to draw from, ids that there are not, or a circuit of another width.
 
     >>> eye = torch.eye(7)  # tokens that have nothing in common; one head copies, one raises the others
     >>> circuit, vocabulary = Circuit(eye[None], torch.stack([eye, -eye])), Vocabulary(eye, eye)
     >>> copying(circuit, vocabulary, sequences=1)
     Score(value=tensor([[1., 0.]]), chance=tensor([[0.1429, 0.1429]]))
     """
-    ids = torch.arange(len(vocabulary.embedding)) if among is None else among.cpu()
+    ids = torch.arange(len(vocabulary.embedding)) if among is None else token_ids(among).cpu()
     count = min(TOKENS, len(ids))
-    if count < 2:
-        raise ProblemError(f"{len(ids)} tokens to draw from: expected 2 at least.")
+    if count < 2 or sequences < 1:
+        raise ProblemError(f"{sequences} sequences, {len(ids)} tokens to draw from: expected 1 and 2 at least.")
+    if not 0 <= int(ids.min()) <= int(ids.max()) < len(vocabulary.embedding):
+        raise ProblemError(f"among has ids up to {int(ids.max())}: expected 0 to {len(vocabulary.embedding) - 1}.")
+    _check_fit(circuit, vocabulary)
     random = torch.Generator().manual_seed(seed)
     drawn = [ids[torch.randperm(len(ids), generator=random)[:count]] for _ in range(sequences)]
     picked = torch.stack(drawn).to(vocabulary.embedding.device)  # [sequences, tokens]
@@ -121,9 +125,19 @@ def copying_eigenvalues(circuit: Circuit, vocabulary: Vocabulary) -> Score:
     >>> copying_eigenvalues(circuit, vocabulary).value
     tensor([[ 1., -1.]])
     """
+    _check_fit(circuit, vocabulary)
     group = circuit.w_o.shape[0] // circuit.w_v.shape[0]
     w_v = circuit.w_v.double().repeat_interleave(group, dim=0)
     matrix = w_v @ vocabulary.product @ circuit.w_o.double().mT  # [heads, v_dim, v_dim]
     eigenvalues = torch.linalg.eigvals(matrix)
     value = (eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1).clamp(min=1e-300))[None].float()
     return Score(value, torch.zeros_like(value))
+
+
+def _check_fit(circuit: Circuit, vocabulary: Vocabulary) -> None:
+    v, o, e, u = (tuple(t.shape) for t in (circuit.w_v, circuit.w_o, vocabulary.embedding, vocabulary.unembedding))
+    if len(v) != 3 or len(o) != 3 or v[1:] != o[1:] or o[0] % v[0] or e != u or e[1:] != v[2:]:
+        raise ProblemError(
+            f"w_v is {list(v)}, w_o {list(o)}, embeddings are {list(e)} and unembeddings {list(u)}: expected "
+            "[kv_heads, v_dim, d_model], [heads, v_dim, d_model] and twice [vocabulary, d_model]."
+        )

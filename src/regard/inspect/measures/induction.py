@@ -11,6 +11,7 @@ from regard.inspect.measures.blocks import by_head, chunks, dots, kept, rows_of,
 from regard.inspect.measures.means import Tokens, counted, one_in, tokens_of
 from regard.inspect.measures.occurrences import occurrences, paired
 from regard.inspect.measures.score import Score
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
 SHIFTS = tuple(range(9))
@@ -74,7 +75,7 @@ def induction_scan(
     """`induction` at each of several shifts, together: a circuit whose first layer looks o tokens back, not 1, is at o.
 
     Raises:
-        ProblemError: no shifts, or tokens as `induction` says.
+        ProblemError: no shifts, or no whole numbers; or tokens as `induction` says.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 2, 3]], torch.eye(5)  # row i looks at the i-th of these, and at no other
@@ -85,6 +86,8 @@ def induction_scan(
     """
     if not shifts:
         raise ProblemError("shifts is empty: give how far behind an earlier occurrence to look, 1 for induction.")
+    if any(index_of(shift) is None for shift in shifts):
+        raise ProblemError(f"shifts is {list(shifts)}: expected whole numbers of tokens, 1 for induction.")
     tokens = tokens_of(weights, tokens)
     each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(tokens)]
     counting, chance = counted(weights, rows), one_in(weights)

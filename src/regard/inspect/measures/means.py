@@ -49,16 +49,21 @@ def tokens_of(weights: Weights, tokens: Tokens) -> Tensor:
     Raises:
         ProblemError: they are no whole numbers, or not [batch, keys].
     """
+    ids = token_ids(tokens)
+    if ids.ndim == 1 and weights.shape[0] == 1:
+        ids = ids[None]
+    return per_key(weights, ids, "tokens")
+
+
+def token_ids(tokens: Tokens) -> Tensor:
+    """Token ids as a tensor of integers, of whatever shape. Raises `ProblemError` if they are no whole numbers."""
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as unlike:
         raise ProblemError(f"tokens are no ids [batch, keys] ({unlike}): expected lists of one length.") from None
-    if ids.ndim == 1 and weights.shape[0] == 1:
-        ids = ids[None]
-    found = per_key(weights, ids, "tokens")
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ProblemError(f"tokens is {ids.dtype}: expected the id of the token at each key, whole numbers.")
-    return found
+        raise ProblemError(f"tokens is {ids.dtype}: expected the id of each token, whole numbers.")
+    return ids
 
 
 def per_key(weights: Weights, numbers: Tensor, what: str) -> Tensor:

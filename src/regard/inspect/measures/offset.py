@@ -9,6 +9,7 @@ from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, rows_of, weighed
 from regard.inspect.measures.means import counted, one_in
 from regard.inspect.measures.score import Score
+from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
 OFFSETS = tuple(range(9))
@@ -63,7 +64,7 @@ def offset_scan(weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor
     well: see `induction_scan`. O(queries x offsets).
 
     Raises:
-        ProblemError: no offsets.
+        ProblemError: no offsets, or no whole numbers.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 1, 0, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -73,6 +74,8 @@ def offset_scan(weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor
     """
     if not offsets:
         raise ProblemError("offsets is empty: give the distances to score, 1 for the previous token.")
+    if any(index_of(offset) is None for offset in offsets):
+        raise ProblemError(f"offsets is {list(offsets)}: expected whole numbers of tokens, 1 for the previous token.")
     wanted, found = sorted(set(offsets)), dict[int, Score]()
     while wanted:
         near = [offset for offset in wanted if offset < wanted[0] + SPAN]

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import counted, mean_over_rows, per_key
+from regard.inspect.measures.means import Tokens, counted, mean_over_rows, per_key, token_ids
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
 
 
-def rarity(tokens: Tensor, frequency: Tensor | None = None) -> Tensor:
+def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
     """How rare tokens are: -ln of their share of a corpus, in nats; like `tokens`, float32.
 
     Args:
@@ -21,13 +21,22 @@ def rarity(tokens: Tensor, frequency: Tensor | None = None) -> Tensor:
             pieces first. That is a stand-in, up to a constant that no measure here depends on; count a corpus where it
             matters.
 
+    Raises:
+        ProblemError: ids that are no whole numbers, or that frequency does not count.
+
     >>> rarity(torch.tensor([0, 1]), torch.tensor([3, 1]))
     tensor([0.2877, 1.3863])
     """
+    ids = token_ids(tokens)
     if frequency is None:
-        return (tokens + 1.0).log()
-    counts = frequency.to(tokens.device).clamp(min=1).double()
-    return (counts.sum() / counts).log()[tokens].float()
+        return (ids + 1.0).log()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(frequency):
+        raise ProblemError(
+            f"tokens has ids from {int(ids.min())} to {int(ids.max())}, and frequency counts {len(frequency)}: "
+            "expected a count of every id of the vocabulary."
+        )
+    counts = frequency.to(ids.device).clamp(min=1).double()
+    return (counts.sum() / counts).log()[ids].float()
 
 
 def rare_word(weights: Weights, swept: Sweep, rare: Tensor, rare_even: Tensor, rows: Tensor | None = None) -> Score:

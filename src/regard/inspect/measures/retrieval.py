@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.measures.means import Tokens, token_ids
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.whole_rows import at_once, whole_rows
 from regard.inspect.weights.lazy import Weights
 
 
-def retrieval(calls: Weights | Sequence[Weights], tokens: Tensor, needle: Tensor, since: int) -> Score:
+def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor, since: int) -> Score:
     """How much of a needle each head looked at just when the model wrote it.
 
         steps: rows i that wrote a token, p_i + 1 >= since;  t_i = argmax_j A[i, j]
@@ -42,6 +43,7 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tensor, needle: Tensor
     tensor([[1.]])
     """
     calls = [calls] if isinstance(calls, Weights) else list(calls)
+    tokens, needle = token_ids(tokens), torch.as_tensor(needle)
     _check(calls, tokens, needle)
     batch, heads = calls[0].shape[:2]
     device, dtype = calls[0].q.device, calls[0].dtype

@@ -147,6 +147,8 @@ def plain_tokens(tokenizer: Any, embeddings: int) -> list[int]:
 
 def _blocks(vocabulary: list[int], size: int, sequences: int, random: torch.Generator) -> Tensor:
     """Different random tokens for each sequence, [sequences, size]."""
+    if sequences < 1:
+        raise ProblemError(f"sequences is {sequences}: expected how many to draw, 1 or more.")
     if len(vocabulary) < size:
         raise ProblemError(f"{len(vocabulary)} tokens to draw from: expected {size} different ones at least.")
     orders = (torch.randperm(len(vocabulary), generator=random) for _ in range(sequences))

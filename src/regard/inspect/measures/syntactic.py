@@ -1,5 +1,6 @@
 """Attention along relations that the user names: which token should look at which."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ class Syntactic:
         return self.accuracy.mean() >= self.baseline + MARGIN
 
 
-def syntactic(weights: Weights, pairs: Tensor) -> Syntactic:
+def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) -> Syntactic:
     """How often each head looks along the pairs of a relation, such as from a verb to its subject.
 
         accuracy = mean over pairs (i, j) of 1[ j = argmax_j' A[i, j'] ]        mass = mean over pairs of A[i, j]
@@ -64,6 +65,7 @@ def syntactic(weights: Weights, pairs: Tensor) -> Syntactic:
     >>> found.accuracy.value, found.baseline, found.offset
     (tensor([[0.5000]]), 1.0, 2)
     """
+    pairs = torch.as_tensor(pairs)
     _check(weights, pairs)
     batch, heads, _, _ = weights.shape
     shape = batch, heads, len(pairs)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.weights.index import Indices, index_pairs
+from regard.inspect.weights.index import Indices, index_of, index_pairs
 from regard.inspect.weights.pooled import Largest, Pooled
 from regard.inspect.weights.read_call import ReadCall
 from regard.inspect.weights.spans import count_visible, visible_runs
@@ -119,7 +119,7 @@ class Weights(ReadCall):
         Raises:
             ProblemError: k is below 1.
         """
-        if k < 1:
+        if index_of(k) is None or k < 1:
             raise ProblemError(f"top(k={k}): expected how many of the largest weights of a row to return, 1 or more.")
         top = Top(self, k)
         for tile in self.tiles():
@@ -138,7 +138,7 @@ class Weights(ReadCall):
         Raises:
             ProblemError: size is below 1, or `by` is neither.
         """
-        if size < 1 or by not in ("mean", "max"):
+        if index_of(size) is None or size < 1 or by not in ("mean", "max"):
             raise ProblemError(f"pooled(size={size}, by={by!r}): expected 1 cell a side or more, and 'mean' or 'max'.")
         cells = Pooled(self, size) if by == "mean" else Largest(self, size)
         for tile in self.tiles():

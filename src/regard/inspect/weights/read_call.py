@@ -148,6 +148,7 @@ class ReadCall:
     def span(self, what: str, start: int, stop: int, axis: int) -> slice:
         """Rows (axis 2) or keys (axis 3) start <= i < stop, if there are such. Raises `ProblemError` if not."""
         size, kind = self.shape[axis], ("queries", "keys")[axis - 2]
-        if not 0 <= start <= stop <= size:
+        whole = index_of(start) is not None and index_of(stop) is not None
+        if not whole or not 0 <= start <= stop <= size:
             raise ProblemError(f"{what}({start}, {stop}) of {size} {kind}: expected 0 <= start <= stop <= {size}.")
         return slice(start, stop)
