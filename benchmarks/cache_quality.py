@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cache_page import read_page, with_part, write_part
 from benchmarks.cache_pictures import Dot, dots
 from benchmarks.corpus import PACKAGE, samples, text_of
+from benchmarks.page_parts import with_part, write_part
 from benchmarks.perplexity import Feed, Interval, Predicted, beyond, drawn, perplexity, predicted
 from benchmarks.report import machine, table
 from regard import Causal, attend
@@ -35,7 +35,7 @@ from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard
 
 DOCS = Path(__file__).parents[1] / "docs"
-PICTURE, PART = "cache-quality.svg", "quality"
+PAGE, PICTURE, PART = "caches.md", "cache-quality.svg", "quality"
 
 STEPWISE = Feed(first=128, step=1)
 BUDGET, POLICY_STEP = 512, 4
@@ -295,7 +295,7 @@ def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | No
     """Do what was asked. `load` gives (model, tokenizer, label); None: SmolLM2-135M."""
     kinds = _asked_for(asked.only)
     if not asked.only:
-        with_part(read_page(asked.docs), PART, "")  # what is wrong with the page is said before minutes are spent
+        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
     size = QUICK if asked.quick else FULL
     size = Size(asked.samples or size.count, size.tokens, size.scored)
     text = text_of(asked.text)
@@ -310,13 +310,13 @@ def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | No
         """Whoever interrupts it has a page of what was measured until then."""
         print(f"\r{line}", file=sys.stderr, flush=True)
         if not asked.only and len(found) > 1:
-            write_part(asked.docs, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
+            write_part(asked.docs / PAGE, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
 
     found = measured(model, ids, size.scored, kinds, tell)
     if asked.only:
         print(_table(kinds, found, erred))
     else:
-        print(f"page: {asked.docs / 'caches.md'}", file=sys.stderr)
+        print(f"page: {asked.docs / PAGE}", file=sys.stderr)
     return 0
 
 

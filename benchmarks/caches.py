@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream
-from benchmarks.cache_page import read_page, with_part, write_part
 from benchmarks.cache_pictures import Bar
+from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine
 from regard.bench.rounds import Effort, on_threads
 from regard.cli.bench import count, duration
@@ -21,7 +21,7 @@ from regard.cli.main import Parser, ended
 from regard.integrate.checkpoint import load
 
 DOCS = Path(__file__).parents[1] / "docs"
-PICTURE, PART = "caches.svg", "speed"
+PAGE, PICTURE, PART = "caches.md", "caches.svg", "speed"
 
 METHOD = """\
 Measured by `{how}` on {machine}. Every time is a median over rounds in which everything of a table is measured once,
@@ -218,7 +218,7 @@ def _positive(text: str) -> float:
 def run(asked: argparse.Namespace) -> int:
     """Do what was asked."""
     if not asked.only:
-        with_part(read_page(asked.docs), PART, "")  # what is wrong with the page is said before minutes are spent
+        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
     found, threads = Found(), asked.threads or torch.get_num_threads()
     how = Asked(
         Effort(seconds=asked.seconds, least=3), asked.positions, threads, lambda line: print(line, file=sys.stderr)
@@ -233,7 +233,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.only:
         print(text)
         return 0
-    print(f"page: {write_part(asked.docs, PART, text, {PICTURE: picture(found)})}", file=sys.stderr)
+    print(f"page: {write_part(asked.docs / PAGE, PART, text, {PICTURE: picture(found)})}", file=sys.stderr)
     return 0
 
 

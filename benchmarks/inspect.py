@@ -1,125 +1,97 @@
-"""What looking inside costs: a sweep beside the attention that it looks at, and pair measures beside a forward pass.
+"""What looking inside costs and how exact it is: sweeps, measures, the page.
 
-`./bench inspect` prints the tables. What is compared is measured in every round, in turns, and the median of the
-rounds' ratios is taken. The model of the pair measures is SmolLM2-135M, and `--quick` leaves it out.
+`./bench inspect` writes its part of docs/inspect.md; `--quick` prints some of it, of few tokens and without a model.
 """
 
 import argparse
-import math
-import resource
 import sys
-from collections.abc import Callable, Sequence
-from multiprocessing import get_context
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from benchmarks.report import machine, table
-from regard import Causal, attend, native
-from regard.attend import watching
-from regard.bench.limits import products
-from regard.bench.rounds import Effort, interleaved, on_threads, timed
-from regard.inspect import Weights, observe
-from regard.inspect.measures.together import all_pair_measures
-from regard.inspect.sweep import sweep
+from benchmarks.inspect_cost import DIM, HEADS, KV_HEADS, PICTURE, long_sweep, pair_measures, sweeps
+from benchmarks.inspect_exact import agreement
+from benchmarks.inspect_page import page
+from benchmarks.page_parts import with_part, write_part
+from benchmarks.report import machine
+from regard.bench.rounds import Effort, on_threads
+from regard.cli.main import Parser, ended
 from regard.integrate.checkpoint import load
 from regard.integrate.transformers import use_regard
 
-HEADS, KV_HEADS, DIM = 9, 3, 64
-"""Of a layer of SmolLM2-135M."""
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, PART = "inspect.md", "cost"
 
-TOKENS = (1024, 4096, 16_384)
-LONG = 131_072
-MODEL_TOKENS = 8192
-PICTURE = 192
+TOKENS, QUICK_TOKENS = (1024, 4096, 16_384), (1024,)
+LONG, QUICK_LONG = 131_072, 4096
+MODEL_TOKENS, PAGE_TOKENS, EXACT_TOKENS = 8192, 1024, 1024
 
+METHOD = """\
+Measured by `{how}` on {machine}. Every time is a median over rounds in which both sides are measured once, and ratios
+are taken within a round."""
 
-def watched(heads: int, kv_heads: int, tokens: int) -> tuple[Callable[[], object], Weights]:
-    """A causal call on random tokens, to be made again, and its weights."""
-    q, k, v = (torch.randn(1, h, tokens, DIM) for h in (heads, kv_heads, kv_heads))
-    seen: list[Weights] = []
-    with watching(lambda call: seen.append(Weights.of(call))):
-        attend(q, k, v, mask=Causal())
-    return lambda: attend(q, k, v, mask=Causal()), seen[0]
+SWEEP = f"""\
+Causal, float32, {HEADS} heads on {KV_HEADS}, {DIM} dimensions: a layer of SmolLM2-135M on random numbers. A sweep
+gathers entropies, squares, masses, the top key of each row, masses by distance, column masses, a picture of {PICTURE} x
+{PICTURE} cells by mean and maximum, and sums along two vectors. "Of the limit": products alone, at the speed of this
+machine's registers."""
 
+LONG_SAID = "The same sweep of a single head, given q, k and lse, in a process of its own."
 
-def whole_sweep(weights: Weights) -> Callable[[], object]:
-    """Everything that a sweep gathers: a picture, and sums along two vectors."""
-    along = torch.randn(1, 2, weights.shape[3])
-    return lambda: sweep(weights, picture=PICTURE, along=along)
+PAIRS = """\
+All measures that are sums over O(n) pairs, of every head of every layer, while a model reads random tokens."""
 
+EXACT = f"""\
+The largest difference of any of {HEADS} heads between what is measured and the formula on the dense matrix in float64;
+{EXACT_TOKENS:,} random tokens, half of them twice, scores of standard deviation 2."""
 
-def sweeps(tokens: Sequence[int], effort: Effort, threads: int) -> str:
-    """A sweep beside its attention; the limit is what products alone take at the speed of this machine."""
-    rows: list[tuple[str, ...]] = []
-    for count in tokens:
-        again, weights = watched(HEADS, KV_HEADS, count)
-        measures = {"attend": timed(again), "sweep": timed(whole_sweep(weights))}
-        if native.available():
-            measures["limit"] = lambda: products(torch.float32, threads) or math.nan
-        rounds = interleaved(measures, effort)
-        ours, theirs = (rounds.median(lambda one: one, name) for name in ("sweep", "attend"))
-        ratio = rounds.median(lambda sweep, attend: sweep / attend, "sweep", "attend")
-        flops = HEADS * count * (count + 1) * DIM
-        share = rounds.median(lambda sweep, limit, flops=flops: flops / sweep / limit, "sweep", "limit")
-        numbers = (f"{1e3 * (theirs or 0):.1f}", f"{1e3 * (ours or 0):.1f}", f"{ratio or 0:.2f}")
-        rows.append((f"{count:,}", *numbers, "" if share is None else f"{100 * share:.0f} %"))
-    return table(("tokens", "attend, ms", "sweep, ms", "ratio", "products, of the limit"), rows)
+SHOWN = "The page that `regard inspect` writes, of this repository's README."
 
 
-def long_sweep(tokens: int) -> str:
-    """One head of many tokens, in a process of its own: its seconds, and the most memory beyond q, k and lse."""
-    with get_context("spawn").Pool(1) as pool:
-        seconds, grown = pool.apply(_long, (tokens, torch.get_num_threads()))
-    return f"One head, {tokens:,} tokens: {seconds:.1f} s, {grown / 2**20:.0f} MiB beside q, k and lse."
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return ended(lambda: run(_parser().parse_args(arguments)))
 
 
-def _long(tokens: int, threads: int) -> tuple[float, int]:
-    with on_threads(threads):
-        whole_sweep(watched(1, 1, 256)[1])()  # what a first call brings along, threads and code, is not this one's
-        _, weights = watched(1, 1, tokens)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        seconds = timed(whole_sweep(weights))()
-        unit = 1 if sys.platform == "darwin" else 1024
-        return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="./bench inspect", description="What looking inside costs, and how exact it is.")
+    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each measurement (default: 4)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="default: as torch")
+    parser.add_argument("--quick", action="store_true", help="few tokens, no model, and nothing is written")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of inspect.md (default: docs)")
+    return parser
 
 
-def pair_measures(tokens: int, effort: Effort) -> str:
-    """What all measures that are sums over O(n) pairs add to the forward pass of a model."""
-    model, _, label = load()
-    use_regard(model)
-    ids = torch.randint(model.config.vocab_size, (1, tokens))
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return model(ids, logits_to_keep=1)
-
-    def observed() -> Any:
-        with observe(model, lambda look: all_pair_measures(look.weights, ids)) as seen:
-            forward()
-        return seen
-
-    rounds = interleaved({"forward": timed(forward), "observed": timed(observed)}, effort)
-    plain = rounds.median(lambda one: one, "forward")
-    more = rounds.median(lambda forward, observed: observed / forward - 1, "forward", "observed")
-    return f"{label}, {tokens:,} tokens: forward {plain or 0:.2f} s, all pair measures {100 * (more or 0):+.1f} %."
-
-
-def main(words: list[str] | None = None) -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(prog="./bench inspect", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each line of the table (default 4)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as many as torch has")
-    parser.add_argument("--quick", action="store_true", help="few tokens, and no model")
-    asked = parser.parse_args(words)
+def run(asked: argparse.Namespace) -> int:
+    """Do what was asked."""
+    if not asked.quick:
+        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
     effort = Effort(seconds=0.2 if asked.quick else asked.seconds, least=2)
     with on_threads(asked.threads):
-        print(f"`./bench inspect` on {machine()}:\n\nCausal, fp32, {HEADS} heads on {KV_HEADS}, d {DIM}:\n")
-        print(sweeps(TOKENS[:1] if asked.quick else TOKENS, effort, asked.threads), flush=True)
-        print(f"\n{long_sweep(4096 if asked.quick else LONG)}", flush=True)
-        if not asked.quick:
-            print(f"\n{pair_measures(MODEL_TOKENS, Effort(seconds=asked.seconds, least=3))}")
+        text = part(asked, effort)
+    if asked.quick:
+        print(text)
+    else:
+        print(f"page: {write_part(asked.docs / PAGE, PART, text)}", file=sys.stderr)
+    return 0
+
+
+def part(asked: argparse.Namespace, effort: Effort) -> str:
+    """The part of docs/inspect.md."""
+    how = "./bench inspect" + " --quick" * asked.quick
+    found = [METHOD.format(how=how, machine=machine())]
+    found += ["### A sweep beside its attention", SWEEP]
+    found += [sweeps(QUICK_TOKENS if asked.quick else TOKENS, effort, asked.threads)]
+    found += ["### A long text", LONG_SAID, long_sweep(QUICK_LONG if asked.quick else LONG)]
+    found += ["### Exactness", EXACT, agreement(EXACT_TOKENS)]
+    if not asked.quick:
+        model, tokenizer, label = load()
+        use_regard(model)
+        found += ["### Measures beside a forward pass", PAIRS, pair_measures(model, label, MODEL_TOKENS, effort)]
+        found += ["### The page", SHOWN, page(model, tokenizer, PAGE_TOKENS)]
+    return "\n\n".join(found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,13 +11,11 @@ import transformers
 
 from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream, caches
 from benchmarks.cache_model import DENSE, DYNAMIC, OURS, Kind
-from benchmarks.cache_page import with_part, write_part
 from benchmarks.cache_pictures import Bar, Dot
 from benchmarks.cache_steps import BESIDE, LATENTS, PLAIN, WAYS, Held
 from regard.bench.rounds import Effort
 from regard.describe.codec import Int4, Int8
 from regard.describe.storage import Paged, Stored
-from regard.errors import ProblemError
 from regard.integrate.cache import regard_cache
 from tests.integrate.zoo import model
 
@@ -228,31 +226,7 @@ def test_a_stream_that_forgot_something_else_would_be_seen(monkeypatch):
     assert cache_stream.stream((300,), window=53)[0].error > 1e-3
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
-
-
-def test_a_part_replaces_what_stood_between_its_marks_alone(tmp_path):
-    page = "# A\n<!-- begin x -->\nold\n<!-- end x -->\nby hand\n<!-- begin y -->\n<!-- end y -->\n"
-    once = with_part(page, "x", "new\n")
-    assert once == "# A\n<!-- begin x -->\n\nnew\n\n<!-- end x -->\nby hand\n<!-- begin y -->\n<!-- end y -->\n"
-    assert with_part(once, "x", "new") == once
-    (tmp_path / "caches.md").write_text(page)
-    write_part(tmp_path, "x", "new", {"a.svg": "<svg/>"})
-    assert (tmp_path / "caches.md").read_text() == once
-    assert (tmp_path / "a.svg").read_text() == "<svg/>"
-
-
-def test_a_page_without_the_marks_is_left_as_it_is(tmp_path):
-    (tmp_path / "caches.md").write_text("<!-- begin x -->")
-    with pytest.raises(ProblemError, match="no part between <!-- begin x --> and <!-- end x -->"):
-        write_part(tmp_path, "x", "new", {"a.svg": "<svg/>"})
-    assert [path.name for path in tmp_path.iterdir()] == ["caches.md"]
-
-
-def test_the_page_in_the_repository_has_both_parts():
-    page = (caches.DOCS / "caches.md").read_text()
-    for name in ("speed", "quality"):
-        assert with_part(page, name, "new") != page
+# ---- pictures -------------------------------------------------------------------------------------------------------
 
 
 def texts(picture: str) -> list[str]:
