@@ -1,8 +1,10 @@
 """Looking inside attention: what heads look at, exactly, and without a matrix of n x n. See the README beside this."""
 
 from regard.inspect.intervene import (
+    VARIANTS,
     Mean,
     Resample,
+    Variant,
     ablated,
     ablation_effects,
     adversary,
@@ -51,6 +53,7 @@ from regard.inspect.measures import (
     offset_scan,
     offset_score,
     output_norms,
+    places,
     positional,
     previous_token,
     rare_word,
@@ -81,6 +84,7 @@ from regard.inspect.weights.lazy import Weights
 
 __all__ = [
     "DEFINITIONS",
+    "VARIANTS",
     "Ablations",
     "Breadth",
     "Circuit",
@@ -106,6 +110,7 @@ __all__ = [
     "Sinks",
     "Sweep",
     "Syntactic",
+    "Variant",
     "Vectors",
     "Vocabulary",
     "Walks",
@@ -148,6 +153,7 @@ __all__ = [
     "offset_score",
     "output_norms",
     "outputs_of",
+    "places",
     "permuted",
     "plain_tokens",
     "positional",
