@@ -1,5 +1,7 @@
 """Scores as plain numbers: what a survey keeps of them is what they say themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,3 +28,11 @@ def test_numbers_are_those_of_the_score_itself(sequences):
     assert torch.equal(torch.from_numpy(scores.drawn["sink"]).isnan(), score.draws().isnan())
     assert set(scores.drawn) == {"sink"}  # what names a head
     assert scores.of["sink"][1].value is None
+
+
+def test_where_the_best_of_several_stands_is_kept_beside_it():
+    of_rows = (torch.rand(1, 2, 7), torch.zeros(1, 2, 7), torch.ones(1, 2, 7, dtype=torch.bool))
+    plain, scores = Score.of_rows(*of_rows), Scores()
+    scores.add_best({"positional": replace(plain, at=torch.tensor([[3, 1]])), "sink": plain})
+    assert [scored.value for scored in scores.of["positional_at"]] == [3, 1]
+    assert set(scores.of) == {"positional", "positional_at", "sink"}

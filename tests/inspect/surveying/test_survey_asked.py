@@ -79,12 +79,16 @@ def test_layers_that_are_asked_for_are_the_only_ones(llama, tokenizer):
 
 def test_a_survey_makes_every_measure_that_can_be_asked_for(llama, tokenizer):
     report = survey(llama, tokenizer, TEXT, new_tokens=2, compare_eager=False, measures=SURVEYED)
-    assert set(SURVEYED) | {"best_shift_at", "positional_at"} == set(report.measures)
+    places = {"best_offset_at", "best_shift_at", "column_at", "positional_at"}
+    assert set(SURVEYED) | places == set(report.measures)
     for head in report.heads:
         for measure in SURVEYED:
             assert head.value(measure) is not None, measure
             assert head.score(measure).chance is not None, measure
         assert head.value("best_shift_at") in range(1, 9)
+        assert head.value("best_offset_at") in range(1, 9)
+        assert head.value("positional_at") in range(len(report.tokens))
+        assert head.value("column_at") in range(len(report.tokens))
     usual = survey(llama, tokenizer, TEXT, new_tokens=2, compare_eager=False)
     assert set(report.measures) - set(usual.measures) == set(ON_DEMAND)
 
@@ -99,7 +103,7 @@ def test_without_a_measure_that_takes_one_no_sweep_is_made(llama, tokenizer, mon
     monkeypatch.undo()
     swept = survey(llama, tokenizer, TEXT, new_tokens=2, compare_eager=False, measures=["entropy"])
     assert len(swept.pictures) == 18
-    assert "effective_tokens" not in swept.measures
+    assert not {"effective_tokens", "column_at", "best_offset_at"} & set(swept.measures)
 
 
 @pytest.mark.parametrize("how", ["zero", "mean"])

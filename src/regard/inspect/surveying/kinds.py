@@ -84,13 +84,6 @@ RULES: dict[str, Definition] = {
         "Gu et al. 2024, arXiv:2410.10781, §3 (0.3, on 64 tokens); Barbero et al. 2025, arXiv:2504.02732 (0.8)",
         "0 from 10 tokens on",
     ),
-    "positional_at": Definition(
-        "usual distance",
-        "tokens",
-        "the distance i - j at which most rows have their largest weight, which the score positional is of",
-        "Voita et al. 2019, arXiv:1905.09418, §5.1",
-        "none",
-    ),
     "delta_loss": Definition(
         "loss without it",
         "nats",

@@ -15,7 +15,6 @@ from regard.inspect.measures import (
     all_sweep_measures,
     of_heads,
     output_norms,
-    positional,
     rarest_hits,
     rarity,
     sink_output,
@@ -78,7 +77,7 @@ class Measuring:
     def layer(self, look: Look) -> Layer:
         """Everything about a layer: O(n) pairs, and one sweep over its tiles if any measure asks for it."""
         weights, plan, scores = look.weights, look.call.plan, Scores()
-        scores.add(self.wanted.among(all_pair_measures(weights)))
+        scores.add_best(self.wanted.among(all_pair_measures(weights)))
         scores.add(self.wanted.among(self.copies.get(look.layer, {})))
         if self.wanted.has("sink_output") and (w_o := projection(self.model, look)) is not None:
             scores.add({"sink_output": sink_output(weights, look.call.v, look.call.out, w_o)})
@@ -111,8 +110,7 @@ class Measuring:
             norms=None if w_o is None else output_norms(look.call.v, w_o),
         )
         swept = sweep(weights, picture=PICTURE, along=vectors.stacked(weights))
-        scores.add(self.wanted.among(all_sweep_measures(swept, weights, vectors)))
-        scores.add_numbers("positional_at", positional(weights, swept).offset[0])
+        scores.add_best(self.wanted.among(all_sweep_measures(swept, weights, vectors)))
         if self.wanted.has("rarest_hits"):
             scores.add({"rarest_hits": rarest_hits(weights, swept, rarity(self.tokens))})
         return swept

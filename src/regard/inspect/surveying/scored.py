@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.inspect.measures import places
 from regard.inspect.measures.score import Score
 from regard.inspect.surveying.head import Scored
 from regard.inspect.surveying.kinds import NAMERS
@@ -35,6 +36,12 @@ class Scores:
             self.of[measure] = list(_numbers(score, draws))
             if measure in NAMERS:
                 self.drawn[measure] = draws
+
+    def add_best(self, scores: Mapping[str, Score]) -> None:
+        """The same, and of those that are the best of several where that is: `positional_at`, in a text of one."""
+        self.add(scores)
+        for measure, at in places(scores).items():
+            self.add_numbers(measure, at[0])
 
     def add_numbers(self, measure: str, numbers: Tensor, chance: float | None = None) -> None:
         """Numbers of the heads that are no means over rows, [heads]: such as where a scan found its best."""
