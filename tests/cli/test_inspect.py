@@ -62,6 +62,14 @@ def test_two_models_are_loaded_before_either_is_surveyed():
     assert happened == ["a", "b", "model a", "model b"]
 
 
+def test_two_models_of_one_name_are_told_apart(here):
+    tools = Surveyed(lambda name: (name, "tokenizer", "a"))
+    for names, told in ((("old/a", "new/a"), ["old/a", "new/a"]), (("a", "a"), ["a", "a (2)"])):
+        assert main(["inspect", "--model", names[0], "--compare", names[1], "--json", "x.json"], tools=tools) == 0
+        found = json.loads((here / "x.json").read_text())
+        assert [found["run"]["model"], found["other"]["run"]["model"]] == told
+
+
 # ---- JSON and CSV ---------------------------------------------------------------------------------------------------
 
 

@@ -188,6 +188,10 @@ def test_two_models_are_compared_kind_by_kind_and_head_by_head(capsys):
     row = told[-2].split()
     assert row[:4] == ["1.1", "induction", "0.850", "0.050"]
     assert row[4:] == ["broad"]
+    terminal.show(replace(here, other=report(model="two")), top=1)
+    out = capsys.readouterr().out
+    assert "No score that names a head differs" in out
+    assert "differ most" not in out
     terminal.show(replace(here, other=report(layers=2)), top=1)
     assert "nothing to compare head by head" in capsys.readouterr().out
 

@@ -17,9 +17,10 @@ def told(report: Report, top: int) -> Iterator[Text | Table]:
         return
     yield Text.assemble("\ncompared with ", (report.other.run.model, "bold"))
     yield _kinds(report, report.other)
-    pairs = _changes(report, report.other)
-    if not pairs:
+    if not _same_heads(report, report.other):
         yield Text("  Its heads are others: there is nothing to compare head by head.", "dim")
+    elif not (pairs := _changes(report, report.other)):
+        yield Text("  No score that names a head differs: the two do the same on this text.", "dim")
     elif top:
         yield Text("\nThe heads whose scores differ most:")
         yield _changed(pairs[:top], (report.run.model, report.other.run.model))
@@ -36,13 +37,17 @@ def _kinds(report: Report, other: Report) -> Table:
     return table
 
 
+def _same_heads(report: Report, other: Report) -> bool:
+    here, there = ({(head.layer, head.head) for head in each.heads} for each in (report, other))
+    return here == there
+
+
 def _changes(report: Report, other: Report) -> list[tuple[str, Head, Head]]:
-    """(the measure that differs most, the head here, the head there), greatest difference of lifts first."""
+    """(the measure that differs most, the head here, the head there), greatest difference of lifts first; none of 0."""
     there = {(head.layer, head.head): head for head in other.heads}
-    if there.keys() != {(head.layer, head.head) for head in report.heads}:
-        return []
     pairs = [(head, there[head.layer, head.head]) for head in report.heads]
     found = [(max(NAMED_BY, key=lambda m: _difference(m, *pair)), *pair) for pair in pairs]
+    found = [change for change in found if _difference(*change) > 0]
     return sorted(found, key=lambda change: -_difference(*change))
 
 

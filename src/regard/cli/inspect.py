@@ -172,8 +172,25 @@ def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Prog
         progress("model", len(models), len(names))
     for model, tokenizer, _ in models:
         tools.check(model, tokenizer, text, **_what(asked))
-    reports = [_one(tools, *model, text, asked, progress) for model in models]
+    labels = _labels([label for *_, label in models], names)
+    reports = [
+        _one(tools, model, tokenizer, label, text, asked, progress)
+        for (model, tokenizer, _), label in zip(models, labels, strict=True)
+    ]
     return replace(reports[0], other=reports[1]) if reports[1:] else reports[0]
+
+
+def _labels(labels: list[str], names: list[str | None]) -> list[str]:
+    """What the models are called: by the last part of their names, by all of it where that is the same, or by number.
+
+    >>> _labels(["a", "a"], ["old/a", "new/a"]), _labels(["a", "a"], ["a", "a"])
+    (['old/a', 'new/a'], ['a', 'a (2)'])
+    """
+    if len(set(labels)) == len(labels):
+        return labels
+    if len(set(names)) == len(names):
+        return [name or label for name, label in zip(names, labels, strict=True)]
+    return [label if n == 0 else f"{label} ({n + 1})" for n, label in enumerate(labels)]
 
 
 def _one(
