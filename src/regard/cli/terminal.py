@@ -112,7 +112,7 @@ def _facts(report: Report) -> Text:
     run, written = report.run, len(report.tokens) - report.prompt_tokens
     sharing = f"{run.heads} heads on {run.kv_heads} key heads" if run.kv_heads < run.heads else f"{run.heads} heads"
     rows = [
-        ("model", f"{run.layers} layers of {sharing}, {run.head_dim} wide; {_parameters(run.parameters)} parameters"),
+        ("model", f"{_layers(run.layers)} of {sharing}, {run.head_dim} wide; {_parameters(run.parameters)} parameters"),
         ("attention", f"{_engines(run)}; {run.attention_gflop:,.2f} GFLOP for {run.pairs:,} query-key pairs"),
         ("prompt", f"{report.prompt_tokens:,} tokens{_rate(run.tokens_per_second)}"),
         ("written", f"{written:,} tokens{_rate(run.decode_tokens_per_second)}"),
@@ -126,6 +126,10 @@ def _facts(report: Report) -> Text:
     for name, said in rows:
         text.append(f"\n  {name:<10}", "dim").append(said)
     return text
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count != 1)}"
 
 
 def _ablation(made: Ablations) -> str:
