@@ -101,7 +101,9 @@ def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
     reading.add_argument(
         "--tokens", type=which.tokens, metavar="N", help="read the first N tokens, or 32k (default: all)"
     )
-    reading.add_argument("--write", type=which.count, default=24, metavar="N", help="new tokens to write (default: 24)")
+    reading.add_argument(
+        "--write", type=which.count, default=24, metavar="N", help="new tokens to write (default: 24; 0: read once)"
+    )
     measured = parser.add_argument_group("what is measured")
     many: dict[str, Any] = {"action": "extend"}
     measured.add_argument(

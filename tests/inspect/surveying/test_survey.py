@@ -75,6 +75,15 @@ def test_a_continuation_ends_where_the_model_ends_it(llama, tokenizer):
     assert len(report.tokens) <= ids.shape[1] + 2
 
 
+def test_where_nothing_is_written_the_text_is_read_once(llama, tokenizer):
+    passes: list[int] = []
+    llama.register_forward_pre_hook(lambda *_: passes.append(1))
+    run = survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, measures="sink").run
+    assert passes == []  # what is measured is its body alone
+    assert (run.tokens_per_second, run.decode_tokens_per_second) == (None, None)
+    assert "prompt" not in run.seconds
+
+
 def test_scores_and_pictures_are_those_of_the_eager_weights(llama, tokenizer):
     report = survey(llama, tokenizer, TEXT, new_tokens=0)
     llama.set_attn_implementation("eager")

@@ -79,7 +79,12 @@ def _beyond(subject: Subject, tokens: int, room: int) -> list[str]:
 
 
 def written(subject: Subject, prompt: Tensor, new_tokens: int, clock: Clock) -> Tensor:
-    """Run the prompt, and write on: the tokens written, int64 [1, tokens]; none by a model that does not write."""
+    """Run the prompt, and write on: the tokens written, int64 [1, tokens]; none by a model that does not write.
+
+    Where none are wanted nothing is run: of a long text a pass takes minutes, and it is read once more to be measured.
+    """
+    if not new_tokens:
+        return prompt[:, :0]
     subject.outputs(prompt[:, :8])  # the first call of anything also loads and plans it
     with clock.stage("prompt", 1):
         token, cache = subject.step(prompt, None) if subject.generates else (subject.outputs(prompt), None)

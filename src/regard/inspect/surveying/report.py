@@ -109,7 +109,7 @@ class Run:
     head_dim: int
     parameters: int
     backends: tuple[str, ...]
-    tokens_per_second: float
+    tokens_per_second: float | None
     decode_tokens_per_second: float | None
     attention_gflop: float
     pairs: int

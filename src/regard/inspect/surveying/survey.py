@@ -61,7 +61,8 @@ def survey(
         layers: numbers from 0, or one; None for all.
         heads: (layer, head), to be kept to the last weight (`Report.closes`).
         tokens: read so many of the text at most; None for all of it.
-        new_tokens: tokens to continue by, greedily; fewer where the model ends the text before.
+        new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
+            once, and no speed is told.
         compare_eager: also run transformers' own eager attention, on at most the first 1,024 tokens, and report the
             largest absolute difference of the outputs (logits, or hidden states of a model without).
         ablate: "zero" or "mean": also take out each head by itself, and say what that does to the loss on the prompt.
@@ -210,7 +211,7 @@ def _run(
         head_dim=max(layer.head_dim for layer in layers),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         backends=tuple(layer.backend for layer in layers),
-        tokens_per_second=prompt.tokens / seconds["prompt"],
+        tokens_per_second=prompt.tokens / seconds["prompt"] if "prompt" in seconds else None,
         decode_tokens_per_second=(new_tokens - 1) / seconds["continuation"] if new_tokens > 1 else None,
         attention_gflop=sum(layer.flops for layer in layers) / 1e9,
         pairs=sum(layer.pairs for layer in layers),

@@ -19,7 +19,7 @@ function drawRun() {
       run.parameters >= 1e9 ? "billion" : "million",
       `${sharing}, ${run.head_dim} wide`,
     ],
-    ["prompt", figure(run.tokens_per_second, 1), "tokens/s", run.machine],
+    ["prompt", figure(run.tokens_per_second, 1), run.tokens_per_second === null ? "" : "tokens/s", run.machine],
     [
       "decoding",
       figure(run.decode_tokens_per_second, 1),
