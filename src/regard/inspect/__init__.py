@@ -78,7 +78,8 @@ from regard.inspect.page import framed, write_page
 from regard.inspect.surveying.closeup import closed_up, rows_of, strongest
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift
 from regard.inspect.surveying.report import Ablations, Close, Head, Picture, Report, Run, Scored
-from regard.inspect.surveying.survey import survey
+from regard.inspect.surveying.sinks import SinkShare
+from regard.inspect.surveying.survey import check, survey
 from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
 
@@ -107,6 +108,7 @@ __all__ = [
     "Score",
     "Scored",
     "Seen",
+    "SinkShare",
     "Sinks",
     "Sweep",
     "Syntactic",
@@ -122,6 +124,7 @@ __all__ = [
     "all_sweep_measures",
     "best",
     "breadth",
+    "check",
     "circuit_of",
     "circuits",
     "closed_up",
