@@ -168,7 +168,10 @@ def test_the_address_keeps_the_place_and_the_zoom(opened, middling):
     tab = settled(opened(middling, state="head=0.0"))
     tab.click("#zoom-in")
     tab.click("#zoom-in")
-    tab.wait_for_timeout(500)
+    tab.wait_for_function(  # the address follows when nothing has moved for a while
+        "() => { const was = window.was; window.was = location.hash; return was?.includes('at=') && was === window.was; }",
+        polling=400,
+    )
     at = tab.url.split("at=")[1]
     again = settled(opened(middling, state=f"head=0.0&at={at}"))
     places = [t.evaluate("[matrix.scrollLeft, matrix.scrollTop, matrix.scrollWidth]") for t in (tab, again)]
