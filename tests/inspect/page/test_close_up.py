@@ -169,7 +169,7 @@ def test_the_address_keeps_the_place_and_the_zoom(opened, middling):
     tab.click("#zoom-in")
     tab.click("#zoom-in")
     tab.wait_for_function(  # the address follows when nothing has moved for a while
-        "() => { const was = window.was; window.was = location.hash; return was?.includes('at=') && was === window.was; }",
+        "() => { const was = self.was; self.was = location.hash; return was?.includes('at=') && was === self.was; }",
         polling=400,
     )
     at = tab.url.split("at=")[1]
