@@ -9,17 +9,7 @@ from transformers.models.llama import modeling_llama
 
 from regard.errors import ProblemError
 from regard.inspect.surveying.survey import survey
-from tests.inspect.small import TEXT, agrees_with_eager, assert_between, llama, words
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
-
-
-@pytest.fixture(name="llama")
-def fresh_llama():
-    return llama()
+from tests.inspect.small import TEXT, agrees_with_eager, assert_between
 
 
 def test_a_decoder_is_run_checked_and_measured(llama, tokenizer):

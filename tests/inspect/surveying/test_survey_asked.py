@@ -14,17 +14,7 @@ from regard.inspect.surveying.report import Head, Report
 from regard.inspect.surveying.survey import check, survey
 from regard.inspect.surveying.wanted import ON_DEMAND, SURVEYED
 from regard.integrate.transformers import use_regard
-from tests.inspect.small import TEXT, agrees_with_eager, assert_between, llama, small, words
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
-
-
-@pytest.fixture(name="llama")
-def fresh_llama():
-    return llama()
+from tests.inspect.small import TEXT, agrees_with_eager, assert_between, small
 
 
 def test_heads_that_are_asked_for_are_kept_to_the_last_weight(llama, tokenizer):

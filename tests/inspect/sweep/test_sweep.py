@@ -14,7 +14,6 @@ from regard.describe.mask import Positions
 from regard.describe.word import word
 from regard.errors import ProblemError
 from regard.inspect.sweep import BINS, Sweep, by_native, by_torch, sweep
-from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import CASES, HEADS, KEYS, called, definition, drawn
 
@@ -41,13 +40,6 @@ ENGINES = {"torch": by_torch.swept, "the library": by_native.swept}
 @pytest.fixture(params=MORE)
 def call(request):
     return MORE[request.param]()
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of a few rows and chunks of a few keys, so that small calls have many."""
-    monkeypatch.setattr(module, "TILE", 2 * 6 * 29 * 3)
-    monkeypatch.setattr(module, "CHUNK", 4)
 
 
 def gathered(call: Call, along: Tensor, cell: int) -> Sweep:

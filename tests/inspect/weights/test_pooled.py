@@ -6,19 +6,7 @@ import torch
 from regard import Causal
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
-from tests.inspect.dense import CASES, called, definition
-
-
-@pytest.fixture(params=CASES)
-def call(request):
-    return CASES[request.param]()
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of a few rows and chunks of a few keys, so that cells are met by several."""
-    monkeypatch.setattr(module, "TILE", 2 * 6 * 29 * 3)
-    monkeypatch.setattr(module, "CHUNK", 4)
+from tests.inspect.dense import called, definition
 
 
 def cells(dense, size, gather):

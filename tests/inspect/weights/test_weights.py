@@ -9,19 +9,7 @@ from regard.errors import ProblemError
 from regard.inspect.measures import sink
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import ROWS, TILE, Weights
-from tests.inspect.dense import CASES, called, definition, drawn
-
-
-@pytest.fixture(params=CASES)
-def call(request):
-    return CASES[request.param]()
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of a few rows and chunks of a few keys, so that small calls have many."""
-    monkeypatch.setattr(module, "TILE", 2 * 6 * 29 * 3)
-    monkeypatch.setattr(module, "CHUNK", 4)
+from tests.inspect.dense import called, definition, drawn
 
 
 def test_dense_weights_are_the_softmax(call):
