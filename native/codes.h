@@ -109,15 +109,16 @@ struct Fp8 : OfBytes<Fp8> {
         some(p, x);
         return x[0];
     }
-    // Looked up as bf16, whose two bytes are the upper ones of a number. Words of 4 codes go to places from which
-    // lanes of 128 bits need not be crossed again.
+    // 1, 2, 4 or 8 vectors. Looked up as bf16, whose two bytes are the upper ones of a number. Words of 4 codes go to
+    // places from which lanes of 128 bits need not be crossed again.
     template <int N>
     static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
         if constexpr (N > 4) {
-            F a[4], b[N - 4];
+            static_assert(N == 8, "two lots of four");
+            F a[4], b[4];
             some(p, a), some(p + 64, b);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) x[n] = n < 4 ? a[n < 4 ? n : 0] : b[n < 4 ? 0 : n - 4];
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; ++n) x[n] = a[n], x[n + 4] = b[n];
         } else {
             const __m512i places = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
             const __m512i codes = _mm512_permutexvar_epi32(places, bytes<N>(p));
@@ -130,7 +131,7 @@ struct Fp8 : OfBytes<Fp8> {
             if constexpr (N > 2) {
                 const __m512i second = _mm512_unpackhi_epi8(low, high);
                 x[2] = (F)_mm512_unpacklo_epi16(zero, second);
-                if constexpr (N > 3) x[3] = (F)_mm512_unpackhi_epi16(zero, second);
+                x[3] = (F)_mm512_unpackhi_epi16(zero, second);
             }
         }
     }
@@ -138,7 +139,6 @@ struct Fp8 : OfBytes<Fp8> {
     static REGARD_INLINE __m512i bytes(const uint8_t *p) {
         if constexpr (N == 1) return _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
         else if constexpr (N == 2) return _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
-        else if constexpr (N == 3) return _mm512_maskz_loadu_epi32(0xfff, p);
         else return _mm512_loadu_si512(p);
     }
     static REGARD_INLINE __m512i looked_up(const uint8_t (&table)[128], __m512i codes) {
