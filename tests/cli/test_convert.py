@@ -62,6 +62,12 @@ def test_options_reach_the_conversion(more, llama, tmp_path, capsys):
     assert plain != other
 
 
+def test_a_seed_of_what_is_not_random_is_refused(llama, tmp_path, capsys):
+    assert main(["convert", str(llama), str(tmp_path / "out"), "--kv-heads", "2", "--seed", "3"]) == 2
+    assert "--seed is for --how random, and --how is mean" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_that_is_there_is_replaced_only_by_force(llama, tmp_path, capsys):
     asked = ["convert", str(llama), str(tmp_path / "out"), "--kv-heads", "2"]
     assert main(asked) == 0

@@ -1,7 +1,9 @@
 """`regard inspect` with a survey made up for it: what it reads, what it asks for, and what it writes."""
 
+import csv
 import importlib.util
 import json
+from collections import Counter
 
 import pytest
 
@@ -91,12 +93,25 @@ def test_json_goes_to_a_file(here):
 
 def test_scores_go_to_a_table(here, capsys):
     assert main(["inspect", "--csv", "heads.csv", "--json", "heads.json"], tools=Surveyed()) == 0
-    assert (here / "heads.csv").read_text() == report().to_csv()
+    assert (here / "heads.csv").read_text() == report(model="label").to_csv()
     capsys.readouterr()
     assert main(["inspect", "--csv", "-"], tools=Surveyed()) == 0
     out, err = capsys.readouterr()
-    assert out == report().to_csv()
+    assert out == report(model="label").to_csv()
     assert "page: regard.html" in err
+
+
+def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
+    tools = Surveyed(lambda name: (name, "tokenizer", name))
+    options = ["--model", "one", "--compare", "two", "--csv", "heads.csv", "--json", "heads.json"]
+    assert main(["inspect", *options], tools=tools) == 0
+    table = list(csv.DictReader((here / "heads.csv").read_text().splitlines()))
+    told = json.loads((here / "heads.json").read_text())
+    assert Counter(row["model"] for row in table) == {"one": 12, "two": 12}
+    for model, found in (("one", told), ("two", told["other"])):
+        assert found["run"]["model"] == model
+        rows = [row for row in table if row["model"] == model]
+        assert [float(row["sink"]) for row in rows] == [head["scores"]["sink"]["value"] for head in found["heads"]]
 
 
 # ---- a real model ---------------------------------------------------------------------------------------------------

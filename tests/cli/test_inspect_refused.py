@@ -101,6 +101,12 @@ def test_one_stdout_is_not_for_two(capsys):
     assert tools.asked is None
 
 
+def test_a_list_of_heads_and_a_table_do_not_both_go_to_stdout(capsys):
+    for option in ("--json", "--csv"):
+        said = one_line(capsys, ["--top", "5", option, "-"])
+        assert f"--top lists heads on stdout, which {option} - takes for itself" in said
+
+
 def test_a_head_outside_of_the_layers(capsys):
     assert "head 2.1 is in none of the layers" in one_line(capsys, ["--layer", "0,1", "--heads", "2.1"])
 

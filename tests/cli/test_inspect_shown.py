@@ -196,6 +196,33 @@ def test_two_models_are_compared_kind_by_kind_and_head_by_head(capsys):
     assert "nothing to compare head by head" in capsys.readouterr().out
 
 
+def test_what_was_asked_for_is_shown_of_the_second_model_too(capsys):
+    tools = Surveyed(lambda name: (name, "tokenizer", name))
+    options = ["--model", "one", "--compare", "two", "--heads", "1.1,0.2", "--ablate", "mean"]
+    assert main(["inspect", *options], tools=tools) == 0
+    out = capsys.readouterr().out
+    told = out[out.index("compared with two") :]
+    assert "loss 2.500 nats a token" in told
+    for name in ("1.1", "0.2"):
+        assert f"head {name}, key head" in out
+        assert f"head {name} of two, key head" in told
+
+
+def test_two_models_are_compared_by_the_measures_that_were_asked_for(capsys):
+    from regard.cli import terminal
+
+    here, there = report(model="one"), report(model="two")
+    heads = {head.name: head for head in there.heads}
+    moved = replace(heads["1.1"], scores={**heads["1.1"].scores, "entropy": Scored(1.7, 2.6)})
+    there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
+    terminal.show(replace(here, other=there), top=3, measures=["entropy", "sink"])
+    out = capsys.readouterr().out
+    told = out[out.index("compared with two") :].splitlines()
+    assert told[-2].split()[:4] == ["1.1", "entropy", "0.400", "1.700"]
+    terminal.show(replace(here, other=there), top=3, measures=["sink"])
+    assert "No head's sink differs: the two do the same on this text." in capsys.readouterr().out
+
+
 def test_notes_of_a_run_are_shown(capsys):
     from regard.cli import terminal
 

@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
         default="mean",
         help="what stands for a group of heads: their mean, the first, or new numbers alike (default: mean)",
     )
-    parser.add_argument("--seed", type=count(0), default=0, metavar="N", help="of what is random (default: 0)")
+    parser.add_argument("--seed", type=count(0), metavar="N", help="of --how random (default: 0)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights written (default: as they are)")
     parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
     parser.set_defaults(run=run)
@@ -48,6 +48,8 @@ def run(asked: argparse.Namespace) -> int:
             raise ProblemError(
                 f"`regard convert` needs {package}, which is not installed: pip install 'regard[models]'."
             )
+    if asked.seed is not None and asked.how != "random":
+        raise ProblemError(f"--seed is for --how random, and --how is {asked.how}, which draws nothing: leave it out.")
     import torch
 
     from regard.integrate.convert import convert_checkpoint
@@ -58,7 +60,7 @@ def run(asked: argparse.Namespace) -> int:
             asked.out,
             kv_heads=asked.kv_heads,
             how=asked.how,
-            seed=asked.seed,
+            seed=asked.seed or 0,
             dtype=None if asked.dtype is None else getattr(torch, asked.dtype),
             force=asked.force,
             progress=progress,

@@ -14,17 +14,17 @@ PAIRS = 8
 """Pairs of tokens that are listed."""
 
 
-def detail(report: Report, place: tuple[int, int]) -> Iterator[Text | Table]:
-    """What there is to say about the head at (layer, head), part by part."""
+def detail(report: Report, place: tuple[int, int], of: str = "") -> Iterator[Text | Table]:
+    """What there is to say about the head at (layer, head), part by part; `of` names its model where there are two."""
     head = next(head for head in report.heads if (head.layer, head.head) == place)
-    yield _title(head)
+    yield _title(head, f" of {of}" if of else "")
     yield _scores(report, head)
     yield from _meanings(report, head)
     yield from _pairs(report, head)
 
 
-def _title(head: Head) -> Text:
-    text = Text.assemble("\n", (f"head {head.name}", "bold"), f", key head {head.kv_head}: ")
+def _title(head: Head, of: str) -> Text:
+    text = Text.assemble("\n", (f"head {head.name}", "bold"), f"{of}, key head {head.kv_head}: ")
     text.append(head.kind, COLOURS.get(head.kind, ""))
     sure = "" if head.sure is None else f", in {sureness([head])} of the draws"
     return text.append(f"{sure}; remarkable {head.remarkable:.3f}")

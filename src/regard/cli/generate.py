@@ -98,9 +98,10 @@ def _check(asked: argparse.Namespace) -> None:
         raise ProblemError(f"two models are named, {asked.model} and --model {asked.named}: leave one of them out.")
     if "" in (asked.stop or ()):
         raise ProblemError("--stop is empty, and every text begins with that: give a character or more.")
-    for name in ("json", "compare"):
+    for name in ("json", "compare", "stop", "no_end"):
         if asked.explain and getattr(asked, name):
-            raise ProblemError(f"--explain writes nothing, so there is nothing for --{name}: leave one of them out.")
+            option = f"--{name.replace('_', '-')}"
+            raise ProblemError(f"--explain writes nothing, so there is nothing for {option}: leave one of them out.")
     if asked.compare and cache_options.words(asked) == PLAIN:
         raise ProblemError(
             "--compare is with a plain cache, and that is what is asked for: add --cache int8, or others."
@@ -145,7 +146,7 @@ def _prepared(asked: argparse.Namespace, model: Any, words: CacheWords, prompt: 
         settings["min_new_tokens"] = tokens
     if words.evict is None and not model.config.is_encoder_decoder:  # a policy looks at the whole prompt before it goes
         settings["prefill_chunk_size"] = CHUNK if window is None else min(CHUNK, window)
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(asked.seed or 0)
     return regard_cache(model, **words._asdict()), settings
 
 
@@ -162,7 +163,7 @@ def _plain(asked: argparse.Namespace, model: Any, tokenizer: Any, ids: Tensor, s
         count = settings["max_new_tokens"]
         stream, tell = _stream(tokenizer, ids, asked), "writing with a plain cache"
         listener = Listener(stream, lambda _: progress(tell, len(listener.tokens), count), lambda: None)
-        torch.manual_seed(asked.seed)
+        torch.manual_seed(asked.seed or 0)
         return write(model, ids, regard_cache(model), listener, settings, progress)
 
 

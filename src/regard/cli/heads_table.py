@@ -93,7 +93,7 @@ def table(heads: Sequence[Head], measures: Sequence[str], console: Console) -> T
     made.add_column("sure\n", justify="right", no_wrap=True)
     for measure in measures:
         chance = next((head.score(measure).chance for head in heads if head.score(measure).chance is not None), None)
-        made.add_column(f"{measure}\n{number(chance)} {_unit(measure)}", no_wrap=True)
+        made.add_column(f"{measure}\n{number(chance)} {own_unit(measure)}", no_wrap=True)
     for head in heads:
         cells = [_score(head.score(measure), measure, bar) for measure in measures]
         kind = Text(head.kind, COLOURS.get(head.kind, ""))
@@ -109,11 +109,11 @@ def _bar(measures: Sequence[str], width: int) -> int:
 
 def _column(measure: str, more: int) -> int:
     """The width of a column whose cells have this many characters beside the number."""
-    unit = _unit(measure)
+    unit = own_unit(measure)
     return max(len(measure), 5 + more, len(f"12.345 {unit}") if unit else 0)
 
 
-def _unit(measure: str) -> str:
+def own_unit(measure: str) -> str:
     """Units that are said; what has another is a share or a mass, at most 1."""
     unit = DEFINITIONS[measure].unit if measure in DEFINITIONS else ""
     return unit if unit in OWN_UNITS else ""
@@ -124,7 +124,7 @@ def _score(score: Scored, measure: str, bar: int) -> Text:
     says = measure in NAMED_BY and lift(score) >= NAMED_FROM
     text = Text(number(score.value), "bold" if says else "")
     if bar and score.value is not None:
-        whole = score.chance if _unit(measure) else 1.0
+        whole = score.chance if own_unit(measure) else 1.0
         colour = COLOURS[NAMED_BY[measure]] if says else "dim"
         text.append(" ").append(bar_of(score.value / whole if whole else 0.0, bar), colour)
     return text

@@ -26,6 +26,9 @@ Progress = Callable[[str, int, int], None]
 
 HOW = ("zero", "mean")
 
+TOP = 12
+"""Heads that are listed where nobody said how many."""
+
 EPILOG = """\
 examples:
   regard inspect                                          our own paragraph, SmolLM2-135M-Instruct
@@ -124,7 +127,7 @@ def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
         "--no-eager", action="store_true", help="do not compare with transformers' own eager attention"
     )
     shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--top", type=which.count, default=12, metavar="N", help="heads to list (default: 12)")
+    shown.add_argument("--top", type=which.count, metavar="N", help=f"heads to list (default: {TOP})")
     shown.add_argument("--out", default="regard.html", metavar="PAGE", help="the page (default: regard.html)")
     shown.add_argument("--json", metavar="FILE", help="all scores as JSON; - for stdout, with nothing else there")
     shown.add_argument("--csv", metavar="FILE", help="all scores as a table, a line a head; - for stdout, likewise")
@@ -141,7 +144,8 @@ def run(asked: argparse.Namespace, tools: Callable[[], Tools]) -> int:
     _write(report, asked)
     quiet = STDOUT in (asked.json, asked.csv)
     if not quiet:
-        terminal.show(report, top=asked.top, measures=asked.measure, heads=asked.heads or ())
+        top = TOP if asked.top is None else asked.top
+        terminal.show(report, top=top, measures=asked.measure, heads=asked.heads or ())
     megabytes = Path(asked.out).stat().st_size / 1e6
     print(f"page: {asked.out} ({megabytes:.1f} MB)", file=sys.stderr if quiet else sys.stdout)
     return 0
@@ -155,6 +159,9 @@ def _check(asked: argparse.Namespace) -> None:
             check_place(place)
     if asked.json == asked.csv == STDOUT:
         raise ProblemError("--json and --csv cannot both go to stdout: name a file for one of them.")
+    if STDOUT in (asked.json, asked.csv) and asked.top is not None:
+        option = "--json" if asked.json == STDOUT else "--csv"
+        raise ProblemError(f"--top lists heads on stdout, which {option} - takes for itself: leave one of them out.")
     places = [Path(place).resolve() for place in (asked.out, asked.json, asked.csv) if place not in (None, STDOUT)]
     if len(set(places)) < len(places):
         raise ProblemError("two of --out, --json and --csv name the same file: give each its own.")

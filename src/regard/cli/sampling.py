@@ -21,12 +21,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--top-k", type=count(0), metavar="K", help="draw among the K likeliest, 0 for all (default: 50)"
     )
-    group.add_argument("--seed", type=count(0), default=0, metavar="N", help="of what is drawn (default: 0)")
+    group.add_argument("--seed", type=count(0), metavar="N", help="of what is drawn (default: 0)")
 
 
 def check(asked: argparse.Namespace) -> None:
     """Raise `ProblemError` for options that do not go together."""
-    for name in ("top_p", "top_k"):
+    for name in ("top_p", "top_k", "seed"):
         if asked.temperature == 0 and getattr(asked, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ProblemError(

@@ -98,11 +98,21 @@ def show(
         "",
         *_heads(report, min(top, len(report.heads)), measures, console),
         *(part for head in heads for part in drilldown.detail(report, head)),
-        *compared.told(report, top),
+        *(_compared(report, report.other, top, measures, heads) if report.other is not None else ()),
         "",
     ]
     for part in parts:
         console.print(part, soft_wrap=plain and not isinstance(part, Table))
+
+
+def _compared(
+    report: Report, other: Report, top: int, measures: Sequence[str] | None, heads: Sequence[tuple[int, int]]
+) -> Iterator[RenderableType]:
+    yield Text("\ncompared with ").append(_facts(other))
+    yield ""
+    yield from compared.told(report, other, top, measures)
+    for head in heads:
+        yield from drilldown.detail(other, head, visible(other.run.model))
 
 
 # ---- what ran, what was written -------------------------------------------------------------------------------------

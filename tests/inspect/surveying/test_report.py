@@ -45,7 +45,7 @@ def test_ablations_and_what_it_is_compared_with_are_part_of_it():
 def test_a_table_has_a_line_a_head_and_four_columns_a_score():
     made = report()
     header, *lines = csv.reader(made.to_csv().splitlines())
-    assert header[:6] == ["layer", "head", "kv_head", "kind", "sure", "remarkable"]
+    assert header[:7] == ["model", "layer", "head", "kv_head", "kind", "sure", "remarkable"]
     assert len(lines) == len(made.heads)
     for line, head in zip(lines, made.heads, strict=True):
         cells = dict(zip(header, line, strict=True))
@@ -53,6 +53,18 @@ def test_a_table_has_a_line_a_head_and_four_columns_a_score():
         low, high = float(cells["sink_low"]), float(cells["sink_high"])
         assert (float(cells["sink"]), low, high) == (head.value("sink"), *head.score("sink")[2:])
         assert cells["effective_tokens_low"] == ""
+
+
+def test_a_table_of_two_models_has_the_heads_of_both_in_the_same_columns():
+    there = report(layers=2, heads=6, model="two", ablated=True)
+    made = report(model="one", other=there)
+    table = list(csv.DictReader(made.to_csv().splitlines()))
+    assert [(row["model"], row["layer"], row["head"]) for row in table] == [
+        (each.run.model, str(head.layer), str(head.head)) for each in (made, there) for head in each.heads
+    ]
+    assert [float(row["sink"]) for row in table] == [h.value("sink") for h in (*made.heads, *there.heads)]
+    assert {bool(row["delta_loss"]) for row in table if row["model"] == "one"} == {False}
+    assert {bool(row["delta_loss"]) for row in table if row["model"] == "two"} == {True}
 
 
 def test_measures_stand_in_the_order_of_their_definitions():

@@ -6,7 +6,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,9 @@ __all__ = [
     "lift",
     "ranked",
 ]
+
+CSV_HEAD = ("model", "layer", "head", "kv_head", "kind", "sure", "remarkable")
+"""The first columns of `Report.to_csv`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +152,7 @@ class Report:
     @property
     def measures(self) -> tuple[str, ...]:
         """The keys of all scores that some head has, in the order of `DEFINITIONS`."""
-        here = {measure for head in self.heads for measure in head.scores}
-        return (*(m for m in DEFINITIONS if m in here), *sorted(here - DEFINITIONS.keys()))
+        return _measures([self])
 
     @property
     def sink_shares(self) -> tuple[SinkShare, ...]:
@@ -173,15 +175,18 @@ class Report:
         }
 
     def to_csv(self) -> str:
-        """One line a head, most remarkable first: every score with its chance value and interval, or nothing."""
+        """One line a head, most remarkable first: every score with its chance value and interval, or nothing.
+
+        The first column is the model. The heads of a report that this one is compared with come after its own, with the
+        same columns: all scores that a head of either has.
+        """
+        reports = [self] if self.other is None else [self, self.other]
+        measures = _measures(reports)
         text = io.StringIO(newline="")
         table = csv.writer(text, lineterminator="\n")
         parts = ("", "_chance", "_low", "_high")
-        table.writerow(
-            ["layer", "head", "kv_head", "kind", "sure", "remarkable"]
-            + [measure + part for measure in self.measures for part in parts]
-        )
-        table.writerows(self._line(head) for head in self.heads)
+        table.writerow([*CSV_HEAD, *(measure + part for measure in measures for part in parts)])
+        table.writerows(report._line(head, measures) for report in reports for head in report.heads)
         return text.getvalue()
 
     def _told(self, head: Head) -> dict[str, Any]:
@@ -203,10 +208,15 @@ class Report:
 
         return framed(self)
 
-    def _line(self, head: Head) -> Iterator[object]:
-        yield from (head.layer, head.head, head.kv_head, head.kind, head.sure, head.remarkable)
-        for measure in self.measures:
+    def _line(self, head: Head, measures: Sequence[str]) -> Iterator[object]:
+        yield from (self.run.model, head.layer, head.head, head.kv_head, head.kind, head.sure, head.remarkable)
+        for measure in measures:
             yield from head.score(measure)
+
+
+def _measures(reports: Sequence[Report]) -> tuple[str, ...]:
+    found = {measure for report in reports for head in report.heads for measure in head.scores}
+    return (*(m for m in DEFINITIONS if m in found), *sorted(found - DEFINITIONS.keys()))
 
 
 def _without_keys(ablations: Ablations) -> dict[str, Any]:
