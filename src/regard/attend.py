@@ -21,7 +21,7 @@ from regard.plan.choose import Plan, choose
 from regard.plan.execute import execute
 from regard.plan.known import prepare
 from regard.plan.lower import gathered
-from regard.plan.problem import Operands, opened, pose
+from regard.plan.problem import Operands, check_readable, opened, pose
 from regard.state import State
 
 
@@ -277,6 +277,9 @@ def _autocast(q: Tensor, k: Tensor | Stored, v: Tensor | Stored) -> tuple[Tensor
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if isinstance(t, Tensor):  # not all that pose refuses can be converted
+            check_readable(name, t)
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

@@ -29,6 +29,7 @@ from regard.plan.execute import execute
 from regard.plan.known import prepare
 from regard.plan.problem import (
     check_numbers,
+    check_offset,
     check_sink,
     check_tensors,
     check_words,
@@ -84,9 +85,12 @@ def attend_traced(
     check_words(mask, bias, score)
     check_numbers(scale, softcap, dropout)
     check_engine(backend)
+    if offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
+        offset = check_offset(offset)
     if isinstance(k, Stored) or isinstance(v, Stored):  # an operator takes tensors
         mask, (stored_k, stored_v) = handles(k, v, mask, bias, offset)
         k, v = stored_k.dense(), stored_v.dense()
+    check_tensors(q, k, v)
     check_sink(sink, q.shape[1], q)
     carried: list[Tensor] = []
     numbers: list[int] = []

@@ -1,11 +1,33 @@
 """Posing: what makes no sense is said in the user's words before anything is computed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from regard import Alibi, Causal, Lengths, ProblemError, TensorBias, attend
+from regard import (
+    Alibi,
+    Causal,
+    Cosine,
+    Dense,
+    Lengths,
+    Mask,
+    Plan,
+    ProblemError,
+    State,
+    Stored,
+    TensorBias,
+    attend,
+    attend_state,
+    explain,
+)
+from regard.describe.score import Bilinear
 from regard.plan.problem import pose
 
 Q, K, V = torch.zeros(2, 32, 5, 8), torch.zeros(2, 8, 7, 8), torch.zeros(2, 8, 7, 6)
@@ -28,9 +50,12 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "a tensor for a mask": ((Q, K, V), {"mask": torch.ones(5, 7)}, "TensorBias"),
     "a bias for a mask": ((Q, K, V), {"mask": Alibi(32)}, "expected a regard Mask"),
     "a mask for a bias": ((Q, K, V), {"bias": Causal()}, "expected a regard Bias"),
+    "torch's causal mask": ((Q, K, V), {"mask": causal_lower_right(5, 7)}, "mask is a CausalBias.*say mask=Causal()"),
     "a name for a mask": ((Q, K, V), {"mask": "causal"}, "expected a regard Mask"),
     "a score by name": ((Q, K, V), {"score": "dot"}, "expected a regard Score"),
     "scale": ((Q, K, V), {"scale": float("nan")}, "scale is nan: expected a finite number"),
+    "a scale beyond floats": ((Q, K, V), {"scale": 10**400}, "expected a number up to 1.79"),
+    "a softcap beyond floats": ((Q, K, V), {"softcap": 10**400}, "expected a number up to 1.79"),
     "a learned scale": ((Q, K, V), {"scale": torch.ones(())}, "scale is a tensor: expected a number"),
     "a scale in words": ((Q, K, V), {"scale": "x"}, "scale is 'x': expected a number"),
     "no dropout": ((Q, K, V), {"dropout": None}, "expected a probability"),
@@ -40,6 +65,10 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "sink per key head": ((Q, K, V), {"sink": torch.zeros(8)}, r"a logit per query head, \[32\]"),
     "sink elsewhere": ((Q, K, V), {"sink": torch.zeros(32, device="meta")}, "one device"),
     "offset": ((Q, K, V), {"offset": 1.5}, "offset is 1.5: expected an int"),
+    "an offset beyond 64 bits": ((Q, K, V), {"offset": 2**63}, "offset is 9223372036854775808: expected an int from"),
+    "an offset far before": ((Q, K, V), {"offset": -(2**63) - 1, "mask": Causal()}, "expected an int from"),
+    "positions that would wrap": ((Q, K, V), {"offset": 2**63 - 1, "mask": Causal()}, "expected an int from"),
+    "offsets of rows": ((Q, K, V), {"offset": torch.tensor([2, 3])}, r"offset is tensor\(\[2, 3\]\): expected an int"),
     "offset by bool": ((Q, K, V), {"offset": True}, "expected an int"),
     "lengths of another batch": (
         (Q, K, V),
@@ -56,6 +85,137 @@ def test_what_makes_no_sense_is_said_in_the_users_words(name: str):
     tensors, words, says = WRONG[name]
     with pytest.raises(ProblemError, match=says):
         attend(*tensors, **words)
+
+
+FRONT: dict[str, Callable[..., Tensor | State | Plan]] = {
+    "attend": attend,
+    "attend_state": attend_state,
+    "explain": explain,
+}
+
+
+class Metadata(Tensor):
+    """A tensor that redefines every function of torch, to pass something on."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def nested(layout: torch.layout) -> Tensor:
+    rows = [torch.zeros(3, 2, 8), torch.zeros(5, 2, 8)]
+    return torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
+
+
+UNREADABLE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a list": (lambda t: t.tolist(), "is list: expected a tensor"),
+    "an array": (lambda t: t.numpy(), "is ndarray: expected a tensor"),
+    "sparse": (lambda t: t.to_sparse(), r"has the layout torch.sparse_coo: .* \.to_dense\(\)"),
+    "sparse by rows": (lambda t: t.to_sparse_csr(), r"has the layout torch.sparse_csr: .* \.to_dense\(\)"),
+    "of oneDNN": (lambda t: t.to_mkldnn(), r"has the layout torch._mkldnn: .* \.to_dense\(\)"),
+    "nested": (lambda t: nested(torch.strided), "is a nested tensor: .*to_padded_tensor"),
+    "jagged": (lambda t: nested(torch.jagged), "is a nested tensor: .*to_padded_tensor"),
+    "masked": (lambda t: masked_tensor(t, t >= 0), "is of the class MaskedTensor, .* __torch_function__"),
+    "of a class that redefines functions": (
+        lambda t: t.as_subclass(Metadata),
+        r"is of the class Metadata, .* \.as_subclass\(torch.Tensor\)",
+    ),
+    "not filled": (lambda t: torch.nn.UninitializedParameter(), "is of the class UninitializedParameter"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # sparse rows, nested and masked tensors are prototypes, says torch
+@pytest.mark.parametrize("front", FRONT)
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_tensor_whose_elements_cannot_be_read_is_refused_wherever_it_comes_in(name: str, front: str):
+    make, says = UNREADABLE[name]
+    q, k, v = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
+    mask = Causal()
+    FRONT[front](q, k, v, mask=mask)  # so that the same call is known
+    for called in ((make(q), k, v), (q, make(k), v), (q, k, make(v)), (make(q), make(k), make(v))):
+        with pytest.raises(ProblemError, match=f"^[qkv] {says}"):
+            FRONT[front](*called)
+        with pytest.raises(ProblemError, match=f"^[qkv] {says}"):
+            FRONT[front](*called, mask=mask)
+    if front == "attend":
+        meta = q.to("meta")
+        with FlopCounterMode(display=False), pytest.raises(ProblemError, match=f"^k {says}"):
+            attend(q, make(k), v)
+        with pytest.raises(ProblemError, match=f"^k {says}"):
+            attend(meta, make(k), v)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ProblemError, match=f"^k {says}"):
+            attend(q, make(k), v)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in UNREADABLE if name not in ("a list", "an array", "not filled")])
+def test_words_and_sinks_carry_tensors_that_can_be_read(name: str):
+    make, says = UNREADABLE[name]
+    q = torch.zeros(1, 2, 5, 8)
+    if name != "sparse by rows":
+        with pytest.raises(ProblemError, match=f"sink {says}"):
+            attend(q, q, q, sink=make(torch.zeros(2)))
+    if name not in ("nested", "jagged", "masked"):  # which no word can be made of
+        with pytest.raises(ProblemError, match=f"a tensor in bias {says}"):
+            attend(q, q, q, bias=TensorBias(make(torch.zeros(5, 5))))
+        with pytest.raises(ProblemError, match=f"a tensor in score {says}"):
+            attend(q, q, q, score=Bilinear(make(torch.zeros(8, 8))))
+    if name.startswith("of a class"):
+        with pytest.raises(ProblemError, match=f"a tensor in mask {says}"):
+            attend(q, q, q, mask=Causal() & Dense(make(torch.ones(5, 5, dtype=torch.bool))))
+
+
+def test_a_sparse_tensor_is_refused_where_a_dense_one_of_the_same_strides_is_known():
+    dense = torch.ones(()).expand(1, 2, 5, 8)
+    assert dense.stride() == dense.to_sparse().stride()
+    attend(dense, dense, dense, mask=Causal())
+    with pytest.raises(ProblemError, match="layout"):
+        attend(*(dense.to_sparse() for _ in "qkv"), mask=Causal())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["a list", "three axes", "sparse", "nested", "jagged"])
+def test_a_tensor_beside_stored_keys_can_be_read(name: str):
+    make, says = {**UNREADABLE, "three axes": (lambda t: t[0], "has shape")}[name]
+    q, k, v = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
+    with pytest.raises(ProblemError, match=f"^v {says}"):
+        attend(q, Stored.of(k), make(v))
+
+
+class Named(Tensor):
+    """A tensor with a further name and nothing else of its own."""
+
+
+@pytest.mark.parametrize("mask", [None, Causal()])
+@pytest.mark.parametrize("backward", [False, True])
+def test_parameters_and_plain_subclasses_are_tensors(mask: Mask | None, backward: bool):
+    drawn = torch.randn(3, 1, 2, 5, 8)
+    sink, table = torch.randn(2), torch.randn(5, 5)
+
+    def gives(wrap: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        q, k, v, s, t = (wrap(x.clone()).requires_grad_(backward) for x in (*drawn, sink, table))
+        out = attend(q, k, v, mask=mask, sink=s, bias=TensorBias(t))
+        return [*torch.autograd.grad(out.sin().sum(), (q, k, v, s, t)), out] if backward else [out]
+
+    for wrap in (torch.nn.Parameter, torch.nn.Buffer, lambda t: t.as_subclass(Named)):
+        assert all(torch.equal(a, b) for a, b in zip(gives(wrap), gives(lambda t: t), strict=True))
+
+
+def test_a_class_that_redefines_what_its_operators_do_computes_by_them():
+    """TwoTensor computes everything twice: that both tensors come out says that its own operators ran."""
+    a, b = ([torch.randn(1, 2, 5, 8) for _ in "qkv"] for _ in "ab")
+    q, k, v = (TwoTensor(x, y) for x, y in zip(a, b, strict=True))
+    for words in ({}, {"mask": Causal()}, {"score": Cosine()}, {"sink": torch.randn(2)}):
+        out = attend(q, k, v, **words)
+        assert isinstance(out, TwoTensor)
+        assert torch.allclose(out.a, attend(*a, **words), atol=1e-6)
+        assert torch.allclose(out.b, attend(*b, **words), atol=1e-6)
+
+
+def test_a_mask_is_read_so_its_tensors_have_their_elements_at_their_address():
+    q, keep = torch.zeros(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool)
+    with pytest.raises(ProblemError, match="a tensor in mask is of the class TwoTensor"):
+        attend(q, q, q, mask=Dense(TwoTensor(keep, keep)))
 
 
 def test_a_problem_holds_no_tensor_and_is_equal_by_value():

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from regard.errors import KeywordError
 
 MASKS = {
-    "Causal()": ("causal", "is_causal", "autoregressive", "tril"),
+    "Causal()": ("causal", "is_causal", "autoregressive", "tril", "causalbias"),
     "Causal() & Window(n)": ("window", "sliding", "sliding_window", "local", "banded"),
     "Causal() & (Window(n) | Prefix(4))": ("sink", "sinks", "attention_sink", "streaming", "streaming_llm"),
     "Causal() | Prefix(n)": ("prefix", "prefix_lm"),

@@ -67,6 +67,7 @@ def prepare(
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),
             q.__class__, k.__class__, v.__class__, q.is_neg(), k.is_neg(), v.is_neg(),
+            q.layout, k.layout, v.layout,
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
             None if mask is None else _of_word(mask), None if bias is None else _of_tensors(bias),
             None if score is None else _of_tensors(score), None if sink is None else _of_tensor(sink),

@@ -5,12 +5,14 @@ What must travel to the engine, the tensors and the words that carry them, are t
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
@@ -28,6 +30,11 @@ _peek_interpreter_stack = _functorch.peek_interpreter_stack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+FARTHEST = 1 << 62
+"""Positions are computed in 64 bits: from here, the distance between a query and a key still fits."""
+
+_disabled: Any = getattr(torch._C, "_disabled_torch_function_impl")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -36,7 +43,7 @@ class Problem:
     `grad` says that gradients will flow back from it, `lse` that the log-sum-exp is wanted as well as the output,
     `transformed` that it runs under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation. `gapped` names
     the tensors in which the numbers of a token do not lie side by side; `foreign` says that some tensor's numbers do
-    not lie where its address says (it is sparse, lazily negated, or of a class that keeps them elsewhere).
+    not lie where its address says (it is lazily negated, or of a class that keeps them elsewhere).
     `k_dim` is `qk_dim` unless the score compares unlike ones, and `score_dim` the numbers that a pair's score is summed
     from, `qk_dim` for a dot product. `storage` says how keys and values are stored, where they are no tensors.
     """
@@ -198,7 +205,7 @@ def pose(
     score = None if isinstance(compared, Dot) else compared.at(heads, kv_heads)
     check_numbers(scale, softcap, dropout)
     check_sink(sink, heads, q)
-    offset = keys - queries if offset is None else _index(offset, "offset")
+    offset = keys - queries if offset is None else check_offset(offset)
     frame = Frame(batch, heads, queries, keys, offset)
     mask, bias = None if mask is None else mask.at(frame), None if bias is None else bias.at(frame)
     words = [word for word in (bias, score) if word is not None]
@@ -254,8 +261,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ("k", k, "kv_heads, keys, qk_dim"),
         ("v", v, "kv_heads, keys, v_dim"),
     ):
-        if not isinstance(t, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"{name} is {type(t).__name__}: expected a tensor [batch, {axes}].")
+        check_readable(name, t, f"a tensor [batch, {axes}]")
         if t.ndim != 4:
             raise ProblemError(f"{name} has shape {list(t.shape)}: expected [batch, {axes}].")
         if t.dtype not in DTYPES:
@@ -283,14 +289,48 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> None:
+    """Raise `ProblemError` unless it is a tensor of one shape whose elements are what torch's operators read.
+
+    A class with a `__torch_function__` of its own may mean anything: torch's `CausalBias` is a tensor that nothing was
+    ever written to. A class with a `__torch_dispatch__` of its own says what each operator does, and is computed so.
+    """
+    if not isinstance(t, Tensor):
+        raise ProblemError(f"{name} is {type(t).__name__}: expected {expected}.")
+    if t.is_nested:
+        raise ProblemError(
+            f"{name} is a nested tensor: expected {expected}. Pad its rows with torch.nested.to_padded_tensor and hide "
+            "the padding with mask=Lengths(lengths), or put the rows one behind another, as one row, and keep them "
+            "apart with mask=Documents(ids)."
+        )
+    kind = type(t)
+    if not _has_ordinary_functions(kind):
+        raise ProblemError(
+            f"{name} is of the class {kind.__name__}, which has a __torch_function__ of its own, so its elements may "
+            f"mean anything: expected {expected}. If they are what they seem, pass it .as_subclass(torch.Tensor)."
+        )
+    if t.layout is not torch.strided:
+        raise ProblemError(f"{name} has the layout {t.layout}: expected {expected} that is strided; call .to_dense().")
+
+
+def _has_ordinary_functions(kind: Any) -> bool:
+    """Whether functions of torch do with tensors of the class what they do with any."""
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return True
+    own = next(base for base in kind.__mro__ if "__torch_function__" in base.__dict__)
+    return own is Tensor or own.__torch_function__ is _disabled
+
+
 def check_words(mask: object, bias: object, score: object) -> None:
     """Raise `ProblemError` unless each is a word of its kind, or None."""
     for name, given, kind in (("mask", mask, Mask), ("bias", bias, Bias), ("score", score, Score)):
         if given is None or isinstance(given, kind):
             _check_word(name, given)
             continue
-        if name == "mask" and isinstance(given, str) and (here := mask_for(given)):
-            raise ProblemError(f"mask is the text {given!r}: expected a regard Mask; say mask={here}.")
+        called = given if isinstance(given, str) else type(given).__name__
+        if name == "mask" and (here := mask_for(called)):
+            what = f"the text {given!r}" if isinstance(given, str) else f"a {called}"
+            raise ProblemError(f"mask is {what}: expected a regard Mask; say mask={here}.")
         what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
         hint = {
             "mask": "wrap a bool tensor as Dense(mask) (True keeps), a float one as bias=TensorBias(mask)",
@@ -310,9 +350,22 @@ def _check_word(name: str, given: Word | None) -> None:
         raise ProblemError(
             f"{name} is a {type(given).__name__}, which is no word that regard knows; see Where and TensorBias."
         )
-    if isinstance(given, Mask) and any(_functorch.is_batchedtensor(t) for t in given.tensors()):
+    for t in given.tensors():
+        check_readable(f"a tensor in {name}", t)
+        if isinstance(given, Mask):
+            _check_mask_tensor(given, t)
+
+
+def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
+    """Raise `ProblemError` unless the tensor can be looked at before anything runs, as schedules are made of masks."""
+    if _functorch.is_batchedtensor(t):
         raise ProblemError(
-            f"{given!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
+            f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
+        )
+    if _has_own_operators(t) and not isinstance(t, FunctionalTensor):
+        raise ProblemError(
+            f"a tensor in mask is of the class {type(t).__name__}, which keeps its elements elsewhere, and masks are "
+            "looked at before attention is computed: expected a torch.Tensor."
         )
 
 
@@ -323,6 +376,8 @@ def check_numbers(scale: object, softcap: object, dropout: object) -> None:
             raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
             raise ProblemError(f"{name} is {given!r}: expected a number.")
+        if isinstance(given, int) and abs(given) > sys.float_info.max:
+            raise ProblemError(f"{name} is {given}: expected a number up to {sys.float_info.max}, as floats are.")
     if isinstance(scale, int | float) and not -math.inf < scale < math.inf:  # isfinite cannot be traced
         raise ProblemError(f"scale is {scale}: expected a finite number, or None for qk_dim ** -0.5.")
     if isinstance(softcap, int | float) and not 0 < softcap < math.inf:
@@ -335,11 +390,33 @@ def check_sink(sink: object, heads: int, q: Tensor) -> None:
     """Raise `ProblemError` unless it is a logit per head beside q, or None."""
     if sink is None:
         return
+    if isinstance(sink, Tensor):
+        check_readable("sink", sink)
     if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():
         what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
         raise ProblemError(f"sink is {what}: expected a float tensor with a logit per query head, [{heads}].")
     if sink.device != q.device:
         raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
+
+
+def check_offset(offset: object) -> int:
+    """The offset as an int.
+
+    Raises:
+        ProblemError: it is none, or positions would not fit in 64 bits.
+    """
+    try:
+        index = None if isinstance(offset, bool) else cast(SupportsIndex, offset).__index__()
+    except (AttributeError, TypeError):  # a tensor has an index only if it is one int
+        index = None
+    if index is None:
+        raise ProblemError(f"offset is {offset!r}: expected an int, or None to put the last query at the last key.")
+    if abs(index) > FARTHEST:
+        raise ProblemError(
+            f"offset is {index}: expected an int from -2**62 to 2**62, as positions and the distances between them are "
+            "computed in 64 bits."
+        )
+    return index
 
 
 def check_device(word: Word, q: Tensor) -> None:
@@ -368,11 +445,14 @@ def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offs
 
 
 def _as_stored(side: object, name: str) -> Stored:
-    if isinstance(side, Tensor) and side.ndim == 4:
-        return Stored.of(side)
-    if not isinstance(side, Stored):
-        raise ProblemError(f"{name} is {type(side).__name__}: expected a tensor, or what a cache handed out.")
-    return side
+    if isinstance(side, Stored):
+        return side
+    expected = "a tensor [batch, kv_heads, keys, dim], or what a cache handed out"
+    check_readable(name, side, expected)
+    tensor = cast(Tensor, side)
+    if tensor.ndim != 4:
+        raise ProblemError(f"{name} has shape {list(tensor.shape)}: expected {expected}.")
+    return Stored.of(tensor)
 
 
 def in_transform() -> bool:
@@ -394,12 +474,10 @@ def _transformed(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _is_foreign(t: Tensor) -> bool:
+    return _has_own_operators(t) or t.is_neg()
+
+
+def _has_own_operators(t: Tensor) -> bool:
+    """Whether its class says what operators do with it, so that its elements need not lie at its address."""
     kind: Any = type(t)
-    own = kind.__torch_dispatch__ is cast(Any, Tensor).__torch_dispatch__ or isinstance(t, FakeTensor)
-    return not own or t.layout is not torch.strided or t.is_neg()
-
-
-def _index(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ProblemError(f"{name} is {value!r}: expected an int, or None to put the last query at the last key.")
-    return value.__index__()
+    return kind.__torch_dispatch__ is not cast(Any, Tensor).__torch_dispatch__ and not isinstance(t, FakeTensor)
