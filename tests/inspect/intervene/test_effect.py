@@ -16,6 +16,15 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
     assert 165 <= held <= 195  # 180 expected, 4 the standard deviation
 
 
+@pytest.mark.parametrize("examples", [4, 8])
+def test_intervals_of_a_few_examples_hold_the_mean_nearly_as_often_as_they_say(examples):
+    """A plain percentile interval of 4 holds it 79 times of 100, of 8 88 times."""
+    random = torch.Generator().manual_seed(2)
+    samples = torch.randn(800, examples, generator=random)
+    held = sum(low <= 0 <= high for low, high in (bootstrap(one) for one in samples))
+    assert 0.92 < held / 800 < 0.98
+
+
 def test_pairs_stay_together():
     base = torch.randn(30).double() * 100
     low, high = Effect((), base, base + 1).interval()

@@ -20,6 +20,7 @@ def test_numbers_are_those_of_the_score_itself(sequences):
     score, scores = Score.of_rows(values, torch.full_like(values, 0.25), counted), Scores()
     scores.add({"sink": score, "evenness": score})
     low, high, _ = score.interval()
+    low, high = low.clamp(0, 1), high.clamp(0, 1)  # a mass
     for head, scored in enumerate(scores.of["sink"]):
         expected = (score.mean()[head], score.mean_chance()[head], low[head], high[head])
         found = [float("nan") if number is None else number for number in scored]
@@ -36,3 +37,10 @@ def test_where_the_best_of_several_stands_is_kept_beside_it():
     scores.add_best({"positional": replace(plain, at=torch.tensor([[3, 1]])), "sink": plain})
     assert [scored.value for scored in scores.of["positional_at"]] == [3, 1]
     assert set(scores.of) == {"positional", "positional_at", "sink"}
+
+
+def test_the_interval_of_a_mass_ends_where_masses_do():
+    score, scores = Score(torch.tensor([[0.7], [0.99], [0.99]]), torch.zeros(3, 1)), Scores()
+    scores.add({"induction": score, "effective_tokens": score})
+    assert score.interval().high > 1 == scores.of["induction"][0].high
+    assert scores.of["effective_tokens"][0].high == pytest.approx(score.interval().high.item())

@@ -2,7 +2,7 @@
 
 Every measure is exact, and is a `Score`: a value for each sequence and head, with its *chance* value (what uniform
 attention over the same mask would score, without which no score means anything: on 5 tokens, uniform causal attention
-gives token 0 a mass of 0.32) and a bootstrap interval.
+gives token 0 a mass of 0.32) and an interval.
 
     pairs      sums over O(n) weights, which are computed and no others      offset  sink  induction  duplicate
     sweep      from what one pass over all weights gathers                   breadth  largest  distance  columns  rare

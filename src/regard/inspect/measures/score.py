@@ -3,11 +3,17 @@
 A score is a mean over rows: sum over the counted rows of x[i], divided by how many there are. Besides the mean a
 `Score` keeps these sums for up to 32 contiguous blocks of rows, so that it can be drawn anew.
 
-Intervals are percentile bootstraps (Efron 1979). Rows of one text depend on each other, so rows are never resampled one
-by one: with two sequences or more what is drawn are sequences, with one its blocks of rows (Carlstein 1986, blocks that
-do not overlap). `Interval.over` says which. Neither knows of texts unlike these.
+Rows of one text depend on each other, so rows are never resampled one by one.
+
+    two sequences or more   Student's t interval of the mean of the sequences' scores, which is exact for normal scores,
+                            however few sequences there are
+    one sequence            percentile bootstrap (Efron 1979) over its blocks of rows (Carlstein 1986, blocks that do
+                            not overlap)
+
+`Interval.over` says which. Neither knows of texts unlike these.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,13 +22,14 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.measures.student import quantile
 
 BLOCKS = 32
 """Blocks that the rows of a sequence are cut into: enough to draw from, and long, to hold what hangs together."""
 
 
 class Interval(NamedTuple):
-    """Where a score lies, [heads] each; `over` is what was resampled: "sequences", "blocks of rows" or "nothing"."""
+    """Where a score lies, [heads] each; `over` is what it was made of: "sequences", "blocks of rows" or "nothing"."""
 
     low: Tensor
     high: Tensor
@@ -73,45 +80,75 @@ class Score:
 
     @property
     def over(self) -> str:
-        """What an interval resamples: "sequences", "blocks of rows" or, where there is one of neither, "nothing"."""
+        """What an interval is made of: "sequences", "blocks of rows" or, where there is one of neither, "nothing"."""
         if self.value.shape[0] > 1:
             return "sequences"
         several = self.counts is not None and bool(((self.counts > 0).sum(-1) > 1).any())
         return "blocks of rows" if several else "nothing"
 
     def draws(self, draws: int = 1000, seed: int = 0) -> Tensor:
-        """Bootstrap draws of `mean`, [draws, heads]; NaN where there is nothing to resample.
+        """Where `mean` may be, [draws, heads]: random values around it; NaN where there is nothing to draw from.
 
-        The same seed draws the same sequences, or blocks, for every score of the same shape: scores drawn alike can be
-        compared draw by draw.
+        Of sequences Student's t around their mean, of blocks of rows a bootstrap. The same seed draws the same for
+        every score of the same shape: scores drawn alike can be compared draw by draw.
 
         Raises:
             ProblemError: no draws.
         """
         if draws < 1:
             raise ProblemError(f"draws is {draws}: expected how often to draw anew, 1 or more (1,000 by default).")
-        if self.over == "nothing":
+        over = self.over
+        if over == "sequences":
+            return self._around_the_mean(draws, seed)
+        if over == "nothing" or self.sums is None or self.counts is None:
             return self.value.new_full((draws, self.value.shape[1]), torch.nan)
-        if self.value.shape[0] > 1 or self.sums is None or self.counts is None:
-            sums, counts = self.value.nan_to_num(0.0).mT.double(), (~self.value.isnan()).mT.double()
-        else:
-            sums, counts = self.sums[0], self.counts[0]
-        drawn = _drawn(sums.shape[1], draws, seed).to(sums.device)  # [draws, of what is resampled]
+        sums, counts = self.sums[0], self.counts[0]
+        drawn = _drawn(sums.shape[1], draws, seed).to(sums.device)  # [draws, blocks]
         found = (drawn @ sums.mT) / (drawn @ counts.mT)
-        alone = (counts > 0).sum(-1) < 2  # one sequence, or one block, that has a score
+        alone = (counts > 0).sum(-1) < 2  # one block that has a score
         return found.masked_fill(alone, torch.nan).to(self.value.dtype)
 
     def interval(self, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
-        """The percentile interval of `mean`, each [heads]; NaN where there are no two sequences or blocks with a score.
+        """The interval of `mean`, each [heads]; NaN where there are no two sequences or blocks with a score.
+
+        Of few sequences it may go beyond what a score can be, such as 1 for a mass.
+
+        Args:
+            draws, seed: of the bootstrap over blocks of rows; Student's interval needs none.
 
         Raises:
             ProblemError: a level that is not between 0 and 1, or no draws.
         """
         if not 0 < level < 1:
             raise ProblemError(f"level is {level}: expected the share of draws in the interval, between 0 and 1.")
+        if self.over == "sequences":
+            return self._student(level)
         ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64, device=self.value.device)
         low, high = self.draws(draws, seed).double().nanquantile(ends, dim=0).to(self.value.dtype)
         return Interval(low, high, self.over)
+
+    def _student(self, level: float) -> Interval:
+        mean, error, count = self._of_sequences()
+        t = torch.tensor([quantile((1 + level) / 2, n - 1) if n > 1 else math.nan for n in count.tolist()])
+        reach = t.to(error) * error
+        return Interval((mean - reach).to(self.value.dtype), (mean + reach).to(self.value.dtype), "sequences")
+
+    def _around_the_mean(self, draws: int, seed: int) -> Tensor:
+        """Student's t, [draws, heads]: normal weights on the deviations of sequences, over a chi drawn as well."""
+        mean, error, count = self._of_sequences()
+        normal, square = (part.to(mean.device) for part in _normal(self.value.shape[0], draws, seed))
+        off = (self.value.double() - mean).nan_to_num(0.0)  # [batch, heads]
+        spread = off.square().sum(0).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+        degrees = (count - 1).clamp(min=1)
+        chi = (square[:, degrees - 1] / degrees).sqrt()  # [draws, heads]
+        return (mean + error * (normal @ off) / spread / chi).to(self.value.dtype)
+
+    def _of_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean over sequences with a score, its standard error (NaN of one), and how many they are; [heads]."""
+        values, there = self.value.double(), ~self.value.isnan()
+        count, mean = there.sum(0), values.nanmean(0)
+        squares = (values - mean).square().where(there, 0.0).sum(0)
+        return mean, (squares / (count * (count - 1))).sqrt().where(count > 1, math.nan), count
 
 
 def _blocks(values: Tensor) -> Tensor:
@@ -130,3 +167,15 @@ def _drawn(of: int, draws: int, seed: int) -> Tensor:
     return torch.zeros(draws, of, dtype=torch.float64).scatter_add_(
         1, picked, torch.ones(1, 1, dtype=torch.float64).expand(draws, of)
     )
+
+
+@lru_cache(maxsize=8)
+def _normal(of: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Normal weights [draws, of], and sums of 1, 2, ... squares of other normal numbers [draws, of - 1]; float64.
+
+    Every weight comes with its opposite, so that the draws lie evenly around their mean.
+    """
+    random = torch.Generator().manual_seed(seed)
+    half = torch.randn((-(-draws // 2), 2 * of - 1), generator=random, dtype=torch.float64)
+    weights = torch.stack([half[:, :of], -half[:, :of]], dim=1).flatten(0, 1)[:draws]
+    return weights, half[:, of:].square().cumsum(1).repeat_interleave(2, dim=0)[:draws]

@@ -5,16 +5,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.inspect.measures import places
 from regard.inspect.measures.score import Score
 from regard.inspect.surveying.head import Scored
-from regard.inspect.surveying.kinds import NAMERS
+from regard.inspect.surveying.kinds import DEFINITIONS, NAMERS
 
 DRAWS = 1000
-"""Bootstrap draws for intervals and for how sure a kind is."""
+"""Draws for intervals and for how sure a kind is."""
+
+SHARES = ("mass", "share")
+"""Units of what lies from 0 to 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +27,7 @@ class Scores:
 
     Args:
         of: by measure, one for each head.
-        drawn: by measure, bootstrap draws [draws, heads]; of `NAMERS` alone. Scores of one sample are drawn together.
+        drawn: by measure, draws of it [draws, heads]; of `NAMERS` alone. Scores of one sample are drawn together.
     """
 
     of: dict[str, list[Scored]] = field(default_factory=dict[str, list[Scored]])
@@ -33,7 +37,7 @@ class Scores:
         """Read these as plain numbers, and let go of them."""
         for measure, score in scores.items():
             draws = score.draws(DRAWS).double().cpu().numpy()
-            self.of[measure] = list(_numbers(score, draws))
+            self.of[measure] = list(_numbers(measure, score, draws))
             if measure in NAMERS:
                 self.drawn[measure] = draws
 
@@ -56,11 +60,21 @@ class Scores:
         return {measure: scores[head] for measure, scores in self.of.items()}
 
 
-def _numbers(score: Score, draws: NDArray[np.float64]) -> Iterator[Scored]:
+def _numbers(measure: str, score: Score, draws: NDArray[np.float64]) -> Iterator[Scored]:
     """The mean over sequences of each head, as what a report says."""
-    columns = (score.mean().double().tolist(), score.mean_chance().double().tolist(), *interval(draws))
+    columns = (score.mean().double().tolist(), score.mean_chance().double().tolist(), *_ends(measure, score, draws))
     for row in zip(*columns, strict=True):
         yield Scored(*(None if math.isnan(number) else float(number) for number in row))
+
+
+def _ends(measure: str, score: Score, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The ends of the 95 % interval of each head [2, heads]; those of a share of something lie from 0 to 1."""
+    if score.over == "sequences":
+        low, high, _ = score.interval()
+        found = torch.stack([low, high]).double().cpu().numpy()
+    else:
+        found = interval(draws)
+    return found.clip(0, 1) if measure in DEFINITIONS and DEFINITIONS[measure].unit in SHARES else found
 
 
 def interval(draws: NDArray[np.float64], level: float = 0.95) -> NDArray[np.float64]:
