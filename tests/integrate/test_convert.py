@@ -1,7 +1,9 @@
 """Checkpoints with fewer key heads: what transformers loads from them, and what is left when something goes wrong."""
 
 import json
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from regard.errors import ProblemError
 from regard.integrate.convert import convert_checkpoint
 from regard.integrate.fewer_heads import FUSED, SEPARATE
+from regard.unfinished import locked
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -275,6 +278,7 @@ def test_other_files_come_along_and_other_weights_do_not(llama, tmp_path):
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert names == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "templates/chat.jinja",
+        "regard-convert.json",
     }  # fmt: skip
     assert done.left_out == ("pytorch_model.bin",)
     assert done.bytes_written == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
@@ -330,20 +334,114 @@ def test_what_is_cut_in_the_middle_leaves_nothing(broken, llama, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
-def test_what_is_there_is_replaced_whole_when_forced_and_never_merged_with(llama, tmp_path):
-    old = shutil.copytree(llama, tmp_path / "out")
-    (old / "stale.txt").write_text("")
+@pytest.fixture
+def earlier(llama, tmp_path):
+    """What an earlier conversion wrote, of 4 key heads 1."""
+    convert_checkpoint(llama, tmp_path / "out", kv_heads=1)
+    return tmp_path / "out"
+
+
+def test_what_a_conversion_wrote_is_replaced_whole_when_forced_and_never_merged_with(earlier, llama, tmp_path):
+    (llama / "generation_config.json").unlink()
     with pytest.raises(ProblemError, match="is there already"):
-        convert_checkpoint(llama, old, kv_heads=2)
-    convert_checkpoint(llama, old, kv_heads=2, force=True)
-    assert loaded(old).config.num_key_value_heads == 2
-    assert not (old / "stale.txt").exists()
+        convert_checkpoint(llama, earlier, kv_heads=2)
+    convert_checkpoint(llama, earlier, kv_heads=2, force=True)
+    assert loaded(earlier).config.num_key_value_heads == 2
+    assert not (earlier / "generation_config.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "out"}
 
 
+def add(folder: Path) -> str:
+    (folder / "notes").mkdir()
+    (folder / "notes" / "diary.txt").write_text("dear")
+    return "notes/diary.txt"
+
+
+def train(folder: Path) -> str:
+    trained = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(trained, folder / "model.safetensors", {"format": "pt"})  # as large as before
+    return "model.safetensors"
+
+
+def link(folder: Path) -> str:
+    (folder / "elsewhere").symlink_to(folder.parent / "llama")
+    return "elsewhere"
+
+
+def lose_the_list(folder: Path) -> str:
+    (folder / "regard-convert.json").unlink()
+    return "config.json and 2 more"
+
+
+@pytest.mark.parametrize("change", [add, train, link, lose_the_list])
+def test_what_was_added_or_changed_since_a_conversion_is_never_removed(change, earlier, llama):
+    said = change(earlier)
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+    with pytest.raises(ProblemError, match=f"out is not replaced: {said} in it was not written by a conversion, or"):
+        convert_checkpoint(llama, earlier, kv_heads=2, force=True)
+    assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
+
+
+def test_the_list_of_a_conversion_is_not_copied_by_the_next(llama, tmp_path):
+    convert_checkpoint(llama, tmp_path / "fewer", kv_heads=2)
+    (tmp_path / "fewer" / "README.md").write_text("ours")
+    for force in (False, True):
+        convert_checkpoint(tmp_path / "fewer", tmp_path / "out", kv_heads=1, force=force)
+        listed = json.loads((tmp_path / "out" / "regard-convert.json").read_text())["files"]
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {*listed, "regard-convert.json"}
+        assert "README.md" in listed
+
+
+KILLED = """
+import os, signal, sys
+from regard.integrate.convert import convert_checkpoint
+def kill(_, done, total):
+    if done == total // 2: os.kill(os.getpid(), signal.SIGKILL)
+convert_checkpoint(sys.argv[1], sys.argv[2], kv_heads=2, progress=kill)
+"""
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(llama, tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, llama, tmp_path / "out"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (part,) = [path.name for path in tmp_path.iterdir() if path.name != "llama"]
+    assert re.fullmatch(r"\.out\.\d+\.part", part)
+    convert_checkpoint(llama, tmp_path / "out", kv_heads=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"llama", "out"}
+
+
+def test_a_conversion_that_runs_meanwhile_keeps_its_part(llama, tmp_path):
+    def meanwhile(_: str, done: int, total: int) -> None:
+        if done == 1:
+            other = [sys.executable, "-m", "regard", "convert", llama, tmp_path / "out", "--kv-heads", "1"]
+            assert subprocess.run(other, capture_output=True, check=False).returncode == 0
+            convert_checkpoint(llama, tmp_path / "other", kv_heads=1)
+
+    with pytest.raises(ProblemError, match="out cannot be written: Directory not empty"):
+        convert_checkpoint(llama, tmp_path / "out", kv_heads=2, progress=meanwhile)
+    assert loaded(tmp_path / "out").config.num_key_value_heads == 1
+
+
+def test_a_part_of_a_process_that_is_not_seen_here_stays_while_it_is_locked(llama, tmp_path):
+    """As of another container, whose processes have numbers of their own."""
+    part = tmp_path / ".out.99999999.part"
+    part.mkdir()
+    with locked(part):
+        convert_checkpoint(llama, tmp_path / "out", kv_heads=2)
+        assert part.exists()
+    convert_checkpoint(llama, tmp_path / "out", kv_heads=2, force=True)
+    assert not part.exists()
+
+
+def test_what_a_process_that_was_killed_had_set_aside_is_put_back(earlier, llama):
+    earlier.rename(earlier.with_name(".out.99999999.old"))
+    with pytest.raises(ProblemError, match="is there already"):
+        convert_checkpoint(llama, earlier, kv_heads=2)
+    assert loaded(earlier).config.num_key_value_heads == 1
+
+
 @pytest.mark.parametrize("broken", [KeyboardInterrupt, OSError])
-def test_what_is_there_stays_when_its_successor_cannot_take_its_place(broken, llama, tmp_path, monkeypatch):
-    old = shutil.copytree(llama, tmp_path / "out")
+def test_what_is_there_stays_when_its_successor_cannot_take_its_place(broken, earlier, llama, tmp_path, monkeypatch):
     rename = Path.rename
 
     def cut(path: Path, to: Path) -> Path:
@@ -353,13 +451,13 @@ def test_what_is_there_stays_when_its_successor_cannot_take_its_place(broken, ll
 
     monkeypatch.setattr(Path, "rename", cut)
     with pytest.raises(ProblemError if broken is OSError else broken):
-        convert_checkpoint(llama, old, kv_heads=2, force=True)
-    assert loaded(old).config.num_key_value_heads == 4
+        convert_checkpoint(llama, earlier, kv_heads=2, force=True)
+    assert loaded(earlier).config.num_key_value_heads == 1
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "out"}
 
 
-def test_what_was_there_is_never_lost_even_if_it_cannot_be_put_back(llama, tmp_path, monkeypatch):
-    old, rename = shutil.copytree(llama, tmp_path / "out"), Path.rename
+def test_what_was_there_is_never_lost_even_if_it_cannot_be_put_back(earlier, llama, tmp_path, monkeypatch):
+    rename = Path.rename
 
     def cut(path: Path, to: Path) -> Path:
         if path.suffix in (".part", ".old"):
@@ -368,9 +466,9 @@ def test_what_was_there_is_never_lost_even_if_it_cannot_be_put_back(llama, tmp_p
 
     monkeypatch.setattr(Path, "rename", cut)
     with pytest.raises(ProblemError):
-        convert_checkpoint(llama, old, kv_heads=2, force=True)
+        convert_checkpoint(llama, earlier, kv_heads=2, force=True)
     (aside,) = [path for path in tmp_path.iterdir() if path.name != "llama"]
-    assert loaded(aside).config.num_key_value_heads == 4
+    assert loaded(aside).config.num_key_value_heads == 1
 
 
 def test_what_came_to_be_there_meanwhile_is_not_replaced(llama, tmp_path):
@@ -469,7 +567,7 @@ def test_heads_that_cannot_be_made_are_refused(asked, said, llama, tmp_path):
         (".", "is what is read|lie one in the other"),
         ("nowhere/out", "there is no folder"),
         ("file", "is there and is no folder"),
-        ("full", "holds no config.json, so it is not replaced"),
+        ("full", "full is not replaced: letters.txt in it was not written by a conversion"),
     ],
 )
 def test_a_place_that_cannot_be_written_or_must_not_be_is_refused(target, said, llama, tmp_path):

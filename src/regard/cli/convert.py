@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=count(0), metavar="N", help="of --how random (default: 0)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights written (default: as they are)")
-    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
+    parser.add_argument("--force", action="store_true", help="replace what an earlier conversion wrote there")
     parser.set_defaults(run=run)
 
 

@@ -3,6 +3,7 @@
 ```
 CHECKPOINT/  config.json, model*.safetensors, tokenizer ...     Llama 2 7B: 32 key heads, 512 KiB of cache per token
 OUT/         the same with "num_key_value_heads": 8             8 key heads, 128 KiB
+             and regard-convert.json, the list of these files
 ```
 
 The heads of a group become their mean, `regard.nn.share_heads`: Ainslie et al. 2023, arXiv:2305.13245, §2.1. What comes
@@ -24,9 +25,12 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.integrate.fewer_heads import Rewriting, Sharing, Subject, config_of, itemsize_of, rewriting_of, subject_of
+from regard.integrate.manifest import NAME as MANIFEST
+from regard.integrate.manifest import write_manifest
 from regard.integrate.weights import INDEX, Shards, Weights
-from regard.integrate.whole_folder import check_room, check_target, whole_folder
+from regard.integrate.whole_folder import check_apart, check_room, check_target, whole_folder
 from regard.nn.share_heads import How
+from regard.unfinished import remove_unfinished
 
 WEIGHTS = {".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt"}
 """Endings of files that hold weights, which would be those of the old model: they are not copied."""
@@ -92,15 +96,19 @@ def convert_checkpoint(
         how: "mean" of a group, its "first", or "random" with the mean and the deviation of the old weights.
         seed: of what is random; the same seed gives the same files.
         dtype: of the weights written; None: as they are.
-        force: replace a checkpoint that is there.
+        force: replace what an earlier conversion wrote there, if nothing in it was added or changed since.
         progress: told after each tensor.
 
     Raises:
         ProblemError: what was given is no such checkpoint, cannot be pooled so, or the target cannot be written.
     """
     place = Path(target).expanduser().resolve()
+    remove_unfinished(place)
+    if (given := Path(source).expanduser()).is_dir():
+        check_apart(place, given.resolve())
+    check_target(place, force=force)
     with _folder(source) as folder:
-        check_target(place, folder, force=force, proof="config.json")
+        check_apart(place, folder)
         try:
             subject = subject_of(folder, kv_heads, how)
             return _converted(subject, Weights(folder), place, seed, dtype, force, progress or (lambda *_: None))
@@ -148,7 +156,7 @@ def _cached(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, local_files_only=True)).resolve()
     except Exception:  # noqa: BLE001  no such name, not in the cache: types that change by version
         raise ProblemError(
             f"there is no folder {name}, and no model {name} in the Hugging Face cache: get it with hf download {name}."
@@ -182,6 +190,7 @@ def _converted(
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 _copy(subject.folder / file, folder / file)
             (folder / "config.json").write_text(f"{json.dumps(config, indent=2)}\n", encoding="utf-8")
+            write_manifest(folder)
             written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except (OSError, SafetensorError) as error:  # a full disk is the latter
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -231,7 +240,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _others(folder: Path, weights: Weights) -> tuple[list[str], list[str]]:
     """(files to copy, files that hold weights in another form), as paths inside the folder."""
-    ours = {*weights.files, INDEX, "config.json"}
+    ours = {*weights.files, INDEX, "config.json", MANIFEST}
     copied: list[str] = []
     left_out: list[str] = []
     for path in sorted(folder.rglob("*")):

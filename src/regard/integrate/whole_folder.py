@@ -12,20 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from regard.errors import ProblemError
+from regard.integrate.manifest import not_listed
+from regard.unfinished import locked, remove_unfinished, unfinished
 
 
-def check_target(target: Path, source: Path, *, force: bool, proof: str) -> None:
-    """Raise `ProblemError` unless a folder can be made at `target`, or may be replaced there.
+def check_target(target: Path, *, force: bool) -> None:
+    """Raise `ProblemError` unless a folder can be made at `target`, or the one that is there may be replaced.
 
     Args:
-        source: what is read meanwhile, which the target must neither be, hold, nor lie in.
-        force: whether a folder that is there may be replaced.
-        proof: a file that such a folder must have, unless it is empty: what else is there is not ours to remove.
+        force: whether a folder that is there may be replaced. What is in it must be what a conversion wrote, with
+            nothing added or changed since: all else is not ours to remove.
     """
-    if target == source:
-        raise ProblemError(f"{target} is what is read: name another place for the result.")
-    if source in target.parents or target in source.parents:
-        raise ProblemError(f"{target} and {source} lie one in the other: name another place for the result.")
     if not target.parent.is_dir():
         raise ProblemError(f"{target} cannot be written: there is no folder {target.parent}.")
     if not os.access(target.parent, os.W_OK):
@@ -36,8 +33,20 @@ def check_target(target: Path, source: Path, *, force: bool, proof: str) -> None
         raise ProblemError(f"{target} is there and is no folder: name another place, or remove it.")
     if not force:
         raise ProblemError(f"{target} is there already: name another place, or replace it with --force (force=True).")
-    if any(target.iterdir()) and not (target / proof).is_file():
-        raise ProblemError(f"{target} holds no {proof}, so it is not replaced: name another place, or empty it.")
+    if others := not_listed(target):
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        raise ProblemError(
+            f"{target} is not replaced: {others[0]}{more} in it was not written by a conversion, or was changed since. "
+            "Name another place, or move that away."
+        )
+
+
+def check_apart(target: Path, source: Path) -> None:
+    """Raise `ProblemError` where `target` is the folder `source`, which is read meanwhile, holds it, or lies in it."""
+    if target == source:
+        raise ProblemError(f"{target} is what is read: name another place for the result.")
+    if source in target.parents or target in source.parents:
+        raise ProblemError(f"{target} and {source} lie one in the other: name another place for the result.")
 
 
 def check_room(place: Path, needed: int) -> None:
@@ -56,14 +65,15 @@ def whole_folder(target: Path, *, replace: bool) -> Generator[Path]:
     With `replace`, a folder that has the name is set aside first, and set back if the new one cannot take its place.
     Without, one that came to be there meanwhile is an `OSError`.
     """
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    remove_unfinished(target)
+    part = unfinished(target)
+    part.mkdir()
     try:
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed and had our number
-        part.mkdir()
-        yield part
-        _flush(part.rglob("*"))
-        _flush([part])
-        _put(part, target, replace=replace)
+        with locked(part):
+            yield part
+            _flush(part.rglob("*"))
+            _flush([part])
+            _put(part, target, replace=replace)
         _flush([target.parent])
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -74,17 +84,15 @@ def _put(part: Path, target: Path, *, replace: bool) -> None:
     if not replace or not target.exists():
         part.rename(target)
         return
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    old = unfinished(target, "old")
     try:
         target.rename(old)
         part.rename(target)
+        old.rename(part)  # which is removed: by the next process, if this one is killed meanwhile
     except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
+        if old.exists():
+            old.rename(part if target.exists() else target)
         raise
-    finally:
-        if target.exists():  # else the old one is all that there is
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(paths: Iterable[Path]) -> None:

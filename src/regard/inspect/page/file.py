@@ -15,6 +15,7 @@ from regard.inspect.page.place import check_place
 from regard.inspect.page.plain import as_json
 from regard.inspect.page.script import icon, script, style, view
 from regard.inspect.surveying.report import Report
+from regard.unfinished import remove_unfinished, unfinished
 
 BUDGET = 15e6
 """Bytes of a page, unless more are allowed: what a mail or a repository still takes."""
@@ -48,7 +49,8 @@ def write_whole(path: Path, content: bytes) -> int:
     path = path.resolve()
     if path.exists() and not path.is_file():
         return path.write_bytes(content)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    remove_unfinished(path)
+    part = unfinished(path)
     try:
         written = part.write_bytes(content)
         part.replace(path)
