@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.report import machine, table
-from regard import Blocks, Causal, Documents, Mask, Prefix, Window
+from regard import Blocks, Causal, Dense, Documents, Lengths, Mask, Prefix, Where, Window, attend
 from regard.bench.rounds import Effort, interleaved, timed
 from regard.describe.mask import Frame
 from regard.inspect.page import write_whole
@@ -51,7 +52,35 @@ def run() -> str:
         found = made(mask, tokens)
         rows.append((name, f"{1e3 * seconds:.1f}", f"{mib:.1f}", f"{found.pairs:,}", f"{len(found.patterns):,}"))
     ours = table(("mask, tokens", "ms", "MiB", "kept pairs", "patterns"), rows)
-    return f"{ours}\n\nThe same mask, causal window 4,096 + 4 sinks:\n\n{_beside_flex()}"
+    return (
+        f"{ours}\n\nThe same mask, causal window 4,096 + 4 sinks:\n\n{_beside_flex()}\n\n"
+        "## Masks that are known again\n\nA plan is kept by the content of its mask, so each call reads the mask's "
+        f"tensors, or what its function reads:\n\n{_known_again()}"
+    )
+
+
+def _known_again() -> str:
+    """What a call costs whose mask has a plan already, and how much of that is reading the mask."""
+    decode = [torch.randn(4, 8, tokens, 64) for tokens in (1, 512, 512)]
+    prompt = [torch.randn(1, 1, 4096, 128) for _ in range(3)]
+    sizes, dense, near = torch.tensor([512, 400, 300, 200]), torch.ones(4096, 4096, dtype=torch.bool).tril(), 64
+    cases: dict[str, tuple[list[Tensor], Callable[[], Mask]]] = {
+        "`Lengths`, the same tensor": (decode, lambda: Lengths(sizes)),
+        "`Lengths`, a new tensor with the same content": (decode, lambda: Lengths(sizes.clone())),
+        "`Lengths`, other content at each call": (decode, lambda: Lengths(sizes.random_(1, 513))),
+        "`Where(lambda b, h, q, k: q - k < near)`": (decode, lambda: Where(lambda b, h, q, k: q - k < near)),
+        "`Dense`, 4,096 x 4,096, one head": (prompt, lambda: Dense(dense)),
+    }
+    rows: list[tuple[str, ...]] = []
+    for name, (tensors, make) in cases.items():
+        ways = {
+            "call": timed(lambda tensors=tensors, make=make: attend(*tensors, mask=make())),
+            "read": timed(lambda make=make: make().outline()),
+        }
+        seconds = interleaved(ways, Effort(seconds=2))
+        call, read = (seconds.median(lambda x: x, way) or math.nan for way in ways)
+        rows.append((name, f"{1e6 * call:,.0f}", f"{1e6 * read:,.0f}", f"{100 * read / call:.2g} %"))
+    return table(("mask", "the call, us", "reading the mask, us", "share"), rows)
 
 
 def _beside_flex() -> str:

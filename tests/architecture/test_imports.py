@@ -19,6 +19,7 @@ HOMES = {
     "ctypes": ["native.py"],
     "rich": ["cli/"],
     "matplotlib": [],
+    "xxhash": ["describe/"],
 }
 
 

@@ -83,10 +83,11 @@ def test_masks_without_tensors_are_equal_by_value():
     assert len({Causal(), Causal(), Prefix(1)}) == 2
 
 
-def test_masks_with_tensors_are_equal_by_the_identity_of_the_tensors():
+def test_masks_with_tensors_are_equal_by_the_content_of_the_tensors():
     lengths = torch.tensor([1, 2])
-    assert Lengths(lengths) == Lengths(lengths)
-    assert Lengths(lengths) != Lengths(lengths.clone())
+    assert Lengths(lengths) == Lengths(lengths.clone())
+    assert Lengths(lengths) != Lengths(lengths + 1)
+    assert Lengths(lengths) != Lengths(lengths.int())
 
 
 def test_a_tensor_that_changed_makes_another_mask():

@@ -4,6 +4,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from regard import (
     Alibi,
     Causal,
     Dense,
+    Documents,
     Lengths,
     ProblemError,
     TensorBias,
@@ -23,6 +25,7 @@ from regard import (
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.storage import Part, Stored
+from regard.describe.word import word
 from regard.plan import choose, known, problem
 from tests.oracle import Case, dense
 
@@ -180,3 +183,103 @@ def test_watchers_autocast_and_transforms_are_noticed_after_the_same_call():
     mapped = torch.vmap(lambda q: attend(q, K, V))(Q[None])
     assert torch.allclose(mapped[0], expected, atol=1e-6)
     assert attend_state(Q, K, V).lse.shape == (1, 2, 5)
+
+
+def test_a_tensor_is_known_by_its_content_however_it_was_written_to():
+    array = np.array([9])
+    mask = Lengths(torch.from_numpy(array))
+    attend(Q, K, V, mask=mask)
+    for write in (lambda: array.__setitem__(0, 4), lambda: mask.lengths.data.fill_(7), lambda: mask.lengths.sub_(5)):
+        write()
+        length = int(array[0])
+        assert torch.allclose(attend(Q, K, V, mask=mask), attend(Q, K[:, :, :length], V[:, :, :length]), atol=1e-6)
+
+
+ANEW: dict[str, Any] = {
+    "lengths": lambda: Lengths(torch.tensor([4])),
+    "a dense mask": lambda: Dense(torch.ones(5, 9, dtype=torch.bool).tril()),
+    "a function": lambda: Where(lambda b, h, q, k: k < 4),
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_a_mask_made_anew_of_equal_content_is_known(name: str, monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    for _ in range(3):
+        attend(Q, K, V, mask=ANEW[name]())
+    assert len(times) == 1
+
+
+def near(limit: int) -> type[Mask]:
+    """A class of masks, as a notebook's cell makes it each time that it is run."""
+
+    @word
+    class Near(Mask):
+        def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+            return k < limit
+
+        def bounds(self, r: Any) -> Any:
+            return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
+
+    return Near
+
+
+def test_a_class_that_is_corrected_is_another_mask():
+    wrong, corrected = near(9), near(4)
+    for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
+        for kind, length in ((wrong, 9), (corrected, 4), (wrong, 9)):
+            expected = attend(Q, K[:, :, :length], V[:, :, :length])
+            assert torch.allclose(call(Q, K, V, mask=kind()), expected, atol=1e-6)
+    wrong.keep = lambda self, b, h, q, k: k < 7  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.allclose(attend(Q, K, V, mask=wrong()), attend(Q, K[:, :, :7], V[:, :, :7]), atol=1e-6)
+
+
+def test_a_class_that_has_the_name_of_ours_is_no_other_than_itself():
+    kind = near(4)
+    expected = attend(Q, K, V, mask=Causal())
+
+    namesake = word(type("Causal", (Mask,), {"keep": kind.keep, "bounds": kind.bounds}))
+    for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
+        assert torch.allclose(call(Q, K, V, mask=namesake()), call(Q, K[:, :, :4], V[:, :, :4]), atol=1e-6)
+        assert torch.allclose(call(Q, K, V, mask=Causal()), expected, atol=1e-6)
+    assert namesake() != Causal()
+
+
+def test_nothing_is_kept_for_a_function_that_cannot_be_followed():
+    limits = iter([4, 4, 7, 7, 9, 9, 5, 5, 3, 3])
+    now = [0]
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return k < now[0] + 0 * len(repr(limits))
+
+    mask(0, 0, Q[0, 0, 0, 0], Q[0, 0, 0, 0])
+    choose._plans.clear()
+    choose._schedules.clear()
+    for now[0] in limits:
+        found = attend(Q, K, V, mask=Where(mask))
+        assert len(choose._plans) == len(choose._schedules) == len(known._calls) == 0
+        assert torch.allclose(found, attend(Q, K[:, :, : now[0]], V[:, :, : now[0]]), atol=1e-6)
+        choose._plans.clear()
+        choose._schedules.clear()
+        known._calls.clear()
+
+
+def test_a_function_of_a_notebook_is_seen_to_change():
+    scope: dict[str, Any] = {"x": torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1])}
+    exec("def mask(b, h, i, j): return x[i] == x[j]", scope)
+    before = attend(Q, K, V, mask=Where(scope["mask"]))
+    assert torch.allclose(before, attend(Q, K, V, mask=Documents(scope["x"])), atol=1e-6)
+    scope["x"] = scope["x"].flip(0)
+    after = attend(Q, K, V, mask=Where(scope["mask"]))
+    assert torch.allclose(after, attend(Q, K, V, mask=Documents(scope["x"])), atol=1e-6)
+    assert not torch.equal(before, after)
+
+
+def test_outlines_and_plans_keep_no_class_alive():
+    kind = near(4)
+    attend(Q, K, V, mask=kind())
+    outline, ghost = kind().outline(), weakref.ref(kind)
+    del kind
+    gc.collect()
+    assert ghost() is None
+    assert repr(outline) == "Near(...)"

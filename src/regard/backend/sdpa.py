@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from regard.backend.contract import Ready
+from regard.describe.mask_by_rule import Causal
 from regard.plan.lower import Lowering, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -63,4 +64,4 @@ def _run(problem: Problem, operands: Operands) -> State:
 
 def _known(problem: Problem) -> bool:
     """Whether the mask hides nothing, or is the triangle that the kernel knows."""
-    return problem.mask is None or (problem.mask.name == "Causal" and problem.offset == 0)
+    return problem.mask is None or (problem.mask.kind is Causal and problem.offset == 0)

@@ -147,7 +147,7 @@ class And(Pair):
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
-        return f"{_inner(parts[0], 'Or')} & {_inner(parts[1], 'Or', 'And')}"
+        return f"{_inner(parts[0], Or)} & {_inner(parts[1], Or, And)}"
 
 
 @word
@@ -166,7 +166,7 @@ class Or(Pair):
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
-        return f"{parts[0]} | {_inner(parts[1], 'Or')}"
+        return f"{parts[0]} | {_inner(parts[1], Or)}"
 
 
 @word
@@ -193,7 +193,7 @@ class Not(Mask):
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
-        return f"~{_inner(parts[0], 'Or', 'And')}"
+        return f"~{_inner(parts[0], Or, And)}"
 
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
@@ -235,5 +235,5 @@ def _mask(other: object, place: str) -> Mask:
     raise ProblemError(f"{place} takes a mask, and got " + (f"the text {other!r}; say {here}." if here else f"{what}."))
 
 
-def _inner(mask: Outline, *bracketed: str) -> str:
-    return f"({mask})" if mask.name in bracketed else str(mask)
+def _inner(mask: Outline, *bracketed: type[Mask]) -> str:
+    return f"({mask})" if mask.kind in bracketed else str(mask)

@@ -261,8 +261,12 @@ class Dense(Mask):
 class Where(Mask):
     """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
 
-    Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Words that
-    say the same cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
+    The function is known by its code and by the content of all that its code reads: closure, defaults, module globals,
+    attributes of objects, other functions. When any of it changes, the mask is another one. What cannot be followed
+    (a generator, `eval`, an object of a C extension) makes a new schedule at each call.
+
+    Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Masks
+    that say the same in words cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
 
     >>> from regard import draw
     >>> print(draw(Where(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))

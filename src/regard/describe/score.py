@@ -216,7 +216,7 @@ class Additive(Score):
     @classmethod
     def prepared(cls, outline: Outline) -> Prepared | None:
         _, _, v = outline.parts
-        return Prepared(Outline("TanhSum", (v,)), "w_q q and w_k k are computed once per token")
+        return Prepared(Outline(TanhSum, (v,)), "w_q q and w_k k are computed once per token")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
         exact = q.dtype if q.dtype == torch.float64 else torch.float32  # in half precision what tanh bounds overflows

@@ -1,30 +1,34 @@
 """A word: one frozen value of a description (a mask, a bias, a score), and the two forms it takes besides itself.
 
-- Its **outline** is the same value with every tensor and function replaced by a ticket: hashable, comparable,
-  printable, and it keeps nothing alive. Plans are cached by outlines.
+- Its **outline** is the same value with every tensor and function replaced by a ticket of its content: hashable,
+  comparable, printable, and it keeps nothing alive. Plans are cached by outlines.
 - Its **spelling** is a JSON text, a list of tensors and a list of ints, which may be symbolic while torch traces: what
   passes through a torch operator, which takes nothing else.
 
-Words are frozen dataclasses, made with `@word`; equal outlines are equal words, so words that carry tensors are
-compared by the identity of those tensors.
+Words are frozen dataclasses, made with `@word`; equal outlines are equal words. A word is known by its class itself,
+not by the name of the class: the name is for spelling only.
 """
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from weakref import WeakValueDictionary, ref
 
 from torch import Tensor
 
-from regard.describe.tensors import Ticket, ticket
+from regard.describe.content import Unknown, content, values
+from regard.describe.tensors import Ticket, form, ticket
 
 W = TypeVar("W", bound="type[Word]")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Outline:
     """A word without its tensors.
+
+    Attributes:
+        parts: the values of the fields, in order; outlines for words, tickets for tensors and functions.
 
     ```
     >>> from regard import Causal, Window
@@ -34,29 +38,52 @@ class Outline:
     ```
     """
 
-    name: str
-    parts: tuple[Any, ...]
-    _hash: int | None = field(default=None, init=False)  # kept, as every call looks its plan up by outlines
+    __slots__ = ("_hash", "_kind", "_name", "_written", "parts")
+
+    def __init__(self, kind: "type[Word]", parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+        self._kind = ref(kind)  # not the class: a class may hold tensors, and an outline keeps nothing alive
+        self._name = kind.__name__
+        self._written = kind.behaviour()
+        self._hash: int | None = None  # kept, as every call looks its plan up by outlines
+
+    @property
+    def kind(self) -> "type[Word]":
+        """The class of the word."""
+        kind = self._kind()
+        assert kind is not None, f"the class {self._name} is gone"
+        return kind
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Outline) and self.name == other.name and self.parts == other.parts)
+        return self is other or (
+            isinstance(other, Outline)
+            and self._kind is other._kind
+            and self.parts == other.parts
+            and self._written == other._written
+        )
 
     def __hash__(self) -> int:
         if self._hash is None:
-            object.__setattr__(self, "_hash", hash((self.name, self.parts)))
-        return cast(int, self._hash)
+            self._hash = hash((self._kind, self.parts, self._written))
+        return self._hash
 
     @property
     def is_constant(self) -> bool:
-        """Whether nothing in the word can change: it carries no tensor and no function."""
-        return not any(
+        """Whether nothing in the word can change: it carries no tensor and no function, and regard wrote its class."""
+        return self._written == () and not any(
             isinstance(part, Ticket) or (isinstance(part, Outline) and not part.is_constant) for part in self.parts
         )
 
     @property
+    def can_be_kept(self) -> bool:
+        """Whether the outline tells when the word changes; if not, nothing may be kept for it."""
+        return not isinstance(self._written, Unknown) and all(map(_tells, self.parts))
+
+    @property
     def text(self) -> str:
         """How the word is printed."""
-        return Word.named(self.name).written(self.parts)
+        kind = self._kind()
+        return f"{self._name}(...)" if kind is None else kind.written(self.parts)
 
     def __repr__(self) -> str:
         return self.text
@@ -65,27 +92,37 @@ class Outline:
 class Word:
     """The root of masks, biases and scores. Subclasses are made with `@word` and are final or abstract."""
 
-    _named: ClassVar[dict[str, "type[Word]"]] = {}
+    _spelled: ClassVar[WeakValueDictionary[str, "type[Word]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
-
-    @staticmethod
-    def named(name: str) -> "type[Word]":
-        """The class of the words of that name, as an outline has it."""
-        return Word._named[name]
+    _spelling: ClassVar[str] = ""
 
     def outline(self) -> Outline:
-        """This word with its tensors replaced by tickets. Made once for a word that is constant."""
+        """This word with its tensors and functions replaced by tickets of their content.
+
+        Made once for a word that is constant.
+        """
         kept = self.__dict__.get("_outline")
         if kept is not None:
             return kept
-        made = Outline(type(self).__name__, tuple(_outlined(part) for part in self.parts()))
+        made = Outline(type(self), tuple([_outlined(part) for part in self.parts()]))
         if made.is_constant:
             self.__dict__["_outline"] = made
         return made
 
+    def form(self) -> Outline:
+        """The outline with only type and shape of each tensor: a plan depends on no more of biases and scores."""
+        return Outline(type(self), tuple([_formed(part) for part in self.parts()]))
+
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
-        return tuple(getattr(self, name) for name in self._fields)
+        return tuple([getattr(self, name) for name in self._fields])
+
+    @classmethod
+    def behaviour(cls) -> Hashable:
+        """What the methods do, by content: `()` for regard's own classes."""
+        if cls.__module__.startswith("regard."):
+            return ()
+        return content(cls)
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -101,12 +138,12 @@ class Word:
     def spell(self, tensors: list[Tensor], numbers: list[int]) -> str:
         """The word as JSON, its tensors and ints appended to the lists; `unspell` reads it. Floats keep every bit."""
         parts = [_spelled(part, tensors, numbers) for part in self.parts()]
-        return "[" + ", ".join(['"' + type(self).__name__ + '"', *parts]) + "]"
+        return "[" + ", ".join(['"' + self._spelling + '"', *parts]) + "]"
 
     def is_known(self) -> bool:
         """Whether this and the words in it were made with `@word`."""
         if "_known" not in self.__dict__:
-            self.__dict__["_known"] = self._named.get(type(self).__name__) is type(self) and all(
+            self.__dict__["_known"] = "_spelling" in type(self).__dict__ and all(
                 part.is_known() for part in self.parts() if isinstance(part, Word)
             )
         return self.__dict__["_known"]
@@ -133,10 +170,18 @@ class Word:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def word(cls: W) -> W:
-    """Make a class a word: a frozen dataclass, compared and printed by its outline, unspelled by its name."""
-    made = dataclass(frozen=True, eq=False, repr=False)(cls)
+    """Make a class a word: a frozen dataclass, compared and printed by its outline, unspelled by its name.
+
+    Classes of one name, as a notebook makes them whose cell is run again, are spelled apart.
+    """
+    made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    own = cls.__module__.startswith("regard.")
+    plain = cls.__name__ if own else f"{cls.__module__}.{cls.__qualname__}"
+    spellings = (plain if not i else f"{plain}#{i}" for i in itertools.count())
+    name = next(name for name in spellings if name not in Word._spelled)  # pyright: ignore[reportPrivateUsage]
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
-    Word._named[cls.__name__] = made  # pyright: ignore[reportPrivateUsage]
+    made._spelling = name  # pyright: ignore[reportPrivateUsage]
+    Word._spelled[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
 
 
@@ -159,7 +204,7 @@ def unspell(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Wor
             return {"tensor": tensors, "number": numbers}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
-            return Word.named(name)(*map(read, parts))
+            return Word._spelled[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
         return node
 
     return read(json.loads(text))
@@ -187,4 +232,30 @@ def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
 def _outlined(part: Any) -> Any:
     if isinstance(part, Word):
         return part.outline()
-    return ticket(part) if isinstance(part, Tensor) or callable(part) else part
+    return ticket(part) if isinstance(part, Tensor) else _function(part)
+
+
+def _formed(part: Any) -> Any:
+    if isinstance(part, Word):
+        return part.form()
+    return form(part) if isinstance(part, Tensor) else _function(part)
+
+
+def _function(part: Any) -> Any:
+    """A ticket for a function; what is none as it is."""
+    if not callable(part):
+        return part
+    return Ticket(content(part), getattr(part, "__name__", type(part).__name__))
+
+
+def _tells(part: Any) -> bool:
+    """Whether a part of an outline tells when it changes."""
+    return part.can_be_kept if isinstance(part, Outline) else not isinstance(getattr(part, "content", None), Unknown)
+
+
+def _kept_outline(part: Word) -> Outline | None:
+    outline = part.outline()
+    return outline if outline.can_be_kept else None
+
+
+values[Word] = _kept_outline

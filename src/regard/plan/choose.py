@@ -16,6 +16,7 @@ from regard.backend.sdpa import Sdpa
 from regard.cost import attention as cost
 from regard.describe.mask import Mask
 from regard.describe.recent import Recent
+from regard.describe.tensors import unchanged
 from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
@@ -150,7 +151,8 @@ def choose(problem: Problem, operands: Operands, named: str | None, without: tup
     plan = _plans.get(key)
     if plan is None:
         plan = _made(problem, operands.mask, named, dict(without))
-        _plans.put(key, plan)
+        if _can_be_kept(problem):
+            _plans.put(key, plan)
     return plan
 
 
@@ -180,9 +182,16 @@ def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
     key = (asked.mask, tile, *sizes.values())
     tiles = _schedules.get(key)
     if tiles is None:
-        tiles = schedule(mask, tile=tile, **sizes)
-        _schedules.put(key, tiles)
+        with unchanged():
+            tiles = schedule(mask, tile=tile, **sizes)
+        if _can_be_kept(asked):
+            _schedules.put(key, tiles)
     return tiles
+
+
+def _can_be_kept(problem: Problem) -> bool:
+    """Whether its words tell when they change."""
+    return all(word is None or word.can_be_kept for word in (problem.mask, problem.bias, problem.score))
 
 
 def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
@@ -207,4 +216,4 @@ def _refused(problem: Problem, passed: dict[str, list[str]], named: str | None) 
 _plans: Recent[object, Plan] = Recent(entries=256, nbytes=KEPT_BYTES, size=lambda plan: plan.schedule.nbytes)
 _schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
 """Both hold outlines and no tensors, so nothing of the user's is kept alive. A schedule is a fact about the mask alone:
-a bias that is learned, and so is another one at each step, gets a new plan and the same schedule."""
+calls of another type or with another bias share it."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.recent import Recent
-from regard.describe.tensors import digest
 from regard.describe.word import Outline
 
 KEPT = 64 << 20
@@ -34,10 +33,9 @@ def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: i
 def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
     """The same, not differentiable, from memory where it was asked for before.
 
-    It is made for more distances than are asked for, so that a call of one more key needs no new one. A bias is known
-    by the numbers in its tensors: a fused optimizer changes them without a trace.
+    It is made for more distances than are asked for, so that a call of one more key needs no new one.
     """
-    key = (bias.outline(), tuple(map(digest, bias.tensors())), heads, dtype)
+    key = (bias.outline(), heads, dtype)
     low, made = _vectors.get(key) or (0, None)
     if made is None or first < low or first + count > low + made.shape[1]:
         low, high = -_rounded(-first), _rounded(first + count)
@@ -53,7 +51,7 @@ def _rounded(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_Key = tuple[Outline, tuple[str, ...], int, torch.dtype]
+_Key = tuple[Outline, int, torch.dtype]
 
 _vectors: Recent[_Key, tuple[int, Tensor]] = Recent(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
 """Vectors, each with its first distance. They hold no tensor of the user's."""

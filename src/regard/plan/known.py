@@ -1,6 +1,6 @@
 """Calls that are known again: from the arguments straight to the plan.
 
-Posing a problem and choosing its engine looks at sizes, types, flags and words, and never at numbers in q, k and v.
+Posing a problem and choosing its engine looks at sizes, types, flags and words, and never at elements of q, k and v.
 So when all that it looks at is as it was in an earlier call, the plan is that call's, and no check need be made again.
 A key is a tuple of all of it: making and finding it costs 3 us where posing and choosing cost 30.
 """
@@ -17,7 +17,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Frame, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.storage import Stored
-from regard.describe.tensors import is_without_data
+from regard.describe.tensors import is_without_data, unchanged
 from regard.describe.word import Word
 from regard.plan.choose import Plan, choose
 from regard.plan.problem import Operands, in_transform, opened, pose
@@ -69,7 +69,7 @@ def prepare(
             q.__class__, k.__class__, v.__class__, q.is_neg(), k.is_neg(), v.is_neg(),
             q.layout, k.layout, v.layout,
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            None if mask is None else _of_word(mask), None if bias is None else _of_tensors(bias),
+            None if mask is None else _of_mask(mask), None if bias is None else _of_tensors(bias),
             None if score is None else _of_tensors(score), None if sink is None else _of_tensor(sink),
             scale, scale.__class__, softcap, softcap.__class__, dropout, dropout.__class__, offset, offset.__class__,
             backend, lse, None if stored is None else (stored[0].key, stored[1].key),
@@ -85,25 +85,28 @@ def prepare(
         return plan, Operands(q, k, v, mask, bias, sink, None if isinstance(score, Dot) else score, stored)
     if is_without_data(q) or is_without_data(k) or is_without_data(v):
         return None
-    problem, operands = pose(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-        offset=offset, lse=lse, stored=stored,
-    )  # fmt: skip
-    plan = choose(problem, operands, backend)
+    with unchanged():
+        problem, operands = pose(
+            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+            offset=offset, lse=lse, stored=stored,
+        )  # fmt: skip
+        plan = choose(problem, operands, backend)
     if key is not None:
         _remember(key, plan, operands)
     return plan, operands
 
 
-def _of_word(word: Word) -> Any:
-    if not word.is_known():
+def _of_mask(mask: Mask) -> Any:
+    if not mask.is_known() or not (outline := mask.outline()).can_be_kept:
         raise TypeError
-    return word.outline()
+    return outline
 
 
 def _of_tensors(word: Word) -> Any:
-    """A word whose tensors' sizes, types and gradients count, too."""
-    return _of_word(word), *(_of_tensor(t) for t in word.tensors())
+    """A bias or score: a plan depends on the types, sizes and gradients of its tensors, and on no element."""
+    if not word.is_known() or not (form := word.form()).can_be_kept:
+        raise TypeError
+    return form, *(_of_tensor(t) for t in word.tensors())
 
 
 def _of_tensor(t: Tensor) -> Any:
@@ -117,9 +120,9 @@ def _frame(plan: Plan) -> Frame:
 
 
 def _remember(key: Any, plan: Plan, operands: Operands) -> None:
-    o = operands
-    mask = o.mask if o.mask is not None and o.mask.outline().is_constant else None
-    bias = o.bias if o.bias is not None and o.bias.outline().is_constant else None
+    o, asked = operands, plan.asked
+    mask = o.mask if asked.mask is not None and asked.mask.is_constant else None
+    bias = o.bias if asked.bias is not None and asked.bias.is_constant else None
     with _lock:
         while len(_calls) >= KEPT:
             _calls.pop(next(iter(_calls)))

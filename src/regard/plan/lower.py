@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias, TensorBias
+from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.codec import hadamard
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.tensors import Ticket
-from regard.describe.word import Outline, Word
+from regard.describe.word import Outline
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -92,7 +92,7 @@ def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
     """Do once per token what a score asks for: most are then the dot product, which every engine knows."""
     if problem.score is None:
         return problem, None
-    prepared = cast("type[Score]", Word.named(problem.score.name)).prepared(problem.score)
+    prepared = cast("type[Score]", problem.score.kind).prepared(problem.score)
     if prepared is None:
         return problem, None
     after = replace(problem, score=prepared.left, qk_dim=problem.score_dim, k_dim=problem.score_dim)
@@ -118,12 +118,12 @@ def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     """Add the tensors among the biases into one, as exactly as scores are; what is a vector over k - q stays."""
     parts = [] if problem.bias is None else _terms(problem.bias)
-    tensors = [part for part in parts if part.name == "TensorBias"]
+    tensors = [part for part in parts if part.kind is TensorBias]
     if len(tensors) < 2:
         return problem, None
-    whole = Outline("TensorBias", (Ticket("added", 0, f"{len(tensors)} added"), None))
-    others = [part for part in parts if part.name != "TensorBias"]
-    bias = reduce(lambda a, b: Outline("Sum", (a, b)), [*others, whole])
+    whole = Outline(TensorBias, (Ticket("added", f"{len(tensors)} added"), None))
+    others = [part for part in parts if part.kind is not TensorBias]
+    bias = reduce(lambda a, b: Outline(Sum, (a, b)), [*others, whole])
     did = f"the {len(tensors)} tensors of the bias are added into one"
     return replace(problem, bias=bias), Step("add_biases", did, partial(_added, problem))
 
@@ -184,7 +184,7 @@ def _packed(names: tuple[str, ...], operands: Operands) -> Operands:
 
 
 def _terms(bias: Outline) -> list[Outline]:
-    return [term for part in bias.parts for term in _terms(part)] if bias.name == "Sum" else [bias]
+    return [term for part in bias.parts for term in _terms(part)] if bias.kind is Sum else [bias]
 
 
 def _added(problem: Problem, operands: Operands) -> Operands:
