@@ -1,5 +1,7 @@
 """Close-ups: one head of a call, kept in O(n), shows the weights that the call had, or there is none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -78,13 +80,26 @@ def test_what_cannot_be_told_so_has_no_close_up(words):
     assert closed_up(Weights.of(drawn(**words)).only(0), 0, 1) is None
 
 
-def test_a_close_up_that_would_be_wrong_is_not_handed_out(monkeypatch):
-    call = called(1e4 * torch.randn(1, 2, 13, 5), 1e4 * torch.randn(1, 2, 13, 5), mask=Causal(), scale=1.0)
-    assert closed_up(Weights.of(call), 0, 0) is None  # scores of 5e8: float32 says them to 30
-    fine = Weights.of(drawn(mask=Causal())).only(0)
-    assert closed_up(fine, 0, 0) is not None
-    monkeypatch.setattr(closeup, "WRONG_BY", 1e-7)
-    assert closed_up(fine, 0, 0) is None
+@pytest.mark.parametrize("dim", [1, 5])
+def test_a_close_up_that_would_be_wrong_is_not_handed_out(dim):
+    # float32 says scores of 5e8 to 30. A product of one dimension rounds alike everywhere, so it agrees with itself
+    call = called(1e4 * torch.randn(1, 2, 13, dim), 1e4 * torch.randn(1, 2, 13, dim), mask=Causal(), scale=1.0)
+    assert closed_up(Weights.of(call), 0, 0) is None
+
+
+@pytest.mark.parametrize("words", [{}, {"sink": torch.ones(HEADS)}], ids=["plain", "a learned sink"])
+def test_a_close_up_of_a_wrong_lse_is_not_handed_out(words):
+    fine = Weights.of(drawn(mask=Causal(), **words)).only(0)
+    assert closed_up(fine, 0, 1) is not None
+    assert closed_up(replace(fine, lse=fine.lse + 0.01), 0, 1) is None
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_a_close_up_of_what_is_no_number_is_not_handed_out(odd):
+    q = torch.ones(1, 2, 13, 5)
+    q[0, 0, 12] = odd
+    weights = Weights.of(called(q, torch.ones(1, 2, 13, 5), mask=Causal()))
+    assert [closed_up(weights, 0, head) is None for head in (0, 1)] == [True, False]
 
 
 def test_the_pairs_of_a_mask_are_looked_at_once(monkeypatch):

@@ -2,10 +2,11 @@
 
 q and k say every score, `total` says what each row is divided by, and the mask is said by two numbers a row
 where a row sees one run of keys and perhaps the first few of all (causal, windows, windows with sinks, padding, none).
-Before a close-up is handed out it is read at some rows and must show what the call did.
+Before a close-up is handed out it is read at some rows, in float64, and must show the softmax of the call's scores.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ from regard.inspect.surveying.report import Close
 from regard.inspect.weights.lazy import TILE, Weights
 
 WRONG_BY = 0.001
-"""How far a weight of a close-up may be from the call's: q, k and totals in float32 say scores of 1,000 to that."""
+"""How far a weight of a close-up may be from the exact one: q, k and totals in float32 say scores of 1,000 to that."""
 
 CHECKED = 16
-"""Rows at which a close-up is compared with the call."""
+"""Rows at which a close-up is compared with the exact weights."""
 
 
 class Runs(NamedTuple):
@@ -38,7 +39,7 @@ def closed_up(weights: Weights, layer: int, head: int, known: dict[object, Runs 
         weights: of one sequence over itself, [1, heads, tokens, tokens].
         known: what was found of masks, to be used again: looking at all pairs of a mask takes O(n^2).
     """
-    tokens, group = weights.shape[2], weights.shape[1] // weights.k.shape[1]
+    group = weights.shape[1] // weights.k.shape[1]
     bias = _distance_bias(weights, head)
     runs = _known_runs(weights, head, {} if known is None else known)
     if runs is None or (bias is None) != (weights.bias is None):
@@ -46,10 +47,7 @@ def closed_up(weights: Weights, layer: int, head: int, known: dict[object, Runs 
     q, k = (each.float().cpu().numpy() for each in (weights.q[0, head], weights.k[0, head // group]))
     total = weights.total.expand(weights.shape[:3])[0, head].float().cpu().numpy()
     close = Close(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
-    rows = np.unique(np.linspace(0, tokens - 1, CHECKED).round().astype(int))
-    shown = np.concatenate([rows_of(close, row, row + 1) for row in rows])
-    exact = torch.cat([weights.rows(row, row + 1)[0, head] for row in rows.tolist()]).cpu().numpy()
-    return close if np.isfinite(shown).all() and np.abs(shown - exact).max() <= WRONG_BY else None
+    return close if _is_right(close, weights.heads(head)) else None
 
 
 def rows_of(close: Close, start: int, stop: int) -> NDArray[np.float32]:
@@ -101,6 +99,29 @@ def visible_runs(weights: Weights, head: int) -> Runs | None:
             return None
         start += len(kept)
     return runs
+
+
+def _is_right(close: Close, weights: Weights) -> bool:
+    """Whether some rows of a close-up show the weights of its head, all in float64.
+
+    Two products in float32 may round alike, and differ from the page's, which are in float64: nothing of the comparison
+    is left to the rounding of a machine.
+    """
+    exact = replace(weights, q=weights.q.double(), k=weights.k.double())
+    ours = replace(close, q=close.q.astype(np.float64), k=close.k.astype(np.float64))
+    for row in np.unique(np.linspace(0, len(close.q) - 1, CHECKED).round().astype(int)).tolist():
+        with np.errstate(over="ignore", invalid="ignore"):  # what is no number is wrong as well
+            off = np.abs(rows_of(ours, row, row + 1)[0] - _exact_row(exact, row)).max()
+        if not off <= WRONG_BY:
+            return False
+    return True
+
+
+def _exact_row(weights: Weights, row: int) -> NDArray[np.float64]:
+    """A row of weights from its scores alone, without the call's lse: [keys]; zeros where the row sees no key."""
+    scores = weights.scores(row, row + 1)[0, 0, 0]
+    columns = scores if weights.sink is None else torch.cat([scores, weights.sink.to(scores)])
+    return columns.softmax(-1).nan_to_num(0.0)[: len(scores)].cpu().numpy()
 
 
 def _known_runs(weights: Weights, head: int, known: dict[object, Runs | None]) -> Runs | None:
