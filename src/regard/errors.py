@@ -3,7 +3,8 @@
 ```
 RegardError(Exception)
 ├── ProblemError(RegardError, ValueError)              what was asked makes no sense: sizes, types, values
-│   └── KeywordError(ProblemError, TypeError)          a keyword that the function does not have
+│   ├── KeywordError(ProblemError, TypeError)          a keyword that the function does not have
+│   └── TorchError(ProblemError, RuntimeError)         the same where torch's own function is stood in for
 └── RefusalError(RegardError, NotImplementedError)     it makes sense, and no engine (or not the one named) can run it
 ```
 
@@ -24,6 +25,10 @@ class ProblemError(RegardError, ValueError):
 
 class KeywordError(ProblemError, TypeError):
     """A keyword that the function does not have: a `TypeError`, as Python makes of it, that says what to write."""
+
+
+class TorchError(ProblemError, RuntimeError):
+    """A `ProblemError` of `regard.scaled_dot_product_attention`: a `RuntimeError`, as those of torch's function are."""
 
 
 class RefusalError(RegardError, NotImplementedError):

@@ -1,18 +1,23 @@
 """torch's own `scaled_dot_product_attention`, computed by regard: one import to change.
 
 The signature and semantics are torch's: any leading axes that broadcast, causal with its corner at the top left, bool
-masks that keep where True, float masks that are added, `enable_gqa`.
+masks that keep where True, float masks that are added, torch's own `CausalBias`, `enable_gqa`.
 """
 
+import sys
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from regard.attend import attend
-from regard.describe.bias import TensorBias
+from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import Dense
-from regard.errors import ProblemError
+from regard.errors import ProblemError, TorchError
+from regard.plan.problem import check_readable
 
 
 def scaled_dot_product_attention(
@@ -31,17 +36,19 @@ def scaled_dot_product_attention(
         query: [..., heads, queries, qk_dim], 2 axes or more.
         key: [..., kv_heads, keys, qk_dim].
         value: [..., kv_heads, keys, v_dim].
-        attn_mask: bool (True keeps) or float (added), broadcastable to [..., queries, keys].
-        dropout_p: applied whenever it is not 0, as torch does.
+        attn_mask: bool (True keeps) or float (added), broadcastable to [..., queries, keys]; or what torch's
+            `causal_upper_left` and `causal_lower_right` (`torch.nn.attention.bias`) give.
+        dropout_p: applied whenever it is not 0, as torch does; 1 drops every weight, so the output is 0.
         is_causal: query i sees keys 0 to i, whatever their numbers (corner at the top left).
-        scale: None for `qk_dim ** -0.5`.
+        scale: None for `qk_dim ** -0.5`; a tensor of no axes is taken for its number.
         enable_gqa: let heads be a whole multiple of kv_heads.
 
     Returns:
         [..., heads, queries, v_dim].
 
     Raises:
-        ProblemError: what torch calls an error, among it `attn_mask` together with `is_causal`.
+        TorchError: what torch calls an error, among it `attn_mask` together with `is_causal`; nested tensors. It is a
+            `ProblemError`, and a `RuntimeError` as torch's are.
 
     >>> import torch
     >>> q = torch.randn(2, 4, 5, 8)
@@ -49,10 +56,24 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-6)
     True
     """
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ProblemError(
-            f"attn_mask is {attn_mask!r}: expected a tensor, as torch does; attend takes masks in words."
-        )
+    try:
+        return _attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except ProblemError as error:
+        raise TorchError(str(error)) from None
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_readable(name, t, "a tensor [..., heads, tokens, dim]")
     if attn_mask is not None and is_causal:
         raise ProblemError(
             "attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend."
@@ -60,14 +81,51 @@ def scaled_dot_product_attention(
     lead = _leading(query, key, value, enable_gqa)
     shared = enable_gqa and key.shape[-3] == value.shape[-3]
     q, k, v = _four(query, lead), _four(key, lead, shared), _four(value, lead, shared)
-    mask: Mask | None = Causal() if is_causal else None
-    bias = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        mask = Dense(_mask_four(attn_mask, lead))
+    mask, bias, offset = (Causal() if is_causal else None), None, 0
+    if _is_causal_bias(attn_mask):
+        mask, offset = Causal(), _causal_offset(attn_mask, q.shape[2], k.shape[2])
     elif attn_mask is not None:
-        bias = TensorBias(_mask_four(attn_mask, lead))
-    out = attend(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p, offset=0)
+        mask, bias = _mask_or_bias(attn_mask, lead)
+    dropout = _number(dropout_p)
+    dropped = dropout == 1
+    out = attend(
+        q, k, v, mask=mask, bias=bias, scale=_number(scale), dropout=0.0 if dropped else dropout, offset=offset
+    )
+    if dropped:
+        out = out * 0.0  # torch's zeros, and zeros for gradients of all that it was computed from
     return out.reshape(*lead, *out.shape[-2:])
+
+
+def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None, Bias | None]:
+    check_readable("attn_mask", attn_mask, "a tensor, as torch does (attend takes masks in words)")
+    four = _mask_four(attn_mask, lead)
+    return (Dense(four), None) if attn_mask.dtype == torch.bool else (None, TensorBias(four))
+
+
+def _is_causal_bias(attn_mask: Any) -> bool:
+    """Whether it is torch's own causal mask; whoever has one has imported the module that it comes from."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(attn_mask, module.CausalBias)
+
+
+def _causal_offset(bias: Any, queries: int, keys: int) -> int:
+    """The position of the first query under torch's own causal mask, whose tensor nothing was ever written to."""
+    size = bias.seq_len_q, bias.seq_len_kv
+    if bias.variant.name == "UPPER_LEFT" or size[0] == size[1]:  # then torch says is_causal, whatever the sizes are
+        return 0
+    if size != (queries, keys):
+        raise ProblemError(
+            f"attn_mask is causal_lower_right{size}, and the call has {queries} queries and {keys} keys: make it for "
+            "these sizes."
+        )
+    return keys - queries
+
+
+def _number(given: Any) -> Any:
+    """What torch takes for a number, as one of Python: tensors of no axes, unless they are learned, and numpy's."""
+    if isinstance(given, Tensor) and given.ndim == 0 and not given.requires_grad:
+        return given.item()
+    return float(given) if isinstance(given, bool | np.floating | np.integer) else given
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
