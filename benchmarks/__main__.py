@@ -22,9 +22,9 @@ from benchmarks.picture import drawn
 from benchmarks.report import Line
 from regard.bench.measure import measure
 from regard.bench.rounds import QUICK, Effort
-from regard.cli.bench import count, effort, write_json
-from regard.cli.inspect import STDOUT, check_place
+from regard.cli.bench import count, effort
 from regard.cli.main import Parser, ended
+from regard.cli.outputs import STDOUT, add_force, check_outputs, outputs, write_json
 from regard.errors import ProblemError
 from regard.inspect.page import write_whole
 
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="few rounds: a first look, in a fraction of the time")
     parser.add_argument("--list", action="store_true", help="say which cases there are, and measure nothing")
     parser.add_argument("--json", metavar="FILE", help="the results as JSON; - for stdout, with nothing else there")
+    add_force(parser)
     parser.add_argument("--write", action="store_true", help="write docs/performance.md and its picture")
     parser.set_defaults(docs=DOCS)
     return parser
@@ -86,8 +87,7 @@ def run(asked: argparse.Namespace) -> int:
         raise ProblemError("--write writes the whole page: name no --cases and no --dtype.")
     if asked.quick and asked.rounds:
         raise ProblemError("--quick says how many rounds, and so does --rounds: give one of them.")
-    if asked.json not in (None, STDOUT):
-        check_place(asked.json)
+    check_outputs(outputs(("--json", asked.json, "JSON")), force=asked.force)
     jobs = list(_jobs(asked))
     if not jobs:
         raise ProblemError(f"no case has {asked.cases!r} in its name: ./bench --list shows them.")

@@ -97,7 +97,7 @@ def test_the_page_does_not_go_to_stdout(capsys):
 def test_one_stdout_is_not_for_two(capsys):
     tools = Surveyed()
     assert "cannot both go to stdout" in one_line(capsys, ["--json", "-", "--csv", "-"], tools)
-    assert "two of --out, --json and --csv" in one_line(capsys, ["--json", "x", "--csv", "x"], tools)
+    assert "--json and --csv name the same file" in one_line(capsys, ["--json", "x", "--csv", "x"], tools)
     assert tools.asked is None
 
 

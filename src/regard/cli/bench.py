@@ -1,11 +1,9 @@
 """`regard bench`: how fast attention of one's own shapes is here, beside torch's and beside what the machine can do."""
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +14,8 @@ from regard.bench.limits import MEMORY
 from regard.bench.measure import Result, measure
 from regard.bench.rounds import Effort
 from regard.cli import expression
-from regard.cli.inspect import STDOUT, check_place
+from regard.cli.outputs import STDOUT, add_force, check_outputs, outputs, write_json
 from regard.errors import ProblemError
-from regard.inspect.page import finite, write_whole
 
 EPILOG = f"""\
 example: regard bench --queries 4096 --heads 32 --kv-heads 8 --mask "Causal() & Window(512)"
@@ -59,6 +56,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--threads", type=size, metavar="N", help="threads (default: as torch has)")
     parser.add_argument("--rounds", type=size, metavar="N", help="rounds to measure (default: 2 seconds of them)")
     parser.add_argument("--json", metavar="FILE", help="the result as JSON; - for stdout, with nothing else there")
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
@@ -76,8 +74,7 @@ def count(least: int) -> Callable[[str], int]:
 
 def run(asked: argparse.Namespace) -> int:
     """Measure what was asked for. Everything that can be wrong with it is found before."""
-    if asked.json not in (None, STDOUT):
-        check_place(asked.json)
+    check_outputs(outputs(("--json", asked.json, "JSON")), force=asked.force)
     case, dtype = case_of(asked), getattr(torch, asked.dtype)
     threads = asked.threads or torch.get_num_threads()
     if (size := case.nbytes(dtype)) > MEMORY // 2:
@@ -135,20 +132,6 @@ def stages() -> Any:
     except ModuleNotFoundError:
         return nullcontext()
     return Stages()
-
-
-def write_json(place: str | None, found: object) -> None:
-    """As JSON to a file, whole or not at all, or to stdout for `-`."""
-    if place is None:
-        return
-    text = json.dumps(finite(found), indent=1, allow_nan=False)
-    if place == STDOUT:
-        print(text, flush=True)
-        return
-    try:
-        write_whole(Path(place), f"{text}\n".encode())
-    except OSError as error:
-        raise ProblemError(f"{place} cannot be written: {error.strerror}.") from None
 
 
 # ---- words for a result ---------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from regard.cli import cache_options, sampling
-from regard.cli.bench import count, stages, write_json
+from regard.cli.bench import count, stages
 from regard.cli.cache_options import PLAIN, CacheWords
-from regard.cli.inspect import STDOUT, check_place, read
+from regard.cli.given import read
+from regard.cli.outputs import STDOUT, add_force, check_outputs, outputs, write_json
 from regard.cli.prompt import USUAL, positions, prompt_ids, room
 from regard.cli.text_stream import TextStream
 from regard.cli.writing import CHUNK, CUT, Listener, Written, plans, write
@@ -66,6 +67,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="text and numbers as JSON; - for stdout, with nothing else there"
     )
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
@@ -106,8 +108,8 @@ def _check(asked: argparse.Namespace) -> None:
         raise ProblemError(
             "--compare is with a plain cache, and that is what is asked for: add --cache int8, or others."
         )
-    if asked.json not in (None, STDOUT):
-        check_place(asked.json)
+    model = asked.model or asked.named
+    check_outputs(outputs(("--json", asked.json, "JSON")), force=asked.force, texts=[asked.prompt], models=[model])
     sampling.check(asked)
 
 

@@ -1,4 +1,4 @@
-"""What a command is given: a text by any name, places to write to."""
+"""What a command is given to read: a text by any name."""
 
 import re
 import sys
@@ -6,9 +6,6 @@ from pathlib import Path
 
 from regard.cli.sample import SAMPLE
 from regard.errors import ProblemError
-from regard.inspect.page import place
-
-STDOUT = "-"
 
 
 def read(name: str | None) -> str:
@@ -21,8 +18,8 @@ def read(name: str | None) -> str:
         return SAMPLE
     if name == "-":
         text = _decoded(sys.stdin.buffer.read(), "stdin")
-    elif name.strip() and _exists(Path(name)):
-        text = _decoded(_bytes(Path(name)), name)
+    elif (file := file_of(name)) is not None:
+        text = _decoded(_bytes(file), name)
     else:
         text = _typed(name)
     if not text.strip():
@@ -30,11 +27,12 @@ def read(name: str | None) -> str:
     return text
 
 
-def _exists(path: Path) -> bool:
+def file_of(name: str | None) -> Path | None:
+    """The file or folder of that name, which is what is read then; None where there is none."""
     try:
-        return path.exists()
+        return Path(name) if name is not None and name.strip() and Path(name).exists() else None
     except (OSError, ValueError):  # no name of a file: too long, or with a zero byte
-        return False
+        return None
 
 
 def _bytes(path: Path) -> bytes:
@@ -70,10 +68,3 @@ def _typed(text: str) -> str:
 
 def _short(name: str) -> str:
     return repr(name) if len(name) <= 60 else f"{name[:57]!r}..."
-
-
-def check_place(name: str) -> None:
-    """Raise unless a file of that name can be written; of stdout there is one, which is not for pages."""
-    if name == STDOUT:
-        raise ProblemError("the page cannot go to stdout: name a file after --out.")
-    place.check_place(name)

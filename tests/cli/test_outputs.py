@@ -1,0 +1,244 @@
+"""Where commands write: never onto what they read, onto files of others only by force, and whole or not at all."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regard.cli import outputs
+from regard.cli.main import main
+from regard.cli.outputs import MARKS, as_json
+from regard.inspect.page import page, write_whole
+from regard.integrate.checkpoint import folder_of
+from tests.cli import tiny
+from tests.cli.surveyed import Surveyed
+from tests.inspect.reports import report
+
+THEIRS = "Call me Ishmael."
+FORMS = {"--out": "page", "--json": "JSON", "--csv": "table"}
+
+
+def inspected(*arguments, **tools):
+    """The exit code of `regard inspect`; a model that is loaded in spite of an error is one itself."""
+    return main(["inspect", *map(str, arguments)], tools=Surveyed(**tools))
+
+
+def refused(capsys, *arguments):
+    """The line that says why nothing was loaded and nothing written."""
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in Path.cwd().rglob("*") if path.is_file()}
+    assert inspected(*arguments, loads=lambda name: pytest.fail("it is loaded")) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert {path: path.read_bytes() for path in Path.cwd().rglob("*") if path.is_file()} == before
+    return err
+
+
+@pytest.fixture
+def thesis(here):
+    (here / "thesis.txt").write_text(THEIRS)
+    return here / "thesis.txt"
+
+
+# ---- what is read ---------------------------------------------------------------------------------------------------
+
+
+def by_a_link(thesis):
+    (thesis.parent / "link.html").symlink_to(thesis)
+    return "link.html"
+
+
+def by_a_second_name(thesis):
+    (thesis.parent / "second.html").hardlink_to(thesis)
+    return "second.html"
+
+
+def by_a_detour(thesis):
+    (thesis.parent / "folder").mkdir()
+    return "folder/../thesis.txt"
+
+
+@pytest.mark.parametrize("option", FORMS)
+@pytest.mark.parametrize("name", [lambda thesis: thesis, by_a_link, by_a_second_name, by_a_detour])
+def test_the_text_is_not_written_to_not_even_by_force(name, option, thesis, capsys):
+    place = name(thesis)
+    said = refused(capsys, "thesis.txt", option, place, "--force")
+    assert f"{place} is the text that is read: name another file after {option}." in said
+
+
+def test_the_text_on_stdin_is_not_written_to(thesis, capsys, monkeypatch):
+    with thesis.open("rb") as file:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
+        assert "is the text that is read" in refused(capsys, "-", "--out", "thesis.txt", "--force")
+
+
+def test_a_page_that_is_read_as_a_text_is_not_written_to(here, capsys):
+    assert inspected("a b") == 0
+    assert "regard.html is the text that is read" in refused(capsys, "regard.html")
+
+
+@pytest.mark.parametrize("which", ["--model", "--compare"])
+def test_the_files_of_a_model_are_not_written_to_not_even_by_force(which, here, capsys):
+    model = here / "models" / "one"
+    (model / "more").mkdir(parents=True)
+    (here / "alias").symlink_to(model)
+    for file in ("model.safetensors", "config.json", "more/tokenizer.json"):
+        (model / file).write_text("{}")
+        for place in (model / file, f"alias/{file}"):
+            said = refused(capsys, which, "models/one", "--json", place, "--force")
+            assert f"{place} is a file of the model that is read" in said
+    assert inspected(which, model, "--out", model / "regard.html") == 0
+    assert inspected(which, model, "--out", model / "regard.html") == 0
+
+
+def test_a_model_in_the_cache_is_known_by_its_name(here, capsys, monkeypatch):
+    import huggingface_hub.constants
+
+    hub = here / "hub" / "models--we--tiny"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "blobs" / "0f3a").write_text("{}")
+    (hub / "snapshots" / "abc").mkdir(parents=True)
+    (hub / "snapshots" / "abc" / "config.json").symlink_to(hub / "blobs" / "0f3a")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(here / "hub"))
+    said = refused(capsys, "--model", "we/tiny", "--json", hub / "blobs" / "0f3a", "--force")
+    assert "is a file of the model that is read" in said
+
+
+@pytest.mark.parametrize("name", ["", "no name!", "owner/none", "./nowhere"])
+def test_a_model_that_is_not_here_has_no_folder(name):
+    assert folder_of(name) is None
+
+
+# ---- what others wrote ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", FORMS)
+def test_a_file_of_others_is_replaced_by_force_alone(option, thesis, capsys):
+    said = refused(capsys, option, thesis)
+    assert f"thesis.txt is there, and is no {FORMS[option]} that regard wrote: name another file after" in said
+    assert inspected(option, thesis, "--force") == 0
+    assert MARKS[FORMS[option]].match(thesis.read_bytes())
+    assert inspected(option, thesis) == 0
+
+
+def test_a_file_of_regards_in_another_form_is_one_of_others(here, capsys):
+    assert inspected("--csv", "heads.csv", "--json", "heads.json") == 0
+    assert "regard.html is there, and is no table" in refused(capsys, "--out", "x.html", "--csv", "regard.html")
+    assert "heads.csv is there, and is no JSON" in refused(capsys, "--json", "heads.csv")
+    assert "heads.json is there, and is no page" in refused(capsys, "--out", "heads.json")
+
+
+def test_an_empty_file_and_a_device_lose_nothing(here):
+    (here / "made.html").touch()
+    assert inspected("--out", "made.html", "--json", os.devnull) == 0
+    assert (here / "made.html").stat().st_size > 10_000
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(here):
+    (here / "folder").mkdir()
+    (here / "link.html").symlink_to(here / "folder" / "page.html")
+    for _ in range(2):
+        assert inspected("--out", "link.html") == 0
+    assert (here / "link.html").is_symlink()
+    assert (here / "folder" / "page.html").stat().st_size > 10_000
+
+
+def test_one_file_by_two_names_is_not_for_two(here, capsys):
+    assert inspected("--json", "a.json") == 0
+    (here / "b.json").hardlink_to(here / "a.json")
+    assert "--json and --csv name the same file" in refused(capsys, "--json", "a.json", "--csv", "./a.json", "--force")
+    assert "--json and --csv name the same file" in refused(capsys, "--json", "a.json", "--csv", "b.json", "--force")
+
+
+@pytest.mark.parametrize("place", ["x" * 300, "a\0b", "loop"])
+def test_a_name_that_no_file_can_have_is_said_in_one_line(place, here, capsys):
+    (here / "loop").symlink_to(here / "loop")
+    assert "cannot be written: " in refused(capsys, "--out", place)
+
+
+def test_what_regard_writes_is_known_by_its_beginning():
+    made = report(model="a" * 5000, other=report(model="<b>"))
+    assert MARKS["page"].match(page(made)[:1024].encode())
+    assert MARKS["JSON"].match(as_json(made.to_dict()).encode())
+    assert MARKS["table"].match(made.to_csv().encode())
+
+
+# ---- the other commands ---------------------------------------------------------------------------------------------
+
+
+BENCH = ["bench", "--queries", "16", "--heads", "1", "--rounds", "1"]
+
+
+def test_a_measurement_replaces_its_own_file_and_no_other(here, thesis, capsys):
+    for _ in range(2):
+        assert main([*BENCH, "--json", "speed.json"]) == 0
+    assert json.loads((here / "speed.json").read_text())["pairs"] == 256
+    capsys.readouterr()
+    assert main([*BENCH, "--json", "thesis.txt"]) == 2
+    assert "thesis.txt is there, and is no JSON that regard wrote" in capsys.readouterr().err
+    assert thesis.read_text() == THEIRS
+    assert main([*BENCH, "--json", "thesis.txt", "--force"]) == 0
+
+
+def test_what_a_model_writes_replaces_its_own_file_and_no_other(here, thesis, capsys, monkeypatch):
+    tiny.save(here / "model")
+    written = ["generate", "--tokens", "3", "--prompt", "Call me"]
+    for _ in range(2):
+        assert main([*written, "model", "--json", "told.json"]) == 0
+    monkeypatch.setattr("regard.integrate.checkpoint.load", lambda *_: pytest.fail("it is loaded"))
+    capsys.readouterr()
+    for more, said in (
+        (["model", "--json", "thesis.txt"], "no JSON that regard wrote"),
+        (["model", "--json", "model/config.json", "--force"], "is a file of the model"),
+        (["--model", "model", "--json", "model/model.safetensors", "--force"], "is a file of the model"),
+        (["model", "--json", "thesis.txt", "--force", "--prompt", "thesis.txt"], "is the text that is read"),
+    ):
+        assert main([*written, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert thesis.read_text() == THEIRS
+
+
+# ---- whole or not at all --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", FORMS)
+def test_a_disk_that_is_full_leaves_what_was_there(option, here, capsys, monkeypatch):
+    place = here / "made"
+    assert inspected(option, place) == 0
+    before = place.read_bytes()
+    write = Path.write_bytes
+
+    def full(path, data):
+        if path.name.startswith(".made."):
+            path.touch()
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert inspected(option, place, "--force") == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert place.read_bytes() == before
+    assert {path.name for path in here.iterdir()} <= {"made", "regard.html"}
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left, running = (tmp_path / f".a+b.json.{process}.part" for process in (gone.pid, os.getppid()))
+    others = [tmp_path / name for name in (".aab.json.1.part", ".a+b.json.part", "a+b.json.1.part")]
+    for path in (left, running, *others):
+        path.touch()
+    write_whole(tmp_path / "a+b.json", b"{}")
+    assert {*tmp_path.iterdir()} == {tmp_path / "a+b.json", running, *others}
+
+
+def test_stdout_is_no_file():
+    assert outputs.outputs(("--json", "-", "JSON"), ("--csv", None, "table"), ("--out", "x", "page")) == [
+        ("--out", "x", "page")
+    ]
