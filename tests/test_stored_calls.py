@@ -22,7 +22,7 @@ from regard import (
     explain,
     watching,
 )
-from regard.describe.codec import hadamard
+from regard.describe.hadamard import hadamard
 from tests.storage import coded, paged, plain
 
 

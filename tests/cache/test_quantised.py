@@ -11,17 +11,8 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import KVCache
-from regard.describe.codec import (
-    Codec,
-    Fp8,
-    Int4,
-    Int8,
-    decode_rows,
-    decode_tiled,
-    encode_rows,
-    encode_tiled,
-    hadamard,
-)  # fmt: skip
+from regard.describe.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
+from regard.describe.hadamard import hadamard
 from regard.describe.storage import Contiguous, Stored
 
 BATCH, HEADS, QK, V = 2, 3, 5, 37

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Contiguous, Int4, Int8, Latent, Paged, ProblemError, Rolling, Stored
-from regard.describe.codec import Codec, encode_rows, encode_tiled, hadamard
+from regard.describe.codec import Codec, encode_rows, encode_tiled
+from regard.describe.hadamard import hadamard
 from regard.describe.storage import Part
 from tests.storage import coded, paged, plain
 

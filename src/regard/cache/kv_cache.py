@@ -13,7 +13,8 @@ from torch import Tensor
 
 from regard.cache.check import check_words, fits, formed, refuse, resolved
 from regard.cache.store import Found, Policy, Store, Watch, check_numbers, check_reach, said, store_for
-from regard.describe.codec import Codec, hadamard
+from regard.describe.codec import Codec
+from regard.describe.hadamard import hadamard
 from regard.describe.mask import Mask
 from regard.describe.storage import Contiguous, Layout, Rolling
 from regard.errors import ProblemError

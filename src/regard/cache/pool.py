@@ -20,7 +20,8 @@ from regard.cache.room import Room, check_pool
 from regard.cache.rows import rows_of
 from regard.cache.sequence import Sequence
 from regard.cache.store import Form, said
-from regard.describe.codec import Codec, hadamard
+from regard.describe.codec import Codec
+from regard.describe.hadamard import hadamard
 from regard.describe.storage import Stored
 from regard.errors import ProblemError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Form, memory, picked
-from regard.describe.codec import hadamard
+from regard.describe.hadamard import hadamard
 from regard.describe.position import Rope
 from regard.describe.position_table import is_traced
 from regard.errors import ProblemError

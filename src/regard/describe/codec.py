@@ -11,15 +11,12 @@ finite like what was written. The product of a code and a scale is exact in floa
 the same bits.
 """
 
-import functools
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.describe.position_table import is_traced
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 
@@ -211,38 +208,6 @@ def decode_rows(codes: Codes, kind: str, *, dim: int, group: int) -> Tensor:
 
     found = _numbers(numbers, kind) * spread(codes.scale)
     return found if codes.low is None else found + spread(codes.low)
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """x [..., dim] turned by the orthonormal Hadamard matrix, which undoes itself.
-
-    Where dim is no power of two, blocks of the largest one that divides it are turned.
-
-    >>> x = torch.randn(3, 48)
-    >>> torch.allclose(hadamard(hadamard(x)), x, atol=1e-6), torch.allclose(hadamard(x).norm(), x.norm())
-    (True, True)
-    """
-    dim = x.shape[-1]
-    block = dim & -dim
-    if block < 2:
-        return x
-    made = _sylvester if is_traced() else _hadamard  # what is made while torch traces is for then alone
-    turned = x.unflatten(-1, (dim // block, block)) @ made(block, x.device, x.dtype)
-    return turned.flatten(-2)
-
-
-@functools.lru_cache(maxsize=64)
-def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(mode=False):
-        return _sylvester(size, device, dtype)
-
-
-def _sylvester(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[size, size]: Sylvester's construction, rows of length 1, rounded once from float64."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / math.sqrt(size)).to(device, dtype)
 
 
 def _range(x: Tensor, codec: Codec, axis: int, end: float) -> tuple[Tensor, Tensor | None]:

@@ -43,7 +43,7 @@ def turned(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     x: [..., tokens, dim] of any strides. table: [..., tokens, *row], broadcasting with x. The product is formed in
     the table's type and rounded to that of x. Differentiable as often as one likes.
     """
-    if is_traced() or table.requires_grad or _is_watched(x):
+    if is_traced() or table.requires_grad or is_watched(x):
         return _by_formula(x, table, interleaved)
     if x.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _Turn.apply(x, table, interleaved))
@@ -67,7 +67,7 @@ class _Turn(torch.autograd.Function):
         return turned(grad, back, interleaved=ctx.interleaved), None, None
 
 
-def _is_watched(x: Tensor) -> bool:
+def is_watched(x: Tensor) -> bool:
     """Whether writing in place would be seen: by forward-mode differentiation, a subclass, or batched gradients."""
     in_forward_mode = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
     return in_forward_mode or type(x) not in (Tensor, torch.nn.Parameter) or _is_batched(x)

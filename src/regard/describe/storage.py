@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.codec import TILE, Codes, decode_rows, decode_tiled, hadamard
+from regard.describe.codec import TILE, Codes, decode_rows, decode_tiled
+from regard.describe.hadamard import hadamard
 from regard.errors import ProblemError
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
-from regard.describe.codec import hadamard
+from regard.describe.hadamard import hadamard
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.tensors import Ticket
@@ -140,16 +140,11 @@ def gathered(operands: Operands) -> Operands:
 
 
 def _turned(operands: Operands) -> Operands:
-    return operands._replace(q=_turned_as(operands.q))
+    return operands._replace(q=hadamard(operands.q))
 
 
 def _turned_back(state: State) -> State:
-    return State(_turned_as(state.out), state.lse)
-
-
-def _turned_as(t: Tensor) -> Tensor:
-    wide = t if t.dtype == torch.float64 else t.float()
-    return hadamard(wide).to(t.dtype)
+    return State(hadamard(state.out), state.lse)
 
 
 def _widened(operands: Operands) -> Operands:

@@ -1,0 +1,73 @@
+"""`hadamard`: the rotation of channels that spreads large ones over all (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456, §3).
+
+The fast Walsh-Hadamard transform, log2(n) stages of sums and differences:
+
+    a b c d   ->   a+c a-c b+d b-d   ->   a+b+c+d a-b+c-d a+b-c-d a-b-c+d         (the sums in the order of the stages)
+
+Each stage joins the first half of a row with the second and writes sum beside difference, so all stages read and write
+alike (the constant geometry of Pease 1968, "An adaptation of the fast Fourier transform for parallel processing", §3).
+A number is always the same tree of additions, so a row has the same bits whatever rows are beside it and however
+many threads there are; a matrix product promises neither. Half precision is computed in float32 and rounded once.
+"""
+
+import torch
+from torch import Tensor
+
+from regard.describe.position_table import is_traced
+from regard.describe.rotation import is_watched
+
+PIECE = 1 << 17
+"""Elements rotated at a time: 512 KiB of float32, and as much twice for what is between, in a core's cache."""
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x [..., dim] rotated by the orthonormal Hadamard matrix, which undoes itself.
+
+    Where dim is no power of two, blocks of the largest power of two that divides it are rotated.
+
+    >>> x = torch.randn(3, 48)
+    >>> torch.allclose(hadamard(hadamard(x)), x, atol=1e-6), torch.allclose(hadamard(x).norm(), x.norm())
+    (True, True)
+    """
+    dim = x.shape[-1]
+    block = dim & -dim
+    if block < 2:
+        return x
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if is_traced() or is_watched(wide) or (wide.requires_grad and torch.is_grad_enabled()):
+        return _by_formula(wide, block).to(x.dtype)
+    out = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
+    if wide.numel():
+        _in_pieces(wide.reshape(-1, block), out.view(-1, block))
+    return out.to(x.dtype)
+
+
+def _by_formula(x: Tensor, block: int) -> Tensor:
+    """The same bits in plain functional torch."""
+    rows = x.unflatten(-1, (x.shape[-1] // block, block))
+    for _ in range(block.bit_length() - 1):
+        a, b = rows.chunk(2, -1)
+        rows = torch.stack((a + b, a - b), -1).flatten(-2)
+    return (rows * block**-0.5).flatten(-2)
+
+
+def _in_pieces(x: Tensor, out: Tensor) -> None:
+    """Rotate rows [rows, block] into `out`, as many at a time as fit a core's cache."""
+    rows, block = x.shape
+    step = min(rows, max(PIECE // block, 1))
+    between = torch.empty(2, step, block, dtype=x.dtype, device=x.device)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        _rotate(x[start : start + count], between[:, :count], out[start : start + count])
+
+
+def _rotate(x: Tensor, between: Tensor, out: Tensor) -> None:
+    halves = [(*room.chunk(2, -1), room[:, 0::2], room[:, 1::2]) for room in between.unbind(0)]
+    a, b = x.chunk(2, -1)
+    stages = x.shape[-1].bit_length() - 1
+    for stage in range(stages):
+        first, second, even, odd = halves[stage % 2]
+        torch.add(a, b, out=even)
+        torch.sub(a, b, out=odd)
+        a, b = first, second
+    torch.mul(between[(stages - 1) % 2], x.shape[-1] ** -0.5, out=out)
