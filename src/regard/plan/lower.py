@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.hadamard import hadamard
