@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from regard import Codec, Fp8, Int4, Int8, ProblemError
 from regard.describe.codec import Codes, decode_rows, decode_tiled, encode_rows, encode_tiled, units

@@ -1,8 +1,9 @@
-"""`hadamard`: the rotation of channels that spreads large ones over all (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456, §3).
+"""`hadamard`: the rotation of channels that spreads large ones over all of them.
 
-The fast Walsh-Hadamard transform, log2(n) stages of sums and differences:
+Ashkboos et al. 2024, QuaRot, arXiv:2404.00456, §3. The fast Walsh-Hadamard transform is log2(n) stages of sums and
+differences:
 
-    a b c d   ->   a+c a-c b+d b-d   ->   a+b+c+d a-b+c-d a+b-c-d a-b-c+d         (the sums in the order of the stages)
+    a b c d  ->  a+c  a-c  b+d  b-d  ->  (a+c)+(b+d)  (a+c)-(b+d)  (a-c)+(b-d)  (a-c)-(b-d)
 
 Each stage joins the first half of a row with the second and writes sum beside difference, so all stages read and write
 alike (the constant geometry of Pease 1968, "An adaptation of the fast Fourier transform for parallel processing", §3).
