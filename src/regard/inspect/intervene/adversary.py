@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import HeadName, Site
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.rows import (
@@ -34,6 +35,7 @@ LEAST = 1e-4
 """Weights start no lower: in 500 steps of 0.01 a logit moves by 5, and what starts too low never takes part."""
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Adversary:
     """The most different weights that were found, within epsilon.

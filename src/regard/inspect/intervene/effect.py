@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import HeadName
 from regard.inspect.measures.student import quantile
 
@@ -19,6 +20,7 @@ class Interval(NamedTuple):
     high: float
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Effect:
     """The losses with some heads changed, beside those of the model as it is.

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.gates import slopes
 from regard.inspect.intervene.heads import HeadName, by_layer
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Importance:
     """The slope of each example's loss in the gate of each head.

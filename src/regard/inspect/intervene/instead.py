@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.attend import Call
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Site, altered
 from regard.inspect.intervene.loss import each_of
 
@@ -33,6 +34,7 @@ class Zero(Instead):
         return call.out.new_zeros(())
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Mean(Instead):
     """Its mean over a dataset; `mean_outputs` computes it.
@@ -59,6 +61,7 @@ class Mean(Instead):
         return mean[:, call.offset : end]
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Resample(Instead):
     """What it gave on another input; `outputs_of` records it.

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.ablate import losses_without, measured
 from regard.inspect.intervene.gates import slopes
 from regard.inspect.intervene.heads import HeadName, Site, Sites, checked
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Integrated:
     """The share of each head in what all of them do to the loss of each example.

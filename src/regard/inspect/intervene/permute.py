@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import HeadName
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.rows import CAVEAT, OwnRows, Predict, group_name, moved, observed
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Permuted:
     """How far the prediction moves when weights are shuffled.

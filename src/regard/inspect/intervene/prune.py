@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.ablate import losses_without, measured
 from regard.inspect.intervene.heads import HeadName, checked
 from regard.inspect.intervene.instead import ByBatch, checked_by
@@ -21,6 +22,7 @@ from regard.inspect.intervene.loss import LossOf, Tick, all_of
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class PruneCurve:
     """Losses with more and more heads taken out; all tensors float64.

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.branches import branches, first_tokens
 from regard.inspect.intervene.heads import altered, module_at, whole_layer
 from regard.inspect.intervene.variants import VARIANTS, Variant, running
 from regard.inspect.observing.place import following
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class RankCollapse:
     """The relative residual to rank one, through a model.

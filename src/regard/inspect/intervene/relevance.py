@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Tile, Weights
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Relevance:
     """How much each token is said to matter to chosen rows.

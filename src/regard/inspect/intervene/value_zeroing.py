@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from regard.attend import Call
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.intervene.heads import Layer, Site, altered, checked_layer, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class ValueZeroing:
     """What a layer's outputs owe to the values of chosen tokens.

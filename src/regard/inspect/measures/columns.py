@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class ColumnMass:
     """What each key receives from each head; see `column_mass`.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.measures.means import Tokens, token_ids
 from regard.inspect.measures.score import Score
 
@@ -24,6 +25,7 @@ TOKENS = 25
 """Random tokens of a sequence; Olsson et al. 2022."""
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Circuit:
     """The OV circuit of a layer, with the weights of the norms in it.
@@ -37,6 +39,7 @@ class Circuit:
     w_o: Tensor
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """The tokens to copy: normalised embeddings and unembeddings, both [vocabulary, d_model].

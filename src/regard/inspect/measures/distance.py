@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.measures.means import counted, mean_over_rows
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.uniform import looks_ahead
@@ -16,6 +17,7 @@ NEAR = 8
 """Tokens that count as near: the row's own and the seven before it, and after it where the mask allows."""
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Profile:
     """The mass of each head by distance; see `distance_profile`.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.measures.student import quantile
 
 BLOCKS = 32
@@ -36,6 +37,7 @@ class Interval(NamedTuple):
     over: str
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Score:
     """A measure of each head, and what uniform attention over the same mask would score; both [batch, heads].

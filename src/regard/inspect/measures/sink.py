@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.inspect.brief import brief
 from regard.inspect.measures.means import counted, key_of, one_in
 from regard.inspect.measures.score import Score
 from regard.inspect.weights.lazy import Weights
@@ -35,6 +36,7 @@ def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> Score:
     return _column(weights, token, weights.positions > token, rows)
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Sinks:
     """How many heads have a sink at a token; see `sinks`.

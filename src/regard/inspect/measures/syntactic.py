@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.measures.score import Score
 from regard.inspect.measures.whole_rows import at_once, whole_rows
 from regard.inspect.weights.lazy import Weights
@@ -15,6 +16,7 @@ MARGIN = 0.1
 """By how much a head must be more accurate than the best fixed distance; Voita et al. 2019, §5.2."""
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Syntactic:
     """How well each head follows a relation; see `syntactic`.

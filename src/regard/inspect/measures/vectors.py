@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Vectors:
     """What to pass to a sweep as `along`, and where to find it again.

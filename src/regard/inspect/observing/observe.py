@@ -14,6 +14,7 @@ from torch import nn
 
 from regard.attend import Call, watching
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
 from regard.inspect.observing.kept import Kept, To, keeper
 from regard.inspect.observing.parts import Parts
 from regard.inspect.observing.place import Place, following
@@ -23,6 +24,7 @@ from regard.inspect.weights.lazy import Weights
 T = TypeVar("T")
 
 
+@brief
 @dataclass(frozen=True)
 class Look:
     """One call of attention as it passes: hold on to what you compute from it, not to the look itself.
@@ -49,6 +51,7 @@ class Look:
         return Weights.of(self.call)
 
 
+@brief
 @dataclass(frozen=True)
 class Seen(Generic[T]):
     """What was computed from one call: `layer` counts from 0, `module` is the path of the module that attended."""

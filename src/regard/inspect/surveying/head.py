@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from regard.inspect.brief import brief
+
 
 class Scored(NamedTuple):
     """One measure of one head: `chance` is what uniform attention would score, low to high its 95 % interval.
@@ -21,6 +23,7 @@ NONE = Scored(None)
 """What a head scores in a measure that it was not put to."""
 
 
+@brief
 @dataclass(frozen=True)
 class Head:
     """One query head of one layer: its scores by the keys of `DEFINITIONS`, and what it is called for them.

@@ -6,6 +6,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.inspect.brief import brief
 from regard.inspect.surveying.head import NONE, Head, Scored
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift, ranked
 from regard.inspect.surveying.sinks import SinkShare, sink_shares
@@ -37,6 +39,7 @@ CSV_HEAD = ("model", "layer", "head", "kv_head", "kind", "sure", "remarkable")
 """The first columns of `Report.to_csv`."""
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Picture:
     """The weights of one head as a square of size x size bytes, round(255 * sqrt(weight)); row = query.
@@ -54,6 +57,7 @@ class Picture:
     largest: NDArray[np.uint8] | None = None
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Close:
     """One head to the last weight: any of its n x n weights can be computed from this, of 8 dim + 12 bytes a token.
@@ -83,6 +87,7 @@ class Close:
         return sum(array.nbytes for array in arrays if array is not None) - (self.q.nbytes + self.k.nbytes) // 2
 
 
+@brief
 @dataclass(frozen=True)
 class Ablations:
     """What became of the loss when a head was taken out: `deltas` by (layer, head), in nats a token.
@@ -98,6 +103,7 @@ class Ablations:
     caveat: str = ""
 
 
+@brief
 @dataclass(frozen=True)
 class Run:
     """What was run, on what, how fast. `pairs` and `attention_gflop` are of one pass over all tokens of the report.
@@ -158,6 +164,23 @@ class Report:
     def sink_shares(self) -> tuple[SinkShare, ...]:
         """The share of heads with a sink at the first token, by each published threshold; none without `alpha`."""
         return sink_shares(self.heads)
+
+    def __repr__(self) -> str:
+        """A few lines: the model, what it read, its heads by kind, and what of them is kept."""
+        run, written = self.run, len(self.tokens) - self.prompt_tokens
+        kinds = Counter(head.kind for head in self.heads).most_common()
+        kept = [f"pictures of {len(self.pictures):,}"] * bool(self.pictures)
+        kept += [f"{len(self.closes)} to the last weight"] * bool(self.closes)
+        read = f"{self.prompt_tokens:,} tokens read, {written:,} written"
+        lines = [
+            f"Report of {run.model}, {run.layers} layers x {run.heads} heads: {read}",
+            f"  {len(self.heads):,} heads: {', '.join(f'{count} {kind}' for kind, count in kinds)}",
+            f"  {len(self.measures)} measures{''.join(f'; {part}' for part in kept)}",
+            *(f"  note: {note}" for note in run.notes),
+        ]
+        if self.other is not None:
+            lines += [f"  compared with {self.other.run.model}"]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """All but the pictures and the close-ups, as what `json.dumps` takes, with the definitions of the numbers."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from regard.inspect.brief import brief
 from regard.inspect.measures.sink import THRESHOLDS
 from regard.inspect.surveying.head import Head
 
@@ -15,6 +16,7 @@ MOST = 0.5
 """The share of a layer's heads from which most of them have a sink."""
 
 
+@brief
 @dataclass(frozen=True)
 class SinkShare:
     """How many heads have a sink at the first token: those whose score `alpha` exceeds the threshold.

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.inspect.brief import brief
+
 BINS = 24
 """Bins of distance: the last one takes what is 2**22 tokens away and more."""
 
 
+@brief
 @dataclass(frozen=True, eq=False)
 class Sweep:
     """What `sweep` found. Rows are queries, p_i the position of row i, A[i, j] the weight of key j in row i.

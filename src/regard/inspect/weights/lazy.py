@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.brief import shown
 from regard.inspect.weights.index import Indices, index_of, index_pairs
 from regard.inspect.weights.pooled import Largest, Pooled
 from regard.inspect.weights.read_call import ReadCall
@@ -64,6 +65,15 @@ class Weights(ReadCall):
 
     ```
     """
+
+    def __repr__(self) -> str:
+        """Heads, tokens, type and mask: `Weights(9 heads on 3, 7 queries x 7 keys, float32, mask=Causal())`."""
+        batch, heads, queries, keys = self.shape
+        sequences = "" if batch == 1 else f"{batch:,} sequences, "
+        return (
+            f"Weights({sequences}{heads} heads on {self.k.shape[1]}, {queries:,} queries x {keys:,} keys, "
+            f"{str(self.dtype).removeprefix('torch.')}, mask={shown(self.mask)})"
+        )
 
     def pairs(self, q_index: Indices, k_index: Indices) -> Tensor:
         """The weights at given pairs, in O(pairs): row `q_index[p]` (0 is the call's first query), key `k_index[p]`.
