@@ -168,11 +168,20 @@ def _mask_four(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
     """A mask that broadcasts to [batch, heads, queries, keys], expanded only where it must be."""
     if mask.ndim <= 2 or (mask.ndim == 4 and len(lead) == 2):
         return mask  # as it is: a mask that is known again has its plan already
+    if not _broadcasts(mask.shape[:-2], lead):
+        raise ProblemError(
+            f"attn_mask has shape {list(mask.shape)}: the axes before the last two do not broadcast to those of query, "
+            f"key and value, the leading axes {list(lead)}."
+        )
     mask = mask.reshape((1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape))
     batch, own = mask.shape[: len(lead) - 1], mask.shape[len(lead) - 1 :]
     if any(size != 1 for size in batch):
         mask = mask.expand(*lead[:-1], *own)
     return mask.reshape(_product(mask.shape[: len(lead) - 1]), *own)
+
+
+def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _product(sizes: tuple[int, ...] | torch.Size) -> int:
