@@ -49,7 +49,7 @@ def words(draw: st.DrawFn, queries: int, keys: int) -> Mask:
                 Lengths(torch.randint(0, keys + 1, (BATCH,), generator=g)),
                 Documents(torch.randint(0, 3, (tokens,), generator=g)),
                 Documents(torch.randint(0, 3, (BATCH, tokens), generator=g).sort().values),
-                Global(draw(st.lists(st.integers(0, tokens), max_size=3))),
+                Global(draw(st.lists(st.integers(0, tokens - 1), max_size=3))),
                 Dilated(draw(st.integers(1, 5))),
                 Blocks(layout, 4),
                 Tree([int(torch.randint(-1, i, (), generator=g)) if i else -1 for i in range(tokens)], start=0),

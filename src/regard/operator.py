@@ -120,7 +120,7 @@ def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
     b = torch.arange(frame.batch, device=device)[:, None, None, None]
     h = torch.arange(frame.heads, device=device)[:, None, None]
     q = torch.arange(frame.queries, device=device)[:, None] + frame.offset
-    return Dense(mask.fn(b, h, q, torch.arange(frame.keys, device=device)), frame.offset)
+    return Dense(mask.keep(b, h, q, torch.arange(frame.keys, device=device)), frame.offset)
 
 
 def _run(

@@ -2,13 +2,16 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from regard import (
+    Alibi,
     Blocks,
     Causal,
     Dense,
@@ -24,6 +27,7 @@ from regard import (
     Window,
     attend,
     draw,
+    explain,
 )
 
 PICTURES = {
@@ -120,6 +124,36 @@ WRONG = {
     "blocks of 0": (lambda: Blocks(torch.zeros(2, 2, dtype=torch.bool), 0), "at least 1"),
     "a child before its parent": (lambda: Tree([1, -1]), "comes before its child"),
     "a float dense mask": (lambda: Dense(torch.zeros(2, 2)), "TensorBias"),
+    "a window beyond 64 bits": (lambda: Window(2**70), "at most 9,223,372,036,854,775,807"),
+    "a prefix beyond 64 bits": (lambda: Prefix(2**70), "at most 9,223,372,036,854,775,807"),
+    "a prefix that is true": (lambda: Prefix(True), "True: expected a whole number of keys"),
+    "a prefix of text": (lambda: Prefix("4"), "expected a whole number of keys, or an integer tensor"),
+    "a dilation beyond 64 bits": (lambda: Dilated(2**63), "at most 9,223,372,036,854,775,807"),
+    "a global position beyond 64 bits": (lambda: Global([2**70]), "at most 9,223,372,036,854,775,807"),
+    "one global position": (lambda: Global(3), "expected an iterable of positions"),
+    "a global position that is text": (lambda: Global(["a"]), "'a': expected a whole number"),
+    "text for global positions": (lambda: Global("12"), "expected an iterable of positions"),
+    "a global position between tokens": (lambda: Global([1.7]), "1.7: expected a whole number"),
+    "a float tensor of global positions": (lambda: Global(torch.tensor([1.5])), "1.5: expected a whole number"),
+    "a global position beyond the keys": (lambda: draw(Global([99]), 4, 9), "position 99, and the call has 9 keys"),
+    "a global position before the keys": (lambda: draw(Global([-1]), 4, 9), "position -1, and the call has 9 keys"),
+    "blocks of a part of a token": (lambda: Blocks(torch.zeros(2, 2, dtype=torch.bool), 2.5), "2.5: expected a whole"),
+    "a tree of nothing": (lambda: Tree([]), "at least one"),
+    "a tree of one number": (lambda: Tree(3), "expected the parent of each draft token"),
+    "a parent between tokens": (lambda: Tree([-1, 0.5]), "0.5: expected a whole number"),
+    "a tree that starts at text": (lambda: Tree([-1], start="1"), "Tree.start. is '1'"),
+    "a dense mask that starts at text": (
+        lambda: Dense(torch.zeros(2, 2, dtype=torch.bool), offset="5"),
+        "Dense.offset. is '5': expected a whole number",
+    ),
+    "a predicate of one shape": (
+        lambda: draw(Where(lambda b, h, q, k: torch.ones(5, 9, dtype=torch.bool)), 2, 2),
+        "gave bool .5, 9. for positions that broadcast to .2, 2.",
+    ),
+    "a predicate of one axis too many": (
+        lambda: draw(Where(lambda b, h, q, k: (q >= k)[None]), 2, 2),
+        "gave bool .1, 2, 2. for positions that broadcast to .2, 2.",
+    ),
     "a predicate that is none": (lambda: Where(3), "expected a function"),  # pyright: ignore[reportArgumentType]
     "a predicate of two": (lambda: Where(lambda i, j: i >= j), r"<lambda>\(i, j\), called with four: too many"),
     "a predicate of five": (lambda: Where(lambda b, h, q, k, w: q - k < w), "a required argument: 'w'"),
@@ -140,6 +174,32 @@ def test_what_makes_no_sense_is_said_to_make_none(name: str):
     make, says = WRONG[name]
     with pytest.raises(ProblemError, match=says):
         make()
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.int32(3), np.uint8(3)], ids=lambda n: type(n).__name__)
+def test_whole_numbers_of_any_kind_are_taken_as_pythons(number: Any):
+    layout = torch.ones(3, 3, dtype=torch.bool)
+    taken = [Window(number, number), Prefix(number), Dilated(number), Blocks(layout, number), Global([number])]
+    taken += [Dense(layout, offset=number), Tree([-1], start=number)]
+    plain = [Window(3, 3), Prefix(3), Dilated(3), Blocks(layout, 3), Global([3]), Dense(layout, offset=3)]
+    assert taken == [*plain, Tree([-1], start=3)]
+    assert Alibi(number) == Alibi(3)
+
+
+def test_windows_may_be_as_wide_as_positions_go():
+    wide = sys.maxsize
+    for mask in (Window(wide), Window(wide, wide), Prefix(wide)):
+        assert draw(mask, 3, 3) == draw(Prefix(3), 3, 3)
+    assert draw(Dilated(wide), 3, 3) == draw(Dilated(3), 3, 3)
+
+
+def test_a_mask_without_data_is_refused_before_it_is_looked_at():
+    q = torch.randn(2, 1, 3, 8)
+    without = Lengths(torch.empty(2, dtype=torch.int64, device="meta"))
+    for call, keys in ((attend, q), (explain, q), (explain, q.to("meta"))):
+        with pytest.raises(ProblemError, match="has no data, and masks are looked at"):
+            call(keys, keys, keys, mask=without)
+    assert attend(*(q.to("meta"),) * 3, mask=without).is_meta  # nothing is looked at
 
 
 def test_a_predicate_is_asked_once_for_what_it_does_not_look_at():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.mask import Frame, Positions, as_tensors
+from regard.describe.whole_number import whole
 from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
@@ -85,9 +86,7 @@ class Alibi(Bias):
     heads: int
 
     def __post_init__(self) -> None:
-        heads = cast(object, self.heads)
-        if not isinstance(heads, int) or heads < 1:
-            raise ProblemError(f"Alibi(heads={heads!r}): expected the number of query heads, at least 1.")
+        object.__setattr__(self, "heads", whole(self.heads, "Alibi(heads)", "query heads", least=1))
 
     def slopes(self) -> Tensor:
         """The slope of each head, float64 [heads]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.tensors import derived
+from regard.describe.whole_number import whole
 from regard.describe.word import word
 from regard.errors import ProblemError
 
@@ -65,14 +66,17 @@ class Window(Mask):
     def __post_init__(self) -> None:
         if self.left is None and self.right is None:
             raise ProblemError("Window(None, None) limits nothing: give a left or a right size, or leave the mask out.")
-        for side, size in (("left", self.left), ("right", self.right)):
-            if size is not None:
-                check_whole(size, f"Window({side})")
-            if size is not None and size < 1:
+        for side in ("left", "right"):
+            size = getattr(self, side)
+            if size is None:
+                continue
+            size = whole(size, f"Window({side})")
+            if size < 1:
                 raise ProblemError(
                     f"Window({side}={size}) would hide a token from itself: a window counts the query, so it is at "
                     "least 1; None means no limit."
                 )
+            object.__setattr__(self, side, size)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         after = cast(Tensor, self.left is None or (q - k) < self.left)
@@ -110,7 +114,7 @@ class Prefix(Mask):
     size: int | Tensor
 
     def __post_init__(self) -> None:
-        check_sizes(self.size, "Prefix(size)")
+        object.__setattr__(self, "size", _checked_sizes(self.size, "Prefix(size)"))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _before(self.size, b, k)
@@ -146,7 +150,7 @@ class Lengths(Mask):
         if not isinstance(cast(object, self.lengths), Tensor):
             given = f"{self.lengths!r}: expected an integer tensor [batch]; for the same number in every row, Prefix."
             raise ProblemError(f"Lengths(lengths) is {given}")
-        check_sizes(self.lengths, "Lengths(lengths)")
+        _checked_sizes(self.lengths, "Lengths(lengths)")
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _before(self.lengths, b, k)
@@ -169,7 +173,8 @@ class Global(Mask):
     """Some tokens see all and are seen by all: q or k in the set. Beltagy et al. 2020, arXiv:2004.05150, §3.1.
 
     Args:
-        positions: the positions of those tokens, an iterable of ints.
+        positions: the positions of those tokens, an iterable of ints. Each is a token of the call: for a chunk of a
+            prompt, give the positions up to the end of the chunk.
 
     >>> from regard import draw
     >>> print(draw(Global([1]), 3, 3))
@@ -181,7 +186,13 @@ class Global(Mask):
     positions: Iterable[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "positions", tuple(sorted({int(p) for p in self.positions})))
+        given = cast(object, self.positions)
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise ProblemError(f"Global(positions) is {given!r}: expected an iterable of positions, such as [0, 5].")
+        if isinstance(given, Tensor):
+            given = given.tolist() if given.ndim == 1 else [given]
+        chosen = {whole(p, "a position of Global(positions)", "positions") for p in cast("Iterable[object]", given)}
+        object.__setattr__(self, "positions", tuple(sorted(chosen)))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         q, k = as_tensors(q, k)
@@ -196,6 +207,16 @@ class Global(Mask):
         row = np.where(self._count(r.q0, r.q1) > 0, r.q0, -1)  # which of the two sides the pattern depends on
         column = np.where(self._count(r.k0, r.k1) > 0, r.k0, -1)
         return np.stack([row, column], axis=1)
+
+    def at(self, frame: Frame) -> Mask:
+        stop = max(frame.positions, frame.keys)
+        beyond = [p for p in self.positions if not min(frame.offset, 0) <= p < stop]
+        if beyond:
+            raise ProblemError(
+                f"{self!r} has position {beyond[0]}, and the call has {frame.keys} keys and queries at {frame.offset} "
+                f"to {frame.positions - 1}: give positions of tokens that are there."
+            )
+        return self
 
     def _count(self, start: Ints, stop: Ints) -> Ints:
         chosen = np.asarray(tuple(self.positions), dtype=np.int64)
@@ -220,9 +241,7 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        check_whole(self.step, "Dilated(step)")
-        if self.step < 1:
-            raise ProblemError(f"Dilated(step={self.step}): a step is at least 1 token.")
+        object.__setattr__(self, "step", whole(self.step, "Dilated(step)", least=1))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return cast(Tensor, (q - k) % self.step == 0)
@@ -236,21 +255,13 @@ class Dilated(Mask):
         return ((r.q0 - r.k0) % self.step)[:, None]
 
 
-def check_whole(given: object, what: str) -> None:
-    """Raise `ProblemError` unless it is a whole number (symbolic ones, of a traced graph, are)."""
-    if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
-        raise ProblemError(f"{what} is {given!r}: expected a whole number of tokens.")
-
-
-def check_sizes(sizes: object, what: str) -> None:
-    """Raise `ProblemError` unless `sizes` is an int of at least 0 or an integer tensor of one axis."""
-    if isinstance(sizes, Tensor):
-        if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
-            raise ProblemError(f"{what} is {sizes.dtype} {list(sizes.shape)}: expected an integer tensor [batch].")
-    elif not isinstance(sizes, int):
-        raise ProblemError(f"{what} is {type(sizes).__name__}: expected an int or an integer tensor [batch].")
-    elif sizes < 0:
-        raise ProblemError(f"{what} is {sizes}: expected at least 0 keys.")
+def _checked_sizes(sizes: object, what: str) -> int | Tensor:
+    """The sizes, an int of at least 0 or an integer tensor of one axis; `ProblemError` for others."""
+    if not isinstance(sizes, Tensor):
+        return whole(sizes, what, "keys, or an integer tensor [batch]", least=0)
+    if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
+        raise ProblemError(f"{what} is {sizes.dtype} {list(sizes.shape)}: expected an integer tensor [batch].")
+    return sizes
 
 
 def _before(sizes: int | Tensor, b: Positions, k: Positions) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.tensors import derived
+from regard.describe.whole_number import whole
 from regard.describe.word import word
 from regard.errors import ProblemError
 
@@ -99,8 +100,7 @@ class Blocks(Mask):
     def __post_init__(self) -> None:
         expected = "bool [query blocks, key blocks], or [heads, ...] or [batch, heads, ...] in front"
         _check_tensor(self.layout, "Blocks(layout)", (2, 3, 4), expected)
-        if self.size < 1:
-            raise ProblemError(f"Blocks(size={self.size}): a block has at least 1 token a side.")
+        object.__setattr__(self, "size", whole(self.size, "Blocks(size)", "tokens a side", least=1))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _looked_up(_beside(self.layout, q, k), b, h, q // self.size, k // self.size)
@@ -163,7 +163,15 @@ class Tree(Mask):
     start: int | None = None
 
     def __post_init__(self) -> None:
-        parents = tuple(-1 if parent is None else int(parent) for parent in self.parents)
+        given = cast(object, self.parents)
+        if not isinstance(given, Sequence | Tensor) or isinstance(given, str) or not len(given):
+            raise ProblemError(
+                f"Tree(parents) is {given!r}: expected the parent of each draft token, at least one: [-1, 0, 0]."
+            )
+        given = given.tolist() if isinstance(given, Tensor) else cast("Sequence[object]", given)
+        parents = tuple(-1 if p is None else whole(p, "a parent of Tree(parents)", "an index, or None") for p in given)
+        if self.start is not None:
+            object.__setattr__(self, "start", whole(self.start, "Tree(start)"))
         for child, parent in enumerate(parents):
             if not -1 <= parent < child:
                 raise ProblemError(
@@ -224,6 +232,8 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         expected = "bool, broadcastable to [batch, heads, queries, keys] (a float mask is a bias: TensorBias(mask))"
         _check_tensor(self.mask, "Dense(mask)", (0, 1, 2, 3, 4), expected)
+        if self.offset is not None:
+            object.__setattr__(self, "offset", whole(self.offset, "Dense(offset)"))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _looked_up(_beside(self.mask, q, k), b, h, q - self._first(), k)
@@ -291,6 +301,7 @@ class Where(Mask):
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
             what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
             raise ProblemError(f"Where: fn(b, h, q, k) gave {what}; expected a bool tensor.")
+        _check_broadcasts(kept, b, h, q, k)
         return kept
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
@@ -307,6 +318,18 @@ class Where(Mask):
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         return f"Where({parts[0]})"
+
+
+def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
+    """Raise `ProblemError` unless what a predicate gave has a value for each position, and no more."""
+    sizes = torch.broadcast_shapes(*(p.shape for p in as_tensors(*positions)))
+    given = (1,) * (len(sizes) - kept.ndim) + tuple(kept.shape)
+    if len(given) != len(sizes) or any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
+        raise ProblemError(
+            f"Where: fn(b, h, q, k) gave bool {list(kept.shape)} for positions that broadcast to {list(sizes)}: "
+            "expected that shape, or one that broadcasts to it. The function is asked tile by tile: compute with b, h, "
+            "q and k, and index tables by them, such as table[q, k]."
+        )
 
 
 def _check_takes_four(fn: Callable[..., Any]) -> None:

@@ -200,6 +200,8 @@ def pose(
     check_tensors(q, k, v)
     (batch, heads, queries, qk_dim), (kv_heads, keys), v_dim = q.shape, k.shape[1:3], v.shape[3]
     check_words(mask, bias, score)
+    if mask is not None:
+        _check_has_data(mask)
     compared = score or Dot()
     score_dim = compared.dim(qk_dim, k.shape[3])
     score = None if isinstance(compared, Dot) else compared.at(heads, kv_heads)
@@ -366,6 +368,14 @@ def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
         raise ProblemError(
             f"a tensor in mask is of the class {type(t).__name__}, which keeps its elements elsewhere, and masks are "
             "looked at before attention is computed: expected a torch.Tensor."
+        )
+
+
+def _check_has_data(mask: Mask) -> None:
+    if any(map(is_without_data, mask.tensors())):
+        raise ProblemError(
+            f"{mask!r} has a tensor that has no data, and masks are looked at before attention is computed or "
+            "explained: expected a tensor on the CPU or a GPU. (q, k and v may be meta tensors in explain.)"
         )
 
 
