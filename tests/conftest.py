@@ -1,5 +1,6 @@
 """What holds for every test: a fixed seed, the same examples in every run, one process for the tests of a model."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from regard.plan import choose, known
 hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile("same examples")
+
+# Warnings are errors, and where no compiler is the first call of a process would warn of that.
+if not native.available():
+    os.environ.setdefault("REGARD_QUIET", "1")
 
 
 def pytest_report_header() -> str:
@@ -31,6 +36,7 @@ def seed() -> None:
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Regard as it is where no compiler was: without its library, and without the plans that were made with it."""
     monkeypatch.setattr(native, "_find", lambda: str(tmp_path / native.LIBRARY))
+    monkeypatch.setenv("REGARD_QUIET", "1")
     choose._plans.clear()
     monkeypatch.setattr(known, "_calls", {})
     yield

@@ -5,13 +5,26 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from regard import Alibi, Causal, Window, attend, explain, native
-from regard.errors import ProblemError, RefusalError
+from regard import (
+    Additive,
+    Alibi,
+    Causal,
+    ProblemError,
+    RefusalError,
+    SlowWarning,
+    Window,
+    attend,
+    attend_state,
+    explain,
+    native,
+)
+from regard.nn import MultiHeadAttention
 
 needs_library = pytest.mark.skipif(not native.available(), reason=str(native.absence()))
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -124,6 +137,64 @@ def test_without_the_library_all_is_computed_and_explained():
             assert torch.allclose(ours, theirs, atol=1e-6)
     with pytest.raises(RefusalError, match="native: regard is here without its compiled library"):
         attend(q, q, q, backend="native")
+
+
+@pytest.fixture
+def loud(no_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the library, in a process that has not warned of it and may."""
+    monkeypatch.delenv("REGARD_QUIET")
+    native._warn.cache_clear()
+
+
+def additive() -> Additive:
+    return Additive(torch.randn(3, 8), torch.randn(3, 8), torch.randn(3))
+
+
+@pytest.mark.usefixtures("loud")
+def test_the_first_call_without_the_library_warns_and_names_the_line_that_called():
+    q = torch.randn(1, 2, 5, 8)
+    explain(q, q, q)
+    attend(q, q, q, backend="reference")
+    attend(q, q, q, score=additive())  # which the library does not know
+    with pytest.warns(SlowWarning) as warned:
+        attend(q, q, q, mask=Causal())
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
+    said = str(warned[0].message)
+    for words in ("several times slower", "Install g++ or clang++", "category=regard.SlowWarning", "REGARD_QUIET=1"):
+        assert words in said
+    attend(q, q, q, mask=Window(3))  # a warning would be an error
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_module_and_a_state_warn_as_well():
+    q = torch.randn(1, 2, 5, 8)
+    layer = MultiHeadAttention(16, heads=2)
+    for call in (lambda: attend_state(q, q, q), lambda: layer(torch.randn(1, 5, 16))):
+        native._warn.cache_clear()
+        with pytest.warns(SlowWarning) as warned:
+            call()
+        assert Path(warned[0].filename) == Path(__file__)
+
+
+@pytest.mark.usefixtures("loud")
+def test_the_warning_can_be_silenced(monkeypatch: pytest.MonkeyPatch):
+    q = torch.randn(1, 2, 5, 8)
+    monkeypatch.setenv("REGARD_QUIET", "1")
+    attend(q, q, q)
+    monkeypatch.setenv("REGARD_QUIET", "0")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=SlowWarning)
+        attend(q, q, q, mask=Causal())
+
+
+@needs_library
+@pytest.mark.filterwarnings("error")
+def test_with_the_library_nothing_warns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("REGARD_QUIET", raising=False)
+    native._warn.cache_clear()
+    q = torch.randn(1, 2, 5, 8)
+    attend(q, q, q)
+    attend(q, q, q, score=additive())
 
 
 @needs_library

@@ -15,7 +15,7 @@ from regard.describe.position import Absolute, Learned, Position, Rope, Sinusoid
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
 from regard.describe.score import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, Stored
-from regard.errors import ProblemError, RefusalError, RegardError
+from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
 from regard.linear.attend import linear_attend
 from regard.nadaraya_watson import nadaraya_watson
 from regard.plan.choose import Plan
@@ -76,6 +76,7 @@ __all__ = [
     "Scaling",
     "Score",
     "Sinusoidal",
+    "SlowWarning",
     "SoftDict",
     "State",
     "Stored",

@@ -9,6 +9,8 @@ RegardError(Exception)
 ```
 
 Every message says what came, what was expected, and what to do.
+
+`SlowWarning` (a `UserWarning`) is no error: the result is right, and takes longer than it need.
 """
 
 
@@ -35,4 +37,12 @@ class RefusalError(RegardError, NotImplementedError):
     """It makes sense, and no engine can run it, or the engine asked for by name cannot.
 
     Nothing falls back silently: an engine asked for by name runs or raises this with its reasons.
+    """
+
+
+class SlowWarning(UserWarning):
+    """Attention on the CPU is computed without regard's compiled library, several times slower than with it.
+
+    Given once in a process, at the first call of `attend` that the library would have computed. To silence it:
+    `warnings.filterwarnings("ignore", category=regard.SlowWarning)`, or the environment variable `REGARD_QUIET=1`.
     """

@@ -1,7 +1,8 @@
 """The compiled library `libregard`: found, loaded, and asked which instruction sets this machine has.
 
 The library stands beside this file. It is C++ behind a C interface (native/abi.h), so one build serves every Python and
-every torch, and regard works without it: then `available()` is False and `absence()` says why.
+every torch, and regard works without it: then `available()` is False, `absence()` says why, and the first call that it
+would have computed warns of that (`SlowWarning`), unless the environment variable `REGARD_QUIET` is set.
 
 Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512bf16" on x86 or "neon" on 64-bit ARM. The
 last one that the machine has is used, unless the environment variable `REGARD_ISA` names another.
@@ -13,16 +14,18 @@ writes and runs it.
 import ctypes
 import os
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
+from inspect import currentframe
 from pathlib import Path
 from typing import Any, NoReturn
 
 # Before the library: its OpenMP must find the threads that torch brought, and not start others.
 import torch
 
-from regard.errors import ProblemError, RefusalError, RegardError
+from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
 
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """regard_dtype of native/abi.h."""
@@ -104,6 +107,30 @@ def absence() -> str | None:
     """Why there is no compiled library, in one sentence; None when there is one."""
     loaded = _load(_find())
     return None if isinstance(loaded, ctypes.CDLL) else loaded
+
+
+def warn_of_absence() -> None:
+    """Give a `SlowWarning` if there is no compiled library: once in a process, and not if `REGARD_QUIET` is set."""
+    if os.environ.get("REGARD_QUIET", "0") in ("", "0") and (absent := absence()) is not None:
+        _warn(absent)
+
+
+@cache
+def _warn(absent: str) -> None:
+    warnings.warn(
+        f"Attention on the CPU is several times slower than it could be: {absent} To silence this: "
+        'warnings.filterwarnings("ignore", category=regard.SlowWarning), or REGARD_QUIET=1.',
+        SlowWarning,
+        stacklevel=_outside(),
+    )
+
+
+def _outside() -> int:
+    """How far up the stack the caller of our caller is that is neither regard nor torch: whose line a warning names."""
+    frame, level = currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("regard", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def isas() -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """scripts/setup.sh does a step once, again when its key changes, and never marks as done what failed."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,25 @@ def test_a_python_that_is_too_old_is_refused_in_words(bash):
     refused = bash("PYTHON=false make_venv")
     assert refused.returncode == 1
     assert "regard needs Python 3.11 or newer" in refused.stdout
+
+
+def test_a_slow_installation_is_said_each_time_in_one_line_and_only_there(bash, tmp_path: Path):
+    (tmp_path / "ready").mkdir()
+    said = "say_slow; echo quiet: ${REGARD_QUIET-no}"
+    for reason, line, quiet in (("", "", "no"), ("no compiler was found.", "slow: no compiler was found.\n", "1")):
+        (tmp_path / "ready" / "absence").write_text(reason)
+        for _ in range(2):
+            done = bash(said)
+            assert (done.stderr, done.stdout) == (line, f"quiet: {quiet}\n")
+
+
+def test_why_an_installation_is_slow_is_kept_when_it_is_made(bash, tmp_path: Path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    for library, kept in (("None", ""), ("'no compiler.'", "no compiler.")):
+        (tmp_path / "regard.py").write_text(f"class native:\n    absence = staticmethod(lambda: {library})\n")
+        done = bash("pip_install() { echo installed; }; PYTHONPATH=$venv PYTHONSAFEPATH= install_regard")
+        assert (done.returncode, done.stdout) == (0, "installed\n"), done.stderr
+        assert (tmp_path / "ready" / "absence").read_text() == kept
+    failed = bash("pip_install() { return 3; }; install_regard || echo failed: $?")
+    assert failed.stdout == "failed: 3\n"

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from regard import native
 from regard.describe.bias import Bias
 from regard.describe.mask import Frame, Mask
 from regard.describe.score import Dot, Score
@@ -91,6 +92,8 @@ def prepare(
             offset=offset, lse=lse, stored=stored,
         )  # fmt: skip
         plan = choose(problem, operands, backend)
+    if plan.passed_over.get("native") == [native.absence()]:  # nothing else was against it
+        native.warn_of_absence()
     if key is not None:
         _remember(key, plan, operands)
     return plan, operands
