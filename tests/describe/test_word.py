@@ -1,10 +1,12 @@
 """Words as values: outlines and spellings."""
 
+import pytest
 import torch
 from hypothesis import given
 
 from regard import Alibi, Bias, Causal, Documents, T5Bias, TensorBias, Tree, Where, Window
-from regard.describe.tensors import derived
+from regard.describe import tensors
+from regard.describe.tensors import derived, ticket, unchanged
 from regard.describe.word import Word, unspell
 from tests.expressions import biases, masks
 
@@ -18,20 +20,20 @@ def test_a_word_that_is_spelled_and_read_is_the_same_word(mask: Word, bias: Bias
     for said in (mask, bias):
         if said is None or holds_a_predicate(said):
             continue
-        tensors: list[torch.Tensor] = []
+        carried: list[torch.Tensor] = []
         numbers: list[int] = []
-        text = said.spell(tensors, numbers)
-        assert unspell(text, tensors, numbers) == said
-        assert [id(t) for t in tensors] == [id(t) for t in said.tensors()]
+        text = said.spell(carried, numbers)
+        assert unspell(text, carried, numbers) == said
+        assert [id(t) for t in carried] == [id(t) for t in said.tensors()]
 
 
 def test_a_spelling_by_hand():
     ids = torch.arange(3)
-    tensors: list[torch.Tensor] = []
+    carried: list[torch.Tensor] = []
     numbers: list[int] = []
-    assert (Causal() & Documents(ids)).spell(tensors, numbers) == '["And", ["Causal"], ["Documents", {"tensor": 0}]]'
-    assert tensors[0] is ids
-    assert Tree([-1, 0]).spell(tensors, numbers) == '["Tree", {"tuple": [{"number": 0}, {"number": 1}]}, null]'
+    assert (Causal() & Documents(ids)).spell(carried, numbers) == '["And", ["Causal"], ["Documents", {"tensor": 0}]]'
+    assert carried[0] is ids
+    assert Tree([-1, 0]).spell(carried, numbers) == '["Tree", {"tuple": [{"number": 0}, {"number": 1}]}, null]'
     assert numbers == [-1, 0]
 
 
@@ -45,12 +47,12 @@ def test_an_outline_keeps_no_tensor():
     assert not holds(outline.parts)
 
 
-def test_functions_are_known_by_identity():
+def test_functions_are_known_by_what_they_do():
     def even(b, h, q, k):
         return (q + k) % 2 == 0
 
     assert Where(even) == Where(even)
-    assert Where(even) != Where(lambda b, h, q, k: (q + k) % 2 == 0)
+    assert Where(even) != Where(lambda b, h, q, k: (q + k) % 3 == 0)
     assert repr(Where(even)) == "Where(even)"
 
 
@@ -77,3 +79,31 @@ def test_what_is_derived_of_a_tensor_is_made_once_and_again_when_it_changed():
 
 def test_words_of_different_kinds_are_not_equal():
     assert Window(4) != Alibi(4)
+
+
+def test_tensors_on_a_device_are_known_by_identity_and_version(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tensors, "_is_plain", lambda t: False)
+    lengths = torch.arange(3)
+    before = ticket(lengths)
+    assert ticket(lengths) == before != ticket(lengths.clone())
+    lengths += 1
+    assert ticket(lengths) != before
+
+
+def test_a_tensor_is_read_once_while_it_is_said_to_be_unchanged(monkeypatch: pytest.MonkeyPatch):
+    read: list[torch.Tensor] = []
+    digest = tensors.digest
+    monkeypatch.setattr(tensors, "digest", lambda t: read.append(t) or digest(t))
+    ids = torch.arange(3)
+    with unchanged(), unchanged():
+        assert ticket(ids) == ticket(ids)
+    assert len(read) == 1
+    assert ticket(ids) == ticket(ids)
+    assert len(read) == 3
+
+
+def test_a_tensor_that_was_expanded_is_read_where_it_has_elements():
+    row = torch.tensor([[True, False, True]])
+    assert ticket(row.expand(5, 3)) != ticket(row)
+    assert ticket(row.expand(5, 3)) == ticket(row.clone().expand(5, 3))
+    assert ticket(row.expand(5, 3)) != ticket((~row).expand(5, 3))

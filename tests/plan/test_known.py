@@ -226,6 +226,8 @@ def near(limit: int) -> type[Mask]:
 
 def test_a_class_that_is_corrected_is_another_mask():
     wrong, corrected = near(9), near(4)
+    assert wrong() == wrong()
+    assert wrong().outline().can_be_kept
     for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
         for kind, length in ((wrong, 9), (corrected, 4), (wrong, 9)):
             expected = attend(Q, K[:, :, :length], V[:, :, :length])

@@ -44,6 +44,7 @@ _CONSTANT = (torch.device, torch.dtype, torch.layout, torch.memory_format, range
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _METHODS = (types.ClassMethodDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _PASSIVE = {"__annotations__", "__dict__", "__doc__", "__module__", "__weakref__", "__slots__", "_abc_impl"} | {
+    "_kind",  # of `regard.describe.word`
     "__init__", "__new__", "__repr__", "__setattr__", "__delattr__",  # they make the state, which is followed
     "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__", "__static_attributes__",
 }  # fmt: skip

@@ -24,6 +24,30 @@ from regard.describe.tensors import Ticket, form, ticket
 W = TypeVar("W", bound="type[Word]")
 
 
+_PLAIN = frozenset({bool, float, int, str, type(None)})
+"""Types of fields that are the same in an outline."""
+
+
+class _Kind(ref["type[Word]"]):
+    """A class of words, as outlines have it: a class may hold tensors, and an outline keeps nothing alive.
+
+    Attributes:
+        name: of the class.
+        is_own: whether regard wrote it; what others write is known by its content, too.
+    """
+
+    __slots__ = ("is_own", "name")
+
+    is_own: bool
+    name: str
+
+    @classmethod
+    def of(cls, kind: "type[Word]") -> "_Kind":
+        made = cls(kind)
+        made.name, made.is_own = kind.__name__, kind.__module__.startswith("regard.")
+        return made
+
+
 class Outline:
     """A word without its tensors.
 
@@ -38,20 +62,21 @@ class Outline:
     ```
     """
 
-    __slots__ = ("_hash", "_kind", "_name", "_written", "parts")
+    __slots__ = ("_behaviour", "_hash", "_kind", "is_constant", "parts")
 
     def __init__(self, kind: "type[Word]", parts: tuple[Any, ...]) -> None:
         self.parts = parts
-        self._kind = ref(kind)  # not the class: a class may hold tensors, and an outline keeps nothing alive
-        self._name = kind.__name__
-        self._written = kind.behaviour()
+        self._kind = kind._kind  # pyright: ignore[reportPrivateUsage]
+        self._behaviour: Hashable = () if self._kind.is_own else content(kind)
         self._hash: int | None = None  # kept, as every call looks its plan up by outlines
+        self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
+        """Whether nothing in the word can change: it carries no tensor and no function, and regard wrote its class."""
 
     @property
     def kind(self) -> "type[Word]":
         """The class of the word."""
         kind = self._kind()
-        assert kind is not None, f"the class {self._name} is gone"
+        assert kind is not None, f"the class {self._kind.name} is gone"
         return kind
 
     def __eq__(self, other: object) -> bool:
@@ -59,31 +84,24 @@ class Outline:
             isinstance(other, Outline)
             and self._kind is other._kind
             and self.parts == other.parts
-            and self._written == other._written
+            and self._behaviour == other._behaviour
         )
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash((self._kind, self.parts, self._written))
+            self._hash = hash((self._kind, self.parts, self._behaviour))
         return self._hash
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether nothing in the word can change: it carries no tensor and no function, and regard wrote its class."""
-        return self._written == () and not any(
-            isinstance(part, Ticket) or (isinstance(part, Outline) and not part.is_constant) for part in self.parts
-        )
 
     @property
     def can_be_kept(self) -> bool:
         """Whether the outline tells when the word changes; if not, nothing may be kept for it."""
-        return not isinstance(self._written, Unknown) and all(map(_tells, self.parts))
+        return self.is_constant or (not isinstance(self._behaviour, Unknown) and all(map(_tells, self.parts)))
 
     @property
     def text(self) -> str:
         """How the word is printed."""
         kind = self._kind()
-        return f"{self._name}(...)" if kind is None else kind.written(self.parts)
+        return f"{self._kind.name}(...)" if kind is None else kind.written(self.parts)
 
     def __repr__(self) -> str:
         return self.text
@@ -95,6 +113,7 @@ class Word:
     _spelled: ClassVar[WeakValueDictionary[str, "type[Word]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
     _spelling: ClassVar[str] = ""
+    _kind: ClassVar[_Kind]
 
     def outline(self) -> Outline:
         """This word with its tensors and functions replaced by tickets of their content.
@@ -104,7 +123,7 @@ class Word:
         kept = self.__dict__.get("_outline")
         if kept is not None:
             return kept
-        made = Outline(type(self), tuple([_outlined(part) for part in self.parts()]))
+        made = Outline(type(self), tuple([p if type(p) in _PLAIN else _outlined(p) for p in self.parts()]))
         if made.is_constant:
             self.__dict__["_outline"] = made
         return made
@@ -116,13 +135,6 @@ class Word:
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
         return tuple([getattr(self, name) for name in self._fields])
-
-    @classmethod
-    def behaviour(cls) -> Hashable:
-        """What the methods do, by content: `()` for regard's own classes."""
-        if cls.__module__.startswith("regard."):
-            return ()
-        return content(cls)
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -175,12 +187,12 @@ def word(cls: W) -> W:
     Classes of one name, as a notebook makes them whose cell is run again, are spelled apart.
     """
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    own = cls.__module__.startswith("regard.")
-    plain = cls.__name__ if own else f"{cls.__module__}.{cls.__qualname__}"
+    kind = _Kind.of(made)
+    plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
     spellings = (plain if not i else f"{plain}#{i}" for i in itertools.count())
     name = next(name for name in spellings if name not in Word._spelled)  # pyright: ignore[reportPrivateUsage]
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
-    made._spelling = name  # pyright: ignore[reportPrivateUsage]
+    made._spelling, made._kind = name, kind  # pyright: ignore[reportPrivateUsage]
     Word._spelled[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
 
@@ -246,6 +258,12 @@ def _function(part: Any) -> Any:
     if not callable(part):
         return part
     return Ticket(content(part), getattr(part, "__name__", type(part).__name__))
+
+
+def _is_constant(part: Any) -> bool:
+    if type(part) in _PLAIN:
+        return True
+    return part.is_constant if isinstance(part, Outline) else not isinstance(part, Ticket)
 
 
 def _tells(part: Any) -> bool:
