@@ -225,6 +225,7 @@ def near(limit: int) -> type[Mask]:
 
 
 def test_a_class_that_is_corrected_is_another_mask():
+    torch.compiler.reset()
     wrong, corrected = near(9), near(4)
     assert wrong() == wrong()
     assert wrong().outline().can_be_kept
@@ -237,6 +238,7 @@ def test_a_class_that_is_corrected_is_another_mask():
 
 
 def test_a_class_that_has_the_name_of_ours_is_no_other_than_itself():
+    torch.compiler.reset()
     kind = near(4)
     expected = attend(Q, K, V, mask=Causal())
 
