@@ -15,6 +15,7 @@ from regard import (
     Causal,
     Documents,
     Lengths,
+    Mask,
     Prefix,
     ProblemError,
     State,
@@ -90,6 +91,49 @@ def test_one_graph_serves_every_length():
     assert set(compiled_by) == {compiled_by[0]}  # all of it at the first call
 
 
+@pytest.mark.parametrize("mask", [Causal() & Window(7), Where(lambda b, h, q, k: (k <= q) & (q - k < 7))], ids=repr)
+def test_one_graph_serves_every_position_that_travels_as_a_tensor(mask: Mask):
+    torch._dynamo.reset()
+    counts = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(
+        lambda q, at: attend(q, K, V, mask=mask, offset=at), fullgraph=True, dynamic=False, backend=counts
+    )
+    for position in (2, 3, 5, 11):
+        q = Q.clone().requires_grad_()
+        expected = attend(q, K, V, mask=mask, offset=position)
+        found = function(q, torch.tensor(position))
+        assert torch.allclose(found, expected, atol=1e-6)
+        ours, eager = (torch.autograd.grad(out.square().sum(), q)[0] for out in (found, expected))
+        assert torch.allclose(ours, eager, atol=1e-5)
+    assert counts.frame_count == 1
+
+
+def test_a_position_may_be_an_int_of_a_graph():
+    torch._dynamo.reset()
+    function = compiled(lambda q, at: attend(q, K, V, mask=Causal(), offset=at))
+    for position in (2, 3, 5):  # a constant at first, then a symbol
+        assert torch.equal(function(Q, position), attend(Q, K, V, mask=Causal(), offset=position))
+
+
+def test_an_offset_that_is_a_tensor_is_read_at_every_call():
+    at = torch.tensor(3)
+    first = attend(Q, K, V, mask=Causal(), offset=at)
+    at.add_(5)
+    second = attend(Q, K, V, mask=Causal(), offset=at)
+    assert torch.equal(first, attend(Q, K, V, mask=Causal(), offset=3))
+    assert torch.equal(second, attend(Q, K, V, mask=Causal(), offset=8))
+    planned = [explain(Q, K, V, mask=Causal(), offset=place).schedule.pairs for place in (at, 8)]
+    assert planned[0] == planned[1]
+
+
+@pytest.mark.parametrize("offset", [torch.tensor([1, 2]), torch.tensor(1.5), 1.5, True], ids=repr)
+def test_an_offset_that_is_no_position_is_an_error(offset: Any):
+    with pytest.raises(ProblemError, match=r"offset is .*: expected an int, an integer tensor of one element, or None"):
+        attend(Q, K, V, offset=offset)
+    with pytest.raises(ProblemError, match="offset is"):
+        attend(Q.to("meta"), K.to("meta"), V.to("meta"), offset=offset)
+
+
 def test_states_compile_and_merge_inside_a_graph():
     def halves(q: Tensor, k: Tensor, v: Tensor) -> State:
         return attend_state(q, k[:, :, :9], v[:, :, :9]) | attend_state(q, k[:, :, 9:], v[:, :, 9:])
@@ -128,6 +172,8 @@ def test_the_operator_passes_torchs_own_checks():
     bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried, numbers)
     leaves = [t.clone().requires_grad_() for t in (Q, K, V, SINK)]
     opcheck(torch.ops.regard.attend, (*leaves, carried, numbers, mask, bias, "", None, 5.0, 0.0, None, 12, None, True))
+    moved = (Q, K, V, None, [torch.tensor(12)], [], "", "", "", None, None, 0.0, None, None, None, True)
+    opcheck(torch.ops.regard.attend, moved)
     wide = (Q.double(), K.double(), V.double(), None, [], [], "", "", "", 0.5, None, 0.0, None, 12, None, False)
     opcheck(torch.ops.regard.attend, wide)
 
@@ -267,6 +313,11 @@ def test_a_watcher_is_told_of_calls_that_are_counted():
     with FlopCounterMode(display=False), watching(calls.append):
         attend(Q, K, V)
     assert len(calls) == 1
+
+
+def test_a_call_whose_offset_is_a_tensor_is_counted_as_well():
+    expected = explain(Q, K, V, mask=Causal(), offset=5).flops
+    assert counted_flops(lambda: attend(Q, K, V, mask=Causal(), offset=torch.tensor(5))) == expected
 
 
 def test_masks_without_data_count_as_none():

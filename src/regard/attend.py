@@ -21,7 +21,7 @@ from regard.plan.choose import Plan, choose
 from regard.plan.execute import execute
 from regard.plan.known import prepare
 from regard.plan.lower import gathered
-from regard.plan.problem import Operands, check_readable, opened, pose
+from regard.plan.problem import Operands, check_offset, check_readable, opened, pose
 from regard.state import State
 
 
@@ -122,7 +122,7 @@ def attend(
     softcap: float | None = None,
     sink: Float[Tensor, " heads"] | None = None,
     dropout: float = 0.0,
-    offset: int | None = None,
+    offset: int | Tensor | None = None,
     backend: str | None = None,
     **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
 ) -> Float[Tensor, "batch heads queries v_dim"]:
@@ -147,7 +147,8 @@ def attend(
         softcap: the cap c, above 0; None for none. Gemma Team 2024, arXiv:2408.00118, §2.
         sink: a logit per head, [heads]; None for none. See `State.with_sink`.
         dropout: the probability that a weight is dropped, drawn from torch's generator.
-        offset: position of the first query, where keys start at 0; None puts the last query at the last key.
+        offset: position of the first query, where keys start at 0; None puts the last query at the last key. An integer
+            tensor of one element is read when the call runs: a graph of `torch.compile` then serves every position.
         backend: an engine by name, which runs or raises; None lets regard choose, and `explain` tells how.
 
     Returns:
@@ -192,7 +193,7 @@ def attend_state(
     score: Score | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    offset: int | None = None,
+    offset: int | Tensor | None = None,
     backend: str | None = None,
     **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
 ) -> State:
@@ -240,7 +241,7 @@ def explain(
     softcap: float | None = None,
     sink: Float[Tensor, " heads"] | None = None,
     dropout: float = 0.0,
-    offset: int | None = None,
+    offset: int | Tensor | None = None,
     backend: str | None = None,
     **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
 ) -> Plan:
@@ -260,6 +261,7 @@ def explain(
         refuse_keywords(explain, unknown)
     if _is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
+    offset = None if offset is None else check_offset(offset)
     k, v, mask, stored = opened(k, v, mask, bias, offset)
     problem, operands = pose(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,

@@ -4,6 +4,9 @@ What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it se
 whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call
 that is not traced does not come here: it runs its engine directly, which costs less, and which the reference can
 differentiate twice. Only where a dispatch mode is on does it come here too, so that torch's FLOP counter sees it.
+
+The operator plans when it runs: it reads the tensors of masks, and an offset that is a tensor, on the host. So one
+graph serves every step of decoding, and no CUDA graph may be captured around it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +33,7 @@ from regard.plan.known import prepare
 from regard.plan.problem import (
     check_numbers,
     check_offset,
+    check_offset_tensor,
     check_sink,
     check_tensors,
     check_words,
@@ -39,19 +43,21 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 
-_ARGUMENTS = (
+_ARGUMENTS = (  # `carried` are the words' tensors; where offset is None, the last of them is the offset
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, str score, "
-    "float? scale, float? softcap, float dropout, Tensor? seed, SymInt offset, str? backend, bool wants_lse"
+    "float? scale, float? softcap, float dropout, Tensor? seed, SymInt? offset, str? backend, bool wants_lse"
 )
 
 _len_torch_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+
 _library = torch.library.Library("regard", "DEF")
-_library.define(f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
     f"attend_backward(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dmore)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 
 
@@ -72,7 +78,7 @@ def attend_traced(
     softcap: float | None,
     sink: Tensor | None,
     dropout: float,
-    offset: int | None,
+    offset: int | Tensor | None,
     backend: str | None,
     lse: bool,
 ) -> State:
@@ -85,7 +91,9 @@ def attend_traced(
     check_words(mask, bias, score)
     check_numbers(scale, softcap, dropout)
     check_engine(backend)
-    if offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
+    if isinstance(offset, Tensor):
+        check_offset_tensor(offset)
+    elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
     if isinstance(k, Stored) or isinstance(v, Stored):  # an operator takes tensors
         mask, (stored_k, stored_v) = handles(k, v, mask, bias, offset)
@@ -96,10 +104,13 @@ def attend_traced(
     numbers: list[int] = []
     start = k.shape[2] - q.shape[2] if offset is None else offset
     if mask is not None:
-        mask = _tabulated(mask, Frame(q.shape[0], q.shape[1], q.shape[2], k.shape[2], start), q.device)
+        mask = _tabulated(mask, q, k.shape[2], start)
     mask_text = "" if mask is None else mask.spell(carried, numbers)
     bias_text = "" if bias is None else bias.spell(carried, numbers)
     score_text = "" if score is None else score.spell(carried, numbers)
+    if isinstance(start, Tensor):  # as an int it would become a constant of the graph
+        carried.append(start)
+        start = None
     seed = torch.randint(1 << 62, ()) if dropout else None
     return State(
         *torch.ops.regard.attend(
@@ -109,18 +120,17 @@ def attend_traced(
     )  # fmt: skip
 
 
-def _tabulated(mask: Mask, frame: Frame, device: torch.device) -> Mask:
+def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     """The mask with every `Where` evaluated, as its function cannot pass through an operator."""
     if isinstance(mask, And | Or):
-        return type(mask)(_tabulated(mask.a, frame, device), _tabulated(mask.b, frame, device))
+        return type(mask)(_tabulated(mask.a, q, keys, start), _tabulated(mask.b, q, keys, start))
     if isinstance(mask, Not):
-        return Not(_tabulated(mask.a, frame, device))
+        return Not(_tabulated(mask.a, q, keys, start))
     if not isinstance(mask, Where):
         return mask
-    b = torch.arange(frame.batch, device=device)[:, None, None, None]
-    h = torch.arange(frame.heads, device=device)[:, None, None]
-    q = torch.arange(frame.queries, device=device)[:, None] + frame.offset
-    return Dense(mask.keep(b, h, q, torch.arange(frame.keys, device=device)), frame.offset)
+    batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
+    row = queries[:, None] + start
+    return Dense(mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device)))
 
 
 def _run(
@@ -133,7 +143,8 @@ def _run(
         mask=cast(Mask, unspell(mask, carried, numbers)) if mask else None,
         bias=cast(Bias, unspell(bias, carried, numbers)) if bias else None,
         score=_score(score, carried, numbers),
-        scale=scale, softcap=softcap, sink=sink, dropout=dropout, offset=offset, backend=backend, lse=wants_lse,
+        scale=scale, softcap=softcap, sink=sink, dropout=dropout,
+        offset=carried[-1] if offset is None else offset, backend=backend, lse=wants_lse,
     )  # fmt: skip
     assert prepared is not None  # the operator runs on data, or its fake kernel does
     plan, operands = prepared
@@ -235,9 +246,10 @@ def _backward_flops(
 def _counted(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> Schedule:
     """The schedule of a call, whose pairs are counted; of all pairs, if the mask's tensors have no data."""
     numbers, text, offset = rest[0], rest[1], rest[8]
-    sizes = {"batch": q.shape[0], "heads": q.shape[1], "queries": q.shape[2], "keys": k.shape[2], "offset": offset}
+    sizes = {"batch": q.shape[0], "heads": q.shape[1], "queries": q.shape[2], "keys": k.shape[2]}
     if not text or any(map(is_without_data, carried)):
-        return schedule(None, tile=128, **sizes)
+        return schedule(None, tile=128, offset=0, **sizes)
+    sizes["offset"] = int(carried[-1]) if offset is None else offset
     mask = cast(Mask, unspell(text, carried, numbers))
     return schedule(mask.at(Frame(**sizes)), tile=128, **sizes)
 

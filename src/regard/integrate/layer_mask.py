@@ -27,6 +27,9 @@ class LayerMask(_BlockMask):
         device: where the model computes.
         padding: bool [batch, tokens] from position 0, where False is padding; None: there is none.
 
+    Attributes:
+        offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
+
     ```
     >>> from regard import Causal
     >>> mask = LayerMask(Causal(), (1, 1, 2, 3), 1, "cpu")
@@ -49,12 +52,18 @@ class LayerMask(_BlockMask):
     ) -> None:
         # BlockMask's own __init__ wants the tables of blocks that this mask does without.
         self.mask, self._shape, self.offset, self._device, self.padding = mask, shape, offset, device, padding
+        self.offset_tensor = torch.tensor(offset)
         self._dense: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, 1, queries, keys)."""
         return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """4: GPT-2 asks, and needs no dense mask for it."""
+        return 4
 
     def contiguous(self) -> "LayerMask":
         """Itself: `generate` asks masks for this."""

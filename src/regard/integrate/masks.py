@@ -110,8 +110,11 @@ def _or(function: MaskFunction, asked: Asked) -> Mask | None:
 
 
 def _window(left: int | None, right: int | None, asked: Asked) -> Mask | None:
-    """The window, without the sides that are out of reach: a plainer mask is open to more engines."""
-    farthest_back, farthest_ahead = asked.offset + asked.queries - 1, asked.keys - 1 - asked.offset
+    """The window, without the sides that are out of reach: a plainer mask is open to more engines.
+
+    What is out of reach at one step of a static cache is so at all of them: then one graph serves them all.
+    """
+    farthest_back, farthest_ahead = asked.positions - 1, asked.keys - 1 - asked.offset
     left = None if left is None or left > farthest_back else left
     right = None if right is None or right > farthest_ahead else right
     return None if left is None and right is None else Window(left, right)

@@ -7,8 +7,9 @@ use_regard(model)                      # or register(), then from_pretrained(...
 
 transformers (5.17 to 5.23) lets an attention function and a mask function be registered under a name. Ours describes
 the mask in words (`masks.py`), which reach the attention of each layer as one value (`layer_mask.py`), so that a plan
-made for the first layer serves them all. While torch.compile or torch.export traces the model, the mask is the dense
-one of transformers: neither can read closures.
+made for the first layer serves them all. `generate` makes the masks outside of the step that it compiles, so they are
+in words there, too, and their offset is a tensor: one graph serves all steps. While torch.compile or torch.export
+traces where masks are made, the mask is the dense one of transformers: neither can read closures.
 
 What a model's `eager_attention_forward` computes is what regard computes, in float32 or better: grouped heads without
 copies, `softcap`, sinks (`s_aux`), T5's `position_bias`. Two things differ on purpose: a query that may see no key
@@ -143,12 +144,17 @@ def mask(
     called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
     if mask_function is not None:
         called["mask_function"] = mask_function
-    if is_tracing(q_offset) or is_tracing(attention_mask) or getattr(config, "model_type", "") in _COMPUTE_WITH_MASKS:
+    if _is_traced(q_offset, attention_mask) or getattr(config, "model_type", "") in _COMPUTE_WITH_MASKS:
         return sdpa_mask(**called, use_vmap=use_vmap, allow_is_causal_skip=False)
     function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
     first = int(q_offset)
     asked = Asked(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
     return LayerMask(read(asked), (batch_size, 1, q_length, kv_length), asked.offset, device, attention_mask)
+
+
+def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether the numbers of a mask's arguments cannot be read now. `is_tracing` cannot trace a symbolic int."""
+    return torch.compiler.is_compiling() or is_tracing(q_offset) or is_tracing(attention_mask)
 
 
 def attention(
@@ -233,13 +239,13 @@ def _check_bias(layer: ForgettingLayer, bias: Tensor | None) -> None:
 
 def _said(
     module: nn.Module, query: Tensor, key: Found | Latents, given: LayerMask | Tensor | None, is_causal: bool | None
-) -> tuple[Mask | None, Bias | None, int]:
+) -> tuple[Mask | None, Bias | None, int | Tensor]:
     """(mask, bias, position of the first query) of what transformers gives as the mask."""
     queries, keys = query.shape[2], key.shape[2]
     if isinstance(given, LayerMask):
         rows, columns = given.shape[2:]
         if (rows, columns) == (queries, keys):
-            return given.mask, None, given.offset
+            return given.mask, None, given.offset_tensor if torch.compiler.is_compiling() else given.offset
         if rows in (1, queries) and columns in (
             1,
             keys,

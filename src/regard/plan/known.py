@@ -21,7 +21,7 @@ from regard.describe.storage import Stored
 from regard.describe.tensors import is_without_data, unchanged
 from regard.describe.word import Word
 from regard.plan.choose import Plan, choose
-from regard.plan.problem import Operands, in_transform, opened, pose
+from regard.plan.problem import Operands, check_offset, in_transform, opened, pose
 
 KEPT = 1024
 """Calls that are remembered. They hold no plan and no tensor: a plan goes when `regard.plan.choose` lets it go."""
@@ -52,7 +52,7 @@ def prepare(
     softcap: float | None,
     sink: Tensor | None,
     dropout: float,
-    offset: int | None,
+    offset: int | Tensor | None,
     backend: str | None,
     lse: bool,
 ) -> tuple[Plan, Operands] | None:
@@ -62,6 +62,10 @@ def prepare(
         ProblemError: anything about the call that makes no sense.
         RefusalError: the named engine, or every engine, refuses.
     """
+    if isinstance(offset, Tensor):
+        if is_without_data(offset):
+            return None
+        offset = check_offset(offset)
     k, v, mask, stored = opened(k, v, mask, bias, offset)
     try:
         key = None if in_transform() else (

@@ -154,7 +154,7 @@ def opened(
 
 
 def handles(
-    k: Tensor | Stored, v: Tensor | Stored, mask: Mask | None, bias: Bias | None, offset: int | None
+    k: Tensor | Stored, v: Tensor | Stored, mask: Mask | None, bias: Bias | None, offset: int | Tensor | None
 ) -> tuple[Mask | None, tuple[Stored, Stored]]:
     """The handles of keys and values, one of which is stored, and the mask of a call on them.
 
@@ -410,7 +410,7 @@ def check_sink(sink: object, heads: int, q: Tensor) -> None:
 
 
 def check_offset(offset: object) -> int:
-    """The offset as an int.
+    """The offset as an int; one in a tensor is read, and one on a GPU waited for.
 
     Raises:
         ProblemError: it is none, or positions would not fit in 64 bits.
@@ -420,13 +420,26 @@ def check_offset(offset: object) -> int:
     except (AttributeError, TypeError):  # a tensor has an index only if it is one int
         index = None
     if index is None:
-        raise ProblemError(f"offset is {offset!r}: expected an int, or None to put the last query at the last key.")
+        raise _no_offset(repr(offset))
     if abs(index) > FARTHEST:
         raise ProblemError(
             f"offset is {index}: expected an int from -2**62 to 2**62, as positions and the distances between them are "
             "computed in 64 bits."
         )
     return index
+
+
+def check_offset_tensor(offset: Tensor) -> None:
+    """Raise `ProblemError` unless it is an integer tensor of one element, which is not read."""
+    if offset.numel() != 1 or offset.is_floating_point() or offset.is_complex():
+        raise _no_offset(f"{offset.dtype} {list(offset.shape)}")
+
+
+def _no_offset(given: str) -> ProblemError:
+    return ProblemError(
+        f"offset is {given}: expected an int, an integer tensor of one element, or None to put the last query at the "
+        "last key."
+    )
 
 
 def check_device(word: Word, q: Tensor) -> None:
@@ -438,7 +451,7 @@ def check_device(word: Word, q: Tensor) -> None:
             )
 
 
-def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offset: int | None) -> Mask | None:
+def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offset: int | Tensor | None) -> Mask | None:
     """The mask of a call whose rows have lengths: each row's queries stand at its own last keys."""
     if offset is not None:
         raise ProblemError(
