@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from regard import Causal, ProblemError, Rope, Stored, attend, explain
-from regard.cache import KVCache
+from regard.cache import KVCache, PagePool
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Found
@@ -142,6 +142,13 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, Found, Found]]
         ({"layout": Rolling(64), "evict": Knorm(64)}, r"Rolling\(window=64.*forgets by itself.*evict=Knorm"),
         ({"codec": Int8(keys="channel"), "evict": Knorm(64)}, 'keys="token"'),
         ({"layout": Latent(8), "evict": ExpectedAttention(64)}, "latents have none of their own: values=False"),
+        ({"layout": Paged(1), "codec": Int8()}, "pages of 1 tokens with Int8.*16 would do"),
+        ({"layout": Paged(24), "codec": Fp8(), "evict": Knorm(64)}, "pages of 24 tokens with Fp8.*32 would do"),
+        ({"layout": Paged(16), "codec": torch.float8_e5m2}, r"pages of torch.float8_e5m2: .*codec=Fp8\(\)"),
+        ({"layout": Paged(16, "pool")}, "expected a regard.cache.PagePool"),
+        ({"layout": Paged(16, PagePool(page=32))}, r"pages are of 32 tokens, so say Paged\(page=32"),
+        ({"layout": Paged(16, PagePool()), "codec": Int8()}, "give both the same"),
+        ({"layout": Paged(16, PagePool(codec=Int8())), "codec": Int8(), "evict": Knorm(64)}, "give both the same"),
     ],
     ids=str,
 )

@@ -185,9 +185,11 @@ def test_it_is_a_list_of_tokens(sinks: int, steps: list[tuple[str, Any]]):
                 torch.testing.assert_close(coded, expected, rtol=0, atol=0.03)
         elif step == "crop":
             left = max(gone + len(kept) - what, 0)
-            if gone and 0 < left < gone + sinks:
+            if gone and 0 < left < gone + window - 1:
                 for cache in caches:
-                    with pytest.raises(ProblemError, match=rf"crop\({left}\).*{gone} were forgotten"):
+                    with pytest.raises(
+                        ProblemError, match=rf"crop\({left}\): expected a number from {gone + window - 1}"
+                    ):
                         cache.crop(left)
                 continue
             for cache in caches:
@@ -201,6 +203,34 @@ def test_it_is_a_list_of_tokens(sinks: int, steps: list[tuple[str, Any]]):
             kept, batch = [(k[rows], v[rows]) for k, v in kept], len(rows)
         for cache in caches:
             assert (cache.tokens, cache.seen) == (len(kept), gone + len(kept))
+
+
+@pytest.mark.parametrize("codec", [None, Int8(16, 3)], ids=["plain", "int8"])
+@pytest.mark.parametrize("drafts", [1, 5, 29, 101])
+def test_a_crop_gives_the_cache_without_the_drafts_or_is_refused(codec: Codec | None, drafts: int):
+    """Where tokens that the next query should see are gone, the cache would be shorter than its window."""
+    k, v = tokens_of(200)
+    refused = 0
+    for left in range(60, 70 + drafts):
+        cache, expected = KVCache(Rolling(23, 3), codec), KVCache(Rolling(23, 3), codec)
+        for start, end in ((0, 60), (60, 70), (70, 70 + drafts)):
+            cache.append(k[:, :, start:end], v[:, :, start:end])
+            if start < left:
+                expected.append(k[:, :, start : min(end, left)], v[:, :, start : min(end, left)])
+        if left < cache.least:
+            refused += 1
+            before = [dense(side) for side in cache.append(k[:, :, :0], v[:, :, :0])]
+            with pytest.raises(ProblemError, match=rf"crop\({left}\): expected a number from {cache.least} .*Rolling"):
+                cache.crop(left)
+            assert all(map(torch.equal, before, (dense(side) for side in cache.append(k[:, :, :0], v[:, :, :0]))))
+            continue
+        cache.crop(left)
+        new = k[:, :, 199:], v[:, :, 199:]
+        for found, wanted in zip(cache.append(*new), expected.append(*new), strict=True):
+            assert found.shape == wanted.shape
+            near = 0 if codec is None else 0.03  # drafts may have made tokens old enough to become codes
+            torch.testing.assert_close(dense(found), dense(wanted), rtol=0, atol=near)
+    assert refused == 10  # the 10 tokens before the drafts: with those, what they had pushed out
 
 
 def test_a_call_that_fails_is_made_again_with_the_same_result():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from regard import ProblemError
 from regard.attend import Call, attend, watching
 from regard.describe.codec import Fp8, Int4, Int8
 from regard.describe.storage import Contiguous, Paged, Stored
@@ -174,6 +175,38 @@ def test_drafts_may_go_beyond_the_window():
     expected = torch.cat([k[:, :, 7:11], k[:, :, 20:22]], dim=2)
     assert torch.equal(keys, expected)
     assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("is_recording", [False, True])
+def test_a_window_takes_back_what_leaves_it_whole_and_nothing_else(is_recording: bool):
+    """The window is 5, so a next token looks back on 4."""
+    layer = regard_cache(on_regard("mistral")).layers[0]
+    k = torch.randn(1, 2, 31, 8)
+    if is_recording:
+        layer.activate_past_recording()
+    for start, end in ((0, 9), (9, 17), (17, 18)):
+        layer.update(k[:, :, start:end], k[:, :, start:end])
+        if is_recording and end == 17:
+            layer.crop(0)
+    with pytest.raises(ProblemError, match=r"crop\(-2\).*at most 1 can be removed"):
+        layer.crop(-2)
+    assert layer.get_seq_length() == 18
+    layer.crop(-1)
+    keys, _ = layer.update(k[:, :, 20:21], k[:, :, 20:21])
+    assert torch.equal(keys, torch.cat([k[:, :, 13:17], k[:, :, 20:21]], dim=2))
+    layer.crop(-99)
+    assert (layer.get_seq_length(), layer.is_initialized) == (0, False)
+
+
+def test_a_crop_that_one_layer_refuses_changes_none():
+    m, ids = on_regard("gemma3"), prompt()
+    cache = regard_cache(m)
+    with torch.no_grad():
+        m(ids, past_key_values=cache)
+        m(ids[:, :1], past_key_values=cache)
+    with pytest.raises(ProblemError, match=r"crop\(-3\)"):
+        cache.crop(-3)
+    assert {layer.get_seq_length() for layer in cache.layers} == {ids.shape[1] + 1}
 
 
 def test_a_long_text_with_drafts_costs_no_more_than_its_window():

@@ -13,7 +13,7 @@ import regard.integrate
 from regard import ProblemError, RefusalError
 from regard.cache import Knorm
 from regard.describe.codec import Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Paged, Rolling
+from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
 from tests.integrate.writing import on_regard, prompt, written
@@ -219,6 +219,23 @@ def test_the_last_tokens_can_be_taken_back(words: dict[str, Any]):
         cache.crop(5)
     cache.crop(-99)
     assert int(cache.get_seq_length()) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("layout", [None, Rolling(9), Paged(16), Contiguous(30)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "deepseek_v3"])
+def test_another_batch_is_refused_and_changes_nothing(name: str, layout: Layout | None, batch: int):
+    m = on_regard(name)
+    try:
+        cache = regard_cache(m, layout=layout)
+    except ProblemError:
+        return  # no layers of full attention, or latents
+    with torch.no_grad():
+        m(prompt(), past_key_values=cache)
+        seen = int(cache.get_seq_length())
+        with pytest.raises(ProblemError, match=rf"k is float32 \[{batch}, .*only the number of tokens may differ"):
+            m(tokens(batch, 1), past_key_values=cache)
+    assert int(cache.get_seq_length()) == seen
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from regard.cache.expected_attention import ExpectedAttention
+from regard.cache.pool import PagePool
+from regard.cache.room import check_pages
 from regard.cache.store import Form, Policy, Store, has_store, said
 from regard.describe.codec import Codec
-from regard.describe.storage import Latent, Layout, Rolling
+from regard.describe.storage import Latent, Layout, Paged, Rolling
 from regard.errors import ProblemError
 
 
@@ -80,6 +82,8 @@ def check_words(layout: object, codec: object, evict: object) -> None:
             f'{codec!r} with evict={evict!r}: tokens that share scales cannot go one by one; with keys="token" (or '
             "None, which chooses) each has a scale of its own."
         )
+    if isinstance(layout, Paged):
+        _check_paged(layout, resolved(codec, evict))
     if isinstance(codec, Codec) and codec.rotate and isinstance(layout, Latent):
         raise ProblemError(
             f"{codec!r} with {layout!r}: a rotation would mix the latent with the rotated key behind it, and values "
@@ -97,6 +101,25 @@ def resolved(codec: Codec | torch.dtype | None, evict: object) -> Codec | torch.
     if not isinstance(codec, Codec) or codec.keys is not None:
         return codec
     return dataclasses.replace(codec, keys="channel" if evict is None else "token")
+
+
+def _check_paged(layout: Paged, codec: Codec | torch.dtype | None) -> None:
+    pool = layout.pool
+    if pool is None:
+        check_pages(layout.page, codec)
+        return
+    if not isinstance(pool, PagePool):
+        raise ProblemError(f"{layout!r}: expected a regard.cache.PagePool, or None for one of its own.")
+    room = pool.room
+    if room.page != layout.page:
+        raise ProblemError(
+            f"{layout!r}: its pages are of {room.page} tokens, so say Paged(page={room.page}, pool=...)."
+        )
+    if room.kept_as != codec:
+        raise ProblemError(
+            f"the cache has codec={codec!r} and its pool codec={room.kept_as!r}: what lies in one pool is written in "
+            "one way; give both the same."
+        )
 
 
 def _named(t: object) -> str:

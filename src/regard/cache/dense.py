@@ -41,6 +41,10 @@ class DenseStore:
         return self._seen
 
     @property
+    def least(self) -> int:
+        return self._seen - self.tokens
+
+    @property
     def bytes(self) -> int:
         return sum(room.nbytes // self._capacity for room in self._rooms) * self._tokens
 
@@ -62,13 +66,7 @@ class DenseStore:
         return self._found(rooms[0]), self._found(rooms[-1])
 
     def crop(self, tokens: int) -> None:
-        left = self._tokens - (self._seen - tokens)
-        if left < 0:
-            raise ProblemError(
-                f"crop({tokens}): of the {self._seen} tokens that were seen only {self._tokens} are kept, the rest was "
-                "forgotten. Start anew with reset()."
-            )
-        self._tokens, self._seen = left, tokens
+        self._tokens, self._seen = self._tokens - (self._seen - tokens), tokens
 
     def reset(self) -> None:
         self._rooms, self._tokens, self._seen, self._capacity = (), 0, 0, 0

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.cache.check import check_words, fits, formed, refuse, resolved
-from regard.cache.store import Found, Policy, Store, Watch, check_numbers, check_reach, said, store_for
+from regard.cache.store import Found, Policy, Store, Watch, check_numbers, said, store_for
 from regard.describe.codec import Codec
 from regard.describe.hadamard import hadamard
 from regard.describe.mask import Mask
@@ -91,6 +91,18 @@ class KVCache:
         """Bytes of one token of every row as it came, before any codec; 0 before the first."""
         form = None if self._store is None else self._store.form
         return 0 if form is None else form.batch * form.kv_heads * sum(form.dims) * form.dtype.itemsize
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens that `crop` can leave, but for 0, which is `reset`: `Rolling` and policies forget for good.
+
+        >>> cache = KVCache(Rolling(window=4, sinks=1))
+        >>> for count in (7, 1):
+        ...     _ = cache.append(torch.randn(1, 2, count, 8), torch.randn(1, 2, count, 8))
+        >>> cache.seen, cache.least  # a query behind 7 tokens sees 3 of them, and those are there
+        (8, 7)
+        """
+        return 0 if self._store is None else max(self._least, self._store.least)
 
     def ahead(self, tokens: int) -> int:
         """How many keys the next `append` of so many tokens hands out, its own included.
@@ -182,22 +194,31 @@ class KVCache:
         What was given out of the others before is written over by what comes next.
 
         Raises:
-            ProblemError: fewer were seen; or what would be the last tokens then is no longer there: `Rolling` and
-                policies forget for good.
+            ProblemError: fewer were seen; or what the next token would look back on is no longer there: `Rolling` and
+                policies forget for good (`least`).
         """
-        seen = self.seen
-        if not isinstance(cast(object, tokens), int) or isinstance(tokens, bool) or not 0 <= tokens <= seen:
-            raise ProblemError(f"crop({tokens!r}): expected a number from 0 to the {seen} tokens that were seen.")
+        self.check_crop(tokens)
         store = self._store
-        if store is None or tokens == seen:
+        if store is None or tokens == self.seen:
             return
         if tokens == 0:
             self.reset()
             return
-        check_reach(tokens, self._least, seen, "what came before was forgotten by the policy. Start anew with reset().")
         store.crop(tokens)
         if self._watch is not None:
             self._watch.crop(store.tokens)
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise what `crop(tokens)` would raise, and change nothing."""
+        seen, least = self.seen, self.least
+        if not isinstance(cast(object, tokens), int) or isinstance(tokens, bool) or not 0 <= tokens <= seen:
+            raise ProblemError(f"crop({tokens!r}): expected a number from 0 to the {seen} tokens that were seen.")
+        if 0 < tokens < least:
+            word = "the policy" if self.evict is not None else repr(self.layout)
+            raise ProblemError(
+                f"crop({tokens}): expected a number from {least} to the {seen} tokens that were seen: of those that "
+                f"the next token would look back on, some were forgotten by {word}. Start anew with reset()."
+            )
 
     def reset(self) -> None:
         """Forget everything; the next `append` may be of other sizes."""

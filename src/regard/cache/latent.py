@@ -48,6 +48,10 @@ class LatentStore:
         return self._entries.seen
 
     @property
+    def least(self) -> int:
+        return self._entries.least
+
+    @property
     def bytes(self) -> int:
         return self._entries.bytes
 

@@ -23,7 +23,7 @@ class PagedStore:
 
     def __init__(self, layout: Paged, codec: Codec | torch.dtype | None, form: Form) -> None:
         self.form, self._is_shared = form, layout.pool is not None
-        self.pool = _checked(layout, codec, form) if self._is_shared else PagePool(None, layout.page, codec)
+        self.pool = _checked(layout.pool, form) if self._is_shared else PagePool(None, layout.page, codec)
         if not form.batch:
             raise ProblemError("a paged cache for a batch of 0 rows: expected one row or more.")
         self.sequences = [self.pool.sequence() for _ in range(form.batch)]
@@ -36,6 +36,10 @@ class PagedStore:
     @property
     def seen(self) -> int:
         return self._seen
+
+    @property
+    def least(self) -> int:
+        return self._seen - self.tokens
 
     @property
     def bytes(self) -> int:
@@ -58,13 +62,7 @@ class PagedStore:
         return found
 
     def crop(self, tokens: int) -> None:
-        left = self.tokens - (self._seen - tokens)
-        if left < 0:
-            raise ProblemError(
-                f"crop({tokens}): of the {self._seen} tokens that were seen only {self.tokens} are kept, the rest was "
-                "forgotten. Start anew with reset()."
-            )
-        crop(self.sequences, left)
+        crop(self.sequences, self.tokens - (self._seen - tokens))
         self._seen = tokens
 
     def reset(self) -> None:
@@ -94,23 +92,10 @@ class PagedStore:
         return other
 
 
-def _checked(layout: Paged, codec: Codec | torch.dtype | None, form: Form) -> PagePool:
-    """The pool of the layout, if this fits in it."""
-    pool = layout.pool
-    if not isinstance(pool, PagePool):
-        raise ProblemError(f"{layout!r}: expected a regard.cache.PagePool, or None for one of its own.")
-    room = pool.room
-    if room.page != layout.page:
-        raise ProblemError(
-            f"{layout!r}: its pages are of {room.page} tokens, so say Paged(page={room.page}, pool=...)."
-        )
-    if room.kept_as != codec:
-        raise ProblemError(
-            f"the cache has codec={codec!r} and its pool codec={room.kept_as!r}: what lies in one pool is written in "
-            "one way; give both the same."
-        )
-    if room.form is not None and room.form[1:] != form[1:]:
-        other = room.form
+def _checked(pool: PagePool, form: Form) -> PagePool:
+    """The pool of the layout, if keys and values of this form fit in it."""
+    other = pool.room.form
+    if other is not None and other[1:] != form[1:]:
         raise ProblemError(
             f"keys and values of {form.kv_heads} heads, {form.qk_dim} and {form.v_dim} wide, {form.dtype} on "
             f"{form.device} came to a pool of {other.kv_heads} heads, {other.qk_dim} and {other.v_dim} wide, "

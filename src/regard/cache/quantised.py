@@ -71,6 +71,10 @@ class QuantisedStore:
         return self._seen
 
     @property
+    def least(self) -> int:
+        return self._seen - self.tokens
+
+    @property
     def bytes(self) -> int:
         form, plain = self.form, self._sinks + self._end - self._begin
         wide = form.batch * form.kv_heads * form.dtype.itemsize
@@ -121,11 +125,6 @@ class QuantisedStore:
         return self.found()
 
     def crop(self, tokens: int) -> None:
-        if self._seen - tokens > self.tokens:
-            raise ProblemError(
-                f"crop({tokens}): of the {self._seen} tokens that were seen only {self.tokens} are kept, the rest was "
-                "forgotten. Start anew with reset()."
-            )
         mark = self._mark
         if mark is not None and tokens < mark.seen:
             self._go_back(mark, mark.seen)

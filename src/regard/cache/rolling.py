@@ -42,6 +42,10 @@ class RollingStore:
         return self._gone + self._end - self._first
 
     @property
+    def least(self) -> int:
+        return self._gone and self._gone + self.layout.window - 1
+
+    @property
     def bytes(self) -> int:
         return sum(room[:, :, :1].nbytes for room in self._rooms) * self.tokens
 
@@ -62,7 +66,6 @@ class RollingStore:
         return self._found(self._rooms[0]), self._found(self._rooms[1])
 
     def crop(self, tokens: int) -> None:
-        check_crop(tokens, self.seen, self._gone, self.layout)
         self._end -= self.seen - tokens
 
     def reset(self) -> None:
@@ -118,12 +121,3 @@ class RollingStore:
     def _made(self, batch: int, slots: int) -> tuple[Tensor, ...]:
         form = self.form
         return tuple(memory((batch, form.kv_heads, slots, dim), self._type, form.device) for dim in form.dims)
-
-
-def check_crop(tokens: int, seen: int, gone: int, layout: Rolling) -> None:
-    """Raise `ProblemError` unless a rolling cache can forget all but its first so many tokens."""
-    if gone and tokens < gone + layout.sinks:
-        raise ProblemError(
-            f"crop({tokens}): of the {seen} tokens that were seen {gone} were forgotten by {layout!r}, so it can go "
-            f"back to {gone + layout.sinks} at the earliest. Start anew with reset()."
-        )

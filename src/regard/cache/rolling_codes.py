@@ -12,7 +12,6 @@ Memory for codes holds two windows; when it is full, what is kept of it is broug
 from torch import Tensor
 
 from regard.cache.quantised import QuantisedStore
-from regard.cache.rolling import check_crop
 from regard.cache.sinks import Sinks
 from regard.cache.store import Form, Found
 from regard.describe.codec import Codec
@@ -47,6 +46,10 @@ class RollingCodes:
         return self._kept.seen
 
     @property
+    def least(self) -> int:
+        return self._gone and self._gone + self.layout.window - 1
+
+    @property
     def bytes(self) -> int:
         return self._kept.bytes
 
@@ -69,7 +72,6 @@ class RollingCodes:
         return found
 
     def crop(self, tokens: int) -> None:
-        check_crop(tokens, self.seen, self._gone, self.layout)
         self._kept.crop(tokens)
 
     def reset(self) -> None:

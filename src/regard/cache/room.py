@@ -118,14 +118,21 @@ def check_pool(pages: object, page: object, codec: object) -> None:
             continue
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ProblemError(f"PagePool({name}={number!r}): expected a number, {least} or more.")
-    if codec is None or (isinstance(codec, torch.dtype) and codec.is_floating_point):
-        return
-    if not isinstance(codec, Codec):
+    if not (codec is None or isinstance(codec, Codec) or (isinstance(codec, torch.dtype) and codec.is_floating_point)):
         raise ProblemError(
             f"PagePool(codec={codec!r}): expected Int8(), Int4(), Fp8(), a float type as torch.bfloat16, or None."
         )
-    if isinstance(page, int) and page % TILE:
+    check_pages(cast(int, page), codec)
+
+
+def check_pages(page: int, codec: Codec | torch.dtype | None) -> None:
+    """Raise `ProblemError` unless what the codec writes can lie in pages of so many tokens."""
+    if isinstance(codec, Codec) and page % TILE:
         raise ProblemError(
-            f"PagePool(page={page}, codec={codec!r}): the codes of {TILE} tokens stand side by side, so a page must be "
+            f"pages of {page} tokens with {codec!r}: the codes of {TILE} tokens lie side by side, so a page must be "
             f"a multiple of {TILE} tokens: {page + -page % TILE} would do."
+        )
+    if isinstance(codec, torch.dtype) and codec.itemsize < 2:
+        raise ProblemError(
+            f"pages of {codec}: expected a float type of 16 bits or more. Take codec=Fp8(), which has scales as well."
         )

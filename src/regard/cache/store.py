@@ -58,6 +58,11 @@ class Store(Protocol):
         ...
 
     @property
+    def least(self) -> int:
+        """The fewest tokens that `crop` can leave: what those would look back on is still there."""
+        ...
+
+    @property
     def bytes(self) -> int:
         """Bytes of what is stored: tokens as they are written, and scales."""
         ...
@@ -72,11 +77,7 @@ class Store(Protocol):
         ...
 
     def crop(self, tokens: int) -> None:
-        """Forget all but the first `tokens` of all that were ever seen; 0 <= tokens <= seen.
-
-        Raises:
-            ProblemError: the tokens that would be the last ones then are no longer there as they were.
-        """
+        """Forget all but the first `tokens` of all that were ever seen; least <= tokens <= seen."""
         ...
 
     def reset(self) -> None:
@@ -204,9 +205,3 @@ def check_numbers(t: Tensor, what: str) -> None:
             f"{what} goes by numbers, and a tensor on meta, or a fake one, has none: leave it out there, or take real "
             "tensors."
         )
-
-
-def check_reach(tokens: int, least: int, seen: int, why: str) -> None:
-    """Raise `ProblemError` unless a crop to `tokens` is within what is still there as it was."""
-    if tokens < least:
-        raise ProblemError(f"crop({tokens}): expected a number from {least} to the {seen} tokens that were seen: {why}")

@@ -36,7 +36,7 @@ from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_bytes import sizes_of, token_bytes
 from regard.integrate.cache_forgetting import ForgettingLayer
-from regard.integrate.cache_layer import FixedLayer, KeptLayer, WindowLayer
+from regard.integrate.cache_layer import FixedLayer, KeptLayer, WindowLayer, check_form
 from regard.integrate.cache_rope import rope_for
 from regard.integrate.cache_subject import Subject, subject_of
 from regard.integrate.latent import FixedLatentLayer, ForgettingLatentLayer, LatentLayer, let_expand
@@ -147,7 +147,21 @@ class RegardCache(DynamicCache):
                 self.layers[self._at_work].offload()
             self.layers[layer_idx].prefetch()
             self._at_work = layer_idx
-        return cast(Any, self.layers[layer_idx]).update(key_states, value_states, *args, **kwargs)
+        layer = cast(Any, self.layers[layer_idx])
+        if isinstance(layer, StaticLayer) and not isinstance(layer, FixedLayer):  # which look themselves
+            check_form(layer, key_states, value_states)
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last tokens, given as a negative number, in all layers.
+
+        Raises:
+            ProblemError: a layer has forgotten what the next token would look back on; then no layer is changed.
+        """
+        for layer in self.layers:
+            if isinstance(layer, KeptLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Be ready to take drafts back, as assisted decoding does.

@@ -85,14 +85,13 @@ class ForgettingLayer(KeptLayer):
             RefusalError: an attention reads it that regard cannot see, or that told nothing: a compiled one.
         """
         self._check_watched()
-        self._is_told = False
-        is_first = not self._length
-        self._length += key_states.shape[2]
-        self._new = (key_states, value_states) if is_first or self._rows else None
         if self._rows:
-            latest.set((self, key_states.shape[2]))
-            return Pending(key_states), Pending(value_states)
-        found = super().update(key_states, value_states)
+            found: tuple[Any, Any] = Pending(key_states), Pending(value_states)
+        else:
+            found = super().update(key_states, value_states)
+        self._is_told = False
+        self._new = (key_states, value_states) if not self._length or self._rows else None
+        self._length += key_states.shape[2]
         latest.set((self, found[0].shape[2]))
         return found
 

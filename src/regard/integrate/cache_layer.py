@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from regard.cache.kv_cache import KVCache
-from regard.cache.store import Found
+from regard.cache.store import Found, said
 from regard.describe.storage import Contiguous, Rolling, Stored
 from regard.errors import ProblemError
 from regard.integrate.cache_move import move
@@ -91,13 +91,19 @@ class KeptLayer(CacheLayerMixin):
 
     # ---- what generation does with it -------------------------------------------------------------------------------
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and change nothing."""
+        check_crop(tokens_to_remove)
+        for kv in self.caches:
+            kv.check_crop(max(kv.seen + tokens_to_remove, 0))
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last tokens, given as a negative number.
 
         Raises:
-            ProblemError: a positive number; or tokens that would be last then are no longer there.
+            ProblemError: a positive number; or tokens that the next one would look back on are no longer there.
         """
-        check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         if tokens_to_remove and self.kv.seen:
             self.kv.crop(max(self.kv.seen + tokens_to_remove, 0))
 
@@ -197,10 +203,23 @@ class WindowLayer(KeptLayer):
     def get_max_length(self) -> int:
         return self.sliding_window
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> None:
         check_crop(tokens_to_remove)
-        if tokens_to_remove and self.kv.seen:
-            self.kv.crop(max(self.kv.seen + tokens_to_remove, 0))
+        seen = self.get_seq_length()
+        gone, left = seen - self.kv.tokens, seen + tokens_to_remove
+        if gone and 0 < left < gone + self.window:
+            raise ProblemError(
+                f"crop({tokens_to_remove}): of the {seen} tokens that were seen the first {gone} have left the "
+                f"window of {self.sliding_window}, so at most {seen - gone - self.window} can be removed. Call "
+                "activate_past_recording() before tokens that may be taken back, or start anew with reset()."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+        if tokens_to_remove and self.get_seq_length() + tokens_to_remove <= 0:
+            self.reset()
+        elif tokens_to_remove:
+            self.kv.crop(self.kv.seen + tokens_to_remove)
         if self.is_recording and self.kv.tokens > 2 * self.window:
             self._move(self._make_whole())
 
@@ -250,6 +269,7 @@ class FixedLayer(StaticLayer):
         Raises:
             ProblemError: there is no room for them; the cache is as it was. Looked at on the CPU, outside of graphs.
         """
+        check_form(self, key_states, value_states)
         if not torch.compiler.is_compiling() and key_states.device.type == "cpu":
             check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
         return super().update(key_states, value_states)
@@ -285,6 +305,19 @@ def check_crop(tokens_to_remove: int) -> None:
             f"crop({tokens_to_remove}): expected how many tokens to remove, as a negative number: "
             f"crop(-{tokens_to_remove})."
         )
+
+
+def check_form(layer: StaticLayer, k: Tensor, v: Tensor) -> None:
+    """Raise `ProblemError` unless new tokens are of the form of those that a layer of a fixed size has memory for."""
+    if not layer.is_initialized:
+        return
+    for name, new, memory in (("k", k, layer.keys), ("v", v, layer.values)):
+        form = cast(Tensor, memory)
+        if (*new.shape[:2], new.shape[3], new.dtype) != (*form.shape[:2], form.shape[3], form.dtype):
+            raise ProblemError(
+                f"{name} is {said(new)}, and the cache has memory for {said(form)}: only the number of tokens may "
+                "differ. A new batch needs a new cache."
+            )
 
 
 def check_room(stored: int, new: int, capacity: int) -> None:
