@@ -182,6 +182,15 @@ def test_a_tensor_beside_stored_keys_can_be_read(name: str):
         attend(q, Stored.of(k), make(v))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_of_another_class_is_refused_where_one_of_the_same_content_is_known(inference: bool):
+    with torch.inference_mode(inference):
+        q, keep = torch.zeros(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool).tril()
+        attend(q, q, q, mask=Dense(keep))
+        with pytest.raises(ProblemError, match="a tensor in mask is of the class Metadata"):
+            attend(q, q, q, mask=Dense(keep.clone().as_subclass(Metadata)))
+
+
 class Named(Tensor):
     """A tensor with a further name and nothing else of its own."""
 

@@ -110,8 +110,10 @@ def digest(tensor: Tensor) -> bytes:
 
 
 def _content(tensor: Tensor) -> Hashable:
-    if _is_plain(tensor) or (tensor.is_inference() and not is_without_data(tensor)):
-        return digest(tensor)  # tensors of `torch.inference_mode` count no versions
+    if _is_plain(tensor):
+        return digest(tensor)
+    if tensor.is_inference() and not is_without_data(tensor):
+        return digest(tensor), type(tensor)  # tensors of `torch.inference_mode` count no versions
     return cast(int, _serial_of.setdefault(tensor, next(_serials))), tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
