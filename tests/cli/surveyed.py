@@ -12,10 +12,14 @@ class Surveyed:
     ):
         self.loads, self.raises, self.tokens = loads, raises, tokens
         self.config, self.checks = config, checks or (lambda *model, **asked: None)
-        self.asked, self.options, self.surveyed = None, {}, []
+        self.asked, self.options, self.surveyed, self.devices = None, {}, [], []
 
     def __call__(self):
-        return Tools(self.loads, self.survey, lambda name: self.config, self.checks)
+        return Tools(self.load, self.survey, lambda name: self.config, self.checks)
+
+    def load(self, name, *, device):
+        self.devices.append(device)
+        return self.loads(name)
 
     def survey(self, model, tokenizer, text, *, progress, **options):
         self.asked, self.options = (model, tokenizer, text), options

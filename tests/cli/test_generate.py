@@ -25,6 +25,7 @@ from transformers import (
 
 from regard.cli import generate
 from regard.cli.main import main
+from regard.integrate import checkpoint
 from regard.integrate.transformers import use_regard
 from tests.cli import tiny
 
@@ -250,6 +251,20 @@ def test_half_precision_is_that_of_the_model_and_of_its_cache(folder, capsys):
     assert told["cache"]["bytes"] == told["cache"]["dense"] == told["cache"]["seen"] * 3 * 2 * 16 * 2
 
 
+def test_the_model_is_loaded_in_its_type_and_onto_its_device(folder, capsys, monkeypatch):
+    asked = []
+
+    def load(name, **how):
+        asked.append((name, how))
+        return checkpoint_load(name, **how)
+
+    checkpoint_load = checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", load)
+    told = written(capsys, folder, "--tokens", "3", "--dtype", "bfloat16", "--device", "cpu")
+    assert asked == [(folder, {"dtype": torch.bfloat16, "device": "cpu"})]
+    assert told["device"] == "cpu"
+
+
 def test_threads_are_set_and_set_back(folder, capsys, monkeypatch):
     before, asked = torch.get_num_threads(), []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
@@ -366,6 +381,9 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
         (["--temperature", "0", "--top-k", "0"], "--top-k is for drawing"),
         (["--temperature", "0", "--seed", "3"], "--seed is for drawing"),
         (["--stop", ""], "--stop is empty"),
+        (["--device", "meta"], "the device meta holds no data to compute with: expected cpu"),
+        (["--device", "gpu"], "there is no device 'gpu' here: expected cpu"),
+        (["--device", "cuda:97"], "there is no device 'cuda:97' here: expected cpu"),
         (["--chat"], "comes without a chat template"),
         (["--model", "other"], "two models are named"),
         (["--explain", "--json", "-"], "nothing for --json"),

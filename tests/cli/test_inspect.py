@@ -56,6 +56,15 @@ def test_options_reach_the_survey():
     }  # fmt: skip
 
 
+def test_a_device_reaches_both_models(monkeypatch):
+    monkeypatch.setattr("regard.integrate.checkpoint.device_of", lambda device: device)
+    tools = Surveyed()
+    assert main(["inspect", "--compare", "b", "--device", "cuda:1"], tools=tools) == 0
+    assert tools.devices == ["cuda:1", "cuda:1"]
+    assert main(["inspect"], tools=(here := Surveyed())) == 0
+    assert here.devices == ["cpu"]
+
+
 def test_two_models_are_loaded_before_either_is_surveyed():
     happened = []
     tools = Surveyed(lambda name: happened.append(name) or (f"model {name}", "tokenizer", f"label {name}"))

@@ -107,6 +107,21 @@ def test_a_list_of_heads_and_a_table_do_not_both_go_to_stdout(capsys):
         assert f"--top lists heads on stdout, which {option} - takes for itself" in said
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("meta", "the device meta holds no data"),
+        ("gpu", "there is no device 'gpu' here"),
+        ("cuda:97", "no device 'cuda:97'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_found_before_the_model_is_loaded(capsys, device, said):
+    tools = Surveyed(lambda name: pytest.fail("it is loaded"))
+    found = one_line(capsys, ["--device", device], tools)
+    assert said in found
+    assert ": expected cpu" in found
+
+
 def test_a_head_outside_of_the_layers(capsys):
     assert "head 2.1 is in none of the layers" in one_line(capsys, ["--layer", "0,1", "--heads", "2.1"])
 

@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +100,80 @@ def test_the_log_and_the_progress_bars_are_left_as_they_were(saved: Path):
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     load(str(saved / "bert"))
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+# ---- types and devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_loads_in_the_type_that_is_asked_for(saved: Path, dtype: torch.dtype):
+    made = load(str(saved / "llama"), dtype=dtype)[0]
+    for ours, plain in zip(made.parameters(), model("llama").parameters(), strict=True):
+        assert torch.equal(ours, plain.to(dtype))
+    assert made.model.rotary_emb.inv_freq.dtype == torch.float32  # angles of a long text need it
+
+
+PEAK = """
+import gc, sys, threading, time
+import torch
+from regard.integrate import checkpoint
+
+def held():
+    status = open("/proc/self/status").read()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+def look():
+    while running:
+        peak[0] = max(peak[0], held())
+        time.sleep(0.001)
+
+checkpoint.load(sys.argv[1])  # imports
+name = sys.argv[2] if len(sys.argv) > 2 else None
+checkpoint.config_of(name)  # which reads a GGUF file, and keeps it for the weights
+gc.collect()
+before, peak, running = held(), [0], True
+thread = threading.Thread(target=look)
+thread.start()
+made = checkpoint.load(name, dtype=torch.bfloat16)[0]
+running = False
+thread.join()
+print(peak[0] - before, sum(weight.numel() for weight in made.parameters()))
+"""
+
+
+def peak(*names: Path) -> tuple[int, int]:
+    """(the most bytes held while a model loads in bfloat16, its parameters); the first name is one to warm up with."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("reads /proc/self/status")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", PEAK, *map(str, names)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    most, count = map(int, done.stdout.split())
+    return most, count
+
+
+def test_a_model_in_bfloat16_is_never_there_in_float32(saved: Path, tmp_path: Path):
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 23, "num_attention_heads": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=5, **sizes)).save_pretrained(tmp_path / "larger")
+    for file in (saved / "llama").glob("*token*"):
+        shutil.copy(file, tmp_path / "larger")
+    most, count = peak(saved / "llama", tmp_path / "larger")
+    assert count > 20e6
+    assert most < 3 * count  # 2 bytes each, and some tensors of 4 bytes a number, each at most a hundredth
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bfloat16", None])
+def test_a_type_that_weights_cannot_have_is_refused(saved: Path, dtype: Any):
+    with pytest.raises(ProblemError, match=r"expected one of torch\.float32, torch\.bfloat16"):
+        load(str(saved / "llama"), dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:97", "gpu", "", 97])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("regard.integrate.checkpoint._loaded", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(ProblemError, match="expected cpu"):
+        load("owner/none", device=device)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -254,6 +332,15 @@ def test_smollm2_gives_the_logits_of_eager(smollm2: tuple[Any, Any, str]):
             ours = made(ids).logits
     assert close(ours, eager)
     assert [(call.q.shape[1], call.k.shape[1], repr(call.mask)) for call in calls] == [(9, 3, "Causal()")] * 30
+
+
+@pytest.mark.model
+def test_smollm2_in_bfloat16_is_the_same_rounded_and_never_there_in_float32(smollm2: tuple[Any, Any, str], saved: Path):
+    rounded = load(dtype=torch.bfloat16)[0]
+    for ours, plain in zip(rounded.parameters(), smollm2[0].parameters(), strict=True):
+        assert torch.equal(ours, plain.bfloat16())
+    most, count = peak(saved / "llama")
+    assert most < 3.5 * count  # 2 bytes each, and the embedding, a fifth of them, in float32
 
 
 @pytest.mark.model

@@ -26,6 +26,7 @@ from regard.cli.writing import CHUNK, CUT, Listener, Written, plans, write
 from regard.cli.written import Held, as_json, held, told_of
 from regard.describe.storage import Rolling
 from regard.errors import ProblemError
+from regard.integrate.checkpoint import device_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,6 +58,7 @@ def add_to(commands: Any) -> None:
     sampling.add_to(parser)
     cache_options.add_to(parser)
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the numbers (default: float32)")
+    parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: as torch has)")
     parser.add_argument(
         "--compare", action="store_true", help="then write with a plain cache, and tell where texts part"
@@ -81,7 +83,7 @@ def run(asked: argparse.Namespace) -> int:
         progress("model", 0, 1)
         model, tokenizer, facts = _loaded(asked)
         progress("model", 1, 1)
-        ids = prompt_ids(tokenizer, text, chat=facts["chat"])
+        ids = prompt_ids(tokenizer, text, chat=facts["chat"]).to(model.device)
         cache, settings = _prepared(asked, model, words, ids.shape[1])
         if asked.explain:
             told = _explained(cache, plans(model, ids, cache, settings))
@@ -111,13 +113,15 @@ def _check(asked: argparse.Namespace) -> None:
     model = asked.model or asked.named
     check_outputs(outputs(("--json", asked.json, "JSON")), force=asked.force, texts=[asked.prompt], models=[model])
     sampling.check(asked)
+    device_of(asked.device)
 
 
 def _loaded(asked: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     """(model with regard's attention, tokenizer, what is to be told of them)."""
     from regard.integrate.checkpoint import load
 
-    model, tokenizer, label = load(asked.model or asked.named)  # says what is missing, if transformers is
+    dtype = getattr(torch, asked.dtype)
+    model, tokenizer, label = load(asked.model or asked.named, dtype=dtype, device=asked.device)
     from regard.integrate.transformers import use_regard
 
     if not model.can_generate():
@@ -125,9 +129,9 @@ def _loaded(asked: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if asked.chat and not has_template:
         raise ProblemError(f"{label} comes without a chat template: give it a text to go on with, --raw.")
-    model = model.to(getattr(torch, asked.dtype))
     use_regard(model)
-    facts: dict[str, Any] = {"model": label, "dtype": asked.dtype, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"model": label, "dtype": asked.dtype, "device": str(model.device)}
+    facts["threads"] = torch.get_num_threads()
     return model, tokenizer, facts | {"chat": has_template and not asked.raw, "positions": positions(model)}
 
 

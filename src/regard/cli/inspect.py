@@ -68,13 +68,13 @@ class Tools:
     """What the command works with.
 
     Args:
-        load: `load(name or None) -> (model, tokenizer, label)`.
+        load: `load(name or None, device=) -> (model, tokenizer, label)`.
         survey: of a model.
         config: the config of a model by its name, where it is known before the weights are read; else None.
         check: raises what a survey with these arguments would raise before it starts; `survey.check`.
     """
 
-    load: Callable[[str | None], tuple[Any, Any, str]]
+    load: Callable[..., tuple[Any, Any, str]]
     survey: Survey
     config: Callable[[str | None], Any] = lambda name: None
     check: Callable[..., None] = lambda *model, **asked: None
@@ -107,6 +107,7 @@ def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
     reading.add_argument(
         "--write", type=which.count, default=24, metavar="N", help="new tokens to write (default: 24; 0: read once)"
     )
+    reading.add_argument("--device", default="cpu", help="where models run, such as cuda, cuda:1, mps (default: cpu)")
     measured = parser.add_argument_group("what is measured")
     many: dict[str, Any] = {"action": "extend"}
     measured.add_argument(
@@ -164,6 +165,10 @@ def _check(asked: argparse.Namespace) -> None:
     wanted_files = outputs(("--out", asked.out, "page"), ("--json", asked.json, "JSON"), ("--csv", asked.csv, "table"))
     check_outputs(wanted_files, force=asked.force, texts=[asked.text], models=_names(asked))
     wanted(asked.measure, asked.layer, asked.heads, asked.ablate)
+    if asked.device != "cpu":
+        from regard.integrate.checkpoint import device_of
+
+        device_of(asked.device)
 
 
 def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Progress) -> "Report":
@@ -175,7 +180,7 @@ def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Prog
         if (config := tools.config(name)) is not None:
             wanted(asked.measure, asked.layer, asked.heads, asked.ablate).check_config(config)
     for name in names:
-        models.append(tools.load(name))
+        models.append(tools.load(name, device=asked.device))
         progress("model", len(models), len(names))
     for model, tokenizer, _ in models:
         tools.check(model, tokenizer, text, **_what(asked))

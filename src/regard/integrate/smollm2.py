@@ -10,6 +10,7 @@ The model: 134,515,008 parameters, a llama: 30 layers of width 576, 9 query head
 """
 
 import importlib.util
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ _LAYER = {
 _CONTROL = 3  # the type, in a GGUF file, of tokens that stand for no text
 
 
-def load() -> tuple[Any, Any]:
-    """(model in float32, tokenizer) from the installed package.
+def load(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """(model in this type, tokenizer) from the installed package; one tensor at a time is in float32 beside that.
 
     Raises:
         ProblemError: the package is not installed.
@@ -50,8 +51,8 @@ def load() -> tuple[Any, Any]:
     reader = _reader()
     _reader.cache_clear()  # it holds an array for each of 98,000 words
     values = _values(reader)
-    weights = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    return _model(values, weights), _tokenizer(values)
+    weights = ((tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors)
+    return _model(values, weights, dtype), _tokenizer(values)
 
 
 def config() -> LlamaConfig:
@@ -100,17 +101,24 @@ def _config(values: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def _model(values: dict[str, Any], stored: dict[str, NDArray[np.float32]]) -> LlamaForCausalLM:
+def _model(
+    values: dict[str, Any], stored: Iterable[tuple[str, NDArray[np.float32]]], dtype: torch.dtype
+) -> LlamaForCausalLM:
     config = _config(values)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
     weights: dict[str, Tensor] = {}
-    for name, weight in stored.items():
+    for name, weight in stored:
         turned = next((count for part, count in heads.items() if part in name), None)
-        weights[_name(name)] = torch.from_numpy(weight.copy() if turned is None else _halves(weight, turned))
+        weights[_name(name)] = _owned(weight if turned is None else _halves(weight, turned)).to(dtype)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model: Any = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
     model.config.name_or_path = LABEL
     return model.eval()
+
+
+def _owned(weight: NDArray[np.float32]) -> Tensor:
+    """As a tensor; a copy where the array is the file itself, which must not be written to."""
+    return torch.from_numpy(weight if weight.flags.writeable else weight.copy())
 
 
 def _name(name: str) -> str:
