@@ -317,7 +317,7 @@ def module_with_eager(**named: Any) -> nn.Module:
     return type("MadeUpAttention", (nn.Module,), {"__module__": file.__name__})()
 
 
-@pytest.mark.parametrize(("name", "module"), [("indices", nn.Module()), ("twist", module_with_eager(twist=None))])
+@pytest.mark.parametrize(("name", "module"), [("block_indices", nn.Module()), ("twist", module_with_eager(twist=None))])
 def test_a_keyword_that_changes_the_result_is_refused(name: str, module: nn.Module):
     q, given = torch.randn(1, 2, 3, 4), {name: torch.ones(1)}
     with pytest.raises(RefusalError, match=f"passes {name}="):
@@ -329,24 +329,6 @@ def test_a_keyword_that_eager_drops_is_dropped():
     out, weights = attention(module_with_eager(), q, q, q, None, position_ids=torch.arange(3), colour="green")
     assert out.shape == (1, 3, 2, 4)
     assert weights is None
-
-
-def test_a_model_with_an_indexer_is_refused_before_it_computes_nonsense():
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    latent: dict[str, Any] = {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-    }
-    sparse: dict[str, Any] = {"index_topk": 2, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1}
-    made = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes, **latent, **sparse, num_key_value_heads=4)).eval()
-    use_regard(made)
-    with pytest.raises(RefusalError, match="keys chosen by an indexer"):
-        made(torch.tensor([[3, 4, 5]]))
 
 
 # ---- the attention function by itself -------------------------------------------------------------------------------

@@ -52,6 +52,28 @@ def touch(module: type[nn.Module]) -> str | None:
     return _touched(function)
 
 
+@functools.cache
+def passed(module: type[nn.Module]) -> frozenset[str]:
+    """The keywords that a module's forward passes to its attention function by name; none where there is no source.
+
+    ```
+    >>> from transformers.models.llama.modeling_llama import LlamaAttention
+    >>> sorted(passed(LlamaAttention))
+    ['dropout', 'scaling']
+
+    ```
+    """
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(module.forward)))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    if not isinstance(function, ast.FunctionDef):
+        return frozenset()
+    interfaces = _interfaces(function)
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call) and _calls(node, interfaces))
+    return frozenset(word.arg for call in calls for word in call.keywords if word.arg is not None)
+
+
 def attention_classes(model: Any) -> list[type[nn.Module]]:
     """The classes of a model, or of the file that its config belongs to, that write to a transformers cache."""
     if isinstance(model, nn.Module):

@@ -12,8 +12,9 @@ in words there, too, and their offset is a tensor: one graph serves all steps. W
 traces where masks are made, the mask is the dense one of transformers: neither can read closures.
 
 What a model's `eager_attention_forward` computes is what regard computes, in float32 or better: grouped heads without
-copies, `softcap`, sinks (`s_aux`), T5's `position_bias`. Two things differ on purpose: a query that may see no key
-(padding on the left) gives 0, where eager averages what it should not see; and dropout draws its own random numbers.
+copies, `softcap`, sinks (`s_aux`), T5's `position_bias`, keys that an indexer chose (`indices`, in DeepSeek-V3.2). Two
+things differ on purpose: a query that may see no key (padding on the left) gives 0, where eager averages what it should
+not see; and dropout draws its own random numbers.
 """
 
 import contextvars
@@ -41,6 +42,7 @@ from regard.integrate.cache_layer import dense
 from regard.integrate.latent import ForgettingLatentLayer, Latents, absorbed, attend_latents
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import Asked, MaskFunction, read
+from regard.integrate.touches import passed
 
 NAME = "regard"
 """The name of the attention implementation. transformers looks for "flash" and "sdpa" inside names: not in this one."""
@@ -68,7 +70,7 @@ NOT_KNOWN = {
     "block_indices": "blocks of keys chosen by an indexer",
     "cache": "a paged cache, of continuous batching",
 }
-"""Keywords that change the result and that regard does not apply: refused, never dropped."""
+"""Keywords that change the result: refused, never dropped, by an attention function that does not take them by name."""
 
 _COMPUTE_WITH_MASKS = frozenset({"doge", "deepseek_v4"})
 """Models that look at the type of their mask before they compute with it; they get the dense tensor at once."""
@@ -101,6 +103,7 @@ def use_regard(model: Any) -> None:
 
     Raises:
         ProblemError: not a model of transformers, or one that computes attention by itself (bloom, falcon, mpt, ...).
+        RefusalError: its attention chooses keys in a way that regard does not know (MiniMax-M3).
     """
     check_model(model)
     register()
@@ -120,6 +123,9 @@ def check_model(model: Any) -> None:
             "transformers' AttentionInterface, so nothing can be put in its place. Leave it as it is, or call "
             "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads))."
         )
+    for kind in {type(module) for module in model.modules()}:
+        for name in sorted(passed(kind) & NOT_KNOWN.keys() - inspect.signature(attention).parameters.keys()):
+            raise _not_applied(kind, name)
 
 
 def mask(
@@ -171,9 +177,13 @@ def attention(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     output_attentions: bool = False,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: (out [batch, queries, heads, v_dim], weights or None).
+
+    `indices` [batch, queries, chosen] are the keys that an indexer chose for each query (DeepSeek sparse attention);
+    those of them that the mask hides stay hidden.
 
     The weights `[batch, heads, queries, keys]` are made when `output_attentions` asks for them, before dropout.
 
@@ -191,6 +201,8 @@ def attention(
             return _by_row(module, layer, query, attention_mask, said, output_attentions), None
         attention_mask = layer.fitted(cast(Any, attention_mask), query.shape[2], key.shape[2])
     words, bias, offset = _said(module, query, key, attention_mask, is_causal)
+    if indices is not None:
+        words = _chosen(indices, key.shape[2]) if words is None else words & _chosen(indices, key.shape[2])
     if position_bias is not None:
         bias = TensorBias(position_bias) if bias is None else TensorBias(position_bias) + bias
     if query.shape[0] == 1 < key.shape[0]:  # one set of learned queries for all rows
@@ -269,6 +281,12 @@ def _said(
     return (Causal() if causal and queries > 1 else None), None, 0
 
 
+def _chosen(indices: Tensor, keys: int) -> Dense:
+    """The mask of keys chosen one by one, [batch, queries, chosen]."""
+    hidden = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    return Dense(hidden.scatter(-1, indices.long(), True)[:, None])
+
+
 def sink_of(logits: Tensor | None) -> Tensor | None:
     """The logits of sinks, one per head. Raises `RefusalError` for others."""
     if logits is not None and logits.ndim != 1:
@@ -303,11 +321,15 @@ def check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
         if given is None or name in WITHOUT_EFFECT:
             continue
         if name in NOT_KNOWN or name in _read_by_eager(type(module).__module__):
-            what = NOT_KNOWN.get(name, "its own eager attention applies it")
-            raise RefusalError(
-                f"{type(module).__name__} passes {name}= to its attention ({what}), which regard does not apply. Use "
-                'model.set_attn_implementation("eager") for this model.'
-            )
+            raise _not_applied(type(module), name)
+
+
+def _not_applied(module: type[nn.Module], name: str) -> RefusalError:
+    what = NOT_KNOWN.get(name, "its own eager attention applies it")
+    return RefusalError(
+        f"{module.__name__} passes {name}= to its attention ({what}), which regard does not apply. Use "
+        'model.set_attn_implementation("eager") for this model.'
+    )
 
 
 @torch.compiler.assume_constant_result  # dynamo would trace into `inspect`
