@@ -18,9 +18,10 @@ from regard.inspect.surveying.machine import machine as device
 TYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 METHOD = """\
-Every number is a median over rounds. A round measures regard, torch's `scaled_dot_product_attention` and the machine's
-limit once each, and ratios are taken within a round, so that a busy machine slows all alike. torch is given the call in
-every way that says it (`is_causal`, a mask of bools, a mask of numbers), and its fastest counts. Speeds count kept
+Every time is a median over rounds. A round measures regard, torch's `scaled_dot_product_attention` and the machine's
+limit once each (short calls as often as fill 5 ms), and ratios are taken within a round, so that a busy machine slows
+all alike. torch is given the call in every way that says it (`is_causal`, a mask of bools, a mask of numbers), and
+the one that is fastest in a first measurement counts. Plans are known: a first call has made them. Speeds count kept
 pairs only. The limit is what registers can multiply and add, or what memory can be read, whichever takes longer for
 what the case needs at least."""
 

@@ -1,6 +1,7 @@
 """A case measured: what a result says of it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from regard.bench import limits
 from regard.bench.case import COLD, Case
 from regard.bench.measure import measure
 from regard.bench.rounds import Effort
+from regard.plan import choose
+from regard.plan.known import forget
 
 ONCE = Effort(seconds=0.0, least=1, most=1)
 CASE = Case("small", 37, 37, heads=4, kv_heads=2, dim=8, mask=Causal)
@@ -51,6 +54,17 @@ def test_the_cost_is_for_each_pair_by_the_case_beside():
     result = measure(CASE, torch.float32, 1, Effort(seconds=0.1), beside=CASE)
     assert result.cost is not None
     assert 0.3 < result.cost < 3
+
+
+def test_a_new_plan_is_made_for_each_call_where_a_case_asks_for_that(monkeypatch):
+    made = []
+    schedule = choose.schedule
+    monkeypatch.setattr(choose, "schedule", lambda *mask, **sizes: made.append(mask) or schedule(*mask, **sizes))
+    for anew in (False, True):
+        forget()
+        made.clear()
+        measure(replace(CASE, anew=anew), torch.float32, 1, ONCE)
+        assert (len(made) > 2) == anew
 
 
 def test_gradients_are_taken_where_a_case_asks_for_them():

@@ -1,5 +1,6 @@
 """What a long call does to the rest of the process: it can be interrupted, and lets other threads of Python run."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -96,3 +97,24 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 64 << 20
+
+
+FORKED = """
+import os, torch
+from regard import attend, Causal
+torch.set_num_threads(2)
+q = torch.randn(1, 8, 509, 64)
+expected = attend(q, q, q, mask=Causal(), backend="native")
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    os._exit(not torch.equal(attend(q, q, q, mask=Causal(), backend="native"), expected))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_computes_on_one_thread():
+    """On two it would wait for ever for threads that fork has not copied, as in any call of torch."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "0\n"

@@ -29,6 +29,7 @@ class Case:
         backward: whether the gradients of q, k and v are computed as well.
         cold: whether keys and values come from memory and not from a cache, as in a model whose other layers were read
             in between: copies of them are taken in turn.
+        anew: whether each call has to make its plan, as the first of its kind does; else the plan is known.
         threads: None for as many as are asked for.
         backend: an engine by name; None lets regard choose.
     """
@@ -46,6 +47,7 @@ class Case:
     softcap: float | None = None
     backward: bool = False
     cold: bool = False
+    anew: bool = False
     threads: int | None = None
     backend: str | None = None
 

@@ -15,6 +15,7 @@ from regard.bench.case import Case
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, on_threads, timed
 from regard.bench.torch_way import Way, absence, ways
 from regard.plan.choose import Plan
+from regard.plan.known import forget
 
 BACKWARD = 2.5
 """FLOPs of a backward pass, in those of a forward pass: five products for two. Dao 2023, arXiv:2307.08691, §4.1."""
@@ -122,7 +123,12 @@ class _Made:
     def ours(self) -> Callable[[], object]:
         """The call by regard."""
         words = self.words
-        return self.run(lambda q, k, v: attend(q, k, v, **words))
+
+        def anew(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            forget()
+            return attend(q, k, v, **words)
+
+        return self.run(anew if self.case.anew else lambda q, k, v: attend(q, k, v, **words))
 
     def run(self, way: Way) -> Callable[[], object]:
         """The call made in some way: with the next copy, and backwards if the case says so."""

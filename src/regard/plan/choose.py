@@ -164,6 +164,12 @@ def check_engine(named: object) -> None:
         )
 
 
+def forget_plans() -> None:
+    """Forget every plan and schedule."""
+    _plans.clear()
+    _schedules.clear()
+
+
 def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
     passed: dict[str, list[str]] = {}
     for name in (named,) if named else ORDER.get(asked.device, ("reference",)):
