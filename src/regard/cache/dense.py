@@ -6,6 +6,7 @@ handles of one part instead.
 """
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ class DenseStore:
         self._type = codec if isinstance(codec, torch.dtype) else form.dtype
         self._tokens = self._seen = self._capacity = 0
         self._rooms: tuple[Tensor, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without room for tokens to come, which may be as much again, unless it is of a fixed size."""
+        if self.limit is not None:
+            return self.__dict__
+        rooms = tuple(self._kept(room).contiguous() for room in self._rooms) if self._tokens else ()
+        return self.__dict__ | {"_rooms": rooms, "_capacity": self._tokens}
 
     @property
     def tokens(self) -> int:

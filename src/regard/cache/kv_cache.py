@@ -251,7 +251,7 @@ class KVCache:
             self._watch.select(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """A cache of its own under the same words: these are values, and a pool in them is shared."""
+        """A cache of its own under the same words. A pool in them is shared, and its pages are copied on write."""
         other = KVCache(self.layout, self.codec, self.evict)
         other._store, other._watch = copy.deepcopy((self._store, self._watch), memo)
         other._least = self._least

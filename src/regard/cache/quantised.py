@@ -10,7 +10,7 @@ A step writes one row into the tail; once in `group` steps the oldest group of t
 codes once: where a crop ends inside a group, what is left of the group stays as it is, in a run of its own.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ class QuantisedStore:
         self._is_still = True  # whether the sides' `still` is of now
         if layout.capacity is not None:
             self.hold(max(layout.capacity - self._sinks_room - codec.residual, 0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_is_still": False}
 
     @property
     def tokens(self) -> int:

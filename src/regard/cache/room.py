@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.cache.page_memory import CodedMemory, Grain, PlainMemory
 from regard.cache.pages import Pages, Prefix
+from regard.cache.room_state import read_by_number, said_by_number
 from regard.cache.store import Form
 from regard.describe.codec import TILE, Codec
 from regard.errors import ProblemError
@@ -43,6 +44,17 @@ class Room:
         self.sequences: WeakSet[object] = WeakSet()
         self.numbers: PlainMemory
         self.codes: CodedMemory | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pages, names and sequences refer to one another in long chains: they are said by number instead."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("plain", "coded", "root")}
+        return state | {"sequences": list(self.sequences), "numbers_of": said_by_number(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sequences, numbers = state.pop("sequences"), state.pop("numbers_of")
+        self.__dict__.update(state)
+        self.sequences = WeakSet(sequences)
+        read_by_number(self, sequences, numbers)
 
     @property
     def used(self) -> int:

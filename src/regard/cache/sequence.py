@@ -40,6 +40,17 @@ class Sequence:
         self.is_freed = False
         room.sequences.add(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its pool, whose state has the sequences that are not freed, for they refer to one another's pages."""
+        return {"room": self.room, "is_freed": self.is_freed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["is_freed"]:
+            self.plain, self.coded, self.tokens, self.ids = [], [], 0, []
+            self.exact, self.loose, self.named, self.seat = True, None, 0, None
+            self.prefix = Prefix()
+        self.__dict__.update(state)
+
     def __len__(self) -> int:
         return self.tokens
 

@@ -1,5 +1,7 @@
 """`Side`: the memory of keys, or of values, of a coded cache: plain sinks, codes, a plain tail."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,10 @@ class Side:
         self.coded = Coded(codec, form, dim, tiled=tiled)
         self.still: tuple[Part, ...] = ()
         """The parts before the tail."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the parts, which look into the same memory: whoever says how it lies says it again."""
+        return self.__dict__ | {"still": ()}
 
     def source(self, begin: int, end: int, x: Tensor, skip: int, tokens: int) -> Tensor:
         """The first tokens of the tail from slot `begin` to `end` with x from `skip` on behind it."""

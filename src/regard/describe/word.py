@@ -170,6 +170,10 @@ class Word:
                 found.extend(part.tensors())
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields: what else is kept beside them is made anew, and refers to classes of this process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_outline", "_known")}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Word) and self.outline() == other.outline()
 
