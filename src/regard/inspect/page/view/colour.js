@@ -65,13 +65,14 @@ function pixel(points, t, vivid) {
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-// A colour of the style sheet as the canvas understands it: by name, for the theme of the moment.
+// A colour as the canvas understands it, for the theme of the moment: by its name in the style sheet, or in its words.
 const probe = document.body.appendChild(make("span", { hidden: true }));
 const known = new Map();
-function colour(name) {
-  const key = theme() + name;
+const colour = (name) => computed(`var(--${name})`);
+function computed(words) {
+  const key = theme() + words;
   if (!known.has(key)) {
-    probe.style.color = `var(--${name})`;
+    probe.style.color = words;
     known.set(key, getComputedStyle(probe).color);
   }
   return known.get(key);
@@ -80,11 +81,8 @@ function colour(name) {
 const css = (word) => `rgb(${word & 255} ${(word >> 8) & 255} ${(word >> 16) & 255})`;
 const theme = () => document.documentElement.dataset.theme;
 
-// Kinds of heads: the colours of Okabe and Ito (2008), which every kind of colour blindness tells apart.
-const kindColours = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#b8a800"];
-const familiar = ["sink", "previous token", "induction", "broad", "current token", "duplicate token", "mixed"];
-const kindColour = (kind) =>
-  kindColours[(familiar.includes(kind) ? familiar : [...familiar, ...kinds]).indexOf(kind) % kindColours.length];
+// A kind of heads has the colour of its name in the style sheet, in every report.
+const kindColour = (kind) => `var(--kind-${kind.replaceAll(" ", "-")}, var(--kind-mixed))`;
 
 // A picture shrunk to `side` pixels. The fourth root of the mean fourth power lies between mean and maximum, so that a
 // line one token wide stays visible; and a little more, for so small a picture looks paler than it is. 0 marks pixels

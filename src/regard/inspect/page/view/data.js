@@ -1,6 +1,6 @@
 // The report that this file carries: scores, tokens, and the pictures, one byte a weight, 255 * sqrt(weight).
 
-const { min, max, floor, ceil, round, abs, sqrt, hypot, log, log2, sign } = Math;
+const { min, max, floor, ceil, round, abs, sqrt, hypot, log, log2, log10, sign } = Math;
 const report = JSON.parse(document.getElementById("report").textContent);
 const { run, tokens, definitions, causal } = report; // causal: no query reads a later key
 const rival = report.other ?? null; // the report of the model that this one is compared with

@@ -76,6 +76,7 @@ function stretch() {
   const extent = tokens.length * perToken();
   roll.style.width = `${floor(matrix.clientWidth - broad() + extent)}px`;
   roll.style.height = `${floor(top_() + extent)}px`;
+  $("key").style.right = `${max(0, broad() - extent) + 10}px`; // in the picture's corner
 }
 
 // The key stands in the empty half of a picture, unless there is none: then it has a line of its own.

@@ -2,28 +2,40 @@
 
 let keyed = 0; // tokens a cell that the key speaks of
 
-// Tokens beside every row and above every column, as many as there is room for.
-function eachLabel(start, from, to, { s, size }, draw) {
-  const cell = size * s,
-    every = ceil(11.5 / cell);
+const lineHeight = 11.5; // pixels that a label needs
+const wordsUpTo = 32; // tokens a label, 600 tokens on a phone: of more, a number says more of the place than a word
+
+// Tokens beside every row and above every column, as many as there is room for; where one label is for many tokens,
+// their numbers.
+function eachLabel(start, from, to, s, draw) {
+  const room = ceil(lineHeight / s),
+    worded = room <= wordsUpTo,
+    every = worded ? room : roundAbove(room);
   pen.font = font();
   pen.textBaseline = "middle";
-  for (let n = max(0, floor((from - start) / cell / every) * every); n * size < tokens.length; n += every) {
-    const middle = start + (n + 0.5) * cell;
-    if (middle > to) return;
-    pen.fillStyle = colour(n * size >= report.prompt_tokens ? "written" : "label");
-    if (middle > from) draw(clipped(n, size), middle);
+  for (let n = max(0, floor((from - start) / s / every) * every); n < tokens.length; n += every) {
+    const middle = start + (n + 0.5) * s;
+    if (middle > to - lineHeight / 2) return;
+    pen.fillStyle = colour(n >= report.prompt_tokens ? "written" : "label");
+    if (middle > from) draw(worded ? clipped(n, 1) : thousands(n), middle);
   }
 }
 
-function drawRowLabels(frame) {
-  blank(0, 0, gutter(), frame.high);
-  eachLabel(frame.y, top_(), frame.high, frame, rowLabel);
+// The next of 1, 2, 5, 10, 20, 50, ...
+function roundAbove(n) {
+  const ten = 10 ** floor(log10(n));
+  return ten * [1, 2, 5, 10].find((step) => step * ten >= n);
 }
 
-function drawColumnLabels(frame) {
-  blank(frame.left - between, 0, frame.right - frame.left + 2 * between, gutter());
-  eachLabel(frame.x, frame.left, frame.right, frame, columnLabel);
+// The corner above the rows belongs to the first columns, whose words are wider than their cells.
+function drawRowLabels({ y, s, high }) {
+  blank(0, gutter(), gutter(), high);
+  eachLabel(y, top_(), high, s, rowLabel);
+}
+
+function drawColumnLabels({ left, right, x, s }) {
+  blank(left - between, 0, right - left + 2 * between, gutter());
+  eachLabel(x, left, right, s, columnLabel);
 }
 
 const font = (weight = 400) => `${weight} 10.5px ${getComputedStyle(plot).fontFamily}`;

@@ -116,7 +116,7 @@ function drawChance(ink, key, { across, wide, base }) {
 
 function drawDot(ink, { head, x, y }) {
   ink.globalAlpha = passes(head) ? 0.85 : 0.12;
-  ink.fillStyle = head.foreign ? colour("bars") : kindColour(head.kind);
+  ink.fillStyle = head.foreign ? colour("bars") : computed(kindColour(head.kind));
   ink.beginPath();
   ink.arc(x, y, 2.2, 0, 2 * Math.PI);
   ink.fill();
