@@ -18,6 +18,7 @@ from regard.describe.mask_by_rule import Causal, Window
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Scaling, Yarn
 from regard.errors import ProblemError
+from regard.integrate.projections import projections_of
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
@@ -127,7 +128,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _multi_head(layer: Any, config: Any) -> MultiHeadAttention:
-    q, k, v, o = _projections(layer, config)
+    q, k, v, o = projections_of(layer, config)
     normed = getattr(layer, "q_norm", None) is not None
     made = MultiHeadAttention(
         config.hidden_size, config.num_attention_heads, head_dim=_head_dim(config), qk_norm=normed,
@@ -143,30 +144,6 @@ def _multi_head(layer: Any, config: Any) -> MultiHeadAttention:
         _fill_norm(made.q_norm, layer.q_norm)
         _fill_norm(made.k_norm, layer.k_norm)
     return made
-
-
-Affine = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
-
-
-def _projections(layer: Any, config: Any) -> tuple[Affine, Affine, Affine, Affine]:
-    """Weight and bias of queries, keys, values and output, heads contiguous."""
-    if config.model_type in SEPARATE:
-        q, k, v, o = (getattr(layer, f"{letter}_proj") for letter in "qkvo")
-        return (q.weight, q.bias), (k.weight, k.bias), (v.weight, v.bias), (o.weight, o.bias)
-    if config.model_type == "phi3":
-        queries, keys = (
-            count * _head_dim(config) for count in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        q, k, v = layer.qkv_proj.weight.split([queries, keys, keys])
-        return (q, None), (k, None), (v, None), (layer.o_proj.weight, None)
-    fused, dense = layer.query_key_value, layer.dense  # GPT-NeoX: the three of a head lie together
-    heads = config.num_attention_heads
-    weights = [fused.weight.unflatten(0, (heads, 3, -1))[:, i].flatten(0, 1) for i in range(3)]
-    if fused.bias is None:
-        return (weights[0], None), (weights[1], None), (weights[2], None), (dense.weight, dense.bias)
-    biases = [fused.bias.unflatten(0, (heads, 3, -1))[:, i].flatten() for i in range(3)]
-    return (weights[0], biases[0]), (weights[1], biases[1]), (weights[2], biases[2]), (dense.weight, dense.bias)
 
 
 def _mask(layer: Any, config: Any) -> Mask:

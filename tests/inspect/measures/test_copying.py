@@ -5,16 +5,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen3Config,
@@ -167,11 +169,15 @@ def test_the_circuits_of_a_decoder(attention):
 
 
 def test_what_has_no_circuit_is_refused():
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    )
-    with pytest.raises(ProblemError, match=r"GPT2LMHeadModel \(gpt2\): expected a Decoder .* llama"):
-        circuits(gpt2)
+    bert = BertForMaskedLM(BertConfig(**SIZES))
+    with pytest.raises(ProblemError, match=r"BertForMaskedLM \(bert\): expected a Decoder .* llama"):
+        circuits(bert)
+    after = {"do_layer_norm_before": False, "ffn_dim": 16, "word_embed_proj_dim": 24}
+    opt = OPTForCausalLM(OPTConfig(**SIZES, **after, pad_token_id=0, bos_token_id=0, eos_token_id=0))
+    with pytest.raises(ProblemError, match=r"\(opt\) of this config is built otherwise: its norms come after"):
+        circuits(opt)
+    with pytest.raises(ProblemError, match=r"are not loaded \(on the meta device\)"):
+        circuits(LlamaForCausalLM(LlamaConfig(**SHARED)).to("meta"))
     with pytest.raises(ProblemError, match="has a gate"):
         circuit_of(MultiHeadAttention(8, heads=2, gate=True))
     with pytest.raises(ProblemError, match="1 tokens to draw from"):

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -24,11 +25,22 @@ from transformers import (
 
 from regard.errors import ProblemError
 from regard.inspect.observing.observe import observe
-from regard.inspect.surveying.layer import Layer, Measuring, numbered
-from regard.inspect.surveying.survey import survey
+from regard.inspect.surveying.layer import Layer, Measuring, numbered, projection
+from regard.inspect.surveying.survey import check, survey
 from regard.inspect.surveying.wanted import Wanted
 from regard.integrate.transformers import use_regard
 from tests.inspect.small import LLAMA, TEXT, VOCABULARY, agrees_with_eager, llama, small, words
+
+
+class Renamed(nn.Module):
+    """A projection that is no `nn.Linear`, and whose weight is in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +61,58 @@ def test_an_encoder_has_no_continuation_and_no_induction(tokenizer):
     assert all(h.value("induction") is None for h in report.heads)
     assert agrees_with_eager(report)
     assert report.heads[0].score("previous").chance == pytest.approx(1 / len(report.tokens))
+    assert report.heads[0].value("value_weighted") is not None  # by the projection beside the module that attends
+    induction, copying = sorted(report.run.notes, key=len)
+    assert induction.startswith("Not measured: induction, duplicate, induction_jittered, best_shift, because attention")
+    assert copying.startswith("Not measured: copying, copying_eigenvalues, because circuits cannot be taken out: Bert")
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        ("induction", "measures has induction, which cannot be measured here: attention sees what is to come"),
+        ("copying", r"measures has copying, .* here: circuits cannot be taken out: BertForMaskedLM \(bert\): expected"),
+    ],
+)
+def test_what_a_model_cannot_be_put_to_is_an_error_by_its_name(tokenizer, measure, message):
+    bert = small(BertForMaskedLM, BertConfig)
+    with pytest.raises(ProblemError, match=message):
+        survey(bert, tokenizer, TEXT, measures=["sink", measure])
+    if measure == "copying":  # said of the weights: found before anything runs
+        with pytest.raises(ProblemError, match=message):
+            check(bert, tokenizer, TEXT, measures=[measure])
+
+
+def test_weights_of_gpt2_are_read(tokenizer):
+    """Its projections are transposed, and queries, keys and values come from one."""
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=24, n_layer=2, n_head=4, eos_token_id=None)
+    gpt2 = GPT2LMHeadModel(config).eval()
+    report = survey(gpt2, tokenizer, TEXT, new_tokens=0, compare_eager=False)
+    assert report.run.notes == ()
+    assert {"value_weighted", "copying", "copying_eigenvalues"} <= set(report.measures)
+    use_regard(gpt2)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    norms: list[Any] = []
+    with torch.no_grad(), observe(gpt2, lambda look: norms.append((look.call.v, projection(gpt2, look)))):
+        gpt2(ids)
+    v, w_o = norms[1]
+    whole = gpt2.transformer.h[1].attn.c_proj.weight  # [heads * v_dim, d_model]: x @ weight
+    torch.testing.assert_close(v[0, 2] @ w_o[2], v[0, 2] @ whole[12:18])
+
+
+def test_an_output_projection_that_is_not_known_is_said_once(llama, tokenizer):
+    for layer in llama.model.layers:
+        layer.self_attn.o_proj = Renamed(layer.self_attn.o_proj)
+    report = survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, measures=["entropy", "sink"])
+    assert report.run.notes == ()
+    report = survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False)
+    assert "value_weighted" not in report.measures
+    projection, copying = sorted(report.run.notes, key=len)
+    assert projection == ("Not measured: value_weighted, because the output projection of LlamaAttention is not known.")
+    assert "copying" in copying
+    with pytest.raises(ProblemError, match="measures has value_weighted, which cannot be measured here: the output"):
+        survey(llama, tokenizer, TEXT, new_tokens=0, compare_eager=False, measures=["value_weighted"])
 
 
 def test_layers_that_share_weights_are_layers(tokenizer):

@@ -1,49 +1,149 @@
 """The OV circuits of a model, for `copying`: where its values, outputs, norms and embeddings are."""
 
-from typing import Any, cast
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.measures.copying import Circuit, Vocabulary
-from regard.integrate.modules import SUPPORTED, attention_of
+from regard.integrate import modules
+from regard.integrate.modules import attention_of
+from regard.integrate.projections import projections_of
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.transformer import Decoder
+
+
+class Names(NamedTuple):
+    """Where a model of transformers has its layers and its last norm, and a layer its attention and the norm before."""
+
+    layers: str = "layers"
+    attention: str = "self_attn"
+    norm: str = "input_layernorm"
+    last: str = "norm"
+    embedding_norm: str | None = None
+
+
+NAMES = dict.fromkeys(modules.SUPPORTED, Names()) | {
+    "bloom": Names("h", "self_attention", last="ln_f", embedding_norm="word_embeddings_layernorm"),
+    "falcon": Names("h", "self_attention", last="ln_f"),
+    "gpt2": Names("h", "attn", "ln_1", "ln_f"),
+    "gpt_bigcode": Names("h", "attn", "ln_1", "ln_f"),
+    "gpt_neox": Names("layers", "attention", last="final_layer_norm"),
+    "opt": Names("decoder.layers", norm="self_attn_layer_norm", last="decoder.final_layer_norm"),
+    "phi": Names(last="final_layernorm"),
+    "stablelm": Names(),
+}
+"""The model types whose circuits can be taken out. What a learned position adds is no part of a token's circuit."""
+
+
+class Parts(NamedTuple):
+    """What circuits are made of: of each layer its attention and the norm before it, the last norm, the tables."""
+
+    layers: list[tuple[Any, Any]]
+    last: Any
+    embedding: Tensor
+    unembedding: Tensor
+    config: Any = None
+    embedding_norm: Any = None
 
 
 def circuits(model: nn.Module) -> tuple[list[Circuit], Vocabulary]:
     """The circuit of every layer, and the vocabulary.
 
     Args:
-        model: a `Decoder` of regard, or a causal language model of transformers of a type whose attention layers
-            `regard.integrate.modules.attention_of` takes over.
+        model: a `Decoder` of regard, or a causal language model of transformers of a type among `NAMES`.
 
     Raises:
-        ProblemError: another model.
+        ProblemError: another model, or weights that are quantised or not loaded.
 
     >>> found, vocabulary = circuits(Decoder(19, 32, layers=2, heads=4, kv_heads=2))
     >>> len(found), found[0].w_v.shape, found[0].w_o.shape, vocabulary.embedding.shape
     (2, torch.Size([2, 8, 32]), torch.Size([4, 8, 32]), torch.Size([19, 32]))
     """
-    with torch.no_grad():
-        if isinstance(model, Decoder):
-            body = cast(Any, model.body)
-            layers = [(block.attention, block.attention_norm) for block in body.blocks]
-            return _found(layers, body.norm, body.embedding.weight, model.unembedding.weight)
-        config = getattr(model, "config", None)
-        kind = getattr(config, "model_type", None)
-        if kind not in SUPPORTED or cast(Any, model).get_output_embeddings() is None:
-            raise ProblemError(
-                f"{type(model).__name__} ({kind}): expected a Decoder of regard.nn or a causal language model of "
-                f"{', '.join(SUPPORTED)}. For others give a Circuit and a Vocabulary of your own."
-            )
-        whole = cast(Any, model)
-        body, tables = whole.base_model, (whole.get_input_embeddings().weight, whole.get_output_embeddings().weight)
-        layers = [(attention_of(_attention(layer), config), layer.input_layernorm) for layer in body.layers]
-        last = body.final_layer_norm if hasattr(body, "final_layer_norm") else body.norm
-        return _found(layers, last, *tables)
+    parts = parts_of(model)
+    return list(circuits_of(parts)), vocabulary_of(parts)
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """What the circuits of a model are made of; nothing is copied.
+
+    Raises:
+        ProblemError: a model whose parts are not known, or whose weights are quantised or not loaded.
+    """
+    whole: Any = model
+    if isinstance(model, Decoder):
+        body = cast(Any, model.body)
+        layers = [(block.attention, block.attention_norm) for block in body.blocks]
+        return Parts(layers, body.norm, body.embedding.weight, model.unembedding.weight)
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind not in NAMES or whole.get_output_embeddings() is None:
+        raise ProblemError(
+            f"{type(model).__name__} ({kind}): expected a Decoder of regard.nn or a causal language model of "
+            f"{', '.join(NAMES)}. For others give a Circuit and a Vocabulary of your own."
+        )
+    try:
+        found = _named(whole, config, NAMES[kind])
+    except AttributeError as error:  # OPT of 350m, whose norms come after: a config that moves parts
+        raise ProblemError(f"{type(model).__name__} ({kind}) of this config is built otherwise: {error}.") from None
+    if any(weight.device.type == "meta" for weight in model.parameters()):
+        raise ProblemError(f"weights of {type(model).__name__} are not loaded (on the meta device): load all of them.")
+    return found
+
+
+def _named(model: Any, config: Any, names: Names) -> Parts:
+    body = model.base_model
+    pairs = [
+        (getattr(layer, names.attention), getattr(layer, "ln_attn", None) or getattr(layer, names.norm))
+        for layer in attrgetter(names.layers)(body)
+    ]
+    if not getattr(config, "do_layer_norm_before", True) or (last := attrgetter(names.last)(body)) is None:
+        raise AttributeError("its norms come after attention")
+    for attention, _ in pairs if config.model_type not in modules.LATENT else ():
+        projections_of(attention, config)
+    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if tables[0].shape != tables[1].shape:
+        raise AttributeError(f"embeddings {list(tables[0].shape)} and unembeddings {list(tables[1].shape)} differ")
+    embedding_norm = None if names.embedding_norm is None else getattr(body, names.embedding_norm)
+    return Parts(pairs, last, *tables, config, embedding_norm)
+
+
+@torch.no_grad()
+def circuits_of(parts: Parts) -> Iterator[Circuit]:
+    """The circuit of one layer after the other: no two of them need be in memory, and all are copies."""
+    after, centred, device = _gain(parts.last), _centres(parts.last), parts.embedding.device
+    for attention, norm in parts.layers:
+        one = _circuit(attention, parts.config)
+        w_o = one.w_o - one.w_o.mean(-1, keepdim=True) if centred else one.w_o
+        yield Circuit((one.w_v * _gain(norm)).to(device), (w_o * after.to(w_o.device)).to(device))
+
+
+@torch.no_grad()
+def vocabulary_of(parts: Parts) -> Vocabulary:
+    """The embeddings as the first layer's norm leaves them, without its weight, and the unembeddings."""
+    e = parts.embedding.detach().float()
+    if parts.embedding_norm is not None:
+        e = _normalised(e, parts.embedding_norm) * _gain(parts.embedding_norm)
+    return Vocabulary(_normalised(e, parts.layers[0][1]), parts.unembedding.detach().to(e.device))
+
+
+def _normalised(e: Tensor, norm: Any) -> Tensor:
+    e = e - e.mean(-1, keepdim=True) if _centres(norm) else e
+    return e * (e.square().mean(-1, keepdim=True) + _eps(norm)).rsqrt()
+
+
+def _circuit(attention: Any, config: Any) -> Circuit:
+    if isinstance(attention, MultiHeadAttention | LatentAttention):
+        return circuit_of(attention)
+    if config.model_type in modules.LATENT:
+        return circuit_of(attention_of(attention, config))
+    found, heads = projections_of(attention, config), config.num_attention_heads
+    w_o = found.o.weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
+    return Circuit(found.v.weight.detach().unflatten(0, (-1, w_o.shape[1])), w_o)
 
 
 def circuit_of(attention: MultiHeadAttention | LatentAttention) -> Circuit:
@@ -68,25 +168,6 @@ def circuit_of(attention: MultiHeadAttention | LatentAttention) -> Circuit:
 def _scaled(down: Tensor, attention: LatentAttention) -> Tensor:
     assert attention.kv_norm is not None
     return down * attention.kv_norm.weight[:, None]
-
-
-def _found(
-    layers: list[tuple[Any, Any]], last: Any, embedding: Tensor, unembedding: Tensor
-) -> tuple[list[Circuit], Vocabulary]:
-    after, made = _gain(last), list[Circuit]()
-    for attention, norm in layers:
-        one = circuit_of(attention)
-        w_o = one.w_o - one.w_o.mean(-1, keepdim=True) if _centres(last) else one.w_o
-        made.append(Circuit(one.w_v * _gain(norm), w_o * after))
-    first = layers[0][1]
-    e = embedding.detach().float()
-    e = e - e.mean(-1, keepdim=True) if _centres(first) else e
-    e = e * (e.square().mean(-1, keepdim=True) + _eps(first)).rsqrt()
-    return made, Vocabulary(e, unembedding.detach())
-
-
-def _attention(layer: Any) -> Any:
-    return layer.self_attn if hasattr(layer, "self_attn") else layer.attention
 
 
 def _centres(norm: Any) -> bool:

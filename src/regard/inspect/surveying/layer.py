@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from regard.errors import ProblemError
 from regard.inspect.measures import (
     Vectors,
     all_pair_measures,
@@ -28,6 +28,7 @@ from regard.inspect.surveying.scored import Scores
 from regard.inspect.surveying.wanted import Wanted
 from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
+from regard.integrate.projections import output_projection
 
 PICTURE = 192
 """Cells per side of a picture: one per token up to here, the mean and the largest of several above."""
@@ -66,25 +67,28 @@ class Measuring:
 
     Args:
         tokens: the text, int64 [1, tokens].
-        copies: what the weights of each layer say of copying, by its number; empty for models that hide them.
+        copies: what the weights of each layer say of copying, by its number; empty where they cannot be read.
+        notes: filled with a note for each measure that some layer could not be put to.
     """
 
     tokens: Tensor
     wanted: Wanted
     model: nn.Module
     copies: Mapping[int, Mapping[str, Score]] = field(default_factory=dict[int, Mapping[str, Score]])
+    notes: list[str] = field(default_factory=list[str])
 
     def layer(self, look: Look) -> Layer:
         """Everything about a layer: O(n) pairs, and one sweep over its tiles if any measure asks for it."""
         weights, plan, scores = look.weights, look.call.plan, Scores()
         scores.add_best(self.wanted.among(all_pair_measures(weights)))
         scores.add(self.wanted.among(self.copies.get(look.layer, {})))
-        if self.wanted.has("sink_output") and (w_o := projection(self.model, look)) is not None:
+        w_o = self._projection(look)
+        if self.wanted.has("sink_output") and w_o is not None:
             scores.add({"sink_output": sink_output(weights, look.call.v, look.call.out, w_o)})
         if self.wanted.has("sink_value"):
             group = look.call.q.shape[1] // look.call.v.shape[1]
             scores.add_numbers("sink_value", value_norms(look.call.v)[0, :, 0].repeat_interleave(group), chance=1.0)
-        swept = self._swept(look, scores) if self.wanted.sweep else None
+        swept = self._swept(look, scores, w_o) if self.wanted.sweep else None
         return Layer(
             layer=look.layer,
             scores=scores,
@@ -101,13 +105,21 @@ class Measuring:
             profile=None if swept is None else _profile(swept),
         )
 
-    def _swept(self, look: Look, scores: Scores) -> Sweep:
+    def _projection(self, look: Look) -> Tensor | None:
+        """The output projection of the layer, if a measure needs it."""
+        needing = [measure for measure in ("value_weighted", "sink_output") if self.wanted.has(measure)]
+        w_o = projection(self.model, look) if needing else None
+        if needing and w_o is None:
+            where = "a function" if look.module is None else type(self.model.get_submodule(look.module)).__name__
+            self.notes.append(self.wanted.lacking(needing, f"the output projection of {where} is not known"))
+        return w_o
+
+    def _swept(self, look: Look, scores: Scores, w_o: Tensor | None) -> Sweep:
         """The sweep of a layer, once its measures are among the scores."""
         weights = look.weights
-        w_o = projection(self.model, look) if self.wanted.has("value_weighted") else None
         vectors = Vectors(
             rarity=rarity(self.tokens) if self.wanted.has("rare_word") else None,
-            norms=None if w_o is None else output_norms(look.call.v, w_o),
+            norms=output_norms(look.call.v, w_o) if w_o is not None and self.wanted.has("value_weighted") else None,
         )
         swept = sweep(weights, picture=PICTURE, along=vectors.stacked(weights))
         scores.add_best(self.wanted.among(all_sweep_measures(swept, weights, vectors)))
@@ -117,13 +129,19 @@ class Measuring:
 
 
 def projection(model: nn.Module, look: Look) -> Tensor | None:
-    """The output projection of the module that attended, head by head: [heads, v_dim, d_model]; None if not known."""
-    module: Any = None if look.module is None else model.get_submodule(look.module)
+    """The output projection of the module that attended, head by head: [heads, v_dim, d_model]; None if not known.
+
+    It is the module's own, or, as in BERT, that of the module `output` beside it.
+    """
     width = look.call.out.shape[1] * look.call.out.shape[3]
-    for name in ("o_proj", "out_proj", "o", "dense"):
-        found = getattr(module, name, None)
-        if isinstance(found, nn.Linear) and found.in_features == width:
-            return of_heads(found.weight, look.call.out.shape[1])
+    module = None if look.module is None else model.get_submodule(look.module)
+    beside = None if look.module is None else model.get_submodule(look.module.rpartition(".")[0])
+    try:
+        for place in (module, getattr(beside, "output", None)):
+            if place is not None and (found := output_projection(place, width)) is not None:
+                return of_heads(found.weight, look.call.out.shape[1])
+    except ProblemError:  # weights that are quantised
+        return None
     return None
 
 

@@ -17,6 +17,8 @@ from regard.inspect.surveying.scored import Scores
 from regard.inspect.surveying.subject import Subject
 from regard.inspect.surveying.wanted import Wanted
 
+MEASURES = ("induction", "duplicate", "induction_jittered", "best_shift")
+
 SEQUENCES = 4
 """Sequences of each kind, over which scores are averaged and intervals drawn."""
 

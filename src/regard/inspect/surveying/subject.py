@@ -59,11 +59,6 @@ class Subject:
         return self.model.get_input_embeddings().weight.shape[0]
 
     @property
-    def parameters(self) -> int:
-        """Numbers that it has learned."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
     def ends(self) -> set[int]:
         """The tokens that end a text."""
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)

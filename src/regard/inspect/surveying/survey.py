@@ -6,7 +6,7 @@ All of it with regard's attention; the model is left as it was found. What is ke
 pictures: one layer's weights exist at a time, a tile of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.circuits import Parts, parts_of
 from regard.inspect.observing.observe import Look, Seen, observe
 from regard.inspect.surveying.ablation import ablations
 from regard.inspect.surveying.clock import Clock, Progress
 from regard.inspect.surveying.closest import Closest
+from regard.inspect.surveying.copied import MEASURES as COPYING
 from regard.inspect.surveying.copied import copied
 from regard.inspect.surveying.kinds import ranked
 from regard.inspect.surveying.layer import PICTURE, Layer, Measuring, heads_of, numbered, pictures_of, profiles_of
 from regard.inspect.surveying.machine import machine, versions
 from regard.inspect.surveying.reading import Prompt, eager_difference, prompt_of, written
+from regard.inspect.surveying.repeated import MEASURES as ON_REPEATS
 from regard.inspect.surveying.repeated import on_repeats, stimuli
 from regard.inspect.surveying.report import Ablations, Head, Report, Run
 from regard.inspect.surveying.scored import Scores
@@ -69,27 +71,28 @@ def survey(
         progress: called with (stage, done, total).
 
     Raises:
-        ProblemError: what `check` finds, before anything is computed; or the model computes its attention by itself,
-            where it cannot be seen.
+        ProblemError: what `check` finds, before anything is computed; a measure asked for by its name that this model
+            cannot be put to; or the model computes its attention by itself, where it cannot be seen.
     """
     asked = wanted(measures, layers, heads, ablate)
     with torch.no_grad(), prepared(model) as subject:
         asked.check(subject)
         prompt = prompt_of(subject, tokenizer, text, tokens, new_tokens)
-        clock = Clock(progress, subject.model.device)
-        prompt = replace(prompt, notes=(*prompt.notes, *asked.notes(subject)))
+        clock, notes = Clock(progress, subject.model.device), [*prompt.notes, *asked.notes(subject)]
+        parts = _parts(subject, asked, notes)
         new = written(subject, prompt.ids, new_tokens, clock)
         difference = eager_difference(subject, prompt.ids[:, :EAGER_TOKENS], clock) if compare_eager else None
         ids = torch.cat([prompt.ids, new], dim=1)
-        repeats = _repeats(subject, tokenizer, asked, clock)
+        repeats = _repeats(subject, tokenizer, asked, notes, clock)
         with clock.stage("copying", 1):
-            copies = copied(subject, tokenizer, asked)
-        passed, closes = _passed(subject, ids, asked, repeats, copies, clock)
+            copies = {} if parts is None else copied(parts, subject, tokenizer, asked)
+        measuring = Measuring(ids, asked, subject.body, copies, notes)
+        passed, closes = _passed(subject, measuring, repeats, clock)
         found = [head for number, layer in enumerate(passed) for head in heads_of(layer, _of(repeats, number))]
         ablated, found = _ablated(subject, prompt.ids, found, ablate, clock)
     found = ranked(found)
     return Report(
-        run=_run(model, passed, prompt, new.shape[1], difference, clock),
+        run=_run(model, passed, replace(prompt, notes=tuple(dict.fromkeys(notes))), new.shape[1], difference, clock),
         text=prompt.text,
         tokens=readable(tokenizer, ids[0].tolist()),
         prompt_tokens=prompt.tokens,
@@ -123,15 +126,31 @@ def check(
     asked, subject = wanted(measures, layers, heads, ablate), subject_of(model)
     asked.check(subject)
     prompt_of(subject, tokenizer, text, tokens, new_tokens)
+    _parts(subject, asked, [])
 
 
-def _repeats(subject: Subject, tokenizer: Any, asked: Wanted, clock: Clock) -> list[Scores] | None:
-    """What the heads of each layer score on repeated random tokens; None for a model that sees what is to come."""
-    texts = stimuli(subject, tokenizer)
+def _parts(subject: Subject, asked: Wanted, notes: list[str]) -> Parts | None:
+    """Where the weights are that copying is measured on; None, and a note, where that is not known."""
+    if not any(asked.has(measure) for measure in COPYING):
+        return None
+    try:
+        return parts_of(subject.model)
+    except ProblemError as error:
+        notes.append(asked.lacking(COPYING, f"circuits cannot be taken out: {str(error).rstrip('.')}"))
+        return None
+
+
+def _repeats(subject: Subject, tokenizer: Any, asked: Wanted, notes: list[str], clock: Clock) -> list[Scores] | None:
+    """What the heads of each layer score on repeated random tokens; None, and a note, where there is no such thing."""
+    texts, found = stimuli(subject, tokenizer), None
     if texts is None:
+        notes.append(asked.lacking(ON_REPEATS, "the vocabulary or the context is too small for random tokens"))
         return None
     with clock.stage("induction", subject.layers * len(texts)) as step:
-        return on_repeats(texts, asked, lambda ids, each: _observed(subject, ids, asked, each, step))
+        found = on_repeats(texts, asked, lambda ids, each: _observed(subject, ids, asked, each, step))
+    if found is None:
+        notes.append(asked.lacking(ON_REPEATS, "attention sees what is to come, so that nothing has to be looked up"))
+    return found
 
 
 def _of(repeats: list[Scores] | None, number: int) -> Scores | None:
@@ -139,16 +158,11 @@ def _of(repeats: list[Scores] | None, number: int) -> Scores | None:
 
 
 def _passed(
-    subject: Subject,
-    ids: Tensor,
-    asked: Wanted,
-    repeats: list[Scores] | None,
-    copies: Mapping[int, Mapping[str, Score]],
-    clock: Clock,
+    subject: Subject, measuring: Measuring, repeats: list[Scores] | None, clock: Clock
 ) -> tuple[list[Layer], Closest]:
     """Every layer of self-attention over the text, in the order of the forward pass."""
+    asked, ids = measuring.wanted, measuring.tokens
     closes, layers = Closest(asked.heads, others=ids.shape[1] > PICTURE and asked.sweep), list[Layer]()
-    measuring = Measuring(ids, asked, subject.body, copies)
 
     def each(look: Look) -> bool:
         layer = measuring.layer(look)

@@ -48,6 +48,17 @@ class Wanted:
         """Those of the scores that are wanted."""
         return {measure: score for measure, score in scores.items() if self.has(measure)}
 
+    def lacking(self, measures: Iterable[str], reason: str) -> str:
+        """The note that this model, or this text, cannot be put to these measures.
+
+        Raises:
+            ProblemError: one of them was asked for by its name.
+        """
+        names = [measure for measure in measures if self.has(measure)]
+        if named := [measure for measure in names if measure in (self.measures or ())]:
+            raise ProblemError(f"measures has {', '.join(named)}, which cannot be measured here: {reason}.")
+        return f"Not measured: {', '.join(names)}, because {reason}."
+
     def notes(self, subject: Subject) -> list[str]:
         """A note where not all layers are measured, for then heads are ranked among those of the others alone."""
         if self.layers is None:
