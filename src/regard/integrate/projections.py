@@ -113,12 +113,12 @@ def _transposed(projection: Any) -> bool:
 
 
 def _kv_heads(config: Any) -> int:
-    """Key heads of a model whose projections are one matrix."""
+    """Key heads of a model whose projections are one matrix; not all types read what their config says of them."""
+    if config.model_type == "phi3":
+        return config.num_key_value_heads
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return config.num_kv_heads
-    if getattr(config, "multi_query", False):
-        return 1
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 1 if getattr(config, "multi_query", False) else config.num_attention_heads
 
 
 def _contiguous(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:

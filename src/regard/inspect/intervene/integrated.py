@@ -6,27 +6,49 @@ from the baseline 0 (all chosen heads out) to 1 (the model as it is), along the 
     share of h = integral over a from 0 to 1 of dL/d(gate of h) where all chosen gates are a
                = integral of  sum z[h] . dL/dz[h]  at a z,  for heads of one layer
 
-The integral is taken by Gauss and Legendre's rule. *Completeness*: shares sum to L(1) - L(0); what is missing is the
-error of the rule, the residual, and is reported for each example.
+*Completeness*: shares sum to L(1) - L(0); what is missing is the residual. Nobody trained a model without its heads:
+the loss of a real one jumps up and down where the gates are small, and a fixed number of nodes misses more than it
+finds. So the line is cut into panels, each integrated by Gauss and Lobatto's rule with 5 nodes, whose ends neighbours
+share. The loss at its ends gives every panel a residual of its own, and the panel with the largest is halved until
+little is missing.
 """
 
+import heapq
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.errors import ProblemError
-from regard.inspect.brief import brief
-from regard.inspect.intervene.ablate import losses_without, measured
+from regard.errors import ProblemError, RefusalError
+from regard.inspect.intervene.ablate import measured
 from regard.inspect.intervene.gates import slopes
 from regard.inspect.intervene.heads import HeadName, Site, Sites, checked
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 
+TOLERANCE = 0.02
+"""The residual that is accepted, as a share of the change."""
 
-@brief
+CANCELLING = 5.0
+"""How many times the accepted residual the residuals of the panels may be together (the root of the sum of their
+squares): they have signs, and a sum that is small by chance says nothing of the shares."""
+
+ROUNDING = 1e-5
+"""The residual that is accepted in any case, as a share of the largest loss on the way: float32 leaves that much."""
+
+NARROWEST = 2.0**-20
+"""A panel that is not halved any more: gates in float32 differ by little less."""
+
+PANELS = 4
+"""Panels to begin with, of 17 evaluations together."""
+
+OUTER, INNER = 0.1, 49 / 90
+"""Weights of the ends and of the nodes between, on a panel of width 2; the middle has 32 / 45."""
+
+
 @dataclass(frozen=True, eq=False)
 class Integrated:
     """The share of each head in what all of them do to the loss of each example.
@@ -35,15 +57,21 @@ class Integrated:
         heads: by name.
         shares: [examples, heads], float64, in the unit of the loss; below 0 the head makes the loss smaller.
         change: [examples], L with the heads less L without them.
+        evaluations: forward and backward passes that it took, over all batches.
 
-    >>> found = Integrated(((0, 0), (0, 1)), torch.tensor([[0.25, -1.0]]), change=torch.tensor([-0.5]))
-    >>> found.residual
-    tensor([0.2500])
+    >>> found = Integrated(((0, 0), (0, 1)), torch.tensor([[0.25, -1.0]]), torch.tensor([-0.76]), evaluations=17)
+    >>> found
+    Integrated: 2 heads, 1 example, 17 evaluations
+      example 0: change -0.76, shares sum to -0.75, residual -0.01 (1.3 % of the change)
+      largest mean shares: (0, 1) -1, (0, 0) +0.25
+      Shares are averages over models in which all heads are quieter, which nobody trained; another path, or another \
+baseline than 0, shares out differently.
     """
 
     heads: tuple[HeadName, ...]
     shares: Tensor
     change: Tensor
+    evaluations: int = 0
     caveat: str = (
         "Shares are averages over models in which all heads are quieter, which nobody trained; another path, or "
         "another baseline than 0, shares out differently."
@@ -51,8 +79,22 @@ class Integrated:
 
     @property
     def residual(self) -> Tensor:
-        """What the shares lack of the change, [examples]: take more steps until it is small."""
+        """What the shares lack of the change, [examples]."""
         return self.change - self.shares.sum(1)
+
+    def __repr__(self) -> str:
+        """A few lines: the residual of the examples that miss most, and the heads with the largest shares."""
+        examples, heads = self.shares.shape
+        many = "example" if examples == 1 else "examples"
+        mean = self.shares.mean(0)
+        largest = mean.abs().argsort(descending=True)[:6].tolist()
+        worst = (self.residual.abs() / self.change.abs()).argsort(descending=True)[:3].tolist()
+        return "\n".join([
+            f"Integrated: {heads} heads, {examples} {many}, {self.evaluations:,} evaluations",
+            *(f"  example {e}: {_missing(self.change[e], self.residual[e])}" for e in worst),
+            f"  largest mean shares: {', '.join(f'{self.heads[h]} {mean[h].item():+.3g}' for h in largest)}",
+            f"  {self.caveat}",
+        ])  # fmt: skip
 
 
 def integrated(
@@ -60,61 +102,151 @@ def integrated(
     batches: Iterable[Any],
     loss_of: LossOf,
     heads: Iterable[HeadName] | None = None,
-    steps: int = 16,
+    tolerance: float = TOLERANCE,
+    most: int = 1000,
     tick: Tick | None = None,
 ) -> Integrated:
-    """Integrated gradients of the loss in the gates of heads: `steps` forward and backward passes per batch.
+    """Integrated gradients of the loss in the gates of heads.
+
+    A forward and a backward pass per evaluation: some 20 per batch where the loss is smooth in the gates, hundreds for
+    all heads of a trained model.
 
     Args:
         heads: which to share out among; None: all. The others stay as they are.
-        steps: nodes of the rule.
-        tick: called after each pass.
+        tolerance: the residual that is accepted, as a share of the change, for each example.
+        most: evaluations of a batch at most.
+        tick: called after each evaluation.
 
     Raises:
-        ProblemError: heads that do not exist, no steps, or what `importance` raises.
+        ProblemError: heads that do not exist, a tolerance or a limit that is none, or what `importance` raises.
+        RefusalError: more is missing than `tolerance` after `most` evaluations.
 
     >>> from regard.inspect.intervene.loss import next_token_loss
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
     >>> model = Decoder(19, 32, layers=2, heads=2)
     >>> found = integrated(model, [torch.randint(19, (8, 11))], next_token_loss(model))
-    >>> found.shares.shape, bool(found.residual.abs().max() < 1e-3)
+    >>> found.shares.shape, bool((found.residual.abs() <= 0.02 * found.change.abs()).all())
     (torch.Size([8, 4]), True)
     """
-    if steps < 1:
-        raise ProblemError(f"steps is {steps}: the integral needs at least 1.")
+    if not tolerance > 0 or most < 4 * PANELS + 1:
+        raise ProblemError(
+            f"tolerance is {tolerance} and most {most}: expected a share of the change above 0, and "
+            f"{4 * PANELS + 1} evaluations or more."
+        )
     if heads is not None and not heads:
         raise ProblemError("no head was named: expected at least one, or None for all.")
     batches = all_of(batches)
     named = () if heads is None else tuple(dict.fromkeys(checked(heads)))
-    base, all_heads = measured(model, batches, loss_of, named)
+    _, all_heads = measured(model, batches, loss_of, named)
     chosen = all_heads if heads is None else named
-    without = losses_without(model, batches, loss_of, chosen, "zero")
-    shares = [_shares(model, batch, loss_of, chosen, steps, tick) for batch in batches]
-    return Integrated(chosen, torch.cat(shares), base - without)
+    lines = [_Line(model, batch, loss_of, chosen, tick) for batch in batches]
+    shares = [line.integral(tolerance, most) for line in lines]
+    changes = [line.losses(1.0) - line.losses(0.0) for line in lines]
+    return Integrated(chosen, torch.cat(shares), torch.cat(changes), sum(line.evaluations for line in lines))
 
 
-def _shares(
-    model: nn.Module | None,
-    batch: Any,
-    loss_of: LossOf,
-    chosen: tuple[HeadName, ...],
-    steps: int,
-    tick: Tick | None,
-) -> Tensor:
-    """[examples, chosen heads]."""
-    sites = Sites(chosen)
-    nodes, weights = np.polynomial.legendre.leggauss(steps)  # on [-1, 1]
-    total = torch.zeros(())
-    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+@dataclass(frozen=True, eq=False)
+class _Panel:
+    """A piece of the line: the integral of the slopes [examples, heads], and what it lacks of the loss [examples]."""
 
-        def level(site: Site, heads: int, node: float = node) -> Tensor:
-            gates = torch.ones(heads, dtype=torch.float64)
-            gates[sites.of(site)] = node
-            return gates
+    start: float
+    stop: float
+    shares: Tensor
+    residual: Tensor
 
-        found = slopes(model, batch, loss_of, level)
-        total = total + weight * torch.stack([found.of(name) for name in chosen], 1)
-        if tick is not None:
-            tick()
-    return total
+
+@dataclass(eq=False)
+class _Line:
+    """The losses and slopes of one batch where all chosen gates are a, for a from 0 to 1; each is computed once."""
+
+    model: nn.Module | None
+    batch: Any
+    loss_of: LossOf
+    chosen: tuple[HeadName, ...]
+    tick: Tick | None
+    known: dict[float, tuple[Tensor, Tensor]] = field(default_factory=dict[float, tuple[Tensor, Tensor]])
+
+    @property
+    def evaluations(self) -> int:
+        return len(self.known)
+
+    def losses(self, a: float) -> Tensor:
+        """[examples]."""
+        return self._at(a)[0]
+
+    def integral(self, tolerance: float, most: int) -> Tensor:
+        """The shares, [examples, heads]: panels are halved, the one that lacks most first, until little is missing."""
+        order, finished = count(), list[_Panel]()  # of panels that lack the same the older one goes first
+        ends = [n / PANELS for n in range(PANELS + 1)]
+        panels = [(-math.inf, next(order), self._panel(*ends)) for ends in pairwise(ends)]
+        while True:
+            every = [*finished, *(panel for _, _, panel in panels)]
+            accepted = self._accepted(tolerance)
+            if self._complete(every, accepted):
+                return torch.stack([panel.shares for panel in every]).sum(0)
+            if not panels or self.evaluations + 6 > most:
+                raise RefusalError(self._unfinished(every, tolerance, accepted))
+            _, _, worst = heapq.heappop(panels)
+            for start, stop in pairwise((worst.start, (worst.start + worst.stop) / 2, worst.stop)):
+                half = self._panel(start, stop)
+                if stop - start <= NARROWEST:
+                    finished.append(half)
+                else:
+                    heapq.heappush(panels, (-float((half.residual.abs() / accepted).max()), next(order), half))
+
+    def _accepted(self, tolerance: float) -> Tensor:
+        largest = torch.stack([losses.abs() for losses, _ in self.known.values()]).amax(0)
+        return torch.maximum(tolerance * (self.losses(1.0) - self.losses(0.0)).abs(), ROUNDING * largest)
+
+    def _complete(self, panels: list[_Panel], accepted: Tensor) -> bool:
+        residuals = torch.stack([panel.residual for panel in panels])
+        together = torch.maximum(residuals.sum(0).abs(), residuals.square().sum(0).sqrt() / CANCELLING)
+        return bool((together <= accepted).all())
+
+    def _unfinished(self, panels: list[_Panel], tolerance: float, accepted: Tensor) -> str:
+        residuals = torch.stack([panel.residual for panel in panels])
+        e = int((residuals.square().sum(0) / accepted.square()).argmax())
+        worst = panels[int(residuals[:, e].abs().argmax())]
+        change = self.losses(1.0)[e] - self.losses(0.0)[e]
+        together = residuals[:, e].square().sum().sqrt().item()
+        return (
+            f"the integral is not complete after {self.evaluations:,} evaluations; example {e}: "
+            f"{_missing(change, residuals[:, e].sum())}, and {together:.2g} as the root of the squares of all panels. "
+            f"{100 * tolerance:.3g} % is accepted, and {CANCELLING:.0f} times that of the root. Most is missing for "
+            f"gates of {worst.start:.4g} to {worst.stop:.4g}. Allow more evaluations (most), accept more (tolerance), "
+            "or name fewer heads."
+        )
+
+    def _panel(self, start: float, stop: float) -> _Panel:
+        """Gauss and Lobatto's rule with 5 nodes: exact for polynomials of degree 7."""
+        middle, half = (start + stop) / 2, (stop - start) / 2
+        off = half * (3 / 7) ** 0.5
+        weighed = ((start, OUTER), (middle - off, INNER), (middle, 32 / 45), (middle + off, INNER), (stop, OUTER))
+        shares = torch.stack([weight * half * self._at(node)[1] for node, weight in weighed]).sum(0)
+        return _Panel(start, stop, shares, self.losses(stop) - self.losses(start) - shares.sum(1))
+
+    def _at(self, a: float) -> tuple[Tensor, Tensor]:
+        """The losses [examples], and their slopes [examples, heads]."""
+        if a not in self.known:
+            sites = Sites(self.chosen)
+
+            def level(site: Site, heads: int) -> Tensor:
+                gates = torch.ones(heads, dtype=torch.float64)
+                gates[sites.of(site)] = a
+                return gates
+
+            found = slopes(self.model, self.batch, self.loss_of, level)
+            own = torch.stack([found.of(name) for name in self.chosen], 1)
+            if not bool(found.losses.isfinite().all() and own.isfinite().all()):
+                raise ProblemError(f"the loss, or its slope, is not finite where the gates are {a:.4g}.")
+            self.known[a] = found.losses, own
+            if self.tick is not None:
+                self.tick()
+        return self.known[a]
+
+
+def _missing(change: Tensor, residual: Tensor) -> str:
+    whole, lacking = float(change), float(residual)
+    share = f"{100 * abs(lacking / whole):.2g} % of the change" if whole else "of no change"
+    return f"change {whole:.3g}, shares sum to {whole - lacking:.3g}, residual {lacking:.2g} ({share})"
