@@ -1,6 +1,4 @@
-"""Reports of one head over many random tokens, with its pictures and its close-up made a few rows at a time."""
-
-from collections.abc import Iterator
+"""Reports of one head over many random tokens, with its pictures and its close-up, made without its n x n weights."""
 
 import numpy as np
 
@@ -8,38 +6,52 @@ from regard.inspect.surveying.kinds import ranked
 from regard.inspect.surveying.report import Close, Picture, Report, Run
 from tests.inspect.reports import coded, head
 
+QUERIES = 61
+"""Distinct queries of a long report: the scores [QUERIES, tokens] give every weight, without n x n of them."""
+
 
 def random_close(tokens, dim, seed=0, spread=1.2) -> Close:
     """A causal head of random queries and keys."""
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(0, spread, (tokens, dim)).astype(np.float32) for _ in "qk")
-    total = np.concatenate([np.logaddexp.reduce(scores, axis=1) for _, scores in _slabs(q, k, 256)])
-    ends = np.arange(1, tokens + 1, dtype=np.int32)
-    return Close(0, 0, q, k, total.astype(np.float32), 1.0, None, np.zeros(tokens, np.int32), ends)
+    odds = np.tril(np.exp(q.astype(np.float64) @ k.T))
+    return _causal(q, k, odds.sum(1))
 
 
 def long_report(tokens, dim, cells=192) -> Report:
-    """One head over so many random tokens."""
-    close, pooled = random_close(tokens, dim), -(-tokens // cells)
-    size = -(-tokens // pooled)
-    means, largest = np.zeros((size, size)), np.zeros((size, size))
-    for row, scores in _slabs(close.q, close.k, pooled):
-        weights = np.exp(scores - close.total[row : row + pooled, None])
-        starts = np.arange(0, weights.shape[1], pooled)
-        counts = len(weights) * np.minimum(pooled, tokens - starts)
-        means[row // pooled, : len(starts)] = np.add.reduceat(weights, starts, axis=1).sum(0) / counts
-        largest[row // pooled, : len(starts)] = np.maximum.reduceat(weights, starts, axis=1).max(0)
+    """One causal head over random tokens; every query is one of `QUERIES` random vectors."""
+    rng = np.random.default_rng(0)
+    few, k = (rng.normal(0, 1.2, (count, dim)).astype(np.float32) for count in (QUERIES, tokens))
+    which = rng.integers(QUERIES, size=tokens)
+    odds = np.exp(few.astype(np.float64) @ k.T)  # [QUERIES, tokens]
+    total = odds.cumsum(1)[which, np.arange(tokens)]  # row i sees the keys up to i
     words = tuple(f" w{n}" for n in np.random.default_rng(1).integers(0, 49152, tokens))
     run = Run("m", 1, 1, 1, dim, 1, ("native",), 1.0, None, 1.0, tokens, None, "a machine", {}, {})
     made = ranked([head(0, 0, 1, np.arange(1, tokens + 1))])
-    picture = Picture(0, 0, size, pooled, coded(means), coded(largest))
-    return Report(run, "", words, tokens, "", made, (picture,), closes=(close,))
+    picture = _picture(odds, which, total, -(-tokens // cells))
+    return Report(run, "", words, tokens, "", made, (picture,), closes=(_causal(few[which], k, total),))
 
 
-def _slabs(q, k, height) -> Iterator[tuple[int, np.ndarray]]:
-    """Scores of `height` rows at a time, up to the last key that they see."""
-    for row in range(0, len(q), height):
-        end = min(len(q), row + height)
-        scores = q[row:end] @ k[:end].T
-        scores[np.arange(end)[None] > np.arange(row, end)[:, None]] = -np.inf
-        yield row, scores
+def _causal(q, k, total) -> Close:
+    ends = np.arange(1, len(q) + 1, dtype=np.int32)
+    return Close(0, 0, q, k, np.log(total).astype(np.float32), 1.0, None, np.zeros(len(q), np.int32), ends)
+
+
+def _picture(odds, which, total, pooled) -> Picture:
+    """The mean and the greatest weight of each cell; weight [i, j] is odds[which[i], j] / total[i]."""
+    tokens = len(which)
+    starts = np.arange(0, tokens, pooled)
+    lengths, size = np.minimum(pooled, tokens - starts), len(starts)
+    summed, least = np.zeros((size, QUERIES)), np.zeros((size, QUERIES))  # of 1 / total, by cell and query
+    place = np.arange(tokens) // pooled, which
+    np.add.at(summed, place, 1 / total)
+    np.maximum.at(least, place, 1 / total)
+    means = summed @ np.add.reduceat(odds, starts, axis=1)
+    largest = (least[:, :, None] * np.maximum.reduceat(odds, starts, axis=1)).max(1)
+    for n, start in enumerate(starts):  # where some pairs are hidden
+        own = slice(start, start + pooled)
+        weights = np.tril(odds[which[own], own] / total[own, None])
+        means[n, n], largest[n, n] = weights.sum(), weights.max()
+    return Picture(
+        0, 0, size, pooled, *(coded(np.tril(each)) for each in (means / np.outer(lengths, lengths), largest))
+    )
