@@ -33,19 +33,19 @@ def _measured(case: Case) -> int:
     tensors, words = case.tensors(torch.float32), case.words(torch.float32)
     small = replace(case, queries=128, keys=128, mask=None, bias=None)
     attend(*small.tensors(torch.float32))  # what a first call brings along, threads and code, is not this one's
-    before = _peak_from_here()
+    before = peak_from_here()
     out = attend(*tensors, **words)
-    return max(0, _peak() - before - out.nbytes)
+    return max(0, peak() - before - out.nbytes)
 
 
-def _peak_from_here() -> int:
+def peak_from_here() -> int:
     """Forget earlier peaks, where the system can, and give the bytes held now, or the highest peak so far."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+    return peak()
 
 
-def _peak() -> int:
+def peak() -> int:
     """The most bytes of memory that this process held since the peak was last forgotten."""
     try:
         status = Path("/proc/self/status").read_text().splitlines()

@@ -16,7 +16,7 @@ HOMES = {
     "torch.nn.attention": ["backend/flex.py"],
     "torch.distributed": ["parallel/"],
     "transformers": ["integrate/"],
-    "ctypes": ["native.py"],
+    "ctypes": ["native.py", "integrate/heap.py"],
     "rich": ["cli/"],
     "matplotlib": [],
     "xxhash": ["describe/"],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend
-from regard.cache.evict import Eviction, Knorm, SinksAndRecent
+from regard.cache.evict import Eviction, Knorm, SinksAndRecent, highest
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
@@ -314,3 +314,16 @@ def test_the_same_tokens_stay_in_every_layout(kind: type[Eviction], options: dic
         plain.observe(step.q)
         other.observe(step.q)
         start += size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_scores_that_are_equal_but_for_rounding_the_later_tokens_stay(dtype: torch.dtype):
+    scores = torch.tensor([0.0, 9.0, 5.0, 2.0, 5.0, 5.0, 7.0, 5.0, 0.0], dtype=dtype).expand(1, 64, -1).clone()
+    noise = torch.randn(1, 64, 9, dtype=dtype) * torch.finfo(dtype).eps
+    for kept, stays in (
+        (4, [0, 1, 6, 8]),
+        (5, [0, 1, 6, 7, 8]),
+        (6, [0, 1, 5, 6, 7, 8]),
+        (8, [0, 1, 2, 4, 5, 6, 7, 8]),
+    ):
+        assert (highest(scores * (1 + noise), kept, first=1, last=1) == torch.tensor(stays)).all()

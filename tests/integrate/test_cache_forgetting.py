@@ -147,6 +147,19 @@ def test_a_row_of_a_padded_batch_forgets_as_it_does_alone(name: str, words: str)
         assert torch.allclose(together[1][:, row], alone[1][:, 0], atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", [0, 3, 4, 7, 8, 9, 12, 15])
+def test_tokens_that_come_again_are_forgotten_in_the_same_order_in_a_padded_batch(seed: int):
+    """Their keys in the first layer are of one norm, but for how a batch of more rows is rounded."""
+    torch.manual_seed(seed)
+    m, ids, mask = on_regard("llama"), torch.randint(3, 9 + seed, (3, 29)), torch.ones(3, 29, dtype=torch.int64)
+    mask[0, :9], mask[2, :3] = 0, 0
+    together = written(m, ids, regard_cache(m, evict=Knorm(12)), attention_mask=mask, max_new_tokens=5)[1]
+    for row in range(3):
+        own = ids[row : row + 1, int((mask[row] == 0).sum()) :]
+        alone = written(m, own, regard_cache(m, evict=Knorm(12)), max_new_tokens=5)[1]
+        assert torch.allclose(together[:, row], alone[:, 0], atol=1e-5)
+
+
 @pytest.mark.parametrize("words", ["rolling", "tova"])
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prefill_chunk_size": 5}], ids=["beams", "chunks"])
 def test_padded_rows_can_be_put_in_order_and_come_in_pieces(words: str, options: dict[str, Any]):

@@ -9,8 +9,8 @@ A policy is a word, a frozen value, with its paper. What it looks at while a cac
 `budget` tokens stay per key head, each head its own ones (`SinksAndRecent` and `TOVA`: all the same), and the first
 `sinks` are never dropped unless told to, by sinks=0: models put much of their attention there, and without them
 they fail (Xiao et al. 2023, arXiv:2309.17453, §3). It happens at the start of an append, so a step always sees all its
-own tokens, and the store frees what was dropped. With grouped-query attention, a key's score is the mean over the
-query heads of its group.
+own tokens, or before, by `KVCache.forget`; the store frees what was dropped. With grouped-query attention, a key's
+score is the mean over the query heads of its group.
 
 The policies that look at queries are in `evict_by_attention.py` and `expected_attention.py`.
 """
@@ -136,8 +136,14 @@ class Tally(Generic[W]):
         raise NotImplementedError(f"{type(self).__name__}.scores")
 
 
+ROUNDING = 32
+"""Units in the last place by which scores of equal tokens may differ: products of other sizes add in another order."""
+
+
 def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
     """The places of the `first` tokens, the `last` ones, and between them those of the highest scores: `kept` in all.
+
+    Of scores that are equal but for rounding, the later tokens stay: a row of a batch keeps what it keeps alone.
 
     Args:
         scores: [batch, kv_heads, tokens].
@@ -150,7 +156,10 @@ def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
     """
     check_numbers(scores, "a policy that chooses tokens")
     tokens = scores.shape[2]
-    gone = scores[:, :, first : tokens - last].topk(tokens - kept, largest=False, sorted=False).indices + first
+    middle, count = scores[:, :, first : tokens - last], tokens - kept
+    edge = middle.kthvalue(count, dim=2, keepdim=True).values
+    is_tied = (middle - edge).abs() <= edge.abs() * (ROUNDING * torch.finfo(scores.dtype).eps)
+    gone = torch.where(is_tied, edge, middle).argsort(dim=2, stable=True)[:, :, :count] + first
     stays = torch.ones(scores.shape, dtype=torch.bool, device=scores.device).scatter_(2, gone, False)
     return stays.nonzero()[:, 2].view(*scores.shape[:2], kept)
 

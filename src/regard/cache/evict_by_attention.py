@@ -100,8 +100,9 @@ class SnapKV(Eviction):
 
     The window's own tokens always stay. It is done once, when the prompt is over: before the first append of one token,
     or of fewer than `window`, to those that are there (so a prompt may come in chunks), and what is generated then adds
-    to the budget, as in the paper. A crop of all that was generated lets the prompt go on. The paper speaks of pooling;
-    the mean is what its authors' code takes.
+    to the budget, as in the paper. `KVCache.forget`, which the layers of a transformers model call when their attention
+    has read a prompt, takes what is there for the prompt: one that comes in chunks is cut down after each. A crop of
+    all that was generated lets the prompt go on. The paper speaks of pooling; the mean is what its authors' code takes.
 
     Args:
         window: queries that vote; fewer if fewer were observed, or if a crop of many tokens leaves fewer.

@@ -188,6 +188,26 @@ class KVCache:
             )
         self._watch.observe(q.detach(), store, mask, scale)
 
+    def forget(self) -> None:
+        """Forget at once what the policy would forget before the next token, and give its memory back.
+
+        To be called when `attend` has read what the last `append` gave, and `observe` was told: so of a model's layers
+        one at a time holds a prompt whole. Without a policy, or within its budget, nothing happens.
+
+        Raises:
+            ProblemError: the policy goes by queries, and did not see those of the last tokens.
+
+        >>> from regard.cache import SinksAndRecent
+        >>> cache = KVCache(evict=SinksAndRecent(8))
+        >>> _ = cache.append(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
+        >>> cache.forget()
+        >>> cache
+        KVCache(SinksAndRecent(budget=8, sinks=4, every=1), 8 tokens of 50, k [1, 2, 8, 8], v [1, 2, 8, 8], float32:
+                1,024 bytes, 8,192 held)
+        """
+        if self._watch is not None and self._store is not None:
+            self._forget(self._store, self._watch, 1)
+
     def crop(self, tokens: int) -> None:
         """Forget all but the first `tokens` of all that were seen: a call that failed, drafts that were not accepted.
 

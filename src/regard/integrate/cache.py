@@ -81,8 +81,9 @@ def regard_cache(
         layout: how tokens lie: `Contiguous` (None), `Rolling`, `Paged`. `Contiguous(capacity=n)` without a codec has
             fixed shapes, as `torch.compile` needs them. `Rolling(window)` is given the model's `Rope`.
         codec: how numbers are written: `Int8`, `Int4`, `Fp8` or a float type; None: as they come.
-        evict: a policy of forgetting (`regard.cache.evict`). `ExpectedAttention` is given the model's `Rope`, if there
-            is one.
+        evict: a policy of forgetting (`regard.cache.evict`). Each layer forgets as soon as its attention has read a
+            prompt, or a chunk of one, so that one layer at a time holds it whole. `ExpectedAttention` is given the
+            model's `Rope`, if there is one.
         offload: whether layers wait in the memory of the CPU while others are at work on a GPU.
 
     Returns:
@@ -133,6 +134,8 @@ class RegardCache(DynamicCache):
             for kind in attention_classes(subject.source):
                 let_expand(kind)
         made = [self._layer(kind, said) for kind, said in zip(self.kinds, options, strict=True)]
+        for layer in [layer for layer in made if isinstance(layer, ForgettingLayer)][-1:]:
+            layer.is_last = True
         Cache.__init__(self, layers=made)  # DynamicCache's own would make its layers
 
     @property

@@ -23,13 +23,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.cache.kv_cache import KVCache
-from regard.describe.mask import Mask
-from regard.describe.mask_by_rule import Causal
+from regard.describe.mask import And, Mask, Not, Or
+from regard.describe.mask_by_rule import Causal, Lengths
+from regard.describe.mask_by_table import Dense
 from regard.describe.storage import Rolling
 from regard.errors import RefusalError
 from regard.integrate.cache_layer import KeptLayer, check_crop, untraced
 from regard.integrate.cache_move import move
+from regard.integrate.heap import give_back
 from regard.integrate.layer_mask import LayerMask
+
+WORTH = 2**20
+"""Bytes that a layer must have freed for memory to be given back to the system, which takes milliseconds."""
 
 latest: ContextVar[tuple["ForgettingLayer", int] | None] = ContextVar("latest", default=None)
 """The layer that was updated last, if it forgets, and how many keys it gave: the attention that comes next reads them.
@@ -74,6 +79,9 @@ class ForgettingLayer(KeptLayer):
         self._rows: list[KVCache] = []  # of a padded batch, else none
         self._new: tuple[Tensor, Tensor] | None = None  # tokens whose padding the attention will tell
         self._length, self._is_told = 0, True
+        self.is_last = False
+        """Whether no layer after it forgets: when this one has, the process gives back what all of them freed."""
+        self._is_owed = False  # whether it does so once more with the next tokens, when the whole pass is over
 
     # ---- what attention reads ---------------------------------------------------------------------------------------
 
@@ -85,6 +93,9 @@ class ForgettingLayer(KeptLayer):
             RefusalError: an attention reads it that regard cannot see, or that told nothing: a compiled one.
         """
         self._check_watched()
+        if self._is_owed:
+            self._is_owed = False
+            give_back()
         if self._rows:
             found: tuple[Any, Any] = Pending(key_states), Pending(value_states)
         else:
@@ -132,20 +143,41 @@ class ForgettingLayer(KeptLayer):
 
         Layers of one kind share a mask, and may have forgotten differently; what is kept stands before the queries.
         """
-        if given is None or given.shape[3] == keys or not isinstance(given.mask, Causal | None):
+        if given is None or given.shape[3] == keys:
             return given
-        return LayerMask(given.mask, (*given.shape[:3], keys), keys - queries, "cpu")
+        mask = self._among(given, keys - queries, slice(None), 0)
+        return LayerMask(mask, (*given.shape[:3], keys), keys - queries, "cpu")
+
+    def _among(self, given: LayerMask, before: int, rows: slice, skip: int) -> Mask | None:
+        """The mask of a pass where `before` tokens are kept, all of which its queries see, without `skip` new ones.
+
+        Raises:
+            RefusalError: a mask that may hide some of those.
+        """
+        if not _shows_all_before(given.mask):
+            raise RefusalError(
+                f"{given.mask!r} for {self.kv!r}, which forgets tokens: it says by position which keys a query sees, "
+                "and those that are left have moved. Take a cache that keeps all."
+            )
+        queries = given.shape[2]
+        if given.mask is None or isinstance(given.mask, Causal):
+            return given.mask
+        if queries == 1 or _is_plain(given.mask):
+            return Causal()
+        new = given.dense()[rows, :, skip:, given.shape[3] - queries + skip :]
+        return Dense(F.pad(new, (before, 0), value=True))
 
     def observe(self, query: Tensor, mask: Mask | None, scale: float | None) -> None:
-        """Show a policy of forgetting the queries of this step, as they went to attention."""
+        """Show a policy the queries of this step, as they went to attention; after a prompt it forgets."""
         self._new = None
         self.kv.observe(query, mask, scale)
+        self._forget(query.shape[2])
 
     def attend_by_row(
         self,
         given: LayerMask | None,
         query: Tensor,
-        run: Callable[[Tensor, tuple[Any, Any]], Tensor],
+        run: Callable[[Tensor, tuple[Any, Any], Mask | None], Tensor],
         seen_as: Callable[[Tensor], Tensor],
         scale: float | None,
     ) -> Tensor:
@@ -154,7 +186,7 @@ class ForgettingLayer(KeptLayer):
         Args:
             given: the mask of the pass, with its padding.
             query: [batch, heads, queries, qk_dim].
-            run: attention of a row's queries to what its cache gave, causal, the last query at the last key.
+            run: attention of a row's queries to what its cache gave, by a mask, the last query at the last key.
             seen_as: the queries as a policy of forgetting is to see them.
             scale: of the scores.
 
@@ -174,10 +206,25 @@ class ForgettingLayer(KeptLayer):
                 out.append(None)
                 continue
             q, new_k, new_v = (t[row : row + 1, :, skip:] for t in (query, k, v))
-            out.append(F.pad(run(q, self._handles(self._stored(kv, new_k, new_v))), (0, 0, skip, 0)))
-            kv.observe(seen_as(q), Causal(), scale)
+            found = self._stored(kv, new_k, new_v)
+            before = found[0].shape[2] - q.shape[2]
+            mask = Causal() if given is None else self._among(given, before, slice(row, row + 1), skip)
+            out.append(F.pad(run(q, self._handles(found), mask), (0, 0, skip, 0)))
+            kv.observe(seen_as(q), mask, scale)
+        self._forget(queries)
         zero = torch.zeros_like(next(o for o in out if o is not None))
         return torch.cat([zero if o is None else o for o in out])
+
+    def _forget(self, queries: int) -> None:
+        """After a prompt, keep what the policy keeps before the next layer gets its own tokens."""
+        if queries == 1:
+            return
+        held = sum(kv.held for kv in self.caches)
+        for kv in self.caches:
+            kv.forget()
+        self._is_owed = self.is_last and held - sum(kv.held for kv in self.caches) >= WORTH
+        if self._is_owed:
+            give_back()
 
     def _skipped(self, given: LayerMask | None, batch: int, queries: int) -> list[int]:
         """How many of the new tokens of each row are padding, all before its first own one."""
@@ -268,3 +315,25 @@ class ForgettingLayer(KeptLayer):
                 "or by none because a call failed. Run the model uncompiled, or take a cache that keeps all; after a "
                 "call that failed, crop() or reset()."
             )
+
+
+def _shows_all_before(mask: Mask | None) -> bool:
+    """Whether a query sees all tokens before it, but for padding, which no row keeps: what is causal, and more."""
+    if isinstance(mask, And):
+        return _shows_all_before(mask.a) and _shows_all_before(mask.b)
+    if isinstance(mask, Or):
+        return _shows_all_before(mask.a) or _shows_all_before(mask.b)
+    return mask is None or isinstance(mask, Causal) or _is_padding(mask)
+
+
+def _is_plain(mask: Mask) -> bool:
+    """Whether it says `Causal()` and what is padding, and no more."""
+    return (
+        _is_plain(mask.a) and _is_plain(mask.b)
+        if isinstance(mask, And)
+        else isinstance(mask, Causal) or _is_padding(mask)
+    )
+
+
+def _is_padding(mask: Mask) -> bool:
+    return isinstance(mask.a if isinstance(mask, Not) else mask, Lengths)

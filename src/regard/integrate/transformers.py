@@ -235,9 +235,9 @@ def _by_row(
             f"the weights of a padded batch over {layer.kv!r}: its rows keep different tokens, so there is no one "
             "matrix of them. Leave output_attentions out, or ask for one row at a time."
         )
-    run = functools.partial(_attend, module, mask=Causal(), **said)
+    run = functools.partial(_attend, module, **said)
     seen_as = functools.partial(_seen_as, module, layer)
-    out = layer.attend_by_row(given, query, lambda q, found: run(q, *found), seen_as, said["scale"])
+    out = layer.attend_by_row(given, query, lambda q, found, mask: run(q, *found, mask=mask), seen_as, said["scale"])
     return out.transpose(1, 2).contiguous()
 
 

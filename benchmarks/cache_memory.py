@@ -1,0 +1,190 @@
+"""What a prompt costs the process: resident memory before, at the peak and after it, by cache.
+
+`./bench cache-memory` writes its part of docs/caches.md. Each cache gets a process of its own, with malloc as it comes:
+`python -m benchmarks.cache_memory NAME TOKENS LAYERS` prints one line of JSON.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.memory import peak, peak_from_here
+from benchmarks.page_parts import with_part, write_part
+from benchmarks.report import machine, table
+from regard.bench.rounds import on_threads
+from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, SinksAndRecent, SnapKV
+from regard.cli.bench import count
+from regard.cli.main import Parser, ended
+from regard.integrate.cache import RegardCache, regard_cache
+from regard.integrate.heap import give_back
+from regard.integrate.transformers import register
+
+ROOT = Path(__file__).parents[1]
+PAGE, PART = "caches.md", "memory"
+TOKENS, LAYERS, BUDGET, STEPS = 2048, 30, 512, 4
+
+ABOUT = """\
+Measured by `{how}` on {machine}: resident memory (VmRSS, and VmHWM for the peak) of a
+process that reads a prompt of {tokens:,} tokens with a model of SmolLM2-135M's shape (random weights, a small
+vocabulary), in MiB above what it was before: at the peak of the prompt, after it, and after {steps} more tokens. Each
+cache has a process of its own, in which a short text was read first; malloc is as the system has it, {threads}
+thread{s}. "Stored" is what the cache says of itself after the last token. Activations of the prompt and what malloc
+keeps of them count in all rows (regard_cache gives that back to the system where a policy forgot); policies keep
+{budget} tokens per key head."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cache: how it is made for a model, and whose attention reads it."""
+
+    name: str
+    make: Callable[[Any], Any]
+    attention: str = "regard"
+
+
+def _policy(policy: Any) -> Kind:
+    return Kind(f"regard {type(policy).__name__}({BUDGET})", lambda model: regard_cache(model, evict=policy))
+
+
+KINDS = (
+    Kind("transformers DynamicCache, sdpa", lambda model: DynamicCache(config=model.config), "sdpa"),
+    Kind("transformers DynamicCache, regard's attention", lambda model: DynamicCache(config=model.config)),
+    Kind("regard Contiguous()", regard_cache),
+    *map(
+        _policy,
+        (SinksAndRecent(BUDGET), Knorm(BUDGET), H2O(BUDGET), TOVA(BUDGET), SnapKV(BUDGET), ExpectedAttention(BUDGET)),
+    ),
+)
+
+
+class Growth(NamedTuple):
+    """Bytes that a process holds more than before the prompt: at its peak, after it, after some more tokens; stored."""
+
+    peak: int
+    prompt: int
+    after: int
+    stored: int
+
+
+def measured(kind: Kind, tokens: int = TOKENS, layers: int = LAYERS, threads: int = 1) -> Growth:
+    """In a process of its own.
+
+    Args:
+        tokens: of the prompt.
+        layers: of the model.
+    """
+    command = [sys.executable, "-m", "benchmarks.cache_memory", kind.name, *map(str, (tokens, layers, threads))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"ended with {done.returncode}")
+    return Growth(*json.loads(done.stdout))
+
+
+def _grown(kind: Kind, tokens: int, layers: int) -> Growth:
+    sizes: dict[str, Any] = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
+    config = LlamaConfig(vocab_size=997, num_hidden_layers=layers, max_position_embeddings=2 * tokens, **sizes)
+    register()
+    model: Any = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation(kind.attention)
+    ids = torch.randint(3, 997, (1, tokens))
+    _read(model, kind.make(model), ids[:, :64])  # what a first use brings along is not the prompt's
+    before, cache = _resident(), kind.make(model)
+    peak_from_here()
+    model.model(ids, past_key_values=cache, use_cache=True)
+    highest, prompt = peak(), _now()
+    _read(model, cache, ids[:, :0])
+    return Growth(highest - before, prompt - before, _now() - before, _stored(cache))
+
+
+def _read(model: Any, cache: Any, ids: torch.Tensor) -> None:
+    """A text, and some tokens more, one at a time."""
+    if ids.numel():
+        model.model(ids, past_key_values=cache, use_cache=True)
+    for _ in range(STEPS):
+        model.model(torch.tensor([[7]]), past_key_values=cache, use_cache=True)
+
+
+def _resident() -> int:
+    """Bytes that the process needs now: what malloc keeps of earlier work is given back first."""
+    gc.collect()
+    give_back()
+    return _now()
+
+
+def _now() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) * 1024
+
+
+def _stored(cache: Any) -> int:
+    if isinstance(cache, RegardCache):
+        return cache.bytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def said(found: dict[str, Growth]) -> str:
+    """The table of these."""
+    rows = [(name, *(f"{n / 2**20:.0f}" for n in growth)) for name, growth in found.items()]
+    return table(("cache", "peak of the prompt", "after the prompt", f"after {STEPS} more tokens", "stored"), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return ended(lambda: run(_parser().parse_args(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="./bench cache-memory", description="What a prompt costs the process, by cache.")
+    parser.add_argument("--threads", type=count(1), default=1, metavar="N", help="threads (default: 1)")
+    parser.add_argument("--only", metavar="TEXT", help="print the caches with this in their name, write nothing")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of caches.md (default: docs)")
+    return parser
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Do what was asked."""
+    if not asked.only:
+        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
+    found: dict[str, Growth] = {}
+    for kind in KINDS:
+        if (asked.only or "").lower() in kind.name.lower():
+            print(kind.name, file=sys.stderr)
+            found[kind.name] = measured(kind, threads=asked.threads)
+    if asked.only:
+        print(said(found))
+        return 0
+    about = ABOUT.format(
+        how="./bench cache-memory" + f" --threads {asked.threads}" * (asked.threads != 1),
+        machine=f"{machine()}, transformers {transformers.__version__}", threads=asked.threads,
+        tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (asked.threads != 1),
+    )  # fmt: skip
+    text = f"{about}\n\n{said(found)}"
+    print(f"page: {write_part(asked.docs / PAGE, PART, text)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 5 and sys.argv[1] in {kind.name for kind in KINDS}:
+        name, tokens, layers, threads = sys.argv[1], *map(int, sys.argv[2:])
+        with on_threads(threads), torch.no_grad():
+            print(json.dumps(_grown(next(kind for kind in KINDS if kind.name == name), tokens, layers)))
+    else:
+        sys.exit(main())
