@@ -119,6 +119,7 @@ def test_the_models_own_settings_hold_unless_others_are_said(tmp_path, capsys):
     likeliest = by_transformers(tmp_path, PROMPT, 17, do_sample=False, num_beams=1)
     drawn = by_transformers(tmp_path, PROMPT, 17, num_beams=1)
     assert written(capsys, str(tmp_path), "--tokens", "17")["tokens"] == drawn != likeliest
+    assert written(capsys, str(tmp_path), "--tokens", "17", "--seed", "0")["tokens"] == drawn
     assert written(capsys, str(tmp_path), "--tokens", "17", "--temperature", "0")["tokens"] == likeliest
 
 
@@ -380,6 +381,7 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
         (["--temperature", "0", "--top-p", "0.9"], "--top-p is for drawing"),
         (["--temperature", "0", "--top-k", "0"], "--top-k is for drawing"),
         (["--temperature", "0", "--seed", "3"], "--seed is for drawing"),
+        (["--seed", "3"], "--seed 3 is of what is drawn, and this model takes the likeliest token: add --temperature"),
         (["--stop", ""], "--stop is empty"),
         (["--device", "meta"], "the device meta holds no data to compute with: expected cpu"),
         (["--device", "gpu"], "there is no device 'gpu' here: expected cpu"),

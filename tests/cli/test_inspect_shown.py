@@ -203,6 +203,7 @@ def test_what_was_asked_for_is_shown_of_the_second_model_too(capsys):
     out = capsys.readouterr().out
     told = out[out.index("compared with two") :]
     assert "loss 2.500 nats a token" in told
+    assert report().continuation in told
     for name in ("1.1", "0.2"):
         assert f"head {name}, key head" in out
         assert f"head {name} of two, key head" in told

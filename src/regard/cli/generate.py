@@ -139,6 +139,7 @@ def _prepared(asked: argparse.Namespace, model: Any, words: CacheWords, prompt: 
     """(the cache, the settings of transformers' `generate`)."""
     from regard.integrate.cache import regard_cache
 
+    sampling.check_drawn(asked, model.generation_config)
     window = words.layout.window if isinstance(words.layout, Rolling) else None
     tokens = room(model, prompt, asked.tokens, window)
     context = positions(model)

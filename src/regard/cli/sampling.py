@@ -34,6 +34,15 @@ def check(asked: argparse.Namespace) -> None:
             )
 
 
+def check_drawn(asked: argparse.Namespace, own: Any) -> None:
+    """Raise `ProblemError` for a seed where nothing is drawn; `own` are the model's own settings."""
+    if asked.seed is not None and not settings(asked).get("do_sample", own.do_sample):
+        raise ProblemError(
+            f"--seed {asked.seed} is of what is drawn, and this model takes the likeliest token: add --temperature, "
+            "such as 0.7, or leave it out."
+        )
+
+
 def settings(asked: argparse.Namespace) -> dict[str, Any]:
     """What `generate` of transformers is told; beams would make it impossible to show tokens as they come."""
     said: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}

@@ -94,11 +94,11 @@ def show(
     parts: list[RenderableType] = [
         _facts(report),
         "",
-        _text(report) if plain else Padding(_text(report), (0, 2)),
+        _text(report, plain=plain),
         "",
         *_heads(report, min(top, len(report.heads)), measures, console),
         *(part for head in heads for part in drilldown.detail(report, head)),
-        *(_compared(report, report.other, top, measures, heads) if report.other is not None else ()),
+        *(_compared(report, report.other, top, measures, heads, plain=plain) if report.other is not None else ()),
         "",
     ]
     for part in parts:
@@ -106,10 +106,19 @@ def show(
 
 
 def _compared(
-    report: Report, other: Report, top: int, measures: Sequence[str] | None, heads: Sequence[tuple[int, int]]
+    report: Report,
+    other: Report,
+    top: int,
+    measures: Sequence[str] | None,
+    heads: Sequence[tuple[int, int]],
+    *,
+    plain: bool,
 ) -> Iterator[RenderableType]:
     yield Text("\ncompared with ").append(_facts(other))
     yield ""
+    if other.continuation:
+        yield _text(other, plain=plain)
+        yield ""
     yield from compared.told(report, other, top, measures)
     for head in heads:
         yield from drilldown.detail(other, head, visible(other.run.model))
@@ -169,10 +178,11 @@ def _difference(run: Run) -> str:
     return f"logits at most {run.eager_difference:.1e} from transformers' eager attention"
 
 
-def _text(report: Report) -> Text:
+def _text(report: Report, *, plain: bool) -> RenderableType:
     """The end of the prompt, and what the model wrote."""
     shown = report.text if len(report.text) <= SHOWN else "… " + report.text[-SHOWN:].partition(" ")[2]
-    return Text.assemble((visible(shown), "dim"), (visible(report.continuation), "bold"))
+    text = Text.assemble((visible(shown), "dim"), (visible(report.continuation), "bold"))
+    return text if plain else Padding(text, (0, 2))
 
 
 def visible(text: str) -> str:
