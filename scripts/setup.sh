@@ -27,15 +27,18 @@ make_ready() {
     say_slow
 }
 
-# regard, and in a file why its compiled library is not there, or nothing.
 install_regard() {
-    pip_install --editable "${root}[models,cli]" || return
-    mkdir -p "$venv/ready"
-    "$venv/bin/python" -c 'from regard import native; print(end=native.absence() or "")' >"$venv/ready/absence"
+    rm -f "$venv/ready/absence"
+    pip_install --editable "${root}[models,cli]"
 }
 
-# say_slow: a line where the compiled library is not there; what runs afterwards need not say it again.
+# say_slow: a line where the compiled library is not there; what runs afterwards need not say it again. Why it is not
+# there is asked once for an installation, as that takes as long as importing torch.
 say_slow() {
+    if [ ! -f "$venv/ready/absence" ]; then
+        mkdir -p "$venv/ready"
+        "$venv/bin/python" -c 'from regard import native; print(end=native.absence() or "")' >"$venv/ready/absence"
+    fi
     if [ -s "$venv/ready/absence" ]; then
         printf 'slow: %s\n' "$(cat "$venv/ready/absence")" >&2
         export REGARD_QUIET=1

@@ -1,7 +1,6 @@
 """scripts/setup.sh does a step once, again when its key changes, and never marks as done what failed."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,13 +58,14 @@ def test_a_slow_installation_is_said_each_time_in_one_line_and_only_there(bash, 
             assert (done.stderr, done.stdout) == (line, f"quiet: {quiet}\n")
 
 
-def test_why_an_installation_is_slow_is_kept_when_it_is_made(bash, tmp_path: Path):
+def test_whether_it_is_slow_is_asked_once_for_each_installation(bash, tmp_path: Path):
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    for library, kept in (("None", ""), ("'no compiler.'", "no compiler.")):
-        (tmp_path / "regard.py").write_text(f"class native:\n    absence = staticmethod(lambda: {library})\n")
-        done = bash("pip_install() { echo installed; }; PYTHONPATH=$venv PYTHONSAFEPATH= install_regard")
-        assert (done.returncode, done.stdout) == (0, "installed\n"), done.stderr
-        assert (tmp_path / "ready" / "absence").read_text() == kept
-    failed = bash("pip_install() { return 3; }; install_regard || echo failed: $?")
-    assert failed.stdout == "failed: 3\n"
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho asked >>asked; cat reason\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    for reason, line in (("", ""), ("no compiler.", "slow: no compiler.\n")):
+        (tmp_path / "reason").write_text(reason)
+        assert bash("pip_install() { true; }; install_regard; say_slow; say_slow").stderr == 2 * line
+        (tmp_path / "reason").write_text("not asked again")
+        assert bash("say_slow").stderr == line
+    assert (tmp_path / "asked").read_text() == "asked\nasked\n"
+    assert bash("pip_install() { return 3; }; install_regard || echo failed: $?").stdout == "failed: 3\n"
