@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard import Alibi, Causal, Dense, Documents, Prefix, T5Bias, TensorBias, Window
+from regard import Alibi, Causal, Dense, Dilated, Documents, Prefix, T5Bias, TensorBias, Window
 from regard.inspect.surveying import closeup
 from regard.inspect.surveying.closeup import Pair, closed_up, rows_of, strongest, visible_runs
 from regard.inspect.weights.lazy import Weights
@@ -120,9 +120,10 @@ def test_heads_with_masks_of_their_own_have_runs_of_their_own():
     assert [close is not None and int(close.first[-1]) for close in lasts] == [0, KEYS - 3]
 
 
-@pytest.mark.parametrize("tile", [2**20, 3 * KEYS])
-def test_the_keys_of_a_row_are_a_run_and_the_first_few(tile, monkeypatch):
-    monkeypatch.setattr(closeup, "TILE", tile)
+@pytest.mark.parametrize(("rows", "chunk"), [(128, 128), (3, 7), (7, 2)])
+def test_the_keys_of_a_row_are_a_run_and_the_first_few(rows, chunk, monkeypatch):
+    monkeypatch.setattr(closeup, "ROWS", rows)
+    monkeypatch.setattr(closeup, "CHUNK", chunk)
     runs = visible_runs(Weights.of(drawn(mask=Causal() & (Window(5) | Prefix(2)))), 0)
     assert runs is not None
     assert runs.prefix == 2
@@ -132,6 +133,47 @@ def test_the_keys_of_a_row_are_a_run_and_the_first_few(tile, monkeypatch):
     assert documents is not None
     assert documents.prefix == 0
     assert documents.first.tolist() == [0] * 10 + [10] * (KEYS - 10)
+
+
+MASKS = {
+    "causal": Causal(),
+    "window with sinks": Causal() & (Window(5) | Prefix(2)),
+    "sinks within a chunk": Causal() & (Window(3) | Prefix(9)),
+    "window both ways": Window(4, 3),
+    "documents": Documents(torch.tensor([0] * 10 + [1] * (KEYS - 10))),
+    "padding": Causal() & ~Prefix(5),
+    "a hole": Causal() & ~(Window(9) & ~Window(3)),
+    "holes": Causal() & Dilated(3),
+    "anything": Dense(torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(3)) < 0.9),
+    "sinks for some": Causal() & (Window(4) | Prefix(3) & Window(20)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("rows", "chunk"), [(128, 128), (5, 4), (3, 7), (1, 1)])
+def test_runs_show_what_the_mask_keeps_or_there_are_none(mask, rows, chunk, monkeypatch):
+    monkeypatch.setattr(closeup, "ROWS", rows)
+    monkeypatch.setattr(closeup, "CHUNK", chunk)
+    weights = Weights.of(drawn(mask=mask)).only(0)
+    i, j = torch.arange(QUERIES)[:, None], torch.arange(KEYS)[None]
+    kept, runs = weights.keep(i, j)[0, 0].numpy(), visible_runs(weights, 0)
+    last = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in kept]
+    first = [int((~row[:end]).nonzero()[0].max(initial=-1)) + 1 for row, end in zip(kept, last, strict=True)]
+    prefix = max(int((~row).argmax()) if begin else 0 for row, begin in zip(kept, first, strict=True))
+    spans = zip(first, last, strict=True)
+    shown = [[key < end and (key >= begin or key < prefix) for key in range(KEYS)] for begin, end in spans]
+    assert (runs is not None) == (shown == kept.tolist())
+    assert runs is None or (runs.first.tolist(), runs.last.tolist(), runs.prefix) == (first, last, prefix)
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(999) | Prefix(4))])
+def test_runs_of_a_long_text_ask_for_few_pairs(mask, monkeypatch):
+    asked, tokens = [], 20_011
+    keep = Weights.keep
+    monkeypatch.setattr(Weights, "keep", lambda self, i, j: asked.append(i.numel() * j.numel()) or keep(self, i, j))
+    q = torch.zeros(1, 1, tokens, 1)
+    assert visible_runs(Weights(q, q, q[..., 0], mask), 0) is not None
+    assert sum(asked) < 1200 * tokens
 
 
 def test_sinks_that_some_rows_do_not_see_are_no_runs():

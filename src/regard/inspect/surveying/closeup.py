@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.describe.mask import Ints
 from regard.inspect.surveying.report import Close
-from regard.inspect.weights.lazy import TILE, Weights
+from regard.inspect.weights.lazy import CHUNK, ROWS, TILE, Weights
+from regard.inspect.weights.spans import kept_columns
 
 WRONG_BY = 0.001
 """How far a weight of a close-up may be from the exact one: q, k and totals in float32 say scores of 1,000 to that."""
@@ -37,7 +39,7 @@ def closed_up(weights: Weights, layer: int, head: int, known: dict[object, Runs 
 
     Args:
         weights: of one sequence over itself, [1, heads, tokens, tokens].
-        known: what was found of masks, to be used again: looking at all pairs of a mask takes O(n^2).
+        known: what was found of masks, to be used again: a mask whose bounds decide nothing takes O(n^2).
     """
     group = weights.shape[1] // weights.k.shape[1]
     bias = _distance_bias(weights, head)
@@ -90,14 +92,14 @@ def strongest(close: Close, count: int, *, from_key: int = 1) -> list[Pair]:
 
 def visible_runs(weights: Weights, head: int) -> Runs | None:
     """The keys that each row of a head sees, or None where they are no such runs."""
-    parts = [_runs(kept) for kept in _kept(weights, head)]
-    prefix = max(int(part[2].max(initial=0)) for part in parts)
+    own = weights.heads(head)
+    parts = [_runs(kept, edges) for _, kept, edges in _kept(own)]
+    prefix = max((int(part[2].max(initial=0)) for part in parts), default=0)
     first, last = (np.concatenate([part[side] for part in parts]).astype(np.int32) for side in (0, 1))
-    runs, start = Runs(first, last, prefix), 0
-    for kept in _kept(weights, head):
-        if not np.array_equal(kept, _seen(runs, start, len(kept), kept.shape[1])):
+    runs = Runs(first, last, prefix)
+    for row, kept, edges in _kept(own):
+        if any((kept != _seen(runs, row, keys)).any() for keys in (edges[:-1], edges[1:] - 1)):  # both ends of a column
             return None
-        start += len(kept)
     return runs
 
 
@@ -132,30 +134,26 @@ def _known_runs(weights: Weights, head: int, known: dict[object, Runs | None]) -
     return known[key]
 
 
-def _seen(runs: Runs, start: int, rows: int, keys: int) -> NDArray[np.bool_]:
-    j, own = np.arange(keys)[None], slice(start, start + rows)
-    return (j < runs.last[own, None]) & ((j >= runs.first[own, None]) | (j < runs.prefix))
+def _seen(runs: Runs, row: slice, keys: Ints) -> NDArray[np.bool_]:
+    j = keys[None]
+    return (j < runs.last[row, None]) & ((j >= runs.first[row, None]) | (j < runs.prefix))
 
 
-def _runs(kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Of each row: where its last run of keys begins and ends, and how many keys stand in a run from 0 on before it."""
-    keys = kept.shape[1]
-    last = np.where(kept.any(1), keys - kept[:, ::-1].argmax(1), 0)
-    gaps = ~kept & (np.arange(keys) < last[:, None])
-    first = np.where(gaps.any(1), keys - gaps[:, ::-1].argmax(1), 0)
-    return first, last, np.where(first > 0, gaps.argmax(1), 0)
+def _runs(kept: NDArray[np.bool_], edges: Ints) -> tuple[Ints, Ints, Ints]:
+    """Of each row: where its last run of keys begins and ends, and how many keys a run from 0 on before it has."""
+    columns = kept.shape[1]
+    last = np.where(kept.any(1), columns - kept[:, ::-1].argmax(1), 0)
+    gaps = ~kept & (np.arange(columns) < last[:, None])
+    first = np.where(gaps.any(1), columns - gaps[:, ::-1].argmax(1), 0)
+    return edges[first], edges[last], edges[np.where(first > 0, gaps.argmax(1), 0)]
 
 
-def _kept(weights: Weights, head: int) -> Iterator[NDArray[np.bool_]]:
-    """Whether the mask keeps pairs, some rows after the other: bool [rows, keys]."""
-    _, heads, queries, keys = weights.shape
-    rows = max(1, TILE // keys)
-    j = torch.arange(keys, device=weights.q.device)[None]
-    for start in range(0, queries, rows):
-        i = torch.arange(start, min(start + rows, queries), device=weights.q.device)[:, None]
-        kept = weights.keep(i, j)
-        kept = kept[0, head if kept.shape[1] == heads else 0]
-        yield kept.expand(len(i), keys).cpu().numpy()
+def _kept(weights: Weights) -> Iterator[tuple[slice, NDArray[np.bool_], Ints]]:
+    """Some rows after the other, which columns of keys they see [rows, columns], and the edges of the columns."""
+    for start in range(0, weights.shape[2], ROWS):
+        row = slice(start, min(start + ROWS, weights.shape[2]))
+        kept, edges = kept_columns(weights, row, CHUNK)
+        yield row, kept[0, 0], edges
 
 
 def _distance_bias(weights: Weights, head: int) -> NDArray[np.float32] | None:

@@ -50,6 +50,38 @@ def count_visible(call: ReadCall, chunk: int) -> Tensor:
     return torch.cat([_counted(call, call.mask, span, chunk) for span in spans], dim=-1)
 
 
+def kept_columns(call: ReadCall, row: slice, chunk: int) -> tuple[Bools, Ints]:
+    """Which pairs of some rows the mask keeps; consecutive keys that it surely treats alike are one column.
+
+    Returns:
+        bool [batch, heads, rows, columns], axes of 1 where the mask does not tell batch rows or heads apart; and the
+        first key of each column with the end of the last, int [columns + 1].
+
+    >>> from regard import Causal
+    >>> from regard.inspect.weights.lazy import Weights
+    >>> q = torch.zeros(1, 1, 8, 2)
+    >>> kept, edges = kept_columns(Weights(q, q, q[..., 0], Causal()), slice(4, 6), chunk=2)
+    >>> edges
+    array([0, 4, 5, 6, 8])
+    >>> kept[0, 0]
+    array([[ True,  True, False, False],
+           [ True,  True,  True, False]])
+    """
+    keys, device = call.shape[3], call.q.device
+    if call.mask is None:
+        return np.ones((1, 1, row.stop - row.start, 1), dtype=np.bool_), np.array([0, keys])
+    some, every = _bounds(call, call.mask, row, chunk)
+    surely = np.where(every.all(axis=(0, 1)), 1, np.where(some.any(axis=(0, 1)), -1, 0))  # -1 is to be looked at
+    of_key = np.repeat(surely, np.diff(_edges(keys, chunk)))
+    starts = np.flatnonzero((np.diff(of_key, prepend=2) != 0) | (of_key < 0))
+    known = of_key[starts]
+    i = torch.arange(row.start, row.stop, device=device)[:, None]
+    asked = call.keep(i, torch.from_numpy(starts[known < 0]).to(device)[None, :])
+    kept = np.broadcast_to(known > 0, (*asked.shape[:2], len(i), len(known))).copy()
+    kept[..., known < 0] = asked.expand(-1, -1, len(i), -1).cpu().numpy()
+    return kept, np.append(starts, keys)
+
+
 def _counted(call: ReadCall, mask: Mask, row: slice, chunk: int) -> Tensor:
     keys, device = call.shape[3], call.q.device
     some, every = _bounds(call, mask, row, chunk)
