@@ -1,15 +1,18 @@
 """Models with latent attention, whose queries go to the cached latents without expanding them."""
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CompileConfig
+from transformers import CompileConfig, StaticCache
 
-from regard import ProblemError
+from regard import ProblemError, watching
+from regard.attend import Call
 from regard.cache import ExpectedAttention
 from regard.describe.codec import Fp8, Int4, Int8
 from regard.describe.storage import Contiguous, Latent, Paged, Rolling
@@ -83,6 +86,68 @@ def test_logits_are_those_of_expanding_at_every_step(name: str, words: dict[str,
     assert close(our_scores, scores)
     assert {type(layer) for layer in cache.layers} & {LatentLayer, FixedLatentLayer}
     assert not any(type(layer) is KeptLayer for layer in cache.layers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_with_transformers_own_cache_a_step_does_not_expand_latents_either(name: str, static: bool):
+    m, ids, mask, calls = latent(name), prompt(), padding("left"), list[Call]()
+    m.set_attn_implementation("eager")
+    stock, scores = written(m, ids, None, attention_mask=mask)
+    use_regard(m)
+    cache = StaticCache(m.config, max_cache_len=24) if static else None
+    with watching(calls.append):
+        ours, our_scores = written(m, ids, cache, attention_mask=mask)
+    assert ours == stock
+    assert close(our_scores, scores)
+    assert {call.k.shape[1::2] for call in calls if call.q.shape[2] == 1} == {(1, 16 + 8)}
+
+
+def test_a_model_is_expanded_again_when_its_attention_is_no_longer_regards():
+    m, ids = latent("deepseek_v3"), prompt()
+    use_regard(m)
+    m.set_attn_implementation("sdpa")
+    module = m.model.layers[0].self_attn
+    keys, values = module.expand_kv(torch.randn(2, 1, 5, 16), torch.randn(2, 1, 5, 8))
+    assert (keys.shape, values.shape) == ((2, 4, 5, 24), (2, 4, 5, 12))
+    written(m, ids, None)
+
+
+def test_a_model_that_learns_has_the_gradients_of_eager_attention():
+    m, ids, grads = latent("deepseek_v3"), prompt(), list[Tensor]()
+    for implementation in ("eager", "regard"):
+        use_regard(m) if implementation == "regard" else m.set_attn_implementation(implementation)
+        m.zero_grad()
+        m(ids, labels=ids).loss.backward()
+        grads.append(m.model.layers[0].self_attn.kv_b_proj.weight.grad.clone())
+    m.zero_grad()
+    assert close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda up: up.register_forward_hook(lambda *_: None), "hooks on its kv_b_proj must be called"),
+        (lambda up: setattr(up, "forward", up.forward), "hooks on its kv_b_proj must be called"),
+        (lambda up: setattr(up, "bias", torch.nn.Parameter(torch.zeros(112))), "its kv_b_proj has a bias"),
+        (lambda up: setattr(up, "__class__", Adapted), "its kv_b_proj is a Adapted, which must be called"),
+    ],
+    ids=["a hook", "a forward of accelerate's", "a bias", "an adapter"],
+)
+@pytest.mark.parametrize("words", [{}, {"layout": Contiguous(capacity=24)}], ids=["growing", "fixed"])
+def test_why_latents_are_expanded_is_said(change: Any, said: str, words: dict[str, Any]):
+    m = copy.deepcopy(latent("deepseek_v3"))
+    use_regard(m)
+    cache = regard_cache(m, **words)
+    assert "latents, which queries go to without expanding them" in cache.explain()
+    change(m.model.layers[1].self_attn.kv_b_proj)
+    assert f"latents, which the model expands at every step: {said}" in cache.explain()
+    m.set_attn_implementation("eager")
+    assert "expands at every step: its attention is eager: use_regard(model)" in cache.explain()
+
+
+class Adapted(torch.nn.Linear):
+    """A projection that something was added to."""
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ HANDED_ON = [
     "phi3",
     "cohere",
     "opt",
+    "deepseek_v3",  # by way of `expand_kv`
     "t5",
     "bart",
 ]
@@ -30,7 +31,6 @@ COMPUTED_WITH = {
     "jetmoe": "key_states.repeat(1, self.top_k, 1, 1)",
     "idefics": "self.k_layer_norm(key_states)",
     "bloom": "torch.bmm(",
-    "deepseek_v3": "self.expand_kv(kv_nope, k_rot)",
 }
 
 

@@ -41,6 +41,7 @@ from regard.integrate.cache_rope import rope_for
 from regard.integrate.cache_subject import Subject, subject_of
 from regard.integrate.latent import FixedLatentLayer, ForgettingLatentLayer, LatentLayer, let_expand
 from regard.integrate.touches import attention_classes
+from regard.integrate.transformers import NAME
 
 SLIDING = {"sliding_attention", "chunked_attention"}
 """Kinds of layers whose attention looks back over a window."""
@@ -132,7 +133,7 @@ class RegardCache(DynamicCache):
         self._check_kinds()
         if subject.is_latent:
             for kind in attention_classes(subject.source):
-                let_expand(kind)
+                let_expand(kind, NAME)
         made = [self._layer(kind, said) for kind, said in zip(self.kinds, options, strict=True)]
         for layer in [layer for layer in made if isinstance(layer, ForgettingLayer)][-1:]:
             layer.is_last = True
@@ -279,7 +280,8 @@ class RegardCache(DynamicCache):
         layer, kind = self.layers[index], self.kinds[index].replace("_", " ")
         if not isinstance(layer, KeptLayer):
             how = "fixed in size" if isinstance(layer, FixedLayer) else "as transformers keeps it"
-            return f"{kind}  {how}{self._per_token(layer)}: tensors"
+            read = self._latents_read_as() if isinstance(layer, FixedLatentLayer) else "tensors"
+            return f"{kind}  {how}{self._per_token(layer)}: {read}"
         words = [repr(layer.kv.layout)] + [str(layer.kv.codec).removeprefix("torch.")] * (layer.kv.codec is not None)
         words += [] if layer.kv.evict is None else [repr(layer.kv.evict)]
         if isinstance(layer, WindowLayer):
@@ -306,8 +308,8 @@ class RegardCache(DynamicCache):
 
     def _read_as(self, layer: KeptLayer) -> str:
         is_plain = not isinstance(layer.kv.codec, Codec | torch.dtype) and not isinstance(layer.kv.layout, Paged)
-        if isinstance(layer, LatentLayer | ForgettingLatentLayer) and self.subject.is_watched:
-            return "latents, which queries go to without expanding them"
+        if isinstance(layer, LatentLayer | ForgettingLatentLayer):
+            return self._latents_read_as()
         if is_plain:
             return "tensors, views of what is kept"
         if self.subject.takes_handles:
@@ -318,6 +320,12 @@ class RegardCache(DynamicCache):
             "tensors, made anew at each step, for the model's attention is "
             f"{self.subject.source._attn_implementation}: use_regard(model)"
         )
+
+    def _latents_read_as(self) -> str:
+        why = self.subject.why_expanded
+        if why is None:
+            return "latents, which queries go to without expanding them"
+        return f"latents, which the model expands at every step: {why}"
 
 
 class PairedCache(EncoderDecoderCache):

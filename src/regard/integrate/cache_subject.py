@@ -5,11 +5,13 @@ cache of transformers at all. That is read off its classes here, once; `cache.py
 """
 
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from regard.errors import ProblemError
+from regard.integrate.latent import why_expanded
 from regard.integrate.touches import attention_classes, touch
 from regard.integrate.transformers import NAME
 
@@ -23,6 +25,7 @@ class Subject(NamedTuple):
         source: the config whose attention implementation is the decoder's; it changes with `use_regard`.
         touched: the first line that computes with what the cache gives, and its class; None: keys are handed on.
         is_latent: whether its attention expands latents (`expand_kv`).
+        expanding: the modules that do, as long as the model lives; none where only its config is known.
     """
 
     name: str
@@ -30,6 +33,15 @@ class Subject(NamedTuple):
     source: Any
     touched: str | None
     is_latent: bool
+    expanding: tuple[ref[Any], ...] = ()
+
+    @property
+    def why_expanded(self) -> str | None:
+        """Why latents are expanded at every step; None: queries go to them as they are."""
+        if not self.is_watched:
+            return f"its attention is {self.source._attn_implementation}: use_regard(model)"
+        found = (module() for module in self.expanding)
+        return next((why for why in map(why_expanded, filter(None, found)) if why is not None), None)
 
     @property
     def is_watched(self) -> bool:
@@ -65,9 +77,11 @@ def subject_of(model: Any) -> Subject:
             "past_key_values out."
         )
     is_latent = all(hasattr(kind, "expand_kv") for kind in classes)
-    touches = [(kind.__name__, touch(kind)) for kind in classes if not hasattr(kind, "expand_kv")]
+    touches = [(kind.__name__, touch(kind)) for kind in classes]
     touched = next((f"{line} ({cls})" for cls, line in touches if line is not None), None)
-    return Subject(name, decoder, source, touched, is_latent)
+    modules = model.modules() if is_latent and isinstance(model, nn.Module) else ()
+    expanding = tuple(ref(module) for module in modules if isinstance(module, tuple(classes)))
+    return Subject(name, decoder, source, touched, is_latent, expanding)
 
 
 def _name(config: Any) -> str:

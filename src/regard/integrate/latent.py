@@ -5,9 +5,10 @@ of every head:
 
     update -> c [tokens, 512], k_rot [tokens, 64] -> expand_kv: kv_b_proj(c) [tokens, heads * (128 + 128)] -> attention
 
-Here `update` gives a handle (`Latents`), `expand_kv` hands it on, and the attention function absorbs the two halves of
-kv_b_proj into the queries and into the output: `q . (W_uk c) = (W_uk^T q) . c`. For DeepSeek-V3 and one query on 4,096
-keys that is 1/117 of the operations. A prompt has fewer in the expanded form, and is computed so.
+Here `expand_kv` hands the latents on as they are: those of regard's caches (`Latents`), and those of transformers'
+own, which keep the two parts apart (`Apart`). The attention function absorbs the two halves of kv_b_proj into the
+queries and into the output: `q . (W_uk c) = (W_uk^T q) . c`. For DeepSeek-V3 and one query on 4,096 keys that is 1/117
+of the operations. A prompt has fewer in the expanded form, and is computed so.
 
 DeepSeek-AI 2024, arXiv:2405.04434, §2.1.2; the arithmetic stands in `regard.nn.latent`.
 """
@@ -24,6 +25,7 @@ from regard.cache.kv_cache import KVCache
 from regard.cache.store import Found
 from regard.integrate.cache_forgetting import ForgettingLayer, Pending
 from regard.integrate.cache_layer import FixedLayer, KeptLayer, dense
+from regard.integrate.touches import touch
 
 
 class Latents(NamedTuple):
@@ -42,11 +44,41 @@ class Latents(NamedTuple):
         """That of the keys."""
         return self.keys.shape
 
+    def joined(self) -> "Latents":
+        """Itself."""
+        return self
+
     def expanded(self, module: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of all heads, as transformers makes them."""
         entries = dense(self.keys)
         rank = self.values.shape[3]
         return type(module).expand_kv.__wrapped__(module, entries[..., :rank], entries[..., rank:])
+
+
+class Apart(NamedTuple):
+    """What a cache of transformers keeps of latent attention, on its way to the attention function.
+
+    Attributes:
+        latents: [batch, 1, tokens, rank].
+        rotated: the rotated keys, [batch, 1, tokens, rope_dim].
+    """
+
+    latents: Tensor
+    rotated: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the keys as `joined` makes them."""
+        return torch.Size((*self.latents.shape[:3], self.latents.shape[3] + self.rotated.shape[3]))
+
+    def joined(self) -> Latents:
+        """One entry per token, in new memory: 576 numbers of DeepSeek-V3's are copied, where expanding makes 40,960."""
+        entries = torch.cat([self.latents, self.rotated.to(self.latents.dtype)], -1)
+        return Latents(entries, entries[..., : self.latents.shape[3]])
+
+    def expanded(self, module: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values of all heads, as transformers makes them."""
+        return type(module).expand_kv.__wrapped__(module, *self)
 
 
 class _OfLatents(KeptLayer):
@@ -96,22 +128,28 @@ class FixedLatentLayer(FixedLayer):
         return _split(keys, self._rank)
 
 
-def let_expand(module: type[nn.Module]) -> None:
-    """Have the `expand_kv` of an attention class hand `Latents` on; tensors it expands as before. Twice is once."""
+def let_expand(module: type[nn.Module], implementation: str) -> None:
+    """Have the `expand_kv` of an attention class hand latents on to the attention `implementation`. Twice is once.
+
+    Tensors are expanded as before for other implementations, and in a class that computes with what it expanded.
+    """
     expand: Callable[..., Any] = cast(Any, module).expand_kv
     if hasattr(expand, "__wrapped__"):
         return
+    hands_on = touch(module) is None
 
     @functools.wraps(expand)
     def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
         if isinstance(kv_nope, Latents | Pending):
             return kv_nope, k_rot
+        if hands_on and self.config._attn_implementation == implementation:
+            return Apart(kv_nope, k_rot), Apart(kv_nope, k_rot)
         return expand(self, kv_nope, k_rot)
 
     cast(Any, module).expand_kv = expand_kv
 
 
-def attend_latents(module: Any, query: Tensor, latents: Latents, **words: Any) -> Tensor:
+def attend_latents(module: Any, query: Tensor, latents: Latents | Apart, **words: Any) -> Tensor:
     """Attention of queries to latents, in the form of fewer operations.
 
     Args:
@@ -126,7 +164,7 @@ def attend_latents(module: Any, query: Tensor, latents: Latents, **words: Any) -
         words["scale"] = query.shape[3] ** -0.5  # of the keys as they would be, not of the entries
     if not is_absorbed(module, query.shape[2], latents.shape[2]):
         return attend(query, *latents.expanded(module), **words)
-    out = attend(absorbed(module, query), latents.keys, latents.values, **words)
+    out = attend(absorbed(module, query), *latents.joined(), **words)
     return _by_head(out, _ups(module)[1].transpose(1, 2))
 
 
@@ -138,17 +176,25 @@ def absorbed(module: Any, query: Tensor) -> Tensor:
 
 
 def is_absorbed(module: Any, queries: int, keys: int) -> bool:
-    """Whether the absorbed form can be taken, and has fewer operations.
-
-    Absorbing reads the weights of kv_b_proj: hooks on it, adapters around it and quantised weights need it called.
-    """
-    up = module.kv_b_proj
-    if type(up) is not nn.Linear or any(vars(up)[name] for name in ("_forward_hooks", "_forward_pre_hooks")):
-        return False
-    if cast(Any, up).bias is not None:
+    """Whether the absorbed form can be taken, and has fewer operations."""
+    if why_expanded(module) is not None:
         return False
     expanding, absorbing = flops(module, queries, keys)
     return absorbing < expanding
+
+
+def why_expanded(module: Any) -> str | None:
+    """Why a module's latents are expanded at every step; None: they need not be.
+
+    Absorbing reads the weights of kv_b_proj: adapters around it, quantised weights, hooks on it and a forward put in
+    the place of its own (as accelerate does to move weights to where they are needed) need it called.
+    """
+    up = module.kv_b_proj
+    if type(up) is not nn.Linear:
+        return f"its kv_b_proj is a {type(up).__name__}, which must be called"
+    if "forward" in vars(up) or any(vars(up)[name] for name in ("_forward_hooks", "_forward_pre_hooks")):
+        return "hooks on its kv_b_proj must be called"
+    return None if cast(Any, up).bias is None else "its kv_b_proj has a bias"
 
 
 def flops(module: Any, queries: int, keys: int) -> tuple[int, int]:

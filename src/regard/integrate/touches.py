@@ -6,9 +6,10 @@ key_states = key_states.to(query_states.dtype)                                  
 attn_output, _ = attention_interface(self, query_states, key_states, value_states, ...)       # into attention
 ```
 
-A `Stored` handle can travel through code that only hands it on or asks for its shape, type or device. Where a model
-slices, casts or repeats what came out of the cache it must get tensors. Which it does is read off the source of its
-attention classes; where there is no source, it counts as touched.
+A `Stored` handle can travel through code that only hands it on or asks for its shape, type or device. So can latents,
+which `expand_kv` hands on as they are (`latent.py`). Where a model slices, casts or repeats what came out of the cache
+it must get tensors. Which it does is read off the source of its attention classes; where there is no source, it counts
+as touched.
 """
 
 import ast
@@ -108,9 +109,16 @@ def _is_update(node: ast.AST) -> bool:
     )
 
 
+def _gives(node: ast.AST) -> bool:
+    """Whether it gives keys and values: the `update` of a cache, or `self.expand_kv(latents, rotated)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "expand_kv" or _is_update(node)
+
+
 def _touched(function: ast.FunctionDef) -> str | None:
     begins = min(
-        (node.lineno for node in ast.walk(function) if isinstance(node, ast.Call) and _is_update(node)), default=None
+        (node.lineno for node in ast.walk(function) if isinstance(node, ast.Call) and _gives(node)), default=None
     )
     if begins is None:
         return None
@@ -130,7 +138,7 @@ def _given(function: ast.FunctionDef) -> set[str]:
     """The names that what a cache gives is put under."""
     found: set[str] = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and any(_is_update(part) for part in ast.walk(node.value)):
+        if isinstance(node, ast.Assign) and any(_gives(part) for part in ast.walk(node.value)):
             found |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
     return found
 
@@ -154,7 +162,7 @@ def _handed_on(function: ast.FunctionDef, interfaces: set[str]) -> Iterator[int]
     Layers that share keys store them: `shared[self.layer_idx] = key_states, value_states`.
     """
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and (_is_update(node) or _calls(node, interfaces)):
+        if isinstance(node, ast.Call) and (_gives(node) or _calls(node, interfaces)):
             yield from (id(value) for value in [*node.args, *(word.value for word in node.keywords)])
         elif isinstance(node, ast.Attribute) and node.attr in ASKED:
             yield id(node.value)

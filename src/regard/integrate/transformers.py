@@ -39,10 +39,10 @@ from regard.describe.mask_by_table import Dense
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_forgetting import ForgettingLayer, take_latest
 from regard.integrate.cache_layer import dense
-from regard.integrate.latent import ForgettingLatentLayer, Latents, absorbed, attend_latents
+from regard.integrate.latent import Apart, ForgettingLatentLayer, Latents, absorbed, attend_latents, let_expand
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import Asked, MaskFunction, read
-from regard.integrate.touches import passed
+from regard.integrate.touches import attention_classes, passed
 
 NAME = "regard"
 """The name of the attention implementation. transformers looks for "flash" and "sdpa" inside names: not in this one."""
@@ -90,6 +90,9 @@ def register() -> None:
 def use_regard(model: Any) -> None:
     """Let regard compute the attention of a transformers model, from now on.
 
+    Latent attention (MLA: DeepSeek-V3 and its kin) decodes without expanding the cached latents, with the caches of
+    transformers as with regard's. `regard_cache(model).explain()` says so, or why not.
+
     ```
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -107,6 +110,9 @@ def use_regard(model: Any) -> None:
     """
     check_model(model)
     register()
+    for kind in attention_classes(model):
+        if hasattr(kind, "expand_kv"):
+            let_expand(kind, NAME)
     model.set_attn_implementation(NAME)
 
 
@@ -166,8 +172,8 @@ def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None) -> bool:
 def attention(
     module: nn.Module,
     query: Tensor,  # [batch, heads, queries, qk_dim]
-    key: Found | Latents,  # [batch, kv_heads, keys, qk_dim]
-    value: Found | Latents,  # [batch, kv_heads, keys, v_dim]
+    key: Found | Latents | Apart,  # [batch, kv_heads, keys, qk_dim]
+    value: Found | Latents | Apart,  # [batch, kv_heads, keys, v_dim]
     attention_mask: LayerMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -216,7 +222,7 @@ def attention(
 
 
 def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, **words: Any) -> Tensor:
-    if isinstance(key, Latents):
+    if isinstance(key, Latents | Apart):
         return attend_latents(module, query, key, **words)
     return attend(query, key, value, **words)
 
@@ -250,7 +256,11 @@ def _check_bias(layer: ForgettingLayer, bias: Tensor | None) -> None:
 
 
 def _said(
-    module: nn.Module, query: Tensor, key: Found | Latents, given: LayerMask | Tensor | None, is_causal: bool | None
+    module: nn.Module,
+    query: Tensor,
+    key: Found | Latents | Apart,
+    given: LayerMask | Tensor | None,
+    is_causal: bool | None,
 ) -> tuple[Mask | None, Bias | None, int | Tensor]:
     """(mask, bias, position of the first query) of what transformers gives as the mask."""
     queries, keys = query.shape[2], key.shape[2]
@@ -297,9 +307,9 @@ def sink_of(logits: Tensor | None) -> Tensor | None:
     return logits
 
 
-def _weights(module: nn.Module, query: Tensor, key: Found | Latents, words: dict[str, Any]) -> Tensor:
+def _weights(module: nn.Module, query: Tensor, key: Found | Latents | Apart, words: dict[str, Any]) -> Tensor:
     """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
-    key = key.expanded(module)[0] if isinstance(key, Latents) else dense(key)
+    key = key.expanded(module)[0] if isinstance(key, Latents | Apart) else dense(key)
     units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)
     if torch.compiler.is_compiling():
         return attend(query, key, units, **words)
