@@ -118,7 +118,7 @@ struct regard_gradient {
     regard_tensor dout;
     const void *dlse;          // wide [batch, heads, queries]; null: none flows
     regard_tensor dq, dk, dv;  // of the dtype of the call; written whole
-    void *delta;               // wide [batch, heads, queries]: written; sum(dout * out) of each row
+    void *delta;               // wide [batch, heads, queries]: written; sum(dout * out) of each row, out not rounded
     void *ddistance;           // wide, laid out like distance; zeros beforehand. Null: not wanted
     void *dbias;               // wide [bias batch, bias heads, bias rows, bias keys], contiguous, zeros beforehand; an
                                // axis whose stride in `bias` is 0 has size 1. Null: not wanted

@@ -15,13 +15,14 @@
 // Blocking: p and ds take 2 x 32 KiB; at d 64 a tile's q and dout, twice each, and dq 5 x 16 KiB, a block's k, v, dk
 // and dv 4 x 32 KiB: together a quarter of an L2 of 1 MiB. Blocks of 64 are as fast. Of the limit of 10 * d FLOP per
 // pair, 2,048 tokens of d 64 reach 86 % dense and 80 % causal in float32, 79 % and 73 % in bfloat16: the products
-// alone make 87 % of it, the sweep takes 4 % (8 % in bfloat16), and fetching a tile of q, dout and out 3 to 5 %,
+// alone make 87 % of it, the sweep takes 4 % (10 % in bfloat16), and fetching a tile of q, dout and out 3 to 5 %,
 // which prefetches did not change.
 #pragma once
 
 #include <type_traits>
 
 #include "division.h"
+#include "largest.h"
 #include "scores.h"
 
 namespace regard {
@@ -47,6 +48,7 @@ struct Backward {
     static constexpr int64_t ROW = LANES * int64_t(sizeof(T));  // bytes from row to row of weights and changes
     static constexpr double NEVER = -INFINITE;
     using Weight = std::conditional_t<K::pairs, bf16, T>;  // what a row of weights or changes holds
+    static constexpr bool HALF = sizeof(S) < sizeof(T);    // then the largest p and ds are seen to: largest.h
 
     const regard_gradient &g;
     const regard_call &c;
@@ -61,6 +63,8 @@ struct Backward {
     char *keys, *values, *keys_down;  // a block's, as `across` and `down` make them
     T *shift, *down;                  // [64]: -lse, with the sink's share; delta less dlse
     uint32_t *drawn;                  // [64]: what lanes draw dropout from
+    Largest<T> largest;               // of p and ds
+    T *lacking;                       // [64][qk_dim, whole vectors]: what dq lacks, in rows
     char *end;                        // of what is used
 
     Backward(const regard_gradient &gradient, char *scratch) : g(gradient), c(g.call), division(c), scoring(c) {
@@ -88,6 +92,10 @@ struct Backward {
         take(shift, LANES);
         take(down, LANES);
         take(drawn, LANES);
+        if constexpr (HALF) {
+            largest.place(take);
+            take(lacking, LANES * up(c.qk_dim, W));
+        }
         end = reinterpret_cast<char *>(at);
     }
 
@@ -123,11 +131,13 @@ struct Backward {
         return (lanes.batch * c.heads + lanes.head_of(lane)) * c.queries + lanes.query_of(lane);
     }
 
-    void prepare(const Lanes &lanes) {
+    // `again`: delta is known.
+    void prepare(const Lanes &lanes, bool again) {
         fetch(c.q, lanes, q);
         fetch(g.dout, lanes, dout);
+        if constexpr (HALF) largest.clear(again || division.small ? T(INFINITE) : Largest<T>::LARGE);
         for (int lane = 0; lane < LANES; ++lane) {
-            if (lane < lanes.count) set_row(lanes, lane);
+            if (lane < lanes.count) set_row(lanes, lane, again);
             else shift[lane] = T(NEVER), down[lane] = 0;
         }
         for (int lane = 0; lane < lanes.count && c.dropout > 0; ++lane) {
@@ -198,15 +208,22 @@ struct Backward {
     }
 
     // delta, shift and down of a row. One that saw nothing has none, whatever dout and dlse are.
-    void set_row(const Lanes &lanes, int lane) {
-        const int64_t h = lanes.head_of(lane), row = number(lanes, lane);
+    void set_row(const Lanes &lanes, int lane, bool again) {
+        const int64_t row = number(lanes, lane);
         const T lse = static_cast<const T *>(c.lse)[row];
-        const T delta = lse == T(NEVER) ? 0 : dot(row_at(g.dout, lanes, lane), row_at(c.out, lanes, lane));
-        static_cast<T *>(g.delta)[row] = delta;
-        const double sunk = c.sink && lse != T(NEVER) ? sink_share(lse, static_cast<const T *>(c.sink)[h]) : 0;
+        T *const delta = static_cast<T *>(g.delta) + row;
+        if (!again) *delta = lse == T(NEVER) ? 0 : dot(row_at(g.dout, lanes, lane), row_at(c.out, lanes, lane));
+        const double sunk = sunk_of(lanes, lane);
         shift[lane] = lse == T(NEVER) ? T(NEVER) : T(-(double(lse) + sunk));
-        down[lane] = delta;
+        down[lane] = *delta;
         if (g.dlse && lse != T(NEVER)) down[lane] -= T(static_cast<const T *>(g.dlse)[row] * (sunk ? ::exp(sunk) : 1));
+    }
+
+    // By how much the sink raises the log-sum-exp of a row.
+    double sunk_of(const Lanes &lanes, int lane) const {
+        const T lse = static_cast<const T *>(c.lse)[number(lanes, lane)];
+        if (!c.sink || lse == T(NEVER)) return 0;
+        return sink_share(lse, static_cast<const T *>(c.sink)[lanes.head_of(lane)]);
     }
 
     // log(exp(lse) + exp(sink)) - lse.
@@ -255,11 +272,12 @@ struct Backward {
     };
 
     // visit(part, k, rows) once `weights` and `changes` hold p and ds, for every block of the tile; rows: its keys.
+    // `again`: the tile was visited before, and its delta is known.
     template <typename Visit>
-    regard_status each_block(const Lanes &lanes, Visit visit) {
+    regard_status each_block(const Lanes &lanes, bool again, Visit visit) {
         const int64_t kv = lanes.head / division.group;
         const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim), v(c.v, lanes.batch, kv, c.v_dim);
-        prepare(lanes);
+        prepare(lanes, again);
         Walk walk(c.by_query, row_of(lanes), c.keys);
         Block block;
         while (walk.next(c.keys, block)) {
@@ -304,26 +322,39 @@ struct Backward {
     template <bool general, bool masked>
     void weigh_piece(const Part &part, const Piece &p, bool table) {
         for (int v = p.first; v < p.last; ++v)
-            for (int j = p.low; j < p.high; j += PAIR) {
-                const Weighed one = weigh_one<general, masked>(part, j, v, table);
-                if constexpr (K::pairs) {
-                    const Weighed two = j + 1 < p.high ? weigh_one<general, masked>(part, j + 1, v, table) : Weighed{};
-                    store_rows(row(weights, j) + v * W, one.p, two.p);
-                    store(packed + j / 2 * LANES + v * W, store_rows(row(changes, j) + v * W, one.ds, two.ds));
-                } else {
-                    store(weights + j * LANES + v * W, one.p);
-                    store(changes + j * LANES + v * W, one.ds);
-                }
+            for (int low = p.low; low < p.high; low += Largest<T>::AT_ONCE) {
+                const int high = low + Largest<T>::AT_ONCE < p.high ? low + Largest<T>::AT_ONCE : p.high;
+                typename Largest<T>::Sums sums{};
+                if constexpr (HALF) sums = largest.sums(v);
+                for (int j = low; j < high; j += PAIR) weigh_pair<general, masked>(part, j, high, v, table, sums);
+                if constexpr (HALF) largest.keep(v, sums);
             }
     }
 
-    struct Weighed {
-        V p, ds;
-    };
+    // Key j, and where products take pairs the next one.
+    template <bool general, bool masked>
+    REGARD_INLINE void weigh_pair(const Part &part, int j, int high, int v, bool table,
+                                  typename Largest<T>::Sums &sums) {
+        const Weighed<V> one = weigh_one<general, masked>(part, j, v, table);
+        const int64_t key = part.block.first + j;
+        if constexpr (K::pairs) {
+            const Weighed<V> two = j + 1 < high ? weigh_one<general, masked>(part, j + 1, v, table) : Weighed<V>{};
+            store_rows(row(weights, j) + v * W, one.kept, two.kept);
+            store(packed + j / 2 * LANES + v * W, store_rows(row(changes, j) + v * W, one.change, two.change));
+            sums.add(one), sums.add(two);
+            if (!above<T>(larger(one.p, two.p), sums.limit)) return;
+            largest.see(one, key, v, sums);
+            largest.see(two, key + 1, v, sums);
+        } else {
+            store(weights + j * LANES + v * W, one.kept);
+            store(changes + j * LANES + v * W, one.change);
+            if constexpr (HALF) sums.add(one), largest.see(one, key, v, sums);
+        }
+    }
 
     // One vector of scores and dp becomes p and ds.
     template <bool general, bool masked>
-    REGARD_INLINE Weighed weigh_one(const Part &part, int j, int v, bool table) {
+    REGARD_INLINE Weighed<V> weigh_one(const Part &part, int j, int v, bool table) {
         const int at = j * LANES + v * W;
         V score = load(weights + at), dp = load(changes + at), slope{};
         uint64_t bits = masked ? part.kept(j) >> (v * W) : 0;
@@ -343,9 +374,11 @@ struct Backward {
         };
         if constexpr (general) {
             if (added) store(added + at, shown(ds));
-            if (scoring.capped) return {shown(kept), shown(ds * slope)};
+            if (scoring.capped) return {shown(p), shown(kept), shown(ds), shown(ds * slope), slope};
+            return {shown(p), shown(kept), shown(ds), shown(ds), broadcast(T(1))};
         }
-        return {shown(kept), shown(ds)};
+        const V seen = shown(p), change = shown(ds);
+        return {seen, seen, change, change, broadcast(T(1))};
     }
 
 #if defined(REGARD_PAIRS)
@@ -413,15 +446,21 @@ struct Backward {
     // One tile of queries: its dq is written, its dk and dv are added to the sums.
     regard_status tile(const Lanes &lanes, T *sums, T *ddistance) {
         for (int64_t i = 0; i < c.qk_dim * LANES; i += W) store(dq + i, V{});
-        const regard_status status = each_block(lanes, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {
-            add_dq(part, k, rows);
-            add_rows(part, changes, q, sums + sum_at(false, part.block.first));
-            add_rows(part, weights, dout, sums + sum_at(true, part.block.first));
-            if (q.wild) add_wild(part, c.q, changes, q, sums + sum_at(false, part.block.first));
-            if (dout.wild) add_wild(part, g.dout, weights, dout, sums + sum_at(true, part.block.first));
-            if (ddistance) add_distance(part, ddistance);
-            if (g.dbias && !shares_bias(g)) add_bias(part);
-        });
+        if (HALF && division.small) {  // once for delta alone
+            if (regard_status status = each_block(lanes, false, [](auto &&...) {})) return status;
+            for (int lane = 0; lane < lanes.count; ++lane) correct_delta(lanes, lane);
+        }
+        const regard_status status =
+            each_block(lanes, HALF && division.small, [&](const Part &part, const Tokens<K> &k, const Rows &rows) {
+                add_dq(part, k, rows);
+                add_rows(part, changes, q, sums + sum_at(false, part.block.first));
+                add_rows(part, weights, dout, sums + sum_at(true, part.block.first));
+                if (q.wild) add_wild(part, c.q, changes, q, sums + sum_at(false, part.block.first));
+                if (dout.wild) add_wild(part, g.dout, weights, dout, sums + sum_at(true, part.block.first));
+                if (ddistance) add_distance(part, ddistance);
+                if (g.dbias && !shares_bias(g)) add_bias(part);
+            });
+        if (HALF && !division.small) add_lacking(lanes, sums, ddistance);
         for (int64_t i = 0; i < c.qk_dim * LANES; i += W) store(dq + i, load(dq + i) * broadcast(scoring.scale));
         S *data = static_cast<S *>(g.dq.data) + lanes.batch * g.dq.batch;
         const auto to = [&](int lane) {
@@ -498,6 +537,80 @@ struct Backward {
                 }
     }
 
+    // ---- what the largest p and ds lack (largest.h) ----------------------------------------------------------------
+
+    // delta is corrected, and to all that pairs were added to is added what they lack.
+    void add_lacking(const Lanes &lanes, T *sums, T *ddistance) {
+        T wrong[LANES];
+        for (int lane = 0; lane < lanes.count; ++lane) wrong[lane] = correct_delta(lanes, lane);
+        if (!largest.count) return;
+        memset(lacking, 0, size_t(LANES * up(c.qk_dim, W)) * sizeof(T));
+        for (int64_t i = 0; i < largest.count; ++i) {
+            const int lane = int(largest.lane[i]);
+            if ((q.wild | dout.wild) >> lane & 1 || !(wrong[lane] - wrong[lane] == 0)) continue;
+            add_pair(lanes, lane, i, -largest.p[i] * wrong[lane], sums, ddistance);
+        }
+        add_lanes(lacking);
+    }
+
+    // By how much the delta of a row was wrong: its ds should add up to 0, or, where lse is asked for its gradient, to
+    // that. p is divided by its sum, which is 1 up to the roundings of exponentials.
+    T correct_delta(const Lanes &lanes, int lane) {
+        const T total = largest.weights[lane];
+        if (!(total > 0)) return 0;
+        T *const delta = static_cast<T *>(g.delta) + number(lanes, lane);
+        const T right = (largest.changes[lane] / total + down[lane]) * T(::exp(-sunk_of(lanes, lane)));
+        const T wrong = right - *delta;
+        *delta = right;
+        return wrong;
+    }
+
+    // Pair i of `largest`, whose ds is still to gain `more`.
+    void add_pair(const Lanes &lanes, int lane, int64_t i, T more, T *sums, T *ddistance) {
+        const int64_t key = largest.key[i], kv = lanes.head / division.group;
+        const T kept = largest.kept[i], slope = largest.slope[i], change = largest.ds[i] * slope;
+        const T by = change - as_multiplied(change) + more * slope;
+        const Tokens<K> k(c.k, lanes.batch, kv, c.qk_dim);
+        add_row(by, k.at(key), c.qk_dim, LANES, lacking + lane * up(c.qk_dim, W));
+        add_row(by, row_at(c.q, lanes, lane), c.qk_dim, c.keys * LANES, sums + sum_at(false, key));
+        if (K::pairs)
+            add_row(kept - as_multiplied(kept), row_at(g.dout, lanes, lane), c.v_dim, c.keys * LANES,
+                    sums + sum_at(true, key));
+        if (ddistance) {
+            const int64_t head = lanes.head_of(lane) % division.group;
+            ddistance[head * division.distances + c.keys - 1 + lanes.query_of(lane) - key] += more;
+        }
+        if (g.dbias && !shares_bias(g)) bias_row(lanes, lane, 0)[g.bias_sizes[3] > 1 ? key : 0] += more;
+    }
+
+    // A weight or change as products have it.
+    static T as_multiplied(T x) { return T(widen(narrow<Weight>(x))); }
+
+    // to += by * row, in groups of 64 dims that are `step` numbers apart.
+    static void add_row(T by, const S *row, int64_t dim, int64_t step, T *to) {
+        for (int64_t low = 0; low < dim; low += LANES, row += LANES, to += step) {
+            const int64_t some = dim - low < LANES ? dim - low : int64_t(LANES);
+            int64_t i = 0;
+            for (; i + W <= some; i += W) store(to + i, fma(load_wide(row + i), broadcast(by), load(to + i)));
+            for (; i < some; ++i) to[i] = fma(widen(row[i]), by, to[i]);
+        }
+    }
+
+    // dq, whose lanes are queries, gains rows.
+    void add_lanes(const T *rows) {
+        const int64_t step = up(c.qk_dim, W);
+        for (int lane = 0; lane < LANES; lane += W)
+            for (int64_t low = 0; low < c.qk_dim; low += W) {
+                V block[W];
+                for (int i = 0; i < W; ++i) block[i] = load(rows + (lane + i) * step + low);
+                transpose<T>(block);
+                for (int64_t i = 0; i < W && low + i < c.qk_dim; ++i) {
+                    T *at = dq + (low + i) * LANES + lane;
+                    store(at, load(at) + block[i]);
+                }
+            }
+    }
+
     // ddistance of the group's heads, [heads][division.distances], gains the changes along its diagonals.
     void add_distance(const Part &part, T *ddistance) const {
         const Lanes &lanes = part.lanes;
@@ -525,7 +638,7 @@ struct Backward {
             for (int v = p.first; v < p.last; ++v) {
                 T *to[W];
                 const int some = part.lanes.count - v * W < W ? part.lanes.count - v * W : W;
-                for (int lane = 0; lane < some; ++lane) to[lane] = bias_row(part, v * W + lane);
+                for (int lane = 0; lane < some; ++lane) to[lane] = bias_row(part.lanes, v * W + lane, part.block.first);
                 int j = p.low;
                 for (; j + W <= p.high && along_keys; j += W) add_bias_square(j, v, some, to);
                 for (int lane = 0; lane < some; ++lane)
@@ -534,12 +647,12 @@ struct Backward {
         }
     }
 
-    // Where the numbers of a lane begin, for the first key of the block.
-    T *bias_row(const Part &part, int lane) const {
+    // Where the numbers of a lane begin, for keys from `first` on.
+    T *bias_row(const Lanes &lanes, int lane, int64_t first) const {
         const int64_t *n = g.bias_sizes;
-        const int64_t b = n[0] > 1 ? part.lanes.batch : 0, h = n[1] > 1 ? part.lanes.head_of(lane) : 0;
-        const int64_t row = (b * n[1] + h) * n[2] + (n[2] > 1 ? part.lanes.query_of(lane) : 0);
-        return static_cast<T *>(g.dbias) + row * n[3] + (n[3] > 1 ? part.block.first : 0);
+        const int64_t b = n[0] > 1 ? lanes.batch : 0, h = n[1] > 1 ? lanes.head_of(lane) : 0;
+        const int64_t row = (b * n[1] + h) * n[2] + (n[2] > 1 ? lanes.query_of(lane) : 0);
+        return static_cast<T *>(g.dbias) + row * n[3] + (n[3] > 1 ? first : 0);
     }
 
     // W keys from j on by a vector of lanes, turned: memory has keys side by side.

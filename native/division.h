@@ -13,6 +13,9 @@ namespace REGARD_ISA {
 
 // Adding a segment's sums costs 0.6 % of the time of 16 causal tiles, less of more.
 constexpr int64_t SEGMENT_TILES = 16, SEGMENTS_AT_MOST = 8;
+// A key head with one tile of rows and few keys: then there may be no pair but such as largest.h sees to, and each tile
+// of half precision is computed once more, for delta alone, with products of float32.
+constexpr int64_t SMALL_KEYS = 512;
 constexpr int64_t SUMS_AT_MOST = int64_t(1) << 30;  // bytes of dk and dv of all segments, where they stand side by side
 
 // How the work is cut.
@@ -21,6 +24,7 @@ struct Division {
     int64_t units;                         // key heads of all batch rows
     int64_t segments;                      // of each unit
     bool apart;                            // segments are units of their own, whose sums wait for the second half
+    bool small;                            // so few rows and keys that each is computed twice
     int64_t sum_bytes;                     // of dk and dv of a unit: [groups of 64 dims][keys][64] each
     int64_t distances;                     // numbers of a head's ddistance, and lanes that may hang over its end
 
@@ -30,6 +34,7 @@ struct Division {
         parts = at_once ? (group + at_once - 1) / at_once : 0;
         tiles = c.by_query.rows;
         units = c.batch * c.kv_heads;
+        small = parts * tiles <= 1 && c.keys <= SMALL_KEYS;
         const int64_t wide = c.dtype == REGARD_F64 ? 8 : 4;
         sum_bytes = (up(c.qk_dim, LANES) + up(c.v_dim, LANES)) * c.keys * wide;
         distances = up(c.queries + c.keys - 1 + LANES, LANES);

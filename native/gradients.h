@@ -207,7 +207,7 @@ struct Gradients {
             const int64_t h = heads.low + done / tiles.size() % heads.size(), tile = tiles.low + done % tiles.size();
             const int64_t queries = Division::least(c.queries - tile * TILE, TILE);
             const Lanes lanes{b, h, tile * TILE, TILE, int(queries)};
-            if (regard_status status = backward.each_block(lanes, add)) return status;
+            if (regard_status status = backward.each_block(lanes, true, add)) return status;
             if (++done < all && pause()) return REGARD_MORE;
         }
         return REGARD_DONE;

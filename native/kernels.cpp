@@ -32,6 +32,13 @@ REGARD_INLINE Result by_kind(int64_t dtype, Work work) {
     }
 }
 
+// The same for its gradients.
+template <typename Result, typename Work>
+REGARD_INLINE Result by_gradient_kind(const regard_gradient &g, Work work) {
+    const int64_t dtype = g.call.dtype;
+    return Division(g.call).small ? by_kind<Result, Fused<float>>(dtype, work) : by_kind<Result>(dtype, work);
+}
+
 int64_t forward_units(const regard_call &c, int half) {
     return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).units(half); });
 }
@@ -45,7 +52,7 @@ int64_t backward_units(const regard_gradient &g, int half) { return gradient_uni
 
 regard_status backward(const regard_gradient &g, int half, int64_t unit, int64_t &done, const Pause &pause,
                        char *shared, char *scratch) {
-    return by_kind<regard_status>(g.call.dtype, [&](auto kind) {
+    return by_gradient_kind<regard_status>(g, [&](auto kind) {
         Gradients<decltype(kind)> gradients(g, shared, scratch);
         return half ? gradients.second(unit, done, pause) : gradients.first(unit, done, pause);
     });
@@ -63,17 +70,15 @@ regard_status sweep(const regard_sweep &s, int half, int64_t unit, int64_t &done
 
 int64_t shared(const regard_call &c, const regard_gradient *g) {
     if (const regard_sweep *s = sweep_of(c)) return SweepCut(*s).shared();
-    return by_kind<int64_t>(c.dtype, [&](auto kind) {
-        return g ? Gradients<decltype(kind)>::shared_bytes(*g) : ForwardPass<decltype(kind)>(c).shared();
-    });
+    if (g) return by_gradient_kind<int64_t>(*g, [&](auto kind) { return Gradients<decltype(kind)>::shared_bytes(*g); });
+    return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).shared(); });
 }
 
 int64_t scratch(const regard_call &c, const regard_gradient *g) {
     if (const regard_sweep *s = sweep_of(c))
         return by_kind<int64_t, Fused<float>>(c.dtype, [&](auto kind) { return Sweep<decltype(kind)>::bytes(*s); });
-    return by_kind<int64_t>(c.dtype, [&](auto kind) {
-        return g ? Backward<decltype(kind)>::bytes(*g) : ForwardPass<decltype(kind)>(c).scratch();
-    });
+    if (g) return by_gradient_kind<int64_t>(*g, [&](auto kind) { return Backward<decltype(kind)>::bytes(*g); });
+    return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).scratch(); });
 }
 
 }  // namespace

@@ -161,32 +161,35 @@ regard_status forward(const regard_call &c, int, int64_t unit, char *, char *scr
 void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, double *dq, double *dk, double *dv) {
     const regard_call &c = g.call;
     const int64_t row = (b * c.heads + h) * c.queries + i, kv = h / (c.heads / c.kv_heads);
-    const int64_t q = place(c.q, b, h, i), out = place(c.out, b, h, i), dout = place(g.dout, b, h, i);
+    const int64_t q = place(c.q, b, h, i), dout = place(g.dout, b, h, i);
     const double lse = get(c.lse, wide(c), row);
     double total = lse;  // with the sink
     if (c.sink && lse != NEVER) {
         const double sink = get(c.sink, wide(c), h), most = sink > lse ? sink : lse;
         total = most + std::log(std::exp(lse - most) + std::exp(sink - most));
     }
-    double delta = 0;
-    for (int64_t d = 0; d < c.v_dim; ++d)
-        delta += get(g.dout.data, c.dtype, dout + d) * get(c.out.data, c.dtype, out + d);
-    put(g.delta, wide(c), row, lse == NEVER ? 0 : delta);
+    // what dropout leaves of a weight, with the weight, slope and dp that go with it
+    const auto each_pair = [&](auto visit) {
+        each_kept(c, b, h, i, [&](int64_t j) {
+            const Score s = score(c, b, h, i, j);
+            if (s.value == NEVER || lse == NEVER) return;
+            const double left = share(c, b, h, i, j);
+            double dp = 0;
+            for (int64_t d = 0; d < c.v_dim && left != 0; ++d)
+                dp += left * get(g.dout.data, c.dtype, dout + d) * get(c.v.data, c.dtype, place(c.v, b, kv, j) + d);
+            visit(j, std::exp(s.value - total), left, s.slope, dp);
+        });
+    };
+    double delta = 0;  // sum(dout * out), but for the rounding of out
+    each_pair([&](int64_t, double p, double, double, double dp) { delta += p * dp; });
+    put(g.delta, wide(c), row, delta);
     const double down = delta - (g.dlse ? get(g.dlse, wide(c), row) * std::exp(total - lse) : 0);
     for (int64_t d = 0; d < c.qk_dim; ++d) dq[d] = 0;
-    each_kept(c, b, h, i, [&](int64_t j) {
-        const Score s = score(c, b, h, i, j);
-        if (s.value == NEVER || lse == NEVER) return;
-        const double p = std::exp(s.value - total), left = share(c, b, h, i, j);
-        const int64_t v = place(c.v, b, kv, j), k = place(c.k, b, kv, j);
-        double dp = 0;
-        if (left != 0)
-            for (int64_t d = 0; d < c.v_dim; ++d) {
-                const double one = get(g.dout.data, c.dtype, dout + d);
-                dp += left * one * get(c.v.data, c.dtype, v + d);
-                dv[j * c.v_dim + d] += p * left * one;
-            }
-        const double ds = p * (dp - down), dproduct = ds * s.slope * c.scale;
+    each_pair([&](int64_t j, double p, double left, double slope, double dp) {
+        const int64_t k = place(c.k, b, kv, j);
+        for (int64_t d = 0; d < c.v_dim && left != 0; ++d)
+            dv[j * c.v_dim + d] += p * left * get(g.dout.data, c.dtype, dout + d);
+        const double ds = p * (dp - down), dproduct = ds * slope * c.scale;
         for (int64_t d = 0; d < c.qk_dim; ++d) {
             dq[d] += dproduct * get(c.k.data, c.dtype, k + d);
             dk[j * c.qk_dim + d] += dproduct * get(c.q.data, c.dtype, q + d);

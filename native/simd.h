@@ -145,6 +145,38 @@ REGARD_INLINE D select(uint64_t bits, D yes, D no) {
 }
 #endif
 
+// The lanes of a that are above those of b, a bit for each.
+template <typename T>
+REGARD_INLINE uint64_t above(typename Vec<T>::type a, typename Vec<T>::type b) {
+#if defined(__AVX512F__)
+    if constexpr (is_same<T, float>) return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+    if constexpr (is_same<T, double>) return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ);
+#else
+#if defined(__x86_64__)
+    if constexpr (is_same<T, float> && VECTOR_BYTES == 16) return uint64_t(_mm_movemask_ps(__m128(a > b)));
+#if defined(__AVX2__)
+    if constexpr (is_same<T, float> && VECTOR_BYTES == 32) return uint64_t(_mm256_movemask_ps(__m256(a > b)));
+#endif
+#endif
+    const auto yes = a > b;
+    uint64_t bits = 0;
+    for (int i = 0; i < Vec<T>::lanes; ++i) bits |= uint64_t(yes[i] != 0) << i;
+    return bits;
+#endif
+}
+
+// The lanes that have a bit, side by side. A whole vector is written: what follows them may be anything.
+REGARD_INLINE void store_lanes(float *to, F x, uint64_t bits) {
+#if defined(__AVX512F__)
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps(__mmask16(bits), x));
+#else
+    for (int i = 0; i < Vec<float>::lanes; ++i) {
+        *to = x[i];
+        to += bits >> i & 1;
+    }
+#endif
+}
+
 // The largest lane.
 template <typename V>
 REGARD_INLINE auto largest(V x) {

@@ -172,7 +172,7 @@ def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
     if bias.per_distance():
         first = 1 - problem.queries  # the least k - q, from 0, with q counted from the first query of the call
         distance = torch.arange(first, problem.keys, device=device) - problem.offset
-        vector = bias.value(0, h[:, None], 0, distance)
+        vector = bias.widened(torch.float32).value(0, h[:, None], 0, distance)
         vector = vector.to(torch.float32)
         return lambda b, h, q, k: vector[h, k - q - first]
     b, q = torch.arange(problem.batch, device=device), torch.arange(problem.queries, device=device) + problem.offset

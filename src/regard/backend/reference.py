@@ -60,6 +60,8 @@ class Reference:
         if not problem.batch * problem.heads * problem.queries:
             return _nothing(problem, operands)
         compute = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
+        if operands.bias is not None and (problem.grad or problem.transformed):  # a copy that gradients are summed in
+            operands = operands._replace(bias=operands.bias.widened(compute))
         guarded = len(schedule.patch_tile) > 0 and (
             problem.transformed or not all(map(is_finite, (operands.q, operands.k, operands.v)))
         )

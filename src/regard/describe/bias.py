@@ -35,6 +35,22 @@ class Bias(Word):
         """The biases of which this is the sum."""
         return [self]
 
+    def widened(self, dtype: torch.dtype) -> "Bias":
+        """This bias with tensors of at least that type, in which then their gradients are summed; each is rounded once.
+
+        One element of a T5 table adds to many scores: their gradients summed in bfloat16 are 3 to 11 % off.
+
+        >>> T5Bias(torch.zeros(32, 2, dtype=torch.bfloat16)).widened(torch.float32)
+        T5Bias(table=float32[32, 2])
+        """
+
+        def wide(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return part.to(torch.promote_types(part.dtype, dtype))
+            return part.widened(dtype) if isinstance(part, Bias) else part
+
+        return type(self)(*map(wide, self.parts()))
+
     def __add__(self, other: "Bias") -> "Bias":
         if not isinstance(other, Bias):  # pyright: ignore[reportUnnecessaryIsInstance]
             what = "a tensor; wrap it as TensorBias(tensor)" if isinstance(other, Tensor) else type(other).__name__

@@ -26,7 +26,7 @@ def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: i
     """
     distance = torch.arange(first, first + count, device="cpu")
     head = torch.arange(heads, device="cpu")[:, None]
-    terms = (term.value(0, head, 0, -distance).to(dtype) for term in bias.terms())
+    terms = (term.value(0, head, 0, -distance).to(dtype) for term in bias.widened(dtype).terms())
     return reduce(add, terms).expand(heads, count).contiguous()
 
 

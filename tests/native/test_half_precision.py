@@ -1,0 +1,198 @@
+"""Gradients in bfloat16 and float16 are as near to float64 as those of float32, rounded once, also of peaked rows."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.common_methods_invocations import op_db
+
+from regard import Causal, Prefix, T5Bias, TensorBias, Window, attend, attend_state
+from tests.native.engines import ALL, BEST, PLAIN
+from tests.oracle import Case, dense
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+EVERY = pytest.mark.parametrize("engine", [*ALL, PLAIN])
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gradients(call: Call, leaves: tuple[Tensor, ...], dout: Tensor) -> list[Tensor]:
+    leaves = tuple(t.detach().requires_grad_() for t in leaves)
+    return list(torch.autograd.grad(call(*leaves), leaves, dout))
+
+
+def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Of each gradient, relative to the largest of its elements."""
+    return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True)]
+
+
+def samples(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
+    """torch's own sample inputs of scaled_dot_product_attention without dropout, and how it is to be called."""
+    (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=False):
+        if sample.kwargs.pop("dropout_p"):
+            continue
+        k, v = (t if t.ndim == 4 else t[:, None] for t in sample.args)
+        q = sample.input if k.shape[:2] == sample.input.shape[:-2] else sample.input[:, None]
+        yield (q.expand(*k.shape[:2], *q.shape[2:]), k, v), sample.kwargs
+
+
+def normal(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
+    """Random normal tensors, and the same with scores 30 times as large."""
+    g = torch.Generator().manual_seed(0)
+    for tokens, dim in ((37, 16), (131, 64), (277, 64)):
+        q, k, v = (torch.randn(1, 3, tokens, dim, generator=g).to(dtype) for _ in range(3))
+        yield (q, k, v), {}
+        yield (q, k, v), {"scale": 30 * dim**-0.5}
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, scale: Any = None) -> Tensor:
+    scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = scores if attn_mask is None else scores + attn_mask
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(hidden, -torch.inf) if is_causal else scores, dim=3) @ v
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, engine: str, attn_mask: Any, is_causal: bool, scale: Any) -> Tensor:
+    bias = None if attn_mask is None else TensorBias(attn_mask)
+    mask = Causal() if is_causal else None
+    return attend(q, k, v, mask=mask, bias=bias, scale=scale, offset=0, backend=engine)
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize("inputs", [samples, normal])
+def test_gradients_are_as_near_as_those_of_torchs_math_path(engine: str, dtype: torch.dtype, inputs: Any):
+    torch.manual_seed(0)
+    for leaves, given in inputs(dtype):
+        words = {"attn_mask": None, "is_causal": False, "scale": None} | given
+        dout = torch.randn(*leaves[0].shape[:3], leaves[2].shape[3]).to(dtype)
+        wide = words | {"attn_mask": None if words["attn_mask"] is None else words["attn_mask"].double()}
+        truth = gradients(lambda *t, w=wide: naive(*t, **w), tuple(t.double() for t in leaves), dout.double())
+        with sdpa_kernel(SDPBackend.MATH):
+            math = gradients(lambda *t, w=words: F.scaled_dot_product_attention(*t, **w), leaves, dout)
+        half = errors(gradients(lambda *t, w=words: naive(*t, **w), leaves, dout), truth)
+        found = errors(gradients(lambda *t, w=words: ours(*t, engine, **w), leaves, dout), truth)
+        for error, best, plain in zip(found, errors(math, truth), half, strict=True):
+            assert error <= 1.5 * best
+            assert error <= 1.001 * max(best, plain)
+
+
+def words_of(heads: int, queries: int, keys: int) -> dict[str, dict[str, Any]]:
+    g = torch.Generator().manual_seed(1)
+    table, tensor = torch.randn(8, heads, generator=g), torch.randn(heads, queries, keys, generator=g)
+    by_key, sink = torch.randn(keys, generator=g), 3 * torch.randn(heads, generator=g)
+    return {
+        "a causal mask": {"mask": Causal()},
+        "a window with sinks": {"mask": Causal() & Window(29) | Prefix(3), "sink": sink},
+        "a sink": {"sink": sink},
+        "a softcap": {"softcap": 20.0},
+        "a vector over the distance": {"bias": T5Bias(table, max_distance=16)},
+        "a tensor": {"bias": TensorBias(tensor)},
+        "a tensor that rows share, softcap and sink": {"bias": TensorBias(by_key), "softcap": 30.0, "sink": sink},
+    }
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize("name", words_of(1, 1, 1))
+@pytest.mark.parametrize("tokens", [23, 137])
+def test_gradients_of_peaked_rows_with_every_word_are_those_of_float32(
+    engine: str, dtype: torch.dtype, name: str, tokens: int
+):
+    """Six query heads on two key heads; of 23 tokens a head is computed twice, of 137 its largest weights are."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v, dout = (torch.randn(2, h, tokens, 16, generator=g).to(dtype) for h in (6, 2, 2, 6))
+    words: dict[str, Any] = words_of(6, tokens, tokens)[name] | {"scale": 2.0}
+
+    def grads(kind: torch.dtype, call: Any) -> list[Tensor]:
+        leaves = [t.to(kind).requires_grad_() for t in (q, k, v)]
+        given, more = dict(words), list[Tensor]()
+        if "sink" in words:
+            more.append(words["sink"].to(kind).requires_grad_())
+            given["sink"] = more[-1]
+        if "bias" in words:
+            more.append(words["bias"].tensors()[0].detach().requires_grad_())
+            given["bias"] = T5Bias(more[-1], True, 16) if isinstance(words["bias"], T5Bias) else TensorBias(more[-1])
+        out = call(Case(*leaves, given))
+        return list(torch.autograd.grad(out, [*leaves, *more], dout.to(kind)))
+
+    truth = grads(torch.float64, lambda c: dense(c)[0])
+    single = [
+        t.to(dtype) if i < 3 else t for i, t in enumerate(grads(torch.float32, lambda c: dense(c, torch.float32)[0]))
+    ]
+    found = grads(dtype, lambda c: attend(c.q, c.k, c.v, **c.words, backend=engine))
+    eps = torch.finfo(dtype).eps
+    for i, (error, best) in enumerate(zip(errors(found, truth), errors(single, truth), strict=True)):
+        assert error <= (1.5 * best if i < 3 else eps / 2), i
+
+
+@pytest.mark.parametrize("engine", ALL)
+@HALVES
+@pytest.mark.parametrize("tokens", [23, 137])
+def test_gradients_of_peaked_rows_with_dropout_are_those_of_float32(engine: str, dtype: torch.dtype, tokens: int):
+    g = torch.Generator().manual_seed(3)
+    leaves = tuple(torch.randn(1, 3, tokens, 16, generator=g).to(dtype) for _ in range(3))
+    dout = torch.randn(1, 3, tokens, 16, generator=g).to(dtype)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(4)
+        return attend(q, k, v, dropout=0.3, scale=3.0, backend=engine)
+
+    truth = [t.double() for t in gradients(call, tuple(t.float() for t in leaves), dout.float())]
+    rounded = errors([t.to(dtype) for t in truth], truth)
+    for error, best in zip(errors(gradients(call, leaves, dout), truth), rounded, strict=True):
+        assert error <= 1.5 * best
+
+
+@EVERY
+@HALVES
+@pytest.mark.parametrize("tokens", [23, 137])
+def test_gradients_of_peaked_rows_through_the_log_sum_exp_are_those_of_float32(
+    engine: str, dtype: torch.dtype, tokens: int
+):
+    g = torch.Generator().manual_seed(6)
+    leaves = tuple(torch.randn(1, 3, tokens, 16, generator=g).to(dtype) for _ in range(3))
+    dout, dlse = torch.randn(1, 3, tokens, 16, generator=g).to(dtype), torch.randn(1, 3, tokens, generator=g)
+
+    def call(state: Any) -> Call:
+        def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = state(Case(q, k, v, {"mask": Causal(), "scale": 3.0}))
+            return (out * dout.to(out.dtype)).sum().double() + (lse * dlse.to(lse.dtype)).sum().double()
+
+        return loss
+
+    def attended(case: Case) -> tuple[Tensor, Tensor]:
+        state = attend_state(case.q, case.k, case.v, **case.words, backend=engine)
+        return state.out, state.lse
+
+    one = torch.ones((), dtype=torch.float64)
+    truth = gradients(call(dense), tuple(t.double() for t in leaves), one)
+    single = gradients(call(lambda c: dense(c, torch.float32)), tuple(t.float() for t in leaves), one)
+    best = errors([t.to(dtype) for t in single], truth)
+    for error, least in zip(errors(gradients(call(attended), leaves, one), truth), best, strict=True):
+        assert error <= 1.5 * least
+
+
+@pytest.mark.parametrize("engine", [BEST, PLAIN, "reference", "reference64"])
+@HALVES
+@pytest.mark.parametrize("kind", ["table", "tensor", "row"])
+def test_gradients_of_a_bias_in_half_precision_are_rounded_once(engine: str, dtype: torch.dtype, kind: str):
+    g = torch.Generator().manual_seed(5)
+    q, k, v, dout = (torch.randn(2, 3, 307, 8, generator=g).to(dtype) for _ in range(4))
+    sizes = {"table": (32, 3), "tensor": (1, 3, 307, 307), "row": (3, 1, 307)}[kind]
+    leaf = torch.randn(*sizes, generator=g).to(dtype)
+
+    def gradient(wide: torch.dtype, call: Any) -> Tensor:
+        tensor = leaf.to(wide).requires_grad_()
+        bias = T5Bias(tensor) if kind == "table" else TensorBias(tensor)
+        out = call(Case(q.to(wide), k.to(wide), v.to(wide), {"bias": bias}))
+        return torch.autograd.grad(out, tensor, dout.to(wide))[0]
+
+    truth = gradient(torch.float64, lambda c: dense(c)[0])
+    found = gradient(dtype, lambda c: attend(c.q, c.k, c.v, **c.words, backend=engine))
+    assert errors([found], [truth])[0] <= torch.finfo(dtype).eps / 2
