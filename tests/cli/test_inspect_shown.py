@@ -147,7 +147,7 @@ def test_a_head_in_detail_has_every_score_its_meaning_and_its_strongest_pairs(ca
     detail = out[out.index("head 1.1, key head 0: ") :]
     made = report(closes=[(1, 1)])
     head = next(head for head in made.heads if head.name == "1.1")
-    assert f"{head.kind}, in 98 % of the draws" in detail
+    assert f"{head.kind}, the same in 98 % of draws on other texts" in detail
     score = head.score("induction")
     line = next(line for line in detail.splitlines() if line.split()[:1] == ["induction"])
     assert line.split()[1:6] == [f"{n:.3f}" for n in score[:3]] + ["to", f"{score[3]:.3f}"]

@@ -26,7 +26,7 @@ def detail(report: Report, place: tuple[int, int], of: str = "") -> Iterator[Tex
 def _title(head: Head, of: str) -> Text:
     text = Text.assemble("\n", (f"head {head.name}", "bold"), f"{of}, key head {head.kv_head}: ")
     text.append(head.kind, COLOURS.get(head.kind, ""))
-    sure = "" if head.sure is None else f", in {sureness([head])} of the draws"
+    sure = "" if head.sure is None else f", the same in {sureness([head])} of draws on other texts"
     return text.append(f"{sure}; remarkable {head.remarkable:.3f}")
 
 

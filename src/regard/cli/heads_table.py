@@ -34,11 +34,11 @@ NAMED = 6
 
 
 def kinds(report: Report) -> Table:
-    """A line a kind, the commonest last: how many, how surely they keep it, which they are."""
+    """A line a kind, the commonest last: how many, how surely they have it on other texts too, which they are."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(f"{len(report.heads)} heads", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("sure", justify="right", no_wrap=True)
+    table.add_column("sure elsewhere", justify="right", no_wrap=True)
     table.add_column("most remarkable of them", no_wrap=True)
     of_kind: dict[str, list[Head]] = {}
     for head in report.heads:

@@ -35,6 +35,7 @@ STAGES = {
     "layers": "measuring the heads of each layer",
     "induction": "measuring induction",
     "copying": "measuring copying",
+    "other texts": "measuring on other texts",
     "ablation": "taking out one head after the other",
 }
 

@@ -23,7 +23,15 @@ def test_a_decoder_is_run_checked_and_measured(llama, tokenizer):
     n = len(prompt) + 5
     assert run.pairs == 3 * 6 * n * (n + 1) // 2
     assert run.attention_gflop == pytest.approx(run.pairs * 4 * 4 / 1e9)  # q.k and a.v: 2 x 2 x 4 dimensions a pair
-    assert list(run.seconds) == ["prompt", "continuation", "comparison", "induction", "copying", "layers"]
+    assert list(run.seconds) == [
+        "prompt",
+        "continuation",
+        "comparison",
+        "induction",
+        "copying",
+        "layers",
+        "other texts",
+    ]
     assert run.tokens_per_second > 0
     assert run.decode_tokens_per_second is not None
     assert report.prompt_tokens == len(prompt)
@@ -127,7 +135,7 @@ def test_progress_is_told_by_stage(llama, tokenizer):
     told = []
     survey(llama, tokenizer, TEXT, new_tokens=4, progress=lambda *step: told.append(step))
     assert list(dict.fromkeys(stage for stage, _, _ in told)) == [
-        "prompt", "continuation", "comparison", "induction", "copying", "layers",
+        "prompt", "continuation", "comparison", "induction", "copying", "layers", "other texts",
     ]  # fmt: skip
     for stage, total in (("continuation", 4), ("layers", 3), ("induction", 6)):
         steps = [(done, of) for name, done, of in told if name == stage]

@@ -72,6 +72,15 @@ class Score:
         by_chance = chance.where(counted, 0.0).sum(-1, dtype=torch.float64) / total
         return cls((sums.sum(-1) / total).to(values.dtype), by_chance.to(values.dtype), sums, counts)
 
+    def only(self, sequence: int) -> "Score":
+        """The score of one sequence, [1, heads]."""
+
+        def one(given: Tensor | None) -> Tensor | None:
+            return None if given is None else given[sequence : sequence + 1]
+
+        value, chance = (given[sequence : sequence + 1] for given in (self.value, self.chance))
+        return Score(value, chance, one(self.sums), one(self.counts), one(self.at))
+
     def mean(self) -> Tensor:
         """The mean over the sequences that have a score, [heads]: what `interval` is about."""
         return self.value.nanmean(0)

@@ -28,8 +28,8 @@ NONE = Scored(None)
 class Head:
     """One query head of one layer: its scores by the keys of `DEFINITIONS`, and what it is called for them.
 
-    `kind`, `remarkable` and `sure` are filled in by `kinds.ranked`. `sure` is the share of bootstrap draws
-    in which the head keeps its kind; None where none were drawn.
+    `kind`, `remarkable` and `sure` are filled in by `kinds.ranked`. `sure` is the share of draws on
+    other texts in which the head has the same kind; None where no other text was read.
     """
 
     layer: int

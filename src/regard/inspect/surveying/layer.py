@@ -1,6 +1,6 @@
 """What a survey keeps of a layer: the scores of its heads, their pictures, and what its plan says."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -176,10 +176,14 @@ def profiles_of(layers: list[Layer]) -> dict[tuple[int, int], tuple[float, ...]]
     }
 
 
-def heads_of(layer: Layer, repeats: Scores | None) -> list[Head]:
-    """The query heads of a layer with their scores on the text and on repeats, and how surely they keep their kind."""
-    every = layer.scores.joined(repeats)
-    sure, group = sureness(every), layer.heads // layer.kv_heads
+def heads_of(layer: Layer, repeats: Scores | None, others: Sequence[Scores] = ()) -> list[Head]:
+    """The query heads of a layer with their scores on the text and on repeats, and how surely they keep their kind.
+
+    Args:
+        others: what names them on other texts.
+    """
+    every, group = layer.scores.joined(repeats), layer.heads // layer.kv_heads
+    sure = sureness(every, [every.joined(other) for other in others])
     return [
         Head(
             layer.layer,
@@ -193,19 +197,29 @@ def heads_of(layer: Layer, repeats: Scores | None) -> list[Head]:
     ]
 
 
-def sureness(scores: Scores) -> NDArray[np.float64] | None:
-    """The share of draws in which each head keeps its kind, [heads]; None where nothing can be drawn.
+def sureness(scores: Scores, elsewhere: Sequence[Scores]) -> NDArray[np.float64] | None:
+    """The share of draws on other texts in which each head has the kind that it has here, [heads].
 
-    A score that cannot be drawn anew keeps its value.
+    A score that cannot be drawn anew keeps its value. None where there are no other texts, or nothing names heads.
     """
-    if all(np.isnan(draws).all() for draws in scores.drawn.values()):
+    if not elsewhere or not scores.drawn:
         return None
+    kinds = kinds_of(*_arrays(scores))
+    shares = list[NDArray[np.float64]]()
+    for other in elsewhere:
+        values, chances = _arrays(other)
+        drawn = {m: np.where(np.isnan(draws), values[m], draws) for m, draws in other.drawn.items()}
+        shares.append(keeping(kinds, drawn, chances))
+    return np.mean(shares, axis=0)
+
+
+def _arrays(scores: Scores) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.float64]]]:
+    """The values and the chance values of what names heads, [heads] each."""
     values, chances = (
         {measure: np.array([_nan(score[at]) for score in scores.of[measure]]) for measure in scores.drawn}
         for at in (0, 1)
     )
-    held = {m: np.where(np.isnan(draws), values[m], draws) for m, draws in scores.drawn.items()}
-    return keeping(kinds_of(values, chances), held, chances)
+    return values, chances
 
 
 def _nan(number: float | None) -> float:

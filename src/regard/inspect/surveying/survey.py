@@ -1,6 +1,6 @@
 """A survey of a model: run it on a text, check it, and measure every head of every layer.
 
-    tokens -> prompt (timed) -> continuation (timed) -> comparison with eager -> repeats, observed -> the text, observed
+    tokens -> prompt (timed) -> continuation (timed) -> comparison with eager -> observed: repeats, text, others
 
 All of it with regard's attention; the model is left as it was found. What is kept of a layer is its scores and its
 pictures: one layer's weights exist at a time, a tile of them.
@@ -24,6 +24,7 @@ from regard.inspect.surveying.copied import copied
 from regard.inspect.surveying.kinds import ranked
 from regard.inspect.surveying.layer import PICTURE, Layer, Measuring, heads_of, numbered, pictures_of, profiles_of
 from regard.inspect.surveying.machine import machine, versions
+from regard.inspect.surveying.others import on_other_texts, others_of
 from regard.inspect.surveying.reading import Prompt, eager_difference, prompt_of, written
 from regard.inspect.surveying.repeated import MEASURES as ON_REPEATS
 from regard.inspect.surveying.repeated import on_repeats, stimuli
@@ -88,7 +89,12 @@ def survey(
             copies = {} if parts is None else copied(parts, subject, tokenizer, asked)
         measuring = Measuring(ids, asked, subject.body, copies, notes)
         passed, closes = _passed(subject, measuring, repeats, clock)
-        found = [head for number, layer in enumerate(passed) for head in heads_of(layer, _of(repeats, number))]
+        others = _others(subject, tokenizer, asked, ids.shape[1], clock)
+        found = [
+            head
+            for number, layer in enumerate(passed)
+            for head in heads_of(layer, _of(repeats, number), others[number] if others else ())
+        ]
         ablated, found = _ablated(subject, prompt.ids, found, ablate, clock)
     found = ranked(found)
     return Report(
@@ -151,6 +157,17 @@ def _repeats(subject: Subject, tokenizer: Any, asked: Wanted, notes: list[str], 
     if found is None:
         notes.append(asked.lacking(ON_REPEATS, "attention sees what is to come, so that nothing has to be looked up"))
     return found
+
+
+def _others(subject: Subject, tokenizer: Any, asked: Wanted, tokens: int, clock: Clock) -> list[list[Scores]]:
+    """What names the heads of each layer on each of some other texts; of all of them in one pass."""
+    with clock.stage("other texts", subject.layers) as step:
+        ids = others_of(tokenizer, tokens)
+        if ids is None:
+            return []
+        ids = ids.to(subject.model.device)
+        seen = _observed(subject, ids, asked, lambda look: on_other_texts(look, asked), step)
+    return [layer.value for layer in seen]
 
 
 def _of(repeats: list[Scores] | None, number: int) -> Scores | None:
