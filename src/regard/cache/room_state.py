@@ -5,7 +5,7 @@ pages are said by their numbers and names by their places in one list, parents f
 """
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from regard.cache.pages import Page, Pages, Prefix
 
@@ -31,7 +31,7 @@ def said_by_number(room: "Room") -> dict[str, Any]:
             )
             for name in names
         ],
-        "sequences": [_held(sequence, place) for sequence in room.sequences],
+        "sequences": [_held(cast("Sequence", sequence), place) for sequence in room.sequences],
     }
 
 

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regard.integrate.cache import regard_cache
+    from regard.integrate.cache_load import load_cache
     from regard.integrate.continuous import continuous_batching
     from regard.integrate.transformers import use_regard
 
-__all__ = ["continuous_batching", "regard_cache", "use_regard"]
+__all__ = ["continuous_batching", "load_cache", "regard_cache", "use_regard"]
 
 _HOMES = {
     "continuous_batching": "regard.integrate.continuous",
+    "load_cache": "regard.integrate.cache_load",
     "regard_cache": "regard.integrate.cache",
     "use_regard": "regard.integrate.transformers",
 }

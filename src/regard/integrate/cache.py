@@ -14,11 +14,14 @@ lies; a model that computes with its keys in between, or whose attention is not 
 """
 
 import functools
+import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -35,6 +38,7 @@ from regard.describe.codec import Codec
 from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_bytes import sizes_of, token_bytes
+from regard.integrate.cache_file import ids_of, write_cache
 from regard.integrate.cache_forgetting import ForgettingLayer
 from regard.integrate.cache_layer import FixedLayer, KeptLayer, WindowLayer, check_form
 from regard.integrate.cache_rope import rope_for
@@ -53,6 +57,10 @@ class Words(NamedTuple):
     layout: Layout
     codec: Codec | torch.dtype | None
     evict: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Words":
+        """Itself: words are values, and copies of a cache share the pool in them."""
+        return self
 
     @property
     def forgets(self) -> bool:
@@ -115,16 +123,25 @@ def regard_cache(
     words = Words(Contiguous() if layout is None else layout, codec, evict)
     KVCache(words.layout, words.codec, words.evict)  # what does not go together is said here
     cache = RegardCache(subject, words, offload=offload)
+    cache.model = weakref.ref(model) if isinstance(model, nn.Module) else None
     return PairedCache(cache, DynamicCache()) if subject.source.is_encoder_decoder else cache
 
 
 class RegardCache(DynamicCache):
     """A transformers cache whose layers are regard's; made by `regard_cache`.
 
+    Copies and pickles go on with the same bits. A pickle brings the model's config along, and with it whether regard
+    computed its attention then.
+
     Attributes:
         subject: the model that it is for.
         words: what was asked for.
+        ids: int64 [batch, tokens], the ids of what was loaded by `load_cache`; None: it was not loaded.
+        model: a weak reference to the model, where it is known.
     """
+
+    ids: Tensor | None = None
+    model: "weakref.ref[nn.Module] | None" = None
 
     def __init__(self, subject: Subject, words: Words, *, offload: bool = False) -> None:
         self.subject, self.words = subject, words
@@ -138,6 +155,42 @@ class RegardCache(DynamicCache):
         for layer in [layer for layer in made if isinstance(layer, ForgettingLayer)][-1:]:
             layer.is_last = True
         Cache.__init__(self, layers=made)  # DynamicCache's own would make its layers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RegardCache, (self.subject, self.words), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What its layers keep, without what refers to the model."""
+        layers = [{name: x for name, x in vars(layer).items() if not callable(x)} for layer in self.layers]
+        return {"offload": self._is_offloaded, "at_work": self._at_work, "ids": self.ids, "layers": layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._is_offloaded, self._at_work, self.ids = state["offload"], state["at_work"], state["ids"]
+        for layer, kept in zip(self.layers, state["layers"], strict=True):
+            vars(layer).update(kept)
+
+    def save(self, path: str | os.PathLike[str], tokens: Tensor) -> None:
+        """Write what is kept to a safetensors file, whole or not at all, for `load_cache`.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            tokens: the ids of the text, [batch, tokens] or [tokens]. As many as were seen are written; what `generate`
+                returns has one more.
+
+        Raises:
+            ProblemError: nothing was seen yet, other tokens than were seen, or a file that cannot be written.
+            RefusalError: a policy that is not one of regard's.
+        """
+        seen, batch, ids = int(self.get_seq_length()), getattr(self.layers[0], "batch_size", None), ids_of(tokens)
+        if not seen:
+            raise ProblemError(f"{self!r} has seen no tokens: there is nothing to save.")
+        if ids.shape[1] < seen or (batch is not None and len(ids) != batch):
+            raise ProblemError(
+                f"tokens are {list(ids.shape)}, and the cache has seen {seen} tokens of {batch} rows: expected the ids "
+                f"of these, [{batch}, {seen}]."
+            )
+        model = None if self.model is None else self.model()
+        write_cache(path, (tuple(self.words), self.__getstate__()), self.subject.config, model, ids[:, :seen])
 
     @property
     def bytes(self) -> int:
@@ -333,6 +386,17 @@ class PairedCache(EncoderDecoderCache):
 
     Cross-attention computes its keys once and reads them whole at every step, so they stay as they are.
     """
+
+    def save(self, path: str | os.PathLike[str], tokens: Tensor) -> None:
+        """Refused: what was read belongs to it as well.
+
+        Raises:
+            RefusalError: always.
+        """
+        raise RefusalError(
+            f"{self!r} cannot be saved to a file, for what its encoder read is no part of the tokens: torch.save, or "
+            "pickle, takes both."
+        )
 
     @property
     def bytes(self) -> int:

@@ -43,6 +43,10 @@ class Subject(NamedTuple):
         found = (module() for module in self.expanding)
         return next((why for why in map(why_expanded, filter(None, found)) if why is not None), None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Subject":
+        """Itself: a copy of a cache is for the same model."""
+        return self
+
     @property
     def is_watched(self) -> bool:
         """Whether regard computes its attention."""

@@ -1,0 +1,57 @@
+"""`load_cache`: a model's cache out of the file that its `save` wrote."""
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.integrate.cache import RegardCache, Words
+from regard.integrate.cache_file import check_ids, ids_of, read_cache
+from regard.integrate.cache_subject import subject_of
+
+
+def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | None = None) -> RegardCache:
+    """A cache that `cache.save(path, tokens)` wrote; it goes on with the same bits, on the device of the model.
+
+    Args:
+        model: the model, or its config: the one that the cache was made with, wherever it was loaded from. With the
+            model its weights are compared, by a few of each, and with the config nothing but the config.
+        path: of the file. Nothing in it is run.
+        tokens: the ids of the text that is to go on, [batch, tokens] or [tokens]: it must begin with what the cache has
+            seen. None: not compared; `cache.ids` has them.
+
+    Raises:
+        ProblemError: no such file, a damaged one, one of another model, or of other tokens.
+
+    ```
+    >>> import tempfile, torch
+    >>> from regard.integrate import regard_cache, use_regard
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> use_regard(model)
+    >>> prompt, folder = torch.tensor([[1, 2, 3, 4, 5]]), tempfile.TemporaryDirectory()
+    >>> cache = regard_cache(model)
+    >>> with torch.no_grad():
+    ...     out = model(prompt, past_key_values=cache)                  # computed once
+    >>> cache.save(f"{folder.name}/prompt.safetensors", prompt)
+    >>> text = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])                    # that prompt, and a question
+    >>> cache = load_cache(model, f"{folder.name}/prompt.safetensors", tokens=text)
+    >>> cache.get_seq_length()
+    5
+    >>> out = model.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+
+    ```
+    """
+    subject = subject_of(model)
+    module = model if isinstance(model, nn.Module) else None
+    device = torch.device("cpu") if module is None else next(module.parameters()).device
+    (words, state), ids = read_cache(path, subject.config, module, device)
+    if tokens is not None:
+        check_ids(path, ids, ids_of(tokens))
+    cache = RegardCache(subject, Words(*words))
+    cache.__setstate__(state)
+    cache.ids, cache.model = ids, None if module is None else weakref.ref(module)
+    return cache
