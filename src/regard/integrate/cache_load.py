@@ -42,6 +42,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | Non
     >>> cache.get_seq_length()
     5
     >>> out = model.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    >>> folder.cleanup()
 
     ```
     """
