@@ -47,6 +47,10 @@ class Subject(NamedTuple):
         """Itself: a copy of a cache is for the same model."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the modules, which another process does not have."""
+        return Subject, (self.name, self.config, self.source, self.touched, self.is_latent)
+
     @property
     def is_watched(self) -> bool:
         """Whether regard computes its attention."""
