@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.inspect.page.boxes import faults
+from tests.inspect.page.long import long_report
 from tests.inspect.reports import report
 
 SIZES = (
@@ -29,6 +30,12 @@ def made():
     """A report whose head that is open has the longest name, in a long text, with a close-up."""
     made = report(heads=6, tokens=[f" token{n}" for n in range(211)], pooled=2, closes=[(1, 1)])
     return replace(made, heads=tuple(replace(head, kind="shifted induction") for head in made.heads))
+
+
+@pytest.mark.parametrize("tokens", [601, 4001])
+def test_nothing_overlaps_in_a_long_text(opened, tokens):
+    tab = opened(long_report(tokens, 8), state="head=0.0&pin=500-300", size=(390, 844))
+    assert faults(tab) == []
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)

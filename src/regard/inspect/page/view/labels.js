@@ -119,7 +119,7 @@ function drawKey() {
   keyed = size;
   const top = panel ? topAt(panel, size) : 1;
   const ticks = (panel?.signed ? [-1, 0, 1] : [0, 0.1, 0.4, 1]).map((value) => {
-    const node = make("span", figure(value * top, 3).replace(/\.?0+$/, "") || "0");
+    const node = make("span", figure(Number((value * top).toPrecision(2)), 3).replace(/\.?0+$/, "") || "0");
     const at = sign(value) * sqrt(abs(value));
     node.style.left = `${100 * (panel?.signed ? (1 + at) / 2 : at)}%`;
     return node;
