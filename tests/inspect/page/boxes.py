@@ -4,9 +4,11 @@ FIND = """
 () => {
   const shown = (node) => node.checkVisibility({ visibilityProperty: true }) && !node.closest(".unseen");
   const away = (node) => node.closest("#grid, #text, .scroll"); // pictures and words in boxes of their own
-  const inner = ({ left, top, right, bottom }, by, across = by) => [left + across, top + by, right - across, bottom - by];
+  const inner = ({ left, top, right, bottom }, by, across = by) =>
+    [left + across, top + by, right - across, bottom - by];
   const name = (node) => node.id || node.textContent.trim().slice(0, 30) || node.className;
-  const controls = [...document.querySelectorAll("button, select, input, summary, h1, h2, h3, #matrix, #key, #key span, .badge")]
+  const named = "button, select, input, summary, h1, h2, h3, #matrix, #key, #key span, .badge";
+  const controls = [...document.querySelectorAll(named)]
     .filter((node) => shown(node) && !away(node))
     .map((node) => {
       const across = node.matches("#key span") ? -2 : 1; // numbers need a gap, borders may be shared
