@@ -11,6 +11,7 @@ from transformers import StaticCache
 from regard import RefusalError, watching
 from regard.integrate.transformers import use_regard
 from tests.integrate.test_cache_latent import SIZES
+from tests.integrate.test_compiled import compiling, forget_graphs, graphs
 from tests.integrate.writing import prompt, written
 from tests.integrate.zoo import close, padding
 
@@ -58,6 +59,18 @@ def test_no_more_keys_are_seen_than_were_chosen():
     with torch.no_grad(), watching(lambda call: seen.append(call.plan.schedule.pairs)):
         m(prompt(1, 13))
     assert seen == [4 * (1 + 2 + 3 + 4 + 9 * 5)] * 2  # heads, the first queries see fewer than 5
+
+
+@pytest.mark.parametrize("side", ["left", "hole"])
+def test_one_graph_serves_every_step_though_the_indexer_computes_with_the_mask(side: str):
+    m, ids, mask = indexed("deepseek_v32"), prompt(), padding(side)
+    use_regard(m)
+    plain, _ = written(m, ids, None, attention_mask=mask)
+    forget_graphs()
+    how = {"cache_implementation": "static", "compile_config": compiling(dynamic=False)}
+    found, _ = written(m, ids, None, attention_mask=mask, **how)
+    assert found == plain
+    assert graphs() == 1
 
 
 def test_a_model_that_chooses_blocks_of_keys_is_refused_at_once():

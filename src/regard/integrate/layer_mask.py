@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from regard.describe.mask import Frame, Mask
+from regard.describe.mask import And, Mask, Not, Or
+from regard.describe.mask_by_table import Dense
 
 _BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImportUsage]  the very class it tests for
 
@@ -78,12 +79,12 @@ class LayerMask(_BlockMask):
         if self._dense is None:
             batch, _, queries, keys = self._shape
             b = torch.arange(batch, device=self._device)[:, None, None, None]
-            q = torch.arange(self.offset, self.offset + queries, device=self._device)[:, None]
+            rows = torch.arange(queries, device=self._device)[:, None]
+            q = rows + (self.offset_tensor if torch.compiler.is_compiling() else self.offset)
             k = torch.arange(keys, device=self._device)
-            if self.mask is None:
-                kept = torch.ones((), dtype=torch.bool, device=self._device)
-            else:
-                kept = self.mask.at(Frame(batch, 1, queries, keys, self.offset)).keep(b, torch.zeros_like(b), q, k)
+            kept = torch.ones((), dtype=torch.bool, device=self._device)
+            if self.mask is not None:
+                kept = _kept(self.mask, b, torch.zeros_like(b), q, k)
             self._dense = kept.expand(batch, 1, queries, keys)
         return self._dense
 
@@ -118,6 +119,19 @@ class LayerMask(_BlockMask):
         return f"LayerMask({self.mask!r}, shape={self._shape}, offset={self.offset})"
 
     __str__ = __repr__
+
+
+def _kept(mask: Mask, *at: Tensor) -> Tensor:
+    """`mask.keep`, where the rows of a table without an offset are the queries of the call."""
+    if isinstance(mask, And):
+        return _kept(mask.a, *at) & _kept(mask.b, *at)
+    if isinstance(mask, Or):
+        return _kept(mask.a, *at) | _kept(mask.b, *at)
+    if isinstance(mask, Not):
+        return ~_kept(mask.a, *at)
+    if isinstance(mask, Dense) and mask.offset is None:
+        return mask.mask.to(at[0].device)
+    return mask.keep(*at)
 
 
 def _densified(value: Any) -> Any:
