@@ -82,6 +82,7 @@ function drawMatrix() {
   );
   lookAll(head);
   document.body.classList.toggle("twin", panels.length > 1);
+  document.body.classList.toggle("wordy", panels.length > 1 || view?.pooled > 1);
   $("first-of").textContent = view?.pooled > 1 ? `hide the first ${view.pooled} tokens` : "hide the first token";
   drawKey();
   drawPlot();
