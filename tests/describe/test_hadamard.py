@@ -48,7 +48,8 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dim: int, dtype: to
     for count in (1, 2, 3, 7, 16, 33, 101):
         for first in (0, 5, rows // 2, rows - count):
             assert torch.equal(hadamard(x[first : first + count]), whole[first : first + count])
-    assert torch.equal(hadamard(x.t().contiguous().t()), whole)
+    for count in (7, rows):
+        assert torch.equal(hadamard(x[:count].t().contiguous().t()), whole[:count])
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
