@@ -86,3 +86,21 @@ def test_close_ups_show_the_weights_that_the_pictures_show(report: Report):
         assert picture.pooled == 1
         assert np.abs(np.sqrt(shown) - picture.weights / 255).max() < 0.5 / 255 + 0.02
         assert np.abs(shown - (picture.weights / 255) ** 2).max() < 0.005  # a byte's 0.004
+
+
+NEWS = """LISBON - The city council voted on Thursday to close eleven streets of the old town to cars from June. Shop
+owners had protested against the plan for two years. The mayor said that deliveries would be allowed until nine in the
+morning and that residents would keep their permits. A spokesman for the taxi drivers called the decision a mistake.
+Traffic in the quarter has doubled since 2011, according to a study of the university."""
+
+
+def test_heads_that_are_sure_of_their_kind_have_it_on_a_text_that_nobody_read(report: Report):
+    """Of heads that only kept their kind in draws from one text, one in eight had another."""
+    model, tokenizer, _ = load()
+    news = survey(model, tokenizer, NEWS, measures=["entropy"], new_tokens=0, compare_eager=False)
+    there = {head.name: head.kind for head in news.heads}
+    sure = [head for head in report.heads if (head.sure or 0) >= 0.99]
+    assert len(sure) > 90
+    assert sum(there[head.name] == head.kind for head in sure) / len(sure) > 0.97
+    kept = sum(there[head.name] == head.kind for head in report.heads) / len(report.heads)
+    assert sum(head.sure or 0 for head in report.heads) / len(report.heads) < kept + 0.05
