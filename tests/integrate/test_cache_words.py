@@ -11,7 +11,7 @@ from transformers import CompileConfig, LlamaConfig, MambaConfig, MiniMaxConfig,
 
 import regard.integrate
 from regard import ProblemError, RefusalError
-from regard.cache import Knorm
+from regard.cache import Knorm, SinksAndRecent
 from regard.describe.codec import Int4, Int8
 from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.integrate.cache import regard_cache
@@ -298,3 +298,58 @@ def test_the_word_of_a_rotation_draws_no_random_numbers():
     torch.manual_seed(0)
     regard_cache(on_regard("llama"), layout=Rolling(9))
     assert torch.equal(torch.rand(1), expected)
+
+
+# ---- a policy for each layer ----------------------------------------------------------------------------------------
+
+
+def test_each_layer_may_have_a_policy_of_its_own():
+    m = on_regard("llama")
+    cache = regard_cache(m, evict=[None, Knorm(12)])
+    _, logits = written(m, prompt(2, 24), cache)
+    assert [layer.kv.tokens for layer in cache.layers] == [32, 13]
+    turned = regard_cache(m, evict=[Knorm(12), None])
+    written(m, prompt(2, 24), turned)
+    assert [layer.kv.tokens for layer in turned.layers] == [13, 32]
+    both = written(m, prompt(2, 24), regard_cache(m, evict=[Knorm(12), Knorm(12)]))
+    assert torch.equal(both[1], written(m, prompt(2, 24), regard_cache(m, evict=Knorm(12)))[1])
+    assert not torch.equal(both[1], logits)
+    assert torch.equal(
+        written(m, prompt(2, 24), regard_cache(m, evict=[None, None]))[1],
+        written(m, prompt(2, 24), regard_cache(m))[1],
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_of_other_policies_take_a_padded_batch(order: int):
+    m, ids, mask = on_regard("llama"), prompt(2, 17), torch.ones(2, 17, dtype=torch.int64)
+    mask[0, :5] = 0
+    evict = [None, SinksAndRecent(11)][::order]
+    together = written(m, ids, regard_cache(m, evict=evict), attention_mask=mask)[1]
+    for row, own in enumerate((ids[:1, 5:], ids[1:])):
+        assert torch.allclose(together[:, row], written(m, own, regard_cache(m, evict=evict))[1][:, 0], atol=1e-5)
+
+
+def test_policies_of_layers_are_said():
+    m = on_regard("gemma3")
+    cache = regard_cache(m, evict=[None, Knorm(12)], codec=INT8)
+    assert f"{Knorm(12)!r} in layers 1: 2 layers" in repr(cache)
+    assert cache.explain().count("Knorm") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "evict", "said"),
+    [
+        ("llama", [Knorm(12)], "evict lists 1 policies and LlamaForCausalLM has 2 layers: give one for each"),
+        ("llama", [], "evict lists 0 policies"),
+        ("llama", [None, "knorm"], "'knorm'"),
+        (
+            "gemma3",
+            [Knorm(12), None],
+            "for layer 0 of Gemma3ForCausalLM, whose kind is sliding_attention.* attention, 1",
+        ),
+    ],
+)
+def test_policies_that_do_not_fit_the_layers_are_refused(name: str, evict: list[Any], said: str):
+    with pytest.raises(ProblemError, match=said):
+        regard_cache(on_regard(name), evict=evict)

@@ -57,6 +57,17 @@ class Words(NamedTuple):
     layout: Layout
     codec: Codec | torch.dtype | None
     evict: Any
+    """A policy for all layers, or a tuple of one for each, None where nothing is forgotten; None: nowhere."""
+
+    @property
+    def policies(self) -> tuple[Any, ...]:
+        """All that there are."""
+        each = cast("tuple[Any, ...]", self.evict) if isinstance(self.evict, tuple) else (self.evict,)
+        return tuple(policy for policy in each if policy is not None)
+
+    def policy(self, layer: int) -> Any:
+        """That of a layer."""
+        return self.evict[layer] if isinstance(self.evict, tuple) else self.evict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Words":
         """Itself: words are values, and copies of a cache share the pool in them."""
@@ -65,12 +76,12 @@ class Words(NamedTuple):
     @property
     def forgets(self) -> bool:
         """Whether tokens go before the end of the text."""
-        return isinstance(self.layout, Rolling) or self.evict is not None
+        return isinstance(self.layout, Rolling) or bool(self.policies)
 
     @property
     def is_fixed(self) -> bool:
         """Whether shapes never change, so that a model may be compiled around it."""
-        is_plain = self.codec is None and self.evict is None
+        is_plain = self.codec is None and not self.policies
         return is_plain and isinstance(self.layout, Contiguous) and self.layout.capacity is not None
 
 
@@ -92,7 +103,8 @@ def regard_cache(
         codec: how numbers are written: `Int8`, `Int4`, `Fp8` or a float type; None: as they come.
         evict: a policy of forgetting (`regard.cache.evict`). Each layer forgets as soon as its attention has read a
             prompt, or a chunk of one, so that one layer at a time holds it whole. `ExpectedAttention` is given the
-            model's `Rope`, if there is one.
+            model's `Rope`, if there is one. A list has one for each layer, None where nothing is forgotten, as in
+            layers with a sliding window, which keep that.
         offload: whether layers wait in the memory of the CPU while others are at work on a GPU.
 
     Returns:
@@ -100,7 +112,8 @@ def regard_cache(
 
     Raises:
         ProblemError: no model or config of transformers, or one without keys and values in a cache; words that do not
-            go together, or not with this model: `Rolling` where positions are learned, `Latent` of another rank.
+            go together, or not with this model: `Rolling` where positions are learned, `Latent` of another rank, a list
+            of more or fewer policies than it has layers.
 
     ```
     >>> import torch
@@ -120,8 +133,10 @@ def regard_cache(
     ```
     """
     subject = subject_of(model)
-    words = Words(Contiguous() if layout is None else layout, codec, evict)
-    KVCache(words.layout, words.codec, words.evict)  # what does not go together is said here
+    given = tuple(cast("list[Any]", evict)) if isinstance(evict, list) else evict
+    words = Words(Contiguous() if layout is None else layout, codec, given)
+    for policy in (None, *words.policies):
+        KVCache(words.layout, words.codec, policy)  # what does not go together is said here
     cache = RegardCache(subject, words, offload=offload)
     cache.model = weakref.ref(model) if isinstance(model, nn.Module) else None
     return PairedCache(cache, DynamicCache()) if subject.source.is_encoder_decoder else cache
@@ -148,11 +163,14 @@ class RegardCache(DynamicCache):
         self._is_offloaded, self._at_work = offload, -1
         self.kinds, options = get_layer_types_and_kwargs(subject.config)
         self._check_kinds()
+        self._check_policies()
         if subject.is_latent:
             for kind in attention_classes(subject.source):
                 let_expand(kind, NAME)
-        made = [self._layer(kind, said) for kind, said in zip(self.kinds, options, strict=True)]
-        for layer in [layer for layer in made if isinstance(layer, ForgettingLayer)][-1:]:
+        made = [
+            self._layer(index, kind, said) for index, (kind, said) in enumerate(zip(self.kinds, options, strict=True))
+        ]
+        for layer in [x for x in made if isinstance(x, ForgettingLayer) and x.kv.evict is not None][-1:]:
             layer.is_last = True
         Cache.__init__(self, layers=made)  # DynamicCache's own would make its layers
 
@@ -246,16 +264,20 @@ class RegardCache(DynamicCache):
 
     def __repr__(self) -> str:
         words = [repr(self.words.layout)]
-        words += [str(word).removeprefix("torch.") for word in self.words[1:] if word is not None]
+        words += [] if self.words.codec is None else [str(self.words.codec).removeprefix("torch.")]
+        words += [] if self.words.evict is None else [self._said_policies()]
         return f"RegardCache({self.subject.name}, {', '.join(words)}: {len(self.layers)} layers, {self.bytes:,} bytes)"
 
     __str__ = __repr__
 
     # ---- layers -----------------------------------------------------------------------------------------------------
 
-    def _layer(self, kind: str, options: dict[str, Any]) -> Any:
-        """The cache of a layer of a kind, as transformers names it."""
-        subject, words = self.subject, self.words
+    def _layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
+        """The cache of a layer of a kind, as transformers names it.
+
+        Where one layer forgets, all full ones are of those that may, for they share a mask, and by rows a padded batch.
+        """
+        subject, words, make = self.subject, self.words, functools.partial(self._make, index)
         capacity = words.layout.capacity if isinstance(words.layout, Contiguous) and words.is_fixed else None
         handles, watched = (lambda: subject.takes_handles), (lambda: subject.is_watched)
         if capacity is not None:
@@ -263,16 +285,16 @@ class RegardCache(DynamicCache):
                 return FixedLatentLayer(capacity, handles) if subject.is_latent else FixedLayer(capacity)
             return STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=capacity, **options)
         if kind == "full_attention" and words.forgets:
-            return (ForgettingLatentLayer if subject.is_latent else ForgettingLayer)(self._make, handles, watched)
+            return (ForgettingLatentLayer if subject.is_latent else ForgettingLayer)(make, handles, watched)
         if kind == "full_attention":
-            return (LatentLayer if subject.is_latent else KeptLayer)(self._make, handles)
+            return (LatentLayer if subject.is_latent else KeptLayer)(make, handles)
         if kind in SLIDING:
             codec = None if "full_attention" in self.kinds else words.codec
             return WindowLayer(options["sliding_window"], lambda layout: KVCache(layout, codec), handles)
         return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
 
-    def _make(self) -> KVCache:
-        return KVCache(self._layout, self.words.codec, self._evict)
+    def _make(self, layer: int) -> KVCache:
+        return KVCache(self._layout, self.words.codec, self._policy(layer))
 
     @property
     def _layout(self) -> Layout:
@@ -284,10 +306,9 @@ class RegardCache(DynamicCache):
             return replace(layout, rope=self._rope)
         return layout
 
-    @functools.cached_property
-    def _evict(self) -> Any:
-        """The policy of full layers: `ExpectedAttention` is given the model's rotation, if it has one that is known."""
-        evict = self.words.evict
+    def _policy(self, layer: int) -> Any:
+        """The policy of a full layer: `ExpectedAttention` is given the model's rotation, if that is known."""
+        evict = self.words.policy(layer)
         if not isinstance(evict, ExpectedAttention) or evict.rope is not None or self.subject.is_latent:
             return evict
         try:
@@ -298,6 +319,25 @@ class RegardCache(DynamicCache):
     @functools.cached_property
     def _rope(self) -> Any:
         return rope_for(self.subject.config, attention_classes(self.subject.source))
+
+    def _check_policies(self) -> None:
+        """Raise `ProblemError` unless a list of policies fits the layers."""
+        evict = self.words.evict
+        if not isinstance(evict, tuple):
+            return
+        if len(evict) != len(self.kinds):
+            raise ProblemError(
+                f"evict lists {len(evict)} policies and {self.subject.name} has {len(self.kinds)} layers: give one for "
+                "each layer, and None where nothing is to be forgotten."
+            )
+        full = [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
+        wrong = [i for i, policy in enumerate(evict) if policy is not None and i not in full]
+        if wrong:
+            raise ProblemError(
+                f"evict lists {evict[wrong[0]]!r} for layer {wrong[0]} of {self.subject.name}, whose kind is "
+                f"{self.kinds[wrong[0]]}: policies are for layers of full attention, "
+                f"{_range(full) or 'of which there is none'}. Give None for the others."
+            )
 
     def _check_kinds(self) -> None:
         ours = {"full_attention", *SLIDING} & set(self.kinds)
@@ -317,14 +357,25 @@ class RegardCache(DynamicCache):
                 f"{layout!r} for {self.subject.name}, whose keys and values are made of latents: these are kept "
                 "side by side. Leave layout out, or give Contiguous(capacity=n)."
             )
-        asked = self.words.evict is not None or not isinstance(layout, Contiguous | Latent)
+        asked = bool(self.words.policies) or not isinstance(layout, Contiguous | Latent)
         if asked and "full_attention" not in ours:
             raise ProblemError(
                 f"every layer of {self.subject.name} looks back over a window, which is kept exactly: nothing is left "
                 f"for {self.words.evict or layout!r} to do. Leave it out; a codec may stay."
             )
         if self.subject.is_latent:
-            KVCache(Latent(cast(int, rank)), self.words.codec, self.words.evict)  # what does not go together is said
+            for index in range(len(self.kinds)):  # what does not go together is said
+                KVCache(Latent(cast(int, rank)), self.words.codec, self.words.policy(index))
+
+    def _said_policies(self) -> str:
+        """`Knorm(...)`, or `Knorm(...) in layers 2-5` where there is one for each layer."""
+        if not isinstance(self.words.evict, tuple):
+            return repr(self.words.evict)
+        found: dict[str, list[int]] = {}
+        for index, policy in enumerate(self.words.evict):
+            if policy is not None:
+                found.setdefault(repr(policy), []).append(index)
+        return ", ".join(f"{policy} in layers {_range(indices)}" for policy, indices in found.items())
 
     # ---- what is said of them ---------------------------------------------------------------------------------------
 
@@ -354,7 +405,7 @@ class RegardCache(DynamicCache):
         is_latent = isinstance(layer, LatentLayer | ForgettingLatentLayer | FixedLatentLayer)
         sizes = sizes_of(self.subject.config, is_latent)
         codec = layer.kv.codec if isinstance(layer, KeptLayer) else None
-        if isinstance(codec, Codec) and codec.keys is None and self.words.evict is not None:
+        if isinstance(codec, Codec) and codec.keys is None and isinstance(layer, KeptLayer) and layer.kv.evict:
             codec = replace(codec, keys="token")
         dtype = getattr(self.subject.config, "dtype", None) or torch.float32
         return "" if sizes is None else f", {token_bytes(*sizes, dtype, codec):,.0f} bytes a token"

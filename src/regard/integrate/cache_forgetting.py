@@ -302,7 +302,7 @@ class ForgettingLayer(KeptLayer):
         return torch.cat([F.pad(t, (0, 0, longest - t.shape[2], 0)) for t in found])
 
     def _check_watched(self) -> None:
-        if not self._is_watched():
+        if not self._is_watched() and (self.kv.evict is not None or isinstance(self.kv.layout, Rolling)):
             word = self.kv.evict if self.kv.evict is not None else self.kv.layout
             raise RefusalError(
                 f"{word!r} forgets tokens, and an attention that is not regard's would not know which: a padded batch "
