@@ -103,14 +103,15 @@ CODECS = (
 )
 
 POLICIES = tuple(
-    Kind(type(policy).__name__, {"evict": policy}, BY_POLICY)
-    for policy in (
-        SinksAndRecent(BUDGET),
-        H2O(BUDGET),
-        TOVA(BUDGET),
-        SnapKV(BUDGET, once=False),
-        Knorm(BUDGET),
-        ExpectedAttention(BUDGET),
+    Kind(name or type(policy).__name__, {"evict": policy}, BY_POLICY)
+    for name, policy in (
+        ("", SinksAndRecent(BUDGET)),
+        ("", H2O(BUDGET)),
+        ("", TOVA(BUDGET)),
+        ("", SnapKV(BUDGET, once=False)),
+        ("", Knorm(BUDGET)),
+        ("Knorm, recent=0", Knorm(BUDGET, recent=0)),
+        ("", ExpectedAttention(BUDGET)),
     )
 )
 

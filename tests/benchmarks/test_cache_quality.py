@@ -155,7 +155,9 @@ def test_a_window_predicts_what_its_definition_says(sinks):
 @pytest.mark.parametrize("kind", cache_quality.POLICIES, ids=lambda kind: kind.name)
 def test_every_policy_forgets_all_the_time(kind):
     made, tokens = regarded(), ids(2, 160)
-    small = dataclasses.replace(kind.words["evict"], budget=61, **({"recent": 8} if kind.name == "H2O" else {}))
+    small = dataclasses.replace(
+        kind.words["evict"], budget=61, **({"recent": 8} if kind.name in ("H2O", "Knorm") else {})
+    )
     assert found(made, tokens, 29, {"evict": small}, Feed(70, 4)).kept <= 61 + 4
     assert kind.words["evict"].budget == cache_quality.BUDGET == kind.feed.first
 

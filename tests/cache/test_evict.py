@@ -327,3 +327,13 @@ def test_of_scores_that_are_equal_but_for_rounding_the_later_tokens_stay(dtype: 
         (8, [0, 1, 2, 4, 5, 6, 7, 8]),
     ):
         assert (highest(scores * (1 + noise), kept, first=1, last=1) == torch.tensor(stays)).all()
+
+
+def test_without_a_word_a_quarter_of_what_small_keys_leave_is_recent():
+    """Else a token of a large key would go with the step after its own."""
+    s = stream(60)
+    s.k[:, :, 30:] *= 100
+    kept = kept_by(Knorm(24), s, [20, *[1] * 40])
+    assert (kept[-1][:, :, -5:] == torch.arange(54, 59)).all()
+    assert (kept_by(Knorm(24, recent=0), s, [20, *[1] * 40])[-1] < 30).all()
+    assert [Knorm(0.5).last(number) for number in (4, 5, 100)] == [0, 0, 24]

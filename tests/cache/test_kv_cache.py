@@ -231,7 +231,7 @@ def test_after_tokens_were_forgotten_a_crop_goes_back_as_far_as_they_are_known()
     cache.append(*tokens_of(Contiguous(), 9))
     cache.crop(100 - 57)  # of the 61, four are sinks
     assert (cache.tokens, cache.seen) == (4, 43)
-    cache = KVCache(evict=Knorm(61))
+    cache = KVCache(evict=Knorm(61, recent=0))
     cache.append(*tokens_of(Contiguous(), 100))
     cache.append(*tokens_of(Contiguous(), 9))
     with pytest.raises(ProblemError, match=r"crop\(99\): expected a number from 100 to the 109 .* by the policy"):
@@ -264,7 +264,7 @@ def test_it_says_all_about_itself():
     cache.append(*tokens_of(Rolling(61), 1))
     assert repr(cache).startswith(said + "61 tokens of 1,001, k [2, 3, 61, 8], v [2, 3, 61, 5], float32: ")
     assert repr(KVCache(codec=torch.bfloat16)) == "KVCache(bfloat16, 0 tokens)"
-    assert repr(KVCache(evict=Knorm(61))) == "KVCache(Knorm(budget=61, sinks=4, every=1, recent=0), 0 tokens)"
+    assert repr(KVCache(evict=Knorm(61))) == "KVCache(Knorm(budget=61, sinks=4, every=1, recent=14), 0 tokens)"
 
 
 def sizes_of(cache: KVCache, device: str) -> list[object]:

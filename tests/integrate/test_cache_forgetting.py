@@ -153,10 +153,10 @@ def test_tokens_that_come_again_are_forgotten_in_the_same_order_in_a_padded_batc
     torch.manual_seed(seed)
     m, ids, mask = on_regard("llama"), torch.randint(3, 9 + seed, (3, 29)), torch.ones(3, 29, dtype=torch.int64)
     mask[0, :9], mask[2, :3] = 0, 0
-    together = written(m, ids, regard_cache(m, evict=Knorm(12)), attention_mask=mask, max_new_tokens=5)[1]
+    together = written(m, ids, regard_cache(m, evict=Knorm(12, recent=0)), attention_mask=mask, max_new_tokens=5)[1]
     for row in range(3):
         own = ids[row : row + 1, int((mask[row] == 0).sum()) :]
-        alone = written(m, own, regard_cache(m, evict=Knorm(12)), max_new_tokens=5)[1]
+        alone = written(m, own, regard_cache(m, evict=Knorm(12, recent=0)), max_new_tokens=5)[1]
         assert torch.allclose(together[:, row], alone[:, 0], atol=1e-5)
 
 

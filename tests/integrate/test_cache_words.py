@@ -58,7 +58,7 @@ def test_it_prints_in_a_line():
     cache = regard_cache(m, layout=Paged(16), codec=INT8, evict=Knorm(20))
     head, tail = (
         "RegardCache(LlamaForCausalLM, Paged(page=16, pool=None), ",
-        "Knorm(budget=20, sinks=4, every=1, recent=0): ",
+        "Knorm(budget=20, sinks=4, every=1, recent=4): ",
     )
     assert repr(cache) == str(cache) == f"{head}{INT8!r}, {tail}2 layers, 0 bytes)"
     assert repr(regard_cache(on_regard("t5"))).startswith("PairedCache(RegardCache(T5ForConditionalGeneration, ")

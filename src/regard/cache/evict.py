@@ -198,23 +198,28 @@ class Knorm(Eviction):
         score[j] = -|k[j]|
 
     Models give small keys much attention, the paper finds, so no query need be seen. The paper leaves the first two
-    layers whole: give those no policy.
+    layers whole: `regard_cache(model, evict=[None, None, *[Knorm(1024)] * 28])` does so.
 
     Args:
-        recent: so many of the last tokens always stay; the paper keeps none.
+        recent: so many of the last tokens always stay; None: a quarter of what is not sinks. The paper, which forgets
+            once, after the prompt, keeps none. Forgetting at each step needs some: a token of a large key would go as
+            soon as it came, and perplexity more than doubles (docs/caches.md).
 
-    >>> Knorm(1024, recent=32)
-    Knorm(budget=1024, sinks=4, every=1, recent=32)
+    >>> Knorm(1024)
+    Knorm(budget=1024, sinks=4, every=1, recent=255)
     """
 
-    recent: int = field(default=0, kw_only=True)
+    recent: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_whole(self, "recent", 0)
+        if self.recent is not None:
+            check_whole(self, "recent", 0)
+        elif isinstance(self.budget, int) and isinstance(self.sinks, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "recent", max(0, self.budget - self.sinks) // 4)
         super().__post_init__()
 
     def last(self, kept: int) -> int:
-        return self.recent
+        return max(0, kept - self.sinks) // 4 if self.recent is None else self.recent
 
     def start(self) -> "Tally[Knorm]":
         return _Norms(self)
