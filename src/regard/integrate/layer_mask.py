@@ -53,7 +53,7 @@ class LayerMask(_BlockMask):
     ) -> None:
         # BlockMask's own __init__ wants the tables of blocks that this mask does without.
         self.mask, self._shape, self.offset, self._device, self.padding = mask, shape, offset, device, padding
-        self.offset_tensor = torch.tensor(offset)
+        self.offset_tensor = torch.tensor(offset, device="cpu")  # read on the host
         self._dense: Tensor | None = None
 
     @property
