@@ -107,3 +107,10 @@ def test_a_tensor_that_was_expanded_is_read_where_it_has_elements():
     assert ticket(row.expand(5, 3)) != ticket(row)
     assert ticket(row.expand(5, 3)) == ticket(row.clone().expand(5, 3))
     assert ticket(row.expand(5, 3)) != ticket((~row).expand(5, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_a_word_is_known_by_the_element_of_a_tensor_that_was_expanded(dtype: torch.dtype):
+    one, same, other = (TensorBias(torch.full((1,), x).to(dtype).expand(3)) for x in (1.0, 1.0, 2.0))
+    assert one == same
+    assert one != other

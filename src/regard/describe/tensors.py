@@ -25,7 +25,7 @@ from xxhash import xxh3_128_digest
 
 T = TypeVar("T")
 
-_NO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NO_NUMPY = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 _is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
@@ -105,7 +105,7 @@ def digest(tensor: Tensor) -> bytes:
         for axis, step in enumerate(data.stride()):
             if not step and data.shape[axis] > 1:  # expanded: each element once
                 data = data.narrow(axis, 0, 1)
-        data = data.reshape(-1) if data.dtype not in _NO_NUMPY else data.reshape(-1).view(torch.uint8)
+        data = data.reshape(-1).view(_NO_NUMPY.get(data.dtype, data.dtype))
         return xxh3_128_digest(data.numpy().data)
 
 
