@@ -121,12 +121,12 @@ def attend_traced(
 
 
 def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
-    """The mask with every `Where` evaluated, as its function cannot pass through an operator."""
+    """The mask with every `Where` evaluated, as its function cannot pass through an operator; others' words as well."""
     if isinstance(mask, And | Or):
         return type(mask)(_tabulated(mask.a, q, keys, start), _tabulated(mask.b, q, keys, start))
     if isinstance(mask, Not):
         return Not(_tabulated(mask.a, q, keys, start))
-    if not isinstance(mask, Where):
+    if not isinstance(mask, Where) and mask.can_be_spelled():
         return mask
     batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = queries[:, None] + start

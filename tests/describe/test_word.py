@@ -82,7 +82,8 @@ def test_words_of_different_kinds_are_not_equal():
 
 
 def test_tensors_on_a_device_are_known_by_identity_and_version(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tensors, "_is_plain", lambda t: False)
+    for question in ("_is_plain", "_is_on_host"):
+        monkeypatch.setattr(tensors, question, lambda t: False)
     lengths = torch.arange(3)
     before = ticket(lengths)
     assert ticket(lengths) == before != ticket(lengths.clone())

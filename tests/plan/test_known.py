@@ -287,3 +287,114 @@ def test_outlines_and_plans_keep_no_class_alive():
     gc.collect()
     assert ghost() is None
     assert repr(outline) == "Near(...)"
+
+
+FACTOR = 4
+
+
+class Undecided(Mask):
+    """The bounds of what keeps the first keys, nothing known of how many."""
+
+    def bounds(self, r: Any) -> Any:
+        return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
+
+
+@word
+class Scaled(Undecided):
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", self.size * FACTOR)
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return k < self.limit  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
+class Settings:
+    """Callable, and with state."""
+
+    limit = 4
+
+    def __call__(self) -> int:
+        return self.limit
+
+
+@word
+class Carrying(Undecided):
+    held: Any
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return k < (self.held() if isinstance(self.held, Settings) else int(self.held[0]))
+
+
+def made_with_a_list() -> Any:
+    held = [4]
+    return Carrying(held), lambda: held.insert(0, 7)
+
+
+def made_with_a_dict() -> Any:
+    held = {0: 4}
+    return Carrying(held), lambda: held.update({0: 7})
+
+
+def made_with_an_array() -> Any:
+    held = np.array([4])
+    return Carrying(held), lambda: held.fill(7)
+
+
+def made_with_tensors_in_a_tuple() -> Any:
+    held = (torch.tensor(4),)
+    return Carrying(held), lambda: held[0].fill_(7)
+
+
+def made_with_an_object() -> Any:
+    held = Settings()
+    return Carrying(held), lambda: setattr(held, "limit", 7)
+
+
+def made_with_more_than_its_fields() -> Any:
+    mask = Scaled(1)
+    return mask, lambda: object.__setattr__(mask, "limit", 7)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        made_with_a_list,
+        made_with_a_dict,
+        made_with_an_array,
+        made_with_tensors_in_a_tuple,
+        made_with_an_object,
+        made_with_more_than_its_fields,
+    ],
+)
+def test_words_of_others_may_carry_anything(make: Any):
+    torch.compiler.reset()
+    mask, change = make()
+    calls = (attend, torch.compile(attend, backend="eager", fullgraph=True))
+    for length in (4, 7):
+        for call in calls:
+            expected = attend(Q, K[:, :, :length], V[:, :, :length])
+            assert torch.allclose(call(Q, K, V, mask=mask), expected, atol=1e-6)
+        change()
+
+
+def test_words_of_others_that_differ_beside_their_fields_are_two(monkeypatch: pytest.MonkeyPatch):
+    few = Scaled(1)
+    monkeypatch.setitem(globals(), "FACTOR", 7)
+    many = Scaled(1)
+    assert few != many
+    assert few.limit != many.limit  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    for mask, length in ((few, 4), (many, 7)):
+        expected = attend(Q, K[:, :, :length], V[:, :, :length])
+        assert torch.allclose(attend(Q, K, V, mask=mask), expected, atol=1e-6)
+
+
+def test_tensors_in_a_tuple_are_not_kept_alive():
+    held = torch.tensor(4)
+    mask = Carrying((held,))
+    attend(Q, K, V, mask=mask)
+    ghost = weakref.ref(held)
+    del held, mask
+    gc.collect()
+    assert ghost() is None

@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,13 @@ from xxhash import xxh3_128_digest
 
 T = TypeVar("T")
 
-_NO_NUMPY = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
+_NUMPY = frozenset({
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+})  # fmt: skip
+"""Types that numpy has; the elements of others are read as integers of their size."""
+
+_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 _is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
@@ -38,12 +45,39 @@ _read: ContextVar[dict[int, tuple[Tensor, "Ticket"]] | None] = ContextVar("read"
 """The tensors read within `unchanged`, and their tickets."""
 
 
+class Unknown:
+    """The content of what cannot be followed: equal to no other, so nothing that is kept for it is found again."""
+
+
+class ClassRef(ref[type]):
+    """Stands for a class in the content of something, and keeps it not alive: equal while it is the same class.
+
+    A plain reference compares classes by `==`, which a metaclass may define, and hashes by it.
+    """
+
+    __slots__ = ("_id",)
+
+    _id: int
+
+    def __new__(cls, kind: type) -> Self:
+        made = super().__new__(cls, kind)
+        made._id = id(kind)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, ClassRef) and (kind := self()) is not None and kind is other())
+
+    def __hash__(self) -> int:
+        return self._id
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """Stands for a tensor or a function in an outline; equal tickets mean equal content.
 
     Attributes:
-        content: a digest, identity and version, or the content of a function (`content.py`).
+        content: a digest, identity and version, or the content of a function (`content.py`); `Unknown` if nothing
+            tells when the elements change.
         text: how it is printed.
     """
 
@@ -101,27 +135,45 @@ def digest(tensor: Tensor) -> bytes:
     (True, False)
     """
     with torch._C._DisableFuncTorch():  # pyright: ignore[reportPrivateUsage]
-        data = tensor.detach().resolve_neg().cpu() if tensor.requires_grad or not _is_plain(tensor) else tensor
+        if tensor.requires_grad or not _is_plain(tensor):
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                tensor = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
+        data = tensor
         for axis, step in enumerate(data.stride()):
             if not step and data.shape[axis] > 1:  # expanded: each element once
                 data = data.narrow(axis, 0, 1)
-        data = data.reshape(-1).view(_NO_NUMPY.get(data.dtype, data.dtype))
+        data = data.reshape(-1).view(data.dtype if data.dtype in _NUMPY else _OF_BYTES[data.itemsize])
         return xxh3_128_digest(data.numpy().data)
 
 
 def _content(tensor: Tensor) -> Hashable:
     if _is_plain(tensor):
         return digest(tensor)
-    if tensor.is_inference() and not is_without_data(tensor):
-        return digest(tensor), type(tensor)  # tensors of `torch.inference_mode` count no versions
-    return cast(int, _serial_of.setdefault(tensor, next(_serials))), tensor._version  # pyright: ignore[reportPrivateUsage]
+    if (
+        tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided
+    ):  # they have several tensors inside
+        return Unknown()
+    if is_without_data(tensor) or _is_wrapped(tensor) or not _is_on_host(tensor):
+        version = tensor._version  # pyright: ignore[reportPrivateUsage]
+        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version
+    try:
+        return digest(tensor), ClassRef(type(tensor))
+    except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that is made of other tensors
+        return Unknown()
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Whether its elements are on the CPU; or must be brought there, as `torch.inference_mode` counts no versions."""
+    return tensor.is_cpu or tensor.is_inference()
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its elements are in the memory of the host, as they are."""
     own = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
-    return own and not tensor.is_neg() and not _is_wrapped(tensor)
+    own = own and not (tensor.is_nested or tensor.is_quantized)
+    return own and not tensor.is_neg() and not tensor.is_conj() and not _is_wrapped(tensor)
 
 
 def _text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    sizes = "[nested]" if tensor.is_nested else list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{sizes}"

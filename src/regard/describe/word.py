@@ -12,10 +12,13 @@ not by the name of the class: the name is for spelling only.
 import dataclasses
 import itertools
 import json
+import reprlib
 from collections.abc import Hashable, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 from weakref import WeakValueDictionary, ref
 
+import torch
 from torch import Tensor
 
 from regard.describe.content import Unknown, content, values
@@ -26,6 +29,10 @@ W = TypeVar("W", bound="type[Word]")
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
 """Types of fields that are the same in an outline."""
+
+
+_REMEMBERED = ("_outline", "_known")
+"""Attributes in which a word remembers what is made of it."""
 
 
 class _Kind(ref["type[Word]"]):
@@ -64,10 +71,10 @@ class Outline:
 
     __slots__ = ("_behaviour", "_hash", "_kind", "is_constant", "parts")
 
-    def __init__(self, kind: "type[Word]", parts: tuple[Any, ...]) -> None:
+    def __init__(self, kind: "type[Word]", parts: tuple[Any, ...], more: dict[str, Any] | None = None) -> None:
         self.parts = parts
         self._kind = kind._kind  # pyright: ignore[reportPrivateUsage]
-        self._behaviour: Hashable = () if self._kind.is_own else content(kind)
+        self._behaviour: Hashable = () if self._kind.is_own else content([kind, more])  # more: besides the fields
         self._hash: int | None = None  # kept, as every call looks its plan up by outlines
         self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
         """Whether nothing in the word can change: it carries no tensor and no function, and regard wrote its class."""
@@ -123,14 +130,15 @@ class Word:
         kept = self.__dict__.get("_outline")
         if kept is not None:
             return kept
-        made = Outline(type(self), tuple([p if type(p) in _PLAIN else _outlined(p) for p in self.parts()]))
+        parts = tuple([p if type(p) in _PLAIN else _outlined(p) for p in self.parts()])
+        made = Outline(type(self), parts, self._more())
         if made.is_constant:
             self.__dict__["_outline"] = made
         return made
 
     def form(self) -> Outline:
         """The outline with only type and shape of each tensor: a plan depends on no more of biases and scores."""
-        return Outline(type(self), tuple([_formed(part) for part in self.parts()]))
+        return Outline(type(self), tuple([_formed(part) for part in self.parts()]), self._more())
 
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
@@ -151,6 +159,16 @@ class Word:
         """The word as JSON, its tensors and ints appended to the lists; `unspell` reads it. Floats keep every bit."""
         parts = [_spelled(part, tensors, numbers) for part in self.parts()]
         return "[" + ", ".join(['"' + self._spelling + '"', *parts]) + "]"
+
+    def can_be_spelled(self) -> bool:
+        """Whether its fields say all that it is, and a spelling has a form for each."""
+        return not self._more() and all(map(_can_be_spelled, self.parts()))
+
+    def _more(self) -> dict[str, Any]:
+        """What a word of others has besides its fields, such as what its `__post_init__` made of them."""
+        if self._kind.is_own:
+            return {}
+        return {name: held for name, held in self.__dict__.items() if name not in self._fields + _REMEMBERED}
 
     def is_known(self) -> bool:
         """Whether this and the words in it were made with `@word`."""
@@ -245,23 +263,38 @@ def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     return '{"number": ' + str(len(numbers) - 1) + "}"
 
 
+def _can_be_spelled(part: Any) -> bool:
+    if isinstance(part, Word):
+        return part.can_be_spelled()
+    if type(part) is tuple:
+        return all(map(_can_be_spelled, cast("tuple[Any, ...]", part)))
+    return part is None or isinstance(part, bool | int | float | str | torch.SymInt | Tensor)
+
+
 def _outlined(part: Any) -> Any:
     if isinstance(part, Word):
         return part.outline()
-    return ticket(part) if isinstance(part, Tensor) else _function(part)
+    return ticket(part) if isinstance(part, Tensor) else _described(part)
 
 
 def _formed(part: Any) -> Any:
     if isinstance(part, Word):
         return part.form()
-    return form(part) if isinstance(part, Tensor) else _function(part)
+    return form(part) if isinstance(part, Tensor) else _described(part)
 
 
-def _function(part: Any) -> Any:
-    """A ticket for a function; what is none as it is."""
-    if not callable(part):
+def _described(part: Any) -> Any:
+    """A ticket for what may change or hold tensors, such as a function or a list; the rest as it is."""
+    if _never_changes(part):
         return part
-    return Ticket(content(part), getattr(part, "__name__", type(part).__name__))
+    is_named = isinstance(part, type | FunctionType | BuiltinFunctionType)
+    return Ticket(content(part), part.__name__ if is_named else reprlib.repr(part))
+
+
+def _never_changes(part: Any) -> bool:
+    if type(part) is tuple:
+        return all(map(_never_changes, cast("tuple[Any, ...]", part)))
+    return type(part) in _PLAIN or isinstance(part, torch.dtype | torch.device | torch.SymInt)
 
 
 def _is_constant(part: Any) -> bool:
