@@ -67,7 +67,7 @@ def test_a_smooth_path_takes_few_evaluations():
 def test_a_residual_that_is_small_by_chance_is_not_enough():
     """One head raises the loss by 6 at a node, another lowers it by 6 at the node across: the panels lack as much."""
     q, v = torch.zeros(1, 2, 1, 1).double(), torch.full((1, 2, 1, 1), 2.0).double()
-    node = 0.25 * (1 - (3 / 7) ** 0.5) / 2
+    node = 1 / 16
 
     def loss(batch):
         up, down = (attend(q, q, v) / v)[:, :, 0, 0].unbind(1)

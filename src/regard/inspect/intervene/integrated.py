@@ -8,9 +8,9 @@ from the baseline 0 (all chosen heads out) to 1 (the model as it is), along the 
 
 *Completeness*: shares sum to L(1) - L(0); what is missing is the residual. Nobody trained a model without its heads:
 the loss of a real one jumps up and down where the gates are small, and a fixed number of nodes misses more than it
-finds. So the line is cut into panels, each integrated by Gauss and Lobatto's rule with 5 nodes, whose ends neighbours
-share. The loss at its ends gives every panel a residual of its own, and the panel with the largest is halved until
-little is missing.
+finds. So the line is cut into panels, each integrated by Simpson's rule, whose ends neighbours share. The loss at its
+ends gives every panel a residual of its own, and the panel with the largest is halved until little is missing. (Rules
+of a higher order need more passes where the loss is rough: 593 instead of 171 for SmolLM2 on 28 tokens.)
 """
 
 import heapq
@@ -42,11 +42,8 @@ ROUNDING = 1e-5
 NARROWEST = 2.0**-20
 """A panel that is not halved any more: gates in float32 differ by little less."""
 
-PANELS = 4
+PANELS = 8
 """Panels to begin with, of 17 evaluations together."""
-
-OUTER, INNER = 0.1, 49 / 90
-"""Weights of the ends and of the nodes between, on a panel of width 2; the middle has 32 / 45."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +126,10 @@ def integrated(
     >>> found.shares.shape, bool((found.residual.abs() <= 0.02 * found.change.abs()).all())
     (torch.Size([8, 4]), True)
     """
-    if not tolerance > 0 or most < 4 * PANELS + 1:
+    if not tolerance > 0 or most < 2 * PANELS + 1:
         raise ProblemError(
             f"tolerance is {tolerance} and most {most}: expected a share of the change above 0, and "
-            f"{4 * PANELS + 1} evaluations or more."
+            f"{2 * PANELS + 1} evaluations or more."
         )
     if heads is not None and not heads:
         raise ProblemError("no head was named: expected at least one, or None for all.")
@@ -185,7 +182,7 @@ class _Line:
             accepted = self._accepted(tolerance)
             if self._complete(every, accepted):
                 return torch.stack([panel.shares for panel in every]).sum(0)
-            if not panels or self.evaluations + 6 > most:
+            if not panels or self.evaluations + 2 > most:
                 raise RefusalError(self._unfinished(every, tolerance, accepted))
             _, _, worst = heapq.heappop(panels)
             for start, stop in pairwise((worst.start, (worst.start + worst.stop) / 2, worst.stop)):
@@ -219,10 +216,9 @@ class _Line:
         )
 
     def _panel(self, start: float, stop: float) -> _Panel:
-        """Gauss and Lobatto's rule with 5 nodes: exact for polynomials of degree 7."""
+        """Simpson's rule: exact for polynomials of degree 3."""
         middle, half = (start + stop) / 2, (stop - start) / 2
-        off = half * (3 / 7) ** 0.5
-        weighed = ((start, OUTER), (middle - off, INNER), (middle, 32 / 45), (middle + off, INNER), (stop, OUTER))
+        weighed = ((start, 1 / 3), (middle, 4 / 3), (stop, 1 / 3))
         shares = torch.stack([weight * half * self._at(node)[1] for node, weight in weighed]).sum(0)
         return _Panel(start, stop, shares, self.losses(stop) - self.losses(start) - shares.sum(1))
 
