@@ -168,12 +168,12 @@ def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Mod
 
 def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
     """A bias as a look-up by the numbers of query and key: in a vector over k - q per head, or in the whole table."""
+    bias = bias.widened(torch.float32)  # its gradient is summed in float32
     h = torch.arange(problem.heads, device=device)
     if bias.per_distance():
         first = 1 - problem.queries  # the least k - q, from 0, with q counted from the first query of the call
         distance = torch.arange(first, problem.keys, device=device) - problem.offset
-        vector = bias.widened(torch.float32).value(0, h[:, None], 0, distance)
-        vector = vector.to(torch.float32)
+        vector = bias.value(0, h[:, None], 0, distance).to(torch.float32)
         return lambda b, h, q, k: vector[h, k - q - first]
     b, q = torch.arange(problem.batch, device=device), torch.arange(problem.queries, device=device) + problem.offset
     k = torch.arange(problem.keys, device=device)
