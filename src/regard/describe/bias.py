@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from regard.describe.given_tensor import given_tensor
 from regard.describe.mask import Frame, Positions, as_tensors
 from regard.describe.whole_number import whole
 from regard.describe.word import Word, word
@@ -146,12 +147,16 @@ class T5Bias(Bias):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
+        given_tensor(self.table, "T5Bias(table)", "floats [buckets, heads]")
+        if not isinstance(cast(object, self.bidirectional), bool):
+            raise ProblemError(f"T5Bias(bidirectional) is {self.bidirectional!r}: expected True or False.")
         needed = 4 if self.bidirectional else 2
         if self.table.ndim != 2 or self.table.shape[0] < needed or not self.table.is_floating_point():
             raise ProblemError(
                 f"T5Bias(table) is {self.table.dtype} {list(self.table.shape)}: expected floats [buckets, heads] "
                 f"with at least {needed} buckets."
             )
+        object.__setattr__(self, "max_distance", whole(self.max_distance, "T5Bias(max_distance)"))
         if self.max_distance <= self._exact():
             raise ProblemError(
                 f"T5Bias(max_distance={self.max_distance}): must exceed the {self._exact()} exact distances."
@@ -199,6 +204,9 @@ class TensorBias(Bias):
     offset: int | None = None
 
     def __post_init__(self) -> None:
+        given_tensor(self.tensor, "TensorBias(tensor)", "floats, broadcastable to [batch, heads, queries, keys]")
+        if self.offset is not None:
+            object.__setattr__(self, "offset", whole(self.offset, "TensorBias(offset)"))
         if not self.tensor.is_floating_point() or self.tensor.ndim > 4:
             raise ProblemError(
                 f"TensorBias(tensor) is {self.tensor.dtype} {list(self.tensor.shape)}: expected floats, "

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.tensors import is_without_data
+from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
 TILE = 16
@@ -59,13 +60,11 @@ class Codec:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not isinstance(self.group, int) or self.group < TILE or self.group % TILE:  # pyright: ignore[reportUnnecessaryIsInstance]
+        for field, least in (("group", TILE), ("residual", 0), ("sinks", 0)):
+            whole_field(self, field, least=least)
+        if self.group % TILE:
             raise ProblemError(f"{name}(group={self.group!r}): expected a multiple of {TILE} tokens, {TILE} or more.")
-        for field in ("residual", "sinks"):
-            number = getattr(self, field)
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ProblemError(f"{name}({field}={number!r}): expected a number of tokens, 0 or more.")
-        if self.keys not in (None, "channel", "token"):
+        if self.keys is not None and (not isinstance(self.keys, str) or self.keys not in ("channel", "token")):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f'{name}(keys={self.keys!r}): expected "channel", "token" or None to let regard choose.')
         if not isinstance(self.rotate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"{name}(rotate={self.rotate!r}): expected True or False.")

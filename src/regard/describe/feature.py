@@ -15,7 +15,7 @@ matrix whose size does not depend on how many keys there were (Katharopoulos et 
 
 import math
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.describe.whole_number import whole_field
 from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
@@ -196,9 +197,8 @@ class Favor(NearSoftmax):
 
     def __post_init__(self) -> None:
         for name, least in (("dim", 1), ("features", 1), ("seed", 0)):
-            given = cast(object, getattr(self, name))
-            if not isinstance(given, int) or isinstance(given, bool) or given < least:
-                raise ProblemError(f"Favor({name}={given!r}): expected a whole number, at least {least}.")
+            unit = {"dim": "dimensions", "features": "features", "seed": "a generator"}[name]
+            whole_field(self, name, unit, least)
 
     def size(self, dim: int) -> int:
         self._check(dim)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.describe.given_tensor import given_tensor
 from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
@@ -190,7 +191,8 @@ class Global(Mask):
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):
             raise ProblemError(f"Global(positions) is {given!r}: expected an iterable of positions, such as [0, 5].")
         if isinstance(given, Tensor):
-            given = given.tolist() if given.ndim == 1 else [given]
+            one = given_tensor(given, "Global(positions)", "integers [positions]", read=True)
+            given = one.tolist() if one.ndim == 1 else [one]
         chosen = {whole(p, "a position of Global(positions)", "positions") for p in cast("Iterable[object]", given)}
         object.__setattr__(self, "positions", tuple(sorted(chosen)))
 
@@ -259,6 +261,7 @@ def _checked_sizes(sizes: object, what: str) -> int | Tensor:
     """The sizes, an int of at least 0 or an integer tensor of one axis; `ProblemError` for others."""
     if not isinstance(sizes, Tensor):
         return whole(sizes, what, "keys, or an integer tensor [batch]", least=0)
+    given_tensor(sizes, what, "an integer tensor [batch]")
     if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
         raise ProblemError(f"{what} is {sizes.dtype} {list(sizes.shape)}: expected an integer tensor [batch].")
     return sizes

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.describe.given_tensor import given_tensor
 from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.tensors import derived
@@ -164,12 +165,15 @@ class Tree(Mask):
 
     def __post_init__(self) -> None:
         given = cast(object, self.parents)
-        if not isinstance(given, Sequence | Tensor) or isinstance(given, str) or not len(given):
+        if isinstance(given, Tensor):
+            parents = given_tensor(given, "Tree(parents)", "integers [tokens]", read=True)
+            given = parents.tolist() if parents.ndim == 1 else None
+        if not isinstance(given, Sequence) or isinstance(given, str) or not len(cast("Sequence[object]", given)):
             raise ProblemError(
-                f"Tree(parents) is {given!r}: expected the parent of each draft token, at least one: [-1, 0, 0]."
+                f"Tree(parents) is {self.parents!r}: expected the parent of each draft token, at least one: [-1, 0, 0]."
             )
-        given = given.tolist() if isinstance(given, Tensor) else cast("Sequence[object]", given)
-        parents = tuple(-1 if p is None else whole(p, "a parent of Tree(parents)", "an index, or None") for p in given)
+        listed = cast("Sequence[object]", given)
+        parents = tuple(-1 if p is None else whole(p, "a parent of Tree(parents)", "an index, or None") for p in listed)
         if self.start is not None:
             object.__setattr__(self, "start", whole(self.start, "Tree(start)"))
         for child, parent in enumerate(parents):
@@ -377,11 +381,10 @@ def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor], query: int) -> tuple[
 
 def _check_tensor(given: object, name: str, axes: tuple[int, ...], expected: str, *, integers: bool = False) -> None:
     """Raise `ProblemError` unless it is a tensor of so many axes, of integers or else of bools."""
-    if not isinstance(given, Tensor):
-        raise ProblemError(f"{name} is {type(given).__name__}: expected a tensor, {expected}.")
-    fits = not given.is_floating_point() if integers else given.dtype == torch.bool
-    if not fits or given.ndim not in axes:
-        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected {expected}.")
+    table = given_tensor(given, name, expected)
+    fits = not (table.is_floating_point() or table.is_complex()) if integers else table.dtype == torch.bool
+    if not fits or table.ndim not in axes:
+        raise ProblemError(f"{name} is {table.dtype} {list(table.shape)}: expected {expected}.")
 
 
 def _looked_up(table: Tensor, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from regard.describe.whole_number import whole_field
 from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
@@ -102,7 +103,7 @@ class DynamicNTK(Scaling):
 
     def __post_init__(self) -> None:
         _check_factor(self, self.factor)
-        _check_original(self, self.original)
+        whole_field(self, "original", "tokens that the model was trained on", least=1)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         length = self.regime(tokens)
@@ -159,9 +160,10 @@ class Yarn(Scaling):
 
     def __post_init__(self) -> None:
         _check_factor(self, self.factor)
-        _check_original(self, self.original)
-        for name in ("beta_fast", "beta_slow", "attention_factor"):
+        whole_field(self, "original", "tokens that the model was trained on", least=1)
+        for name in ("beta_fast", "beta_slow"):
             _check_positive(self, name, getattr(self, name))
+        _check_positive(self, "attention_factor", self.attention_factor, absent=True)
         _check_flag(self, "truncate", self.truncate)
         if not self.beta_fast > self.beta_slow > 0:
             raise ProblemError(
@@ -173,8 +175,8 @@ class Yarn(Scaling):
                 f"Yarn(mscale={self.mscale}, mscale_all_dim={self.mscale_all_dim}): expected both or neither. Codes "
                 "disagree on what one of them alone means: give attention_factor instead."
             )
-        _check_positive(self, "mscale", self.mscale)
-        _check_positive(self, "mscale_all_dim", self.mscale_all_dim)
+        _check_positive(self, "mscale", self.mscale, absent=True)
+        _check_positive(self, "mscale_all_dim", self.mscale_all_dim, absent=True)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         low, high = self.ramp(2 * len(plain), base)
@@ -239,7 +241,7 @@ class Llama3(Scaling):
 
     def __post_init__(self) -> None:
         _check_factor(self, self.factor)
-        _check_original(self, self.original)
+        whole_field(self, "original", "tokens that the model was trained on", least=1)
         for name in ("low", "high"):
             _check_positive(self, name, getattr(self, name))
         if not 0 < self.low < self.high:
@@ -286,12 +288,12 @@ class LongRope(Scaling):
             raise ProblemError(
                 f"LongRope: short has {len(self.short)} numbers and long has {len(self.long)}: expected one per pair."
             )
-        _check_original(self, self.original)
+        whole_field(self, "original", "tokens that the model was trained on", least=1)
         if self.original == 1:
             raise ProblemError("LongRope(original=1): expected the tokens that the model was trained on, at least 2.")
         if self.factor is not None:
             _check_factor(self, self.factor)
-        _check_positive(self, "attention_factor", self.attention_factor)
+        _check_positive(self, "attention_factor", self.attention_factor, absent=True)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         divisors = self.long if self.regime(tokens) else self.short
@@ -362,21 +364,15 @@ def _check_factor(scaling: Scaling, factor: object) -> None:
         )
 
 
-def _check_original(scaling: Scaling, original: object) -> None:
-    if not isinstance(original, int) or isinstance(original, bool) or original < 1:
-        raise ProblemError(
-            f"{type(scaling).__name__}(original={original!r}): expected the tokens that the model was trained on."
-        )
-
-
 def _check_flag(scaling: Scaling, name: str, given: object) -> None:
     if not isinstance(given, bool):
         raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected True or False.")
 
 
-def _check_positive(scaling: Scaling, name: str, given: object) -> None:
-    if given is not None and not _is_positive(given):
-        raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected a number above 0, or None.")
+def _check_positive(scaling: Scaling, name: str, given: object, *, absent: bool = False) -> None:
+    if not _is_positive(given) and not (absent and given is None):
+        or_none = ", or None" if absent else ""
+        raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected a number above 0{or_none}.")
 
 
 def _check_pairs(scaling: Scaling, rotated: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from regard.describe.given_tensor import given_tensor
 from regard.describe.word import Outline, Word, word
 from regard.errors import ProblemError
 
@@ -366,15 +367,16 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _check_matrix(name: str, w: object, expected: str) -> None:
-    if not isinstance(w, Tensor) or w.ndim not in (2, 3) or not w.is_floating_point():
-        what = f"{w.dtype} {list(w.shape)}" if isinstance(w, Tensor) else repr(w)
-        raise ProblemError(f"{name} is {what}: expected floats {expected}.")
+    given = given_tensor(w, name, f"floats {expected}")
+    if given.ndim not in (2, 3) or not given.is_floating_point():
+        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected floats {expected}.")
 
 
 def _check_vector(name: str, v: object) -> None:
-    if not isinstance(v, Tensor) or v.ndim not in (1, 2) or not v.is_floating_point():
-        what = f"{v.dtype} {list(v.shape)}" if isinstance(v, Tensor) else repr(v)
-        raise ProblemError(f"{name} is {what}: expected floats [hidden] or [heads, hidden].")
+    expected = "floats [hidden] or [heads, hidden]"
+    given = given_tensor(v, name, expected)
+    if given.ndim not in (1, 2) or not given.is_floating_point():
+        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected {expected}.")
 
 
 def _check_heads(name: str, t: Tensor, ndim: int, heads: int, what: str) -> None:

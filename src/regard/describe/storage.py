@@ -19,6 +19,7 @@ from torch import Tensor
 
 from regard.describe.codec import TILE, Codes, decode_rows, decode_tiled
 from regard.describe.hadamard import hadamard
+from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
 
@@ -39,7 +40,7 @@ class Contiguous(Layout):
 
     def __post_init__(self) -> None:
         if self.capacity is not None:
-            _check(self, "capacity", self.capacity, 1)
+            whole_field(self, "capacity", least=1)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Rolling(Layout):
     rope: Any = None
 
     def __post_init__(self) -> None:
-        _check(self, "window", self.window, 1)
-        _check(self, "sinks", self.sinks, 0)
+        whole_field(self, "window", least=1)
+        whole_field(self, "sinks", least=0)
         if self.sinks >= self.window:
             raise ProblemError(
                 f"Rolling(window={self.window}, sinks={self.sinks}): the window counts the sinks as well, so it must "
@@ -83,7 +84,7 @@ class Paged(Layout):
     pool: Any = None
 
     def __post_init__(self) -> None:
-        _check(self, "page", self.page, 1)
+        whole_field(self, "page", least=1)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Latent(Layout):
     rank: int
 
     def __post_init__(self) -> None:
-        _check(self, "rank", self.rank, 1)
+        whole_field(self, "rank", least=1)
 
 
 class Part(NamedTuple):
@@ -283,8 +284,3 @@ class Stored:
         kind = str(self.dtype).removeprefix("torch.")
         parts = ", ".join(f"{part.tokens:,} {part.form}" for part in self.parts)
         return f"Stored({list(self.shape)} {kind}: {parts}{', rotated' if self.rotated else ''})"
-
-
-def _check(word: Layout, field: str, number: object, least: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ProblemError(f"{type(word).__name__}({field}={number!r}): expected a number of tokens, {least} or more.")

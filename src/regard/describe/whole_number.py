@@ -25,16 +25,31 @@ def whole(given: object, what: str, unit: str = "tokens", least: int | None = No
     >>> whole(np.int64(3), "Window(left)")
     3
     """
+    return _whole(given, what + " is {!r}", unit, least)
+
+
+def whole_field(owner: object, name: str, unit: str = "tokens", least: int | None = None) -> None:
+    """Make the field of a frozen dataclass the whole number that it is, an int.
+
+    Raises:
+        ProblemError: it is no whole number, less than `least`, or does not fit 64 bits.
+    """
+    head = f"{type(owner).__name__}({name}={{!r}})"
+    object.__setattr__(owner, name, _whole(getattr(owner, name), head, unit, least))
+
+
+def _whole(given: object, head: str, unit: str, least: int | None) -> int:
+    """`head` names the field, and `{!r}` in it what was given."""
     if isinstance(given, bool) or not isinstance(given, torch.SymInt | SupportsIndex):
-        raise ProblemError(f"{what} is {given!r}: expected a whole number of {unit}.")
+        raise ProblemError(f"{head.format(given)}: expected a whole number of {unit}.")
     if torch.compiler.is_compiling() or isinstance(given, torch.SymInt):
         return cast(int, given)
     try:
         found = given.__index__()
-    except (TypeError, ValueError):  # a tensor that is no integer, or more than one
-        raise ProblemError(f"{what} is {given!r}: expected a whole number of {unit}.") from None
+    except (RuntimeError, TypeError, ValueError):  # a tensor that is no integer, more than one, or without data
+        raise ProblemError(f"{head.format(given)}: expected a whole number of {unit}.") from None
     if abs(found) > MOST:
-        raise ProblemError(f"{what} is {found}: expected at most {MOST:,} {unit}, as positions are 64-bit integers.")
+        raise ProblemError(f"{head.format(found)}: expected at most {MOST:,} {unit}, as positions are 64-bit integers.")
     if least is not None and found < least:
-        raise ProblemError(f"{what} is {found}: expected at least {least} {unit}.")
+        raise ProblemError(f"{head.format(found)}: expected at least {least} {unit}.")
     return found

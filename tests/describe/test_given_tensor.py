@@ -1,0 +1,95 @@
+"""What is no dense tensor is refused by every word that carries one, in words."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard import (
+    Additive,
+    Bilinear,
+    Blocks,
+    Dense,
+    Documents,
+    Global,
+    Int8,
+    Lengths,
+    Llama3,
+    Prefix,
+    ProblemError,
+    T5Bias,
+    TensorBias,
+    Tree,
+    Yarn,
+)
+
+with warnings.catch_warnings(action="ignore"):  # torch calls nested tensors a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+GIVEN: dict[str, Any] = {
+    "a nested tensor": NESTED,
+    "a jagged tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "a sparse tensor": torch.ones(5, dtype=torch.int64).to_sparse(),
+    "complex numbers": torch.ones(5, dtype=torch.complex64),
+    "a text": "11",
+    "None": None,
+    "a dict": {},
+}
+
+WORDS: dict[str, Callable[[Any], object]] = {
+    "Prefix": Prefix,
+    "Lengths": Lengths,
+    "Documents": Documents,
+    "Global": Global,
+    "Tree": Tree,
+    "Blocks": lambda given: Blocks(given, 2),
+    "Dense": Dense,
+    "T5Bias": T5Bias,
+    "TensorBias": TensorBias,
+    "Bilinear": Bilinear,
+    "Additive w_q": lambda given: Additive(given, torch.ones(3, 2), torch.ones(3)),
+    "Additive v": lambda given: Additive(torch.ones(3, 2), torch.ones(3, 2), given),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("name", WORDS)
+def test_a_word_says_what_is_no_dense_tensor(name: str, given: str):
+    if (name, given) == ("Global", "a dict"):
+        pytest.skip("a dict is an iterable, here of no position")
+    with pytest.raises(ProblemError, match=r"is |expected"):
+        WORDS[name](GIVEN[given])
+
+
+@pytest.mark.parametrize("kind", [Global, Tree])
+def test_positions_that_are_read_at_once_must_be_there(kind: Callable[[Any], object]):
+    with pytest.raises(ProblemError, match="without data"):
+        kind(torch.empty(3, dtype=torch.int64, device="meta"))
+
+
+TABLE = torch.zeros(32, 2)
+
+FIELDS: dict[str, Callable[[], object]] = {
+    "a flag that is a number": lambda: T5Bias(TABLE, bidirectional=1),  # pyright: ignore[reportArgumentType]
+    "a distance that is None": lambda: T5Bias(TABLE, max_distance=None),  # pyright: ignore[reportArgumentType]
+    "an offset that is a text": lambda: TensorBias(TABLE, offset="1"),  # pyright: ignore[reportArgumentType]
+    "turns that are None": lambda: Yarn(2.0, original=16, beta_fast=None),  # pyright: ignore[reportArgumentType]
+    "low turns that are None": lambda: Llama3(2.0, low=None),  # pyright: ignore[reportArgumentType]
+    "a side that is an array": lambda: Int8(keys=np.array([1, 2])),  # pyright: ignore[reportArgumentType]
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_another_type_is_refused_in_words(name: str):
+    with pytest.raises(ProblemError, match="expected"):
+        FIELDS[name]()
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert T5Bias(TABLE, max_distance=np.int64(64)) == T5Bias(TABLE, max_distance=64)  # pyright: ignore[reportArgumentType]
+    assert TensorBias(TABLE, np.int64(3)) == TensorBias(TABLE, 3)  # pyright: ignore[reportArgumentType]
+    assert Int8(residual=np.int64(64)) == Int8(residual=64)  # pyright: ignore[reportArgumentType]
+    assert Llama3(2.0, original=np.int64(16)) == Llama3(2.0, original=16)  # pyright: ignore[reportArgumentType]
