@@ -25,6 +25,7 @@ from regard import (
     Tree,
     Yarn,
 )
+from regard.cache.evict_by_attention import SnapKV
 
 with warnings.catch_warnings(action="ignore"):  # torch calls nested tensors a prototype
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -93,3 +94,8 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
     assert TensorBias(TABLE, np.int64(3)) == TensorBias(TABLE, 3)  # pyright: ignore[reportArgumentType]
     assert Int8(residual=np.int64(64)) == Int8(residual=64)  # pyright: ignore[reportArgumentType]
     assert Llama3(2.0, original=np.int64(16)) == Llama3(2.0, original=16)  # pyright: ignore[reportArgumentType]
+
+
+def test_policies_of_eviction_take_whole_numbers_of_numpy():
+    policy = SnapKV(7, window=np.int64(3), sinks=np.int64(2))  # pyright: ignore[reportArgumentType]
+    assert (type(policy.window), policy.window, policy.sinks) == (int, 3, 2)

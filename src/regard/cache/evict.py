@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Store, check_numbers
+from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
 W = TypeVar("W", bound="Eviction")
@@ -246,7 +247,5 @@ def check_bool(word: Eviction, name: str) -> None:
 
 
 def check_whole(word: Eviction, name: str, least: int) -> None:
-    """Raise `ProblemError` unless the field is a whole number, at least so large."""
-    number = getattr(word, name)
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ProblemError(f"{type(word).__name__}({name}={number!r}): expected a number of tokens, {least} or more.")
+    """Make the field an int; raise `ProblemError` unless it is a whole number of at least `least`."""
+    whole_field(word, name, least=least)
