@@ -356,6 +356,12 @@ with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 OF_A_FUNCTION = np.frompyfunc(lambda x: x < 4, 1, 1)
 
+
+@functools.cache
+def kept_limits() -> list[int]:
+    return [4]
+
+
 OUT_OF_SIGHT: dict[str, Callable[..., Any]] = {
     "a name of a module that is computed": lambda b, h, q, k: k < operator.attrgetter("limit")(SETTINGS),
     "the dict of a module": lambda b, h, q, k: k < SETTINGS.__dict__["limit"],
@@ -369,6 +375,7 @@ OUT_OF_SIGHT: dict[str, Callable[..., Any]] = {
     "a sparse tensor": lambda b, h, q, k: k < SPARSE.to_dense(),
     "a nested tensor": lambda b, h, q, k: k < NESTED.unbind()[0][0],
     "an array function made of another": lambda b, h, q, k: OF_A_FUNCTION(k),
+    "what a function with a cache has kept": lambda b, h, q, k: k < kept_limits()[0],
 }
 
 

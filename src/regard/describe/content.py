@@ -8,8 +8,9 @@ a function is used again only while nothing that the function reads has changed.
 Objects are followed as a whole, modules only as far as any code of the walk names their attributes. No code of the
 user runs meanwhile: what an object has is read by Python's own descriptors, past its `__getattr__` and `__iter__`.
 
-What cannot be followed is `Unknown`, and nothing may be kept for it: objects of C extensions, generators, `eval`,
-`getattr`, clocks and random numbers. Python's own library, numpy, torch and regard are taken as constant.
+What cannot be followed is `Unknown`, and nothing may be kept for it: objects of C extensions, generators, what
+`functools.lru_cache` keeps, `eval`, `getattr`, clocks and random numbers. Python's own library, numpy, torch and regard
+are taken as constant.
 """
 
 import dis
@@ -73,7 +74,6 @@ _PASSIVE = _ANNOTATIONS | {
 _MAKING = {"__init__", "__new__"}
 """What only code that makes an instance runs; the instances that there are have their state, which is followed."""
 
-_CACHED = type(lru_cache(len))
 _FIELD_OF_NAMEDTUPLE = type(vars(NamedTuple("_Pair", [("a", int)]))["a"])
 _IS_HEAP = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: a class made while the program runs, as all of Python are
 
@@ -142,7 +142,6 @@ _ELEMENTS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     bytes: bytes.__bytes__,
     complex: complex.__complex__,
-    _CACHED: lambda x: [x.__wrapped__],
 }
 """What Python's own classes hold besides `__dict__` and member descriptors, whatever a subclass says of itself."""
 
