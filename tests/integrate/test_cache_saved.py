@@ -4,6 +4,8 @@ import copy
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +240,43 @@ def test_a_file_is_written_whole_or_not_at_all(saved: Path, monkeypatch: pytest.
     with pytest.raises(ProblemError, match=r"cannot be written.*No space left"):
         cache.save(saved, prompt())
     assert (list(saved.parent.iterdir()), saved.read_bytes()) == ([saved], before)
+
+
+def test_a_file_that_is_no_cache_is_not_replaced(saved: Path):
+    cache, weights = load_cache(on_regard("llama"), saved), saved.with_name("model.safetensors")
+    save_file({"tokens": torch.ones(3)}, weights)
+    notes = saved.with_name("notes.txt")
+    notes.write_text("Call me Ishmael.")
+    for path in (weights, notes):
+        before = path.read_bytes()
+        with pytest.raises(ProblemError, match=r"is there, and is no cache that regard saved: .* another file"):
+            cache.save(path, prompt())
+        assert path.read_bytes() == before
+    damaged = saved.with_name("damaged.safetensors")
+    damaged.write_bytes(saved.read_bytes()[:-100])
+    empty = saved.with_name("empty.safetensors")
+    empty.touch()
+    for path in (damaged, empty):
+        cache.save(path, prompt())
+        assert load_cache(model("llama"), path).get_seq_length() == 13
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(saved: Path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = saved.with_name(f".{saved.name}.{gone.pid}.part")
+    left.touch()
+    load_cache(on_regard("llama"), saved).save(saved, prompt())
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_link_stays_and_the_cache_goes_to_what_it_leads_to(saved: Path):
+    link = saved.with_name("link.safetensors")
+    link.symlink_to(saved)
+    before = saved.stat().st_ino
+    load_cache(on_regard("llama"), link).save(link, prompt())
+    assert link.is_symlink()
+    assert saved.stat().st_ino != before
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,7 @@ def test_policies_of_layers_are_said():
     cache = regard_cache(m, evict=[None, Knorm(12)], codec=INT8)
     assert f"{Knorm(12)!r} in layers 1: 2 layers" in repr(cache)
     assert cache.explain().count("Knorm") == 1
+    assert repr(regard_cache(m, evict=[None, None])) == repr(regard_cache(m))
 
 
 @pytest.mark.parametrize(

@@ -191,12 +191,13 @@ class RegardCache(DynamicCache):
         """Write what is kept to a safetensors file, whole or not at all, for `load_cache`.
 
         Args:
-            path: of the file; one that is there is replaced.
+            path: of the file; a saved cache that is there is replaced, and no other file.
             tokens: the ids of the text, [batch, tokens] or [tokens]. As many as were seen are written; what `generate`
                 returns has one more.
 
         Raises:
-            ProblemError: nothing was seen yet, other tokens than were seen, or a file that cannot be written.
+            ProblemError: nothing was seen yet, other tokens than were seen, a file that cannot be written, or one that
+                is there and is no saved cache.
             RefusalError: a policy that is not one of regard's.
         """
         seen, batch, ids = int(self.get_seq_length()), getattr(self.layers[0], "batch_size", None), ids_of(tokens)
@@ -265,7 +266,7 @@ class RegardCache(DynamicCache):
     def __repr__(self) -> str:
         words = [repr(self.words.layout)]
         words += [] if self.words.codec is None else [str(self.words.codec).removeprefix("torch.")]
-        words += [] if self.words.evict is None else [self._said_policies()]
+        words += [self._said_policies()] if self.words.policies else []
         return f"RegardCache({self.subject.name}, {', '.join(words)}: {len(self.layers)} layers, {self.bytes:,} bytes)"
 
     __str__ = __repr__

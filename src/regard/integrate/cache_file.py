@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from regard.cache.store import said
 from regard.errors import ProblemError
 from regard.integrate.cache_tree import Reader, Writer
+from regard.unfinished import remove_unfinished, unfinished
 
 FORMAT, VERSION = "regard cache", "1"
 """The version is raised when what a cache keeps changes its names or meaning."""
@@ -33,6 +34,9 @@ PASSING = {
     "transformers_version", "use_cache",
 }  # fmt: skip
 """Fields of a config that change nothing in keys and values."""
+
+HEADER_BYTES = 100_000_000
+"""The longest header of a safetensors file."""
 
 SAMPLES = 16
 """Elements of each weight that tell one model's weights from another's."""
@@ -44,19 +48,18 @@ def write_cache(
     """Write a file of what a cache keeps.
 
     Args:
-        path: of the file; one that is there is replaced.
+        path: of the file; a saved cache that is there is replaced.
         kept: what `read_cache` is to give back, of regard's caches, words and plain values.
         config: of the model.
         model: that it is for; None: its weights are not known, and not compared.
         tokens: int64 [batch, tokens].
 
     Raises:
-        ProblemError: no such folder, or one that cannot be written to.
+        ProblemError: no such folder, one that cannot be written to, or a file is there that is no saved cache.
         RefusalError: an object in it is not regard's.
     """
-    target = Path(path)
-    if target.is_dir() or not target.parent.is_dir():
-        raise ProblemError(f"{target} cannot be written: expected a file in a folder that is there.")
+    target = Path(path).resolve()  # a link stays, the file that it leads to is replaced
+    _check_target(target)
     writer = Writer()
     state = json.dumps(writer.write(kept))
     tensors = writer.tensors | {"tokens": tokens.cpu().contiguous()}
@@ -189,9 +192,26 @@ def _content(tensor: Tensor) -> Any:
     return memoryview(cast(Any, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
 
 
+def _check_target(target: Path) -> None:
+    if target.is_dir() or not target.parent.is_dir():
+        raise ProblemError(f"{target} cannot be written: expected a file in a folder that is there.")
+    if target.is_file() and target.stat().st_size and not _is_cache(target):
+        raise ProblemError(
+            f"{target} is there, and is no cache that regard saved: name another file, or remove that one first."
+        )
+
+
+def _is_cache(path: Path) -> bool:
+    """Whether a file's header says that it is a saved cache. The rest may be damaged."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return f'"format":"{FORMAT}"'.encode() in file.read(min(length, HEADER_BYTES))
+
+
 def _put(target: Path, write: Callable[[Path], None]) -> None:
     """Have a file written beside `target`, flushed to the disk, and take its name; an error leaves what was there."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    remove_unfinished(target)
+    part = unfinished(target)
     try:
         part.touch()
         mode = part.stat().st_mode  # as every new file has it here: safetensors would keep others from reading it

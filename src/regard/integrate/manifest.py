@@ -1,7 +1,7 @@
 """The list of the files that a conversion wrote, which stands among them: what a later conversion may replace.
 
 ```
-regard-convert.json   {"regard": "0.1.0", "files": {"config.json": [612, 1763793300123456789], ...}}
+regard-convert.json   {"files": {"config.json": [612, 1763793300123456789], ...}, "regard": "0.1.0"}
 ```
 
 Of each file its bytes and the time of its last change, in nanoseconds: weights that were trained on since have another.
@@ -19,7 +19,8 @@ NAME = "regard-convert.json"
 def write_manifest(folder: Path) -> None:
     """List the files of a folder in a file of their own."""
     files = {path.relative_to(folder).as_posix(): _state(path) for path in sorted(_entries(folder))}
-    text = json.dumps({"regard": __version__, "files": files}, indent=1)
+    # the version is not first: results of commands begin with it, and the next command may replace those
+    text = json.dumps({"files": files, "regard": __version__}, indent=1)
     (folder / NAME).write_text(f"{text}\n", encoding="utf-8")
 
 
