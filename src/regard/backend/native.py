@@ -70,7 +70,7 @@ class Native:
             f"it computes on cpu, and the tensors are on {p.device}": p.device != "cpu",
             f"the score {p.score} is not known to it": p.score is not None,
             "it has no vmap or forward-mode derivative": p.transformed,
-            "a tensor is lazily negated, or of a class that keeps its numbers elsewhere": p.foreign,
+            "a tensor is lazily negated, or of a class that keeps its elements elsewhere": p.foreign,
         }
         return ([absent] if absent else []) + [reason for reason, applies in found.items() if applies]
 

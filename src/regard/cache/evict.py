@@ -202,7 +202,7 @@ class Knorm(Eviction):
     layers whole: `regard_cache(model, evict=[None, None, *[Knorm(1024)] * 28])` does so.
 
     Args:
-        recent: so many of the last tokens always stay; None: a quarter of what is not sinks. The paper, which forgets
+        recent: how many of the last tokens always stay; None: a quarter of what is not sinks. The paper, which forgets
             once, after the prompt, keeps none. Forgetting at each step needs some: a token of a large key would go as
             soon as it came, and perplexity more than doubles (docs/caches.md).
 

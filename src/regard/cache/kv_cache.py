@@ -236,8 +236,8 @@ class KVCache:
         if 0 < tokens < least:
             word = "the policy" if self.evict is not None else repr(self.layout)
             raise ProblemError(
-                f"crop({tokens}): expected a number from {least} to the {seen} tokens that were seen: of those that "
-                f"the next token would look back on, some were forgotten by {word}. Start anew with reset()."
+                f"crop({tokens}): expected a number from {least} to the {seen} tokens that were seen: of the tokens "
+                f"that the next token would look back on, some were forgotten by {word}. Start anew with reset()."
             )
 
     def reset(self) -> None:

@@ -138,7 +138,7 @@ def check_pool(pages: object, page: object, codec: object) -> None:
 
 
 def check_pages(page: int, codec: Codec | torch.dtype | None) -> None:
-    """Raise `ProblemError` unless what the codec writes can lie in pages of so many tokens."""
+    """Raise `ProblemError` unless a page of this many tokens holds whole groups of the codec."""
     if isinstance(codec, Codec) and page % TILE:
         raise ProblemError(
             f"pages of {page} tokens with {codec!r}: the codes of {TILE} tokens lie side by side, so a page must be "

@@ -1,6 +1,6 @@
-"""Where a command writes: looked at before anything is loaded, so that no file is lost by a slip of the hand.
+"""Where a command writes: looked at before anything is loaded, so that no file is lost by mistake.
 
-What the command reads is never written to. Another file that is there is replaced if regard wrote it, and in the same
+What the command reads is never written to. Another existing file is replaced if regard wrote it in the same
 form, or by `--force`. Each is written whole or not at all.
 """
 
@@ -26,11 +26,11 @@ MARKS = {
     "JSON": re.compile(rb'\{\s*"regard": "'),
     "table": re.compile(",".join(CSV_HEAD).encode()),
 }
-"""How a file of regard's begins, by its form."""
+"""How a file that regard wrote begins, by its form."""
 
 
 class Output(NamedTuple):
-    """A file that is asked for: after which option, its name, in which of the forms of `MARKS`."""
+    """A file to write: the option that names it, its name, and its form, a key of `MARKS`."""
 
     option: str
     place: str
@@ -43,7 +43,7 @@ def add_force(parser: Any) -> None:
 
 
 def outputs(*wanted: tuple[str, str | None, str]) -> list[Output]:
-    """Those that are asked for and are files: neither None nor stdout."""
+    """The outputs that are files: neither None nor stdout."""
     return [Output(option, place, form) for option, place, form in wanted if place not in (None, STDOUT)]
 
 

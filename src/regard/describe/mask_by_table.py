@@ -331,8 +331,8 @@ def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
     if len(given) != len(sizes) or any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
         raise ProblemError(
             f"Where: fn(b, h, q, k) gave bool {list(kept.shape)} for positions that broadcast to {list(sizes)}: "
-            "expected that shape, or one that broadcasts to it. The function is asked tile by tile: compute with b, h, "
-            "q and k, and index tables by them, such as table[q, k]."
+            "expected that shape, or one that broadcasts to it. The function is called tile by tile: compute with b, "
+            "h, q and k, and index tables by them, such as table[q, k]."
         )
 
 

@@ -136,7 +136,7 @@ def regard_cache(
     given = tuple(cast("list[Any]", evict)) if isinstance(evict, list) else evict
     words = Words(Contiguous() if layout is None else layout, codec, given)
     for policy in (None, *words.policies):
-        KVCache(words.layout, words.codec, policy)  # what does not go together is said here
+        KVCache(words.layout, words.codec, policy)  # raises for words that cannot be combined
     cache = RegardCache(subject, words, offload=offload)
     cache.model = weakref.ref(model) if isinstance(model, nn.Module) else None
     return PairedCache(cache, DynamicCache()) if subject.source.is_encoder_decoder else cache
@@ -229,7 +229,7 @@ class RegardCache(DynamicCache):
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last tokens, given as a negative number, in all layers.
+        """Forget the last tokens in all layers; their count is given as a negative number.
 
         Raises:
             ProblemError: a layer has forgotten what the next token would look back on; then no layer is changed.
@@ -276,7 +276,8 @@ class RegardCache(DynamicCache):
     def _layer(self, index: int, kind: str, options: dict[str, Any]) -> Any:
         """The cache of a layer of a kind, as transformers names it.
 
-        Where one layer forgets, all full ones are of those that may, for they share a mask, and by rows a padded batch.
+        If one layer has a policy, all layers of full attention are `ForgettingLayer`s: they share one mask, and
+        a padded batch is then stored row by row in all of them.
         """
         subject, words, make = self.subject, self.words, functools.partial(self._make, index)
         capacity = words.layout.capacity if isinstance(words.layout, Contiguous) and words.is_fixed else None
@@ -365,7 +366,7 @@ class RegardCache(DynamicCache):
                 f"for {self.words.evict or layout!r} to do. Leave it out; a codec may stay."
             )
         if self.subject.is_latent:
-            for index in range(len(self.kinds)):  # what does not go together is said
+            for index in range(len(self.kinds)):  # raises for words that cannot be combined
                 KVCache(Latent(cast(int, rank)), self.words.codec, self.words.policy(index))
 
     def _said_policies(self) -> str:

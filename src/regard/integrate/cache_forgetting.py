@@ -157,7 +157,7 @@ class ForgettingLayer(KeptLayer):
         if not _shows_all_before(given.mask):
             raise RefusalError(
                 f"{given.mask!r} for {self.kv!r}, which forgets tokens: it says by position which keys a query sees, "
-                "and those that are left have moved. Take a cache that keeps all."
+                "and the remaining ones have moved. Take a cache that keeps all."
             )
         queries = given.shape[2]
         if given.mask is None or isinstance(given.mask, Causal):

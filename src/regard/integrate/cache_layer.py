@@ -308,7 +308,7 @@ def check_crop(tokens_to_remove: int) -> None:
 
 
 def check_form(layer: StaticLayer, k: Tensor, v: Tensor) -> None:
-    """Raise `ProblemError` unless new tokens are of the form of those that a layer of a fixed size has memory for."""
+    """Raise `ProblemError` unless new tokens have the form that a layer of a fixed size has memory for."""
     if not layer.is_initialized:
         return
     for name, new, memory in (("k", k, layer.keys), ("v", v, layer.values)):
