@@ -276,8 +276,9 @@ class Where(Mask):
     """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
 
     The function is known by its code and by the content of all that its code reads: closure, defaults, module globals,
-    attributes of objects, other functions. When any of it changes, the mask is another one. What cannot be followed
-    (a generator, `eval`, an object of a C extension) makes a new schedule at each call.
+    attributes of objects, other functions. When any of it changes, the mask is another one. Objects are read whole: a
+    function that uses `self.window` of a model reads all its weights at each call, so give it the window alone. What
+    cannot be followed (a generator, `eval`, an object of a C extension) makes a new schedule at each call.
 
     Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Masks
     that say the same in words cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
