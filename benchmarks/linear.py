@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.memory import _peak, _peak_from_here  # pyright: ignore[reportPrivateUsage]
+from benchmarks.memory import peak, peak_from_here
 from benchmarks.report import machine, table
 from regard import Causal, attend
 from regard.bench import limits
@@ -168,10 +168,10 @@ def _memory(name: str, lengths: Sequence[int]) -> dict[int, float]:
         run = KINDS[name](drawn_inputs(tokens))
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-        before = _peak_from_here()
+        before = peak_from_here()
         out = run()
         first = out if isinstance(out, Tensor) else out[0]  # pyright: ignore[reportIndexIssue,reportUnknownVariableType]
-        found[tokens] = max(0, _peak() - before - first.nbytes) / 2**20
+        found[tokens] = max(0, peak() - before - first.nbytes) / 2**20
         del out, first
     return found
 

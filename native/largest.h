@@ -81,7 +81,7 @@ struct Largest {
         store_lanes(kept + count, one.kept, large);
         store_lanes(ds + count, one.ds, large);
         store_lanes(slope + count, one.slope, large);
-        U lanes;
+        U lanes{};
         for (int i = 0; i < W; ++i) lanes[i] = uint32_t(v * W + i);
         store_lanes(reinterpret_cast<T *>(lane + count), V(lanes), large);
         store(key + count, broadcast(uint32_t(token)));

@@ -1,5 +1,6 @@
 """scripts/setup.sh does a step once, again when its key changes, and never marks as done what failed."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,8 @@ def bash(tmp_path: Path):
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         script = f'set -euo pipefail; . "{SETUP}"; venv="{tmp_path}"; cd "$venv"; {line}'
-        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+        known = {name: value for name, value in os.environ.items() if name != "REGARD_QUIET"}
+        return subprocess.run(["bash", "-c", script], env=known, capture_output=True, text=True, check=False)
 
     return run
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ MANY = tuple((layer, head) for layer in range(31) for head in range(9))
 def public_results():
     """Every dataclass of `regard.inspect` and its rooms' public names that has a field of tensors or of many things."""
     names = [regard.inspect, *(importlib.import_module(f"regard.inspect.{room}") for room in ("intervene", "measures"))]
-    found = {value for room in names for value in vars(room).values() if dataclasses.is_dataclass(value)}
+    found: set[Any] = {value for room in names for value in vars(room).values() if dataclasses.is_dataclass(value)}
     tensors = ("Tensor", "tuple[HeadName", "Mapping[", "dict[", "Score", "NDArray", "tuple[Head")
     return [
         kind

@@ -97,7 +97,7 @@ def test_weights_of_gpt2_are_read(tokenizer):
     with torch.no_grad(), observe(gpt2, lambda look: norms.append((look.call.v, projection(gpt2, look)))):
         gpt2(ids)
     v, w_o = norms[1]
-    whole = gpt2.transformer.h[1].attn.c_proj.weight  # [heads * v_dim, d_model]: x @ weight
+    whole: Any = gpt2.get_parameter("transformer.h.1.attn.c_proj.weight")  # [heads * v_dim, d_model]: x @ weight
     torch.testing.assert_close(v[0, 2] @ w_o[2], v[0, 2] @ whole[12:18])
 
 
