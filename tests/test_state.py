@@ -1,5 +1,7 @@
 """States: merging is associative, commutative, safe for empty states and differentiable; a sink is counted once."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,13 @@ def test_a_sink_takes_its_share_and_gives_nothing():
 def test_the_sink_of_a_row_that_sees_nothing_gives_zero():
     state = State(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf))
     assert state.with_sink(torch.tensor([-torch.inf])).tolist() == [[[[0, 0]]]]
+
+
+def test_the_gradient_of_a_sink_is_right_where_its_share_is_nearly_nothing():
+    lse = torch.tensor([[[20.0]]])
+    sink = torch.zeros(1, requires_grad=True)
+    (found,) = torch.autograd.grad(State(torch.ones(1, 1, 1, 1), lse).with_sink(sink).sum(), sink)
+    assert found.item() == pytest.approx(-math.exp(-20), rel=1e-4)
 
 
 def test_attend_folds_the_sink_in_once():

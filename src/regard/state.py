@@ -9,6 +9,7 @@ arXiv:1805.02867, §3; the states of FlashInfer, Ye et al. 2025, arXiv:2501.0100
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -72,7 +73,8 @@ class State:
         if logits.shape != self.lse.shape[1:2]:
             raise ProblemError(f"sink logits are {list(logits.shape)}: expected one per head, [{self.lse.shape[1]}].")
         seen = self.lse > -torch.inf
-        share = torch.sigmoid(torch.where(seen, self.lse, 0.0) - logits.to(self.lse.dtype)[:, None])
+        # the sigmoid's own gradient, s * (1 - s), is 0 from where s rounds to 1
+        share = F.logsigmoid(torch.where(seen, self.lse, 0.0) - logits.to(self.lse.dtype)[:, None]).exp()
         return self._weighed(share).to(self.out.dtype)
 
     def _weighed(self, weight: Tensor) -> Tensor:

@@ -165,6 +165,13 @@ WRONG = {
     "a layout too small": (lambda: draw(Blocks(torch.zeros(1, 1, dtype=torch.bool), 2), 3, 3), "covers positions"),
     "a tree that is not the end": (lambda: draw(Tree([-1], start=0), 2, 2), "last keys"),
     "dense rows": (lambda: draw(Dense(torch.zeros(3, 4, dtype=torch.bool)), 2, 4), "3 rows"),
+    "dense rows from another position": (
+        lambda: draw(Dense(torch.zeros(3, 4, dtype=torch.bool), offset=0), 2, 4, offset=2),
+        "rows for queries at 0 to 2, and the call has queries at 2 to 3",
+    ),
+    "a picture of less than nothing": (lambda: draw(Causal(), -1, 3), "queries is -1: expected at least 0"),
+    "a picture of words": (lambda: draw(Causal(), 3, "3"), "keys is '3': expected a whole number"),
+    "a picture from beyond 64 bits": (lambda: draw(Causal(), 3, 3, offset=2**70), "at most 9,223,372,036,854,775,807"),
     "dense columns": (lambda: draw(Dense(torch.zeros(2, 3, dtype=torch.bool)), 2, 4), "3 columns"),
 }
 
@@ -184,6 +191,17 @@ def test_whole_numbers_of_any_kind_are_taken_as_pythons(number: Any):
     plain = [Window(3, 3), Prefix(3), Dilated(3), Blocks(layout, 3), Global([3]), Dense(layout, offset=3)]
     assert taken == [*plain, Tree([-1], start=3)]
     assert Alibi(number) == Alibi(3)
+
+
+def test_a_tree_takes_an_array_as_it_takes_a_tensor():
+    assert Tree(np.array([-1, 0, 0])) == Tree(torch.tensor([-1, 0, 0])) == Tree([-1, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_sizes_may_be_of_any_integer_type(dtype: torch.dtype):
+    sizes, q = torch.tensor([2, 5]), torch.randn(2, 1, 7, 8)
+    for word in (Lengths, Prefix):
+        assert torch.equal(attend(q, q, q, mask=word(sizes.to(dtype))), attend(q, q, q, mask=word(sizes)))
 
 
 def test_windows_may_be_as_wide_as_positions_go():

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +127,14 @@ def test_sinusoids_are_the_papers():
     table = Sinusoidal(4, base=100.0).table(torch.tensor([[0, 3]]))  # frequencies 1 and 1/10
     hand = [[0.0, 1.0, 0.0, 1.0], [math.sin(3), math.cos(3), math.sin(0.3), math.cos(0.3)]]
     torch.testing.assert_close(table, torch.tensor([hand]))
+
+
+@pytest.mark.parametrize("word", [Rope, Sinusoidal])
+def test_a_width_is_a_whole_number_of_any_kind(word: Any):
+    assert word(np.int64(16)) == word(16)
+    for width, says in ((True, "whole number"), (16.0, "whole number"), (7, "even number"), (0, "at least 2")):
+        with pytest.raises(ProblemError, match=says):
+            word(width)
 
 
 def test_plain_frequencies_are_powers_of_the_base():

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.describe.elsewhere import mask_for
+from regard.describe.whole_number import whole
 from regard.describe.word import Outline, Word, word
 from regard.errors import ProblemError
 
@@ -219,8 +220,9 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     █ █ █ ·
     █ █ █ █
     """
-    start = keys - queries if offset is None else offset
     mask = _mask(mask, "draw")
+    queries, keys = whole(queries, "queries", least=0), whole(keys, "keys", least=0)
+    start = keys - queries if offset is None else whole(offset, "offset")
     mask = mask.at(Frame(*mask.spread(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
     kept = mask.keep(batch, head, q, k).expand(queries, keys)

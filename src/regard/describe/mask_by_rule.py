@@ -269,7 +269,7 @@ def _checked_sizes(sizes: object, what: str) -> int | Tensor:
 
 def _before(sizes: int | Tensor, b: Positions, k: Positions) -> Tensor:
     if isinstance(sizes, Tensor):
-        sizes = sizes.to(k.device if isinstance(k, Tensor) else sizes.device)[b]
+        sizes = sizes.to(k.device if isinstance(k, Tensor) else sizes.device, torch.int64)[b]  # uint64 has no `<`
     return cast(Tensor, k < sizes)
 
 

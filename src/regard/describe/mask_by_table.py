@@ -168,6 +168,8 @@ class Tree(Mask):
         if isinstance(given, Tensor):
             parents = given_tensor(given, "Tree(parents)", "integers [tokens]", read=True)
             given = parents.tolist() if parents.ndim == 1 else None
+        elif isinstance(given, np.ndarray) and given.ndim == 1:
+            given = given.tolist()
         if not isinstance(given, Sequence) or isinstance(given, str) or not len(cast("Sequence[object]", given)):
             raise ProblemError(
                 f"Tree(parents) is {self.parents!r}: expected the parent of each draft token, at least one: [-1, 0, 0]."
@@ -260,10 +262,13 @@ class Dense(Mask):
         first = frame.offset if self.offset is None else self.offset
         if columns not in (1, frame.keys):
             raise ProblemError(f"{self!r} has {columns} columns and the call has {frame.keys} keys.")
-        if rows != 1 and not (first <= frame.offset and frame.positions <= first + rows):
-            raise ProblemError(f"{self!r} has {rows} rows and the call has {frame.queries} queries.")
         if self.offset is None and rows not in (1, frame.queries):
             raise ProblemError(f"{self!r} has {rows} rows and the call has {frame.queries} queries.")
+        if rows != 1 and not (first <= frame.offset and frame.positions <= first + rows):
+            raise ProblemError(
+                f"{self!r} has rows for queries at {first} to {first + rows - 1}, and the call has queries at "
+                f"{frame.offset} to {frame.positions - 1}."
+            )
         return Dense(self.mask, first)
 
     def _first(self) -> int:

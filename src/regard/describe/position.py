@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from regard.describe.position_table import check_positions, check_type, computed_in, is_traced, rows
 from regard.describe.rope_scaling import Scaling
 from regard.describe.rotation import turned, turns
+from regard.describe.whole_number import whole_field
 from regard.describe.word import Word, word
 from regard.errors import ProblemError, RefusalError
 
@@ -80,7 +81,7 @@ class Sinusoidal(Absolute):
     base: float = 10000.0
 
     def __post_init__(self) -> None:
-        _check_dim(self, self.dim)
+        _check_dim(self)
         _check_base(self, self.base)
 
     def width(self) -> int:
@@ -194,7 +195,7 @@ class Rope(Position):
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        _check_dim(self, self.dim)
+        _check_dim(self)
         _check_base(self, self.base)
         fraction, interleaved = cast(object, self.fraction), cast(object, self.interleaved)
         if not isinstance(interleaved, bool):
@@ -287,11 +288,12 @@ def _plain(dim: int, base: float, device: torch.device) -> Tensor:
     return base ** (-pair / dim)
 
 
-def _check_dim(position: Position, dim: object) -> None:
-    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 2 or dim % 2:
+def _check_dim(position: "Sinusoidal | Rope") -> None:
+    whole_field(position, "dim", "dimensions")
+    if position.dim < 2 or position.dim % 2:
         raise ProblemError(
-            f"{type(position).__name__}(dim={dim!r}): expected an even number, at least 2: every frequency takes two "
-            "dimensions."
+            f"{type(position).__name__}(dim={position.dim}): expected an even number, at least 2: every frequency "
+            "takes two dimensions."
         )
 
 
