@@ -144,7 +144,8 @@ ROUNDING = 32
 def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
     """The places of the `first` tokens, the `last` ones, and between them those of the highest scores: `kept` in all.
 
-    Of scores that are equal but for rounding, the later tokens stay: a row of a batch keeps what it keeps alone.
+    Of scores that are equal but for rounding, the later tokens stay: a row of a batch keeps what it keeps alone. Only
+    where scores differ by a little more, some 1e-5 of their size, may the rounding of a batch still decide.
 
     Args:
         scores: [batch, kv_heads, tokens].
@@ -200,6 +201,9 @@ class Knorm(Eviction):
 
     Models give small keys much attention, the paper finds, so no query need be seen. The paper leaves the first two
     layers whole: `regard_cache(model, evict=[None, None, *[Knorm(1024)] * 28])` does so.
+
+    Where a model normalises its keys (QK-norm) without trained weights, all keys have the same norm up to some 1e-5, so
+    this rule has nothing to choose by: rounding decides, and a row may keep other tokens in a padded batch than alone.
 
     Args:
         recent: how many of the last tokens always stay; None: a quarter of what is not sinks. The paper, which forgets
