@@ -53,7 +53,7 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def _left(target: Path, ending: str) -> Iterator[Path]:
-    """What processes that are gone left beside `target`. On Windows none: asking for a process would end it there."""
+    """Files and folders beside `target` that ended processes left. On Windows none: `os.kill` would end a process."""
     if sys.platform == "win32":
         return
     named = re.compile(rf"\.{re.escape(target.name)}\.([1-9]\d{{0,8}})\.{ending}")

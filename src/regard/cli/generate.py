@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--no-end", action="store_true", help="write all --tokens, also where the model would end")
     sampling.add_to(parser)
     cache_options.add_to(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the numbers (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
     parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: as torch has)")
     parser.add_argument(

@@ -50,7 +50,7 @@ class Unknown:
 
 
 class ClassRef(ref[type]):
-    """Stands for a class in the content of something, and keeps it not alive: equal while it is the same class.
+    """Represents a class in a content without keeping it alive; equal as long as it is the same class.
 
     A plain reference compares classes by `==`, which a metaclass may define, and hashes by it.
     """
@@ -73,7 +73,7 @@ class ClassRef(ref[type]):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Stands for a tensor or a function in an outline; equal tickets mean equal content.
+    """Represents a tensor or a function in an outline; equal tickets mean equal content.
 
     Attributes:
         content: a digest, identity and version, or the content of a function (`content.py`); `Unknown` if nothing

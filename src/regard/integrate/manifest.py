@@ -1,4 +1,4 @@
-"""The list of the files that a conversion wrote, which stands among them: what a later conversion may replace.
+"""The list of the files that a conversion wrote, stored beside them: a later conversion may replace these.
 
 ```
 regard-convert.json   {"files": {"config.json": [612, 1763793300123456789], ...}, "regard": "0.1.0"}
