@@ -213,8 +213,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a learned scale": ((Q, Q, Q), {"scale": torch.tensor(0.5, requires_grad=True)}, "scale is a tensor"),
     "a scale per head": ((Q, Q, Q), {"scale": torch.ones(2)}, "scale is a tensor"),
     "a complex scale": ((Q, Q, Q), {"scale": torch.tensor(1j)}, "expected a number"),
-    "more dropout than all": ((Q, Q, Q), {"dropout_p": 1.5}, "expected a probability"),
-    "less dropout than none": ((Q, Q, Q), {"dropout_p": -0.5}, "expected a probability"),
+    "more dropout than all": ((Q, Q, Q), {"dropout_p": 1.5}, "expected a probability, 0 <= dropout_p <= 1"),
+    "less dropout than none": ((Q, Q, Q), {"dropout_p": -0.5}, "expected a probability, 0 <= dropout_p <= 1"),
 }
 
 

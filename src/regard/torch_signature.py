@@ -87,6 +87,8 @@ def _attended(
     elif attn_mask is not None:
         mask, bias = _mask_or_bias(attn_mask, lead)
     dropout = _number(dropout_p)
+    if isinstance(dropout, float | int) and not 0 <= dropout <= 1:
+        raise ProblemError(f"dropout_p is {dropout}: expected a probability, 0 <= dropout_p <= 1.")
     dropped = dropout == 1
     out = attend(
         q, k, v, mask=mask, bias=bias, scale=_number(scale), dropout=0.0 if dropped else dropout, offset=offset

@@ -88,7 +88,7 @@ def test_a_tensor_is_one_plain_part_where_it_lies() -> None:
         (lambda: Rolling(window=4, sinks=-1), "sinks=-1"),
         (lambda: Paged(page=0), "page=0"),
         (lambda: Paged(page=True), "page=True"),
-        (lambda: Latent(rank=2.5), "rank=2.5"),
+        (lambda: Latent(rank=2.5), "rank=2.5.*dimensions"),
     ],
     ids=["capacity", "window", "sinks", "page", "bool", "rank"],
 )

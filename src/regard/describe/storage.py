@@ -100,7 +100,7 @@ class Latent(Layout):
     rank: int
 
     def __post_init__(self) -> None:
-        whole_field(self, "rank", least=1)
+        whole_field(self, "rank", "dimensions", least=1)
 
 
 class Part(NamedTuple):
