@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Causal, Dense, Mask, TensorBias, Window, attend, attend_state
+from regard import Causal, Dense, Mask, Prefix, TensorBias, Window, attend, attend_state
 from tests.expressions import BATCH, HEADS, biases, masks
 from tests.oracle import Case, dense, kept, worst
 
@@ -93,6 +93,17 @@ def test_gradients_are_what_the_formula_says(engine: str | None, case: Case):
     found, truth = gradients(lambda c: run(c, engine)), gradients(lambda c: dense(c)[0])
     for ours, theirs in zip(found, truth, strict=True):
         assert worst(ours, theirs) < (1e-12 if theirs.dtype == torch.float64 else 1e-5)  # a bias may be float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_is_masked_changes_no_bit_of_a_later_batch_row(engine: str | None, dtype: torch.dtype):
+    """The second row's keys begin anywhere in memory, where the sums of BLAS have another order."""
+    mask = Prefix(torch.tensor([24, 4]))
+    for _ in range(23):
+        q, k, v = (torch.randn(2, heads, n, dim, dtype=dtype) for heads, n, dim in ((6, 1, 5), (1, 29, 5), (1, 29, 7)))
+        clean = attend(q, k, v, mask=mask, backend=engine)
+        k[:, :, 14], v[:, :, 14] = torch.inf, torch.nan
+        assert torch.equal(attend(q, k, v, mask=mask, backend=engine)[1], clean[1])
 
 
 @given(case=cases(), bad=st.sampled_from([float("nan"), float("inf"), -float("inf")]))

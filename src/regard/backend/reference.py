@@ -135,7 +135,7 @@ def _map(block: _Block) -> State:
 def _tile(block: _Block, t: int) -> State:
     """The state of query tile t: its listed keys in chunks, merged."""
     start = t * block.schedule.tile
-    q = block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype).contiguous()
+    q = _aligned(block.q[:, :, start : start + block.schedule.tile].to(block.k.dtype))
     budget = max(block.schedule.tile, _budget(block.problem) // (q.shape[:3].numel() or 1))
     chunks = [_chunk(block, q, start, pieces) for pieces in _chunks(block.schedule, block.row + t, budget)]
     if not chunks:
@@ -256,10 +256,18 @@ def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(2, (-1, like.shape[2])).flatten(1, 2)
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """A contiguous copy, which begins at a multiple of 64 bytes.
+
+    BLAS sums in an order that depends on where in memory a matrix begins; a view begins anywhere.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _taken(x: Tensor, pieces: list[_Piece]) -> Tensor:
-    """The keys or values of the pieces: a view where the pieces touch."""
+    """The keys or values of the pieces."""
     if all(left.stop == right.start for left, right in pairwise(pieces)):
-        return x[:, :, pieces[0].start : pieces[-1].stop]
+        return _aligned(x[:, :, pieces[0].start : pieces[-1].stop])
     return torch.cat([x[:, :, piece.start : piece.stop] for piece in pieces], dim=2)
 
 
