@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | None = None) -> int:
     """Do what was asked. `load` gives (model, tokenizer, label); None: SmolLM2-135M."""
-    with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
+    with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
     text = text_of(asked.text)
     model, tokenizer, label = (load or load_checkpoint)()
     ids = samples(text, tokenizer, asked.samples, PROMPT + SCORED)

@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(asked: argparse.Namespace) -> int:
     """Do what was asked."""
     if not asked.only:
-        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
+        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
     found: dict[str, Growth] = {}
     for kind in KINDS:
         if (asked.only or "").lower() in kind.name.lower():

@@ -296,7 +296,7 @@ def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | No
     """Do what was asked. `load` gives (model, tokenizer, label); None: SmolLM2-135M."""
     kinds = _asked_for(asked.only)
     if not asked.only:
-        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
+        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
     size = QUICK if asked.quick else FULL
     size = Size(asked.samples or size.count, size.tokens, size.scored)
     text = text_of(asked.text)

@@ -218,7 +218,7 @@ def _positive(text: str) -> float:
 def run(asked: argparse.Namespace) -> int:
     """Do what was asked."""
     if not asked.only:
-        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
+        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
     found, threads = Found(), asked.threads or torch.get_num_threads()
     how = Asked(
         Effort(seconds=asked.seconds, least=3), asked.positions, threads, lambda line: print(line, file=sys.stderr)

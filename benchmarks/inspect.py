@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(asked: argparse.Namespace) -> int:
     """Do what was asked."""
     if not asked.quick:
-        with_part(asked.docs / PAGE, PART, "")  # what is wrong with the page is said before minutes are spent
+        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
     effort = Effort(seconds=0.2 if asked.quick else asked.seconds, least=2)
     with on_threads(asked.threads):
         text = part(asked, effort)

@@ -553,8 +553,8 @@ struct Backward {
         add_lanes(lacking);
     }
 
-    // By how much the delta of a row was wrong: its ds should add up to 0, or, where lse is asked for its gradient, to
-    // that. p is divided by its sum, which is 1 up to the roundings of exponentials.
+    // The error of a row's delta. The ds of a row must add up to 0, or to the gradient of lse where there is one. p is
+    // divided by its sum, which is 1 up to the rounding of exponentials.
     T correct_delta(const Lanes &lanes, int lane) {
         const T total = largest.weights[lane];
         if (!(total > 0)) return 0;

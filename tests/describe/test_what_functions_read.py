@@ -336,12 +336,15 @@ IN_A_BOX: dict[str, tuple[object, object, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", IN_A_BOX)
 def test_what_differs_in_a_box_is_seen_to_change(name: str):
-    test_what_hides_is_seen_to_change(lambda: boxed(*IN_A_BOX[name]))
+    assert_is_seen_to_change(*boxed(*IN_A_BOX[name]))
 
 
 @pytest.mark.parametrize("make", FOLLOWED, ids=lambda make: make.__name__)
 def test_what_hides_is_seen_to_change(make: Callable[[], Change]):
-    function, change = make()
+    assert_is_seen_to_change(*make())
+
+
+def assert_is_seen_to_change(function: Callable[..., Any], change: Callable[[], object]) -> None:
     before = content(function)
     assert not isinstance(before, Unknown)
     assert content(function) == before

@@ -80,7 +80,7 @@ NAMES = pytest.mark.parametrize("name", ["paligemma", "gemma3"])
 @NAMES
 @pytest.mark.parametrize("policy", [SinksAndRecent(8), Knorm(8), TOVA(8), TOVA(8, every=3)], ids=repr)
 def test_a_model_that_sees_writes_with_a_policy(name: str, policy: Any):
-    """The prompt is read whole before anything goes, so what comes first is what a cache that keeps all gives."""
+    """The whole prompt is read before eviction, so the first logits equal those of a cache without a policy."""
     given = seen(name, rows=1)
     tokens, logits = read(name, given, regard_cache(seeing(name), evict=policy))
     plain = read(name, given, None)[1]

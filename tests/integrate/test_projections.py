@@ -66,7 +66,7 @@ def model(request):
 
 
 def ran(model):
-    """What went into each module and what came out, on two texts of one token: attention is then value and output."""
+    """Inputs and outputs of each module on two texts of one token, where attention is value and output projection."""
     found: dict[nn.Module, tuple[Any, Any]] = {}
 
     def keep(module, given, named, out):

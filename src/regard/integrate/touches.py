@@ -7,9 +7,9 @@ attn_output, _ = attention_interface(self, query_states, key_states, value_state
 ```
 
 A `Stored` handle can travel through code that only hands it on or asks for its shape, type or device. So can latents,
-which `expand_kv` hands on as they are (`latent.py`). Where a model slices, casts or repeats what came out of the cache
-it must get tensors. Which it does is read off the source of its attention classes; where there is no source, it counts
-as touched.
+which `expand_kv` hands on as they are (`latent.py`). A model that slices, casts or repeats the keys of the cache must
+get tensors. Whether a model does so is read from the source of its attention classes; without source, it counts as one
+that does.
 """
 
 import ast
