@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.report import table
-from regard import Causal, Lengths, attend
+from regard import Causal, KeyLengths, attend
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, timed
 from regard.cache.pool import PagePool
 from regard.cli.bench import duration
 from regard.describe.codec import Codec, Int8
-from regard.describe.storage import Stored
+from regard.describe.storage import StoredTensor
 from regard.shared_prefix import attend_shared
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -31,7 +31,7 @@ def _pool(codec: Codec | None) -> PagePool:
     return PagePool(page=PAGE if codec is None else 2 * PAGE, codec=codec)
 
 
-def _read(pool: PagePool, sequences: Sequence[Any]) -> tuple[Stored, Stored]:
+def _read(pool: PagePool, sequences: Sequence[Any]) -> tuple[StoredTensor, StoredTensor]:
     """What is stored of these."""
     rows = len(sequences)
     return pool.append(list(sequences), _new(rows, KV_HEADS, 0), _new(rows, KV_HEADS, 0))
@@ -55,7 +55,7 @@ def ragged(lengths: Sequence[int], effort: Effort) -> str:
     k, v = _new(rows, KV_HEADS, longest), _new(rows, KV_HEADS, longest)
     kept = torch.tensor(lengths)
     keep = (torch.arange(longest) < kept[:, None])[:, None, None]
-    padding = Lengths(kept)
+    padding = KeyLengths(kept)
     measures["padded tensors, bf16, Lengths"] = timed(lambda: attend(q, k, v, mask=padding))
     measures["torch sdpa, padded, mask of bools"] = timed(
         lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True)

@@ -120,9 +120,9 @@ class Line(NamedTuple):
         """`yes`, `**no**`, or nothing where there is no goal."""
         if not self.goal():
             return ""
-        return "yes" if (not self.kind.quantised or self.beside <= 1) and self.least() else "**no**"
+        return "yes" if (not self.kind.quantised or self.beside <= 1) and self.min_crop() else "**no**"
 
-    def least(self) -> bool:
+    def min_crop(self) -> bool:
         """Whether the attention is as much faster as it must be."""
         return self.kind.name != DENSE or self.faster >= 3
 
@@ -240,7 +240,7 @@ def _measured(tokens: int, names: Sequence[str]) -> dict[str, Bytes]:
         before = _resident()
         cache = filled(config, kind, tokens)
         kept = [layer.kv for layer in cache.layers]
-        stored, held = sum(kv.bytes for kv in kept), sum(kv.held for kv in kept)
+        stored, held = sum(kv.bytes for kv in kept), sum(kv.allocated_bytes for kv in kept)
         found[kind.name] = Bytes(formula(config, kind.words or {}, tokens), stored, held, _resident() - before)
         del cache, kept
     return found

@@ -20,7 +20,7 @@ from benchmarks.page_parts import with_part, write_part
 from benchmarks.perplexity import Feed, Interval, Predicted, beyond, drawn, perplexity, predicted
 from benchmarks.report import machine, table
 from regard import Causal, attend
-from regard.attend import Call, watching
+from regard.attend import Call, observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
@@ -151,7 +151,7 @@ def errors(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind]) -> dict[
     so errors do not add up over the layers.
     """
     calls: list[Call] = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         model.model(ids, use_cache=False)
     found: dict[str, tuple[float, float]] = {}
     for kind in kinds:

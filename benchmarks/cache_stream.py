@@ -66,7 +66,7 @@ def stream(
         tell(start + BLOCK)
         if start + BLOCK in marks:
             error = _error(out, first, before, block, window)
-            found.append(Mark(start + BLOCK, statistics.median(times[-LAST:]), cache.held, error))
+            found.append(Mark(start + BLOCK, statistics.median(times[-LAST:]), cache.allocated_bytes, error))
     return found
 
 

@@ -13,14 +13,14 @@ from regard import (
     Alibi,
     Bias,
     Causal,
-    Dense,
     Documents,
     Global,
-    Lengths,
+    KeyLengths,
     Mask,
     Prefix,
     T5Bias,
     TensorBias,
+    TensorMask,
     Window,
 )
 from regard.bench.case import Case
@@ -97,7 +97,7 @@ def _packed() -> Mask:
 
 
 def _padded() -> Mask:
-    return Lengths(torch.arange(256, 2049, 256))
+    return KeyLengths(torch.arange(256, 2049, 256))
 
 
 def _band(tokens: int) -> Tensor:
@@ -268,7 +268,7 @@ MEMORY = Section(
             ("32 packed documents", lambda: Causal() & Documents(torch.arange(16384) // 512), None),
             ("64 global tokens", lambda: Window(256, 256) | Global(range(64)), None),
             ("ALiBi, causal", Causal, lambda _: Alibi(8)),
-            ("a mask of bools", lambda: Dense(_band(16384)), None),
+            ("a mask of bools", lambda: TensorMask(_band(16384)), None),
         )
     ),
 )

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.report import table
 from regard import Causal, attend, native
-from regard.attend import watching
+from regard.attend import observe_calls
 from regard.bench.limits import products
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
 from regard.inspect import Weights, observe
@@ -33,7 +33,7 @@ def watched(heads: int, kv_heads: int, tokens: int) -> tuple[Callable[[], object
     """A causal call on random tokens, to be made again, and its weights."""
     q, k, v = (torch.randn(1, h, tokens, DIM) for h in (heads, kv_heads, kv_heads))
     seen: list[Weights] = []
-    with watching(lambda call: seen.append(Weights.of(call))):
+    with observe_calls(lambda call: seen.append(Weights.of(call))):
         attend(q, k, v, mask=Causal())
     return lambda: attend(q, k, v, mask=Causal()), seen[0]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from benchmarks.inspect_cost import DIM, HEADS, KV_HEADS
 from benchmarks.report import table
 from regard import Causal, attend
-from regard.attend import Call, watching
+from regard.attend import Call, observe_calls
 from regard.inspect import Weights, breadth, induction, previous_token, sink
 
 GOAL_MASS, GOAL_ENTROPY = 1e-6, 1e-5
@@ -17,7 +17,7 @@ def agreement(tokens: int) -> str:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, tokens, DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
     calls: list[Call] = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         attend(2 * q, k, v, mask=Causal())
     weights = Weights.of(calls[0])
     dense = _dense(2 * q, k)

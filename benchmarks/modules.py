@@ -49,7 +49,7 @@ def parts_of(m: MultiHeadAttention) -> Callable[[Tensor], Tensor]:
     q_proj, k_proj, v_proj, o_proj = (one.weight for one in (m.q_proj, m.k_proj, m.v_proj, m.o_proj))
     gate = None if m.gate_proj is None else m.gate_proj.weight
     norms = None if m.q_norm is None or m.k_norm is None else (m.q_norm.weight, m.k_norm.weight)
-    rope = None if m.position is None else m.position.word
+    rope = None if m.position is None else m.position.spec
     mask, dim = Causal(), m.head_dim
 
     def run(x: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.report import machine, table
-from regard import Blocks, Causal, Dense, Documents, Lengths, Mask, Prefix, Where, Window, attend
+from regard import Blocks, Causal, Documents, KeyLengths, Mask, MaskFunction, Prefix, TensorMask, Window, attend
 from regard.bench.rounds import Effort, interleaved, timed
-from regard.describe.mask import Frame
+from regard.describe.mask import CallSizes
 from regard.inspect.page import write_whole
 from regard.plan.tiling import schedule
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[int, Callable[[int], Mask]]] = {
 
 def made(mask: Mask, tokens: int) -> Any:
     """The schedule of a square call, tiles of 128."""
-    placed = mask.at(Frame(1, 1, tokens, tokens, 0))
+    placed = mask.bind(CallSizes(1, 1, tokens, tokens, 0))
     return schedule(placed, batch=1, heads=1, queries=tokens, keys=tokens, offset=0, tile=128)
 
 
@@ -65,17 +65,20 @@ def _known_again() -> str:
     prompt = [torch.randn(1, 1, 4096, 128) for _ in range(3)]
     sizes, dense, near = torch.tensor([512, 400, 300, 200]), torch.ones(4096, 4096, dtype=torch.bool).tril(), 64
     cases: dict[str, tuple[list[Tensor], Callable[[], Mask]]] = {
-        "`Lengths`, the same tensor": (decode, lambda: Lengths(sizes)),
-        "`Lengths`, a new tensor with the same content": (decode, lambda: Lengths(sizes.clone())),
-        "`Lengths`, other content at each call": (decode, lambda: Lengths(sizes.random_(1, 513))),
-        "`Where(lambda b, h, q, k: q - k < near)`": (decode, lambda: Where(lambda b, h, q, k: q - k < near)),
-        "`Dense`, 4,096 x 4,096, one head": (prompt, lambda: Dense(dense)),
+        "`KeyLengths`, the same tensor": (decode, lambda: KeyLengths(sizes)),
+        "`KeyLengths`, a new tensor with the same content": (decode, lambda: KeyLengths(sizes.clone())),
+        "`KeyLengths`, other content at each call": (decode, lambda: KeyLengths(sizes.random_(1, 513))),
+        "`MaskFunction(lambda b, h, q, k: q - k < near)`": (
+            decode,
+            lambda: MaskFunction(lambda b, h, q, k: q - k < near),
+        ),
+        "`TensorMask`, 4,096 x 4,096, one head": (prompt, lambda: TensorMask(dense)),
     }
     rows: list[tuple[str, ...]] = []
     for name, (tensors, make) in cases.items():
         ways = {
             "call": timed(lambda tensors=tensors, make=make: attend(*tensors, mask=make())),
-            "read": timed(lambda make=make: make().outline()),
+            "read": timed(lambda make=make: make().fingerprint()),
         }
         seconds = interleaved(ways, Effort(seconds=2))
         call, read = (seconds.median(lambda x: x, way) or math.nan for way in ways)

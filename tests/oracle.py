@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import Additive, Bias, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Mask, Score
-from regard.describe.mask import Frame
+from regard import Bias, Mask
+from regard.describe.mask import CallSizes
+from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 
 
 @dataclass(repr=False)
@@ -46,7 +47,7 @@ def kept(case: Case) -> Tensor:
     if mask is None:
         return torch.ones(sizes, dtype=torch.bool)
     b, h, q, k = positions(case)
-    return mask.at(Frame(*sizes, int(q[0]) if len(q) else 0)).keep(b, h, q, k).expand(sizes)
+    return mask.bind(CallSizes(*sizes, int(q[0]) if len(q) else 0)).keep(b, h, q, k).expand(sizes)
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

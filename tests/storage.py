@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from regard import Codec, Stored
+from regard.cache import Codec, StoredTensor
 from regard.describe.codec import TILE, Codes, encode_rows, encode_tiled
 from regard.describe.storage import Part
 
 
 def plain(t: Tensor) -> Part:
     """A part of the tokens of t, where they lie."""
-    return Stored.of(t).parts[0]
+    return StoredTensor.of(t).parts[0]
 
 
-def paged(t: Tensor, page: int, *, skip: int = 0, seed: int = 0) -> Stored:
+def paged(t: Tensor, page: int, *, skip: int = 0, seed: int = 0) -> StoredTensor:
     """t in pages that lie in random order, the first token in slot `skip`; unused slots hold NaN."""
     batch, heads, tokens, dim = t.shape
     each = -(-(skip + tokens) // page) or 1
@@ -21,7 +21,7 @@ def paged(t: Tensor, page: int, *, skip: int = 0, seed: int = 0) -> Stored:
     table = torch.randperm(batch * each, generator=torch.Generator().manual_seed(seed)).view(batch, each)
     for slot in range(skip, skip + tokens):
         pages[table[:, slot // page], :, slot % page] = t[:, :, slot - skip]
-    return Stored((Part(tokens, pages, skip=skip, table=table),), (batch, heads, tokens, dim), t.dtype)
+    return StoredTensor((Part(tokens, pages, skip=skip, table=table),), (batch, heads, tokens, dim), t.dtype)
 
 
 def coded(t: Tensor, codec: Codec, *, keys: bool, per_token: bool = False, page: int | None = None) -> Part:

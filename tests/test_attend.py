@@ -7,21 +7,21 @@ from regard import (
     Alibi,
     Call,
     Causal,
-    Dot,
     Global,
+    MaskFunction,
     Prefix,
     ProblemError,
     TensorBias,
     Tree,
-    Where,
     Window,
-    altering,
     attend,
     attend_state,
     draw,
     native,
-    watching,
+    observe_calls,
+    replace_outputs,
 )
+from regard.scores import Dot
 
 
 def test_a_worked_example():
@@ -83,7 +83,7 @@ def test_any_strides_give_the_same():
 def test_a_watcher_is_told_of_every_call():
     calls: list[Call] = []
     q, sink = torch.randn(1, 2, 5, 8), torch.zeros(2)
-    with watching(calls.append):
+    with observe_calls(calls.append):
         out = attend(q, q, q, mask=Causal(), sink=sink)
         state = attend_state(q, q, q, bias=TensorBias(torch.zeros(5, 5)))
     attend(q, q, q)
@@ -101,7 +101,7 @@ def test_a_watcher_is_told_of_every_call():
 def test_a_watcher_leaves_when_an_error_passes():
     calls: list[Call] = []
     q = torch.randn(1, 2, 5, 8)
-    with pytest.raises(RuntimeError), watching(calls.append):
+    with pytest.raises(RuntimeError), observe_calls(calls.append):
         raise RuntimeError
     attend(q, q, q)
     assert not calls
@@ -120,19 +120,19 @@ def test_autocast_is_obeyed_as_torch_obeys_it():
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_default_device_changes_nothing(device: str):
     q = torch.randn(1, 2, 300, 8)
-    mask = Causal() & (Window(40) | Global([3])) & Where(lambda b, h, q, k: (q + k) % 5 > 0) | Tree([-1, 0])
+    mask = Causal() & (Window(40) | Global([3])) & MaskFunction(lambda b, h, q, k: (q + k) % 5 > 0) | Tree([-1, 0])
     expected = attend(q, q, q, mask=mask, bias=Alibi(2))
     with torch.device(device):
         assert torch.equal(attend(q, q, q, mask=mask & ~Prefix(0), bias=Alibi(2)), expected)
-        assert draw(Where(lambda b, h, q, k: q >= k), 2, 2) == "█ ·\n█ █"
+        assert draw(MaskFunction(lambda b, h, q, k: q >= k), 2, 2) == "█ ·\n█ █"
 
 
 def test_an_output_is_altered_before_anyone_mixes_the_heads_and_gradients_flow_through_the_change():
     q = torch.randn(1, 2, 5, 7, requires_grad=True)
     kept = torch.tensor([1.0, 0.0])[:, None, None]
-    with altering(lambda call: call.out):
+    with replace_outputs(lambda call: call.out):
         plain = attend(q, q, q)
-    with altering(lambda call: call.out * kept):
+    with replace_outputs(lambda call: call.out * kept):
         out, state = attend(q, q, q), attend_state(q, q, q)
     assert torch.equal(out, plain * kept)
     assert torch.equal(state.out, plain * kept)
@@ -142,10 +142,10 @@ def test_an_output_is_altered_before_anyone_mixes_the_heads_and_gradients_flow_t
 def test_watchers_and_changes_come_in_the_order_of_entering():
     q, seen = torch.randn(1, 1, 3, 7), []
     with (
-        watching(lambda call: seen.append(call.out)),
-        altering(lambda call: call.out + 1),
-        altering(lambda call: call.out * 2),
-        watching(lambda call: seen.append(call.out)),
+        observe_calls(lambda call: seen.append(call.out)),
+        replace_outputs(lambda call: call.out + 1),
+        replace_outputs(lambda call: call.out * 2),
+        observe_calls(lambda call: seen.append(call.out)),
     ):
         out = attend(q, q, q)
     assert torch.equal(seen[1], out)
@@ -157,5 +157,5 @@ def test_watchers_and_changes_come_in_the_order_of_entering():
 )
 def test_a_change_of_another_shape_or_type_is_an_error(change):
     q = torch.randn(1, 2, 3, 7)
-    with altering(change), pytest.raises(ProblemError, match="was altered to"):
+    with replace_outputs(change), pytest.raises(ProblemError, match="was altered to"):
         attend(q, q, q)

@@ -6,18 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import (
-    Causal,
-    Cosine,
-    Dot,
-    Epanechnikov,
-    Gaussian,
-    Laplacian,
-    ProblemError,
-    Score,
-    attend,
-    nadaraya_watson,
-)
+from regard import Causal, ProblemError, attend
+from regard.scores import Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score, nadaraya_watson
 
 
 def kernel_of(score: Score, difference: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from regard import (
-    Additive,
     Alibi,
     Causal,
     ProblemError,
@@ -25,6 +24,7 @@ from regard import (
     native,
 )
 from regard.nn import MultiHeadAttention
+from regard.scores import Additive
 
 needs_library = pytest.mark.skipif(not native.available(), reason=str(native.absence()))
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))

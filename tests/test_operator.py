@@ -14,20 +14,20 @@ from regard import (
     Alibi,
     Causal,
     Documents,
-    Lengths,
+    KeyLengths,
     Mask,
+    MaskFunction,
     Prefix,
     ProblemError,
     State,
     T5Bias,
     TensorBias,
     Tree,
-    Where,
     Window,
     attend,
     attend_state,
     explain,
-    watching,
+    observe_calls,
 )
 from tests.test_native import needs_library
 
@@ -61,10 +61,10 @@ def test_a_composed_call_compiles_to_one_graph_with_the_same_bits_and_gradients(
 
 
 WORDS = {
-    "a predicate": {"mask": Where(lambda b, h, q, k: (q + k + b) % 3 == 0) | Causal()},
+    "a predicate": {"mask": MaskFunction(lambda b, h, q, k: (q + k + b) % 3 == 0) | Causal()},
     "not": {"mask": ~Prefix(3)},
     "a tree": {"mask": Tree([-1, 0, 0], start=20)},
-    "lengths": {"mask": Lengths(torch.tensor([3, 23]))},
+    "lengths": {"mask": KeyLengths(torch.tensor([3, 23]))},
     "a named engine": {"mask": Causal(), "backend": "reference"},
     "nothing": {},
 }
@@ -91,7 +91,9 @@ def test_one_graph_serves_every_length():
     assert set(compiled_by) == {compiled_by[0]}  # all of it at the first call
 
 
-@pytest.mark.parametrize("mask", [Causal() & Window(7), Where(lambda b, h, q, k: (k <= q) & (q - k < 7))], ids=repr)
+@pytest.mark.parametrize(
+    "mask", [Causal() & Window(7), MaskFunction(lambda b, h, q, k: (k <= q) & (q - k < 7))], ids=repr
+)
 def test_one_graph_serves_every_position_that_travels_as_a_tensor(mask: Mask):
     torch._dynamo.reset()
     counts = CompileCounterWithBackend("aot_eager")
@@ -168,8 +170,8 @@ def test_a_module_exports():
 def test_the_operator_passes_torchs_own_checks():
     carried: list[Tensor] = []
     numbers: list[int] = []
-    mask = (Causal() & Documents(IDS)).spell(carried, numbers)
-    bias = T5Bias(torch.randn(32, 4, requires_grad=True)).spell(carried, numbers)
+    mask = (Causal() & Documents(IDS)).serialize(carried, numbers)
+    bias = T5Bias(torch.randn(32, 4, requires_grad=True)).serialize(carried, numbers)
     leaves = [t.clone().requires_grad_() for t in (Q, K, V, SINK)]
     opcheck(torch.ops.regard.attend, (*leaves, carried, numbers, mask, bias, "", None, 5.0, 0.0, None, 12, None, True))
     moved = (Q, K, V, None, [torch.tensor(12)], [], "", "", "", None, None, 0.0, None, None, None, True)
@@ -234,7 +236,7 @@ def test_transforms_choose_an_engine_that_knows_them():
 
 def test_words_with_lengths_in_them_compile_once_for_all_lengths():
     function = torch.compile(
-        lambda q, k: attend(q, k, k, mask=Window(k.shape[2] // 2) & Where(lambda b, h, q, k: k <= q)),
+        lambda q, k: attend(q, k, k, mask=Window(k.shape[2] // 2) & MaskFunction(lambda b, h, q, k: k <= q)),
         fullgraph=True,
         dynamic=True,
         backend="aot_eager",
@@ -269,7 +271,7 @@ def test_a_named_engine_is_differentiated_inside_a_graph():
 
 def test_a_mask_cannot_be_mapped_over():
     with pytest.raises(ProblemError, match="mapped over by vmap"):
-        torch.vmap(lambda lengths: attend(Q, K, V, mask=Lengths(lengths)))(torch.tensor([[3, 5], [7, 9]]))
+        torch.vmap(lambda lengths: attend(Q, K, V, mask=KeyLengths(lengths)))(torch.tensor([[3, 5], [7, 9]]))
 
 
 def test_a_traced_forward_derivative_is_refused_and_not_zero():
@@ -290,7 +292,7 @@ def counted_flops(function: Any) -> int:
 
 @pytest.mark.parametrize(
     "words",
-    [{}, {"mask": Causal() & Window(7)}, {"mask": Lengths(torch.tensor([3, 23]))}, {"backend": "reference"}],
+    [{}, {"mask": Causal() & Window(7)}, {"mask": KeyLengths(torch.tensor([3, 23]))}, {"backend": "reference"}],
     ids=str,
 )
 def test_torchs_counter_counts_the_flops_of_the_pairs_that_are_kept(words: dict[str, Any]):
@@ -310,7 +312,7 @@ def test_a_call_that_is_counted_is_the_same_call():
 
 def test_a_watcher_is_told_of_calls_that_are_counted():
     calls: list[Any] = []
-    with FlopCounterMode(display=False), watching(calls.append):
+    with FlopCounterMode(display=False), observe_calls(calls.append):
         attend(Q, K, V)
     assert len(calls) == 1
 
@@ -323,7 +325,7 @@ def test_a_call_whose_offset_is_a_tensor_is_counted_as_well():
 def test_masks_without_data_count_as_none():
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         q, k, lengths = torch.empty(2, 4, 11, 8), torch.empty(2, 2, 23, 8), torch.ones(2, dtype=torch.int64)
-        attend(q, k, k, mask=Lengths(lengths))
+        attend(q, k, k, mask=KeyLengths(lengths))
     assert counter.get_total_flops() == 2 * 2 * 4 * 11 * 23 * 16
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Causal, Dot, ProblemError, Window, attend, shared_prefix, watching
+from regard import Causal, ProblemError, Window, attend, observe_calls, shared_prefix
 from regard.cache.forget import keep
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.describe.codec import Codec, Int4, Int8
-from regard.describe.storage import Stored
+from regard.describe.storage import StoredTensor
+from regard.scores import Dot
 from regard.shared_prefix import attend_shared
 
 QK, V = 16, 24
@@ -24,7 +25,7 @@ def tokens_of(count: int, batch: int = 1, kv_heads: int = 2) -> tuple[Tensor, Te
 def calls(run: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[int, ...]]]:
     """What comes out, and q's batch, its queries and the keys of every call that was made for it."""
     seen: list[tuple[int, ...]] = []
-    with watching(lambda call: seen.append((call.q.shape[0], call.q.shape[2], call.k.shape[2]))):
+    with observe_calls(lambda call: seen.append((call.q.shape[0], call.q.shape[2], call.k.shape[2]))):
         out = run()
     return out, seen
 
@@ -164,7 +165,7 @@ def test_as_many_keys_as_queries_before_the_last_are_enough():
 
 def test_handles_serve_as_a_prefix():
     pool, own = PagePool(page=16, codec=Int8()), PagePool(page=16)
-    prefix: tuple[Stored, Stored] = pool.append([pool.sequence()], *tokens_of(150))
+    prefix: tuple[StoredTensor, StoredTensor] = pool.append([pool.sequence()], *tokens_of(150))
     rows = [own.sequence() for _ in range(3)]
     own.append(rows[:1], *tokens_of(20))
     k, v = own.append(rows, *tokens_of(2, batch=3))

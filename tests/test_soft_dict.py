@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Additive, Bilinear, Cosine, Epanechnikov, Gaussian, ProblemError, Score, SoftDict, attend
+from regard import ProblemError, attend
+from regard.scores import Additive, Bilinear, Cosine, Epanechnikov, Gaussian, Score, SoftDict
 
 SCORES: list[Score | None] = [
     None,

@@ -6,23 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import (
-    Alibi,
-    Causal,
-    Cosine,
-    Int4,
-    Int8,
-    Mask,
-    ProblemError,
-    Stored,
-    TensorBias,
-    Window,
-    attend,
-    attend_state,
-    explain,
-    watching,
-)
+from regard import Alibi, Causal, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain, observe_calls
+from regard.cache import Int4, Int8, StoredTensor
 from regard.describe.hadamard import hadamard
+from regard.scores import Cosine
 from tests.storage import coded, paged, plain
 
 
@@ -30,10 +17,10 @@ def normal(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
 
 
-def mixed(t: Tensor, codec: Int4 | Int8, *, keys: bool) -> Stored:
+def mixed(t: Tensor, codec: Int4 | Int8, *, keys: bool) -> StoredTensor:
     """Plain tokens, a middle of codes, plain tokens."""
     parts = (plain(t[:, :, :5]), coded(t[:, :, 5:69], codec, keys=keys), plain(t[:, :, 69:]))
-    return Stored(parts, tuple(t.shape), t.dtype)  # pyright: ignore[reportArgumentType]
+    return StoredTensor(parts, tuple(t.shape), t.dtype)  # pyright: ignore[reportArgumentType]
 
 
 K, V, Q = normal(2, 3, 83, 8), normal(2, 3, 83, 11), normal(2, 6, 7, 8, seed=1)
@@ -45,8 +32,8 @@ STORED = {
 }
 
 
-def dense(side: Tensor | Stored) -> Tensor:
-    return side.dense() if isinstance(side, Stored) else side
+def dense(side: Tensor | StoredTensor) -> Tensor:
+    return side.dense() if isinstance(side, StoredTensor) else side
 
 
 @pytest.mark.parametrize("engine", ["native", "reference", "reference64"])
@@ -91,17 +78,17 @@ def test_queries_may_want_gradients() -> None:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_rotated_ones_are_met_by_rotated_queries(backend: str | None) -> None:
-    k, v = (Stored((plain(hadamard(t)),), tuple(t.shape), t.dtype, rotated=True) for t in (K, V))  # pyright: ignore[reportArgumentType]
+    k, v = (StoredTensor((plain(hadamard(t)),), tuple(t.shape), t.dtype, rotated=True) for t in (K, V))  # pyright: ignore[reportArgumentType]
     expected = attend_state(Q, K, V, mask=Causal())
     found = attend_state(Q, k, v, mask=Causal(), backend=backend)
     assert torch.allclose(found.out, expected.out, atol=1e-5)
     assert torch.allclose(found.lse, expected.lse, atol=1e-5)
 
 
-def ragged(lengths: list[int]) -> tuple[Stored, Stored]:
+def ragged(lengths: list[int]) -> tuple[StoredTensor, StoredTensor]:
     ends = torch.tensor(lengths)
     k, v = (paged(t, 16) for t in (K, V))
-    both = (Stored((s.parts[0]._replace(ends=ends),), tuple(s.shape), s.dtype, ends) for s in (k, v))  # pyright: ignore[reportArgumentType]
+    both = (StoredTensor((s.parts[0]._replace(ends=ends),), tuple(s.shape), s.dtype, ends) for s in (k, v))  # pyright: ignore[reportArgumentType]
     return next(both), next(both)
 
 
@@ -120,7 +107,7 @@ def test_a_traced_call_is_the_same() -> None:
     for k, v in (STORED["int8"], ragged([83, 40])):
 
         @torch.compile(backend="aot_eager", fullgraph=False)
-        def step(q: Tensor, k: Stored = k, v: Stored | Tensor = v) -> Tensor:
+        def step(q: Tensor, k: StoredTensor = k, v: StoredTensor | Tensor = v) -> Tensor:
             return attend(2 * q, k, v, mask=Causal())
 
         assert torch.allclose(step(Q), attend(2 * Q, k, v, mask=Causal()), atol=1e-6)
@@ -130,7 +117,7 @@ def test_a_traced_call_is_the_same() -> None:
 def test_a_traced_call_on_handles_is_one_graph(name: str) -> None:
     k, v = ragged([83, 40]) if name == "ragged" else STORED.get(name, (K, V))
     if name == "rotated":
-        k, v = (Stored((plain(hadamard(t)),), tuple(t.shape), t.dtype, rotated=True) for t in (K, V))  # pyright: ignore[reportArgumentType]
+        k, v = (StoredTensor((plain(hadamard(t)),), tuple(t.shape), t.dtype, rotated=True) for t in (K, V))  # pyright: ignore[reportArgumentType]
     step = torch.compile(lambda q: attend(q, k, v, mask=Causal()), backend="aot_eager", fullgraph=True)
     assert torch.allclose(step(Q), attend(Q, k, v, mask=Causal()), atol=1e-5)
 
@@ -141,15 +128,15 @@ def test_plans_tell_how_keys_are_stored_and_what_is_read() -> None:
     assert "stored as float32 + int8 + float32" in str(plan)
     assert "gather: keys and values" in str(plan)
     assert plan.bytes < explain(Q, dense(k), dense(v), mask=Causal()).bytes
-    turned = Stored((plain(hadamard(K)),), tuple(K.shape), K.dtype, rotated=True)  # pyright: ignore[reportArgumentType]
-    other = Stored((plain(hadamard(V)),), tuple(V.shape), V.dtype, rotated=True)  # pyright: ignore[reportArgumentType]
+    turned = StoredTensor((plain(hadamard(K)),), tuple(K.shape), K.dtype, rotated=True)  # pyright: ignore[reportArgumentType]
+    other = StoredTensor((plain(hadamard(V)),), tuple(V.shape), V.dtype, rotated=True)  # pyright: ignore[reportArgumentType]
     assert "Hadamard" in str(explain(Q, turned, other)) or "gather" in str(explain(Q, turned, other))
 
 
 def test_who_watches_is_given_tensors() -> None:
     k, v = STORED["int8"]
     seen: list[Tensor] = []
-    with watching(lambda call: seen.extend((call.k, call.v))):
+    with observe_calls(lambda call: seen.extend((call.k, call.v))):
         attend(Q, k, v)
     assert torch.equal(seen[0], dense(k))
     assert torch.equal(seen[1], dense(v))
@@ -173,7 +160,7 @@ def test_masked_nan_in_stored_values_never_shows() -> None:
         (lambda: attend(Q.double(), paged(K, 3), paged(V, 3)), "one type"),
         (lambda: attend(Q[:1], paged(K, 3), paged(V, 3)), "batch rows"),
         (lambda: attend(Q, ragged([83, 40])[0], V), "one cache"),
-        (lambda: attend(Q, Stored((plain(K),), (2, 3, 83, 8), K.dtype, rotated=True), V), "one cache"),
+        (lambda: attend(Q, StoredTensor((plain(K),), (2, 3, 83, 8), K.dtype, rotated=True), V), "one cache"),
         (lambda: attend(Q, *ragged([83, 40]), mask="causal"), r"the text 'causal'.* say mask=Causal\(\)"),  # pyright: ignore[reportArgumentType]
     ],
     ids=["offset", "bias", "type", "tokens", "dtype", "batch", "lengths", "rotated", "mask"],

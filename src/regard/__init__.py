@@ -2,99 +2,66 @@
 
 Say in one line which tokens may look at which; regard computes it exactly and fast on the machine at hand, tells what
 it costs before it runs, and shows what it did afterwards.
+
+What most programs use is here. The rest is grouped:
+
+- `regard.rope`: scalings of rotary embeddings. `regard.scores`: other scores than the dot product, kernel regression.
+- `regard.cache`: layouts, codecs and eviction policies of KV caches. `regard.nn`: modules.
+- `regard.linear`: linear (kernel) attention. `regard.inspect`: what heads do. `regard.integrate`: transformers.
 """
 
-from regard.attend import Call, altering, attend, attend_state, explain, watching
+from regard.attend import Call, attend, attend_state, explain, observe_calls, replace_outputs
+from regard.cache import KVCache
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.feature import Elu1, Favor, Feature, Relu, Taylor
 from regard.describe.mask import Mask, draw
-from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
-from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
-from regard.describe.position import Absolute, Learned, Position, Rope, Sinusoidal
-from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Scaling, Yarn
-from regard.describe.score import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, Stored
+from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
+from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
+from regard.describe.position import Learned, Position, Rope, Sinusoidal
 from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
-from regard.linear.attend import linear_attend
-from regard.nadaraya_watson import nadaraya_watson
+from regard.nn import MultiHeadAttention
 from regard.plan.choose import Plan
 from regard.shared_prefix import attend_shared
-from regard.soft_dict import SoftDict
 from regard.state import State
 from regard.torch_signature import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "NTK",
-    "Absolute",
-    "Additive",
     "Alibi",
     "Bias",
-    "Bilinear",
     "Blocks",
     "Call",
     "Causal",
-    "Codec",
-    "Contiguous",
-    "Cosine",
-    "Dense",
     "Dilated",
     "Documents",
-    "Dot",
-    "DynamicNTK",
-    "Elu1",
-    "Epanechnikov",
-    "Favor",
-    "Feature",
-    "Fp8",
-    "Gaussian",
     "Global",
-    "Int4",
-    "Int8",
-    "Laplacian",
-    "Latent",
-    "Layout",
+    "KVCache",
+    "KeyLengths",
     "Learned",
-    "Lengths",
-    "Linear",
-    "Llama3",
-    "LongRope",
     "Mask",
-    "Paged",
+    "MaskFunction",
+    "MultiHeadAttention",
     "Plan",
     "Position",
     "Prefix",
     "ProblemError",
-    "Proportional",
     "RefusalError",
     "RegardError",
-    "Relu",
-    "Rolling",
     "Rope",
-    "Scaling",
-    "Score",
     "Sinusoidal",
     "SlowWarning",
-    "SoftDict",
     "State",
-    "Stored",
     "T5Bias",
-    "Taylor",
     "TensorBias",
+    "TensorMask",
     "Tree",
-    "Where",
     "Window",
-    "Yarn",
-    "altering",
     "attend",
     "attend_shared",
     "attend_state",
     "draw",
     "explain",
-    "linear_attend",
-    "nadaraya_watson",
+    "observe_calls",
+    "replace_outputs",
     "scaled_dot_product_attention",
-    "watching",
 ]

@@ -14,7 +14,7 @@ from regard.describe.bias import Bias
 from regard.describe.elsewhere import refuse_keywords
 from regard.describe.mask import Mask
 from regard.describe.score import Score
-from regard.describe.storage import Stored
+from regard.describe.storage import StoredTensor
 from regard.errors import ProblemError
 from regard.operator import attend_traced, is_counted
 from regard.plan.choose import Plan, choose
@@ -58,7 +58,7 @@ _watchers: ContextVar[Watchers] = ContextVar("watchers", default=())
 
 
 @contextmanager
-def watching(tell: Callable[[Call], None]) -> Generator[None]:
+def observe_calls(tell: Callable[[Call], None]) -> Generator[None]:
     """Tell `tell` of each call of `attend` and `attend_state` made inside, in this thread.
 
     Calls that torch traces are not told, as they are not run.
@@ -66,7 +66,7 @@ def watching(tell: Callable[[Call], None]) -> Generator[None]:
     >>> import torch
     >>> from regard import attend
     >>> q = torch.randn(1, 2, 3, 8)
-    >>> with watching(lambda call: print(call.plan.backend, tuple(call.lse.shape))):
+    >>> with observe_calls(lambda call: print(call.plan.backend, tuple(call.lse.shape))):
     ...     _ = attend(q, q, q)
     native (1, 2, 3)
     """
@@ -79,7 +79,7 @@ def watching(tell: Callable[[Call], None]) -> Generator[None]:
 
 
 @contextmanager
-def altering(change: Callable[[Call], Tensor]) -> Generator[None]:
+def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
     """Let `change` say what each call of `attend` made inside gives, in this thread: to ablate heads, or weigh them.
 
     What it returns, [batch, heads, queries, v_dim] in the type of `call.out`, is what the caller of `attend` gets: the
@@ -93,7 +93,7 @@ def altering(change: Callable[[Call], Tensor]) -> Generator[None]:
     >>> import torch
     >>> from regard import attend
     >>> q = torch.ones(1, 2, 3, 8)
-    >>> with altering(lambda call: call.out * torch.tensor([1.0, 0.0])[:, None, None]):
+    >>> with replace_outputs(lambda call: call.out * torch.tensor([1.0, 0.0])[:, None, None]):
     ...     attend(q, q, q)[0, :, 0, 0]
     tensor([1., 0.])
     """
@@ -112,8 +112,8 @@ def _entered(watcher: Callable[[Call], Tensor | None]) -> Generator[None]:
 
 def attend(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
-    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | StoredTensor,
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -185,8 +185,8 @@ def attend(
 
 def attend_state(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
-    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | StoredTensor,
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -231,8 +231,8 @@ def attend_state(
 
 def explain(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
-    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | StoredTensor,
     *,
     mask: Mask | None = None,
     bias: Bias | None = None,
@@ -272,10 +272,14 @@ def explain(
     return choose(problem, operands, backend)
 
 
-def _autocast(q: Tensor, k: Tensor | Stored, v: Tensor | Stored) -> tuple[Tensor, Tensor | Stored, Tensor | Stored]:
+def _autocast(
+    q: Tensor, k: Tensor | StoredTensor, v: Tensor | StoredTensor
+) -> tuple[Tensor, Tensor | StoredTensor, Tensor | StoredTensor]:
     """The three in the type that `torch.autocast` asks for, where it is on; as torch's own attention does."""
     whatever: tuple[Any, ...] = (q, k, v)
-    if not all(isinstance(t, Tensor | Stored) for t in whatever) or not torch.amp.is_autocast_available(q.device.type):
+    if not all(isinstance(t, Tensor | StoredTensor) for t in whatever) or not torch.amp.is_autocast_available(
+        q.device.type
+    ):
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v

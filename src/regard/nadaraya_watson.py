@@ -48,7 +48,7 @@ def nadaraya_watson(
         ProblemError: shapes that make no regression.
 
     >>> import torch
-    >>> from regard import Gaussian, nadaraya_watson
+    >>> from regard.scores import Gaussian, nadaraya_watson
     >>> x = torch.linspace(0, 6, 601, dtype=torch.float64)
     >>> nadaraya_watson(torch.tensor([1.0, 2.0], dtype=torch.float64), x, x.sin(), kernel=Gaussian(0.1))
     tensor([0.8373, 0.9048], dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The operator that torch sees: `regard::attend`, with a schema, a fake kernel, autograd and vmap.
 
 What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is
-whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/word.py`). A call
+whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/spec.py`). A call
 that is not traced does not come here: it runs its engine directly, which costs less, and which the reference can
 differentiate twice. Only where a dispatch mode is on does it come here too, so that torch's FLOP counter sees it.
 
@@ -20,12 +20,12 @@ from torch.utils.flop_counter import register_flop_formula
 from regard.backend.contract import Resumable
 from regard.cost import attention as cost
 from regard.describe.bias import Bias
-from regard.describe.mask import And, Frame, Mask, Not, Or
-from regard.describe.mask_by_table import Dense, Where
+from regard.describe.mask import And, CallSizes, Mask, Not, Or
+from regard.describe.mask_by_table import MaskFunction, TensorMask
 from regard.describe.score import Dot, Score
-from regard.describe.storage import Stored
+from regard.describe.spec import deserialize
+from regard.describe.storage import StoredTensor
 from regard.describe.tensors import is_without_data
-from regard.describe.word import unspell
 from regard.errors import RefusalError
 from regard.plan.choose import check_engine
 from regard.plan.execute import execute
@@ -68,8 +68,8 @@ def is_counted() -> bool:
 
 def attend_traced(
     q: Tensor,
-    k: Tensor | Stored,
-    v: Tensor | Stored,
+    k: Tensor | StoredTensor,
+    v: Tensor | StoredTensor,
     *,
     mask: Mask | None,
     bias: Bias | None,
@@ -95,7 +95,7 @@ def attend_traced(
         check_offset_tensor(offset)
     elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
-    if isinstance(k, Stored) or isinstance(v, Stored):  # an operator takes tensors
+    if isinstance(k, StoredTensor) or isinstance(v, StoredTensor):  # an operator takes tensors
         mask, (stored_k, stored_v) = handles(k, v, mask, bias, offset)
         k, v = stored_k.dense(), stored_v.dense()
     check_tensors(q, k, v)
@@ -105,9 +105,9 @@ def attend_traced(
     start = k.shape[2] - q.shape[2] if offset is None else offset
     if mask is not None:
         mask = _tabulated(mask, q, k.shape[2], start)
-    mask_text = "" if mask is None else mask.spell(carried, numbers)
-    bias_text = "" if bias is None else bias.spell(carried, numbers)
-    score_text = "" if score is None else score.spell(carried, numbers)
+    mask_text = "" if mask is None else mask.serialize(carried, numbers)
+    bias_text = "" if bias is None else bias.serialize(carried, numbers)
+    score_text = "" if score is None else score.serialize(carried, numbers)
     if isinstance(start, Tensor):  # as an int it would become a constant of the graph
         carried.append(start)
         start = None
@@ -121,16 +121,18 @@ def attend_traced(
 
 
 def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
-    """The mask with every `Where` evaluated, as its function cannot pass through an operator; others' words as well."""
+    """The mask with each `MaskFunction` evaluated: functions cannot pass through an operator. User specs too."""
     if isinstance(mask, And | Or):
         return type(mask)(_tabulated(mask.a, q, keys, start), _tabulated(mask.b, q, keys, start))
     if isinstance(mask, Not):
         return Not(_tabulated(mask.a, q, keys, start))
-    if not isinstance(mask, Where) and mask.can_be_spelled():
+    if not isinstance(mask, MaskFunction) and mask.can_be_serialized():
         return mask
     batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
     row = queries[:, None] + start
-    return Dense(mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device)))
+    return TensorMask(
+        mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device))
+    )
 
 
 def _run(
@@ -140,8 +142,8 @@ def _run(
     numbers, mask, bias, score, scale, softcap, dropout, seed, offset, backend, wants_lse = rest
     prepared = prepare(
         q, k, v,
-        mask=cast(Mask, unspell(mask, carried, numbers)) if mask else None,
-        bias=cast(Bias, unspell(bias, carried, numbers)) if bias else None,
+        mask=cast(Mask, deserialize(mask, carried, numbers)) if mask else None,
+        bias=cast(Bias, deserialize(bias, carried, numbers)) if bias else None,
         score=_score(score, carried, numbers),
         scale=scale, softcap=softcap, sink=sink, dropout=dropout,
         offset=carried[-1] if offset is None else offset, backend=backend, lse=wants_lse,
@@ -157,7 +159,7 @@ def _run(
 
 
 def _score(text: str, carried: Sequence[Tensor], numbers: Sequence[int]) -> Score | None:
-    return cast(Score, unspell(text, carried, numbers)) if text else None
+    return cast(Score, deserialize(text, carried, numbers)) if text else None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -250,8 +252,8 @@ def _counted(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor
     if not text or any(map(is_without_data, carried)):
         return schedule(None, tile=128, offset=0, **sizes)
     sizes["offset"] = int(carried[-1]) if offset is None else offset
-    mask = cast(Mask, unspell(text, carried, numbers))
-    return schedule(mask.at(Frame(**sizes)), tile=128, **sizes)
+    mask = cast(Mask, deserialize(text, carried, numbers))
+    return schedule(mask.bind(CallSizes(**sizes)), tile=128, **sizes)
 
 
 def _score_dim(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> int:

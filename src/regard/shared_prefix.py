@@ -17,7 +17,7 @@ from regard.attend import attend, attend_state
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
-from regard.describe.storage import Part, Stored
+from regard.describe.storage import Part, StoredTensor
 from regard.errors import ProblemError
 from regard.state import State
 
@@ -27,10 +27,10 @@ LEAST = 64
 
 def attend_shared(
     q: Float[Tensor, "batch heads queries qk_dim"],
-    k: Float[Tensor, "batch kv_heads keys qk_dim"] | Stored,
-    v: Float[Tensor, "batch kv_heads keys v_dim"] | Stored,
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | StoredTensor,
     *,
-    prefix: tuple[Tensor | Stored, Tensor | Stored] | None = None,
+    prefix: tuple[Tensor | StoredTensor, Tensor | StoredTensor] | None = None,
     mask: Mask | None = None,
     score: Score | None = None,
     scale: float | None = None,
@@ -97,8 +97,8 @@ class _Shared:
     """Keys and values, [1, kv_heads, keys, dim], that these batch rows have in common."""
 
     rows: list[int]
-    k: Tensor | Stored
-    v: Tensor | Stored
+    k: Tensor | StoredTensor
+    v: Tensor | StoredTensor
 
     def attend(self, q: Tensor, words: dict[str, Any]) -> State:
         """The state of all rows over these keys: of the others, which see none of them, it is empty."""
@@ -128,7 +128,7 @@ class _Pages:
         marks: int64 [batch, pages]: equal where two rows have the same page; beyond a row's last, no other's.
     """
 
-    stored: Stored
+    stored: StoredTensor
     begins: Tensor
     ends: Tensor
     counts: Tensor
@@ -139,7 +139,7 @@ class _Pages:
         """Tokens of a page."""
         return self.stored.parts[0].page
 
-    def stretch(self, t: Stored, row: int, start: int, stop: int) -> Stored:
+    def stretch(self, t: StoredTensor, row: int, start: int, stop: int) -> StoredTensor:
         """The pages start .. stop - 1 of a row of t, which has its tokens where `stored` has them."""
         parts: list[Part] = []
         before = 0
@@ -151,9 +151,9 @@ class _Pages:
                 parts.append(part._replace(tokens=(last - first) * part.page, table=table, ends=None))
             before += count
         shape = (1, t.shape[1], (stop - start) * self.page, t.shape[3])
-        return Stored(tuple(parts), shape, t.dtype, None, t.rotated)
+        return StoredTensor(tuple(parts), shape, t.dtype, None, t.rotated)
 
-    def rest(self, t: Stored, starts: Tensor) -> Stored:
+    def rest(self, t: StoredTensor, starts: Tensor) -> StoredTensor:
         """What each row has from this page of its own on, int64 [batch]."""
         parts: list[Part] = []
         left, over = starts, torch.zeros_like(starts)
@@ -172,19 +172,21 @@ class _Pages:
         longest = int(lengths.max())
         parts = parts or [t.parts[-1]._replace(tokens=0, ends=None)]
         shape = (t.shape[0], t.shape[1], longest, t.shape[3])
-        return Stored(tuple(parts), shape, t.dtype, _unless_alike(lengths), t.rotated)
+        return StoredTensor(tuple(parts), shape, t.dtype, _unless_alike(lengths), t.rotated)
 
 
-def _found(k: Tensor | Stored, v: Tensor | Stored, before: int) -> tuple[Stored, Stored, list[_Shared]]:
+def _found(
+    k: Tensor | StoredTensor, v: Tensor | StoredTensor, before: int
+) -> tuple[StoredTensor, StoredTensor, list[_Shared]]:
     """What rows have in common, by their tables; and what is left of each."""
     for name, t in (("k", k), ("v", v)):
-        if not isinstance(t, Stored):
+        if not isinstance(t, StoredTensor):
             raise ProblemError(
                 f"{name} is {type(t).__name__} and no prefix is given: nothing says what rows share. Give "
                 "prefix=(keys, values), or the handles of a PagePool or of KVCache(Paged())."
             )
-    assert isinstance(k, Stored)
-    assert isinstance(v, Stored)
+    assert isinstance(k, StoredTensor)
+    assert isinstance(v, StoredTensor)
     pages = _pages(k, before)
     if pages is None or not _lies_alike(k, v):
         return k, v, []
@@ -200,7 +202,7 @@ def _found(k: Tensor | Stored, v: Tensor | Stored, before: int) -> tuple[Stored,
     return pages.rest(k, own), pages.rest(v, own), shared
 
 
-def _pages(t: Stored, before: int) -> _Pages | None:
+def _pages(t: StoredTensor, before: int) -> _Pages | None:
     """The pages of a handle that may be shared, none of the last `before` tokens in them; None: it has no tables."""
     page = t.parts[0].page
     if any(part.table is None or part.skip or part.page != page for part in t.parts):
@@ -274,7 +276,7 @@ def _unless_alike(ends: Tensor) -> Tensor | None:
     return None if bool((ends == ends[0]).all()) else ends
 
 
-def _lies_alike(k: Stored, v: Stored) -> bool:
+def _lies_alike(k: StoredTensor, v: StoredTensor) -> bool:
     """Whether keys and values of a token lie on pages of the same numbers."""
     return len(k.parts) == len(v.parts) and all(
         ours.table is theirs.table
@@ -283,16 +285,16 @@ def _lies_alike(k: Stored, v: Stored) -> bool:
     )
 
 
-def _check_prefix(q: object, k: Tensor | Stored, prefix: object, before: int) -> None:
+def _check_prefix(q: object, k: Tensor | StoredTensor, prefix: object, before: int) -> None:
     if not isinstance(prefix, tuple) or len(cast(tuple[Any, ...], prefix)) != 2:
         raise ProblemError("prefix: expected (keys, values), tensors or handles of one batch row.")
     for name, t in zip(("keys", "values"), cast(tuple[object, object], prefix), strict=True):
-        if not isinstance(t, Tensor | Stored) or t.ndim != 4 or t.shape[0] != 1:
-            what = f"{list(t.shape)}" if isinstance(t, Tensor | Stored) else type(t).__name__
+        if not isinstance(t, Tensor | StoredTensor) or t.ndim != 4 or t.shape[0] != 1:
+            what = f"{list(t.shape)}" if isinstance(t, Tensor | StoredTensor) else type(t).__name__
             raise ProblemError(f"the {name} of the prefix are {what}: expected [1, kv_heads, keys, dim].")
     if not isinstance(q, Tensor) or q.ndim != 4:
         return  # attend says so
-    lengths = k.lengths if isinstance(k, Stored) else None
+    lengths = k.lengths if isinstance(k, StoredTensor) else None
     least = k.shape[2] if lengths is None else int(lengths.min())
     if least < before:
         raise ProblemError(

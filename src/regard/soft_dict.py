@@ -35,7 +35,7 @@ class SoftDict:
         score: how a query is compared with a key; None for the dot product.
 
     >>> import torch
-    >>> from regard import SoftDict
+    >>> from regard.scores import SoftDict
     >>> colours = SoftDict(torch.eye(3), torch.tensor([[10.0], [20.0], [30.0]]), temperature=0.1)
     >>> colours.look_up(torch.tensor([0.0, 1.0, 0.2]))
     tensor([20.0029])
@@ -107,7 +107,7 @@ class SoftDict:
 
     def _scores(self, queries: Tensor) -> Tensor:
         """[queries, keys], in float32 or float64."""
-        score = (self.score or Dot()).at(1, 1)
+        score = (self.score or Dot()).bind(1, 1)
         score.dim(queries.shape[1], self.keys.shape[1])
         wide = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
         with torch.autocast(self.keys.device.type, enabled=False):

@@ -15,7 +15,7 @@ from regard.attend import attend
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, TorchError
 from regard.plan.problem import check_readable
 
@@ -101,7 +101,7 @@ def _attended(
 def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None, Bias | None]:
     check_readable("attn_mask", attn_mask, "a tensor, as torch does (attend takes masks in words)")
     four = _mask_four(attn_mask, lead)
-    return (Dense(four), None) if attn_mask.dtype == torch.bool else (None, TensorBias(four))
+    return (TensorMask(four), None) if attn_mask.dtype == torch.bool else (None, TensorBias(four))
 
 
 def _is_causal_bias(attn_mask: Any) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Alibi, Causal, Documents, Lengths, TensorBias, Window, attend
+from regard import Alibi, Causal, Documents, KeyLengths, TensorBias, Window, attend
 from regard.bench.case import Case
 from regard.bench.torch_way import absence, ways
 
@@ -15,7 +15,7 @@ CASES = {
     "some last tokens": Case("", 3, 13, 4, 2, 5, mask=Causal),
     "window": Case("", 13, 13, 4, 2, 5, mask=lambda: Causal() & Window(3)),
     "documents": Case("", 13, 13, 4, 2, 5, mask=lambda: Causal() & Documents(torch.arange(13) // 5)),
-    "lengths": Case("", 13, 13, 4, 2, 5, batch=2, mask=lambda: Lengths(torch.tensor([3, 13]))),
+    "lengths": Case("", 13, 13, 4, 2, 5, batch=2, mask=lambda: KeyLengths(torch.tensor([3, 13]))),
     "alibi": Case("", 13, 13, 4, 2, 5, mask=Causal, bias=lambda _: Alibi(4)),
     "a bias alone": Case("", 7, 13, 4, 2, 5, bias=lambda _: TensorBias(torch.randn(4, 7, 13))),
     "other values": Case("", 13, 13, 4, 2, 5, v_dim=3, mask=Causal),

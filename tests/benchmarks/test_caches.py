@@ -15,7 +15,7 @@ from benchmarks.cache_pictures import Bar, Dot
 from benchmarks.cache_steps import BESIDE, LATENTS, PLAIN, WAYS, Held
 from regard.bench.rounds import Effort
 from regard.describe.codec import Int4, Int8
-from regard.describe.storage import Paged, Stored
+from regard.describe.storage import Paged, StoredTensor
 from regard.integrate.cache import regard_cache
 from tests.integrate.zoo import model
 
@@ -67,7 +67,7 @@ def test_pages_of_a_cache_are_scattered_over_the_pool():
     paged = next(way for way in WAYS if way.name == "Paged(16), bf16")
     held = Held.of(paged, tokens=160, cold=1_000_000)
     k = held.found[0][0]
-    assert isinstance(k, Stored)
+    assert isinstance(k, StoredTensor)
     table = k.parts[0].table
     assert table is not None
     assert (table[0, 1:10].diff() >= len(held.caches)).all()

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Causal, Lengths, ProblemError, Window
+from regard import Causal, KeyLengths, ProblemError, Window
 from regard.cache import column_sums as room
 from regard.cache.column_sums import Asked, column_sums
 from regard.describe.mask import Mask
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 
 
 def dense_sums(q: Tensor, k: Tensor, keep: Tensor, scale: float | None = None) -> Tensor:
@@ -60,9 +60,9 @@ def test_old_keys_are_visible_to_all_new_queries():
 @pytest.mark.parametrize(
     "mask",
     [
-        pytest.param(Causal() & Lengths(torch.tensor([29, 11])), id="padding"),
+        pytest.param(Causal() & KeyLengths(torch.tensor([29, 11])), id="padding"),
         pytest.param(Causal() & Window(7), id="window"),
-        pytest.param(Dense(torch.rand(2, 6, 17, 29, generator=torch.Generator().manual_seed(1)) > 0.4), id="any"),
+        pytest.param(TensorMask(torch.rand(2, 6, 17, 29, generator=torch.Generator().manual_seed(1)) > 0.4), id="any"),
     ],
 )
 def test_a_mask_counts_as_attend_has_it(mask: Mask, tile: int, monkeypatch: pytest.MonkeyPatch):
@@ -71,14 +71,14 @@ def test_a_mask_counts_as_attend_has_it(mask: Mask, tile: int, monkeypatch: pyte
     b, h, i, j = (
         torch.arange(n).view([-1 if a == axis else 1 for a in range(4)]) for axis, n in enumerate((2, 6, 17, 29))
     )
-    keep = mask.mask if isinstance(mask, Dense) else mask.keep(b, h, i + 12, j)
+    keep = mask.mask if isinstance(mask, TensorMask) else mask.keep(b, h, i + 12, j)
     torch.testing.assert_close(column_sums(q, k, mask), dense_sums(q, k, keep))
 
 
 def test_a_key_that_no_query_sees_gets_nothing_whatever_it_holds():
     q, k = made(13, 13)
     k[1, :, 5:] = torch.nan
-    sums = column_sums(q, k, Causal() & Lengths(torch.tensor([13, 5])))
+    sums = column_sums(q, k, Causal() & KeyLengths(torch.tensor([13, 5])))
     assert (sums[1, :, 5:] == 0).all()
     assert sums[0].sum() == pytest.approx(13 * 3)
 
@@ -87,7 +87,7 @@ def test_a_query_that_sees_nothing_gives_nothing():
     q, k = made(5, 5)
     hidden = torch.ones(5, 5, dtype=torch.bool)
     hidden[2] = False
-    assert column_sums(q, k, Dense(hidden)).sum(-1) == pytest.approx(torch.full((2, 3), 4.0).numpy())
+    assert column_sums(q, k, TensorMask(hidden)).sum(-1) == pytest.approx(torch.full((2, 3), 4.0).numpy())
 
 
 def test_the_scale_is_that_of_the_call():
@@ -108,8 +108,8 @@ def test_half_precision_is_summed_in_float32(tile: int, monkeypatch: pytest.Monk
 
 def test_a_mask_that_does_not_fit_is_refused():
     q, k = made(5, 7)
-    with pytest.raises(ProblemError, match="Dense"):
-        column_sums(q, k, Dense(torch.ones(5, 6, dtype=torch.bool)))
+    with pytest.raises(ProblemError, match="TensorMask"):
+        column_sums(q, k, TensorMask(torch.ones(5, 6, dtype=torch.bool)))
     with pytest.raises(ProblemError, match="mask is Tensor: expected a regard mask"):
         column_sums(q, k, torch.ones(5, 7, dtype=torch.bool))
 
@@ -117,7 +117,7 @@ def test_a_mask_that_does_not_fit_is_refused():
 def test_a_part_of_the_queries_keeps_its_places():
     q, k = made(17, 29)
     keep = torch.rand(17, 29) > 0.4
-    for mask, kept in ((None, causal(17, 29)), (Dense(keep), keep)):
+    for mask, kept in ((None, causal(17, 29)), (TensorMask(keep), keep)):
         whole = Asked.of(q, 29, mask)
         some = whole.between(3, 11).column_sums(k)[:, :, :29]
         torch.testing.assert_close(some, dense_sums(q[:, :, 3:11], k, kept[3:11]))
@@ -131,7 +131,7 @@ def test_rows_that_were_selected_keep_their_rows_of_the_mask():
     q, k = made(7, 7)
     keep = torch.rand(2, 1, 7, 7) > 0.4
     rows = torch.tensor([1, 0, 1])
-    found = Asked.of(q, 7, Dense(keep)).selected(rows).column_sums(k[rows])
+    found = Asked.of(q, 7, TensorMask(keep)).selected(rows).column_sums(k[rows])
     torch.testing.assert_close(found, dense_sums(q[rows], k[rows], keep[rows]))
 
 

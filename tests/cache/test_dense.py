@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import Causal, ProblemError, attend
 from regard.cache import KVCache
-from regard.describe.storage import Contiguous, Stored
+from regard.describe.storage import Contiguous, StoredTensor
 
 
 def tokens_of(count: int, batch: int = 2, heads: int = 3, qk_dim: int = 5, v_dim: int = 7) -> tuple[Tensor, Tensor]:
@@ -180,18 +180,18 @@ def test_it_is_a_list_of_tokens(codec: torch.dtype | None, steps: list[tuple[str
             rows = torch.tensor(what) % batch
             cache.select(rows)
             kept, batch = [(k[rows], v[rows]) for k, v in kept], len(rows)
-        assert cache.tokens == cache.seen == len(kept)
+        assert cache.tokens == cache.tokens_seen == len(kept)
 
 
 def test_another_float_type_halves_the_bytes_and_is_handed_out_as_it_lies():
     cache, (k, v) = KVCache(codec=torch.float16), tokens_of(71)
     keys, values = cache.append(k, v)
-    assert isinstance(keys, Stored)
-    assert isinstance(values, Stored)
+    assert isinstance(keys, StoredTensor)
+    assert isinstance(values, StoredTensor)
     assert (keys.dtype, keys.parts[0].data.dtype) == (torch.float32, torch.float16)
     assert torch.equal(values.dense(), v.half().float())
     assert cache.bytes == 71 * 2 * 3 * (5 + 7) * 2
-    assert cache.held == cache.bytes
+    assert cache.allocated_bytes == cache.bytes
     same = KVCache(codec=torch.float32).append(k, v)[0]
     assert isinstance(same, Tensor)  # the type that they come in: nothing to say
 
@@ -199,7 +199,7 @@ def test_another_float_type_halves_the_bytes_and_is_handed_out_as_it_lies():
 def test_room_for_so_many_is_made_at_once_and_ends_there_without_loss():
     cache, (k, v) = KVCache(Contiguous(capacity=71)), tokens_of(71)
     first = append(cache, k[:, :, :3], v[:, :, :3])[0]
-    assert cache.held == 71 * 2 * 3 * (5 + 7) * 4
+    assert cache.allocated_bytes == 71 * 2 * 3 * (5 + 7) * 4
     last = append(cache, k[:, :, 3:70], v[:, :, 3:70])[0]
     assert first.data_ptr() == last.data_ptr()
     for new in (2, 5):
@@ -216,17 +216,17 @@ def test_tokens_are_forgotten_head_by_head():
     cache, (k, v) = KVCache(), tokens_of(101)
     cache.append(k, v)
     index = torch.stack([torch.randperm(101)[:37].sort().values for _ in range(6)]).view(2, 3, 37)
-    held = cache.held
+    held = cache.allocated_bytes
     cache._store.keep(index)
-    assert (cache.tokens, cache.seen) == (37, 101)
-    assert cache.held < held
+    assert (cache.tokens, cache.tokens_seen) == (37, 101)
+    assert cache.allocated_bytes < held
     more = tokens_of(2)
     for found, x, new in zip(append(cache, *more), (k, v), more, strict=True):
         kept = x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))
         assert torch.equal(found, torch.cat([kept, new], 2))
-    assert (cache.tokens, cache.seen) == (39, 103)
+    assert (cache.tokens, cache.tokens_seen) == (39, 103)
     cache.crop(102)
     assert cache.tokens == 38
     with pytest.raises(ProblemError, match=r"crop\(63\): expected a number from 64 to the 102"):
         cache.crop(63)
-    assert (cache.tokens, cache.seen) == (38, 102)
+    assert (cache.tokens, cache.tokens_seen) == (38, 102)

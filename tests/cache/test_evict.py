@@ -160,11 +160,11 @@ def test_every_float_type_is_served(kind: type[Eviction], options: dict[str, obj
 def test_memory_is_freed(kind: type[Eviction], options: dict[str, object]):
     s, cache = stream(2003), KVCache(evict=kind(101, **options))
     feed(cache, s, [2000])
-    before = cache.held
+    before = cache.allocated_bytes
     feed(cache, s, [1], 2000)
     assert cache.tokens == 102
     assert cache.bytes == 102 * before // 2000
-    assert cache.held < before / 10
+    assert cache.allocated_bytes < before / 10
 
 
 @every_word
@@ -251,7 +251,7 @@ def test_tokens_that_a_policy_surely_keeps_may_be_cropped_and_others_not(word: E
     feed(cache, s, [20])
     feed(cache, s, [2], 20)
     cache.crop(20 - recent)
-    assert (cache.tokens, cache.seen) == (11 - recent, 20 - recent)
+    assert (cache.tokens, cache.tokens_seen) == (11 - recent, 20 - recent)
     with pytest.raises(ProblemError, match=rf"crop\({19 - recent}\)"):
         cache.crop(19 - recent)
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, Lengths, ProblemError, Window
+from regard import Causal, KeyLengths, ProblemError, Window
 from regard.cache import hearing
 from regard.cache.column_sums import column_sums as sums_of_weights
 from regard.cache.evict import Eviction, Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 from tests.cache.evicted import Score, Stream, append, by_definition, feed, inside, kept_by, stream, weights
 
 SIZES = [23, 1, 1, 5, 1, 1, 1, 7, 1, 1, 1]
@@ -183,8 +183,8 @@ def test_after_the_prompt_no_query_is_held():
     assert not inside(cache)[0].asked
 
 
-@pytest.mark.parametrize("mask", [None, Dense(torch.ones(41, 41, dtype=torch.bool))], ids=["causal", "of places"])
-def test_queries_with_a_mask_of_their_own_vote_once(mask: Dense | None):
+@pytest.mark.parametrize("mask", [None, TensorMask(torch.ones(41, 41, dtype=torch.bool))], ids=["causal", "of places"])
+def test_queries_with_a_mask_of_their_own_vote_once(mask: TensorMask | None):
     """It says which places they saw, and those are not the same after tokens went."""
     s, cache = stream(60), KVCache(evict=SnapKV(17, window=5, once=False))
     q, k, v = s.tokens(0, 41)
@@ -246,7 +246,7 @@ def test_a_mask_goes_along():
     s, keep = stream(41), torch.ones(40, 40, dtype=torch.bool)
     keep[:, 7:23] = False
     for word, said in ((H2O(20, recent=2), False), (TOVA(20), False), (SnapKV(20, window=5, kernel=1), False)):
-        for mask in (Causal() & Dense(keep), None):
+        for mask in (Causal() & TensorMask(keep), None):
             cache = KVCache(evict=word)
             _, k, v = s.tokens(0, 40)
             cache.append(k, v)
@@ -261,7 +261,7 @@ def test_a_mask_of_the_whole_prompt_serves_its_last_queries():
     cache = KVCache(evict=SnapKV(15, window=4, kernel=1, sinks=0))
     _, k, v = s.tokens(0, 40)
     cache.append(k, v)
-    cache.observe(s.q[:, :, :40], mask=Dense(keep))
+    cache.observe(s.q[:, :, :40], mask=TensorMask(keep))
     kept = feed(cache, s, [1], 40)[0]
     group = s.k[:, :, :40].repeat_interleave(2, 1)
     a = (s.q[:, :, 36:40] @ group.mT / 8**0.5).masked_fill(~keep[36:], -torch.inf).softmax(-1)
@@ -275,7 +275,7 @@ def test_padding_at_the_end_of_a_row_goes_first():
     cache = KVCache(evict=H2O(15, recent=0, sinks=0))
     _, k, v = s.tokens(0, 40)
     cache.append(k, v)
-    cache.observe(s.q[:, :, :40], mask=Causal() & Lengths(torch.tensor([40, 15])))
+    cache.observe(s.q[:, :, :40], mask=Causal() & KeyLengths(torch.tensor([40, 15])))
     kept = feed(cache, s, [1], 40)[0]
     assert (kept[1] == torch.arange(15)).all()
     assert (kept[0] > 15).any()
@@ -312,7 +312,7 @@ def test_far_back_the_queries_that_are_missing_are_shown_again_and_nothing_else(
     _, k, v = s.tokens(80, 81)
     with pytest.raises(ProblemError, match=r"the last 20 tokens never came.* show those .* again"):
         cache.append(k, v)
-    assert (cache.tokens, cache.seen) == (80, 80)
+    assert (cache.tokens, cache.tokens_seen) == (80, 80)
     cache.observe(s.q[:, :, 60:80])
     expected = feed(KVCache(evict=word), s, [80, 1, 1, 1])
     assert expected[1].shape[2] < 80
@@ -371,7 +371,7 @@ class TestQueriesMustCome:
         cache.append(k[:, :, :23], v[:, :, :23])
         with pytest.raises(ProblemError, match=r"the last 23 tokens never came: call cache.observe\(q\)"):
             cache.append(k[:, :, 23:24], v[:, :, 23:24])
-        assert (cache.tokens, cache.seen) == (23, 23)
+        assert (cache.tokens, cache.tokens_seen) == (23, 23)
         cache.observe(s.q[:, :, :23])
         cache.append(k[:, :, 23:24], v[:, :, 23:24])
         assert cache.tokens == 12

@@ -12,7 +12,7 @@ from regard import Causal, ProblemError
 from regard.cache import expected_attention as room
 from regard.cache.expected_attention import ExpectedAttention, Moments, expected_scores
 from regard.cache.kv_cache import KVCache
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Yarn
 from regard.describe.storage import Latent
@@ -126,7 +126,7 @@ def test_padding_asks_nothing():
         q = q.clone()
         q[1, :, :9] += noise
         cache.append(k, v)
-        cache.observe(q, mask=Causal() & Dense(keep))
+        cache.observe(q, mask=Causal() & TensorMask(keep))
         kept += feed(cache, s, [1], 40)
     assert torch.equal(*kept)
     scores = dense_scores(s.q[1:, :, 9:40], s.rows([1]), 40, sinks=4, scale=8**-0.5, values=False)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from regard import Causal, ProblemError, Rope, Stored, attend, explain
-from regard.cache import KVCache, PagePool
+from regard import Causal, ProblemError, Rope, attend, explain
+from regard.cache import KVCache, PagePool, StoredTensor
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Found
@@ -68,10 +68,10 @@ def test_every_layout_takes_every_codec_and_policy(layout: str, codec: str, poli
     forgets = policy != "none" or "rolling" in layout
     for count in (0, 50, 1, 1, 33, 1, 100, 1, 1):
         k, v = tokens_of(words[0], count)
-        expected = cache.ahead(count)
+        expected = cache.keys_after(count)
         found = cache.append(k, v)
         seen += count
-        assert cache.seen == seen
+        assert cache.tokens_seen == seen
         assert found[0].shape == (BATCH, HEADS, cache.tokens, QK)
         assert found[1].shape[:3] == found[0].shape[:3]
         assert cache.tokens == expected if policy == "none" else cache.tokens <= expected
@@ -97,9 +97,9 @@ def test_every_layout_takes_every_codec_and_policy(layout: str, codec: str, poli
     for side, was in zip(cache.append(*tokens_of(words[0], 0, 3)), old, strict=True):
         assert torch.equal(dense(side), was[rows])
     assert branch.append(*read)[0].shape[0] == BATCH
-    assert 0 < cache.bytes <= cache.held
+    assert 0 < cache.bytes <= cache.allocated_bytes
     cache.reset()
-    assert (cache.tokens, cache.seen, cache.bytes, cache.held) == (0, 0, 0, 0)
+    assert (cache.tokens, cache.tokens_seen, cache.bytes, cache.allocated_bytes) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if name != "int8 rotated"])
@@ -123,7 +123,7 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, Found, Found]]
     cache = KVCache(LAYOUTS[layout], CODECS[codec])
     for count in (100, 33, 1, 7, 1):
         cache.append(*tokens_of(LAYOUTS[layout], count))
-        cache.crop(cache.seen - count // 3)
+        cache.crop(cache.tokens_seen - count // 3)
         cache.select(torch.tensor([1, 0]))
         yield torch.randn(BATCH, 2 * HEADS, 2, QK), *cache.append(*tokens_of(LAYOUTS[layout], 2))
 
@@ -230,14 +230,14 @@ def test_after_tokens_were_forgotten_a_crop_goes_back_as_far_as_they_are_known()
     cache.append(*tokens_of(Contiguous(), 100))
     cache.append(*tokens_of(Contiguous(), 9))
     cache.crop(100 - 57)  # of the 61, four are sinks
-    assert (cache.tokens, cache.seen) == (4, 43)
+    assert (cache.tokens, cache.tokens_seen) == (4, 43)
     cache = KVCache(evict=Knorm(61, recent=0))
     cache.append(*tokens_of(Contiguous(), 100))
     cache.append(*tokens_of(Contiguous(), 9))
     with pytest.raises(ProblemError, match=r"crop\(99\): expected a number from 100 to the 109 .* by the policy"):
         cache.crop(99)
     cache.crop(100)
-    assert (cache.tokens, cache.seen) == (61, 100)
+    assert (cache.tokens, cache.tokens_seen) == (61, 100)
 
 
 def test_queries_are_shown_to_policies_that_look_at_them():
@@ -274,13 +274,13 @@ def sizes_of(cache: KVCache, device: str) -> list[object]:
         k = torch.zeros(BATCH, HEADS, count, QK, device=device)
         v = None if isinstance(cache.layout, Latent) else torch.zeros(BATCH, HEADS, count, V, device=device)
         keys, values = cache.append(k, v)
-        found += [keys.shape, values.shape, str(keys) if isinstance(keys, Stored) else keys.stride()]
-        found += [cache.tokens, cache.seen, cache.bytes, cache.held]
+        found += [keys.shape, values.shape, str(keys) if isinstance(keys, StoredTensor) else keys.stride()]
+        found += [cache.tokens, cache.tokens_seen, cache.bytes, cache.allocated_bytes]
         q = torch.zeros(BATCH, 2 * HEADS, count, QK, device=device)
         found += [attend(q, keys, values, mask=Causal()).shape, explain(q, keys, values, mask=Causal()).bytes]
     if not isinstance(cache.layout, Rolling):
         cache.crop(150)
-    return [*found, cache.tokens, cache.bytes, cache.held]
+    return [*found, cache.tokens, cache.bytes, cache.allocated_bytes]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -299,7 +299,7 @@ def test_what_goes_by_numbers_is_refused_on_meta(layout: Layout, word: Knorm | S
     cache.append(k, k)
     with pytest.raises(ProblemError, match="goes by numbers, and a tensor on meta, or a fake one, has none: leave it"):
         cache.append(k, k)
-    assert (cache.tokens, cache.seen) == (80, 80)
+    assert (cache.tokens, cache.tokens_seen) == (80, 80)
     with pytest.raises(ProblemError, match="select goes by numbers"):
         cache.select(torch.zeros(1, dtype=torch.int64, device="meta"))
 

@@ -8,7 +8,7 @@ from regard import ProblemError
 from regard.cache import KVCache
 from regard.cache.latent import leading
 from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Latent, Paged, Part, Stored
+from regard.describe.storage import Latent, Paged, Part, StoredTensor
 
 BATCH, RANK, ROPE = 2, 13, 4
 
@@ -17,11 +17,11 @@ def entries_of(count: int) -> Tensor:
     return torch.randn(BATCH, 1, count, RANK + ROPE)
 
 
-def append(cache: KVCache, k: Tensor, v: Tensor | None = None) -> tuple[Stored, Stored]:
+def append(cache: KVCache, k: Tensor, v: Tensor | None = None) -> tuple[StoredTensor, StoredTensor]:
     """What a cache of codes hands out: handles."""
     keys, values = cache.append(k, v)
-    assert isinstance(keys, Stored)
-    assert isinstance(values, Stored)
+    assert isinstance(keys, StoredTensor)
+    assert isinstance(values, StoredTensor)
     return keys, values
 
 
@@ -61,7 +61,7 @@ def test_it_is_cropped_and_selected_as_others_are():
     assert torch.equal(keys.dense(), expected[[1, 1, 0]])
     assert torch.equal(values.dense(), expected[[1, 1, 0], :, :, :RANK])
     cache.reset()
-    assert cache.tokens == cache.seen == cache.held == 0
+    assert cache.tokens == cache.tokens_seen == cache.allocated_bytes == 0
 
 
 def test_what_is_no_entry_is_refused():
@@ -84,8 +84,8 @@ def test_the_first_channels_of_pages_lie_in_pages():
     cache, x = KVCache(Paged(16), Int8(16, 5)), entries_of(101)
     found = append(cache, x, x)[0]
     first = leading(found, RANK)
-    assert isinstance(first, Stored)
+    assert isinstance(first, StoredTensor)
     assert torch.equal(first.dense(), found.dense()[..., :RANK])
-    turned = Stored((Part(3, x),), (BATCH, 1, 3, 17), torch.float32, rotated=True)
+    turned = StoredTensor((Part(3, x),), (BATCH, 1, 3, 17), torch.float32, rotated=True)
     with pytest.raises(ProblemError, match="rotated"):
         leading(turned, RANK)

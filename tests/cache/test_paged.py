@@ -12,7 +12,7 @@ from regard import Causal, ProblemError, attend
 from regard.cache import KVCache, PagePool, SinksAndRecent
 from regard.cache.paged import PagedStore
 from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Paged, Stored
+from regard.describe.storage import Paged, StoredTensor
 
 QK, V = 13, 7
 
@@ -21,8 +21,8 @@ def tokens_of(count: int, batch: int = 2, kv_heads: int = 3) -> tuple[Tensor, Te
     return torch.randn(batch, kv_heads, count, QK), torch.randn(batch, kv_heads, count, V)
 
 
-def dense(t: Tensor | Stored) -> Tensor:
-    return t.dense() if isinstance(t, Stored) else t
+def dense(t: Tensor | StoredTensor) -> Tensor:
+    return t.dense() if isinstance(t, StoredTensor) else t
 
 
 def store_of(cache: KVCache) -> PagedStore:
@@ -46,7 +46,7 @@ def test_it_gives_what_a_contiguous_cache_gives(steps: list[object], page: int, 
             k, v = tokens_of(step)
             for mine, other in zip(ours.append(k, v), theirs.append(k, v), strict=True):
                 assert torch.equal(dense(mine), dense(other))
-        assert (ours.tokens, ours.seen, ours.bytes) == (theirs.tokens, theirs.seen, theirs.bytes)
+        assert (ours.tokens, ours.tokens_seen, ours.bytes) == (theirs.tokens, theirs.tokens_seen, theirs.bytes)
 
 
 @pytest.mark.parametrize("page", [3, 16])
@@ -66,7 +66,7 @@ def test_codes_are_near_and_stand_where_they_should(codec: Codec):
     cache, (k, v) = KVCache(Paged(48), codec), tokens_of(331)
     for start, end in ((0, 211), (211, 212), (212, 213), (213, 331)):
         stored = cache.append(k[:, :, start:end], v[:, :, start:end])
-    assert isinstance(stored[0], Stored)
+    assert isinstance(stored[0], StoredTensor)
     plain, coded, tail = stored[0].parts
     assert (plain.tokens, coded.kind, tail.kind) == (48, codec.kind, "plain")
     assert codec.residual <= tail.tokens < codec.residual + 48
@@ -83,10 +83,10 @@ def test_codes_are_near_and_stand_where_they_should(codec: Codec):
 def test_beams_in_a_new_order_copy_no_numbers_until_they_write():
     cache, (k, v) = KVCache(Paged(16)), tokens_of(40)
     cache.append(k, v)
-    held = cache.held
+    held = cache.allocated_bytes
     cache.select(torch.tensor([1, 1, 1, 0]))
     assert cache.bytes == 2 * 40 * 3 * (QK + V) * 4  # what is shared counts once
-    assert cache.held == held
+    assert cache.allocated_bytes == held
     new = tokens_of(1, batch=4)
     found = cache.append(*new)
     for t, old, one in zip(found, (k, v), new, strict=True):
@@ -139,7 +139,7 @@ def test_caches_share_a_pool_and_give_it_back():
     first, second = KVCache(Paged(pool=pool)), KVCache(Paged(pool=pool))
     first.append(*tokens_of(40))
     second.append(*tokens_of(99))
-    assert (pool.free_pages, first.held) == (20 - 2 * 3 - 2 * 7, 2 * 3 * 16 * 3 * (QK + V) * 4)
+    assert (pool.free_pages, first.allocated_bytes) == (20 - 2 * 3 - 2 * 7, 2 * 3 * 16 * 3 * (QK + V) * 4)
     with pytest.raises(ProblemError, match="2 pages of 16 tokens are wanted, and 0 of 20 are free; 4 sequences hold"):
         first.append(*tokens_of(9))
     assert first.tokens == 40
@@ -164,7 +164,7 @@ def test_eviction_gives_whole_pages_back():
     store = store_of(cache)
     index = torch.stack([torch.stack([torch.randperm(100)[:20].sort().values for _ in range(3)]) for _ in range(2)])
     store.keep(index)
-    assert (store.tokens, store.seen, store.pool.room.used) == (20, 100, 2 * 2)
+    assert (store.tokens, store.tokens_seen, store.pool.room.used) == (20, 100, 2 * 2)
     assert store.bytes == 2 * 20 * 3 * (QK + V) * 4
     for t, old in zip(cache.append(*tokens_of(0)), (k, v), strict=True):
         assert torch.equal(dense(t), old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
@@ -177,11 +177,11 @@ def test_eviction_gives_the_memory_of_pages_of_its_own_back(codec: Codec | None)
     k, v = tokens_of(2011)
     for one in (cache, other):
         one.append(k, v)
-    whole, nothing = cache.held, tokens_of(0)
+    whole, nothing = cache.allocated_bytes, tokens_of(0)
     branch = copy.deepcopy(cache)
     before = [dense(t) for t in branch.append(*nothing)]
     cache.append(k[:, :, :1], v[:, :, :1])
-    assert cache.held > whole  # the copy holds all
+    assert cache.allocated_bytes > whole  # the copy holds all
     assert all(torch.equal(dense(t), old) for t, old in zip(branch.append(*nothing), before, strict=True))
     branch.append(k[:, :, :1], v[:, :, :1])  # from here on nobody does
     other.append(k[:, :, :1], v[:, :, :1])
@@ -189,7 +189,7 @@ def test_eviction_gives_the_memory_of_pages_of_its_own_back(codec: Codec | None)
         ours, theirs = (one.append(k[:, :, i : i + 1], v[:, :, i : i + 1]) for one in (cache, other))
         if codec is None:
             assert all(torch.equal(dense(a), dense(b)) for a, b in zip(ours, theirs, strict=True))
-    assert cache.held < whole / 6
+    assert cache.allocated_bytes < whole / 6
 
 
 def test_it_works_in_and_out_of_inference_mode():
@@ -250,10 +250,10 @@ def test_eviction_moves_codes_as_they_are(codec: Codec):
         assert all(torch.equal(dense(t), mine) for t, mine in zip(stored, found, strict=True))
         q = torch.randn(2, 6, 1, QK)
         assert torch.equal(attend(q, *stored, mask=Causal()), attend(q, *(dense(t) for t in stored), mask=Causal()))
-        cache.crop(store.seen - 5)
+        cache.crop(store.tokens_seen - 5)
         k, v, *found = (t[:, :, :-5] for t in (k, v, *found))
         assert all(torch.equal(dense(t), mine) for t, mine in zip(cache.append(*tokens_of(0)), found, strict=True))
-    cache.crop(store.seen - store.tokens + 3)
+    cache.crop(store.tokens_seen - store.tokens + 3)
     cache.select(torch.tensor([1, 0, 1]))
     one = tokens_of(1, batch=3)
     for t, mine, last in zip(cache.append(*one), found, one, strict=True):

@@ -18,7 +18,7 @@ from regard.cache import pool as pool_module
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.describe.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
-from regard.describe.storage import Stored
+from regard.describe.storage import StoredTensor
 
 HEADS, QK, V = 2, 3, 5
 
@@ -222,7 +222,7 @@ class Pool(RuleBasedStateMachine):
             k[:, place], v[:, place] = quantised(self.codes, self.page, k[:, place], v[:, place])
         return k, v
 
-    def compare(self, chosen: list[Plain], found: tuple[Stored, Stored]) -> None:
+    def compare(self, chosen: list[Plain], found: tuple[StoredTensor, StoredTensor]) -> None:
         for t, i in zip(found, (0, 1), strict=True):
             dense = t.dense()
             assert dense.shape[2] == max(len(s.ids) for s in chosen)
@@ -539,15 +539,15 @@ def test_steps_of_one_token_change_pages_only_when_a_page_is_full(monkeypatch: p
 def test_memory_is_made_at_once_where_there_is_a_limit_and_doubles_where_there_is_none():
     page = 4 * HEADS * (QK + V) * 4
     pool = PagePool(pages=40, page=4)
-    assert (pool.held, pool.bytes, pool.free_pages) == (0, 0, 40)
+    assert (pool.allocated_bytes, pool.bytes, pool.free_pages) == (0, 0, 40)
     row = pool.sequence()
     pool.append([row], *tokens_of(9))
-    assert (pool.held, pool.bytes, pool.free_pages) == (40 * page, 9 * HEADS * (QK + V) * 4, 37)
+    assert (pool.allocated_bytes, pool.bytes, pool.free_pages) == (40 * page, 9 * HEADS * (QK + V) * 4, 37)
     pool, held = PagePool(page=4), set[int]()
     row = pool.sequence()
     for _ in range(200):
         pool.append([row], *tokens_of(1))
-        held.add(pool.held // page)
+        held.add(pool.allocated_bytes // page)
     assert held == {16, 32, 64}
     assert repr(row) == "Sequence(200 tokens in 50 pages, 0 shared)"
     assert repr(pool) == (

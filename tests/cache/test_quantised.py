@@ -13,7 +13,7 @@ from regard import ProblemError
 from regard.cache import KVCache
 from regard.describe.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.describe.hadamard import hadamard
-from regard.describe.storage import Contiguous, Stored
+from regard.describe.storage import Contiguous, StoredTensor
 
 BATCH, HEADS, QK, V = 2, 3, 5, 37
 
@@ -22,11 +22,11 @@ def tokens_of(count: int, batch: int = BATCH, dtype: torch.dtype = torch.float32
     return torch.randn(batch, HEADS, count, QK, dtype=dtype), torch.randn(batch, HEADS, count, V, dtype=dtype)
 
 
-def append(cache: KVCache, k: Tensor, v: Tensor | None = None) -> tuple[Stored, Stored]:
+def append(cache: KVCache, k: Tensor, v: Tensor | None = None) -> tuple[StoredTensor, StoredTensor]:
     """What a cache of codes hands out: handles."""
     keys, values = cache.append(k, v)
-    assert isinstance(keys, Stored)
-    assert isinstance(values, Stored)
+    assert isinstance(keys, StoredTensor)
+    assert isinstance(values, StoredTensor)
     return keys, values
 
 
@@ -142,10 +142,10 @@ def test_it_is_a_list_of_tokens_of_which_each_is_written_once(name: str, steps: 
             for model in models:
                 model.select(rows)
             batch = len(rows)
-        assert cache.tokens == cache.seen == len(models[0])
+        assert cache.tokens == cache.tokens_seen == len(models[0])
         if len(models[0]):
             for found, model in zip(append(cache, *tokens_of(0, batch)), models, strict=True):
-                assert isinstance(found, Stored)
+                assert isinstance(found, StoredTensor)
                 assert torch.equal(found.dense(), model.dense())
 
 
@@ -165,16 +165,16 @@ def test_bytes_are_those_of_the_formula(kind: type[Codec], keys: str):
     value_scales = coded * dim // (group if codec.kind == "int4" else dim)
     numbers = 2 * rows * dim * (coded * codec.bits // 8 + plain * 4)
     assert cache.bytes == numbers + rows * (key_scales + value_scales) * per_scale
-    assert cache.held <= 2 * cache.bytes  # codes double; the tail has room for 96 tokens more
+    assert cache.allocated_bytes <= 2 * cache.bytes  # codes double; the tail has room for 96 tokens more
 
 
 def test_room_for_so_many_is_made_at_once():
     cache, (k, v) = KVCache(Contiguous(capacity=300), Int8(16, 8)), tokens_of(300)
     append(cache, k[:, :, :1], v[:, :, :1])
-    held = cache.held
+    held = cache.allocated_bytes
     for i in range(1, 300):
         append(cache, k[:, :, i : i + 1], v[:, :, i : i + 1])
-    assert cache.held == held
+    assert cache.allocated_bytes == held
     with pytest.raises(ProblemError, match=r"1 tokens more than the 300 .*capacity=300"):
         append(cache, *tokens_of(1))
     assert cache.tokens == 300
@@ -244,11 +244,11 @@ def test_tokens_are_forgotten_head_by_head(codec: Codec):
     """Codes move as they are; plain tokens become codes only where heads keep different numbers of them."""
     cache, new = KVCache(codec=codec), tokens_of(151)
     before = [t.dense() for t in append(cache, *new)]
-    held = cache.held
+    held = cache.allocated_bytes
     index = torch.stack([torch.randperm(151)[:61].sort().values for _ in range(BATCH * HEADS)]).view(BATCH, HEADS, 61)
     cache._store.keep(index)
-    assert (cache.tokens, cache.seen) == (61, 151)
-    assert cache.held < held
+    assert (cache.tokens, cache.tokens_seen) == (61, 151)
+    assert cache.allocated_bytes < held
     more = tokens_of(5)
     for found, old, plain in zip(append(cache, *more), before, more, strict=True):
         whole = found.dense()

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import NTK, DynamicNTK, Linear, Llama3, LongRope, ProblemError, Rope, Yarn, attend
+from regard import ProblemError, Rope, attend
 from regard.cache import KVCache
 from regard.cache.store import Found
 from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Rolling, Stored
+from regard.describe.storage import Rolling, StoredTensor
+from regard.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
 
 BATCH, HEADS, QUERY_HEADS, DIM, V = 2, 3, 6, 8, 5
 
@@ -74,7 +75,7 @@ def test_it_is_the_paper_s_definition_over_hundreds_of_steps(name: str | None, f
         query, key = turned
         found = cache.append(key, v[:, :, here])
         assert cache.tokens == found[0].shape[2] == min(i + 1, window)
-        assert cache.seen == i + 1 + skipped
+        assert cache.tokens_seen == i + 1 + skipped
         if skipped and i < 2 * window:
             continue  # zeros of the chunk are still kept
         kept = places(i + 1, window, sinks)
@@ -93,7 +94,7 @@ def test_with_codes_the_sinks_stay_plain_and_the_rest_is_near(codec: Codec, wind
         here = slice(i, i + 1)
         key = rope.rotate(k[:, :, here], i)
         for near, exact in zip(coded.append(key, v[:, :, here]), plain.append(key, v[:, :, here]), strict=True):
-            assert isinstance(near, Stored)
+            assert isinstance(near, StoredTensor)
             assert isinstance(exact, Tensor)
             assert near.shape == exact.shape
             turned = 1e-6 if codec.rotate else 0
@@ -102,7 +103,7 @@ def test_with_codes_the_sinks_stay_plain_and_the_rest_is_near(codec: Codec, wind
             torch.testing.assert_close(near.dense()[:, :, last:], exact[:, :, last:], rtol=0, atol=turned)
             off = (near.dense() - exact).abs().amax() / exact.abs().amax()
             assert off < (0.15 if codec.kind == "int4" else 0.05)
-        assert (coded.tokens, coded.seen) == (plain.tokens, plain.seen)
+        assert (coded.tokens, coded.tokens_seen) == (plain.tokens, plain.tokens_seen)
 
 
 def test_what_is_kept_is_the_same_however_the_tokens_came():
@@ -131,9 +132,9 @@ def test_memory_stays_the_same_over_a_long_stream(codec: Codec | torch.dtype | N
     for step in range(7_000):
         cache.append(k, v)
         if step >= 29:
-            held.add(cache.held)
+            held.add(cache.allocated_bytes)
     assert len(held) == 1
-    assert (cache.tokens, cache.seen) == (29, 7_000)
+    assert (cache.tokens, cache.tokens_seen) == (29, 7_000)
 
 
 @pytest.mark.parametrize("is_cropped", [False, True], ids=["forgotten", "cropped"])
@@ -141,14 +142,14 @@ def test_after_a_long_prompt_the_memory_shrinks_again(is_cropped: bool):
     plain, coded = KVCache(Rolling(29)), KVCache(Rolling(29), Int8(16, 0))
     for cache in (plain, coded):
         cache.append(*tokens_of(1))
-        usual = cache.held
+        usual = cache.allocated_bytes
         cache.append(*tokens_of(1009))
-        assert cache.held > usual
+        assert cache.allocated_bytes > usual
         if is_cropped:
             cache.crop(1)
         for _ in range(23):
             cache.append(*tokens_of(1))
-        assert cache.held == usual
+        assert cache.allocated_bytes == usual
 
 
 STEPS = st.one_of(
@@ -202,7 +203,7 @@ def test_it_is_a_list_of_tokens(sinks: int, steps: list[tuple[str, Any]]):
                 cache.select(rows)
             kept, batch = [(k[rows], v[rows]) for k, v in kept], len(rows)
         for cache in caches:
-            assert (cache.tokens, cache.seen) == (len(kept), gone + len(kept))
+            assert (cache.tokens, cache.tokens_seen) == (len(kept), gone + len(kept))
 
 
 @pytest.mark.parametrize("codec", [None, Int8(16, 3)], ids=["plain", "int8"])
@@ -217,10 +218,12 @@ def test_a_crop_gives_the_cache_without_the_drafts_or_is_refused(codec: Codec | 
             cache.append(k[:, :, start:end], v[:, :, start:end])
             if start < left:
                 expected.append(k[:, :, start : min(end, left)], v[:, :, start : min(end, left)])
-        if left < cache.least:
+        if left < cache.min_crop:
             refused += 1
             before = [dense(side) for side in cache.append(k[:, :, :0], v[:, :, :0])]
-            with pytest.raises(ProblemError, match=rf"crop\({left}\): expected a number from {cache.least} .*Rolling"):
+            with pytest.raises(
+                ProblemError, match=rf"crop\({left}\): expected a number from {cache.min_crop} .*Rolling"
+            ):
                 cache.crop(left)
             assert all(map(torch.equal, before, (dense(side) for side in cache.append(k[:, :, :0], v[:, :, :0]))))
             continue

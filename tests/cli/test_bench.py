@@ -57,7 +57,7 @@ def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
         (["--mask", "Causal"], "Causal is not understood: expected Causal() with its parentheses."),
         (["--mask", "import os"], "'import os' is no expression"),
         (["--mask", "Window(0)"], "Window(left=0) would hide a token from itself"),
-        (["--mask", "Lengths([1, 2])"], "sizes for 2 batch rows and the call has 1"),
+        (["--mask", "KeyLengths([1, 2])"], "sizes for 2 batch rows and the call has 1"),
         (["--bias", "Alibi(3)"], "has slopes for 3 heads and the call has 4"),
         (["--kv-heads", "3"], "query heads must be a whole multiple of key heads"),
         (["--backend", "cuda"], "backend 'cuda' is not known"),
@@ -125,5 +125,5 @@ def test_help_names_the_words_that_can_be_written(capsys):
 
 
 def test_a_table_is_a_mask_of_the_queries_and_keys(capsys):
-    assert main([*TINY, "--queries", "3", "--mask", "Causal() & Dense([[1, 0, 0], [0, 1, 0], [1, 0, 1]])"]) == 0
+    assert main([*TINY, "--queries", "3", "--mask", "Causal() & TensorMask([[1, 0, 0], [0, 1, 0], [1, 0, 1]])"]) == 0
     assert "GFLOP/s of 16 pairs" in capsys.readouterr().out  # 4 heads of 4

@@ -8,14 +8,14 @@ from regard import (
     Alibi,
     Blocks,
     Causal,
-    Dense,
     Dilated,
     Documents,
     Global,
-    Lengths,
+    KeyLengths,
     Prefix,
     ProblemError,
     TensorBias,
+    TensorMask,
     Tree,
     Window,
 )
@@ -41,10 +41,10 @@ def test_a_mask_is_read_as_python_would(text, word):
 @pytest.mark.parametrize(
     ("text", "kind", "field", "tensor"),
     [
-        ("Lengths([3, 7])", Lengths, "lengths", torch.tensor([3, 7])),
+        ("KeyLengths([3, 7])", KeyLengths, "lengths", torch.tensor([3, 7])),
         ("Prefix([3, 7])", Prefix, "size", torch.tensor([3, 7])),
         ("Documents([0] * 3 + [1] * 2)", Documents, "ids", torch.tensor([0, 0, 0, 1, 1])),
-        ("Dense([[1, 0], [True, 1]])", Dense, "mask", torch.tensor([[True, False], [True, True]])),
+        ("TensorMask([[1, 0], [True, 1]])", TensorMask, "mask", torch.tensor([[True, False], [True, True]])),
         ("Blocks([[1, 0], [True, 1]], size=4)", Blocks, "layout", torch.tensor([[True, False], [True, True]])),
     ],
 )
@@ -66,18 +66,18 @@ def test_a_bias_may_be_a_table():
 
 
 def test_a_word_that_cannot_be_written_here_says_which_can():
-    for text in ("Where(lambda b, h, q, k: q > k)", "Where", "Strided(3)"):
+    for text in ("MaskFunction(lambda b, h, q, k: q > k)", "MaskFunction", "Strided(3)"):
         with pytest.raises(ProblemError) as refused:
             expression.mask(text)
         said = str(refused.value)
         assert "Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree, Dense for a mask" in said
         assert "Alibi, T5Bias, TensorBias for a bias" in said
-        assert ("takes a function" in said) == text.startswith("Where")
+        assert ("takes a function" in said) == text.startswith("MaskFunction")
 
 
 def test_every_word_of_the_library_is_understood_or_said_to_be_for_python_alone():
     every = {name for name in dir(regard) if isinstance(word := getattr(regard, name), type) and issubclass(word, Mask)}
-    assert every - {"Mask"} == {word.__name__ for word in expression.MASKS} | {"Where"}
+    assert every - {"Mask"} == {word.__name__ for word in expression.MASKS} | {"MaskFunction"}
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_every_word_of_the_library_is_understood_or_said_to_be_for_python_alone(
         "Window(left=2, **{})",
         "Window(*[1])",
         "Window(3.5 + 1)",
-        "Lengths([3, None])",
-        "Lengths([[1], [2, 3]])",
+        "KeyLengths([3, None])",
+        "KeyLengths([[1], [2, 3]])",
         "Blocks([1], -1)",
         "Documents([0] * 10 ** 9)",
         "Documents([0] * 100000000)",
@@ -108,7 +108,7 @@ def test_every_word_of_the_library_is_understood_or_said_to_be_for_python_alone(
         "3",
         "[1, 2]",
         "Alibi(8)",
-        "Where(lambda b, h, q, k: q > k)",
+        "MaskFunction(lambda b, h, q, k: q > k)",
         "__import__('os').system('true')",
         "Causal().__class__",
         "(lambda: Causal())()",

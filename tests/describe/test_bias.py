@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Alibi, ProblemError, T5Bias, TensorBias
-from regard.describe.mask import Frame
+from regard.describe.mask import CallSizes
 
 
 def test_alibi_slopes_are_the_papers():
@@ -54,14 +54,14 @@ def test_biases_add():
     assert torch.allclose(both.value(0, h, q, k), parts[0] + parts[1] + parts[2])
 
 
-FRAME = Frame(batch=2, heads=4, queries=3, keys=5, offset=2)
+FRAME = CallSizes(batch=2, heads=4, queries=3, keys=5, offset=2)
 WRONG = {
-    "alibi for other heads": (lambda: Alibi(3).at(FRAME), "3 heads and the call has 4"),
-    "t5 for other heads": (lambda: T5Bias(torch.zeros(32, 3)).at(FRAME), "3 heads"),
+    "alibi for other heads": (lambda: Alibi(3).bind(FRAME), "3 heads and the call has 4"),
+    "t5 for other heads": (lambda: T5Bias(torch.zeros(32, 3)).bind(FRAME), "3 heads"),
     "t5 of integers": (lambda: T5Bias(torch.zeros(32, 3, dtype=torch.int64)), "expected floats"),
     "t5 with too near a limit": (lambda: T5Bias(torch.zeros(32, 3), max_distance=8), "must exceed"),
-    "a tensor of another shape": (lambda: TensorBias(torch.zeros(3, 4)).at(FRAME), "does not broadcast"),
-    "a bool tensor": (lambda: TensorBias(torch.zeros(3, 4, dtype=torch.bool)), "Dense"),
+    "a tensor of another shape": (lambda: TensorBias(torch.zeros(3, 4)).bind(FRAME), "does not broadcast"),
+    "a bool tensor": (lambda: TensorBias(torch.zeros(3, 4, dtype=torch.bool)), "TensorMask"),
     "a tensor added": (lambda: Alibi(4) + torch.zeros(3), "TensorBias"),  # pyright: ignore[reportOperatorIssue]
     "no heads": (lambda: Alibi(0), "at least 1"),
 }
@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_said_to_make_none(name: str):
 
 def test_a_table_placed_by_offset_serves_calls_inside_it():
     table = torch.randn(9, 9)
-    placed = TensorBias(table, offset=0).at(Frame(1, 1, 2, 9, 4))
+    placed = TensorBias(table, offset=0).bind(CallSizes(1, 1, 2, 9, 4))
     assert torch.equal(placed.value(0, 0, torch.tensor([[4], [5]]), torch.arange(9)), table[4:6])
     with pytest.raises(ProblemError, match="must cover"):
-        TensorBias(table, offset=0).at(Frame(1, 1, 2, 9, 8))
+        TensorBias(table, offset=0).bind(CallSizes(1, 1, 2, 9, 8))

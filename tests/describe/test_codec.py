@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Codec, Fp8, Int4, Int8, ProblemError
+from regard import ProblemError
+from regard.cache import Codec, Fp8, Int4, Int8
 from regard.describe.codec import Codes, decode_rows, decode_tiled, encode_rows, encode_tiled, units
 from regard.describe.hadamard import hadamard
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import ProblemError, linear_attend
+from regard import ProblemError
 from regard.describe.feature import Elu1, Favor, Feature, Relu, Taylor
-from regard.describe.word import unspell
+from regard.describe.spec import deserialize
+from regard.linear import linear_attend
 
 
 def _pair(norm: float, tokens: int = 23, dim: int = 16) -> tuple[Tensor, Tensor]:
@@ -142,7 +143,7 @@ def test_equal_words_are_equal_maps():
     assert not torch.equal(one.map(x), Favor(8, features=16).map(x))
     tensors: list[Tensor] = []
     numbers: list[int] = []
-    assert unspell(one.spell(tensors, numbers), tensors, numbers) == one
+    assert deserialize(one.serialize(tensors, numbers), tensors, numbers) == one
 
 
 def test_half_precision_is_mapped_in_single():

@@ -8,24 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from regard import (
-    Additive,
-    Bilinear,
-    Blocks,
-    Dense,
-    Documents,
-    Global,
-    Int8,
-    Lengths,
-    Llama3,
-    Prefix,
-    ProblemError,
-    T5Bias,
-    TensorBias,
-    Tree,
-    Yarn,
-)
+from regard import Blocks, Documents, Global, KeyLengths, Prefix, ProblemError, T5Bias, TensorBias, TensorMask, Tree
+from regard.cache import Int8
 from regard.cache.evict_by_attention import SnapKV
+from regard.rope import Llama3, Yarn
+from regard.scores import Additive, Bilinear
 
 with warnings.catch_warnings(action="ignore"):  # torch calls nested tensors a prototype
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -42,12 +29,12 @@ GIVEN: dict[str, Any] = {
 
 WORDS: dict[str, Callable[[Any], object]] = {
     "Prefix": Prefix,
-    "Lengths": Lengths,
+    "KeyLengths": KeyLengths,
     "Documents": Documents,
     "Global": Global,
     "Tree": Tree,
     "Blocks": lambda given: Blocks(given, 2),
-    "Dense": Dense,
+    "TensorMask": TensorMask,
     "T5Bias": T5Bias,
     "TensorBias": TensorBias,
     "Bilinear": Bilinear,

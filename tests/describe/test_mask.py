@@ -14,16 +14,16 @@ from regard import (
     Alibi,
     Blocks,
     Causal,
-    Dense,
     Dilated,
     Documents,
     Global,
-    Lengths,
+    KeyLengths,
     Mask,
+    MaskFunction,
     Prefix,
     ProblemError,
+    TensorMask,
     Tree,
-    Where,
     Window,
     attend,
     draw,
@@ -36,15 +36,15 @@ PICTURES = {
     "a window to the right alone": (Window(None, 1), "█··· ██·· ███· ████"),
     "sinks stay in sight": (Causal() & (Window(1) | Prefix(1)), "█··· ██·· █·█· █··█"),
     "a prefix-LM sees its prefix both ways": (Causal() | Prefix(2), "██·· ██·· ███· ████"),
-    "padding is never seen": (Lengths(torch.tensor([3])), "███· ███· ███· ███·"),
+    "padding is never seen": (KeyLengths(torch.tensor([3])), "███· ███· ███· ███·"),
     "documents keep to themselves": (Documents(torch.tensor([7, 7, 5, 7])), "██·█ ██·█ ··█· ██·█"),
     "global tokens see and are seen": (Global([1]) | Window(1, 1), "██·· ████ ·██· ·█·█"),
     "a dilated pattern counts from the query": (Dilated(2), "█·█· ·█·█ █·█· ·█·█"),
     "blocks are squares": (Blocks(torch.tensor([[True, False], [False, True]]), 2), "██·· ██·· ··██ ··██"),
     "drafts see their ancestors": (Tree([-1, 0, 0]), "█··· ██·· ███· ██·█"),
     "a tree may have several roots": (Tree([None, None]), "█··· ██·· ███· ██·█"),
-    "dense says True to keep": (Dense(torch.eye(4, dtype=torch.bool)), "█··· ·█·· ··█· ···█"),
-    "a predicate": (Where(lambda b, h, q, k: q + k == 3), "···█ ··█· ·█·· █···"),
+    "dense says True to keep": (TensorMask(torch.eye(4, dtype=torch.bool)), "█··· ·█·· ··█· ···█"),
+    "a predicate": (MaskFunction(lambda b, h, q, k: q + k == 3), "···█ ··█· ·█·· █···"),
     "not": (~Causal(), "·███ ··██ ···█ ····"),
     "and, or, not together": (~(Causal() & ~Prefix(1)), "████ █·██ █··█ █···"),
 }
@@ -64,7 +64,7 @@ def test_queries_stand_at_the_end_of_the_keys_unless_said_otherwise():
 
 def test_a_batch_row_and_a_head_can_be_drawn():
     layouts = torch.tensor([[[True]], [[False]]])
-    assert draw(Lengths(torch.tensor([1, 2])), 1, 2, batch=1) == "█ █"
+    assert draw(KeyLengths(torch.tensor([1, 2])), 1, 2, batch=1) == "█ █"
     assert draw(Blocks(layouts, 2), 1, 2, head=1) == "· ·"
 
 
@@ -77,7 +77,7 @@ def test_a_mask_is_not_a_truth_value(mask: Mask):
 def test_a_mask_is_written_as_it_is_said():
     assert repr(Causal() & (Window(1024) | Prefix(4))) == "Causal() & (Window(left=1024) | Prefix(size=4))"
     assert repr(~(Causal() | Prefix(1))) == "~(Causal() | Prefix(size=1))"
-    assert repr(Lengths(torch.tensor([1, 2]))) == "Lengths(lengths=int64[2])"
+    assert repr(KeyLengths(torch.tensor([1, 2]))) == "KeyLengths(lengths=int64[2])"
 
 
 def test_masks_without_tensors_are_equal_by_value():
@@ -89,41 +89,41 @@ def test_masks_without_tensors_are_equal_by_value():
 
 def test_masks_with_tensors_are_equal_by_the_content_of_the_tensors():
     lengths = torch.tensor([1, 2])
-    assert Lengths(lengths) == Lengths(lengths.clone())
-    assert Lengths(lengths) != Lengths(lengths + 1)
-    assert Lengths(lengths) != Lengths(lengths.int())
+    assert KeyLengths(lengths) == KeyLengths(lengths.clone())
+    assert KeyLengths(lengths) != KeyLengths(lengths + 1)
+    assert KeyLengths(lengths) != KeyLengths(lengths.int())
 
 
 def test_a_tensor_that_changed_makes_another_mask():
     lengths = torch.tensor([1, 2])
-    before = Lengths(lengths).outline()
+    before = KeyLengths(lengths).fingerprint()
     lengths += 1
-    assert Lengths(lengths).outline() != before
+    assert KeyLengths(lengths).fingerprint() != before
 
 
 def test_tensors_of_inference_mode_are_told_apart_by_content():
     with torch.inference_mode():
         lengths = torch.tensor([1, 2])
-        before, again = Lengths(lengths).outline(), Lengths(lengths.clone()).outline()
+        before, again = KeyLengths(lengths).fingerprint(), KeyLengths(lengths.clone()).fingerprint()
         lengths[0] = 5
     assert before == again
-    assert Lengths(lengths).outline() != before
+    assert KeyLengths(lengths).fingerprint() != before
 
 
 WRONG = {
     "a window without itself": (lambda: Window(0), "at least 1"),
     "a window without limits": (lambda: Window(None), "limits nothing"),
     "a negative prefix": (lambda: Prefix(-1), "at least 0"),
-    "float lengths": (lambda: Lengths(torch.tensor([1.0])), "integer tensor"),
-    "lengths with two axes": (lambda: Lengths(torch.tensor([[1]])), "integer tensor"),
+    "float lengths": (lambda: KeyLengths(torch.tensor([1.0])), "integer tensor"),
+    "lengths with two axes": (lambda: KeyLengths(torch.tensor([[1]])), "integer tensor"),
     "float documents": (lambda: Documents(torch.tensor([1.0])), "expected integers"),
     "a list of documents": (lambda: Documents([0, 1]), "is list: expected a tensor"),
-    "a list for a dense mask": (lambda: Dense([[True]]), "is list: expected a tensor"),
+    "a list for a dense mask": (lambda: TensorMask([[True]]), "is list: expected a tensor"),
     "a dilation of 0": (lambda: Dilated(0), "at least 1"),
     "a float layout": (lambda: Blocks(torch.zeros(2, 2), 2), "expected bool"),
     "blocks of 0": (lambda: Blocks(torch.zeros(2, 2, dtype=torch.bool), 0), "at least 1"),
     "a child before its parent": (lambda: Tree([1, -1]), "comes before its child"),
-    "a float dense mask": (lambda: Dense(torch.zeros(2, 2)), "TensorBias"),
+    "a float dense mask": (lambda: TensorMask(torch.zeros(2, 2)), "TensorBias"),
     "a window beyond 64 bits": (lambda: Window(2**70), "at most 9,223,372,036,854,775,807"),
     "a prefix beyond 64 bits": (lambda: Prefix(2**70), "at most 9,223,372,036,854,775,807"),
     "a prefix that is true": (lambda: Prefix(True), "True: expected a whole number of keys"),
@@ -143,36 +143,39 @@ WRONG = {
     "a parent between tokens": (lambda: Tree([-1, 0.5]), "0.5: expected a whole number"),
     "a tree that starts at text": (lambda: Tree([-1], start="1"), "Tree.start. is '1'"),
     "a dense mask that starts at text": (
-        lambda: Dense(torch.zeros(2, 2, dtype=torch.bool), offset="5"),
+        lambda: TensorMask(torch.zeros(2, 2, dtype=torch.bool), offset="5"),
         "Dense.offset. is '5': expected a whole number",
     ),
     "a predicate of one shape": (
-        lambda: draw(Where(lambda b, h, q, k: torch.ones(5, 9, dtype=torch.bool)), 2, 2),
+        lambda: draw(MaskFunction(lambda b, h, q, k: torch.ones(5, 9, dtype=torch.bool)), 2, 2),
         "gave bool .5, 9. for positions that broadcast to .2, 2.",
     ),
     "a predicate of one axis too many": (
-        lambda: draw(Where(lambda b, h, q, k: (q >= k)[None]), 2, 2),
+        lambda: draw(MaskFunction(lambda b, h, q, k: (q >= k)[None]), 2, 2),
         "gave bool .1, 2, 2. for positions that broadcast to .2, 2.",
     ),
-    "a predicate that is none": (lambda: Where(3), "expected a function"),  # pyright: ignore[reportArgumentType]
-    "a predicate of two": (lambda: Where(lambda i, j: i >= j), r"<lambda>\(i, j\), called with four: too many"),
-    "a predicate of five": (lambda: Where(lambda b, h, q, k, w: q - k < w), "a required argument: 'w'"),
-    "a predicate of names": (lambda: Where(lambda b, h, q, k, *, w: q - k < w), "a required argument: 'w'"),
-    "a predicate of floats": (lambda: draw(Where(lambda b, h, q, k: q * 1.0), 2, 2), "expected a bool tensor"),
-    "a tensor combined": (lambda: Causal() & torch.ones(2, 2), "Dense"),  # pyright: ignore[reportOperatorIssue]
-    "too few lengths": (lambda: draw(Lengths(torch.tensor([1])) & Lengths(torch.tensor([1, 2])), 2, 2), "batch rows"),
+    "a predicate that is none": (lambda: MaskFunction(3), "expected a function"),  # pyright: ignore[reportArgumentType]
+    "a predicate of two": (lambda: MaskFunction(lambda i, j: i >= j), r"<lambda>\(i, j\), called with four: too many"),
+    "a predicate of five": (lambda: MaskFunction(lambda b, h, q, k, w: q - k < w), "a required argument: 'w'"),
+    "a predicate of names": (lambda: MaskFunction(lambda b, h, q, k, *, w: q - k < w), "a required argument: 'w'"),
+    "a predicate of floats": (lambda: draw(MaskFunction(lambda b, h, q, k: q * 1.0), 2, 2), "expected a bool tensor"),
+    "a tensor combined": (lambda: Causal() & torch.ones(2, 2), "TensorMask"),  # pyright: ignore[reportOperatorIssue]
+    "too few lengths": (
+        lambda: draw(KeyLengths(torch.tensor([1])) & KeyLengths(torch.tensor([1, 2])), 2, 2),
+        "batch rows",
+    ),
     "too few documents": (lambda: draw(Documents(torch.tensor([0])), 2, 2), "an id for every position"),
     "a layout too small": (lambda: draw(Blocks(torch.zeros(1, 1, dtype=torch.bool), 2), 3, 3), "covers positions"),
     "a tree that is not the end": (lambda: draw(Tree([-1], start=0), 2, 2), "last keys"),
-    "dense rows": (lambda: draw(Dense(torch.zeros(3, 4, dtype=torch.bool)), 2, 4), "3 rows"),
+    "dense rows": (lambda: draw(TensorMask(torch.zeros(3, 4, dtype=torch.bool)), 2, 4), "3 rows"),
     "dense rows from another position": (
-        lambda: draw(Dense(torch.zeros(3, 4, dtype=torch.bool), offset=0), 2, 4, offset=2),
+        lambda: draw(TensorMask(torch.zeros(3, 4, dtype=torch.bool), offset=0), 2, 4, offset=2),
         "rows for queries at 0 to 2, and the call has queries at 2 to 3",
     ),
     "a picture of less than nothing": (lambda: draw(Causal(), -1, 3), "queries is -1: expected at least 0"),
     "a picture of words": (lambda: draw(Causal(), 3, "3"), "keys is '3': expected a whole number"),
     "a picture from beyond 64 bits": (lambda: draw(Causal(), 3, 3, offset=2**70), "at most 9,223,372,036,854,775,807"),
-    "dense columns": (lambda: draw(Dense(torch.zeros(2, 3, dtype=torch.bool)), 2, 4), "3 columns"),
+    "dense columns": (lambda: draw(TensorMask(torch.zeros(2, 3, dtype=torch.bool)), 2, 4), "3 columns"),
 }
 
 
@@ -187,8 +190,8 @@ def test_what_makes_no_sense_is_said_to_make_none(name: str):
 def test_whole_numbers_of_any_kind_are_taken_as_pythons(number: Any):
     layout = torch.ones(3, 3, dtype=torch.bool)
     taken = [Window(number, number), Prefix(number), Dilated(number), Blocks(layout, number), Global([number])]
-    taken += [Dense(layout, offset=number), Tree([-1], start=number)]
-    plain = [Window(3, 3), Prefix(3), Dilated(3), Blocks(layout, 3), Global([3]), Dense(layout, offset=3)]
+    taken += [TensorMask(layout, offset=number), Tree([-1], start=number)]
+    plain = [Window(3, 3), Prefix(3), Dilated(3), Blocks(layout, 3), Global([3]), TensorMask(layout, offset=3)]
     assert taken == [*plain, Tree([-1], start=3)]
     assert Alibi(number) == Alibi(3)
 
@@ -200,7 +203,7 @@ def test_a_tree_takes_an_array_as_it_takes_a_tensor():
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_sizes_may_be_of_any_integer_type(dtype: torch.dtype):
     sizes, q = torch.tensor([2, 5]), torch.randn(2, 1, 7, 8)
-    for word in (Lengths, Prefix):
+    for word in (KeyLengths, Prefix):
         assert torch.equal(attend(q, q, q, mask=word(sizes.to(dtype))), attend(q, q, q, mask=word(sizes)))
 
 
@@ -213,7 +216,7 @@ def test_windows_may_be_as_wide_as_positions_go():
 
 def test_a_mask_without_data_is_refused_before_it_is_looked_at():
     q = torch.randn(2, 1, 3, 8)
-    without = Lengths(torch.empty(2, dtype=torch.int64, device="meta"))
+    without = KeyLengths(torch.empty(2, dtype=torch.int64, device="meta"))
     for call, keys in ((attend, q), (explain, q), (explain, q.to("meta"))):
         with pytest.raises(ProblemError, match="has no data, and masks are looked at"):
             call(keys, keys, keys, mask=without)
@@ -221,12 +224,14 @@ def test_a_mask_without_data_is_refused_before_it_is_looked_at():
 
 
 def test_a_predicate_is_asked_once_for_what_it_does_not_look_at():
-    from regard.describe.mask import Frame
+    from regard.describe.mask import CallSizes
 
-    frame = Frame(batch=3, heads=5, queries=2, keys=2, offset=0)
-    assert Where(lambda b, h, q, k: q >= k).at(frame).spread() == (1, 1)
-    assert Where(lambda b, h, q, k: q >= k + b).at(frame).spread() == (3, 1)
-    assert Where(lambda b, h, q, k: torch.tensor([True, False]).repeat(3)[h] & (q >= k)).at(frame).spread() == (1, 5)
+    sizes = CallSizes(batch=3, heads=5, queries=2, keys=2, offset=0)
+    assert MaskFunction(lambda b, h, q, k: q >= k).bind(sizes).broadcast_shape() == (1, 1)
+    assert MaskFunction(lambda b, h, q, k: q >= k + b).bind(sizes).broadcast_shape() == (3, 1)
+    assert MaskFunction(lambda b, h, q, k: torch.tensor([True, False]).repeat(3)[h] & (q >= k)).bind(
+        sizes
+    ).broadcast_shape() == (1, 5)
 
 
 class Ahead:
@@ -256,23 +261,23 @@ PREDICATES = {
 
 @pytest.mark.parametrize("name", PREDICATES)
 def test_whatever_takes_four_is_a_predicate(name: str):
-    assert draw(Where(PREDICATES[name]), 3, 3) == draw(~Causal() | Where(lambda b, h, q, k: q == k), 3, 3)
+    assert draw(MaskFunction(PREDICATES[name]), 3, 3) == draw(~Causal() | MaskFunction(lambda b, h, q, k: q == k), 3, 3)
 
 
 def test_a_predicate_that_cannot_be_inspected_is_taken_at_its_word():
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(torch.ge)
-    assert callable(Where(torch.ge).fn)
+    assert callable(MaskFunction(torch.ge).fn)
 
 
 def test_a_method_of_two_is_no_predicate():
     with pytest.raises(ProblemError, match=r"of_two\(q: Any, k: Any\)"):
-        Where(Ahead().of_two)
+        MaskFunction(Ahead().of_two)
 
 
 def test_a_predicate_that_is_made_while_torch_traces_is_tabulated():
     def causal(q: torch.Tensor) -> torch.Tensor:
-        return attend(q, q, q, mask=Where(lambda *given: given[2] >= given[3]))
+        return attend(q, q, q, mask=MaskFunction(lambda *given: given[2] >= given[3]))
 
     q = torch.randn(1, 2, 5, 8)
     traced = torch.compile(causal, fullgraph=True, backend="eager")(q)
@@ -280,7 +285,7 @@ def test_a_predicate_that_is_made_while_torch_traces_is_tabulated():
 
 
 def test_sizes_that_are_no_sizes_are_refused():
-    for word, size in ((Window, 3.5), (Window, "3"), (Dilated, 2.5), (Lengths, 7)):
+    for word, size in ((Window, 3.5), (Window, "3"), (Dilated, 2.5), (KeyLengths, 7)):
         with pytest.raises(ProblemError, match="expected a"):
             word(size)
 

@@ -24,7 +24,7 @@ from regard.describe import position_table, rotation
 from regard.describe.position import Learned, Rope, Sinusoidal
 from regard.describe.recent import Recent
 from regard.describe.rope_scaling import NTK, DynamicNTK, Linear, Llama3, LongRope, Proportional, Yarn
-from regard.describe.word import unspell
+from regard.describe.spec import deserialize
 
 FAR = 1_000_000
 
@@ -626,7 +626,7 @@ def test_words_are_values():
     rope = Rope(4, scaling=LongRope((1.0, 2.0), (2.0, 3.0), 4))
     tensors: list[Tensor] = []
     numbers: list[int] = []
-    assert unspell(rope.spell(tensors, numbers), tensors, numbers) == rope
+    assert deserialize(rope.serialize(tensors, numbers), tensors, numbers) == rope
 
 
 X = torch.zeros(2, 3, 5, 8)

@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, Dense, Mask, Prefix, ProblemError, Window, draw
-from regard.describe.mask import Frame
+from regard import Causal, Mask, Prefix, ProblemError, TensorMask, Window, draw
+from regard.describe.mask import CallSizes
 from regard.describe.ragged import Ragged
-from regard.describe.word import unspell
+from regard.describe.spec import deserialize
 from regard.plan.tiling import schedule
 
 INNER: tuple[Mask | None, ...] = (None, Causal(), Causal() & Window(5), Causal() & (Window(3) | Prefix(2)), ~Causal())
 
 
 def kept(mask: Mask, batch: int, queries: int, keys: int) -> torch.Tensor:
-    placed = mask.at(Frame(batch, 1, queries, keys, keys - queries))
+    placed = mask.bind(CallSizes(batch, 1, queries, keys, keys - queries))
     b, q, k = torch.arange(batch)[:, None, None], torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
     return placed.keep(b, 0, q, k).expand(batch, queries, keys)
 
@@ -36,8 +36,8 @@ def test_each_row_sees_what_it_sees_alone(which: int, lengths: list[int], querie
 @given(st.sampled_from(range(len(INNER))), st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 70))
 def test_the_schedule_lists_just_these_pairs(which: int, lengths: list[int], queries: int) -> None:
     mask, keys = Ragged(INNER[which], lengths), max(*lengths, queries)
-    frame = Frame(len(lengths), 1, queries, keys, keys - queries)
-    tiles = schedule(mask.at(frame), tile=64, **frame._asdict())
+    sizes = CallSizes(len(lengths), 1, queries, keys, keys - queries)
+    tiles = schedule(mask.bind(sizes), tile=64, **sizes._asdict())
     assert tiles.pairs == int(kept(mask, len(lengths), queries, keys).sum())
 
 
@@ -46,14 +46,14 @@ def test_it_can_be_drawn_and_spelled() -> None:
     assert draw(mask, 2, 3, batch=0) == "█ · ·\n█ █ ·"
     tensors: list[torch.Tensor] = []
     numbers: list[int] = []
-    assert unspell(mask.spell(tensors, numbers), tensors, numbers) == mask
-    assert mask.outline().is_constant
+    assert deserialize(mask.serialize(tensors, numbers), tensors, numbers) == mask
+    assert mask.fingerprint().is_constant
 
 
 def test_masks_laid_out_by_the_rows_of_a_call_are_refused() -> None:
     with pytest.raises(ProblemError, match="mask of positions"):
-        Ragged(Dense(torch.ones(2, 2, dtype=torch.bool)), (1, 2))
+        Ragged(TensorMask(torch.ones(2, 2, dtype=torch.bool)), (1, 2))
     with pytest.raises(ProblemError, match="2 batch rows"):
-        Ragged(None, (1, 2)).at(Frame(3, 1, 1, 4, 3))
+        Ragged(None, (1, 2)).bind(CallSizes(3, 1, 1, 4, 3))
     with pytest.raises(ProblemError, match="keys"):
-        Ragged(None, (9, 2)).at(Frame(2, 1, 1, 4, 3))
+        Ragged(None, (9, 2)).bind(CallSizes(2, 1, 1, 4, 3))

@@ -9,26 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import (
-    Additive,
-    Alibi,
-    Bilinear,
-    Causal,
-    Cosine,
-    Dense,
-    Dot,
-    Epanechnikov,
-    Gaussian,
-    Laplacian,
-    Lengths,
-    ProblemError,
-    Score,
-    Window,
-    attend,
-    attend_state,
-    explain,
-)
+from regard import Alibi, Causal, KeyLengths, ProblemError, TensorMask, Window, attend, attend_state, explain
 from regard.backend import reference
+from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from tests.expressions import masks
 from tests.oracle import Case, dense, kept, worst
 
@@ -191,10 +174,10 @@ def test_a_score_compiles_to_one_graph_with_gradients_of_its_weights(name: str):
 def test_what_is_masked_reaches_neither_a_result_nor_a_gradient(name: str):
     q, k, v = (t.detach().clone() for t in small())
     score = scores()[name]
-    clean = attend(q, k, v, score=score, mask=Lengths(torch.tensor([9, 9])))
+    clean = attend(q, k, v, score=score, mask=KeyLengths(torch.tensor([9, 9])))
     k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.inf
     leaves = [t.requires_grad_() for t in (q, k, v, *score.tensors())]
-    out = attend(q, k, v, score=score, mask=Lengths(torch.tensor([9, 9])))
+    out = attend(q, k, v, score=score, mask=KeyLengths(torch.tensor([9, 9])))
     assert torch.equal(out, clean)
     grads = torch.autograd.grad(out.sum(), leaves, materialize_grads=True)
     assert all(bool(torch.isfinite(grad).all()) for grad in grads)
@@ -432,7 +415,7 @@ def test_scores_in_half_precision_are_as_exact_as_their_inputs():
 
 def test_a_mask_per_head_meets_a_score_per_head():
     q, k, v = small()
-    case = Case(q, k, v, {"score": scores()["additive per head"], "mask": Dense(normal(6, 11, 13) > 0)})
+    case = Case(q, k, v, {"score": scores()["additive per head"], "mask": TensorMask(normal(6, 11, 13) > 0)})
     assert torch.allclose(attend(q, k, v, **case.words), dense(case)[0], rtol=0, atol=1e-13)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Contiguous, Int4, Int8, Latent, Paged, ProblemError, Rolling, Stored
+from regard import ProblemError
+from regard.cache import Contiguous, Int4, Int8, Latent, Paged, Rolling, StoredTensor
 from regard.describe.codec import Codec, encode_rows, encode_tiled
 from regard.describe.hadamard import hadamard
 from regard.describe.storage import Part
@@ -29,7 +30,7 @@ def test_pages_stand_for_the_tokens_in_order(batch: int, tokens: int, page: int,
 def test_parts_stand_one_after_the_other() -> None:
     t = normal(2, 3, 7 + 64 + 11, 13)
     middle = coded(t[:, :, 7:71], Int8(), keys=True)
-    whole = Stored((plain(t[:, :, :7]), middle, plain(t[:, :, 71:])), (2, 3, 82, 13), torch.float32)
+    whole = StoredTensor((plain(t[:, :, :7]), middle, plain(t[:, :, 71:])), (2, 3, 82, 13), torch.float32)
     found = whole.dense()
     assert torch.equal(found[:, :, :7], t[:, :, :7])
     assert torch.equal(found[:, :, 71:], t[:, :, 71:])
@@ -41,8 +42,8 @@ def test_parts_stand_one_after_the_other() -> None:
 def test_codes_may_begin_and_end_inside_of_a_group(keys: bool) -> None:
     t = normal(1, 2, 64, 6)
     part = coded(t, Int4(), keys=keys)
-    cut = Stored((part._replace(skip=5, tokens=50),), (1, 2, 50, 6), torch.float32)
-    whole = Stored((part,), (1, 2, 64, 6), torch.float32)
+    cut = StoredTensor((part._replace(skip=5, tokens=50),), (1, 2, 50, 6), torch.float32)
+    whole = StoredTensor((part,), (1, 2, 64, 6), torch.float32)
     assert torch.equal(cut.dense(), whole.dense()[:, :, 5:55])
 
 
@@ -50,7 +51,7 @@ def test_rows_of_different_lengths_are_zeros_beyond_their_end() -> None:
     t = normal(2, 1, 9, 4)
     pages = paged(t, 3)
     lengths = torch.tensor([9, 4])
-    ragged = Stored((pages.parts[0]._replace(ends=lengths),), (2, 1, 9, 4), torch.float32, lengths)
+    ragged = StoredTensor((pages.parts[0]._replace(ends=lengths),), (2, 1, 9, 4), torch.float32, lengths)
     assert torch.equal(ragged.dense()[0], t[0])
     assert torch.equal(ragged.dense()[1, :, :4], t[1, :, :4])
     assert not ragged.dense()[1, :, 4:].any()
@@ -59,7 +60,7 @@ def test_rows_of_different_lengths_are_zeros_beyond_their_end() -> None:
 
 def test_rotated_numbers_are_turned_back() -> None:
     t = normal(1, 2, 5, 24)
-    turned = Stored((plain(hadamard(t)),), (1, 2, 5, 24), torch.float32, rotated=True)
+    turned = StoredTensor((plain(hadamard(t)),), (1, 2, 5, 24), torch.float32, rotated=True)
     assert torch.allclose(turned.dense(), t, atol=1e-6)
     assert "rotated" in turned.forms
 
@@ -67,17 +68,17 @@ def test_rotated_numbers_are_turned_back() -> None:
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=repr)
 def test_bytes_are_those_of_codes_and_scales(codec: Codec) -> None:
     t = normal(2, 3, 64, 32)
-    keys = Stored((coded(t, codec, keys=True),), (2, 3, 64, 32), torch.float32)
+    keys = StoredTensor((coded(t, codec, keys=True),), (2, 3, 64, 32), torch.float32)
     numbers, scales = t.numel() * codec.bits // 8, t.numel() // 32 * 2 * (2 if codec.bits == 4 else 1)
     assert keys.nbytes == numbers + scales
 
 
 def test_a_tensor_is_one_plain_part_where_it_lies() -> None:
     t = normal(2, 5, 3, 4).transpose(1, 2)
-    stored = Stored.of(t)
+    stored = StoredTensor.of(t)
     assert stored.parts[0].data.data_ptr() == t.data_ptr()
     assert torch.equal(stored.dense(), t)
-    assert repr(stored) == "Stored([2, 3, 5, 4] float32: 5 float32)"
+    assert repr(stored) == "StoredTensor([2, 3, 5, 4] float32: 5 float32)"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_layouts_that_make_no_sense_are_refused(make: Any, what: str) -> None:
 
 
 def test_an_empty_handle_is_an_empty_tensor() -> None:
-    nothing = Stored((Part(0, torch.zeros(1, 2, 8, 3)),), (1, 2, 0, 3), torch.float32)
+    nothing = StoredTensor((Part(0, torch.zeros(1, 2, 8, 3)),), (1, 2, 0, 3), torch.float32)
     assert nothing.dense().shape == (1, 2, 0, 3)
     assert nothing.nbytes == 0
 

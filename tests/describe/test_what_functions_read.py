@@ -84,10 +84,10 @@ def a_module_as_an_argument() -> Change:
 def a_module_in_a_class() -> Change:
     change_settings()
 
-    class Held:
+    class SpecModule:
         settings = SETTINGS
 
-    return lambda b, h, q, k: k < Held.settings.limit, change_settings
+    return lambda b, h, q, k: k < SpecModule.settings.limit, change_settings
 
 
 def a_module_that_makes_its_attributes() -> Change:
@@ -121,14 +121,14 @@ def a_metaclass() -> Change:
         def limit(cls) -> int:
             return FACTOR
 
-    class Held(metaclass=Kind):
+    class SpecModule(metaclass=Kind):
         pass
 
-    return lambda b, h, q, k: k < Held.limit, change_factor
+    return lambda b, h, q, k: k < SpecModule.limit, change_factor
 
 
 def a_private_slot() -> Change:
-    class Held:
+    class SpecModule:
         __slots__ = ("__limit",)
 
         def put(self, limit: int) -> None:
@@ -137,7 +137,7 @@ def a_private_slot() -> Change:
         def get(self) -> int:
             return self.__limit
 
-    held = Held()
+    held = SpecModule()
     held.put(4)
     return lambda b, h, q, k: k < held.get(), lambda: held.put(9)
 
@@ -188,10 +188,10 @@ def a_property_with_a_class() -> Change:
         def __get__(self, *args: Any) -> Any:
             return FACTOR
 
-    class Held:
+    class SpecModule:
         limit = Limit(lambda self: 4)
 
-    held = Held()
+    held = SpecModule()
     return lambda b, h, q, k: k < held.limit, change_factor
 
 
@@ -204,7 +204,7 @@ def a_function_named_like_one_of_a_library() -> Change:
 
 
 def a_class_named_like_one_of_a_library() -> Change:
-    held: Any = dataclasses.make_dataclass("Held", [], namespace={"limit": property(lambda self: FACTOR)})()
+    held: Any = dataclasses.make_dataclass("SpecModule", [], namespace={"limit": property(lambda self: FACTOR)})()
     return lambda b, h, q, k: k < held.limit, change_factor
 
 
@@ -220,24 +220,24 @@ def a_method_of_a_class_bound_by_c() -> Change:
 
 
 def an_object_that_fails_at_names() -> Change:
-    class Held:
+    class SpecModule:
         __slots__ = ("limit", "other")
 
         def __getattr__(self, name: str) -> Any:
             raise KeyError(name)
 
-    held = Held()
+    held = SpecModule()
     held.limit = 4
     return lambda b, h, q, k: k < held.limit, lambda: setattr(held, "limit", 9)
 
 
 def an_object_that_says_that_it_is_a_tensor() -> Change:
-    class Held:
+    class SpecModule:
         limit = 4
         __class__ = property(lambda self: torch.Tensor)  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    held: Any = Held()
-    return lambda b, h, q, k: k < held.limit, lambda: setattr(Held, "limit", 9)
+    held: Any = SpecModule()
+    return lambda b, h, q, k: k < held.limit, lambda: setattr(SpecModule, "limit", 9)
 
 
 def a_class_that_equals_every_other() -> Change:
@@ -247,10 +247,10 @@ def a_class_that_equals_every_other() -> Change:
 
         __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    class Held(metaclass=Kind):
+    class SpecModule(metaclass=Kind):
         limit = 4
 
-    return lambda b, h, q, k: k < Held.limit, lambda: setattr(Held, "limit", 9)
+    return lambda b, h, q, k: k < SpecModule.limit, lambda: setattr(SpecModule, "limit", 9)
 
 
 def an_attribute_of_a_tensor() -> Change:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Dense, Documents, Lengths, Prefix, T5Bias, TensorBias, Window, attend
-from regard.attend import Call, watching
+from regard import Alibi, Causal, Documents, KeyLengths, Prefix, T5Bias, TensorBias, TensorMask, Window, attend
+from regard.attend import Call, observe_calls
 from regard.inspect.weights.lazy import Weights
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 2, 6, 3, 29, 29, 7
@@ -43,7 +43,7 @@ def definition(call: Call) -> Dense64:
 def called(q: Tensor, k: Tensor, **words: Any) -> Call:
     """The call that `attend` tells of."""
     calls: list[Call] = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         attend(q, k, torch.randn_like(k), **words)
     return calls[0]
 
@@ -60,17 +60,17 @@ CASES: dict[str, Callable[[], Call]] = {
     "window both ways": lambda: drawn(mask=Window(4, 3)),
     "scale and softcap": lambda: drawn(mask=Causal(), scale=3.0, softcap=2.0),
     "learned sinks": lambda: drawn(mask=Causal(), sink=torch.randn(HEADS)),
-    "padding to the right": lambda: drawn(mask=Causal() & Lengths(torch.tensor([11, KEYS]))),
-    "padding to the left": lambda: drawn(mask=Causal() & ~Lengths(torch.tensor([0, 13]))),
+    "padding to the right": lambda: drawn(mask=Causal() & KeyLengths(torch.tensor([11, KEYS]))),
+    "padding to the left": lambda: drawn(mask=Causal() & ~KeyLengths(torch.tensor([0, 13]))),
     "alibi": lambda: drawn(mask=Causal(), bias=Alibi(HEADS)),
     "a bias by buckets of distance": lambda: drawn(mask=Causal(), bias=T5Bias(torch.randn(8, HEADS), max_distance=16)),
     "a bias per head": lambda: drawn(mask=Causal(), bias=TensorBias(torch.randn(1, HEADS, QUERIES, KEYS))),
-    "a mask per head": lambda: drawn(mask=Dense(torch.rand(1, HEADS, QUERIES, KEYS) < 0.5)),
-    "a mask for all heads": lambda: drawn(mask=Dense(torch.rand(BATCH, 1, QUERIES, KEYS) < 0.5)),
-    "a mask of keys": lambda: drawn(mask=Dense(torch.rand(BATCH, 1, 1, KEYS) < 0.7)),
+    "a mask per head": lambda: drawn(mask=TensorMask(torch.rand(1, HEADS, QUERIES, KEYS) < 0.5)),
+    "a mask for all heads": lambda: drawn(mask=TensorMask(torch.rand(BATCH, 1, QUERIES, KEYS) < 0.5)),
+    "a mask of keys": lambda: drawn(mask=TensorMask(torch.rand(BATCH, 1, 1, KEYS) < 0.7)),
     "documents per row": lambda: drawn(mask=Causal() & Documents(torch.randint(0, 3, (BATCH, KEYS)).sort().values)),
     "all at once": lambda: drawn(
-        mask=Causal() & (Window(7) | Prefix(2)) & ~Lengths(torch.tensor([0, 13])),
+        mask=Causal() & (Window(7) | Prefix(2)) & ~KeyLengths(torch.tensor([0, 13])),
         bias=Alibi(HEADS) + TensorBias(torch.randn(BATCH, HEADS, QUERIES, KEYS)),
         scale=2.0,
         softcap=3.0,

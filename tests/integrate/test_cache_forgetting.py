@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from regard import RefusalError
-from regard.attend import watching
+from regard.attend import observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import TOVA
 from regard.describe.codec import Int8
@@ -117,7 +117,7 @@ def test_the_queries_that_a_policy_sees_are_those_of_attention(monkeypatch: pyte
     cache = regard_cache(m, evict=TOVA(19))
     for layer in cache.layers:
         monkeypatch.setattr(layer.kv, "observe", lambda q, mask, scale, at=layer: told.append((at, q, scale)))
-    with torch.no_grad(), watching(calls.append):
+    with torch.no_grad(), observe_calls(calls.append):
         m(prompt(), past_key_values=cache)
     assert [at for at, _, _ in told] == cache.layers
     assert all(torch.equal(q, call.q) and scale == call.scale for (_, q, scale), call in zip(told, calls, strict=True))
@@ -180,7 +180,7 @@ def test_what_rows_of_a_padded_batch_keep_is_told():
     cache = regard_cache(m, layout=Rolling(11, sinks=3))
     written(m, prompt(2, 17), cache, attention_mask=mask, max_new_tokens=2)
     layer = cache.layers[0]
-    assert [kv.seen for kv in layer.caches] == [14, 18]
+    assert [kv.tokens_seen for kv in layer.caches] == [14, 18]
     assert (layer.get_seq_length(), layer.get_mask_sizes(3)) == (18, (21, 0))
     assert cache.bytes == 2 * 2 * 2 * 2 * 8 * 11 * 4
     assert "256 bytes a token" in cache.explain() or "128 bytes a token" in cache.explain()

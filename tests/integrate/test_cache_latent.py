@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CompileConfig, StaticCache
 
-from regard import ProblemError, watching
+from regard import ProblemError, observe_calls
 from regard.attend import Call
 from regard.cache import ExpectedAttention
 from regard.describe.codec import Fp8, Int4, Int8
@@ -96,7 +96,7 @@ def test_with_transformers_own_cache_a_step_does_not_expand_latents_either(name:
     stock, scores = written(m, ids, None, attention_mask=mask)
     use_regard(m)
     cache = StaticCache(m.config, max_cache_len=24) if static else None
-    with watching(calls.append):
+    with observe_calls(calls.append):
         ours, our_scores = written(m, ids, cache, attention_mask=mask)
     assert ours == stock
     assert close(our_scores, scores)

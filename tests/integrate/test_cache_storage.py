@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from regard import ProblemError
-from regard.attend import Call, attend, watching
+from regard.attend import Call, attend, observe_calls
 from regard.describe.codec import Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Paged, Stored
+from regard.describe.storage import Contiguous, Paged, StoredTensor
 from regard.integrate import transformers as ours
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layer import KeptLayer, WindowLayer
@@ -84,8 +84,8 @@ def read_as(m: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
 def test_handles_travel_through_the_model(monkeypatch: pytest.MonkeyPatch):
     m = on_regard("llama")
-    assert read_as(m, regard_cache(m, codec=Int8(group=16, residual=0)), monkeypatch) == [Stored, Stored]
-    assert read_as(m, regard_cache(m.config, layout=Paged(16)), monkeypatch) == [Stored, Stored]
+    assert read_as(m, regard_cache(m, codec=Int8(group=16, residual=0)), monkeypatch) == [StoredTensor, StoredTensor]
+    assert read_as(m, regard_cache(m.config, layout=Paged(16)), monkeypatch) == [StoredTensor, StoredTensor]
     assert read_as(m, regard_cache(m), monkeypatch) == [Tensor, Tensor]
 
 
@@ -116,7 +116,7 @@ def test_a_batch_of_one_gives_the_attention_of_a_batch_of_eight():
     words: dict[str, Any] = {"codec": Int8(group=16, residual=3), "layout": Paged(16)}
     caches = [regard_cache(m, **words) for _ in range(9)]
     outs: list[Call] = []
-    with torch.no_grad(), watching(outs.append):
+    with torch.no_grad(), observe_calls(outs.append):
         m(ids, past_key_values=caches[0])
         for row in range(8):
             m(ids[row : row + 1], past_key_values=caches[row + 1])

@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import errors as hub_errors
 
 from regard import ProblemError
-from regard.attend import Call, watching
+from regard.attend import Call, observe_calls
 from regard.integrate.checkpoint import config_of, load
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import close, model
@@ -328,7 +328,7 @@ def test_smollm2_gives_the_logits_of_eager(smollm2: tuple[Any, Any, str]):
         made.set_attn_implementation("eager")
         eager = made(ids).logits
         use_regard(made)
-        with watching(calls.append):
+        with observe_calls(calls.append):
             ours = made(ids).logits
     assert close(ours, eager)
     assert [(call.q.shape[1], call.k.shape[1], repr(call.mask)) for call in calls] == [(9, 3, "Causal()")] * 30

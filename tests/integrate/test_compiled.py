@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
-from regard import Contiguous
+from regard.cache import Contiguous
 from regard.integrate.cache import regard_cache
 from tests.integrate.writing import on_regard, prompt, written
 from tests.integrate.zoo import close, padding, tokens

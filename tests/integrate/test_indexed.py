@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import StaticCache
 
-from regard import RefusalError, watching
+from regard import RefusalError, observe_calls
 from regard.integrate.transformers import use_regard
 from tests.integrate.test_cache_latent import SIZES
 from tests.integrate.test_compiled import compiling, forget_graphs, graphs
@@ -56,7 +56,7 @@ def test_a_query_sees_the_keys_that_were_chosen(name: str, static: bool):
 def test_no_more_keys_are_seen_than_were_chosen():
     m, seen = indexed("deepseek_v32"), []
     use_regard(m)
-    with torch.no_grad(), watching(lambda call: seen.append(call.plan.schedule.pairs)):
+    with torch.no_grad(), observe_calls(lambda call: seen.append(call.plan.schedule.pairs)):
         m(prompt(1, 13))
     assert seen == [4 * (1 + 2 + 3 + 4 + 9 * 5)] * 2  # heads, the first queries see fewer than 5
 

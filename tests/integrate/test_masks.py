@@ -51,7 +51,7 @@ FUNCTIONS: dict[str, tuple[Any, str, bool]] = {
     ),
     "spans": (
         theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(SPANS)),
-        "Causal() | Documents(ids=int64[2, 11]) & Dense(mask=bool[2, 1, 1, 11])",
+        "Causal() | Documents(ids=int64[2, 11]) & TensorMask(mask=bool[2, 1, 1, 11])",
         False,
     ),
     "or with everything": (
@@ -61,12 +61,12 @@ FUNCTIONS: dict[str, tuple[Any, str, bool]] = {
     ),
     "a function that broadcasts": (
         theirs.and_masks(theirs.causal_mask_function, halves),
-        "Causal() & Where(<lambda>)",
+        "Causal() & MaskFunction(<lambda>)",
         False,
     ),
     "a function for scalars": (
         theirs.or_masks(theirs.causal_mask_function, first_tokens),
-        "Causal() | Dense(mask=bool[2, 1, 11, 11])",
+        "Causal() | TensorMask(mask=bool[2, 1, 11, 11])",
         True,
     ),
 }
@@ -88,7 +88,7 @@ if counted_anew is not None:
             ),
             "packed, with positions that do not run on": (
                 counted_anew(theirs.causal_mask_function, POSITIONS.flip(1), IDS),
-                "Where(<lambda>)",
+                "MaskFunction(<lambda>)",
                 False,
             ),
         }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from regard import Causal, ProblemError, RefusalError
-from regard.attend import Call, watching
+from regard.attend import Call, observe_calls
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.transformers import attention, register, use_regard
 from tests.integrate.zoo import BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
@@ -22,7 +22,7 @@ def calls_of(name: str, *args: Any, **kwargs: Any) -> list[Call]:
     """What regard was asked for in one forward pass."""
     calls: list[Call] = []
     use_regard(model(name))
-    with torch.no_grad(), watching(calls.append):
+    with torch.no_grad(), observe_calls(calls.append):
         model(name)(*args, **kwargs)
     return calls
 
@@ -192,7 +192,7 @@ def test_dropout_is_for_training():
         layer.self_attn.attention_dropout = 0.25
     use_regard(subject)
     try:
-        with watching(calls.append):
+        with observe_calls(calls.append):
             subject(tokens())
             subject.train()(tokens())
     finally:
@@ -242,9 +242,9 @@ def test_masks_arrive_in_words(name: str, said: list[str]):
 @pytest.mark.parametrize(
     ("side", "said"),
     [
-        ("left", "Causal() & ~Lengths(lengths=int64[2])"),
-        ("right", "Causal() & Lengths(lengths=int64[2])"),
-        ("hole", "Causal() & Dense(mask=bool[2, 1, 1, 13], offset=0)"),
+        ("left", "Causal() & ~KeyLengths(lengths=int64[2])"),
+        ("right", "Causal() & KeyLengths(lengths=int64[2])"),
+        ("hole", "Causal() & TensorMask(mask=bool[2, 1, 1, 13], offset=0)"),
     ],
 )
 def test_padding_arrives_in_words(side: str, said: str):
@@ -395,6 +395,6 @@ def test_the_name_can_be_given_when_a_model_is_made():
     register()
     made = LlamaForCausalLM._from_config(model("llama").config, attn_implementation="regard").eval()
     calls: list[Call] = []
-    with torch.no_grad(), watching(calls.append):
+    with torch.no_grad(), observe_calls(calls.append):
         made(tokens())
     assert len(calls) == 2

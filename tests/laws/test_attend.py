@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Causal, Dense, Mask, Prefix, TensorBias, Window, attend, attend_state
+from regard import Causal, Mask, Prefix, TensorBias, TensorMask, Window, attend, attend_state
 from tests.expressions import BATCH, HEADS, biases, masks
 from tests.oracle import Case, dense, kept, worst
 
@@ -131,7 +131,7 @@ def test_what_is_masked_is_never_read_into_a_gradient(engine: str | None, case: 
     if not keep.numel():
         return
     key = keep.shape[3] // 2
-    case.words["mask"] = hides = Dense(keep & (torch.arange(keep.shape[3]) != key))  # hidden from everybody
+    case.words["mask"] = hides = TensorMask(keep & (torch.arange(keep.shape[3]) != key))  # hidden from everybody
     leaves = [t.detach().clone() for t in (case.q, case.k, case.v)]
     leaves[1][:, :, key] = leaves[2][:, :, key] = float("nan")
     case.q, case.k, case.v = (t.requires_grad_() for t in leaves)
@@ -171,7 +171,7 @@ def test_a_row_that_sees_nothing_is_zero(engine: str | None, dtype: torch.dtype)
 @pytest.mark.parametrize("sink", [None, torch.zeros(2)])
 def test_a_call_that_keeps_nothing_is_zero_and_so_are_its_gradients(engine: str | None, sink: Tensor | None):
     q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    out = attend(q, k, v, mask=Dense(torch.zeros(5, 5, dtype=torch.bool)), sink=sink, backend=engine)
+    out = attend(q, k, v, mask=TensorMask(torch.zeros(5, 5, dtype=torch.bool)), sink=sink, backend=engine)
     out.sum().backward()
     assert not out.any()
     for t in (q, k, v):

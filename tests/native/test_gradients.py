@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Dense, Lengths, Prefix, RefusalError, T5Bias, TensorBias, Window, attend, attend_state
+from regard import (
+    Alibi,
+    Causal,
+    KeyLengths,
+    Prefix,
+    RefusalError,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    Window,
+    attend,
+    attend_state,
+)
 from regard.backend import native
 from tests.conformance import cases, dot_products
 from tests.native.engines import ALL, BEST, PLAIN
@@ -19,7 +31,7 @@ def small(*sizes: int) -> Tensor:
 
 @pytest.mark.parametrize("engine", [*ALL, PLAIN])
 @pytest.mark.parametrize(
-    "mask", [None, Causal(), Causal() & Window(2) | Prefix(1), Dense(torch.zeros(4, 5) > 1)], ids=str
+    "mask", [None, Causal(), Causal() & Window(2) | Prefix(1), TensorMask(torch.zeros(4, 5) > 1)], ids=str
 )
 def test_derivatives_of_all_that_flows(engine: str, mask: Any):
     q, k, v, sink = small(1, 4, 4, 3), small(1, 2, 5, 3), small(1, 2, 5, 2), small(4)
@@ -115,7 +127,7 @@ def test_what_is_hidden_does_not_reach_a_gradient(engine: str):
     q, k, v = (torch.randn(2, 2, 70, 8) for _ in range(3))
     k[1, :, 40:], v[1, :, 40:] = torch.nan, torch.inf
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = attend(*leaves, mask=Lengths(torch.tensor([70, 40])), backend=engine)
+    out = attend(*leaves, mask=KeyLengths(torch.tensor([70, 40])), backend=engine)
     grads = torch.autograd.grad(out.sum(), leaves)
     assert bool(torch.isfinite(out).all())
     assert all(bool(torch.isfinite(grad).all()) for grad in grads)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Causal, Codec, Int4, Int8, Stored, Window, attend, attend_state
+from regard import Causal, Window, attend, attend_state
+from regard.cache import Codec, Int4, Int8, StoredTensor
 from regard.describe.codec import Codes, decode_rows, decode_tiled
 from regard.describe.storage import Part
 from tests.native.engines import ALL
@@ -27,8 +28,8 @@ class Made(NamedTuple):
     """A call, and the float32 numbers that its codes stand for."""
 
     q: Tensor  # bf16 [1, heads, queries, dim]
-    k: Stored
-    v: Stored
+    k: StoredTensor
+    v: StoredTensor
     keys: Tensor
     values: Tensor
 
@@ -43,8 +44,8 @@ def normal(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(sizes, generator=g) * (1 + 6 * (torch.rand(sizes[-1], generator=g) > 0.9))
 
 
-def stored(part: Part, t: Tensor) -> Stored:
-    return Stored((part,), (t.shape[0], t.shape[1], t.shape[2], t.shape[3]), torch.bfloat16)
+def stored(part: Part, t: Tensor) -> StoredTensor:
+    return StoredTensor((part,), (t.shape[0], t.shape[1], t.shape[2], t.shape[3]), torch.bfloat16)
 
 
 def numbers(part: Part, dim: int, *, codes: bool = False) -> Tensor:
@@ -187,7 +188,7 @@ def test_pages_in_any_order_change_nothing(codec: Codec) -> None:
         assert torch.equal(attend(call.q, *paged, backend=ENGINE), expected)
 
 
-def with_value_scale(call: Made, token: int, x: float) -> Stored:
+def with_value_scale(call: Made, token: int, x: float) -> StoredTensor:
     part = call.v.parts[0]
     assert part.scale is not None
     scale = part.scale.clone()

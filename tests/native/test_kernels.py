@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Alibi, Bias, Causal, Dense, Mask, T5Bias, TensorBias, attend, attend_state
+from regard import Alibi, Bias, Causal, Mask, T5Bias, TensorBias, TensorMask, attend, attend_state
 from tests.native.engines import ALL, PLAIN
 from tests.oracle import Case
 
@@ -65,7 +65,11 @@ def masks(draw: st.DrawFn, g: torch.Generator, batch: int, heads: int, queries: 
     coarse = tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :queries, :keys]
     fine = torch.rand(*spread, queries, keys, generator=g)
     mixed = (coarse > 0.7) | ((coarse > 0.3) & (fine > 0.5))
-    return draw(st.sampled_from([None, Causal(), Dense(fine > 0.1), Dense(fine > 0.98), Dense(mixed), Dense(mixed)]))
+    return draw(
+        st.sampled_from(
+            [None, Causal(), TensorMask(fine > 0.1), TensorMask(fine > 0.98), TensorMask(mixed), TensorMask(mixed)]
+        )
+    )
 
 
 @st.composite

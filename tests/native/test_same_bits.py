@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Documents, Lengths, Mask, Prefix, Window, attend, attend_state
+from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, attend_state
 from tests.native.engines import ALL
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -56,10 +56,10 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
 def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dtype, queries: int):
     q, k, v = tensors(dtype, batch=3)
     q, lengths = q[:, :, -queries:], torch.tensor([KEYS, 65, 1100])
-    for words in ({}, {"mask": Causal() & Lengths(lengths)}, {"sink": torch.randn(6)}):
+    for words in ({}, {"mask": Causal() & KeyLengths(lengths)}, {"sink": torch.randn(6)}):
         whole = attend(q, k, v, **words, backend=engine)
         for b in range(3):
-            mine = {"mask": Causal() & Lengths(lengths[b : b + 1])} if "mask" in words else words
+            mine = {"mask": Causal() & KeyLengths(lengths[b : b + 1])} if "mask" in words else words
             alone = attend(*(t[b : b + 1] for t in (q, k, v)), **mine, backend=engine)
             assert torch.equal(alone, whole[b : b + 1])
         assert torch.equal(

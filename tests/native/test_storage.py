@@ -14,7 +14,7 @@ from torch import Tensor
 from regard import Alibi, Causal, Mask, Window, attend, attend_state, explain
 from regard.describe.codec import TILE, units
 from regard.describe.ragged import Ragged
-from regard.describe.storage import Part, Stored
+from regard.describe.storage import Part, StoredTensor
 from tests.native.engines import ALL, PLAIN
 from tests.native.test_kernels import ROUNDING, same
 
@@ -92,19 +92,19 @@ class Maker:
         return data, (scale * 2 / most).bfloat16(), low.bfloat16()
 
 
-def stored(parts: list[Part], counts: list[int], heads: int, dim: int, dtype: torch.dtype) -> Stored:
+def stored(parts: list[Part], counts: list[int], heads: int, dim: int, dtype: torch.dtype) -> StoredTensor:
     lengths = torch.tensor(counts) if len(set(counts)) > 1 else None
-    return Stored(tuple(parts), (len(counts), heads, max(counts), dim), dtype, lengths)
+    return StoredTensor(tuple(parts), (len(counts), heads, max(counts), dim), dtype, lengths)
 
 
-def by_integers(q: Tensor, k: Stored, v: Stored, engine: str) -> bool:
+def by_integers(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str) -> bool:
     """Whether codes may be multiplied as integers."""
     few = q.shape[1] // k.shape[1] * q.shape[2] <= 16
     coded = any(part.kind in ("int8", "int4") for side in (k, v) for part in side.parts)
     return engine == "native avx512bf16" and q.dtype == torch.bfloat16 and few and coded
 
 
-def agree(q: Tensor, k: Stored, v: Stored, engine: str, **words: Any) -> Tensor:
+def agree(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str, **words: Any) -> Tensor:
     """What stored ones give, after a look that their tensors give the same bits, or nearly where integers are used."""
     assert not any("gather" in str(step) for step in explain(q, k, v, backend=engine, **words).steps)
     found = attend_state(q, k, v, backend=engine, **words)
@@ -145,7 +145,7 @@ def test_every_form_gives_the_bits_of_its_tensor(engine: str, form: str, dtype: 
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Tensor, Stored, Stored, Mask | None]:
+def cases(draw: st.DrawFn) -> tuple[Tensor, StoredTensor, StoredTensor, Mask | None]:
     dtype = draw(st.sampled_from(DTYPES))
     batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 8]))
     make = Maker(draw(st.integers(0, 1 << 30)), kv_heads, dtype)
@@ -185,14 +185,16 @@ def parts(draw: st.DrawFn, make: Maker, counts: list[int], dim: int, keys: bool)
 @pytest.mark.parametrize("engine", ALL)
 @given(case=cases())
 @settings(max_examples=50)
-def test_any_parts_give_the_bits_of_their_tensors(engine: str, case: tuple[Tensor, Stored, Stored, Mask | None]):
+def test_any_parts_give_the_bits_of_their_tensors(
+    engine: str, case: tuple[Tensor, StoredTensor, StoredTensor, Mask | None]
+):
     q, k, v, mask = case
     agree(q, k, v, engine, mask=mask)
 
 
 @given(case=cases())
 @settings(max_examples=50)
-def test_the_plain_loops_read_any_parts(case: tuple[Tensor, Stored, Stored, Mask | None]):
+def test_the_plain_loops_read_any_parts(case: tuple[Tensor, StoredTensor, StoredTensor, Mask | None]):
     q, k, v, mask = case
     q = q[:, :, -3:]
     found, expected = (attend(q, k, v, mask=mask, backend=name) for name in (PLAIN, "reference"))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Alibi, Causal, Dense, Lengths, Prefix, TensorBias, Window, attend
-from regard.attend import watching
+from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window, attend
+from regard.attend import observe_calls
 from regard.inspect import Weights
 from regard.inspect.sweep import Sweep, by_native, by_torch
 from tests.native.engines import ALL, PLAIN
@@ -30,7 +30,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 4e-6, tor
 def weights_of(q: Tensor, k: Tensor, **words: object) -> Weights:
     """Of a call of the plain loops."""
     seen: list[Weights] = []
-    with watching(lambda call: seen.append(Weights.of(call))):
+    with observe_calls(lambda call: seen.append(Weights.of(call))):
         attend(q, k, k, backend=PLAIN, **words)  # pyright: ignore[reportArgumentType]
     return seen[0]
 
@@ -153,7 +153,7 @@ def test_strides_change_nothing(engine: str):
 @pytest.mark.parametrize("engine", ISAS)
 @pytest.mark.parametrize("one", [0, 1])
 def test_one_sequence_of_a_batch_keeps_its_own_words(engine: str, one: int):
-    words = {"mask": Causal() & Lengths(torch.tensor([131, 71])), "bias": TensorBias(torch.randn(2, 1, 131, 131))}
+    words = {"mask": Causal() & KeyLengths(torch.tensor([131, 71])), "bias": TensorBias(torch.randn(2, 1, 131, 131))}
     weights = drawn(131, 131, batch=2, **words)
     found, whole = by_native.swept(weights.only(one), 9, None, isa=ISAS[engine]), by_native.swept(weights, 9, None)
     same(found, Sweep(**{name: _row(t, one) for name, t in vars(whole).items()}), 4e-6)
@@ -165,7 +165,7 @@ def _row(t: object, one: int) -> object:
 
 @pytest.mark.parametrize("engine", ISAS)
 def test_heads_may_have_masks_of_their_own(engine: str):
-    weights = drawn(131, 131, mask=Dense(torch.rand(1, 6, 131, 131) < 0.3))
+    weights = drawn(131, 131, mask=TensorMask(torch.rand(1, 6, 131, 131) < 0.3))
     for some in (weights, weights.heads([4, 1])):
         same(by_native.swept(some, 9, None, isa=ISAS[engine]), by_torch.swept(some, 9, None), 4e-6)
 
@@ -176,7 +176,7 @@ def test_what_is_hidden_cannot_spoil_a_sweep(engine: str):
     q, k = torch.rand(1, 1, 71, 3) + 1, torch.randn(1, 1, 200, 3)
     seen = torch.arange(200) < 150
     k[:, :, 150:], k[:, :, 3] = torch.nan, -torch.inf
-    weights = weights_of(q, k, mask=Dense(seen[None, None, None].expand(1, 1, 71, 200)))
+    weights = weights_of(q, k, mask=TensorMask(seen[None, None, None].expand(1, 1, 71, 200)))
     along = torch.randn(1, 1, 200)
     found, plain = (by_native.swept(weights, 10, along, isa=isa) for isa in (ISAS[engine], PLAIN_LOOPS))
     assert all(bool(getattr(found, name).isfinite().all()) for name in NUMBERS)

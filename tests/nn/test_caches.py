@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from regard import Causal, Dense, DynamicNTK, ProblemError, Rope, Window
+from regard import Causal, ProblemError, Rope, TensorMask, Window
 from regard.cache import ExpectedAttention, KVCache
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
@@ -13,6 +13,7 @@ from regard.cache.store import Policy
 from regard.describe.codec import Codec, Fp8, Int4, Int8
 from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.nn import Decoder, LatentAttention, MultiHeadAttention
+from regard.rope import DynamicNTK
 
 BATCH, WIDTH, TOKENS = 2, 48, 151
 
@@ -46,7 +47,7 @@ def test_with_any_cache_attention_is_near_what_one_shot_gives(layout: str, codec
         expected = module(x)
     assert near(found, expected, NEAR[codec])
     assert near(found, expected, 1e-6) == (codec == "plain")
-    assert cache.tokens == cache.seen == TOKENS
+    assert cache.tokens == cache.tokens_seen == TOKENS
 
 
 @pytest.mark.parametrize("absorbed", [None, True, False])
@@ -86,7 +87,7 @@ def test_a_rolling_cache_is_the_module_on_what_is_kept(codec: Codec | None, scal
             if scaling is None or i < window:
                 expected = module(x[:, kept])[:, -1:]
                 assert near(found, expected, 2e-6 if codec is None and scaling is None else 0.2 if scaling else 0.02), i
-    assert (cache.tokens, cache.seen) == (window, TOKENS)
+    assert (cache.tokens, cache.tokens_seen) == (window, TOKENS)
 
 
 def test_a_rolling_cache_must_turn_its_sinks_as_the_module_turns_keys():
@@ -97,7 +98,7 @@ def test_a_rolling_cache_must_turn_its_sinks_as_the_module_turns_keys():
             ProblemError, match=r"position is Rope\(dim=8\).*Rolling\(window=31, sinks=4, rope=Rope\(dim=8\)"
         ):
             module(x, cache=cache)
-        assert cache.seen == 0
+        assert cache.tokens_seen == 0
     with pytest.raises(ProblemError, match=r"the module's position is None"):
         MultiHeadAttention(WIDTH, 6)(x, cache=KVCache(Rolling(31, 4, Rope(8))))
     with pytest.raises(ProblemError, match=r"Rolling.*the last ones carry the position"):
@@ -117,7 +118,7 @@ def test_policies_see_the_queries_and_forget(policy: Policy, module: object):
             found = [made(part, cache=cache) for part in x.split([70, 1, 1, 30, *[1] * 49], 1)]
         assert all(part.isfinite().all() for part in found)
         assert cache.tokens < 31 + 3
-        assert cache.seen == TOKENS
+        assert cache.tokens_seen == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -136,15 +137,15 @@ def test_a_call_that_fails_can_be_made_again(cache: KVCache):
     module, x = attention(), torch.randn(BATCH, 5, WIDTH)
     with torch.no_grad():
         module(torch.randn(BATCH, 100, WIDTH), cache=cache)
-        seen, forgets = cache.seen, cache.evict or isinstance(cache.layout, Rolling)
-        with pytest.raises(ProblemError, match=r"Dense"):
-            module(x, mask=Dense(torch.ones(3, 3, dtype=torch.bool)), cache=cache)
-        assert cache.seen == seen
+        seen, forgets = cache.tokens_seen, cache.evict or isinstance(cache.layout, Rolling)
+        with pytest.raises(ProblemError, match=r"TensorMask"):
+            module(x, mask=TensorMask(torch.ones(3, 3, dtype=torch.bool)), cache=cache)
+        assert cache.tokens_seen == seen
         if not forgets:
             assert cache.tokens == 100
         out = module(x, cache=cache)
         assert out.isfinite().all()
-        assert cache.seen == 105
+        assert cache.tokens_seen == 105
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
@@ -186,9 +187,9 @@ def test_a_rolling_model_runs_on_with_constant_memory(words: dict[str, object]):
     for step in range(200):
         token = made.generate(token, 1, caches=caches)
         if step > 40:
-            held.add(sum(pair.own.held for pair in caches))
+            held.add(sum(pair.own.allocated_bytes for pair in caches))
     assert len(held) == 1
-    assert all((pair.own.tokens, pair.own.seen) == (31, 200) for pair in caches)
+    assert all((pair.own.tokens, pair.own.tokens_seen) == (31, 200) for pair in caches)
 
 
 def test_a_window_and_sinks_as_a_mask_are_a_rolling_cache_until_tokens_are_forgotten():
@@ -213,7 +214,7 @@ def test_a_failing_block_takes_all_caches_back():
         made(tokens, caches=caches)
         with pytest.raises(ProblemError, match="capacity=25"):
             made(tokens[:, :5], caches=caches)
-        assert [pair.own.seen for pair in caches] == [23, 23, 23]
+        assert [pair.own.tokens_seen for pair in caches] == [23, 23, 23]
         found = made(tokens[:, :2], caches=caches)
         assert torch.allclose(found, made(torch.cat([tokens, tokens[:, :2]], 1))[:, -2:], atol=1e-5)
 

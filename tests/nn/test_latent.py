@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Window
-from regard.attend import watching
+from regard.attend import observe_calls
 from regard.cache import KVCache
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope
@@ -74,7 +74,7 @@ def turned(x: torch.Tensor, t: int, rope: Rope | RopePairs | None, head: int) ->
 def written_out(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Equations 9 to 19 of arXiv:2405.04434, token by token and head by head."""
     batch, n, _ = x.shape
-    rope: Any = None if m.position is None else m.position.word
+    rope: Any = None if m.position is None else m.position.spec
     window = 5 if "Window" in repr(m.mask) else n
     scale = (m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale
     out = torch.zeros(batch, n, m.heads, m.v_dim, dtype=x.dtype)
@@ -144,7 +144,7 @@ def test_the_cache_holds_latents_and_rotated_keys_and_nothing_expanded(kind):
 def test_what_is_cached_is_not_copied_when_a_step_reads_it():
     """Keys and values of the absorbed form are the cache's own memory."""
     module, cache, seen = made("as in the paper"), KVCache(), []
-    with torch.no_grad(), watching(seen.append):
+    with torch.no_grad(), observe_calls(seen.append):
         module(tokens(), cache=cache)
         module(tokens(count=1), cache=cache, absorbed=True)
     stored, _ = cache.append(torch.empty(2, 1, 0, 17).double(), torch.empty(2, 1, 0, 0).double())
@@ -236,7 +236,7 @@ def test_the_operations_it_tells_are_those_that_torch_counts(kind, queries, stor
 
 def test_the_form_with_fewer_operations_is_taken():
     module, cache, seen = made("as in the paper", heads=12, nope_dim=7, v_dim=11), KVCache(), []
-    with torch.no_grad(), watching(seen.append):
+    with torch.no_grad(), observe_calls(seen.append):
         module(torch.randn(1, 300, 31).double(), cache=cache)
         module(torch.randn(1, 1, 31).double(), cache=cache)
     assert [call.k.shape[1] for call in seen] == [12, 1]  # a prompt expands, a step absorbs

@@ -15,31 +15,27 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from benchmarks.modules import CASES, compare, parts_of
 from regard import (
-    Additive,
     Alibi,
-    Bilinear,
     Causal,
-    Cosine,
-    Dense,
-    Gaussian,
-    Lengths,
+    KeyLengths,
     Prefix,
     ProblemError,
     RefusalError,
-    Score,
     T5Bias,
     TensorBias,
+    TensorMask,
     Window,
     attend,
-    watching,
+    observe_calls,
 )
 from regard.bench.rounds import Effort
 from regard.cache import KVCache
 from regard.describe.heads import Heads
 from regard.describe.position import Rope, Sinusoidal
 from regard.describe.rope_scaling import DynamicNTK
-from regard.nn import Held, MultiHeadAttention
+from regard.nn import MultiHeadAttention, SpecModule
 from regard.nn.norm import RMSNorm
+from regard.scores import Additive, Bilinear, Cosine, Gaussian, Score
 from tests.oracle import Case, dense
 
 BATCH, TOKENS, CONTEXT, WIDTH = 2, 7, 5, 11
@@ -77,13 +73,13 @@ def judged(module: MultiHeadAttention, x: Tensor, context: Tensor | None = None,
     positions = call.get("positions", 0)
     if m.position is not None:
         first = torch.arange(x.shape[1]) + positions if isinstance(positions, int) else positions
-        q = turned(q, m.position.word, first)
-        k = turned(k, m.position.word, first if context is None else torch.arange(source.shape[1]))
+        q = turned(q, m.position.spec, first)
+        k = turned(k, m.position.spec, first if context is None else torch.arange(source.shape[1]))
     words: dict[str, Any] = {"scale": m.scale, "softcap": m.softcap, "sink": m.sinks}
     words["offset"] = (positions if isinstance(positions, int) else 0) if context is not None else None
-    masks = [one for one in (m.mask and m.mask.word, call.get("mask")) if one is not None]
+    masks = [one for one in (m.mask and m.mask.spec, call.get("mask")) if one is not None]
     words["mask"] = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
-    words["bias"] = m.bias and m.bias.word
+    words["bias"] = m.bias and m.bias.spec
     out = dense(Case(q, k, v, words))[0].transpose(1, 2).reshape(*x.shape[:2], -1)
     if m.gate_proj is not None:
         out = out * torch.sigmoid(m.gate_proj(x))
@@ -111,7 +107,7 @@ def modules(draw: st.DrawFn, cross: bool) -> MultiHeadAttention:
     return module
 
 
-MASKS = st.sampled_from([None, Lengths(torch.tensor([3, 5])), Dense(torch.rand(TOKENS, 1) < 0.8)])
+MASKS = st.sampled_from([None, KeyLengths(torch.tensor([3, 5])), TensorMask(torch.rand(TOKENS, 1) < 0.8)])
 PLACES = st.sampled_from([None, 0, 3, torch.arange(TOKENS) * 2 + 1, torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)])
 
 
@@ -167,7 +163,7 @@ def test_chunks_attend_to_the_same_bits():
     """What is handed to attend chunk by chunk gives the bits of the whole; only torch's projections may round else."""
     module, x = MultiHeadAttention(32, 4, mask=Causal(), backend="native").double(), torch.randn(1, 101, 32).double()
     calls: list[Any] = []
-    with torch.no_grad(), watching(calls.append):
+    with torch.no_grad(), observe_calls(calls.append):
         module(x)
         in_steps(module, x, (53, 54, 101))
     whole, *chunks = calls
@@ -214,7 +210,7 @@ def test_a_scaling_is_told_how_long_the_sequence_is():
         return rope.rotate(k, torch.tensor(positions), tokens)
 
     cache = KVCache()
-    with torch.no_grad(), watching(lambda call: calls.append(call.k)):
+    with torch.no_grad(), observe_calls(lambda call: calls.append(call.k)):
         module(x)
         module(x, positions=3 * torch.arange(7))
         module(x[:, :5], cache=cache)
@@ -327,7 +323,7 @@ def test_masks_and_biases_of_module_and_call_add_up():
     both.load_state_dict(module.state_dict(), strict=False)
     assert torch.equal(module(x, mask=Window(3), bias=bias), both(x))
     calls: list[Any] = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         module(x, mask=Window(3), bias=bias)
     assert repr(calls[0].mask) == "Causal() & Window(left=3)"
 
@@ -341,7 +337,7 @@ def drawn(*shape: int) -> nn.Parameter:
 )
 def test_any_score_compares_and_its_weights_are_trained(score: Score):
     module, x, calls = MultiHeadAttention(24, 6, score=score, mask=Causal()), torch.randn(2, 7, 24), []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         out = module(x)
     q, k, v = (one(x).unflatten(2, (6, 4)).transpose(1, 2) for one in (module.q_proj, module.k_proj, module.v_proj))
     truth = attend(q, k, v, score=score, mask=Causal(), backend="reference64")
@@ -359,7 +355,7 @@ def test_any_score_compares_and_its_weights_are_trained(score: Score):
 def test_the_output_of_the_heads_is_not_copied(words: dict[str, Any], grad: bool):
     """It comes token by token, so that laying the heads side by side is a view."""
     calls: list[Any] = []
-    with torch.set_grad_enabled(grad), watching(calls.append):
+    with torch.set_grad_enabled(grad), observe_calls(calls.append):
         MultiHeadAttention(24, 6, **words)(torch.randn(2, 7, 24))
     assert calls[0].out.transpose(1, 2).is_contiguous()
 
@@ -374,7 +370,7 @@ def test_it_is_its_parts_written_out_bit_by_bit(case: str):
 
 
 def test_layers_can_share_a_bias():
-    shared = Held(T5Bias(torch.zeros(32, 6, requires_grad=True)))
+    shared = SpecModule(T5Bias(torch.zeros(32, 6, requires_grad=True)))
     layers = nn.ModuleList(MultiHeadAttention(24, 6, bias=shared) for _ in range(3))
     assert [name for name, _ in layers.named_parameters() if "bias" in name] == ["0.bias.table"]
 
@@ -382,7 +378,7 @@ def test_layers_can_share_a_bias():
 def test_it_shows_what_it_is():
     text = repr(MultiHeadAttention(24, 6, kv_heads=2, context_dim=5, softcap=3.0, sink=True, position=Rope(4)))
     assert "d_model=24, heads=6, kv_heads=2 (GQA), head_dim=4, context_dim=5, softcap=3.0, sink=True" in text
-    assert "(position): Held(Rope(dim=4))" in text
+    assert "(position): SpecModule(Rope(dim=4))" in text
 
 
 @pytest.mark.parametrize(
@@ -431,7 +427,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     with torch.no_grad():
         expected = module(x)
         with pytest.raises(ProblemError):
-            module(x, mask=Dense(torch.ones(3, 3, dtype=torch.bool)), cache=cache)
+            module(x, mask=TensorMask(torch.ones(3, 3, dtype=torch.bool)), cache=cache)
         assert cache.tokens == 0
         assert torch.equal(module(x, cache=cache), expected)
 

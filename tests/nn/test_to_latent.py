@@ -42,7 +42,7 @@ def made(kind: str = "plain", **more: Any) -> MultiHeadAttention:
 
 
 def turning(module: MultiHeadAttention) -> int:
-    return 0 if module.position is None else cast(Rope, module.position.word).rotated
+    return 0 if module.position is None else cast(Rope, module.position.spec).rotated
 
 
 def stacked(module: MultiHeadAttention) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_pairs_that_scores_do_not_depend_on_may_stop_turning():
             for pair in set(range(4)) - set(kept):
                 module.k_proj.weight.view(2, 8, 48)[head, [pair, pair + 4]] = 0
     converted = to_latent(module, 24, rope_dim=4)
-    assert converted.module.position.word == RopePairs(Rope(8), ((1, 3), (0, 2)))
+    assert converted.module.position.spec == RopePairs(Rope(8), ((1, 3), (0, 2)))
     with torch.no_grad():
         torch.testing.assert_close(converted.module(X[None]), module(X[None]), rtol=1e-11, atol=1e-11)
 
@@ -126,7 +126,7 @@ def test_pairs_are_chosen_by_the_queries_that_look_at_the_head():
         queries[:, [0, 2]] = 0  # heads 1 and 4 are left
         queries[0][:, [2, 3, 6, 7]] = 0
         queries[1][:, [0, 1, 4, 5]] = 0
-    assert to_latent(module, 24, rope_dim=4).module.position.word == RopePairs(Rope(8), ((0, 1), (2, 3)))
+    assert to_latent(module, 24, rope_dim=4).module.position.spec == RopePairs(Rope(8), ((0, 1), (2, 3)))
 
 
 def test_inputs_choose_the_pairs_that_they_reach():
@@ -136,7 +136,7 @@ def test_inputs_choose_the_pairs_that_they_reach():
     with torch.no_grad():
         module.k_proj.weight.view(2, 8, 48)[:, [2, 6]] = 0
         module.k_proj.weight.view(2, 8, 48)[:, [2, 6], 0] = 100
-    blind, seeing = (cast(Any, to_latent(module, 8, 2, inputs=given)).module.position.word for given in (None, x))
+    blind, seeing = (cast(Any, to_latent(module, 8, 2, inputs=given)).module.position.spec for given in (None, x))
     assert all(2 in chosen for chosen in blind.pairs)
     assert not any(2 in chosen for chosen in seeing.pairs)
 
@@ -196,7 +196,7 @@ def test_it_keeps_type_mode_mask_and_numbers_and_can_be_trained():
     latent = to_latent(module, 9).module
     assert not latent.training
     assert {weight.dtype for weight in latent.parameters()} == {torch.float32}
-    assert (latent.softcap, latent.dropout, latent.mask.word) == (4.0, 0.1, Causal())
+    assert (latent.softcap, latent.dropout, latent.mask.spec) == (4.0, 0.1, Causal())
     latent(X[None].float()).sum().backward()
     assert all(weight.grad is not None for weight in latent.parameters())
 

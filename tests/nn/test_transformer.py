@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard import Alibi, Causal, Lengths, ProblemError, T5Bias, Window, watching
+from regard import Alibi, Causal, KeyLengths, ProblemError, T5Bias, Window, observe_calls
 from regard.describe.position import Learned, Rope, Sinusoidal
 from regard.nn import Block, Decoder, Encoder, LatentAttention, MultiHeadAttention, Transformer
 
@@ -70,7 +70,7 @@ def test_latent_attention_can_take_the_place():
 
 def test_generation_computes_one_token_at_a_time():
     queries: list[int] = []
-    with watching(lambda call: queries.append(call.q.shape[2])):
+    with observe_calls(lambda call: queries.append(call.q.shape[2])):
         decoder().generate(some_tokens(1, 5), 3)
     assert queries == [5, 5, 1, 1, 1, 1]
 
@@ -122,7 +122,7 @@ def test_a_tiny_decoder_learns_to_copy():
 def test_padding_changes_nothing(position: str):
     model, tokens = Encoder(VOCABULARY, WIDTH, 2, HEADS, position=POSITIONS[position]()), some_tokens(2, 7)
     padded = torch.cat([tokens, some_tokens(2, 6)], dim=1)
-    found = model(padded, mask=Lengths(torch.tensor([7, 7])))[:, :7]
+    found = model(padded, mask=KeyLengths(torch.tensor([7, 7])))[:, :7]
     assert torch.allclose(found, model(tokens), atol=2e-6)
     assert not torch.allclose(model(padded)[:, :7], model(tokens), atol=1e-3)
 
@@ -134,7 +134,7 @@ def whole() -> Transformer:
 
 def test_a_decoder_sees_its_source_and_not_what_is_masked_of_it():
     model, source, target = whole(), some_tokens(2, 7), some_tokens(2, 5)
-    mask, other = Lengths(torch.tensor([7, 4])), source.clone()
+    mask, other = KeyLengths(torch.tensor([7, 4])), source.clone()
     other[1, 4:] = (other[1, 4:] + 1) % VOCABULARY
     assert torch.equal(model(source, target, mask=mask), model(other, target, mask=mask))
     other[1, 3] = (other[1, 3] + 1) % VOCABULARY
@@ -145,8 +145,8 @@ def test_a_decoder_sees_its_source_and_not_what_is_masked_of_it():
 
 def test_generation_from_a_source_is_recomputation():
     model, source, target = whole(), some_tokens(2, 7), some_tokens(2, 3)
-    mask, calls = Lengths(torch.tensor([7, 4])), []
-    with watching(calls.append):
+    mask, calls = KeyLengths(torch.tensor([7, 4])), []
+    with observe_calls(calls.append):
         found = model.generate(source, target, 5, mask=mask)
     assert [call.k.shape[2] for call in calls[2:8]] == [3, 7, 3, 7, 4, 7]
     tokens = target

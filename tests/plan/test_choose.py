@@ -6,7 +6,19 @@ import weakref
 import pytest
 import torch
 
-from regard import Alibi, Causal, Documents, Lengths, Prefix, RefusalError, T5Bias, Where, Window, attend, explain
+from regard import (
+    Alibi,
+    Causal,
+    Documents,
+    KeyLengths,
+    MaskFunction,
+    Prefix,
+    RefusalError,
+    T5Bias,
+    Window,
+    attend,
+    explain,
+)
 from regard.plan import choose
 from regard.plan.choose import ASIDE, ENGINES, ORDER
 from tests.test_native import needs_library
@@ -70,7 +82,7 @@ def test_explaining_computes_nothing():
     ("mask", "said"),
     [
         (Window(64), "hides nothing"),
-        (Lengths(torch.tensor([64])), "hides nothing"),
+        (KeyLengths(torch.tensor([64])), "hides nothing"),
         (Causal() & Window(64), "is Causal() here"),
         (Causal() & Documents(torch.zeros(64, dtype=torch.int64)), "is Causal() here"),
         (Causal() & Window(63), None),
@@ -92,10 +104,10 @@ def test_equal_calls_share_a_plan():
 def test_a_mask_changed_in_place_gets_a_new_plan():
     q, k, v = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 6, 4), torch.randn(1, 1, 6, 4)
     lengths = torch.tensor([6])
-    before = attend(q, k, v, mask=Lengths(lengths))
+    before = attend(q, k, v, mask=KeyLengths(lengths))
     lengths[0] = 3
-    assert torch.allclose(attend(q, k, v, mask=Lengths(lengths)), attend(q, k[:, :, :3], v[:, :, :3]), atol=1e-6)
-    assert not torch.equal(attend(q, k, v, mask=Lengths(lengths)), before)
+    assert torch.allclose(attend(q, k, v, mask=KeyLengths(lengths)), attend(q, k[:, :, :3], v[:, :, :3]), atol=1e-6)
+    assert not torch.equal(attend(q, k, v, mask=KeyLengths(lengths)), before)
 
 
 def test_the_cache_of_plans_keeps_no_tensor_alive():
@@ -131,13 +143,13 @@ def test_predicates_that_cannot_be_known_again_get_plans_of_their_own():
 
     q = torch.randn(1, 1, 20, 4)
     for limit in range(1, 20):
-        found = attend(q, q, q, mask=Where(Below(limit)))
+        found = attend(q, q, q, mask=MaskFunction(Below(limit)))
         assert torch.allclose(found, attend(q, q, q, mask=Prefix(limit)), atol=1e-6)
 
 
 def test_a_predicate_whose_tensor_changed_gets_a_new_plan():
     q, limit = torch.randn(1, 1, 20, 4), torch.tensor(3)
-    mask = Where(lambda b, h, q, k: k < limit)
+    mask = MaskFunction(lambda b, h, q, k: k < limit)
     for now in (3, 6):
         limit.fill_(now)
         assert torch.allclose(attend(q, q, q, mask=mask), attend(q, q, q, mask=Prefix(now)), atol=1e-6)
@@ -146,7 +158,7 @@ def test_a_predicate_whose_tensor_changed_gets_a_new_plan():
 @pytest.mark.parametrize("rows", [0, 2])
 def test_nothing_is_looked_into_where_there_is_no_batch(rows: int):
     q = torch.randn(0, 2, 5, 4)
-    assert attend(q, q, q, mask=Lengths(torch.zeros(0, dtype=torch.int64))).shape == (0, 2, 5, 4)
+    assert attend(q, q, q, mask=KeyLengths(torch.zeros(0, dtype=torch.int64))).shape == (0, 2, 5, 4)
     none = torch.randn(rows, 2, 5, 0)
     assert not attend(none, none, none, mask=Causal(), backend="reference").numel()
 

@@ -11,12 +11,12 @@ import torch
 from regard import (
     Alibi,
     Causal,
-    Dense,
     Documents,
-    Lengths,
+    KeyLengths,
+    MaskFunction,
     ProblemError,
     TensorBias,
-    Where,
+    TensorMask,
     Window,
     attend,
     attend_state,
@@ -24,8 +24,8 @@ from regard import (
 )
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
-from regard.describe.storage import Part, Stored
-from regard.describe.word import word
+from regard.describe.spec import spec
+from regard.describe.storage import Part, StoredTensor
 from regard.plan import choose, known, problem
 from tests.oracle import Case, dense
 
@@ -65,7 +65,7 @@ def test_a_mask_made_anew_is_known_by_its_words(monkeypatch: pytest.MonkeyPatch)
 def test_rows_of_different_lengths_get_their_mask_once(monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
     monkeypatch.setattr(problem, "Ragged", lambda *a: made.append(a) or Ragged(*a))
-    k, v = (Stored((Part(9, t, ends=ENDS),), (2, 2, 9, 8), t.dtype, ENDS) for t in (K.repeat(2, 1, 1, 1),) * 2)
+    k, v = (StoredTensor((Part(9, t, ends=ENDS),), (2, 2, 9, 8), t.dtype, ENDS) for t in (K.repeat(2, 1, 1, 1),) * 2)
     q = Q.repeat(2, 1, 1, 1)
     for calls, call in enumerate((attend, explain, attend_state, torch.compile(attend, backend="eager")), start=1):
         call(q, k, v, mask=Window(3))
@@ -111,7 +111,7 @@ def test_gradients_flow_though_the_same_call_was_made_without():
 
 def test_masks_changed_in_place_are_seen():
     lengths, keep, limit = torch.tensor([9]), torch.ones(5, 9, dtype=torch.bool), torch.tensor(9)
-    masks: list[Mask] = [Lengths(lengths), Dense(keep), Where(lambda b, h, q, k: k < limit)]
+    masks: list[Mask] = [KeyLengths(lengths), TensorMask(keep), MaskFunction(lambda b, h, q, k: k < limit)]
     before = [attend(Q, K, V, mask=mask) for mask in masks]
     lengths[0], limit[...] = 4, 4
     keep[:, 4:] = False
@@ -160,7 +160,7 @@ def test_a_plan_that_was_let_go_is_made_again(monkeypatch: pytest.MonkeyPatch):
 
 def test_no_tensor_is_kept_alive_and_calls_are_counted():
     lengths, q = torch.tensor([9]), Q.clone()
-    attend(q, K, V, mask=Lengths(lengths))
+    attend(q, K, V, mask=KeyLengths(lengths))
     ghosts = [weakref.ref(t) for t in (lengths, q)]
     del lengths, q
     gc.collect()
@@ -171,11 +171,11 @@ def test_no_tensor_is_kept_alive_and_calls_are_counted():
 
 
 def test_watchers_autocast_and_transforms_are_noticed_after_the_same_call():
-    from regard import watching
+    from regard import observe_calls
 
     expected = attend(Q, K, V)
     calls: list[Any] = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         attend(Q, K, V)
     assert bool(torch.isfinite(calls[0].lse).all())
     with torch.autocast("cpu", torch.bfloat16):
@@ -187,7 +187,7 @@ def test_watchers_autocast_and_transforms_are_noticed_after_the_same_call():
 
 def test_a_tensor_is_known_by_its_content_however_it_was_written_to():
     array = np.array([9])
-    mask = Lengths(torch.from_numpy(array))
+    mask = KeyLengths(torch.from_numpy(array))
     attend(Q, K, V, mask=mask)
     for write in (lambda: array.__setitem__(0, 4), lambda: mask.lengths.data.fill_(7), lambda: mask.lengths.sub_(5)):
         write()
@@ -196,9 +196,9 @@ def test_a_tensor_is_known_by_its_content_however_it_was_written_to():
 
 
 ANEW: dict[str, Any] = {
-    "lengths": lambda: Lengths(torch.tensor([4])),
-    "a dense mask": lambda: Dense(torch.ones(5, 9, dtype=torch.bool).tril()),
-    "a function": lambda: Where(lambda b, h, q, k: k < 4),
+    "lengths": lambda: KeyLengths(torch.tensor([4])),
+    "a dense mask": lambda: TensorMask(torch.ones(5, 9, dtype=torch.bool).tril()),
+    "a function": lambda: MaskFunction(lambda b, h, q, k: k < 4),
 }
 
 
@@ -213,7 +213,7 @@ def test_a_mask_made_anew_of_equal_content_is_known(name: str, monkeypatch: pyte
 def near(limit: int) -> type[Mask]:
     """A class of masks, as a notebook's cell makes it each time that it is run."""
 
-    @word
+    @spec
     class Near(Mask):
         def keep(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
             return k < limit
@@ -228,7 +228,7 @@ def test_a_class_that_is_corrected_is_another_mask():
     torch.compiler.reset()
     wrong, corrected = near(9), near(4)
     assert wrong() == wrong()
-    assert wrong().outline().can_be_kept
+    assert wrong().fingerprint().can_be_kept
     for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
         for kind, length in ((wrong, 9), (corrected, 4), (wrong, 9)):
             expected = attend(Q, K[:, :, :length], V[:, :, :length])
@@ -242,7 +242,7 @@ def test_a_class_that_has_the_name_of_ours_is_no_other_than_itself():
     kind = near(4)
     expected = attend(Q, K, V, mask=Causal())
 
-    namesake = word(type("Causal", (Mask,), {"keep": kind.keep, "bounds": kind.bounds}))
+    namesake = spec(type("Causal", (Mask,), {"keep": kind.keep, "bounds": kind.bounds}))
     for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
         assert torch.allclose(call(Q, K, V, mask=namesake()), call(Q, K[:, :, :4], V[:, :, :4]), atol=1e-6)
         assert torch.allclose(call(Q, K, V, mask=Causal()), expected, atol=1e-6)
@@ -260,7 +260,7 @@ def test_nothing_is_kept_for_a_function_that_cannot_be_followed():
     choose._plans.clear()
     choose._schedules.clear()
     for now[0] in limits:
-        found = attend(Q, K, V, mask=Where(mask))
+        found = attend(Q, K, V, mask=MaskFunction(mask))
         assert len(choose._plans) == len(choose._schedules) == len(known._calls) == 0
         assert torch.allclose(found, attend(Q, K[:, :, : now[0]], V[:, :, : now[0]]), atol=1e-6)
         choose._plans.clear()
@@ -271,10 +271,10 @@ def test_nothing_is_kept_for_a_function_that_cannot_be_followed():
 def test_a_function_of_a_notebook_is_seen_to_change():
     scope: dict[str, Any] = {"x": torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1])}
     exec("def mask(b, h, i, j): return x[i] == x[j]", scope)
-    before = attend(Q, K, V, mask=Where(scope["mask"]))
+    before = attend(Q, K, V, mask=MaskFunction(scope["mask"]))
     assert torch.allclose(before, attend(Q, K, V, mask=Documents(scope["x"])), atol=1e-6)
     scope["x"] = scope["x"].flip(0)
-    after = attend(Q, K, V, mask=Where(scope["mask"]))
+    after = attend(Q, K, V, mask=MaskFunction(scope["mask"]))
     assert torch.allclose(after, attend(Q, K, V, mask=Documents(scope["x"])), atol=1e-6)
     assert not torch.equal(before, after)
 
@@ -282,11 +282,11 @@ def test_a_function_of_a_notebook_is_seen_to_change():
 def test_outlines_and_plans_keep_no_class_alive():
     kind = near(4)
     attend(Q, K, V, mask=kind())
-    outline, ghost = kind().outline(), weakref.ref(kind)
+    fingerprint, ghost = kind().fingerprint(), weakref.ref(kind)
     del kind
     gc.collect()
     assert ghost() is None
-    assert repr(outline) == "Near(...)"
+    assert repr(fingerprint) == "Near(...)"
 
 
 FACTOR = 4
@@ -299,7 +299,7 @@ class Undecided(Mask):
         return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
 
 
-@word
+@spec
 class Scaled(Undecided):
     size: int
 
@@ -319,7 +319,7 @@ class Settings:
         return self.limit
 
 
-@word
+@spec
 class Carrying(Undecided):
     held: Any
 

@@ -14,21 +14,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard import (
     Alibi,
     Causal,
-    Cosine,
-    Dense,
-    Lengths,
+    KeyLengths,
     Mask,
     Plan,
     ProblemError,
     State,
-    Stored,
     TensorBias,
+    TensorMask,
     attend,
     attend_state,
     explain,
 )
+from regard.cache import StoredTensor
 from regard.describe.score import Bilinear
 from regard.plan.problem import pose
+from regard.scores import Cosine
 
 Q, K, V = torch.zeros(2, 32, 5, 8), torch.zeros(2, 8, 7, 8), torch.zeros(2, 8, 7, 6)
 NONE: dict[str, Any] = {"mask": None, "bias": None, "score": None, "scale": None, "softcap": None, "sink": None}
@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "offset by bool": ((Q, K, V), {"offset": True}, "expected an int"),
     "lengths of another batch": (
         (Q, K, V),
-        {"mask": Lengths(torch.zeros(3, dtype=torch.int64))},
+        {"mask": KeyLengths(torch.zeros(3, dtype=torch.int64))},
         "3 batch rows and the call has 2",
     ),
     "a bias of another shape": ((Q, K, V), {"bias": TensorBias(torch.zeros(7, 5))}, "does not broadcast"),
@@ -165,7 +165,7 @@ def test_words_and_sinks_carry_tensors_that_can_be_read(name: str):
             attend(q, q, q, score=Bilinear(make(torch.zeros(8, 8))))
     if name.startswith("of a class"):
         with pytest.raises(ProblemError, match=f"a tensor in mask {says}"):
-            attend(q, q, q, mask=Causal() & Dense(make(torch.ones(5, 5, dtype=torch.bool))))
+            attend(q, q, q, mask=Causal() & TensorMask(make(torch.ones(5, 5, dtype=torch.bool))))
 
 
 def test_a_sparse_tensor_is_refused_where_a_dense_one_of_the_same_strides_is_known():
@@ -182,16 +182,16 @@ def test_a_tensor_beside_stored_keys_can_be_read(name: str):
     make, says = {**UNREADABLE, "three axes": (lambda t: t[0], "has shape")}[name]
     q, k, v = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
     with pytest.raises(ProblemError, match=f"^v {says}"):
-        attend(q, Stored.of(k), make(v))
+        attend(q, StoredTensor.of(k), make(v))
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_mask_of_another_class_is_refused_where_one_of_the_same_content_is_known(inference: bool):
     with torch.inference_mode(inference):
         q, keep = torch.zeros(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool).tril()
-        attend(q, q, q, mask=Dense(keep))
+        attend(q, q, q, mask=TensorMask(keep))
         with pytest.raises(ProblemError, match="a tensor in mask is of the class Metadata"):
-            attend(q, q, q, mask=Dense(keep.clone().as_subclass(Metadata)))
+            attend(q, q, q, mask=TensorMask(keep.clone().as_subclass(Metadata)))
 
 
 class Named(Tensor):
@@ -227,12 +227,12 @@ def test_a_class_that_redefines_what_its_operators_do_computes_by_them():
 def test_a_mask_is_read_so_its_tensors_have_their_elements_at_their_address():
     q, keep = torch.zeros(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool)
     with pytest.raises(ProblemError, match="a tensor in mask is of the class TwoTensor"):
-        attend(q, q, q, mask=Dense(TwoTensor(keep, keep)))
+        attend(q, q, q, mask=TensorMask(TwoTensor(keep, keep)))
 
 
 def test_a_problem_holds_no_tensor_and_is_equal_by_value():
     lengths = torch.tensor([3, 7])
-    asked = {**NONE, "mask": Causal() & Lengths(lengths), "dropout": 0.0, "offset": None, "lse": False}
+    asked = {**NONE, "mask": Causal() & KeyLengths(lengths), "dropout": 0.0, "offset": None, "lse": False}
     first, second = pose(Q, K, V, **asked)[0], pose(Q.clone(), K.clone(), V.clone(), **asked)[0]
     assert first == second
     assert hash(first) == hash(second)

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Blocks, Causal, Dense, Documents, Mask, Prefix, Where, Window
-from regard.describe.mask import Frame, Rectangles
+from regard import Blocks, Causal, Documents, Mask, MaskFunction, Prefix, TensorMask, Window
+from regard.describe.mask import CallSizes, Rectangles
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from tests.expressions import BATCH, HEADS, masks
 
 
 def made(mask: Mask | None, queries: int, keys: int, offset: int, tile: int) -> Schedule:
-    placed = None if mask is None else mask.at(Frame(BATCH, HEADS, queries, keys, offset))
+    placed = None if mask is None else mask.bind(CallSizes(BATCH, HEADS, queries, keys, offset))
     return schedule(placed, batch=BATCH, heads=HEADS, queries=queries, keys=keys, offset=offset, tile=tile)
 
 
@@ -42,7 +42,7 @@ def dense(mask: Mask | None, queries: int, keys: int, offset: int) -> torch.Tens
     sizes = (BATCH, HEADS, queries, keys)
     if mask is None:
         return torch.ones(sizes, dtype=torch.bool)
-    placed = mask.at(Frame(*sizes, offset))
+    placed = mask.bind(CallSizes(*sizes, offset))
     return placed.keep(b, h, torch.arange(queries)[:, None] + offset, torch.arange(keys)).expand(sizes)
 
 
@@ -62,7 +62,7 @@ def test_a_schedule_lists_exactly_what_the_mask_keeps(data: st.DataObject, sizes
 @given(data=st.data(), sizes=SIZES)
 def test_bounds_are_sound(data: st.DataObject, sizes: tuple[int, int]):
     queries, keys = sizes
-    mask = data.draw(masks(queries, keys)).at(Frame(BATCH, HEADS, queries, keys, keys - queries))
+    mask = data.draw(masks(queries, keys)).bind(CallSizes(BATCH, HEADS, queries, keys, keys - queries))
     kept = dense(mask, queries, keys, keys - queries)
     corners = np.random.default_rng(0).integers(0, [BATCH, HEADS, queries, queries, keys, keys], (40, 6))
     corners[:, 2:4].sort(axis=1)
@@ -108,7 +108,7 @@ def test_heads_and_batch_rows_that_are_alike_share_a_map():
     ids = torch.arange(64) // 16
     assert made(Documents(ids), 64, 64, 0, 16).maps == (1, 1)
     assert made(Documents(ids.expand(BATCH, 64)), 64, 64, 0, 16).maps == (BATCH, 1)
-    assert made(Where(lambda b, h, q, k: k <= q + h), 64, 64, 0, 16).maps == (1, HEADS)
+    assert made(MaskFunction(lambda b, h, q, k: k <= q + h), 64, 64, 0, 16).maps == (1, HEADS)
 
 
 def test_a_query_before_the_first_key_sees_nothing():
@@ -159,7 +159,7 @@ def test_a_dense_mask_is_looked_into_only_where_it_is_mixed():
     keep = torch.zeros(512, 512, dtype=torch.bool)
     keep[:256, :256] = True
     keep[300, 300] = True
-    s = made(Dense(keep), 512, 512, 0, 64)
+    s = made(TensorMask(keep), 512, 512, 0, 64)
     assert (s.tiles[0] // s.shared, s.tiles[1] // s.shared, len(s.patterns)) == (16, 1, 1)
 
 

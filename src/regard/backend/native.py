@@ -23,7 +23,7 @@ from regard import native
 from regard.backend.contract import Ready
 from regard.backend.native_parts import Listed, listed
 from regard.describe.bias import TensorBias
-from regard.describe.storage import Stored
+from regard.describe.storage import StoredTensor
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
@@ -92,7 +92,7 @@ class _Inputs(NamedTuple):
     sink: Tensor | None  # wide [heads]
     distance: Tensor | None  # wide [heads, queries + keys - 1]
     bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1], of any type and strides
-    stored: tuple[Stored, Stored] | None = None  # keys and values; then k and v hold nothing
+    stored: tuple[StoredTensor, StoredTensor] | None = None  # keys and values; then k and v hold nothing
 
 
 class _Wanted(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from regard import native
 from regard.describe.codec import TILE
-from regard.describe.storage import Part, Stored
+from regard.describe.storage import Part, StoredTensor
 
 
 class Listed(NamedTuple):
-    """The parts of a `Stored`: as long as this lives, its address may be read."""
+    """The parts of a `StoredTensor`: as long as this lives, its address may be read."""
 
     address: int
     number: int  # of parts
@@ -23,7 +23,7 @@ class Listed(NamedTuple):
     kept: list[Tensor]  # copies that were made of what the library could not have read
 
 
-def listed(stored: Stored) -> Listed:
+def listed(stored: StoredTensor) -> Listed:
     """The parts as an array of structs, those without tokens left out."""
     memory, kept = array("q"), list[Tensor]()
     end, ends, count = 0, None, 0

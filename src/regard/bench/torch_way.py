@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.bench.case import Case
 from regard.bench.limits import MEMORY
-from regard.describe.mask import Frame, Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.mask_by_rule import Causal
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,9 +54,9 @@ def dense(case: Case, dtype: torch.dtype, mask: Mask | None, bias: Any) -> dict[
     batches, heads = _spread(case, mask, bias)
     b, h = torch.arange(batches)[:, None, None, None], torch.arange(heads)[:, None, None]
     q, k = torch.arange(case.queries)[:, None] + offset, torch.arange(case.keys)
-    frame = Frame(case.batch, case.heads, case.queries, case.keys, offset)
-    keep = torch.ones(1, 1, dtype=torch.bool) if mask is None else mask.at(frame).keep(b, h, q, k)
-    numbers = torch.zeros(1, 1, dtype=dtype) if bias is None else bias.at(frame).value(b, h, q, k).to(dtype)
+    frame = CallSizes(case.batch, case.heads, case.queries, case.keys, offset)
+    keep = torch.ones(1, 1, dtype=torch.bool) if mask is None else mask.bind(frame).keep(b, h, q, k)
+    numbers = torch.zeros(1, 1, dtype=dtype) if bias is None else bias.bind(frame).value(b, h, q, k).to(dtype)
     added = torch.where(keep, numbers, -torch.inf)
     return {"mask of numbers": added} if bias is not None else {"mask of bools": keep, "mask of numbers": added}
 
@@ -82,6 +82,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_c
 
 def _spread(case: Case, mask: Mask | None, bias: Any) -> tuple[int, int]:
     """Over how many batch rows and heads mask and bias differ: (1 or batch, 1 or heads)."""
-    spread = (1, 1) if mask is None else mask.spread()
+    spread = (1, 1) if mask is None else mask.broadcast_shape()
     heads = case.heads if bias is not None else spread[1]
     return (case.batch if spread[0] > 1 else 1), (case.heads if heads > 1 else 1)

@@ -1,6 +1,7 @@
-"""Caches: the keys and values of earlier tokens, kept so that the next token need not compute them again.
+"""KV caches: the keys and values of earlier tokens, stored so that the next token need not compute them again.
 
-A cache keeps and never computes: `k, v = cache.append(k, v)`, then `attend(q, k, v, mask=Causal())`.
+`KVCache(layout=, codec=, evict=)` combines a layout, a codec and an eviction policy. A cache stores and never computes
+attention: `k, v = cache.append(k, v)`, then `attend(q, k, v, mask=Causal())`.
 """
 
 from regard.cache.evict import Eviction, Knorm, SinksAndRecent
@@ -8,5 +9,27 @@ from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cache.pool import PagePool
+from regard.describe.codec import Codec, Fp8, Int4, Int8
+from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 
-__all__ = ["H2O", "TOVA", "Eviction", "ExpectedAttention", "KVCache", "Knorm", "PagePool", "SinksAndRecent", "SnapKV"]
+__all__ = [
+    "H2O",
+    "TOVA",
+    "Codec",
+    "Contiguous",
+    "Eviction",
+    "ExpectedAttention",
+    "Fp8",
+    "Int4",
+    "Int8",
+    "KVCache",
+    "Knorm",
+    "Latent",
+    "Layout",
+    "PagePool",
+    "Paged",
+    "Rolling",
+    "SinksAndRecent",
+    "SnapKV",
+    "StoredTensor",
+]

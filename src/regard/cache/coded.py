@@ -32,7 +32,7 @@ class Coded:
         self.tensors = self._made(form.batch, form.kv_heads, 0, form.device)
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of memory."""
         return sum(t.nbytes for t in self.tensors)
 

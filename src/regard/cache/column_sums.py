@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Frame, Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.mask_by_rule import Causal
 from regard.errors import ProblemError
 
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
         if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"mask is {type(mask).__name__}: expected a regard mask as it went to attend, or None.")
         if mask is not None:
-            mask = None if isinstance(mask, Causal) else mask.at(Frame(batch, heads, queries, tokens, first))
+            mask = None if isinstance(mask, Causal) else mask.bind(CallSizes(batch, heads, queries, tokens, first))
         rows = torch.arange(batch, device=q.device)
         return cls(q, mask, dim**-0.5 if scale is None else scale, first, tokens, max(seen - tokens, 0), rows)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.cache.store import Form, Found, memory
 from regard.describe.codec import Codec
-from regard.describe.storage import Contiguous, Part, Stored
+from regard.describe.storage import Contiguous, Part, StoredTensor
 from regard.errors import ProblemError
 
 LEAST = 64
@@ -45,11 +45,11 @@ class DenseStore:
         return self._tokens
 
     @property
-    def seen(self) -> int:
+    def tokens_seen(self) -> int:
         return self._seen
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         return self._seen - self.tokens
 
     @property
@@ -57,7 +57,7 @@ class DenseStore:
         return sum(room.nbytes // self._capacity for room in self._rooms) * self._tokens
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         return sum(room.nbytes for room in self._rooms)
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
@@ -107,7 +107,7 @@ class DenseStore:
         if room.dtype == self.form.dtype:
             return self._kept(room)
         batch, heads, _, dim = room.shape
-        return Stored((Part(self._tokens, room),), (batch, heads, self._tokens, dim), self.form.dtype)
+        return StoredTensor((Part(self._tokens, room),), (batch, heads, self._tokens, dim), self.form.dtype)
 
     def _grow(self, tokens: int) -> None:
         """Make room for so many tokens, and bring what is there."""

@@ -90,8 +90,8 @@ class Tally(Generic[W]):
     `KVCache` tells it what happens (`append`, `observe`, `keep`, `crop`, `select`) and asks what to keep (`choose`).
     """
 
-    def __init__(self, word: W) -> None:
-        self.word = word
+    def __init__(self, policy: W) -> None:
+        self.policy = policy
         self._parts: list[Tensor] = []  # joined when they are asked for: joining each step would copy all each step
 
     @property
@@ -109,8 +109,8 @@ class Tally(Generic[W]):
 
     def choose(self, store: Store, coming: int) -> Tensor | None:
         """The tokens to keep, int64 [batch, kv_heads, kept], ascending, before `coming` new ones; None: all stay."""
-        kept = self.word.kept(store.seen)
-        if not coming or store.tokens < kept + self.word.every:
+        kept = self.policy.kept(store.tokens_seen)
+        if not coming or store.tokens < kept + self.policy.every:
             return None
         return self._choose(store, kept)
 
@@ -130,7 +130,7 @@ class Tally(Generic[W]):
 
     def _choose(self, store: Store, kept: int) -> Tensor:
         scores = self.scores(store).expand(-1, store.form.kv_heads, -1)
-        return highest(scores, kept, self.word.sinks, self.word.last(kept))
+        return highest(scores, kept, self.policy.sinks, self.policy.last(kept))
 
     def scores(self, store: Store) -> Tensor:
         """How much each token should stay, [batch, kv_heads or 1, tokens]."""
@@ -189,7 +189,7 @@ class SinksAndRecent(Eviction):
 class _Places(Tally[SinksAndRecent]):
     def _choose(self, store: Store, kept: int) -> Tensor:
         places = torch.arange(kept, device=store.form.device)
-        places[self.word.sinks :] += store.tokens - kept
+        places[self.policy.sinks :] += store.tokens - kept
         return places.expand(store.form.batch, store.form.kv_heads, -1).contiguous()
 
 
@@ -244,12 +244,12 @@ def norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
 
 
-def check_bool(word: Eviction, name: str) -> None:
+def check_bool(policy: Eviction, name: str) -> None:
     """Raise `ProblemError` unless the field is True or False."""
-    if not isinstance(getattr(word, name), bool):
-        raise ProblemError(f"{type(word).__name__}({name}={getattr(word, name)!r}): expected True or False.")
+    if not isinstance(getattr(policy, name), bool):
+        raise ProblemError(f"{type(policy).__name__}({name}={getattr(policy, name)!r}): expected True or False.")
 
 
-def check_whole(word: Eviction, name: str, least: int) -> None:
+def check_whole(policy: Eviction, name: str, least: int) -> None:
     """Make the field an int; raise `ProblemError` unless it is a whole number of at least `least`."""
-    whole_field(word, name, least=least)
+    whole_field(policy, name, least=least)

@@ -137,9 +137,9 @@ class SnapKV(Eviction):
 
 
 class _Votes(Recalling[SnapKV]):
-    def __init__(self, word: SnapKV) -> None:
-        super().__init__(word)
-        self.need = word.window
+    def __init__(self, policy: SnapKV) -> None:
+        super().__init__(policy)
+        self.need = policy.window
         self._tokens = 0
         self._prompt: int | None = None
         """So many of the tokens are the prompt's; None: it is not over."""
@@ -156,7 +156,7 @@ class _Votes(Recalling[SnapKV]):
             self._prompt = None
 
     def choose(self, store: Store, coming: int) -> Tensor | None:
-        if self.word.once and (self._prompt is not None or not self._is_step(coming)):
+        if self.policy.once and (self._prompt is not None or not self._is_step(coming)):
             return None
         return super().choose(store, coming)
 
@@ -165,17 +165,17 @@ class _Votes(Recalling[SnapKV]):
         return 0 < tokens < max(2, self.need)
 
     def take(self, asked: Asked, store: Store) -> None:
-        if not self.word.once or self._prompt is None:
+        if not self.policy.once or self._prompt is None:
             super().take(asked, store)
 
     def scores(self, store: Store) -> Tensor:
         before = self.votes(store)[:, :, : -self.need]
-        pooled = avg_pool1d(before, self.word.kernel, stride=1, padding=self.word.kernel // 2)
+        pooled = avg_pool1d(before, self.policy.kernel, stride=1, padding=self.policy.kernel // 2)
         return pad(pooled, (0, self.need))
 
     def keep(self, index: Tensor) -> None:
         asked, gone = self.asked, self.heard - index.shape[2]
         super().keep(index)
         self._tokens = index.shape[2]
-        if not self.word.once:  # the window stays, so its queries have a vote the next time; a mask speaks of places
+        if not self.policy.once:  # the window stays, so its queries have a vote the next time; a mask speaks of places
             self.asked = [one.moved(gone) for one in latest(asked, self.need) if one.mask is None]

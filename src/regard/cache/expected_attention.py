@@ -148,19 +148,19 @@ class ExpectedAttention(Eviction):
 
 
 class _Expected(Folding[ExpectedAttention]):
-    def __init__(self, word: ExpectedAttention) -> None:
-        super().__init__(word)
+    def __init__(self, policy: ExpectedAttention) -> None:
+        super().__init__(policy)
         self._moments: Moments | None = None
         self._scale = 1.0
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
-        if self.word.values and v is not None:
+        if self.policy.values and v is not None:
             self._parts.append(norms(v))
 
     def observe(self, q: Tensor, store: Store, mask: Mask | None, scale: float | None) -> None:
-        rope = self.word.rope
+        rope = self.policy.rope
         if rope is not None and rope.dim != q.shape[3]:
-            raise ProblemError(f"queries have {q.shape[3]} dimensions and {self.word!r} turns {rope.dim}.")
+            raise ProblemError(f"queries have {q.shape[3]} dimensions and {self.policy!r} turns {rope.dim}.")
         super().observe(q, store, mask, scale)
 
     def fold(self, asked: list[Asked], store: Store) -> None:
@@ -173,18 +173,18 @@ class _Expected(Folding[ExpectedAttention]):
     def _of(self, asked: Asked) -> Moments:
         q = asked.q.to(torch.float64 if asked.q.dtype == torch.float64 else torch.float32)
         places = torch.arange(asked.queries, device=q.device) + (asked.forgotten + asked.first)
-        counts = asked.is_text() & (places >= self.word.sinks)
-        return Moments.of(q if self.word.rope is None else _turned_back(q, places, self.word.rope), counts)
+        counts = asked.is_text() & (places >= self.policy.sinks)
+        return Moments.of(q if self.policy.rope is None else _turned_back(q, places, self.policy.rope), counts)
 
     def scores(self, store: Store) -> Tensor:
         self.check_heard(store)
         self.settle(store)
         assert self._moments is not None
-        moments, rope, sinks = self._moments, self.word.rope, self.word.sinks
+        moments, rope, sinks = self._moments, self.policy.rope, self.policy.sinks
         if rope is not None:
-            moments = moments.turned(_mean_turn(rope, store.seen, self.word.future, moments.mean))
+            moments = moments.turned(_mean_turn(rope, store.tokens_seen, self.policy.future, moments.mean))
         scores = expected_scores(moments, store.keys()[:, :, sinks:], self._scale).softmax(-1).mean(2)
-        if self.word.values:
+        if self.policy.values:
             scores = scores * self.numbers[:, :, sinks:]
         return torch.nn.functional.pad(scores, (sinks, 0))
 

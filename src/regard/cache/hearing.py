@@ -24,8 +24,8 @@ WAIT = 32
 class Hearing(Tally[W]):
     """A tally that looks at queries; abstract. Those that wait are in `asked`, in order."""
 
-    def __init__(self, word: W) -> None:
-        super().__init__(word)
+    def __init__(self, policy: W) -> None:
+        super().__init__(policy)
         self.asked: list[Asked] = []
         self.heard = 0  # keys that there were when the last queries came
 
@@ -37,7 +37,7 @@ class Hearing(Tally[W]):
                 "the queries of each step once, after their keys were appended."
             )
         if q.shape[2]:
-            self.take(Asked.of(q, store.tokens, mask, scale, seen=store.seen), store)
+            self.take(Asked.of(q, store.tokens, mask, scale, seen=store.tokens_seen), store)
             self.heard = store.tokens
 
     def take(self, asked: Asked, store: Store) -> None:
@@ -48,7 +48,7 @@ class Hearing(Tally[W]):
         """Raise unless the queries of the last tokens came."""
         if self.heard != store.tokens:
             raise ProblemError(
-                f"{self.word!r} chooses by queries, and those of the last {store.tokens - self.heard} tokens never "
+                f"{self.policy!r} chooses by queries, and those of the last {store.tokens - self.heard} tokens never "
                 "came: call cache.observe(q) after each append, with the queries that went to attend. After a crop "
                 "show those of the last tokens that are left again."
             )

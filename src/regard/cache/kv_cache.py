@@ -72,9 +72,9 @@ class KVCache:
         return 0 if self._store is None else self._store.tokens
 
     @property
-    def seen(self) -> int:
+    def tokens_seen(self) -> int:
         """How many tokens were ever appended, and not cropped: the position of the next one."""
-        return 0 if self._store is None else self._store.seen
+        return 0 if self._store is None else self._store.tokens_seen
 
     @property
     def bytes(self) -> int:
@@ -82,9 +82,9 @@ class KVCache:
         return 0 if self._store is None else self._store.bytes
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of memory that are held for it, room for tokens to come included."""
-        return 0 if self._store is None else self._store.held
+        return 0 if self._store is None else self._store.allocated_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -93,25 +93,25 @@ class KVCache:
         return 0 if form is None else form.batch * form.kv_heads * sum(form.dims) * form.dtype.itemsize
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         """The fewest tokens that `crop` can leave, but for 0, which is `reset`: `Rolling` and policies forget for good.
 
         >>> cache = KVCache(Rolling(window=4, sinks=1))
         >>> for count in (7, 1):
         ...     _ = cache.append(torch.randn(1, 2, count, 8), torch.randn(1, 2, count, 8))
-        >>> cache.seen, cache.least  # a query behind 7 tokens sees 3 of them, and those are there
+        >>> cache.tokens_seen, cache.min_crop  # a query behind 7 tokens sees 3 of them, and those are there
         (8, 7)
         """
-        return 0 if self._store is None else max(self._least, self._store.least)
+        return 0 if self._store is None else max(self._least, self._store.min_crop)
 
-    def ahead(self, tokens: int) -> int:
+    def keys_after(self, tokens: int) -> int:
         """How many keys the next `append` of so many tokens hands out, its own included.
 
         Where a policy forgets, as many as if it forgot nothing.
 
         >>> cache = KVCache(Rolling(window=4, sinks=1))
         >>> _ = cache.append(torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8))
-        >>> cache.tokens, cache.ahead(1), cache.ahead(2)
+        >>> cache.tokens, cache.keys_after(1), cache.keys_after(2)
         (7, 4, 5)
         """
         kept = self.tokens
@@ -126,8 +126,8 @@ class KVCache:
     ) -> tuple[Found, Found]:
         """Store the keys and values of new tokens; all that are kept come back, for `attend`.
 
-        What comes back are views where a tensor can say how they lie, else `Stored` handles. It stays true until the
-        next call of a method that changes the cache.
+        Returns views where a strided tensor can describe the storage, else `StoredTensor` handles. They are valid until
+        the next call of a method that changes the cache.
 
         Args:
             k: [batch, kv_heads, tokens, qk_dim]; tokens may be 0, to read what is stored.
@@ -219,7 +219,7 @@ class KVCache:
         """
         self.check_crop(tokens)
         store = self._store
-        if store is None or tokens == self.seen:
+        if store is None or tokens == self.tokens_seen:
             return
         if tokens == 0:
             self.reset()
@@ -230,7 +230,7 @@ class KVCache:
 
     def check_crop(self, tokens: int) -> None:
         """Raise what `crop(tokens)` would raise, and change nothing."""
-        seen, least = self.seen, self.least
+        seen, least = self.tokens_seen, self.min_crop
         if not isinstance(cast(object, tokens), int) or isinstance(tokens, bool) or not 0 <= tokens <= seen:
             raise ProblemError(f"crop({tokens!r}): expected a number from 0 to the {seen} tokens that were seen.")
         if 0 < tokens < least:
@@ -281,14 +281,16 @@ class KVCache:
         words = [] if self.layout == Contiguous() else [repr(self.layout)]
         words += [] if self.codec is None else [str(self.codec).removeprefix("torch.")]
         words += [] if self.evict is None else [repr(self.evict)]
-        words.append(f"{self.tokens:,} tokens" + (f" of {self.seen:,}" if self.tokens != self.seen else ""))
+        words.append(
+            f"{self.tokens:,} tokens" + (f" of {self.tokens_seen:,}" if self.tokens != self.tokens_seen else "")
+        )
         if self._store is None:
             return f"KVCache({', '.join(words)})"
         form = self._store.form
         sides = zip("kv", form.dims, strict=False)
         words += [f"{name} {[form.batch, form.kv_heads, self.tokens, dim]}" for name, dim in sides if dim]
         words.append(str(form.dtype).removeprefix("torch."))
-        return f"KVCache({', '.join(words)}: {self.bytes:,} bytes, {self.held:,} held)"
+        return f"KVCache({', '.join(words)}: {self.bytes:,} bytes, {self.allocated_bytes:,} held)"
 
     def _forget(self, store: Store, watch: Watch, coming: int) -> None:
         assert self.evict is not None
@@ -299,4 +301,4 @@ class KVCache:
             return
         store.keep(index)
         watch.keep(index)
-        self._least = max(self._least, store.seen - (self.evict.recent or 0))
+        self._least = max(self._least, store.tokens_seen - (self.evict.recent or 0))

@@ -11,7 +11,7 @@ from regard.cache.dense import DenseStore
 from regard.cache.quantised import QuantisedStore
 from regard.cache.store import Form, Found, Store
 from regard.describe.codec import Codec, units
-from regard.describe.storage import Contiguous, Latent, Part, Stored
+from regard.describe.storage import Contiguous, Latent, Part, StoredTensor
 from regard.errors import ProblemError
 
 
@@ -44,20 +44,20 @@ class LatentStore:
         return self._entries.tokens
 
     @property
-    def seen(self) -> int:
-        return self._entries.seen
+    def tokens_seen(self) -> int:
+        return self._entries.tokens_seen
 
     @property
-    def least(self) -> int:
-        return self._entries.least
+    def min_crop(self) -> int:
+        return self._entries.min_crop
 
     @property
     def bytes(self) -> int:
         return self._entries.bytes
 
     @property
-    def held(self) -> int:
-        return self._entries.held
+    def allocated_bytes(self) -> int:
+        return self._entries.allocated_bytes
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
         keys = self._entries.append(k, None)[0]
@@ -95,7 +95,7 @@ def leading(found: Found, dim: int) -> Found:
     if found.rotated:
         raise ProblemError(f"{found!r} is rotated: its first {dim} channels are made of all. Take rotate=False.")
     parts = tuple(_leading(part, dim) for part in found.parts)
-    return Stored(parts, (*found.shape[:3], dim), found.dtype, found.lengths)  # pyright: ignore[reportArgumentType]
+    return StoredTensor(parts, (*found.shape[:3], dim), found.dtype, found.lengths)  # pyright: ignore[reportArgumentType]
 
 
 def _leading(part: Part, dim: int) -> Part:

@@ -43,7 +43,7 @@ class PageMemory:
         return sum(t.shape[1:].numel() * t.element_size() for t in self.tensors)
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of all pages."""
         return sum(t.nbytes for t in self.tensors)
 

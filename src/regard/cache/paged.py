@@ -34,11 +34,11 @@ class PagedStore:
         return self.sequences[0].tokens
 
     @property
-    def seen(self) -> int:
+    def tokens_seen(self) -> int:
         return self._seen
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         return self._seen - self.tokens
 
     @property
@@ -46,10 +46,10 @@ class PagedStore:
         return stored_bytes(self.pool.room, self.sequences)
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """All memory of a pool of its own; of a shared one the pages that its rows hold."""
         if not self._is_shared:
-            return self.pool.held
+            return self.pool.allocated_bytes
         room = self.pool.room
         pages = {page for s in self.sequences for page in (*s.plain, *s.coded)}
         coded = 0 if room.codes is None else room.codes.page_bytes

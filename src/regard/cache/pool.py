@@ -22,7 +22,7 @@ from regard.cache.sequence import Sequence
 from regard.cache.store import Form, said
 from regard.describe.codec import Codec
 from regard.describe.hadamard import hadamard
-from regard.describe.storage import Stored
+from regard.describe.storage import StoredTensor
 from regard.errors import ProblemError
 
 
@@ -71,10 +71,14 @@ class PagePool:
         return stored_bytes(self.room, cast(list[Sequence], list(self.room.sequences)))
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of memory that are held, free pages included."""
         room = self.room
-        return 0 if room.form is None else room.numbers.held + (0 if room.codes is None else room.codes.held)
+        return (
+            0
+            if room.form is None
+            else room.numbers.allocated_bytes + (0 if room.codes is None else room.codes.allocated_bytes)
+        )
 
     @property
     def free_pages(self) -> int:
@@ -109,7 +113,7 @@ class PagePool:
         k: Float[Tensor, "rows kv_heads new qk_dim"],
         v: Float[Tensor, "rows kv_heads new v_dim"],
         tokens: Int[Tensor, "rows new"] | None = None,
-    ) -> tuple[Stored, Stored]:
+    ) -> tuple[StoredTensor, StoredTensor]:
         """Put new tokens behind sequences, as many behind each; all tokens of these come back, for `attend`.
 
         Args:
@@ -136,7 +140,7 @@ class PagePool:
 
     def write(
         self, sequences: list[Sequence], k: Tensor, v: Tensor, ids: list[list[int]] | None = None
-    ) -> tuple[Stored, Stored]:
+    ) -> tuple[StoredTensor, StoredTensor]:
         """`append` of what was checked, and turned where the codec rotates."""
         room, new = self.room, k.shape[2]
         if room.form is None:
@@ -176,7 +180,7 @@ class PagePool:
             f"{name} [tokens, {room.form.kv_heads}, {dim}]" for name, dim in zip("kv", room.form.dims, strict=True)
         )
         kind = str(room.form.dtype).removeprefix("torch.")
-        return f"{said}: {sides} {kind}: {self.bytes:,} bytes, {self.held:,} held)"
+        return f"{said}: {sides} {kind}: {self.bytes:,} bytes, {self.allocated_bytes:,} held)"
 
     def _check(self, sequences: list[Sequence], k: object, v: object) -> None:
         _check_sequences(self.room, sequences)

@@ -19,7 +19,7 @@ from regard.cache.runs import Run, first_of, span, tokens_of, without
 from regard.cache.side import Side, gathered
 from regard.cache.store import Form, Found, check_numbers, memory, picked
 from regard.describe.codec import Codec, Codes
-from regard.describe.storage import Contiguous, Part, Stored
+from regard.describe.storage import Contiguous, Part, StoredTensor
 from regard.errors import ProblemError
 
 
@@ -70,11 +70,11 @@ class QuantisedStore:
         return self._sinks + self._coded + self._end - self._begin
 
     @property
-    def seen(self) -> int:
+    def tokens_seen(self) -> int:
         return self._seen
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         return self._seen - self.tokens
 
     @property
@@ -90,8 +90,8 @@ class QuantisedStore:
         return self._sides[0].sinks
 
     @property
-    def held(self) -> int:
-        return sum(side.sinks.nbytes + side.tail.nbytes + side.coded.held for side in self._sides)
+    def allocated_bytes(self) -> int:
+        return sum(side.sinks.nbytes + side.tail.nbytes + side.coded.allocated_bytes for side in self._sides)
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
         new = k.shape[2]
@@ -216,7 +216,7 @@ class QuantisedStore:
 
     def keys(self) -> Tensor:
         found = self.found()[0]
-        assert isinstance(found, Stored)
+        assert isinstance(found, StoredTensor)
         return found.dense()
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class QuantisedStore:
         for side in self._sides:
             still = side.still
             parts = (*still, Part(left, side.tail, "plain", begin)) if left or not still else still
-            found.append(Stored(parts, (form.batch, form.kv_heads, tokens, side.dim), form.dtype, None, rotated))
+            found.append(StoredTensor(parts, (form.batch, form.kv_heads, tokens, side.dim), form.dtype, None, rotated))
         if len(found) == 1:  # latents, and values without numbers
             shape = (form.batch, form.kv_heads, tokens, 0)
             return found[0], found[0] if form.v_dim is None else memory(shape, form.dtype, form.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.cache.sinks import Sinks
 from regard.cache.store import Form, Found, memory
 from regard.describe.codec import Codec
-from regard.describe.storage import Part, Rolling, Stored
+from regard.describe.storage import Part, Rolling, StoredTensor
 from regard.errors import ProblemError
 
 
@@ -38,11 +38,11 @@ class RollingStore:
         return self._end - self._first
 
     @property
-    def seen(self) -> int:
+    def tokens_seen(self) -> int:
         return self._gone + self._end - self._first
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         return self._gone and self._gone + self.layout.window - 1
 
     @property
@@ -50,8 +50,8 @@ class RollingStore:
         return sum(room[:, :, :1].nbytes for room in self._rooms) * self.tokens
 
     @property
-    def held(self) -> int:
-        return sum(room.nbytes for room in self._rooms) + self._sinks.held
+    def allocated_bytes(self) -> int:
+        return sum(room.nbytes for room in self._rooms) + self._sinks.allocated_bytes
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
         assert v is not None
@@ -66,7 +66,7 @@ class RollingStore:
         return self._found(self._rooms[0]), self._found(self._rooms[1])
 
     def crop(self, tokens: int) -> None:
-        self._end -= self.seen - tokens
+        self._end -= self.tokens_seen - tokens
 
     def reset(self) -> None:
         self._first = self._end = self._gone = 0
@@ -116,7 +116,7 @@ class RollingStore:
             return self._kept(room)
         batch, heads, _, dim = room.shape
         part = Part(self.tokens, room, "plain", self._first)
-        return Stored((part,), (batch, heads, self.tokens, dim), self.form.dtype)
+        return StoredTensor((part,), (batch, heads, self.tokens, dim), self.form.dtype)
 
     def _made(self, batch: int, slots: int) -> tuple[Tensor, ...]:
         form = self.form

@@ -42,11 +42,11 @@ class RollingCodes:
         return self._kept.tokens
 
     @property
-    def seen(self) -> int:
-        return self._kept.seen
+    def tokens_seen(self) -> int:
+        return self._kept.tokens_seen
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         return self._gone and self._gone + self.layout.window - 1
 
     @property
@@ -54,8 +54,8 @@ class RollingCodes:
         return self._kept.bytes
 
     @property
-    def held(self) -> int:
-        return self._sinks.held + self._kept.held
+    def allocated_bytes(self) -> int:
+        return self._sinks.allocated_bytes + self._kept.allocated_bytes
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
         new, before, window = k.shape[2], self._kept.tokens, self.layout.window

@@ -14,7 +14,7 @@ from regard.cache.page_memory import slots_of
 from regard.cache.room import Room
 from regard.cache.sequence import Sequence
 from regard.cache.store import memory
-from regard.describe.storage import Part, Stored
+from regard.describe.storage import Part, StoredTensor
 
 NARROW = 8
 """Columns that a table has at first, and at least."""
@@ -149,7 +149,7 @@ class Rows:
             if self._lengths is not None:
                 self._lengths = self._ends
 
-    def stored(self) -> tuple[Stored, Stored]:
+    def stored(self) -> tuple[StoredTensor, StoredTensor]:
         """Keys and values of all tokens, where they lie."""
         room, form = self.room, self.room.form
         assert form is not None
@@ -162,7 +162,7 @@ class Rows:
         pairs = [self._parts(*stretch) for stretch in stretches]
         rows, turned = self.count, room.codec is not None and room.codec.rotate
         return tuple(  # pyright: ignore[reportReturnType]
-            Stored(parts, (rows, form.kv_heads, self._longest, dim), form.dtype, self._lengths, turned)
+            StoredTensor(parts, (rows, form.kv_heads, self._longest, dim), form.dtype, self._lengths, turned)
             for parts, dim in zip(zip(*pairs, strict=True), form.dims, strict=True)
         )
 

@@ -36,7 +36,7 @@ class Sinks:
         self._partners: Tensor | None = None
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of memory."""
         return sum(t.nbytes for t in (self._k, self._v, self._partners) if t is not None)
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from regard.describe.codec import Codec
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, Stored
+from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 
-Found = Tensor | Stored
+Found = Tensor | StoredTensor
 """Keys, or values, as `append` gives them: a tensor where a strided one can say how they lie, else a handle."""
 
 
@@ -53,12 +53,12 @@ class Store(Protocol):
         ...
 
     @property
-    def seen(self) -> int:
+    def tokens_seen(self) -> int:
         """How many were ever appended and not cropped: the position of the next."""
         ...
 
     @property
-    def least(self) -> int:
+    def min_crop(self) -> int:
         """The fewest tokens that `crop` can leave: what those would look back on is still there."""
         ...
 
@@ -68,7 +68,7 @@ class Store(Protocol):
         ...
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of memory that are held for it."""
         ...
 

@@ -12,23 +12,34 @@ import torch
 
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask
-from regard.describe.mask_by_rule import Causal, Dilated, Global, Lengths, Prefix, Window
-from regard.describe.mask_by_table import Blocks, Dense, Documents, Tree, Where
-from regard.describe.word import Word
+from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
+from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
+from regard.describe.spec import Spec
 from regard.errors import ProblemError
 
-W = TypeVar("W", bound=Word)
+W = TypeVar("W", bound=Spec)
 
-MASKS: tuple[type[Word], ...] = (Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree, Dense)
-BIASES: tuple[type[Word], ...] = (Alibi, T5Bias, TensorBias)
+MASKS: tuple[type[Spec], ...] = (
+    Causal,
+    Window,
+    Prefix,
+    KeyLengths,
+    Documents,
+    Global,
+    Dilated,
+    Blocks,
+    Tree,
+    TensorMask,
+)
+BIASES: tuple[type[Spec], ...] = (Alibi, T5Bias, TensorBias)
 WORDS = {word.__name__: word for word in MASKS + BIASES}
 
-TENSORS: dict[type[Word], torch.dtype] = {
-    Lengths: torch.int64,
+TENSORS: dict[type[Spec], torch.dtype] = {
+    KeyLengths: torch.int64,
     Prefix: torch.int64,
     Documents: torch.int64,
     Blocks: torch.bool,
-    Dense: torch.bool,
+    TensorMask: torch.bool,
     T5Bias: torch.float32,
     TensorBias: torch.float32,
 }
@@ -65,7 +76,7 @@ def bias(text: str) -> Bias:
     return _word(text, Bias, BIASES)
 
 
-def _word(text: str, kind: type[W], known: tuple[type[Word], ...]) -> W:
+def _word(text: str, kind: type[W], known: tuple[type[Spec], ...]) -> W:
     what = kind.__name__.lower()
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
@@ -104,12 +115,12 @@ def _unknown(name: str) -> str:
     if name in WORDS:
         return f"{name} is not understood: expected {name}() with its parentheses."
     can = f"{_names(MASKS)} for a mask; {_names(BIASES)} for a bias"
-    if name == Where.__name__:
+    if name == MaskFunction.__name__:
         return f"Where takes a function, which can be written in Python alone. What can be written here is {can}."
     return f"{name} is not understood: expected one of {can}."
 
 
-def _names(words: tuple[type[Word], ...]) -> str:
+def _names(words: tuple[type[Spec], ...]) -> str:
     return ", ".join(word.__name__ for word in words)
 
 
@@ -123,7 +134,7 @@ def _paired(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> An
     lists = isinstance(a, list) and isinstance(b, list | int) and op in (operator.add, operator.mul)
     if lists and (len(a) * b if isinstance(b, int) else len(a) + len(b)) > LONGEST:
         raise ProblemError(f"{_short(ast.unparse(node))} makes a list of more than {LONGEST:,} numbers.")
-    if not lists and not (isinstance(a, Word) and isinstance(b, Word)):
+    if not lists and not (isinstance(a, Spec) and isinstance(b, Spec)):
         raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the sign joins two words, or lists.")
     try:
         return op(a, b)
@@ -133,7 +144,7 @@ def _paired(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> An
         ) from None
 
 
-def _made(node: ast.expr, word: type[Word], given: list[ast.expr], named: list[ast.keyword]) -> Word:
+def _made(node: ast.expr, word: type[Spec], given: list[ast.expr], named: list[ast.keyword]) -> Spec:
     read = lambda part: _tensor(word, _value(part))  # noqa: E731
     try:
         return word(*map(read, given), **{str(part.arg): read(part.value) for part in named})
@@ -143,7 +154,7 @@ def _made(node: ast.expr, word: type[Word], given: list[ast.expr], named: list[a
         raise ProblemError(f"{_short(ast.unparse(node))} cannot be made: {error}.") from None
 
 
-def _tensor(word: type[Word], value: Any) -> Any:
+def _tensor(word: type[Spec], value: Any) -> Any:
     return torch.tensor(value, dtype=TENSORS[word]) if isinstance(value, list) and word in TENSORS else value
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attend import Call, watching
+from regard.attend import Call, observe_calls
 from regard.cli.text_stream import TextStream
 
 CHUNK = 512
@@ -138,7 +138,7 @@ def plans(model: Any, ids: Tensor, cache: Any, settings: dict[str, Any]) -> list
         found.append(str(call.plan))
 
     two = settings | {"max_new_tokens": 2, "min_new_tokens": 2}
-    with watching(tell):
+    with observe_calls(tell):
         model.generate(ids, past_key_values=cache, stopping_criteria=[mark], **two)
     step = found[marks[0] : marks[1]]
     starts = [i for i, plan in enumerate(step) if i == 0 or plan != step[i - 1]]

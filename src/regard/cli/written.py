@@ -52,7 +52,7 @@ def held(cache: Any) -> Held:
         seen=int(cache.get_seq_length()),
         kept=max((layer.kv.tokens for layer in layers), default=0),
         bytes=sum(layer.kv.bytes for layer in layers),
-        held=sum(layer.kv.held for layer in layers),
+        held=sum(layer.kv.allocated_bytes for layer in layers),
         dense=sum(_dense(layer) for layer in layers),
     )
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
-from regard.describe.mask import Frame, Positions, as_tensors
+from regard.describe.mask import CallSizes, Positions, as_tensors
+from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole
-from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
 
-class Bias(Word):
+class Bias(Spec):
     """What is added to the scores; abstract, see `Alibi`, `T5Bias`, `TensorBias`."""
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         """The number added to the score of query position q and key position k in head h of batch row b."""
         raise NotImplementedError(f"{type(self).__name__}.value")
 
-    def at(self, frame: Frame) -> "Bias":
+    def bind(self, sizes: CallSizes) -> "Bias":
         """This bias in a call, whose rows `TensorBias` is laid out by. Raises `ProblemError` if it does not fit."""
         return self
 
@@ -59,7 +59,7 @@ class Bias(Word):
         return Sum(self, other)
 
 
-@word
+@spec
 class Sum(Bias):
     """Two biases added; written `a + b`."""
 
@@ -69,8 +69,8 @@ class Sum(Bias):
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return self.a.value(b, h, q, k) + self.b.value(b, h, q, k)
 
-    def at(self, frame: Frame) -> Bias:
-        return Sum(self.a.at(frame), self.b.at(frame))
+    def bind(self, sizes: CallSizes) -> Bias:
+        return Sum(self.a.bind(sizes), self.b.bind(sizes))
 
     def per_distance(self) -> bool:
         return self.a.per_distance() and self.b.per_distance()
@@ -83,7 +83,7 @@ class Sum(Bias):
         return f"{parts[0]} + {parts[1]}"
 
 
-@word
+@spec
 class Alibi(Bias):
     """Attention with linear biases: `-slope[h] * |q - k|`. Press et al. 2022, arXiv:2108.12409, §3.
 
@@ -116,16 +116,16 @@ class Alibi(Bias):
         (distance,) = as_tensors(q - k)
         return -self.slopes().to(distance.device)[h] * distance.abs()
 
-    def at(self, frame: Frame) -> Bias:
-        if self.heads != frame.heads:
-            raise ProblemError(f"{self!r} has slopes for {self.heads} heads and the call has {frame.heads}.")
+    def bind(self, sizes: CallSizes) -> Bias:
+        if self.heads != sizes.heads:
+            raise ProblemError(f"{self!r} has slopes for {self.heads} heads and the call has {sizes.heads}.")
         return self
 
     def per_distance(self) -> bool:
         return True
 
 
-@word
+@spec
 class T5Bias(Bias):
     """Learned relative bias: `table[bucket(k - q), h]`. Raffel et al. 2020, arXiv:1910.10683, §2.1.
 
@@ -178,16 +178,16 @@ class T5Bias(Bias):
         bucket = self.bucket(*as_tensors(k - q))
         return self.table[bucket, h]
 
-    def at(self, frame: Frame) -> Bias:
-        if self.table.shape[1] != frame.heads:
-            raise ProblemError(f"{self!r} has a column for {self.table.shape[1]} heads and the call has {frame.heads}.")
+    def bind(self, sizes: CallSizes) -> Bias:
+        if self.table.shape[1] != sizes.heads:
+            raise ProblemError(f"{self!r} has a column for {self.table.shape[1]} heads and the call has {sizes.heads}.")
         return self
 
     def per_distance(self) -> bool:
         return True
 
 
-@word
+@spec
 class TensorBias(Bias):
     """Any bias as a tensor; gradients flow to it.
 
@@ -210,7 +210,7 @@ class TensorBias(Bias):
         if not self.tensor.is_floating_point() or self.tensor.ndim > 4:
             raise ProblemError(
                 f"TensorBias(tensor) is {self.tensor.dtype} {list(self.tensor.shape)}: expected floats, "
-                "broadcastable to [batch, heads, queries, keys]. A bool tensor is a mask: Dense(mask)."
+                "broadcastable to [batch, heads, queries, keys]. A bool tensor is a mask: TensorMask(mask)."
             )
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -218,15 +218,15 @@ class TensorBias(Bias):
         index = (b, h, q - (columns - rows if self.offset is None else self.offset), k)[4 - self.tensor.ndim :]
         return self.tensor[tuple(i * 0 if n == 1 else i for i, n in zip(index, self.tensor.shape, strict=True))]
 
-    def at(self, frame: Frame) -> Bias:
-        sizes = (frame.batch, frame.heads, frame.queries, frame.keys)
-        own, first = self._sizes(), frame.offset if self.offset is None else self.offset
-        placed = self.offset is not None and first <= frame.offset and frame.positions <= first + own[2]
-        fits = [size in (1, called) for size, called in zip(own, sizes, strict=True)]
+    def bind(self, sizes: CallSizes) -> Bias:
+        called = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+        own, first = self._sizes(), sizes.offset if self.offset is None else self.offset
+        placed = self.offset is not None and first <= sizes.offset and sizes.positions <= first + own[2]
+        fits = [size in (1, other) for size, other in zip(own, called, strict=True)]
         if not all(fits[:2]) or not fits[3] or not (own[2] == 1 or placed or (self.offset is None and fits[2])):
             raise ProblemError(
-                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(sizes)} with the first query at "
-                f"{frame.offset}: every size must be that or 1, and rows placed by offset must cover the queries."
+                f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(called)}, first query at "
+                f"{sizes.offset}: every size must be that or 1, and rows placed by offset must cover the queries."
             )
         return TensorBias(self.tensor, first)
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from regard.describe.tensors import ClassRef, Unknown, is_without_data, ticket
+from regard.describe.tensors import ClassRef, Unknown, content_key, is_without_data
 
 LIBRARIES = sys.stdlib_module_names | {"numpy", "regard", "torch"}
 """Packages that do not change while a program runs."""
@@ -67,7 +67,7 @@ _METHODS = (types.ClassMethodDescriptorType, types.MethodDescriptorType, types.W
 _ANNOTATIONS = {"__annotations__", "__annotate__", "__annotate_func__", "__doc__"}
 _PASSIVE = _ANNOTATIONS | {
     "__dict__", "__module__", "__weakref__", "__slots__", "_abc_impl",
-    "_kind",  # of `regard.describe.word`
+    "_kind",  # of `regard.describe.spec`
     "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__", "__static_attributes__",
     "__orig_bases__", "__parameters__", "__type_params__",
 }  # fmt: skip
@@ -78,7 +78,7 @@ _FIELD_OF_NAMEDTUPLE = type(vars(NamedTuple("_Pair", [("a", int)]))["a"])
 _IS_HEAP = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: a class made while the program runs, as all of Python are
 
 values: dict[type, Callable[[Any], Hashable]] = {}
-"""Types whose instances say their content themselves; None where they cannot. `regard.describe.word` adds its own."""
+"""Types whose instances say their content themselves; None where they cannot. `regard.describe.spec` adds its own."""
 
 
 class _UnfollowableError(Exception):
@@ -364,7 +364,7 @@ def _raw(dtype: Any) -> Any:
 def _tensor(tensor: Tensor) -> Hashable:
     if is_without_data(tensor):
         return None
-    made = ticket(tensor)
+    made = content_key(tensor)
     return None if isinstance(made.content, Unknown) else made
 
 

@@ -17,7 +17,7 @@ MASKS = {
     "Causal() & (Window(n) | Prefix(4))": ("sink", "sinks", "attention_sink", "streaming", "streaming_llm"),
     "Causal() | Prefix(n)": ("prefix", "prefix_lm"),
     "None": ("full", "none", "all", "bidirectional"),
-    "Lengths(lengths)": ("padding", "padded", "key_padding"),
+    "KeyLengths(lengths)": ("padding", "padded", "key_padding"),
     "Causal() & Documents(ids)": ("document", "documents", "packed", "packing", "varlen", "block_diagonal"),
     "Window(n) | Global(positions)": ("global", "longformer"),
     "Blocks(layout, size)": ("block", "blocks", "block_sparse", "sparse"),
@@ -27,7 +27,7 @@ MASKS = {
 """What is said here, and the names that it goes by elsewhere."""
 
 WINDOW = "say mask=Causal() & Window(n), which counts the query itself"
-TENSOR = "say mask=Dense(t) for a tensor of bools (True keeps), bias=TensorBias(t) for one that is added"
+TENSOR = "say mask=TensorMask(t) for a tensor of bools (True keeps), bias=TensorBias(t) for one that is added"
 MODULE = "that is of a module, see regard.nn.MultiHeadAttention"
 LOOK = "weights are not kept, see regard.inspect for any of them"
 
@@ -36,8 +36,8 @@ KEYWORDS = {
     "causal": "say mask=Causal()",
     "attn_mask": TENSOR,
     "attention_mask": TENSOR,
-    "key_padding_mask": "say mask=Lengths(lengths), the number of tokens of each batch row",
-    "block_mask": "say mask=, in words such as Causal() & Window(n), Blocks(layout, size) or Where(fn)",
+    "key_padding_mask": "say mask=KeyLengths(lengths), the number of tokens of each batch row",
+    "block_mask": "say mask=, in words such as Causal() & Window(n), Blocks(layout, size) or MaskFunction(fn)",
     "window": WINDOW,
     "window_size": WINDOW,
     "sliding_window": WINDOW,

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole_field
-from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
 SPREAD = {torch.float32: 40.0, torch.float64: 340.0}
@@ -35,7 +35,7 @@ PAIRS = 1 << 20
 """Pairs of queries and keys that errors are found for at once."""
 
 
-class Feature(Word):
+class Feature(Spec):
     """A feature map; abstract, see `Elu1`, `Relu`, `Favor`, `Taylor`."""
 
     def size(self, dim: int) -> int:
@@ -80,7 +80,7 @@ class OwnKernel(Feature):
         )
 
 
-@word
+@spec
 class Elu1(OwnKernel):
     """elu(x) + 1: `x + 1` above 0 and `exp(x)` below, so always positive. Katharopoulos et al. 2020, §3.2.1.
 
@@ -92,7 +92,7 @@ class Elu1(OwnKernel):
         return F.relu(x) + x.clamp(max=0).exp()  # elu(x) + 1 would round exp(x) to 0 below -17
 
 
-@word
+@spec
 class Relu(OwnKernel):
     """max(x, 0) + epsilon: the ReLU kernel of Choromanski et al. 2021, arXiv:2009.14794, §4.
 
@@ -161,7 +161,7 @@ class NearSoftmax(Feature):
         return torch.expm1(found - exact).square().mean(-1), apart
 
 
-@word
+@spec
 class Favor(NearSoftmax):
     """Positive orthogonal random features: `phi_f(x) = exp(w_f . x - |x|^2 / 2) / sqrt(m)`, of `x * sqrt(scale)`.
 
@@ -268,7 +268,7 @@ class Favor(NearSoftmax):
             raise ProblemError(f"{self!r} maps vectors of {self.dim} numbers, and these have {dim}.")
 
 
-@word
+@spec
 class Taylor(NearSoftmax):
     """The second-order Taylor polynomial of exp: `phi(q) . phi(k) = 1 + s + s^2 / 2` with `s = scale q . k`, exactly.
 

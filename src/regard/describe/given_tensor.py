@@ -18,9 +18,9 @@ def given_tensor(given: object, what: str, expected: str, *, read: bool = False)
     Raises:
         ProblemError: it is none.
 
-    >>> given_tensor([1, 2], "Lengths(lengths)", "integers [batch]")
+    >>> given_tensor([1, 2], "KeyLengths(lengths)", "integers [batch]")
     Traceback (most recent call last):
-    regard.errors.ProblemError: Lengths(lengths) is list: expected a tensor, integers [batch].
+    regard.errors.ProblemError: KeyLengths(lengths) is list: expected a tensor, integers [batch].
     """
     if not isinstance(given, Tensor):
         raise ProblemError(f"{what} is {type(given).__name__}: expected a tensor, {expected}.")

@@ -7,12 +7,12 @@ those of the papers, and the modules of `regard.nn` have as many parameters, bes
 
 from typing import cast
 
-from regard.describe.word import Word, word
+from regard.describe.spec import Spec, spec
 from regard.errors import ProblemError
 
 
-@word
-class Heads(Word):
+@spec
+class Heads(Spec):
     """Query heads that share key heads in equal, contiguous groups.
 
     MHA: Vaswani et al. 2017, arXiv:1706.03762, §3.2.2. MQA: Shazeer 2019, arXiv:1911.02150, §3. GQA: Ainslie et al.
@@ -99,8 +99,8 @@ class Heads(Word):
         return tokens * self.key_heads * (self.qk_dim + self.value_dim)
 
 
-@word
-class LatentHeads(Word):
+@spec
+class LatentHeads(Spec):
     """Heads whose keys and values are made of one latent vector per token. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
 
     A token leaves a latent of `kv_rank` numbers and one rotated key part of `rope_dim` that all heads share; every

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.describe.elsewhere import mask_for
+from regard.describe.spec import Fingerprint, Spec, spec
 from regard.describe.whole_number import whole
-from regard.describe.word import Outline, Word, word
 from regard.errors import ProblemError
 
 Ints = NDArray[np.int64]
@@ -42,7 +42,7 @@ class Rectangles(NamedTuple):
     k1: Ints
 
 
-class Frame(NamedTuple):
+class CallSizes(NamedTuple):
     """The sizes of a call, and the position of its first query."""
 
     batch: int
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
         return self.offset + self.queries
 
 
-class Mask(Word):
+class Mask(Spec):
     """Which query may look at which key; abstract, see the words for what there is.
 
     ```
@@ -87,12 +87,12 @@ class Mask(Word):
         """
         return np.stack([r.b, r.h, r.q0, r.k0], axis=1)
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         """How many batch rows and heads the mask tells apart: 1 where it is the same for all."""
         return 1, 1
 
-    def at(self, frame: Frame) -> "Mask":
-        """This mask in a call: words laid out by the rows of the call (`Dense`, `Tree`) learn where those stand.
+    def bind(self, sizes: CallSizes) -> "Mask":
+        """This mask in a call: words laid out by the rows of the call (`TensorMask`, `Tree`) learn where those stand.
 
         Raises:
             ProblemError: the mask does not fit the call (its data has other sizes).
@@ -124,15 +124,15 @@ class Pair(Mask):
     def signature(self, r: Rectangles) -> Ints:
         return np.concatenate([marked(self.a, r), marked(self.b, r)], axis=1)
 
-    def spread(self) -> tuple[int, int]:
-        (batch_a, heads_a), (batch_b, heads_b) = self.a.spread(), self.b.spread()
+    def broadcast_shape(self) -> tuple[int, int]:
+        (batch_a, heads_a), (batch_b, heads_b) = self.a.broadcast_shape(), self.b.broadcast_shape()
         return max(batch_a, batch_b), max(heads_a, heads_b)
 
-    def at(self, frame: Frame) -> Mask:
-        return type(self)(self.a.at(frame), self.b.at(frame))  # pyright: ignore[reportCallIssue]
+    def bind(self, sizes: CallSizes) -> Mask:
+        return type(self)(self.a.bind(sizes), self.b.bind(sizes))  # pyright: ignore[reportCallIssue]
 
 
-@word
+@spec
 class And(Pair):
     """Kept by both; written `a & b`."""
 
@@ -151,7 +151,7 @@ class And(Pair):
         return f"{_inner(parts[0], Or)} & {_inner(parts[1], Or, And)}"
 
 
-@word
+@spec
 class Or(Pair):
     """Kept by either; written `a | b`."""
 
@@ -170,7 +170,7 @@ class Or(Pair):
         return f"{parts[0]} | {_inner(parts[1], Or)}"
 
 
-@word
+@spec
 class Not(Mask):
     """Kept where the other is not; written `~a`."""
 
@@ -186,11 +186,11 @@ class Not(Mask):
     def signature(self, r: Rectangles) -> Ints:
         return marked(self.a, r)
 
-    def spread(self) -> tuple[int, int]:
-        return self.a.spread()
+    def broadcast_shape(self) -> tuple[int, int]:
+        return self.a.broadcast_shape()
 
-    def at(self, frame: Frame) -> Mask:
-        return Not(self.a.at(frame))
+    def bind(self, sizes: CallSizes) -> Mask:
+        return Not(self.a.bind(sizes))
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
@@ -223,7 +223,7 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     mask = _mask(mask, "draw")
     queries, keys = whole(queries, "queries", least=0), whole(keys, "keys", least=0)
     start = keys - queries if offset is None else whole(offset, "offset")
-    mask = mask.at(Frame(*mask.spread(), queries, keys, start))
+    mask = mask.bind(CallSizes(*mask.broadcast_shape(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
     kept = mask.keep(batch, head, q, k).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
@@ -232,10 +232,10 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
 def _mask(other: object, place: str) -> Mask:
     if isinstance(other, Mask):
         return other
-    what = "a tensor; wrap it as Dense(tensor)" if isinstance(other, Tensor) else f"{type(other).__name__}"
+    what = "a tensor; wrap it as TensorMask(tensor)" if isinstance(other, Tensor) else f"{type(other).__name__}"
     here = mask_for(other) if isinstance(other, str) else None
     raise ProblemError(f"{place} takes a mask, and got " + (f"the text {other!r}; say {here}." if here else f"{what}."))
 
 
-def _inner(mask: Outline, *bracketed: type[Mask]) -> str:
+def _inner(mask: Fingerprint, *bracketed: type[Mask]) -> str:
     return f"({mask})" if mask.kind in bracketed else str(mask)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
-from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
+from regard.describe.spec import spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
-from regard.describe.word import word
 from regard.errors import ProblemError
 
 
-@word
+@spec
 class Causal(Mask):
     """A query sees itself and what came before: `k <= q`.
 
@@ -42,7 +42,7 @@ class Causal(Mask):
         return (r.q0 - r.k0)[:, None]
 
 
-@word
+@spec
 class Window(Mask):
     """A query sees keys that are near: `q - k < left` and `k - q < right`.
 
@@ -97,7 +97,7 @@ class Window(Mask):
         return (r.q0 - r.k0)[:, None]
 
 
-@word
+@spec
 class Prefix(Mask):
     """Every query sees the first keys: `k < size`. Attention sinks, and the visible prefix of a prefix-LM.
 
@@ -126,22 +126,22 @@ class Prefix(Mask):
     def signature(self, r: Rectangles) -> Ints:
         return (_sizes(self.size, r.b) - r.k0)[:, None]
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         return (len(self.size), 1) if isinstance(self.size, Tensor) else (1, 1)
 
-    def at(self, frame: Frame) -> Mask:
-        return _per_row(self, self.size, frame)
+    def bind(self, sizes: CallSizes) -> Mask:
+        return _per_row(self, self.size, sizes)
 
 
-@word
-class Lengths(Mask):
+@spec
+class KeyLengths(Mask):
     """Row b of the batch has `lengths[b]` keys, the rest is padding: `k < lengths[b]`.
 
     Args:
         lengths: keys per batch row; an integer tensor [batch].
 
     >>> from regard import draw
-    >>> print(draw(Lengths(torch.tensor([2, 3])), 1, 3, batch=0))
+    >>> print(draw(KeyLengths(torch.tensor([2, 3])), 1, 3, batch=0))
     █ █ ·
     """
 
@@ -150,8 +150,8 @@ class Lengths(Mask):
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.lengths), Tensor):
             given = f"{self.lengths!r}: expected an integer tensor [batch]; for the same number in every row, Prefix."
-            raise ProblemError(f"Lengths(lengths) is {given}")
-        _checked_sizes(self.lengths, "Lengths(lengths)")
+            raise ProblemError(f"KeyLengths(lengths) is {given}")
+        _checked_sizes(self.lengths, "KeyLengths(lengths)")
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _before(self.lengths, b, k)
@@ -162,14 +162,14 @@ class Lengths(Mask):
     def signature(self, r: Rectangles) -> Ints:
         return (_sizes(self.lengths, r.b) - r.k0)[:, None]
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         return len(self.lengths), 1
 
-    def at(self, frame: Frame) -> Mask:
-        return _per_row(self, self.lengths, frame)
+    def bind(self, sizes: CallSizes) -> Mask:
+        return _per_row(self, self.lengths, sizes)
 
 
-@word
+@spec
 class Global(Mask):
     """Some tokens see all and are seen by all: q or k in the set. Beltagy et al. 2020, arXiv:2004.05150, §3.1.
 
@@ -210,13 +210,13 @@ class Global(Mask):
         column = np.where(self._count(r.k0, r.k1) > 0, r.k0, -1)
         return np.stack([row, column], axis=1)
 
-    def at(self, frame: Frame) -> Mask:
-        stop = max(frame.positions, frame.keys)
-        beyond = [p for p in self.positions if not min(frame.offset, 0) <= p < stop]
+    def bind(self, sizes: CallSizes) -> Mask:
+        stop = max(sizes.positions, sizes.keys)
+        beyond = [p for p in self.positions if not min(sizes.offset, 0) <= p < stop]
         if beyond:
             raise ProblemError(
-                f"{self!r} has position {beyond[0]}, and the call has {frame.keys} keys and queries at {frame.offset} "
-                f"to {frame.positions - 1}: give positions of tokens that are there."
+                f"{self!r} has position {beyond[0]}, and the call has {sizes.keys} keys and queries at {sizes.offset} "
+                f"to {sizes.positions - 1}: give positions of tokens that are there."
             )
         return self
 
@@ -225,7 +225,7 @@ class Global(Mask):
         return np.searchsorted(chosen, stop) - np.searchsorted(chosen, start)
 
 
-@word
+@spec
 class Dilated(Mask):
     """A query sees every step-th key, counted from itself: `(q - k) % step == 0`.
 
@@ -284,7 +284,7 @@ def _sizes(sizes: int | Tensor, b: Ints) -> Ints:
     return np.full(len(b), sizes, dtype=np.int64)
 
 
-def _per_row(mask: Mask, sizes: int | Tensor, frame: Frame) -> Mask:
-    if isinstance(sizes, Tensor) and len(sizes) != frame.batch:
-        raise ProblemError(f"{mask!r} has sizes for {len(sizes)} batch rows and the call has {frame.batch}.")
+def _per_row(mask: Mask, rows: int | Tensor, sizes: CallSizes) -> Mask:
+    if isinstance(rows, Tensor) and len(rows) != sizes.batch:
+        raise ProblemError(f"{mask!r} has sizes for {len(rows)} batch rows and the call has {sizes.batch}.")
     return mask

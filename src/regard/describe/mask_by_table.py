@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
-from regard.describe.mask import Bools, Frame, Ints, Mask, Positions, Rectangles, as_tensors
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
+from regard.describe.spec import spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
-from regard.describe.word import word
 from regard.errors import ProblemError
 
 
-@word
+@spec
 class Documents(Mask):
     """Packed documents: a token sees the tokens of its own document, those with the same id.
 
@@ -61,25 +61,25 @@ class Documents(Mask):
     def _extremes(self, r: Rectangles) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
         """(least, greatest) id among the queries, and among the keys, of each rectangle."""
         extremes = derived(self.ids, "extremes", lambda t: RangeExtremes(_numpy(t.reshape(-1, t.shape[-1]))))
-        row = r.b if self.spread()[0] > 1 else np.zeros_like(r.b)
+        row = r.b if self.broadcast_shape()[0] > 1 else np.zeros_like(r.b)
         return extremes(row, r.q0, r.q1), extremes(row, r.k0, r.k1)
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         return (self.ids.shape[0], 1) if self.ids.ndim == 2 else (1, 1)
 
-    def at(self, frame: Frame) -> Mask:
-        tokens = max(frame.positions, frame.keys)
-        if self.ids.ndim == 2 and self.ids.shape[0] not in (1, frame.batch):
-            raise ProblemError(f"{self!r} has ids for {self.ids.shape[0]} batch rows and the call has {frame.batch}.")
-        if self.ids.shape[-1] < tokens or frame.offset < 0:
+    def bind(self, sizes: CallSizes) -> Mask:
+        tokens = max(sizes.positions, sizes.keys)
+        if self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.batch):
+            raise ProblemError(f"{self!r} has ids for {self.ids.shape[0]} batch rows and the call has {sizes.batch}.")
+        if self.ids.shape[-1] < tokens or sizes.offset < 0:
             raise ProblemError(
-                f"{self!r} has ids for positions 0 to {self.ids.shape[-1] - 1}, and the call has {frame.keys} keys and "
-                f"queries at {frame.offset} to {frame.positions - 1}: give an id for every position."
+                f"{self!r} has ids for positions 0 to {self.ids.shape[-1] - 1}, and the call has {sizes.keys} keys and "
+                f"queries at {sizes.offset} to {sizes.positions - 1}: give an id for every position."
             )
         return self
 
 
-@word
+@spec
 class Blocks(Mask):
     """Any block-sparse layout: the pair is kept where `layout[q // size, k // size]`.
 
@@ -126,21 +126,21 @@ class Blocks(Mask):
                 met |= (inside & kept).astype(np.int64) << (i * int(across.max()) + j)
         return np.stack([r.q0 % self.size, r.k0 % self.size, met], axis=1)
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         return _four_sizes(self.layout)[:2]
 
-    def at(self, frame: Frame) -> Mask:
+    def bind(self, sizes: CallSizes) -> Mask:
         rows, columns = (n * self.size for n in self.layout.shape[-2:])
-        _check_rows("Blocks", self, self.layout, frame)
-        if frame.offset < 0 or rows < frame.positions or columns < frame.keys:
+        _check_rows("Blocks", self, self.layout, sizes)
+        if sizes.offset < 0 or rows < sizes.positions or columns < sizes.keys:
             raise ProblemError(
-                f"{self!r} covers positions below {rows} x {columns}, and the call has queries at {frame.offset} to "
-                f"{frame.positions - 1} and {frame.keys} keys."
+                f"{self!r} covers positions below {rows} x {columns}, and the call has queries at {sizes.offset} to "
+                f"{sizes.positions - 1} and {sizes.keys} keys."
             )
         return self
 
 
-@word
+@spec
 class Tree(Mask):
     """Speculative decoding: a draft token sees its ancestors in the tree of drafts, itself, and the whole context.
 
@@ -197,13 +197,13 @@ class Tree(Mask):
         context = (r.k1 <= start) | (r.q1 <= start)  # causal there: a tree's token stands after all of the context
         return r.k0 <= r.q1 - 1, context & (r.k1 - 1 <= r.q0)
 
-    def at(self, frame: Frame) -> Mask:
+    def bind(self, sizes: CallSizes) -> Mask:
         tokens = len(self.parents)
-        start = frame.keys - tokens if self.start is None else self.start
-        if start < 0 or start + tokens < max(frame.keys, frame.positions):
+        start = sizes.keys - tokens if self.start is None else self.start
+        if start < 0 or start + tokens < max(sizes.keys, sizes.positions):
             raise ProblemError(
-                f"Tree has {tokens} tokens from position {start}, and the call has {frame.keys} keys and queries up to "
-                f"{frame.positions - 1}: the tree's tokens are the last keys."
+                f"Tree has {tokens} tokens from position {start}, and the call has {sizes.keys} keys and queries up to "
+                f"{sizes.positions - 1}: the tree's tokens are the last keys."
             )
         return Tree(self.parents, start)
 
@@ -215,19 +215,19 @@ class Tree(Mask):
         return seen
 
 
-@word
-class Dense(Mask):
+@spec
+class TensorMask(Mask):
     """Any mask as a bool tensor; True keeps, as in torch's `scaled_dot_product_attention`.
 
     Its rows are the queries of the call and its columns the keys. `torch.nn.MultiheadAttention` means the opposite by
-    True: pass `Dense(~mask)`.
+    True: pass `TensorMask(~mask)`.
 
     Args:
         mask: bool, broadcastable to [batch, heads, queries, keys].
         offset: position of its first row; None: the call's own offset (alone: the last row at the last column).
 
     >>> from regard import draw
-    >>> print(draw(Dense(torch.tensor([[True, False], [False, True]])), 2, 2))
+    >>> print(draw(TensorMask(torch.tensor([[True, False], [False, True]])), 2, 2))
     █ ·
     · █
     """
@@ -237,9 +237,9 @@ class Dense(Mask):
 
     def __post_init__(self) -> None:
         expected = "bool, broadcastable to [batch, heads, queries, keys] (a float mask is a bias: TensorBias(mask))"
-        _check_tensor(self.mask, "Dense(mask)", (0, 1, 2, 3, 4), expected)
+        _check_tensor(self.mask, "TensorMask(mask)", (0, 1, 2, 3, 4), expected)
         if self.offset is not None:
-            object.__setattr__(self, "offset", whole(self.offset, "Dense(offset)"))
+            object.__setattr__(self, "offset", whole(self.offset, "TensorMask(offset)"))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return _looked_up(_beside(self.mask, q, k), b, h, q - self._first(), k)
@@ -253,31 +253,31 @@ class Dense(Mask):
         moves = (batch > 1, heads > 1, rows > 1, columns > 1)
         return np.stack([x * moved for x, moved in zip((r.b, r.h, r.q0, r.k0), moves, strict=True)], axis=1)
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         return _four_sizes(self.mask)[:2]
 
-    def at(self, frame: Frame) -> Mask:
-        _check_rows("Dense", self, self.mask, frame)
+    def bind(self, sizes: CallSizes) -> Mask:
+        _check_rows("TensorMask", self, self.mask, sizes)
         *_, rows, columns = _four_sizes(self.mask)
-        first = frame.offset if self.offset is None else self.offset
-        if columns not in (1, frame.keys):
-            raise ProblemError(f"{self!r} has {columns} columns and the call has {frame.keys} keys.")
-        if self.offset is None and rows not in (1, frame.queries):
-            raise ProblemError(f"{self!r} has {rows} rows and the call has {frame.queries} queries.")
-        if rows != 1 and not (first <= frame.offset and frame.positions <= first + rows):
+        first = sizes.offset if self.offset is None else self.offset
+        if columns not in (1, sizes.keys):
+            raise ProblemError(f"{self!r} has {columns} columns and the call has {sizes.keys} keys.")
+        if self.offset is None and rows not in (1, sizes.queries):
+            raise ProblemError(f"{self!r} has {rows} rows and the call has {sizes.queries} queries.")
+        if rows != 1 and not (first <= sizes.offset and sizes.positions <= first + rows):
             raise ProblemError(
                 f"{self!r} has rows for queries at {first} to {first + rows - 1}, and the call has queries at "
-                f"{frame.offset} to {frame.positions - 1}."
+                f"{sizes.offset} to {sizes.positions - 1}."
             )
-        return Dense(self.mask, first)
+        return TensorMask(self.mask, first)
 
     def _first(self) -> int:
         *_, rows, columns = _four_sizes(self.mask)
         return columns - rows if self.offset is None else self.offset
 
 
-@word
-class Where(Mask):
+@spec
+class MaskFunction(Mask):
     """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
 
     The function is known by its code and by the content of all that its code reads: closure, defaults, module globals,
@@ -286,10 +286,10 @@ class Where(Mask):
     cannot be followed (a generator, `eval`, an object of a C extension) makes a new schedule at each call.
 
     Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Masks
-    that say the same in words cost next to nothing. Under `torch.compile` it is tabulated as a `Dense` mask.
+    that say the same in words cost next to nothing. Under `torch.compile` it is tabulated as a `TensorMask` mask.
 
     >>> from regard import draw
-    >>> print(draw(Where(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
+    >>> print(draw(MaskFunction(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
     █ ·
     · █
     """
@@ -301,7 +301,7 @@ class Where(Mask):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ProblemError(
-                f"Where(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor."
+                f"MaskFunction(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor."
             )
         if not torch.compiler.is_compiling():  # what inspects a function cannot be traced
             _check_takes_four(self.fn)
@@ -317,17 +317,19 @@ class Where(Mask):
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         return np.ones_like(r.b, dtype=bool), np.zeros_like(r.b, dtype=bool)
 
-    def spread(self) -> tuple[int, int]:
+    def broadcast_shape(self) -> tuple[int, int]:
         return self.batch, self.heads
 
-    def at(self, frame: Frame) -> Mask:
-        looked = _looked_at(self.fn, frame.offset)
-        spread = frame.batch if looked[0] else 1, frame.heads if looked[1] else 1
-        return self if spread == self.spread() else Where(self.fn, *spread)  # mostly itself: every call asks
+    def bind(self, sizes: CallSizes) -> Mask:
+        looked = _looked_at(self.fn, sizes.offset)
+        spread = sizes.batch if looked[0] else 1, sizes.heads if looked[1] else 1
+        return (
+            self if spread == self.broadcast_shape() else MaskFunction(self.fn, *spread)
+        )  # mostly itself: every call asks
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
-        return f"Where({parts[0]})"
+        return f"MaskFunction({parts[0]})"
 
 
 def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
@@ -354,9 +356,9 @@ def _check_takes_four(fn: Callable[..., Any]) -> None:
         signature.bind(*"bhqk")
     except TypeError as error:
         raise ProblemError(
-            f"Where(fn) is {getattr(fn, '__name__', type(fn).__name__)}{signature}, called with four: {error}. "
+            f"MaskFunction(fn) is {getattr(fn, '__name__', type(fn).__name__)}{signature}, called with four: {error}. "
             "Expected fn(b, h, q, k) -> bool tensor, of batch row, head, and the positions of query and key, such as "
-            "Where(lambda b, h, q, k: q - k < 4)."
+            "MaskFunction(lambda b, h, q, k: q - k < 4)."
         ) from None
 
 
@@ -399,12 +401,12 @@ def _looked_up(table: Tensor, b: Positions, h: Positions, q: Positions, k: Posit
     return table[tuple(i * 0 if n == 1 else i for i, n in zip(index, table.shape, strict=True))]
 
 
-def _check_rows(name: str, mask: Mask, table: Tensor, frame: Frame) -> None:
+def _check_rows(name: str, mask: Mask, table: Tensor, sizes: CallSizes) -> None:
     batch, heads = _four_sizes(table)[:2]
-    if batch not in (1, frame.batch) or heads not in (1, frame.heads):
+    if batch not in (1, sizes.batch) or heads not in (1, sizes.heads):
         raise ProblemError(
-            f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {frame.batch} and "
-            f"{frame.heads}: {name} broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
+            f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {sizes.batch} and "
+            f"{sizes.heads}: {name} broadcasts from size 1 only. A mask per batch row is [batch, 1, queries, keys]."
         )
 
 

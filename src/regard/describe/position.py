@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from regard.describe.position_table import check_positions, check_type, computed_in, is_traced, rows
 from regard.describe.rope_scaling import Scaling
 from regard.describe.rotation import turned, turns
+from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole_field
-from regard.describe.word import Word, word
 from regard.errors import ProblemError, RefusalError
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Position(Word):
+class Position(Spec):
     """How positions enter a model; abstract, see `Sinusoidal`, `Learned`, `Rope`."""
 
 
@@ -60,7 +60,7 @@ class Absolute(Position):
         return self.table(positions)
 
 
-@word
+@spec
 class Sinusoidal(Absolute):
     """Sines and cosines of ever lower frequency, side by side. Vaswani et al. 2017, arXiv:1706.03762, §3.5.
 
@@ -103,7 +103,7 @@ class Sinusoidal(Absolute):
         return rows(key, lambda p: self._waves(p, dtype).to(x.device), positions, x)
 
 
-@word
+@spec
 class Learned(Absolute):
     """A learned vector per position: `weight[p]`. Gehring et al. 2017, arXiv:1705.03122, §3.1; BERT, GPT-2.
 
@@ -158,7 +158,7 @@ class Learned(Absolute):
             )
 
 
-@word
+@spec
 class Rope(Position):
     """Rotary positions: pair i of a query or key at position p is turned by p * f[i]. Su et al. 2021, arXiv:2104.09864.
 

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import And, Bools, Frame, Ints, Mask, Not, Or, Pair, Positions, Rectangles, marked
+from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Pair, Positions, Rectangles, marked
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Prefix, Window
-from regard.describe.word import word
+from regard.describe.spec import spec
 from regard.errors import ProblemError
 
 
-@word
+@spec
 class Ragged(Mask):
     """Row b has the first `lengths[b]` keys, and its queries stand so that the last one is at the last of them.
 
     A batch of sequences that were begun at different times, as serving has them: `attend` says this word by itself
-    where stored keys have lengths (`Stored.lengths`).
+    where stored keys have lengths (`StoredTensor.lengths`).
 
     Args:
         inner: what the queries of a row see of its keys; None for all.
@@ -64,15 +64,15 @@ class Ragged(Mask):
         own = (self._of_rows(r) - r.k0)[:, None]
         return own if self.inner is None else np.concatenate([own, marked(self.inner, self._moved(r))], axis=1)
 
-    def spread(self) -> tuple[int, int]:
-        return len(self.lengths), 1 if self.inner is None else self.inner.spread()[1]
+    def broadcast_shape(self) -> tuple[int, int]:
+        return len(self.lengths), 1 if self.inner is None else self.inner.broadcast_shape()[1]
 
-    def at(self, frame: Frame) -> Mask:
-        if len(self.lengths) != frame.batch:
-            raise ProblemError(f"{self!r} is for {len(self.lengths)} batch rows and the call has {frame.batch}.")
-        if max(self.lengths, default=0) > frame.keys:
-            raise ProblemError(f"{self!r} is for {max(self.lengths)} keys and the call has {frame.keys}.")
-        return Ragged(None if self.inner is None else self.inner.at(frame), self.lengths, frame.keys)
+    def bind(self, sizes: CallSizes) -> Mask:
+        if len(self.lengths) != sizes.batch:
+            raise ProblemError(f"{self!r} is for {len(self.lengths)} batch rows and the call has {sizes.batch}.")
+        if max(self.lengths, default=0) > sizes.keys:
+            raise ProblemError(f"{self!r} is for {max(self.lengths)} keys and the call has {sizes.keys}.")
+        return Ragged(None if self.inner is None else self.inner.bind(sizes), self.lengths, sizes.keys)
 
     @property
     def _keys(self) -> int:

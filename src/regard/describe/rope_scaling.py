@@ -15,12 +15,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole_field
-from regard.describe.word import Word, word
 from regard.errors import ProblemError
 
 
-class Scaling(Word):
+class Scaling(Spec):
     """How frequencies are scaled; abstract.
 
     See `Linear`, `NTK`, `DynamicNTK`, `Yarn`, `Llama3`, `LongRope`, `Proportional`.
@@ -46,7 +46,7 @@ class Scaling(Word):
         """Raise `ProblemError` unless it can scale the frequencies of this many dimensions."""
 
 
-@word
+@spec
 class Linear(Scaling):
     """Position interpolation: `f[i] / factor`, as if the tokens stood closer. Chen et al. 2023, arXiv:2306.15595, §3.2.
 
@@ -63,7 +63,7 @@ class Linear(Scaling):
         return plain / self.factor
 
 
-@word
+@spec
 class NTK(Scaling):
     """A greater base, `base * factor ** (d / (d - 2))`. Peng et al. 2023, arXiv:2309.00071, §3.1 ("NTK-aware").
 
@@ -85,7 +85,7 @@ class NTK(Scaling):
         _check_pairs(self, rotated)
 
 
-@word
+@spec
 class DynamicNTK(Scaling):
     """`NTK` by a stretch that grows with the sequence: `s = factor * n / original - factor + 1`, at least 1.
 
@@ -119,7 +119,7 @@ class DynamicNTK(Scaling):
         _check_pairs(self, rotated)
 
 
-@word
+@spec
 class Yarn(Scaling):
     """Fast pairs as they are, slow ones interpolated, a ramp in between. Peng et al. 2023, arXiv:2309.00071, §3.4.
 
@@ -216,7 +216,7 @@ class Yarn(Scaling):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-@word
+@spec
 class Llama3(Scaling):
     """Long wavelengths divided by `factor`, short ones kept, smoothly in between: Llama from 3.1 on.
 
@@ -253,7 +253,7 @@ class Llama3(Scaling):
         return plain * ((1 - kept) / self.factor + kept)
 
 
-@word
+@spec
 class LongRope(Scaling):
     """A divisor for every pair, found by search: `f[i] / short[i]`, in long sequences `f[i] / long[i]`.
 
@@ -318,7 +318,7 @@ class LongRope(Scaling):
             )
 
 
-@word
+@spec
 class Proportional(Scaling):
     """Only the fastest pairs turn: `f[i] / factor` for the first `int(share * d / 2)` pairs, 0 for the rest. Gemma 4.
 

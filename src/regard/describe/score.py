@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
-from regard.describe.word import Outline, Word, word
+from regard.describe.spec import Fingerprint, Spec, spec
 from regard.errors import ProblemError
 
 
 class Prepared(NamedTuple):
     """What is done to a score once per token: what is left to compare (None: the dot product), and in words."""
 
-    left: Outline | None
+    left: Fingerprint | None
     did: str
 
 
-class Score(Word):
+class Score(Spec):
     """How a query and a key are compared; abstract.
 
     Attributes:
@@ -60,7 +60,7 @@ class Score(Word):
             )
         return qk_dim
 
-    def at(self, heads: int, kv_heads: int) -> "Score":
+    def bind(self, heads: int, kv_heads: int) -> "Score":
         """This score in a call of so many heads. Raises `ProblemError` if it does not fit."""
         return self
 
@@ -69,7 +69,7 @@ class Score(Word):
         return 1.0
 
     @classmethod
-    def prepared(cls, outline: Outline) -> "Prepared | None":
+    def prepared(cls, fingerprint: Fingerprint) -> "Prepared | None":
         """What `prepare` does to a score of this outline; None if nothing."""
         return None
 
@@ -90,7 +90,7 @@ class Score(Word):
         return self
 
 
-@word
+@spec
 class Dot(Score):
     """The dot product `q . k`; what `score=None` means. Vaswani et al. 2017, arXiv:1706.03762, §3.2.1.
 
@@ -104,7 +104,7 @@ class Dot(Score):
         return qk_dim**-0.5 if qk_dim else 1.0
 
 
-@word
+@spec
 class Cosine(Score):
     """The cosine of the angle, `q . k / (|q| |k|)`; 0 where either is 0. Graves et al. 2014, arXiv:1410.5401, §3.3.1.
 
@@ -112,21 +112,22 @@ class Cosine(Score):
     none is given.
 
     >>> import torch
-    >>> from regard import Cosine, attend
+    >>> from regard import attend
+    >>> from regard.scores import Cosine
     >>> q, k = torch.tensor([[[[3.0, 0.0]]]]), torch.tensor([[[[5.0, 0.0], [0.0, 0.1]]]])
     >>> attend(q, k, torch.eye(2)[None, None], score=Cosine())  # cosines 1 and 0
     tensor([[[[0.7311, 0.2689]]]])
     """
 
     @classmethod
-    def prepared(cls, outline: Outline) -> Prepared | None:
+    def prepared(cls, fingerprint: Fingerprint) -> Prepared | None:
         return Prepared(None, "Cosine() is the dot product of q and k, each divided by its norm")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
         return _by_row(q, _normalised), _by_row(k, _normalised), None
 
 
-@word
+@spec
 class Bilinear(Score):
     """`q^T w k`: Luong's "general". Luong et al. 2015, arXiv:1508.04025, §3.1.
 
@@ -135,7 +136,8 @@ class Bilinear(Score):
             be of unlike dimensions.
 
     >>> import torch
-    >>> from regard import Bilinear, attend
+    >>> from regard import attend
+    >>> from regard.scores import Bilinear
     >>> q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 7)
     >>> attend(q, k, v, score=Bilinear(torch.randn(4, 6))).shape
     torch.Size([1, 2, 3, 7])
@@ -154,19 +156,19 @@ class Bilinear(Score):
             )
         return k_dim
 
-    def at(self, heads: int, kv_heads: int) -> Score:
+    def bind(self, heads: int, kv_heads: int) -> Score:
         _check_heads("Bilinear(w)", self.w, 3, heads, "query heads")
         return self
 
     @classmethod
-    def prepared(cls, outline: Outline) -> Prepared | None:
+    def prepared(cls, fingerprint: Fingerprint) -> Prepared | None:
         return Prepared(None, "Bilinear(w) is the dot product of w^T q and k")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
         return _by_row(q, lambda x: x @ self.w.to(q.dtype)), k, None
 
 
-@word
+@spec
 class Additive(Score):
     """`v . tanh(w_q q + w_k k)`: one hidden layer. Bahdanau et al. 2015, arXiv:1409.0473, §A.1.2.
 
@@ -179,7 +181,8 @@ class Additive(Score):
         v: [hidden], or [heads, hidden] for one per query head. Gradients flow to all three.
 
     >>> import torch
-    >>> from regard import Additive, attend
+    >>> from regard import attend
+    >>> from regard.scores import Additive
     >>> q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 7)
     >>> attend(q, k, v, score=Additive(torch.randn(8, 4), torch.randn(8, 6), torch.randn(8))).shape
     torch.Size([1, 2, 3, 7])
@@ -208,16 +211,16 @@ class Additive(Score):
                 )
         return self.v.shape[-1]
 
-    def at(self, heads: int, kv_heads: int) -> Score:
+    def bind(self, heads: int, kv_heads: int) -> Score:
         _check_heads("Additive(w_q)", self.w_q, 3, heads, "query heads")
         _check_heads("Additive(w_k)", self.w_k, 3, kv_heads, "key heads")
         _check_heads("Additive(v)", self.v, 2, heads, "query heads")
         return self
 
     @classmethod
-    def prepared(cls, outline: Outline) -> Prepared | None:
-        _, _, v = outline.parts
-        return Prepared(Outline(TanhSum, (v,)), "w_q q and w_k k are computed once per token")
+    def prepared(cls, fingerprint: Fingerprint) -> Prepared | None:
+        _, _, v = fingerprint.parts
+        return Prepared(Fingerprint(TanhSum, (v,)), "w_q q and w_k k are computed once per token")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
         exact = q.dtype if q.dtype == torch.float64 else torch.float32  # in half precision what tanh bounds overflows
@@ -225,7 +228,7 @@ class Additive(Score):
         return hidden_q, _by_row(k.to(exact), lambda x: x @ self.w_k.to(exact).mT), TanhSum(self.v)
 
 
-@word
+@spec
 class TanhSum(Score):
     """`v . tanh(q + k)`: what is left of `Additive`, which has checked it, once queries and keys are projected.
 
@@ -264,7 +267,7 @@ class Distance(Score):
         object.__setattr__(self, "bandwidth", float(h))
 
 
-@word
+@spec
 class Gaussian(Distance):
     """The Gaussian (RBF) kernel `exp(-|q - k|^2 / (2 h^2))`, as its logarithm.
 
@@ -276,7 +279,8 @@ class Gaussian(Distance):
         bandwidth: h, in the units of q and k.
 
     >>> import torch
-    >>> from regard import Gaussian, attend
+    >>> from regard import attend
+    >>> from regard.scores import Gaussian
     >>> x = torch.tensor([0.0, 1.0, 2.0]).reshape(1, 1, 3, 1)
     >>> attend(x, x, x, score=Gaussian(0.5)).flatten()
     tensor([0.1198, 1.0000, 1.8802])
@@ -288,7 +292,7 @@ class Gaussian(Distance):
         return -_squared_distance(q, k, self.bandwidth) / 2
 
 
-@word
+@spec
 class Laplacian(Distance):
     """The Laplacian kernel `exp(-|q - k|_1 / h)`, as its logarithm; the distance is the sum of absolute differences.
 
@@ -298,7 +302,8 @@ class Laplacian(Distance):
         bandwidth: h, in the units of q and k.
 
     >>> import torch
-    >>> from regard import Laplacian, attend
+    >>> from regard import attend
+    >>> from regard.scores import Laplacian
     >>> x = torch.tensor([0.0, 1.0, 2.0]).reshape(1, 1, 3, 1)
     >>> attend(x, x, x, score=Laplacian(0.5)).flatten()
     tensor([0.1491, 1.0000, 1.8509])
@@ -311,7 +316,7 @@ class Laplacian(Distance):
         return -(distance.double() / self.bandwidth).to(q.dtype)  # in float32, h itself may be 0
 
 
-@word
+@spec
 class Epanechnikov(Distance):
     """The Epanechnikov kernel `max(0, 1 - |q - k|^2 / h^2)`, as its logarithm. Epanechnikov 1969.
 
@@ -321,7 +326,8 @@ class Epanechnikov(Distance):
         bandwidth: h, in the units of q and k.
 
     >>> import torch
-    >>> from regard import Epanechnikov, attend
+    >>> from regard import attend
+    >>> from regard.scores import Epanechnikov
     >>> x = torch.tensor([0.0, 1.0, 9.0]).reshape(1, 1, 3, 1)
     >>> attend(x, x[:, :, :2], x[:, :, :2] + 5, score=Epanechnikov(2.0)).flatten()
     tensor([5.4286, 5.5714, 0.0000])

@@ -1,7 +1,7 @@
 """Storage: how the keys and values of a cache lie in memory.
 
 Words say how a cache shall keep them: `Contiguous`, `Rolling`, `Paged`, `Latent`, with a codec (`describe/codec.py`).
-What a cache then hands out is a tensor where a strided tensor can say how they lie, else a `Stored` handle:
+What a cache then hands out is a tensor where a strided tensor can say how they lie, else a `StoredTensor` handle:
 
     tokens 0 .. 31        32 .. 8127                           8128 .. 8191
            plain pages    codes of int8 in pages of 64 tokens  plain pages
@@ -164,7 +164,7 @@ class Part(NamedTuple):
         return decode_rows(codes, self.kind, dim=dim, group=self.group)
 
 
-class Stored:
+class StoredTensor:
     """Keys or values where they lie: what `KVCache.append` hands out when a strided tensor cannot say it.
 
     It has a tensor's shape, type and device, and goes to `attend` in a tensor's place. It stays true until the cache
@@ -178,9 +178,9 @@ class Stored:
         rotated: whether channels were turned by `hadamard` before they were written.
 
     >>> part = Part(5, torch.arange(24.0).view(2, 1, 3, 4), table=torch.tensor([[1, 0]]))
-    >>> stored = Stored((part,), (1, 1, 5, 4), torch.float32)
+    >>> stored = StoredTensor((part,), (1, 1, 5, 4), torch.float32)
     >>> stored
-    Stored([1, 1, 5, 4] float32: 5 float32 in pages of 3)
+    StoredTensor([1, 1, 5, 4] float32: 5 float32 in pages of 3)
     >>> stored.dense()[0, 0, :, 0]
     tensor([12., 16., 20.,  0.,  4.])
     """
@@ -211,7 +211,7 @@ class Stored:
         return len(self.shape)
 
     @classmethod
-    def of(cls, t: Tensor) -> "Stored":
+    def of(cls, t: Tensor) -> "StoredTensor":
         """A tensor [batch, kv_heads, tokens, dim] as a single plain part, where it lies."""
         batch, heads, tokens, dim = t.shape
         data = t if t.stride(3) == 1 or dim < 2 else t.contiguous()
@@ -240,14 +240,14 @@ class Stored:
         return self.forms, self.row_lengths, self.nbytes
 
     @cached_property
-    def outline(self) -> Tensor:
+    def fingerprint(self) -> Tensor:
         """A tensor of this shape, type and device that holds nothing: what checks look at."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
-    def to(self, dtype: torch.dtype) -> "Stored":
+    def to(self, dtype: torch.dtype) -> "StoredTensor":
         """The same numbers, for calls of another type."""
         shape = (self.shape[0], self.shape[1], self.shape[2], self.shape[3])
-        return Stored(self.parts, shape, dtype, self.lengths, self.rotated)
+        return StoredTensor(self.parts, shape, dtype, self.lengths, self.rotated)
 
     def dense(self) -> Tensor:
         """The tensor that it stands for, [batch, kv_heads, tokens, dim]: gathered, decoded, turned back.
@@ -283,4 +283,4 @@ class Stored:
     def __repr__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         parts = ", ".join(f"{part.tokens:,} {part.form}" for part in self.parts)
-        return f"Stored({list(self.shape)} {kind}: {parts}{', rotated' if self.rotated else ''})"
+        return f"StoredTensor({list(self.shape)} {kind}: {parts}{', rotated' if self.rotated else ''})"

@@ -1,6 +1,6 @@
 """What descriptions need to know of the tensors that they carry: which one it is, and tables derived from it.
 
-A description is a value: it is compared and hashed. A tensor in it is known by a `Ticket`. On the CPU that is a digest
+A description is a value: it is compared and hashed. A tensor in it has a `ContentKey`. On the CPU that is a digest
 of the elements: whoever writes to them, in place, through `.data`, or through a numpy array that shares the memory, has
 made another description. Reading them costs little: 16 MiB take 0.4 ms (`./bench schedules`).
 
@@ -41,7 +41,7 @@ _serials = itertools.count()
 _serial_of = WeakIdKeyDictionary()
 _derived = WeakIdKeyDictionary()
 
-_read: ContextVar[dict[int, tuple[Tensor, "Ticket"]] | None] = ContextVar("read", default=None)
+_read: ContextVar[dict[int, tuple[Tensor, "ContentKey"]] | None] = ContextVar("read", default=None)
 """The tensors read within `unchanged`, and their tickets."""
 
 
@@ -72,7 +72,7 @@ class ClassRef(ref[type]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class ContentKey:
     """Represents a tensor or a function in an outline; equal tickets mean equal content.
 
     Attributes:
@@ -93,17 +93,17 @@ def is_without_data(t: object) -> bool:
     return isinstance(t, Tensor) and (t.is_meta or isinstance(t, FakeTensor))
 
 
-def form(tensor: Tensor) -> Ticket:
+def form(tensor: Tensor) -> ContentKey:
     """A ticket that says the type and shape of a tensor, and nothing of its elements."""
-    return Ticket("form", _text(tensor))
+    return ContentKey("form", _text(tensor))
 
 
-def ticket(tensor: Tensor) -> Ticket:
+def content_key(tensor: Tensor) -> ContentKey:
     """The ticket of a tensor: by content on the CPU, elsewhere by identity and version."""
     read = _read.get()
     if read is not None and id(tensor) in read:
         return read[id(tensor)][1]
-    made = Ticket(_content(tensor), _text(tensor))
+    made = ContentKey(_content(tensor), _text(tensor))
     if read is not None:
         read[id(tensor)] = tensor, made  # kept, or its id might become another's
     return made
@@ -121,8 +121,8 @@ def unchanged() -> Generator[None]:
 
 def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
     """`make(tensor)`, kept as long as the tensor lives and is unchanged; what is made must not hold the tensor."""
-    kept = cast("dict[str, tuple[Ticket, Any]]", _derived.setdefault(tensor, {}))
-    now = ticket(tensor)
+    kept = cast("dict[str, tuple[ContentKey, Any]]", _derived.setdefault(tensor, {}))
+    now = content_key(tensor)
     if name not in kept or kept[name][0] != now:
         kept[name] = (now, make(tensor))
     return kept[name][1]

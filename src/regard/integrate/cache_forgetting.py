@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from regard.cache.kv_cache import KVCache
 from regard.describe.mask import And, Mask, Not, Or
-from regard.describe.mask_by_rule import Causal, Lengths
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_rule import Causal, KeyLengths
+from regard.describe.mask_by_table import TensorMask
 from regard.describe.storage import Rolling
 from regard.errors import RefusalError
 from regard.integrate.cache_layer import KeptLayer, check_crop, untraced
@@ -165,7 +165,7 @@ class ForgettingLayer(KeptLayer):
         if queries == 1 or _is_plain(given.mask):
             return Causal()
         new = given.dense()[rows, :, skip:, given.shape[3] - queries + skip :]
-        return Dense(F.pad(new, (before, 0), value=True))
+        return TensorMask(F.pad(new, (before, 0), value=True))
 
     def observe(self, query: Tensor, mask: Mask | None, scale: float | None) -> None:
         """Show a policy the queries of this step, as they went to attention; after a prompt it forgets."""
@@ -219,10 +219,10 @@ class ForgettingLayer(KeptLayer):
         """After a prompt, keep what the policy keeps before the next layer gets its own tokens."""
         if queries == 1:
             return
-        held = sum(kv.held for kv in self.caches)
+        held = sum(kv.allocated_bytes for kv in self.caches)
         for kv in self.caches:
             kv.forget()
-        self._is_owed = self.is_last and held - sum(kv.held for kv in self.caches) >= WORTH
+        self._is_owed = self.is_last and held - sum(kv.allocated_bytes for kv in self.caches) >= WORTH
         if self._is_owed:
             give_back()
 
@@ -235,7 +235,7 @@ class ForgettingLayer(KeptLayer):
         real = given.padding[:, self._length - queries : self._length]
         skipped = queries - real.sum(1)
         at = torch.arange(queries, device=real.device)
-        begun = torch.tensor([kv.seen > 0 for kv in self._rows] or [False] * batch, device=real.device)
+        begun = torch.tensor([kv.tokens_seen > 0 for kv in self._rows] or [False] * batch, device=real.device)
         if not torch.equal(real, at >= skipped[:, None]) or bool((begun & (skipped > 0)).any()) or not bool(real.any()):
             raise self._refused("its padding is not to the left of each row")
         return skipped.tolist()
@@ -251,8 +251,8 @@ class ForgettingLayer(KeptLayer):
     def crop(self, tokens_to_remove: int) -> None:
         check_crop(tokens_to_remove)
         for kv in self.caches:
-            if tokens_to_remove and kv.seen:
-                kv.crop(max(kv.seen + tokens_to_remove, 0))
+            if tokens_to_remove and kv.tokens_seen:
+                kv.crop(max(kv.tokens_seen + tokens_to_remove, 0))
         self._length, self._is_told = max(self._length + tokens_to_remove, 0), True
 
     def activate_past_recording(self) -> None:
@@ -297,7 +297,7 @@ class ForgettingLayer(KeptLayer):
         if not self._rows or self._like is None:
             return super()._read(side)
         like = [t[:1] for t in self._like]
-        found = [self._tensors(self._stored(kv, *like))[side] if kv.seen else like[side] for kv in self._rows]
+        found = [self._tensors(self._stored(kv, *like))[side] if kv.tokens_seen else like[side] for kv in self._rows]
         longest = max(t.shape[2] for t in found)
         return torch.cat([F.pad(t, (0, 0, longest - t.shape[2], 0)) for t in found])
 
@@ -336,4 +336,4 @@ def _is_plain(mask: Mask) -> bool:
 
 
 def _is_padding(mask: Mask) -> bool:
-    return isinstance(mask.a if isinstance(mask, Not) else mask, Lengths)
+    return isinstance(mask.a if isinstance(mask, Not) else mask, KeyLengths)

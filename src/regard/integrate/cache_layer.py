@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from regard.cache.kv_cache import KVCache
 from regard.cache.store import Found, said
-from regard.describe.storage import Contiguous, Rolling, Stored
+from regard.describe.storage import Contiguous, Rolling, StoredTensor
 from regard.errors import ProblemError
 from regard.integrate.cache_move import move
 
@@ -33,7 +33,7 @@ class KeptLayer(CacheLayerMixin):
 
     Args:
         make: gives the `KVCache`, empty.
-        takes_handles: asked at each update: whether what reads the cache takes `Stored` handles.
+        takes_handles: asked at each update: whether what reads the cache takes `StoredTensor` handles.
     """
 
     is_compileable = False
@@ -53,7 +53,7 @@ class KeptLayer(CacheLayerMixin):
 
     @untraced
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Keep the keys and values of new tokens; all that are kept come back, tensors or `Stored` handles."""
+        """Keep the keys and values of new tokens; all that are kept come back, tensors or `StoredTensor` handles."""
         found = self._append(key_states, value_states)
         if self._like is None:
             k, v = (t.new_empty((*t.shape[:2], 0, t.shape[3])) for t in (key_states, value_states))
@@ -66,7 +66,7 @@ class KeptLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """How many tokens were seen: the position of the next one."""
-        return self.kv.seen
+        return self.kv.tokens_seen
 
     def get_max_length(self) -> int:
         """The capacity; -1 where there is none."""
@@ -77,7 +77,7 @@ class KeptLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:
         """Whether anything was kept."""
-        return self.kv.seen > 0
+        return self.kv.tokens_seen > 0
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -95,7 +95,7 @@ class KeptLayer(CacheLayerMixin):
         """Raise what `crop` would raise, and change nothing."""
         check_crop(tokens_to_remove)
         for kv in self.caches:
-            kv.check_crop(max(kv.seen + tokens_to_remove, 0))
+            kv.check_crop(max(kv.tokens_seen + tokens_to_remove, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last tokens, given as a negative number.
@@ -104,8 +104,8 @@ class KeptLayer(CacheLayerMixin):
             ProblemError: a positive number; or tokens that the next one would look back on are no longer there.
         """
         self.check_crop(tokens_to_remove)
-        if tokens_to_remove and self.kv.seen:
-            self.kv.crop(max(self.kv.seen + tokens_to_remove, 0))
+        if tokens_to_remove and self.kv.tokens_seen:
+            self.kv.crop(max(self.kv.tokens_seen + tokens_to_remove, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` is."""
@@ -113,12 +113,12 @@ class KeptLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        if self.kv.seen:
+        if self.kv.tokens_seen:
             self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """These rows only: numbers, or a bool for each."""
-        if self.kv.seen:
+        if self.kv.tokens_seen:
             self._select(torch.arange(self.batch_size)[indices.cpu()])
 
     def reset(self) -> None:
@@ -194,7 +194,7 @@ class WindowLayer(KeptLayer):
         self.record_past = True
 
     def get_seq_length(self) -> int:
-        return self._before + self.kv.seen
+        return self._before + self.kv.tokens_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = min(self.kv.tokens, self.window)
@@ -219,7 +219,7 @@ class WindowLayer(KeptLayer):
         if tokens_to_remove and self.get_seq_length() + tokens_to_remove <= 0:
             self.reset()
         elif tokens_to_remove:
-            self.kv.crop(self.kv.seen + tokens_to_remove)
+            self.kv.crop(self.kv.tokens_seen + tokens_to_remove)
         if self.is_recording and self.kv.tokens > 2 * self.window:
             self._move(self._make_whole())
 
@@ -252,7 +252,7 @@ class WindowLayer(KeptLayer):
         if kept and self._like is not None:
             keys, values = (dense(found)[:, :, -kept:] for found in self.kv.append(*self._like))
             other.append(keys, values)
-        self.kv, self._before = other, seen - other.seen
+        self.kv, self._before = other, seen - other.tokens_seen
 
 
 class FixedLayer(StaticLayer):
@@ -295,7 +295,7 @@ class FixedLayer(StaticLayer):
 
 def dense(found: Found) -> Tensor:
     """What a cache hands out, as a tensor."""
-    return found.dense() if isinstance(found, Stored) else found
+    return found.dense() if isinstance(found, StoredTensor) else found
 
 
 def check_crop(tokens_to_remove: int) -> None:

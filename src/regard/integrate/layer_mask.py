@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from regard.describe.mask import And, Mask, Not, Or
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 
 _BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImportUsage]  the very class it tests for
 
@@ -129,7 +129,7 @@ def _kept(mask: Mask, *at: Tensor) -> Tensor:
         return _kept(mask.a, *at) | _kept(mask.b, *at)
     if isinstance(mask, Not):
         return ~_kept(mask.a, *at)
-    if isinstance(mask, Dense) and mask.offset is None:
+    if isinstance(mask, TensorMask) and mask.offset is None:
         return mask.mask.to(at[0].device)
     return mask.keep(*at)
 

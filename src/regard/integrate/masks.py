@@ -4,7 +4,7 @@ transformers describes a mask as a Python function of positions, `fn(batch, head
 from closures (`and_masks(sliding_window_overlay(4096), causal_mask_function)`) and a padding mask `[batch, keys]`.
 Asked at every pair, such a function gives a dense mask. But each closure has a name and holds its numbers, so the words
 can be read off: `Causal() & Window(4096)`. What is not known by name (a function of the user's) is kept as it is:
-tabulated, or as `Where`.
+tabulated, or as `MaskFunction`.
 
 Source: `transformers/masking_utils.py`, versions 5.17 to 5.23.
 """
@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from regard.describe.mask import And, Mask, Or
-from regard.describe.mask_by_rule import Causal, Lengths, Window
-from regard.describe.mask_by_table import Dense, Documents, Where
+from regard.describe.mask_by_rule import Causal, KeyLengths, Window
+from regard.describe.mask_by_table import Documents, MaskFunction, TensorMask
 
-MaskFunction = Callable[..., Any]
+Predicate = Callable[..., Any]
 """`fn(batch, head, query, key) -> bool tensor`, on positions."""
 
 
@@ -38,7 +38,7 @@ class Asked:
         here: keys 0 1 2 3 4, first query at 10 - 7 = 3
     """
 
-    function: MaskFunction
+    function: Predicate
     batch: int
     queries: int
     keys: int
@@ -74,19 +74,19 @@ def read(asked: Asked) -> Mask | None:
     return _all_of([mask, _padding(asked, mask)])
 
 
-def _words(function: MaskFunction, asked: Asked) -> Mask | None:
+def _words(function: Predicate, asked: Asked) -> Mask | None:
     reader = _READERS.get(_name(function))
     return _unknown(function, asked) if reader is None else reader(function, asked)
 
 
-def _name(function: MaskFunction) -> str:
+def _name(function: Predicate) -> str:
     """`sliding_window_overlay` for the closures that it makes; "" for what is not transformers' own."""
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return ""
     return getattr(function, "__qualname__", "").partition(".")[0]
 
 
-def _held(function: MaskFunction) -> dict[str, Any]:
+def _held(function: Predicate) -> dict[str, Any]:
     """The variables that a closure holds, by name."""
     return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
 
@@ -96,14 +96,14 @@ def _all_of(masks: Iterable[Mask | None]) -> Mask | None:
     return functools.reduce(operator.and_, said) if said else None
 
 
-def _and(function: MaskFunction, asked: Asked) -> Mask | None:
-    parts: tuple[MaskFunction, ...] = _held(function)["mask_functions"]
+def _and(function: Predicate, asked: Asked) -> Mask | None:
+    parts: tuple[Predicate, ...] = _held(function)["mask_functions"]
     if [_name(part) for part in parts] == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         return _packed(function, asked)
     return _all_of([_words(part, asked) for part in parts])
 
 
-def _or(function: MaskFunction, asked: Asked) -> Mask | None:
+def _or(function: Predicate, asked: Asked) -> Mask | None:
     said = [_words(part, asked) for part in _held(function)["mask_functions"]]
     kept = [m for m in said if m is not None]
     return functools.reduce(operator.or_, kept) if len(kept) == len(said) else None
@@ -120,16 +120,16 @@ def _window(left: int | None, right: int | None, asked: Asked) -> Mask | None:
     return None if left is None and right is None else Window(left, right)
 
 
-def _sliding(function: MaskFunction, asked: Asked) -> Mask | None:
+def _sliding(function: Predicate, asked: Asked) -> Mask | None:
     return _window(_held(function)["sliding_window"], None, asked)  # key > query - size
 
 
-def _sliding_both_ways(function: MaskFunction, asked: Asked) -> Mask | None:
+def _sliding_both_ways(function: Predicate, asked: Asked) -> Mask | None:
     size = _held(function)["sliding_window"] + 1  # |query - key| <= size there; `<` here
     return _window(size, size, asked)
 
 
-def _chunks(function: MaskFunction, asked: Asked) -> Mask:
+def _chunks(function: Predicate, asked: Asked) -> Mask:
     """Chunks of equal size, counted from the first token that is no padding: documents."""
     held = _held(function)
     left: Tensor = held["left_padding"]
@@ -137,17 +137,17 @@ def _chunks(function: MaskFunction, asked: Asked) -> Mask:
     return Documents((at - left[:, None]) // held["chunk_size"])
 
 
-def _blocks(function: MaskFunction, asked: Asked) -> Mask:
+def _blocks(function: Predicate, asked: Asked) -> Mask:
     """Spans (images) that see all of themselves; tokens of no span have -1."""
     ids: Tensor = _held(function)["block_sequence_ids"][:, asked.kv_offset :]
-    return Documents(ids) & Dense(ids[:, None, None, : asked.keys] >= 0)
+    return Documents(ids) & TensorMask(ids[:, None, None, : asked.keys] >= 0)
 
 
-def _documents(function: MaskFunction, asked: Asked) -> Mask:
+def _documents(function: Predicate, asked: Asked) -> Mask:
     return Documents(_held(function)["packed_sequence_mask"])
 
 
-def _packed(function: MaskFunction, asked: Asked) -> Mask | None:
+def _packed(function: Predicate, asked: Asked) -> Mask | None:
     """Packed documents, the inner mask asked at positions counted from each document's start.
 
     Within a document those run on by ones, so masks of distances say the same of positions in the row.
@@ -168,19 +168,19 @@ def _of_distances(mask: Mask | None) -> bool:
     return mask is None or isinstance(mask, Causal | Window | Documents)  # Documents: chunks of the packed positions
 
 
-def _unknown(function: MaskFunction, asked: Asked) -> Mask:
+def _unknown(function: Predicate, asked: Asked) -> Mask:
     """A function that is not known by name.
 
     Those that transformers itself vmaps may hold for scalars only: they are tabulated, as transformers does. The others
     broadcast. transformers asks for head 0 alone, so that is what is asked here.
     """
     if asked.by_vmap:
-        return Dense(_table(function, asked))
+        return TensorMask(_table(function, asked))
     q0 = k0 = asked.kv_offset
-    return Where(lambda b, h, q, k: function(b, torch.zeros_like(h), q + q0, k + k0))
+    return MaskFunction(lambda b, h, q, k: function(b, torch.zeros_like(h), q + q0, k + k0))
 
 
-def _table(function: MaskFunction, asked: Asked) -> Tensor:
+def _table(function: Predicate, asked: Asked) -> Tensor:
     """bool [batch, 1, queries, keys], by transformers' own hand."""
     table = sdpa_mask(
         batch_size=asked.batch,
@@ -211,10 +211,10 @@ def _padding(asked: Asked, mask: Mask | None) -> Mask | None:
         return None
     count, at = seen.sum(-1), torch.arange(seen.shape[1], device=seen.device)
     if torch.equal(seen, at < count[:, None]):
-        return Lengths(count)
+        return KeyLengths(count)
     if torch.equal(seen, at >= seen.shape[1] - count[:, None]):
-        return ~Lengths(seen.shape[1] - count)
-    return Dense(kept[:, None, None, :])
+        return ~KeyLengths(seen.shape[1] - count)
+    return TensorMask(kept[:, None, None, :])
 
 
 def _is_causal(mask: Mask | None) -> bool:
@@ -223,7 +223,7 @@ def _is_causal(mask: Mask | None) -> bool:
     return isinstance(mask, Causal)
 
 
-_READERS: dict[str, Callable[[MaskFunction, Asked], Mask | None]] = {
+_READERS: dict[str, Callable[[Predicate, Asked], Mask | None]] = {
     "causal_mask_function": lambda function, asked: Causal(),
     "bidirectional_mask_function": lambda function, asked: None,
     "and_masks": _and,

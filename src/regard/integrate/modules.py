@@ -51,7 +51,7 @@ def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAt
     >>> model = LlamaModel(LlamaConfig(
     ...     vocab_size=7, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4))
     >>> attention_of(model.layers[0].self_attn, model.config).position
-    Held(Rope(dim=8, base=10000.0))
+    SpecModule(Rope(dim=8, base=10000.0))
     """
     kind = getattr(config, "model_type", None)
     if kind not in SUPPORTED:

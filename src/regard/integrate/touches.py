@@ -6,7 +6,7 @@ key_states = key_states.to(query_states.dtype)                                  
 attn_output, _ = attention_interface(self, query_states, key_states, value_states, ...)       # into attention
 ```
 
-A `Stored` handle can travel through code that only hands it on or asks for its shape, type or device. So can latents,
+A `StoredTensor` can pass through code that only hands it on or asks for its shape, type or device. So can latents,
 which `expand_kv` hands on as they are (`latent.py`). A model that slices, casts or repeats the keys of the cache must
 get tensors. Whether a model does so is read from the source of its attention classes; without source, it counts as one
 that does.

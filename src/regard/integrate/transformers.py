@@ -35,13 +35,13 @@ from regard.cache.store import Found
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_forgetting import ForgettingLayer, take_latest
 from regard.integrate.cache_layer import dense
 from regard.integrate.latent import Apart, ForgettingLatentLayer, Latents, absorbed, attend_latents, let_expand
 from regard.integrate.layer_mask import LayerMask
-from regard.integrate.masks import Asked, MaskFunction, read
+from regard.integrate.masks import Asked, Predicate, read
 from regard.integrate.touches import attention_classes, passed
 
 NAME = "regard"
@@ -140,7 +140,7 @@ def mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: MaskFunction | None = None,
+    mask_function: Predicate | None = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -272,14 +272,14 @@ def _said(
             1,
             keys,
         ):  # MiniMax's mask for one key stands for all, as a tensor would
-            return Dense(given.dense()), None, 0
+            return TensorMask(given.dense()), None, 0
         raise ProblemError(
             f"the mask is for {rows} queries and {columns} keys, and {type(module).__name__} came with {queries} and "
             f'{keys}: its keys are not those that its cache announced. Use attn_implementation="eager" for this model.'
         )
     if isinstance(given, Tensor):
         if given.dtype == torch.bool:
-            return Dense(given), None, 0
+            return TensorMask(given), None, 0
         if not given.is_floating_point():
             raise ProblemError(
                 f"attention_mask is {given.dtype} {list(given.shape)}: a mask of four dimensions is bool (True keeps) "
@@ -291,10 +291,10 @@ def _said(
     return (Causal() if causal and queries > 1 else None), None, 0
 
 
-def _chosen(indices: Tensor, keys: int) -> Dense:
+def _chosen(indices: Tensor, keys: int) -> TensorMask:
     """The mask of keys chosen one by one, [batch, queries, chosen]."""
     hidden = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
-    return Dense(hidden.scatter(-1, indices.long(), True)[:, None])
+    return TensorMask(hidden.scatter(-1, indices.long(), True)[:, None])
 
 
 def sink_of(logits: Tensor | None) -> Tensor | None:

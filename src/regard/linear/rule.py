@@ -16,19 +16,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from regard.describe.word import Word, word
+from regard.describe.spec import Spec, spec
 from regard.errors import ProblemError
 from regard.plan.problem import can_be_read
 
 
-class Rule(Word):
+class Rule(Spec):
     """How a state forgets; abstract, see `Decay`, `Gated`, `Delta`."""
 
     def check(self, batch: int, kv_heads: int, keys: int, features: int) -> None:
         """Raise `ProblemError` unless it fits a call of these sizes."""
 
 
-@word
+@spec
 class Decay(Rule):
     """The state fades by the factor gamma with each token. Sun et al. 2023, arXiv:2307.08621, §2.1.
 
@@ -65,7 +65,7 @@ class Decay(Rule):
         return torch.full((1, 1, 1), math.log(self.gamma), dtype=dtype, device=device)
 
 
-@word
+@spec
 class Gated(Rule):
     """Each feature of the state fades by a gate of its own at each token. Yang et al. 2024, arXiv:2312.06635, §4.
 
@@ -97,7 +97,7 @@ class Gated(Rule):
             )
 
 
-@word
+@spec
 class Delta(Rule):
     """A token replaces what the state holds at its key, by the share beta, rather than adding to it.
 

@@ -1,11 +1,11 @@
 """Modules: they hold weights and call `attend`, nothing more."""
 
 from regard.nn.caches import Caches
-from regard.nn.held import Held
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.share_heads import share_heads
+from regard.nn.spec_module import SpecModule
 from regard.nn.to_latent import Converted, to_latent
 from regard.nn.torch_modules import from_torch, from_torch_masks, to_torch
 from regard.nn.transformer import Block, Decoder, Encoder, Transformer
@@ -16,10 +16,10 @@ __all__ = [
     "Converted",
     "Decoder",
     "Encoder",
-    "Held",
     "LatentAttention",
     "MultiHeadAttention",
     "RopePairs",
+    "SpecModule",
     "Transformer",
     "from_torch",
     "from_torch_masks",

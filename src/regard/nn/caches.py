@@ -42,14 +42,14 @@ def caches_for(
 def _with_rope(layout: Layout | None, attention: object) -> Layout | None:
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
     if isinstance(layout, Rolling) and layout.rope is None and position is not None:
-        return replace(layout, rope=position.word)
+        return replace(layout, rope=position.spec)
     return layout
 
 
 def _told_rope(evict: Policy | None, attention: object) -> Policy | None:
     """The policy; by angles that change with the length queries cannot be turned back, so they count as they came."""
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
-    rope = None if position is None else position.word
+    rope = None if position is None else position.spec
     if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):
         return evict
     if rope.scaling is not None and rope.scaling.looks_at_length():
@@ -60,11 +60,11 @@ def _told_rope(evict: Policy | None, attention: object) -> Policy | None:
 @contextmanager
 def kept_on_failure(caches: Sequence[Caches]) -> Generator[None]:
     """If what is done here fails, no cache knows more than before, and it can be done again."""
-    before = [(cache, cache.seen) for pair in caches for cache in pair]
+    before = [(cache, cache.tokens_seen) for pair in caches for cache in pair]
     try:
         yield
     except BaseException:
         for cache, seen in before:
-            if cache.seen > seen:
+            if cache.tokens_seen > seen:
                 cache.crop(seen)
         raise

@@ -18,12 +18,12 @@ from regard.cache.latent import leading
 from regard.cache.store import Found
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
-from regard.describe.storage import Latent, Rolling, Stored
+from regard.describe.storage import Latent, Rolling, StoredTensor
 from regard.errors import ProblemError
-from regard.nn.held import Held, held
 from regard.nn.multi_head import both, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
+from regard.nn.spec_module import SpecModule, as_module
 from regard.plan.problem import check_numbers, check_words
 
 
@@ -113,12 +113,12 @@ class LatentAttention(nn.Module):
         q_rank: int | None = None,
         kv_heads: int | None = None,
         rope_heads: int = 1,
-        position: Position | Held[Position] | None = None,
+        position: Position | SpecModule[Position] | None = None,
         norm: bool = True,
         qkv_bias: bool = False,
         q_bias: bool = False,
         out_bias: bool = False,
-        mask: Mask | Held[Mask] | None = None,
+        mask: Mask | SpecModule[Mask] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sink: bool = False,
@@ -133,8 +133,8 @@ class LatentAttention(nn.Module):
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
-        self.position, self.mask = held(position), held(mask)
-        check_words(None if self.mask is None else self.mask.word, None, None)
+        self.position, self.mask = as_module(position), as_module(mask)
+        check_words(None if self.mask is None else self.mask.spec, None, None)
         self._check_sizes()
 
         def linear(wide: int, narrow: int, bias: bool = False) -> nn.Linear | None:
@@ -183,7 +183,7 @@ class LatentAttention(nn.Module):
         self._check(x, positions)
         self._check_cache(cache)
         q, entries = self._queries(x), self._entries(x)
-        stored = 0 if cache is None else cache.seen
+        stored = 0 if cache is None else cache.tokens_seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         if self.position is not None:
             first = stored if positions is None else positions
@@ -270,7 +270,7 @@ class LatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor, keys: Found, values: Found, mask: Mask | None
     ) -> Tensor:  # fmt: skip
         q = self._to_latents(q_nope, q_rope)
-        if isinstance(keys, Stored) and (keys.rotated or self.k_up is None):
+        if isinstance(keys, StoredTensor) and (keys.rotated or self.k_up is None):
             keys = keys.dense()
         if values.shape[3] != self.kv_rank or isinstance(keys, Tensor):
             values = leading(keys, self.kv_rank)
@@ -309,7 +309,7 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
 
     def _rope(self) -> Rope | RopePairs:
-        word = None if self.position is None else self.position.word
+        word = None if self.position is None else self.position.spec
         assert isinstance(word, Rope | RopePairs)
         return word
 
@@ -345,7 +345,7 @@ class LatentAttention(nn.Module):
                 f"heads={self.heads}, kv_heads={self.kv_heads}, rope_heads={self.rope_heads}: each must be a whole "
                 "multiple of the next."
             )
-        word = None if self.position is None else self.position.word
+        word = None if self.position is None else self.position.spec
         if word is not None and not (isinstance(word, Rope | RopePairs) and word.dim == self.rope_dim):
             expected = (
                 f"Rope({self.rope_dim}), of the numbers with position" if self.rope_dim else "none, as rope_dim=0"

@@ -19,14 +19,14 @@ from regard.describe.heads import Heads
 from regard.describe.mask import Mask
 from regard.describe.position import Absolute, Position, Rope
 from regard.describe.score import Score
+from regard.describe.spec import Spec
 from regard.describe.storage import Rolling
-from regard.describe.word import Word
 from regard.errors import ProblemError
-from regard.nn.held import Held, held
 from regard.nn.norm import RMSNorm
+from regard.nn.spec_module import SpecModule, as_module
 from regard.plan.problem import check_numbers, check_words
 
-W = TypeVar("W", bound=Word)
+W = TypeVar("W", bound=Spec)
 
 
 class MultiHeadAttention(nn.Module):
@@ -70,7 +70,7 @@ class MultiHeadAttention(nn.Module):
     Raises:
         ProblemError: sizes or words that do not fit together.
 
-    Words may be given as `Held`, so that layers share their tensors.
+    Words may be given as `SpecModule`, so that layers share their tensors.
 
     >>> import torch
     >>> from regard import Causal
@@ -91,10 +91,10 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         gate: bool = False,
-        position: Position | Held[Position] | None = None,
-        mask: Mask | Held[Mask] | None = None,
-        bias: Bias | Held[Bias] | None = None,
-        score: Score | Held[Score] | None = None,
+        position: Position | SpecModule[Position] | None = None,
+        mask: Mask | SpecModule[Mask] | None = None,
+        bias: Bias | SpecModule[Bias] | None = None,
+        score: Score | SpecModule[Score] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sink: bool = False,
@@ -113,9 +113,14 @@ class MultiHeadAttention(nn.Module):
             )
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
-        check_words(*(one.word if isinstance(one, Held) else one for one in (mask, bias, score)))
-        _check_rope(position.word if isinstance(position, Held) else position, self.head_dim)
-        self.position, self.mask, self.bias, self.score = held(position), held(mask), held(bias), held(score)
+        check_words(*(one.spec if isinstance(one, SpecModule) else one for one in (mask, bias, score)))
+        _check_rope(position.spec if isinstance(position, SpecModule) else position, self.head_dim)
+        self.position, self.mask, self.bias, self.score = (
+            as_module(position),
+            as_module(mask),
+            as_module(bias),
+            as_module(score),
+        )
 
         inner, shared = heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, inner, qkv_bias, device, dtype)
@@ -159,15 +164,15 @@ class MultiHeadAttention(nn.Module):
                 is not the module's.
         """
         self._check(x, context, positions)
-        check_rolling(cache, None if self.position is None else self.position.word)
-        stored = 0 if cache is None else cache.seen
+        check_rolling(cache, None if self.position is None else self.position.spec)
+        stored = 0 if cache is None else cache.tokens_seen
         source = x if context is None else context
         q = self._split(self.q_proj(x), self.q_norm)
         k = self._split(self.k_proj(source), self.k_norm)
         v = self._split(self.v_proj(source), None)
         first = positions if positions is not None else stored if context is None else 0
         if self.position is not None:
-            rope = cast(Rope, self.position.word)
+            rope = cast(Rope, self.position.spec)
             tokens = length_of(rope, first, q.shape[2], k.shape[2], cache)
             q = rope.rotate(q, first, tokens)
             k = rope.rotate(k, first if context is None else stored, tokens)
@@ -179,7 +184,7 @@ class MultiHeadAttention(nn.Module):
                 q, k, v,
                 mask=seen,
                 bias=both(add, self.bias, bias),
-                score=None if self.score is None else self.score.word,
+                score=None if self.score is None else self.score.spec,
                 scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
                 offset=None if context is None else first if isinstance(first, int) else 0,
                 backend=self.backend,
@@ -226,11 +231,11 @@ class MultiHeadAttention(nn.Module):
             )
 
 
-def both(combine: Callable[[W, W], W], own: Held[W] | None, given: W | None) -> W | None:
+def both(combine: Callable[[W, W], W], own: SpecModule[W] | None, given: W | None) -> W | None:
     """A word of the module and one of the call, combined; that which there is, or None."""
     if own is None:
         return given
-    return own.word if given is None else combine(own.word, given)
+    return own.spec if given is None else combine(own.spec, given)
 
 
 def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: KVCache | None) -> int | None:
@@ -238,8 +243,8 @@ def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: K
     if rope.scaling is None or not rope.scaling.looks_at_length():
         return None
     if cache is not None and isinstance(cache.layout, Rolling):
-        return cache.ahead(keys)  # positions count inside the cache
-    held = keys if cache is None else cache.seen + keys
+        return cache.keys_after(keys)  # positions count inside the cache
+    held = keys if cache is None else cache.tokens_seen + keys
     return max(first + queries if isinstance(first, int) else int(first.max()) + 1, held)
 
 

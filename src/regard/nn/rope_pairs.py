@@ -7,11 +7,11 @@ from torch import Tensor
 from regard.describe.position import Position, Rope
 from regard.describe.position_table import check_positions, computed_in, rows
 from regard.describe.rotation import turned, turns
-from regard.describe.word import word
+from regard.describe.spec import spec
 from regard.errors import ProblemError
 
 
-@word
+@spec
 class RopePairs(Position):
     """Some pairs of dims of a `Rope`, chosen for each head, laid side by side: `(0 1)(2 3)...`.
 

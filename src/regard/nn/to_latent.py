@@ -159,7 +159,7 @@ def _checked(module: MultiHeadAttention) -> Rope | None:
                     f"the module has {name} and biases of keys and values, which then neither fall out of the softmax "
                     "nor pass through it."
                 )
-    return None if module.position is None else cast(Rope, module.position.word)
+    return None if module.position is None else cast(Rope, module.position.spec)
 
 
 def _pair_dims(rope: Rope) -> Tensor:

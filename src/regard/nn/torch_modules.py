@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
-from regard.describe.mask_by_table import Dense
+from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
 from regard.nn.multi_head import MultiHeadAttention
 
@@ -126,7 +126,7 @@ def from_torch_masks(
 ) -> tuple[Mask | None, Bias | None]:
     """The masks of `torch.nn.MultiheadAttention` as words: what hides, and what is added to scores.
 
-    There True *hides*, the opposite of `Dense` and of torch's own `scaled_dot_product_attention`.
+    There True *hides*, the opposite of `TensorMask` and of torch's own `scaled_dot_product_attention`.
 
     Args:
         attn_mask: [queries, keys], or [batch * heads, queries, keys]; bool (True hides) or float (added to scores).
@@ -142,13 +142,13 @@ def from_torch_masks(
     >>> padding = torch.tensor([[False, False, True]])
     >>> mask, bias = from_torch_masks(key_padding_mask=padding, heads=2)
     >>> mask, bias
-    (Dense(mask=bool[1, 1, 1, 3]), None)
+    (TensorMask(mask=bool[1, 1, 1, 3]), None)
     """
     masks: list[Mask] = []
     biases: list[Bias] = []
     for given in (_attn_mask(attn_mask, heads), _padding(key_padding_mask)):
         if given is not None and given.dtype == torch.bool:
-            masks.append(Dense(~given))
+            masks.append(TensorMask(~given))
         elif given is not None:
             biases.append(TensorBias(given))
     mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
@@ -192,7 +192,7 @@ def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
     for name in ("position", "mask", "bias", "score"):
         if (held := getattr(m, name)) is not None:
             more = "; hand a mask to its forward instead" if name == "mask" else ""
-            yield f"{name}={held.word!r}: it has no such thing{more}"
+            yield f"{name}={held.spec!r}: it has no such thing{more}"
     if m.scale is not None and m.scale != m.head_dim**-0.5:
         yield f"scale={m.scale}: it scales by head_dim ** -0.5 = {m.head_dim**-0.5:g}"
     if m.softcap is not None:

@@ -22,10 +22,10 @@ from regard.describe.position import Absolute, Position
 from regard.describe.storage import Layout
 from regard.errors import ProblemError
 from regard.nn.caches import Caches, caches_for, kept_on_failure
-from regard.nn.held import Held, held
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
+from regard.nn.spec_module import SpecModule, as_module
 
 Attention = Callable[..., MultiHeadAttention | LatentAttention]  # of (d_model, heads) and words by name
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
             has, do = ("no", "leave it out") if self.cross is None else ("a", "pass [batch, tokens, context_dim]")
             raise ProblemError(f"this block has {has} cross-attention, which a context belongs to: {do}.")
         own, cross = (None, None) if caches is None else caches
-        first = own.seen if own is not None else 0
+        first = own.tokens_seen if own is not None else 0
         x = self._step(x, self.attention(self.attention_norm(x), mask=mask, cache=own))
         if self.cross is not None and self.cross_norm is not None:
             x = self._step(x, self.cross(self.cross_norm(x), context, mask=context_mask, positions=first, cache=cross))
@@ -98,8 +98,8 @@ class Encoder(nn.Module):
         context_dim: width of a context that every block looks at as well, if any. hidden, skip, mlp: as in `Block`.
         attention: what makes a layer's attention, as `partial(MultiHeadAttention, qk_norm=True)`; words here go first.
 
-    >>> from regard import Lengths
-    >>> Encoder(19, 32, layers=2, heads=4)(torch.randint(19, (2, 7)), mask=Lengths(torch.tensor([7, 5]))).shape
+    >>> from regard import KeyLengths
+    >>> Encoder(19, 32, layers=2, heads=4)(torch.randint(19, (2, 7)), mask=KeyLengths(torch.tensor([7, 5]))).shape
     torch.Size([2, 7, 32])
     """
 
@@ -112,9 +112,9 @@ class Encoder(nn.Module):
         self.d_model, self.embedding = d_model, nn.Embedding(vocabulary, d_model)
         if not (position is None or isinstance(position, Position | Bias)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"position is {position!r}: expected a Position or a Bias; a mask goes to mask=.")
-        self.position: Held[Absolute] | None = held(position) if isinstance(position, Absolute) else None
+        self.position: SpecModule[Absolute] | None = as_module(position) if isinstance(position, Absolute) else None
         rope = position if isinstance(position, Position) and self.position is None else None
-        bias = held(position) if isinstance(position, Bias) else None
+        bias = as_module(position) if isinstance(position, Bias) else None
         said = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
         own: Callable[..., Any] = partial(attention, d_model, heads, **{k: w for k, w in said.items() if w is not None})
         is_latent = getattr(attention, "func", attention) is LatentAttention  # which looks at no context
@@ -142,7 +142,7 @@ class Encoder(nn.Module):
             raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
         x = self.embedding(tokens) * self.d_model**0.5
         if self.position is not None:
-            x = self.position.word.add(x, caches[0].own.seen if caches else None)
+            x = self.position.spec.add(x, caches[0].own.tokens_seen if caches else None)
         with kept_on_failure(caches) if caches else nullcontext():
             for block, kept in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, context, mask=mask, context_mask=context_mask, caches=kept)
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
     def forward(
         self, source: Int[Tensor, "batch source"], target: Int[Tensor, "batch target"], *, mask: Mask | None = None
     ) -> Float[Tensor, "batch target vocabulary"]:
-        """Logits of the token after each of the target; the mask says what of the source may be seen, as `Lengths`."""
+        """Logits of the token after each target token; `mask` says which source tokens are visible, as `KeyLengths`."""
         return self.decoder(target, self.encoder(source, mask=mask), context_mask=mask)
 
     @torch.no_grad()

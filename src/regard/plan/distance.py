@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.recent import Recent
-from regard.describe.word import Outline
+from regard.describe.spec import Fingerprint
 
 KEPT = 64 << 20
 """Bytes of vectors that are kept from call to call."""
@@ -35,7 +35,7 @@ def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, cou
 
     It is made for more distances than are asked for, so that a call of one more key needs no new one.
     """
-    key = (bias.outline(), heads, dtype)
+    key = (bias.fingerprint(), heads, dtype)
     low, made = _vectors.get(key) or (0, None)
     if made is None or first < low or first + count > low + made.shape[1]:
         low, high = -_rounded(-first), _rounded(first + count)
@@ -51,7 +51,7 @@ def _rounded(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_Key = tuple[Outline, int, torch.dtype]
+_Key = tuple[Fingerprint, int, torch.dtype]
 
 _vectors: Recent[_Key, tuple[int, Tensor]] = Recent(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
 """Vectors, each with its first distance. They hold no tensor of the user's."""

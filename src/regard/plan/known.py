@@ -16,11 +16,11 @@ from torch import Tensor
 
 from regard import native
 from regard.describe.bias import Bias
-from regard.describe.mask import Frame, Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
-from regard.describe.storage import Stored
+from regard.describe.spec import Spec
+from regard.describe.storage import StoredTensor
 from regard.describe.tensors import is_without_data, unchanged
-from regard.describe.word import Word
 from regard.plan.choose import Plan, choose, forget_plans
 from regard.plan.problem import Operands, check_offset, in_transform, opened, pose
 
@@ -43,8 +43,8 @@ _lock = Lock()
 
 def prepare(
     q: Tensor,
-    k: Tensor | Stored,
-    v: Tensor | Stored,
+    k: Tensor | StoredTensor,
+    v: Tensor | StoredTensor,
     *,
     mask: Mask | None,
     bias: Bias | None,
@@ -85,9 +85,9 @@ def prepare(
         key = known = None
     if known is not None and (plan := known.plan()) is not None:
         if mask is not None:
-            mask = known.mask if known.mask is not None else mask.at(_frame(plan))
+            mask = known.mask if known.mask is not None else mask.bind(_call_sizes(plan))
         if bias is not None:
-            bias = known.bias if known.bias is not None else bias.at(_frame(plan))
+            bias = known.bias if known.bias is not None else bias.bind(_call_sizes(plan))
         return plan, Operands(q, k, v, mask, bias, sink, None if isinstance(score, Dot) else score, stored)
     if is_without_data(q) or is_without_data(k) or is_without_data(v):
         return None
@@ -112,12 +112,12 @@ def forget() -> None:
 
 
 def _of_mask(mask: Mask) -> Any:
-    if not mask.is_known() or not (outline := mask.outline()).can_be_kept:
+    if not mask.is_known() or not (fingerprint := mask.fingerprint()).can_be_kept:
         raise TypeError
-    return outline
+    return fingerprint
 
 
-def _of_tensors(word: Word) -> Any:
+def _of_tensors(word: Spec) -> Any:
     """A bias or score: a plan depends on the types, sizes and gradients of its tensors, and on no element."""
     if not word.is_known() or not (form := word.form()).can_be_kept:
         raise TypeError
@@ -129,9 +129,9 @@ def _of_tensor(t: Tensor) -> Any:
     return t.shape, t.dtype, t.device, t.__class__, t.is_neg(), t.layout, wants
 
 
-def _frame(plan: Plan) -> Frame:
+def _call_sizes(plan: Plan) -> CallSizes:
     p = plan.problem
-    return Frame(p.batch, p.heads, p.queries, p.keys, p.offset)
+    return CallSizes(p.batch, p.heads, p.queries, p.keys, p.offset)
 
 
 def _remember(key: Any, plan: Plan, operands: Operands) -> None:

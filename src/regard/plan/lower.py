@@ -18,8 +18,8 @@ from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.hadamard import hadamard
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
-from regard.describe.tensors import Ticket
-from regard.describe.word import Outline
+from regard.describe.spec import Fingerprint
+from regard.describe.tensors import ContentKey
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -120,14 +120,14 @@ def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]
     tensors = [part for part in parts if part.kind is TensorBias]
     if len(tensors) < 2:
         return problem, None
-    whole = Outline(TensorBias, (Ticket("added", f"{len(tensors)} added"), None))
+    whole = Fingerprint(TensorBias, (ContentKey("added", f"{len(tensors)} added"), None))
     others = [part for part in parts if part.kind is not TensorBias]
-    bias = reduce(lambda a, b: Outline(Sum, (a, b)), [*others, whole])
+    bias = reduce(lambda a, b: Fingerprint(Sum, (a, b)), [*others, whole])
     did = f"the {len(tensors)} tensors of the bias are added into one"
     return replace(problem, bias=bias), Step("add_biases", did, partial(_added, problem))
 
 
-_CAUSAL = Causal().outline()
+_CAUSAL = Causal().fingerprint()
 
 
 def gathered(operands: Operands) -> Operands:
@@ -177,7 +177,7 @@ def _packed(names: tuple[str, ...], operands: Operands) -> Operands:
     return operands._replace(**copies)
 
 
-def _terms(bias: Outline) -> list[Outline]:
+def _terms(bias: Fingerprint) -> list[Fingerprint]:
     return [term for part in bias.parts for term in _terms(part)] if bias.kind is Sum else [bias]
 
 

@@ -17,12 +17,12 @@ from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
 from regard.describe.elsewhere import mask_for
-from regard.describe.mask import Frame, Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Dot, Score
-from regard.describe.storage import Stored
+from regard.describe.spec import Fingerprint, Spec
+from regard.describe.storage import StoredTensor
 from regard.describe.tensors import is_without_data
-from regard.describe.word import Outline, Word
 from regard.errors import ProblemError
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
@@ -58,9 +58,9 @@ class Problem:
     v_dim: int
     dtype: torch.dtype
     device: str
-    mask: Outline | None
-    bias: Outline | None
-    score: Outline | None
+    mask: Fingerprint | None
+    bias: Fingerprint | None
+    score: Fingerprint | None
     score_dim: int
     scale: float
     softcap: float | None
@@ -102,7 +102,7 @@ class Storage(NamedTuple):
     """How the keys and values of a call are stored.
 
     Attributes:
-        k: how the parts of the keys are written, by `Stored.forms`.
+        k: how the parts of the keys are written, by `StoredTensor.forms`.
         v: the same of the values.
         nbytes: that must be read of both, at least.
     """
@@ -112,7 +112,7 @@ class Storage(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, k: Stored, v: Stored) -> "Storage":
+    def of(cls, k: StoredTensor, v: StoredTensor) -> "Storage":
         """How these are stored."""
         return cls(k.forms, v.forms, k.nbytes + v.nbytes)
 
@@ -134,12 +134,12 @@ class Operands(NamedTuple):
     bias: Bias | None
     sink: Tensor | None
     score: Score | None = None  # None: the dot product
-    stored: tuple[Stored, Stored] | None = None
+    stored: tuple[StoredTensor, StoredTensor] | None = None
 
 
 def opened(
-    k: Tensor | Stored, v: Tensor | Stored, mask: Mask | None, bias: Bias | None, offset: int | None
-) -> tuple[Tensor, Tensor, Mask | None, tuple[Stored, Stored] | None]:
+    k: Tensor | StoredTensor, v: Tensor | StoredTensor, mask: Mask | None, bias: Bias | None, offset: int | None
+) -> tuple[Tensor, Tensor, Mask | None, tuple[StoredTensor, StoredTensor] | None]:
     """A call's keys, values and mask as `pose` takes them, and the handles of keys and values if either is stored.
 
     Stored ones are tensors of their shape, type and device then, which hold nothing.
@@ -147,15 +147,19 @@ def opened(
     Raises:
         ProblemError: as `handles` does.
     """
-    if not isinstance(k, Stored) and not isinstance(v, Stored):
+    if not isinstance(k, StoredTensor) and not isinstance(v, StoredTensor):
         return k, v, mask, None
     mask, stored = handles(k, v, mask, bias, offset)
-    return stored[0].outline, stored[1].outline, mask, stored
+    return stored[0].fingerprint, stored[1].fingerprint, mask, stored
 
 
 def handles(
-    k: Tensor | Stored, v: Tensor | Stored, mask: Mask | None, bias: Bias | None, offset: int | Tensor | None
-) -> tuple[Mask | None, tuple[Stored, Stored]]:
+    k: Tensor | StoredTensor,
+    v: Tensor | StoredTensor,
+    mask: Mask | None,
+    bias: Bias | None,
+    offset: int | Tensor | None,
+) -> tuple[Mask | None, tuple[StoredTensor, StoredTensor]]:
     """The handles of keys and values, one of which is stored, and the mask of a call on them.
 
     A tensor beside a stored one is a single plain part. Where rows have lengths, the mask says so, and each row's
@@ -187,7 +191,7 @@ def pose(
     dropout: float,
     offset: int | None,
     lse: bool,
-    stored: tuple[Stored, Stored] | None = None,
+    stored: tuple[StoredTensor, StoredTensor] | None = None,
 ) -> tuple[Problem, Operands]:
     """Check a call and take it apart into its problem and its operands; k, v, mask and stored as `opened` gives them.
 
@@ -204,12 +208,12 @@ def pose(
         _check_has_data(mask)
     compared = score or Dot()
     score_dim = compared.dim(qk_dim, k.shape[3])
-    score = None if isinstance(compared, Dot) else compared.at(heads, kv_heads)
+    score = None if isinstance(compared, Dot) else compared.bind(heads, kv_heads)
     check_numbers(scale, softcap, dropout)
     check_sink(sink, heads, q)
     offset = keys - queries if offset is None else check_offset(offset)
-    frame = Frame(batch, heads, queries, keys, offset)
-    mask, bias = None if mask is None else mask.at(frame), None if bias is None else bias.at(frame)
+    sizes = CallSizes(batch, heads, queries, keys, offset)
+    mask, bias = None if mask is None else mask.bind(sizes), None if bias is None else bias.bind(sizes)
     words = [word for word in (bias, score) if word is not None]
     for word in words:
         check_device(word, q)
@@ -227,7 +231,7 @@ def pose(
         v_dim=v_dim,
         dtype=q.dtype,
         device=q.device.type,
-        mask=None if mask is None else mask.outline(),
+        mask=None if mask is None else mask.fingerprint(),
         bias=None if bias is None else bias.form(),
         score=None if score is None else score.form(),
         score_dim=score_dim,
@@ -302,7 +306,7 @@ def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> No
     if t.is_nested:
         raise ProblemError(
             f"{name} is a nested tensor: expected {expected}. Pad its rows with torch.nested.to_padded_tensor and hide "
-            "the padding with mask=Lengths(lengths), or put the rows one behind another, as one row, and keep them "
+            "the padding with mask=KeyLengths(lengths), or put the rows one behind another, as one row, and keep them "
             "apart with mask=Documents(ids)."
         )
     kind = type(t)
@@ -335,17 +339,17 @@ def check_words(mask: object, bias: object, score: object) -> None:
             raise ProblemError(f"mask is {what}: expected a regard Mask; say mask={here}.")
         what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
         hint = {
-            "mask": "wrap a bool tensor as Dense(mask) (True keeps), a float one as bias=TensorBias(mask)",
+            "mask": "wrap a bool tensor as TensorMask(mask) (True keeps), a float one as bias=TensorBias(mask)",
             "bias": "wrap a tensor as TensorBias(bias)",
             "score": "leave it out for the dot product, or see regard.describe.score",
         }[name]
-        if isinstance(given, type) and issubclass(given, Word):
+        if isinstance(given, type) and issubclass(given, Spec):
             raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
-        wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Word) else ""
+        wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Spec) else ""
         raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
 
 
-def _check_word(name: str, given: Word | None) -> None:
+def _check_word(name: str, given: Spec | None) -> None:
     if given is None:
         return
     if not given.is_known():
@@ -442,7 +446,7 @@ def _no_offset(given: str) -> ProblemError:
     )
 
 
-def check_device(word: Word, q: Tensor) -> None:
+def check_device(word: Spec, q: Tensor) -> None:
     """Raise `ProblemError` unless the tensors of the word are where q is."""
     for t in word.tensors():
         if t.device != q.device and q.device.type != "meta":
@@ -467,15 +471,15 @@ def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offs
     return Ragged(mask, lengths)
 
 
-def _as_stored(side: object, name: str) -> Stored:
-    if isinstance(side, Stored):
+def _as_stored(side: object, name: str) -> StoredTensor:
+    if isinstance(side, StoredTensor):
         return side
     expected = "a tensor [batch, kv_heads, keys, dim], or what a cache handed out"
     check_readable(name, side, expected)
     tensor = cast(Tensor, side)
     if tensor.ndim != 4:
         raise ProblemError(f"{name} has shape {list(tensor.shape)}: expected {expected}.")
-    return Stored.of(tensor)
+    return StoredTensor.of(tensor)
 
 
 def in_transform() -> bool:

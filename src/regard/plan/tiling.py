@@ -29,7 +29,7 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     >>> s.tiles, s.pairs, len(s.patterns)
     ((6, 4, 6), 32896, 1)
     """
-    spread = (1, 1) if mask is None else mask.spread()
+    spread = (1, 1) if mask is None else mask.broadcast_shape()
     if not batch * heads:
         mask, spread = None, (1, 1)
     maps = (batch if spread[0] > 1 else 1, heads if spread[1] > 1 else 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Causal, attend
-from regard.attend import watching
+from regard.attend import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.intervene.gradient import _rising, gradient_attention
 from regard.inspect.intervene.relevance import through
@@ -43,7 +43,7 @@ def test_it_is_the_formula(sink):
 
 def test_no_matrix_is_made(monkeypatch):
     calls, q = [], torch.randn(1, 2, 200, 3)
-    with watching(calls.append):
+    with observe_calls(calls.append):
         attend(q, q, q, mask=Causal())
     small_tiles(monkeypatch)
     with Largest() as largest:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Causal, Lengths
+from regard import Causal, KeyLengths
 from regard.inspect.measures import (
     Vectors,
     all_pair_measures,
@@ -236,7 +236,7 @@ def test_what_the_sink_moves(call, weights, dense, both, sees):
 
 def test_rows_that_are_padding_do_not_count():
     real = torch.tensor([[True] * 29, [True] * 11 + [False] * 18])
-    call = drawn(mask=Causal() & Lengths(real.sum(-1)))
+    call = drawn(mask=Causal() & KeyLengths(real.sum(-1)))
     short = called(call.q[1:, :, :11], call.k[1:, :, :11], mask=Causal())
     tokens = torch.randint(4, (2, 29))
     padded, whole = Weights.of(call), Weights.of(short)
@@ -251,7 +251,7 @@ def test_rows_that_are_padding_do_not_count():
 
 def test_keys_that_are_hidden_may_be_anything():
     torch.manual_seed(0)
-    call = drawn(mask=Causal() & Lengths(torch.tensor([20, 20])))
+    call = drawn(mask=Causal() & KeyLengths(torch.tensor([20, 20])))
     tokens = torch.randint(4, (2, 29))
     spoilt = call.k.clone()
     spoilt[:, :, 20:] = torch.nan

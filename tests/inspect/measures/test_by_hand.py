@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regard import Causal, Where, Window, attend
+from regard import Causal, MaskFunction, Window, attend
 from regard.errors import ProblemError
 from regard.inspect.measures import (
     Vectors,
@@ -209,7 +209,7 @@ def test_distances_of_a_head_that_looks_four_back():
 def test_what_bounds_leave_open_is_looked_at_pair_by_pair():
     """A mask by a function has no bounds: whether it looks ahead is found from its pairs."""
     for ahead in (0, 1):
-        mask = Where(lambda b, h, q, k, ahead=ahead: k <= q + ahead * (q == 5))
+        mask = MaskFunction(lambda b, h, q, k, ahead=ahead: k <= q + ahead * (q == 5))
         weights = Weights.of(called(torch.randn(1, 2, 9, 3), torch.randn(1, 2, 9, 3), mask=mask))
         assert looks_ahead(weights) == bool(ahead)
 

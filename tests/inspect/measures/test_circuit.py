@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard import Causal, attend
-from regard.attend import watching
+from regard.attend import observe_calls
 from regard.inspect.measures import best, induction, induction_scan, offset_scan, previous_token
 from regard.inspect.measures.stimulus import Jittered, Repeats, Walks
 from regard.inspect.weights.lazy import Weights
@@ -30,7 +30,7 @@ def circuit(tokens, back=1):
     q, k = looking((torch.arange(n) - back).clamp(min=0)[None])
     written = one_hot.clone()
     written[:, :, 0] = 0  # the token that begins every sequence is not written down: who looks at it, looks nowhere
-    with watching(calls.append):
+    with observe_calls(calls.append):
         stood = attend(
             q.expand(len(tokens), -1, -1, -1), k.expand(len(tokens), -1, -1, -1), written, mask=Causal(), scale=1.0
         )
@@ -43,7 +43,7 @@ def counting(tokens, back):
     """The weights of a head that always looks `back` tokens back."""
     n, calls = tokens.shape[1], []
     q, k = (t.expand(len(tokens), -1, -1, -1) for t in looking((torch.arange(n) - back).clamp(min=0)[None]))
-    with watching(calls.append):
+    with observe_calls(calls.append):
         attend(q, k, k, mask=Causal(), scale=1.0)
     return Weights.of(calls[0])
 

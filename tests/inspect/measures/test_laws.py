@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Causal, Dense, Lengths, Prefix, Window
+from regard import Causal, KeyLengths, Prefix, TensorMask, Window
 from regard.inspect.measures import Vectors, all_pair_measures, all_sweep_measures
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
@@ -14,8 +14,8 @@ MASKS = {
     "causal": Causal,
     "window and sinks": lambda: Causal() & (Window(5) | Prefix(2)),
     "both ways": lambda: Window(4, 3),
-    "padding": lambda: Causal() & Lengths(torch.tensor([11, 23])),
-    "per head": lambda: Dense(torch.rand(1, 4, 23, 23) < 0.5),
+    "padding": lambda: Causal() & KeyLengths(torch.tensor([11, 23])),
+    "per head": lambda: TensorMask(torch.rand(1, 4, 23, 23) < 0.5),
 }
 
 

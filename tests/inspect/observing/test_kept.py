@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 import torch
 
-from regard import Causal, Dense, Lengths, TensorBias, Where, attend
-from regard.attend import watching
+from regard import Causal, KeyLengths, MaskFunction, TensorBias, TensorMask, attend
+from regard.attend import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.observing.kept import kept_in
 from regard.inspect.observing.observe import observe
@@ -85,7 +85,7 @@ def test_what_is_written_into_the_tensors_later_changes_nothing(to):
     q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
     lengths = torch.tensor([3, 5])
     with observe(values=True, to=to) as seen:
-        before = attend(q, k, v, mask=Lengths(lengths)).clone()
+        before = attend(q, k, v, mask=KeyLengths(lengths)).clone()
         exact = seen[0].weights.dense().clone()
         for tensor in (q, k, v):
             tensor.zero_()
@@ -197,7 +197,7 @@ def test_a_folder_without_calls_is_an_error(tmp_path):
 def test_a_mask_that_is_a_function_is_kept_in_memory_and_not_in_a_folder(tmp_path):
     x = torch.randn(1, 2, 5, 4)
     with observe(to=tmp_path) as seen:
-        attend(x, x, x, mask=Where(lambda b, h, q, k: q >= k))
+        attend(x, x, x, mask=MaskFunction(lambda b, h, q, k: q >= k))
         attend(x, x, x, mask=Causal())
     torch.testing.assert_close(seen[0].weights.dense(), seen[1].weights.dense())
     with pytest.raises(ProblemError, match="holds a function, which cannot be written"):
@@ -214,8 +214,8 @@ def test_files_are_those_of_the_published_format(tmp_path):
     from safetensors import safe_open
 
     x = torch.randn(1, 2, 5, 4)
-    with observe(to=tmp_path, values=True), watching(lambda call: None):
-        attend(x, x, x, mask=Dense(torch.ones(5, 5, dtype=torch.bool)))
+    with observe(to=tmp_path, values=True), observe_calls(lambda call: None):
+        attend(x, x, x, mask=TensorMask(torch.ones(5, 5, dtype=torch.bool)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000000-layer-0.safetensors", "word-0.safetensors"]
     with safe_open(tmp_path / "000000-layer-0.safetensors", framework="np") as file:
         assert sorted(file.keys()) == ["k", "lse", "out", "q", "v"]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from regard import Additive, Causal, attend
+from regard import Causal, attend
 from regard import attend as front_door
-from regard.attend import watching
+from regard.attend import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.observing.observe import Look, observe
+from regard.scores import Additive
 
 
 class Attention(nn.Module):
@@ -117,7 +118,7 @@ def test_one_layer_lives_at_a_time():
 def test_what_is_kept_takes_q_k_and_lse_and_no_more():
     model = Model()
     references = []
-    with torch.no_grad(), watching(lambda call: references.append(weakref.ref(call.out))), observe(model) as seen:
+    with torch.no_grad(), observe_calls(lambda call: references.append(weakref.ref(call.out))), observe(model) as seen:
         model(torch.randn(1, 5, 6))
     gc.collect()
     assert [reference() for reference in references] == [None] * 3

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
-from regard import Alibi, Causal, Cosine, Lengths, Rope, T5Bias, Window
+from regard import Alibi, Causal, KeyLengths, Rope, T5Bias, Window
 from regard.describe.codec import Int8
 from regard.describe.storage import Contiguous, Paged, Rolling
 from regard.inspect.observing.observe import observe
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, Encoder, LatentAttention, MultiHeadAttention, Transformer
+from regard.scores import Cosine
 from tests.inspect.dense import definition
 from tests.integrate.zoo import model, padding, tokens
 
@@ -52,7 +53,7 @@ def test_a_stack_of_blocks_is_observed_layer_by_layer():
     model = Transformer(Encoder(19, 32, 2, 4, position=table), Decoder(23, 32, 2, 4, kv_heads=2, context_dim=32)).eval()
     source, target = torch.randint(19, (2, 7)), torch.randint(23, (2, 5))
     with torch.no_grad(), observe(model, are_the_definition) as seen:
-        model(source, target, mask=Lengths(torch.tensor([7, 4])))
+        model(source, target, mask=KeyLengths(torch.tensor([7, 4])))
     assert [(s.layer, s.module.partition(".")[0]) for s in seen] == [
         (0, "encoder"), (1, "encoder"), (0, "decoder"), (0, "decoder"), (1, "decoder"), (1, "decoder"),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard import Alibi, Causal, Dense, Dilated, Documents, Prefix, T5Bias, TensorBias, Window
+from regard import Alibi, Causal, Dilated, Documents, Prefix, T5Bias, TensorBias, TensorMask, Window
 from regard.inspect.surveying import closeup
 from regard.inspect.surveying.closeup import Pair, closed_up, rows_of, strongest, visible_runs
 from regard.inspect.weights.lazy import Weights
@@ -70,7 +70,7 @@ def test_a_row_that_sees_nothing_shows_nothing():
 @pytest.mark.parametrize(
     "words",
     [
-        {"mask": Dense(torch.rand(1, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(0)) < 0.5)},
+        {"mask": TensorMask(torch.rand(1, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(0)) < 0.5)},
         {"mask": Causal() & ~(Window(9) & ~Window(3))},
         {"bias": TensorBias(torch.ones(1, HEADS, QUERIES, KEYS))},
     ],
@@ -115,7 +115,7 @@ def test_the_pairs_of_a_mask_are_looked_at_once(monkeypatch):
 def test_heads_with_masks_of_their_own_have_runs_of_their_own():
     kept = torch.ones(1, HEADS, QUERIES, KEYS, dtype=torch.bool).tril()
     kept[:, 1] &= ~torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(-3)
-    weights, known = Weights.of(drawn(mask=Dense(kept))).only(0), {}
+    weights, known = Weights.of(drawn(mask=TensorMask(kept))).only(0), {}
     lasts = [closed_up(weights, 0, head, known) for head in (0, 1)]
     assert [close is not None and int(close.first[-1]) for close in lasts] == [0, KEYS - 3]
 
@@ -144,7 +144,7 @@ MASKS = {
     "padding": Causal() & ~Prefix(5),
     "a hole": Causal() & ~(Window(9) & ~Window(3)),
     "holes": Causal() & Dilated(3),
-    "anything": Dense(torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(3)) < 0.9),
+    "anything": TensorMask(torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(3)) < 0.9),
     "sinks for some": Causal() & (Window(4) | Prefix(3) & Window(20)),
 }
 
@@ -179,9 +179,9 @@ def test_runs_of_a_long_text_ask_for_few_pairs(mask, monkeypatch):
 def test_sinks_that_some_rows_do_not_see_are_no_runs():
     odd = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril() & ~torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(-4)
     odd[20:, :2] = True
-    assert visible_runs(Weights.of(drawn(mask=Dense(odd))), 0) is None
+    assert visible_runs(Weights.of(drawn(mask=TensorMask(odd))), 0) is None
     odd[4:, :2] = True
-    assert visible_runs(Weights.of(drawn(mask=Dense(odd))), 0) is not None
+    assert visible_runs(Weights.of(drawn(mask=TensorMask(odd))), 0) is not None
 
 
 def test_the_strongest_pairs_leave_out_the_first_token_and_the_token_itself(monkeypatch):

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard import Alibi, Bias, Causal, T5Bias, Window
 from regard.attend import Call
 from regard.describe.mask import Positions
-from regard.describe.word import word
+from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.inspect.sweep import BINS, Sweep, by_native, by_torch, sweep
 from regard.inspect.weights.lazy import Weights
@@ -26,7 +26,7 @@ MORE: dict[str, Callable[[], Call]] = {
 }
 
 
-@word
+@spec
 class Tilted(Bias):
     """Grows with the position of the key."""
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regard import Additive, Alibi, Bilinear, Causal, Cosine, State, attend, attend_state
-from regard.attend import watching
+from regard import Alibi, Causal, State, attend, attend_state
+from regard.attend import observe_calls
 from regard.describe.score import Dot
 from regard.errors import ProblemError
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
+from regard.scores import Additive, Bilinear, Cosine
 from tests.inspect.dense import CASES, called, definition, drawn
 
 
@@ -75,7 +76,7 @@ def test_scores_that_are_dot_products_of_prepared_tokens_are_read_like_any(score
     keys = torch.randn(2, 3, 29, 7)
     units = torch.eye(29).expand(2, 3, 29, 29)
     calls = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         expected = attend(torch.randn(2, 6, 29, 7), keys, units, mask=Causal(), bias=Alibi(6), score=score)
     torch.testing.assert_close(Weights.of(calls[0]).dense(), expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(weights.dense().sum(-1), torch.ones(2, 6, 29), atol=1e-5, rtol=0)
@@ -90,7 +91,7 @@ def test_a_call_that_compares_by_no_dot_product_is_refused():
 def test_the_shares_of_a_part_are_those_within_it():
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     calls = []
-    with watching(calls.append):
+    with observe_calls(calls.append):
         states = (
             attend_state(q, k[:, :, :4], v[:, :, :4], offset=0),
             attend_state(q, k[:, :, 4:], v[:, :, 4:], offset=0),

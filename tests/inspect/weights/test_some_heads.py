@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from regard import Alibi, Dense, T5Bias, TensorBias
+from regard import Alibi, T5Bias, TensorBias, TensorMask
 from regard.describe.bias import Sum
-from regard.describe.mask import Frame, Rectangles
+from regard.describe.mask import CallSizes, Rectangles
 from regard.errors import ProblemError
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
@@ -76,14 +76,14 @@ def test_tables_stay_tables_that_engines_know():
 def test_bounds_and_signatures_are_those_of_the_head_meant():
     keep = torch.zeros(1, 2, 4, 4, dtype=torch.bool)
     keep[0, 1] = True
-    mask = Dense(keep).at(Frame(1, 2, 4, 4, 0))
+    mask = TensorMask(keep).bind(CallSizes(1, 2, 4, 4, 0))
     first = Rectangles(*(np.array([n]) for n in (0, 0, 0, 4, 0, 4)))
     second = first._replace(h=np.array([1]))
     assert [bool(x[0]) for x in OfHeads(mask, (0,)).bounds(first)] == [False, False]
     assert [bool(x[0]) for x in OfHeads(mask, (1,)).bounds(first)] == [True, True]
     assert np.array_equal(OfHeads(mask, (1,)).signature(first), mask.signature(second))
     assert not np.array_equal(mask.signature(first), mask.signature(second))
-    assert OfHeads(mask, (1, 0, 1)).spread() == (1, 3)
+    assert OfHeads(mask, (1, 0, 1)).broadcast_shape() == (1, 3)
 
 
 @pytest.mark.parametrize(

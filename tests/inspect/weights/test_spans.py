@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from regard import Causal, Documents, Lengths, Prefix, Where, Window
-from regard.describe.mask import Frame
+from regard import Causal, Documents, KeyLengths, MaskFunction, Prefix, Window
+from regard.describe.mask import CallSizes
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.spans import count_visible, visible_runs
 from tests.inspect.dense import CASES, definition
@@ -35,7 +35,7 @@ def test_runs_leave_no_visible_key_out_and_do_not_overlap(name, chunk):
 
 def long(mask, tokens=1024, batch=2):
     q = torch.zeros(batch, 2, tokens, 2)
-    return Weights(q, q, q[..., 0], mask.at(Frame(batch, 2, tokens, tokens, 0)))
+    return Weights(q, q, q[..., 0], mask.bind(CallSizes(batch, 2, tokens, tokens, 0)))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def long(mask, tokens=1024, batch=2):
     [
         Causal(),
         Causal() & (Window(200) | Prefix(5)),
-        Causal() & Lengths(torch.tensor([300, 1024])),
+        Causal() & KeyLengths(torch.tensor([300, 1024])),
         Causal() & Documents(torch.arange(1024) // 311),
     ],
     ids=["causal", "window with sinks", "padding", "documents"],
@@ -57,7 +57,7 @@ def test_long_rows_are_counted_chunk_by_chunk(mask):
 
 def test_pairs_are_looked_at_only_along_the_border():
     looked_at = []
-    border = Where(lambda b, h, q, k: (looked_at.append(q.numel() * k.numel()), q >= k)[1])
+    border = MaskFunction(lambda b, h, q, k: (looked_at.append(q.numel() * k.numel()), q >= k)[1])
     assert int(count_visible(long(border), 128).sum()) == int(count_visible(long(Causal()), 128).sum())
     everything = sum(looked_at)
     looked_at.clear()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from regard.attend import Call, altering
+from regard.attend import Call, replace_outputs
 from regard.errors import ProblemError
 from regard.inspect.observing.place import following
 from regard.inspect.weights.index import index_of
@@ -129,7 +129,7 @@ def altered(
         out = change(site, call)
         return call.out if out is None else out
 
-    with following(model) as place, altering(at):
+    with following(model) as place, replace_outputs(at):
         yield sites
     if model is not None and place.ran and not sites.heads:
         raise ProblemError(

@@ -153,7 +153,7 @@ class _Matched:
     def __init__(self, weights: Weights, shifts: tuple[int, ...], tokens: Tensor) -> None:
         self._weights, self._shifts = weights, torch.tensor(shifts, device=tokens.device)
         _, heads, queries, _ = weights.shape
-        told_apart = 1 if weights.mask is None or weights.mask.spread()[1] == 1 else heads
+        told_apart = 1 if weights.mask is None or weights.mask.broadcast_shape()[1] == 1 else heads
         self.mass = torch.zeros((1, heads, queries, len(shifts)), dtype=weights.dtype, device=tokens.device)
         self.visible = self.mass.new_zeros((1, told_apart, queries, len(shifts)))
         self.matched = torch.zeros((1, queries, len(shifts)), dtype=torch.int64, device=tokens.device)

@@ -70,5 +70,5 @@ def _told_apart(weights: Weights) -> tuple[int, int]:
     """Batch rows and heads that the mask tells apart, of those of the call."""
     if weights.mask is None:
         return 1, 1
-    (batch, heads), (rows, of_heads) = weights.shape[:2], weights.mask.spread()
+    (batch, heads), (rows, of_heads) = weights.shape[:2], weights.mask.broadcast_shape()
     return batch if rows > 1 else 1, heads if of_heads > 1 else 1

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
-from regard.attend import Call, watching
+from regard.attend import Call, observe_calls
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.observing.kept import Kept, To, keeper
@@ -192,7 +192,7 @@ def _told(
         if layers is None or layer in layers:
             tell(layer, module, call)
 
-    with following(model) as place, watching(lambda call: told(place, call)):
+    with following(model) as place, observe_calls(lambda call: told(place, call)):
         yield
     if model is not None and place.ran and not attended:
         raise ProblemError(

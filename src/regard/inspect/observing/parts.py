@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from regard.attend import Call
-from regard.describe.word import Outline, Word, unspell
+from regard.describe.spec import Fingerprint, Spec, deserialize
 from regard.inspect.weights.lazy import Weights
 
-W = TypeVar("W", bound=Word)
+W = TypeVar("W", bound=Spec)
 
 
 class Parts(NamedTuple):
@@ -36,7 +36,7 @@ class Memory:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._words: dict[Outline, Word] = {}
+        self._words: dict[Fingerprint, Spec] = {}
 
     def add(self, layer: int, module: str | None, parts: Parts) -> Callable[[], Parts]:
         """Copy a call; what is returned gives the copy."""
@@ -56,15 +56,17 @@ class Memory:
 
     def _of_word(self, word: W | None) -> W | None:
         """A word whose tensors are copies: one for all calls that it is the same in, as it knows its plans by them."""
-        if word is None or not is_spellable(word) or not word.tensors():
+        if word is None or not is_serializable(word) or not word.tensors():
             return word
-        outline = word.outline()
-        if outline not in self._words:
+        fingerprint = word.fingerprint()
+        if fingerprint not in self._words:
             tensors: list[Tensor] = []
             numbers: list[int] = []
-            text = word.spell(tensors, numbers)
-            self._words[outline] = unspell(text, [copy_of(t, self._device or t.device) for t in tensors], numbers)
-        return cast(W, self._words[outline])
+            text = word.serialize(tensors, numbers)
+            self._words[fingerprint] = deserialize(
+                text, [copy_of(t, self._device or t.device) for t in tensors], numbers
+            )
+        return cast(W, self._words[fingerprint])
 
 
 def copy_of(t: Tensor, device: torch.device | str) -> Tensor:
@@ -72,12 +74,12 @@ def copy_of(t: Tensor, device: torch.device | str) -> Tensor:
     return t.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def is_spellable(word: Word) -> bool:
-    """Whether a word is made of words, tensors and numbers alone, so that `Word.spell` can take it apart.
+def is_serializable(word: Spec) -> bool:
+    """Whether a word is made of words, tensors and numbers alone, so that `Spec.serialize` can take it apart.
 
-    >>> from regard import Causal, Where
-    >>> is_spellable(Causal()), is_spellable(Causal() & Where(lambda b, h, q, k: q > k))
+    >>> from regard import Causal, MaskFunction
+    >>> is_serializable(Causal()), is_serializable(Causal() & MaskFunction(lambda b, h, q, k: q > k))
     (True, False)
     """
     parts = word.parts()
-    return word.is_known() and all(is_spellable(p) if isinstance(p, Word) else not callable(p) for p in parts)
+    return word.is_known() and all(is_serializable(p) if isinstance(p, Spec) else not callable(p) for p in parts)

@@ -1,9 +1,9 @@
 """Calls in files: a safetensors file per call, one per word that calls share, mapped into memory when they are read.
 
     000000-layer-0.safetensors   q, k, lse, and sink, v and out where there are such; layer, module and numbers
-    word-0.safetensors           the tensors of a mask or bias, and its spelling (`Word.spell`)
+    word-0.safetensors           the tensors of a mask or bias, and its spelling (`Spec.serialize`)
 
-A word is written once: all layers of T5 share one bias of [1, heads, n, n]. A word that holds a function (`Where`)
+A spec is written once: all layers of T5 share one bias of [1, heads, n, n]. A spec with a function (`MaskFunction`)
 cannot be written: it stays in memory, and such a folder cannot be read by another process.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
-from regard.describe.word import Outline, Word, unspell
+from regard.describe.spec import Fingerprint, Spec, deserialize
 from regard.errors import ProblemError
-from regard.inspect.observing.parts import Parts, copy_of, is_spellable
+from regard.inspect.observing.parts import Parts, copy_of, is_serializable
 from regard.inspect.weights.lazy import Weights
 
 ENDING = ".safetensors"
@@ -45,7 +45,7 @@ class Folder:
             )
         path.mkdir(parents=True, exist_ok=True)
         self._path, self._calls = path, 0
-        self._words: dict[Outline, tuple[str, Word]] = {}
+        self._words: dict[Fingerprint, tuple[str, Spec]] = {}
 
     def add(self, layer: int, module: str | None, parts: Parts) -> Callable[[], Parts]:
         """Write a call; what is returned reads it."""
@@ -62,22 +62,22 @@ class Folder:
         )
         return partial(_read_parts, path, cast("Mask | None", mask), cast("Bias | None", bias))
 
-    def _word(self, word: Word | None) -> tuple[str | None, Word | None]:
+    def _word(self, word: Spec | None) -> tuple[str | None, Spec | None]:
         """The name of a word's file, and the word with its tensors mapped from there."""
         if word is None:
             return None, None
-        outline = word.outline()
-        if outline not in self._words:
+        fingerprint = word.fingerprint()
+        if fingerprint not in self._words:
             name = f"word-{len(self._words)}"
-            self._words[outline] = name, self._written(name, word)
-        return self._words[outline]
+            self._words[fingerprint] = name, self._written(name, word)
+        return self._words[fingerprint]
 
-    def _written(self, name: str, word: Word) -> Word:
-        if not is_spellable(word):
+    def _written(self, name: str, word: Spec) -> Spec:
+        if not is_serializable(word):
             return word
         tensors: list[Tensor] = []
         numbers: list[int] = []
-        text = word.spell(tensors, numbers)
+        text = word.serialize(tensors, numbers)
         path = self._path / (name + ENDING)
         _write(path, {str(i): t for i, t in enumerate(tensors)}, {"word": text, "numbers": numbers})
         return _read_word(path)
@@ -101,7 +101,7 @@ def read_folder(path: Path) -> list[Filed]:
     files = sorted(path.glob("*-layer-*" + ENDING))
     if not files:
         raise ProblemError(f"{path} holds no calls: expected a folder that `observe(..., to=folder)` wrote.")
-    words: dict[str, Word] = {}
+    words: dict[str, Spec] = {}
     calls: list[Filed] = []
     for file in files:
         said = _read(file)[1]
@@ -121,14 +121,14 @@ def _read_parts(path: Path, mask: Mask | None, bias: Bias | None) -> Parts:
     return Parts(Weights(t["q"], t["k"], t["lse"], *words), t.get("v"), t.get("out"))
 
 
-def _read_word(path: Path) -> Word:
+def _read_word(path: Path) -> Spec:
     if not path.exists():
         raise ProblemError(
             f"{path} does not exist: the mask or bias of these calls holds a function, which cannot be written. Read "
             "the calls in the process that observed them."
         )
     tensors, said = _read(path)
-    return unspell(said["word"], [tensors[str(i)] for i in range(len(tensors))], said["numbers"])
+    return deserialize(said["word"], [tensors[str(i)] for i in range(len(tensors))], said["numbers"])
 
 
 def _write(path: Path, tensors: dict[str, Tensor], said: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ def _exact_row(weights: Weights, row: int) -> NDArray[np.float64]:
 
 def _known_runs(weights: Weights, head: int, known: dict[object, Runs | None]) -> Runs | None:
     mask = weights.mask
-    key = mask, head if mask is not None and mask.spread()[1] > 1 else 0, weights.shape[2:], weights.sequence
+    key = mask, head if mask is not None and mask.broadcast_shape()[1] > 1 else 0, weights.shape[2:], weights.sequence
     if key not in known:
         known[key] = visible_runs(weights, head)
     return known[key]

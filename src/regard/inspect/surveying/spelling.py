@@ -19,7 +19,7 @@ def readable(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
     """
     byte_level, special = _is_byte_level(tokenizer), set(tokenizer.all_special_ids)
     pieces = tokenizer.convert_ids_to_tokens(ids)
-    spelled = [_special(p) if i in special else _spelled(p, byte_level) for i, p in zip(ids, pieces, strict=True)]
+    spelled = [_special(p) if i in special else _serialized(p, byte_level) for i, p in zip(ids, pieces, strict=True)]
     shown: list[str] = []
     for in_bytes, group in groupby(spelled, lambda piece: isinstance(piece, bytes)):
         run = list(group)
@@ -39,7 +39,7 @@ def _special(piece: str | None) -> str:
     return "" if piece is None else str(piece)
 
 
-def _spelled(piece: str | None, byte_level: bool) -> bytes | str:
+def _serialized(piece: str | None, byte_level: bool) -> bytes | str:
     """A token's text, or its bytes where it is spelled in bytes."""
     if piece is None:  # an id that the model has and the tokenizer has not
         return ""

@@ -37,7 +37,7 @@ class ReadCall:
 
     @classmethod
     def of(cls, call: Call) -> Self:
-        """The weights of a `regard.attend.Call`, such as `watching` and `observe` hand out, without gradients.
+        """The weights of a `regard.attend.Call`, such as `observe_calls` and `observe` hand out, without gradients.
 
         Of a call of `attend_state`, which knows a part of the keys, they are the shares within that part. Of scores
         that are dot products of prepared tokens (`Cosine`, `Bilinear`), q and k are the prepared ones.

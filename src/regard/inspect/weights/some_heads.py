@@ -9,17 +9,17 @@ from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, T5Bias, TensorBias
 from regard.describe.mask import Bools, Ints, Mask, Positions, Rectangles
-from regard.describe.word import word
+from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.inspect.weights.index import index_of
 
 
-@word
+@spec
 class OfHeads(Mask):
     """A mask whose head h is another mask's head `heads[h]`.
 
-    >>> from regard import Dense, draw
-    >>> both = Dense(torch.tensor([[[True, False], [True, True]], [[False, True], [False, False]]]))
+    >>> from regard import TensorMask, draw
+    >>> both = TensorMask(torch.tensor([[[True, False], [True, True]], [[False, True], [False, False]]]))
     >>> print(draw(OfHeads(both, (1,)), 2, 2))
     · █
     · ·
@@ -37,10 +37,10 @@ class OfHeads(Mask):
     def signature(self, r: Rectangles) -> Ints:
         return self.mask.signature(self._there(r))
 
-    def spread(self) -> tuple[int, int]:
-        return self.mask.spread()[0], len(self.heads)
+    def broadcast_shape(self) -> tuple[int, int]:
+        return self.mask.broadcast_shape()[0], len(self.heads)
 
-    def at(self, frame: Any) -> Mask:
+    def bind(self, sizes: Any) -> Mask:
         """Itself, as the mask within stands in its call already."""
         return self
 
@@ -48,7 +48,7 @@ class OfHeads(Mask):
         return r._replace(h=np.asarray(self.heads, dtype=np.int64)[r.h])
 
 
-@word
+@spec
 class BiasOfHeads(Bias):
     """A bias whose head h is another bias's head `heads[h]`.
 
@@ -69,7 +69,7 @@ class BiasOfHeads(Bias):
 
 def mask_of_heads(mask: Mask | None, heads: Tensor) -> Mask | None:
     """The mask of a call, for these of its query heads."""
-    return mask if mask is None or mask.spread()[1] == 1 else OfHeads(mask, tuple(heads.tolist()))
+    return mask if mask is None or mask.broadcast_shape()[1] == 1 else OfHeads(mask, tuple(heads.tolist()))
 
 
 def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from regard.describe.content import Unknown, content, values
-from regard.describe.tensors import Ticket, form, ticket
+from regard.describe.tensors import ContentKey, content_key, form
 
-W = TypeVar("W", bound="type[Word]")
+W = TypeVar("W", bound="type[Spec]")
 
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
@@ -35,7 +35,7 @@ _REMEMBERED = ("_outline", "_known")
 """Attributes in which a word remembers what is made of it."""
 
 
-class _Kind(ref["type[Word]"]):
+class _Kind(ref["type[Spec]"]):
     """A class of words, as outlines have it: a class may hold tensors, and an outline keeps nothing alive.
 
     Attributes:
@@ -49,13 +49,13 @@ class _Kind(ref["type[Word]"]):
     name: str
 
     @classmethod
-    def of(cls, kind: "type[Word]") -> "_Kind":
+    def of(cls, kind: "type[Spec]") -> "_Kind":
         made = cls(kind)
         made.name, made.is_own = kind.__name__, kind.__module__.startswith("regard.")
         return made
 
 
-class Outline:
+class Fingerprint:
     """A word without its tensors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Outline:
 
     ```
     >>> from regard import Causal, Window
-    >>> (Causal() & Window(4)).outline().text
+    >>> (Causal() & Window(4)).fingerprint().text
     'Causal() & Window(left=4)'
 
     ```
@@ -71,7 +71,7 @@ class Outline:
 
     __slots__ = ("_behaviour", "_hash", "_kind", "is_constant", "parts")
 
-    def __init__(self, kind: "type[Word]", parts: tuple[Any, ...], more: dict[str, Any] | None = None) -> None:
+    def __init__(self, kind: "type[Spec]", parts: tuple[Any, ...], more: dict[str, Any] | None = None) -> None:
         self.parts = parts
         self._kind = kind._kind  # pyright: ignore[reportPrivateUsage]
         self._behaviour: Hashable = () if self._kind.is_own else content([kind, more])  # more: besides the fields
@@ -80,7 +80,7 @@ class Outline:
         """Whether nothing in the word can change: it carries no tensor and no function, and regard wrote its class."""
 
     @property
-    def kind(self) -> "type[Word]":
+    def kind(self) -> "type[Spec]":
         """The class of the word."""
         kind = self._kind()
         assert kind is not None, f"the class {self._kind.name} is gone"
@@ -88,7 +88,7 @@ class Outline:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Outline)
+            isinstance(other, Fingerprint)
             and self._kind is other._kind
             and self.parts == other.parts
             and self._behaviour == other._behaviour
@@ -114,15 +114,15 @@ class Outline:
         return self.text
 
 
-class Word:
+class Spec:
     """The root of masks, biases and scores. Subclasses are made with `@word` and are final or abstract."""
 
-    _spelled: ClassVar[WeakValueDictionary[str, "type[Word]"]] = WeakValueDictionary()
+    _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
-    _spelling: ClassVar[str] = ""
+    _serial_name: ClassVar[str] = ""
     _kind: ClassVar[_Kind]
 
-    def outline(self) -> Outline:
+    def fingerprint(self) -> Fingerprint:
         """This word with its tensors and functions replaced by tickets of their content.
 
         Made once for a word that is constant.
@@ -131,14 +131,14 @@ class Word:
         if kept is not None:
             return kept
         parts = tuple([p if type(p) in _PLAIN else _outlined(p) for p in self.parts()])
-        made = Outline(type(self), parts, self._more())
+        made = Fingerprint(type(self), parts, self._more())
         if made.is_constant:
             self.__dict__["_outline"] = made
         return made
 
-    def form(self) -> Outline:
+    def form(self) -> Fingerprint:
         """The outline with only type and shape of each tensor: a plan depends on no more of biases and scores."""
-        return Outline(type(self), tuple([_formed(part) for part in self.parts()]), self._more())
+        return Fingerprint(type(self), tuple([_formed(part) for part in self.parts()]), self._more())
 
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
@@ -155,14 +155,14 @@ class Word:
         )
         return f"{cls.__name__}({', '.join(given)})"
 
-    def spell(self, tensors: list[Tensor], numbers: list[int]) -> str:
-        """The word as JSON, its tensors and ints appended to the lists; `unspell` reads it. Floats keep every bit."""
-        parts = [_spelled(part, tensors, numbers) for part in self.parts()]
-        return "[" + ", ".join(['"' + self._spelling + '"', *parts]) + "]"
+    def serialize(self, tensors: list[Tensor], numbers: list[int]) -> str:
+        """The spec as JSON, tensors and ints appended to the lists; `deserialize` reads it. Floats keep every bit."""
+        parts = [_serialized(part, tensors, numbers) for part in self.parts()]
+        return "[" + ", ".join(['"' + self._serial_name + '"', *parts]) + "]"
 
-    def can_be_spelled(self) -> bool:
+    def can_be_serialized(self) -> bool:
         """Whether its fields say all that it is, and a spelling has a form for each."""
-        return not self._more() and all(map(_can_be_spelled, self.parts()))
+        return not self._more() and all(map(_can_be_serialized, self.parts()))
 
     def _more(self) -> dict[str, Any]:
         """What a word of others has besides its fields, such as what its `__post_init__` made of them."""
@@ -174,7 +174,7 @@ class Word:
         """Whether this and the words in it were made with `@word`."""
         if "_known" not in self.__dict__:
             self.__dict__["_known"] = "_spelling" in type(self).__dict__ and all(
-                part.is_known() for part in self.parts() if isinstance(part, Word)
+                part.is_known() for part in self.parts() if isinstance(part, Spec)
             )
         return self.__dict__["_known"]
 
@@ -184,7 +184,7 @@ class Word:
         for part in self.parts():
             if isinstance(part, Tensor):
                 found.append(part)
-            elif isinstance(part, Word):
+            elif isinstance(part, Spec):
                 found.extend(part.tensors())
         return found
 
@@ -193,17 +193,17 @@ class Word:
         return {name: value for name, value in self.__dict__.items() if name not in ("_outline", "_known")}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Word) and self.outline() == other.outline()
+        return isinstance(other, Spec) and self.fingerprint() == other.fingerprint()
 
     def __hash__(self) -> int:
-        return hash(self.outline())
+        return hash(self.fingerprint())
 
     def __repr__(self) -> str:
-        return self.outline().text
+        return self.fingerprint().text
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-def word(cls: W) -> W:
+def spec(cls: W) -> W:
     """Make a class a word: a frozen dataclass, compared and printed by its outline, unspelled by its name.
 
     Classes of one name, as a notebook makes them whose cell is run again, are spelled apart.
@@ -212,21 +212,21 @@ def word(cls: W) -> W:
     kind = _Kind.of(made)
     plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
     spellings = (plain if not i else f"{plain}#{i}" for i in itertools.count())
-    name = next(name for name in spellings if name not in Word._spelled)  # pyright: ignore[reportPrivateUsage]
+    name = next(name for name in spellings if name not in Spec._serialized)  # pyright: ignore[reportPrivateUsage]
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
-    made._spelling, made._kind = name, kind  # pyright: ignore[reportPrivateUsage]
-    Word._spelled[name] = made  # pyright: ignore[reportPrivateUsage]
+    made._serial_name, made._kind = name, kind  # pyright: ignore[reportPrivateUsage]
+    Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
 
 
-def unspell(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Word:
-    """The word that `Word.spell` wrote.
+def deserialize(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Spec:
+    """The word that `Spec.serialize` wrote.
 
     >>> from regard import Window
     >>> tensors, numbers = [], []
-    >>> Window(4).spell(tensors, numbers), numbers
+    >>> Window(4).serialize(tensors, numbers), numbers
     ('["Window", {"number": 0}, null]', [4])
-    >>> unspell('["Window", {"number": 0}, null]', tensors, numbers)
+    >>> deserialize('["Window", {"number": 0}, null]', tensors, numbers)
     Window(left=4)
     """
 
@@ -238,20 +238,20 @@ def unspell(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Wor
             return {"tensor": tensors, "number": numbers}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
-            return Word._spelled[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
+            return Spec._serialized[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
         return node
 
     return read(json.loads(text))
 
 
-def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
-    if isinstance(part, Word):
-        return part.spell(tensors, numbers)
+def _serialized(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
+    if isinstance(part, Spec):
+        return part.serialize(tensors, numbers)
     if isinstance(part, Tensor):
         tensors.append(part)
         return '{"tensor": ' + str(len(tensors) - 1) + "}"
     if isinstance(part, tuple):
-        inner = [_spelled(p, tensors, numbers) for p in cast("tuple[Any, ...]", part)]
+        inner = [_serialized(p, tensors, numbers) for p in cast("tuple[Any, ...]", part)]
         return '{"tuple": [' + ", ".join(inner) + "]}"
     if part is None:
         return "null"
@@ -263,22 +263,22 @@ def _spelled(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     return '{"number": ' + str(len(numbers) - 1) + "}"
 
 
-def _can_be_spelled(part: Any) -> bool:
-    if isinstance(part, Word):
-        return part.can_be_spelled()
+def _can_be_serialized(part: Any) -> bool:
+    if isinstance(part, Spec):
+        return part.can_be_serialized()
     if type(part) is tuple:
-        return all(map(_can_be_spelled, cast("tuple[Any, ...]", part)))
+        return all(map(_can_be_serialized, cast("tuple[Any, ...]", part)))
     return part is None or isinstance(part, bool | int | float | str | torch.SymInt | Tensor)
 
 
 def _outlined(part: Any) -> Any:
-    if isinstance(part, Word):
-        return part.outline()
-    return ticket(part) if isinstance(part, Tensor) else _described(part)
+    if isinstance(part, Spec):
+        return part.fingerprint()
+    return content_key(part) if isinstance(part, Tensor) else _described(part)
 
 
 def _formed(part: Any) -> Any:
-    if isinstance(part, Word):
+    if isinstance(part, Spec):
         return part.form()
     return form(part) if isinstance(part, Tensor) else _described(part)
 
@@ -288,7 +288,7 @@ def _described(part: Any) -> Any:
     if _never_changes(part):
         return part
     is_named = isinstance(part, type | FunctionType | BuiltinFunctionType)
-    return Ticket(content(part), part.__name__ if is_named else reprlib.repr(part))
+    return ContentKey(content(part), part.__name__ if is_named else reprlib.repr(part))
 
 
 def _never_changes(part: Any) -> bool:
@@ -300,17 +300,19 @@ def _never_changes(part: Any) -> bool:
 def _is_constant(part: Any) -> bool:
     if type(part) in _PLAIN:
         return True
-    return part.is_constant if isinstance(part, Outline) else not isinstance(part, Ticket)
+    return part.is_constant if isinstance(part, Fingerprint) else not isinstance(part, ContentKey)
 
 
 def _tells(part: Any) -> bool:
     """Whether a part of an outline tells when it changes."""
-    return part.can_be_kept if isinstance(part, Outline) else not isinstance(getattr(part, "content", None), Unknown)
+    return (
+        part.can_be_kept if isinstance(part, Fingerprint) else not isinstance(getattr(part, "content", None), Unknown)
+    )
 
 
-def _kept_outline(part: Word) -> Outline | None:
-    outline = part.outline()
-    return outline if outline.can_be_kept else None
+def _kept_outline(part: Spec) -> Fingerprint | None:
+    fingerprint = part.fingerprint()
+    return fingerprint if fingerprint.can_be_kept else None
 
 
-values[Word] = _kept_outline
+values[Spec] = _kept_outline

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from regard import Alibi, Causal, Documents, Lengths, ProblemError, T5Bias, TensorBias, attend
-from regard.nn import Held
+from regard import Alibi, Causal, Documents, KeyLengths, ProblemError, T5Bias, TensorBias, attend
+from regard.nn import SpecModule
 
 
 def trained(*shape: int) -> nn.Parameter:
@@ -20,43 +20,43 @@ class Scores(nn.Module):
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
-        self.bias = Held(T5Bias(table))
+        self.bias = SpecModule(T5Bias(table))
 
     def forward(self, q: torch.Tensor) -> torch.Tensor:
-        return attend(q, q, q, bias=self.bias.word)
+        return attend(q, q, q, bias=self.bias.spec)
 
 
 def test_what_requires_gradients_is_a_parameter_and_the_rest_a_buffer():
     table = trained(32, 3)
-    held = Held(T5Bias(table) + TensorBias(torch.zeros(5, 5)))
+    held = SpecModule(T5Bias(table) + TensorBias(torch.zeros(5, 5)))
     assert dict(held.named_parameters())["a_table"] is table
     assert [name for name, _ in held.named_buffers()] == ["b_tensor"]
     leaf = torch.zeros(32, 3, requires_grad=True)
-    assert next(Held(T5Bias(leaf)).parameters()).data_ptr() == leaf.data_ptr()
+    assert next(SpecModule(T5Bias(leaf)).parameters()).data_ptr() == leaf.data_ptr()
 
 
 def test_a_word_without_tensors_is_handed_back():
     word = Causal()
-    assert Held(word).word is word
-    assert list(Held(Alibi(3)).state_dict()) == []
+    assert SpecModule(word).spec is word
+    assert list(SpecModule(Alibi(3)).state_dict()) == []
 
 
 def test_the_word_is_made_of_the_tensors_of_now():
     module = Scores(trained(32, 3))
-    assert module.bias.word.table.dtype == torch.float32
+    assert module.bias.spec.table.dtype == torch.float32
     module.to(torch.float64)
-    assert module.bias.word.table.dtype == torch.float64
-    assert module.bias.word.table is module.bias.table
-    assert module.bias.word == module.bias.word
-    assert Held(Lengths(torch.tensor([3]))).to("meta").word.lengths.is_meta
+    assert module.bias.spec.table.dtype == torch.float64
+    assert module.bias.spec.table is module.bias.table
+    assert module.bias.spec == module.bias.spec
+    assert SpecModule(KeyLengths(torch.tensor([3]))).to("meta").spec.lengths.is_meta
 
 
 def test_a_copy_has_a_table_of_its_own():
     module = Scores(trained(32, 3))
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other.bias.word.table, module.bias.word.table)
-        assert other.bias.word.table is not module.bias.word.table
-        assert isinstance(other.bias.word.table, nn.Parameter)
+        assert torch.equal(other.bias.spec.table, module.bias.spec.table)
+        assert other.bias.spec.table is not module.bias.spec.table
+        assert isinstance(other.bias.spec.table, nn.Parameter)
 
 
 def test_a_state_dict_brings_the_table():
@@ -82,7 +82,7 @@ def test_a_held_table_learns():
 
 
 def test_layers_can_share_one():
-    shared = Held(T5Bias(trained(32, 3)))
+    shared = SpecModule(T5Bias(trained(32, 3)))
     one, other = Scores(trained(32, 3)), Scores(trained(32, 3))
     one.bias = other.bias = shared
     both = copy.deepcopy(nn.ModuleList([one, other]))
@@ -92,8 +92,8 @@ def test_layers_can_share_one():
 
 def test_a_tensor_that_stands_twice_is_held_once():
     ids, table = torch.tensor([0, 0, 1]), trained(32, 3)
-    assert list(Held(Documents(ids) | ~Documents(ids)).state_dict()) == ["a_ids"]
-    one, other = Held(T5Bias(table) + T5Bias(table)).word.terms()
+    assert list(SpecModule(Documents(ids) | ~Documents(ids)).state_dict()) == ["a_ids"]
+    one, other = SpecModule(T5Bias(table) + T5Bias(table)).spec.terms()
     assert one.tensors()[0] is other.tensors()[0]
 
 
@@ -106,12 +106,12 @@ def test_another_tensor_can_stand_in_for_a_parameter():
 
 def test_what_was_computed_from_others_is_refused():
     with pytest.raises(ProblemError, match=r"table was computed from other tensors.*detach"):
-        Held(T5Bias(trained(32, 3) * 2))
+        SpecModule(T5Bias(trained(32, 3) * 2))
 
 
 def test_only_words_are_held():
     with pytest.raises(ProblemError, match=r"takes a word.*got Tensor"):
-        Held(torch.zeros(3))
+        SpecModule(torch.zeros(3))
 
 
 def test_it_is_traced_whole():
@@ -119,12 +119,12 @@ def test_it_is_traced_whole():
     traced = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(traced(q), module(q))
     traced(q).sum().backward()
-    assert module.bias.word.table.grad is not None
+    assert module.bias.spec.table.grad is not None
 
 
 def test_a_tensor_given_to_several_layers_is_trained_once():
     bias = T5Bias(torch.zeros(8, 4, requires_grad=True))
-    layers = [Held(bias) for _ in range(3)]
+    layers = [SpecModule(bias) for _ in range(3)]
     (table,) = torch.nn.ModuleList(layers).parameters()
     table.data.add_(1)
-    assert all(bool((layer.word.table == 1).all()) for layer in layers)
+    assert all(bool((layer.spec.table == 1).all()) for layer in layers)

@@ -4,26 +4,26 @@ import pytest
 import torch
 from hypothesis import given
 
-from regard import Alibi, Bias, Causal, Documents, T5Bias, TensorBias, Tree, Where, Window
+from regard import Alibi, Bias, Causal, Documents, MaskFunction, T5Bias, TensorBias, Tree, Window
 from regard.describe import tensors
-from regard.describe.tensors import derived, ticket, unchanged
-from regard.describe.word import Word, unspell
+from regard.describe.spec import Spec, deserialize
+from regard.describe.tensors import content_key, derived, unchanged
 from tests.expressions import biases, masks
 
 
-def holds_a_predicate(word: Word) -> bool:
-    return isinstance(word, Where) or any(holds_a_predicate(p) for p in word.parts() if isinstance(p, Word))
+def holds_a_predicate(word: Spec) -> bool:
+    return isinstance(word, MaskFunction) or any(holds_a_predicate(p) for p in word.parts() if isinstance(p, Spec))
 
 
 @given(mask=masks(13, 13), bias=biases(13, 13))
-def test_a_word_that_is_spelled_and_read_is_the_same_word(mask: Word, bias: Bias | None):
+def test_a_word_that_is_spelled_and_read_is_the_same_word(mask: Spec, bias: Bias | None):
     for said in (mask, bias):
         if said is None or holds_a_predicate(said):
             continue
         carried: list[torch.Tensor] = []
         numbers: list[int] = []
-        text = said.spell(carried, numbers)
-        assert unspell(text, carried, numbers) == said
+        text = said.serialize(carried, numbers)
+        assert deserialize(text, carried, numbers) == said
         assert [id(t) for t in carried] == [id(t) for t in said.tensors()]
 
 
@@ -31,29 +31,31 @@ def test_a_spelling_by_hand():
     ids = torch.arange(3)
     carried: list[torch.Tensor] = []
     numbers: list[int] = []
-    assert (Causal() & Documents(ids)).spell(carried, numbers) == '["And", ["Causal"], ["Documents", {"tensor": 0}]]'
+    assert (Causal() & Documents(ids)).serialize(
+        carried, numbers
+    ) == '["And", ["Causal"], ["Documents", {"tensor": 0}]]'
     assert carried[0] is ids
-    assert Tree([-1, 0]).spell(carried, numbers) == '["Tree", {"tuple": [{"number": 0}, {"number": 1}]}, null]'
+    assert Tree([-1, 0]).serialize(carried, numbers) == '["Tree", {"tuple": [{"number": 0}, {"number": 1}]}, null]'
     assert numbers == [-1, 0]
 
 
 def test_an_outline_keeps_no_tensor():
-    outline = (Causal() & Documents(torch.arange(3))).outline()
-    assert outline.text == "Causal() & Documents(ids=int64[3])"
+    fingerprint = (Causal() & Documents(torch.arange(3))).fingerprint()
+    assert fingerprint.text == "Causal() & Documents(ids=int64[3])"
 
     def holds(parts: tuple[object, ...]) -> bool:
         return any(isinstance(p, torch.Tensor) or holds(getattr(p, "parts", ())) for p in parts)
 
-    assert not holds(outline.parts)
+    assert not holds(fingerprint.parts)
 
 
 def test_functions_are_known_by_what_they_do():
     def even(b, h, q, k):
         return (q + k) % 2 == 0
 
-    assert Where(even) == Where(even)
-    assert Where(even) != Where(lambda b, h, q, k: (q + k) % 3 == 0)
-    assert repr(Where(even)) == "Where(even)"
+    assert MaskFunction(even) == MaskFunction(even)
+    assert MaskFunction(even) != MaskFunction(lambda b, h, q, k: (q + k) % 3 == 0)
+    assert repr(MaskFunction(even)) == "MaskFunction(even)"
 
 
 def test_biases_are_written_as_they_are_said():
@@ -85,10 +87,10 @@ def test_tensors_on_a_device_are_known_by_identity_and_version(monkeypatch: pyte
     for question in ("_is_plain", "_is_on_host"):
         monkeypatch.setattr(tensors, question, lambda t: False)
     lengths = torch.arange(3)
-    before = ticket(lengths)
-    assert ticket(lengths) == before != ticket(lengths.clone())
+    before = content_key(lengths)
+    assert content_key(lengths) == before != content_key(lengths.clone())
     lengths += 1
-    assert ticket(lengths) != before
+    assert content_key(lengths) != before
 
 
 def test_a_tensor_is_read_once_while_it_is_said_to_be_unchanged(monkeypatch: pytest.MonkeyPatch):
@@ -97,17 +99,17 @@ def test_a_tensor_is_read_once_while_it_is_said_to_be_unchanged(monkeypatch: pyt
     monkeypatch.setattr(tensors, "digest", lambda t: read.append(t) or digest(t))
     ids = torch.arange(3)
     with unchanged(), unchanged():
-        assert ticket(ids) == ticket(ids)
+        assert content_key(ids) == content_key(ids)
     assert len(read) == 1
-    assert ticket(ids) == ticket(ids)
+    assert content_key(ids) == content_key(ids)
     assert len(read) == 3
 
 
 def test_a_tensor_that_was_expanded_is_read_where_it_has_elements():
     row = torch.tensor([[True, False, True]])
-    assert ticket(row.expand(5, 3)) != ticket(row)
-    assert ticket(row.expand(5, 3)) == ticket(row.clone().expand(5, 3))
-    assert ticket(row.expand(5, 3)) != ticket((~row).expand(5, 3))
+    assert content_key(row.expand(5, 3)) != content_key(row)
+    assert content_key(row.expand(5, 3)) == content_key(row.clone().expand(5, 3))
+    assert content_key(row.expand(5, 3)) != content_key((~row).expand(5, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)

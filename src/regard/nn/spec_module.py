@@ -1,7 +1,7 @@
-"""`Held`: a word whose tensors belong to a module, so that everything that moves, saves or trains modules sees them.
+"""`SpecModule`: a spec whose tensors belong to a module, so `.to()`, `state_dict` and optimizers see them.
 
-A word is frozen and holds its tensors by identity; a module's tensors change identity with `.to()`, deepcopy and
-`torch.func.functional_call`. So what is held is the word's plan with a name in place of each tensor, and `.word` is
+A spec is frozen and holds its tensors by identity; a module's tensors change identity with `.to()`, deepcopy and
+`torch.func.functional_call`. So what is held is the spec's plan with a name in place of each tensor, and `.spec` is
 made of the tensors that bear these names now.
 """
 
@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar, cast
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from regard.describe.word import Word
+from regard.describe.spec import Spec
 from regard.errors import ProblemError
 
-W = TypeVar("W", bound=Word)
+W = TypeVar("W", bound=Spec)
 
 _parameters: Any = WeakIdKeyDictionary()
-"""The Parameter made of a tensor, so that a word given to several layers is trained once. It shares the memory
+"""The Parameter made of a tensor, so that a spec given to several layers is trained once. It shares the memory
 of the tensor; gradients are its own."""
 
 
@@ -31,52 +31,52 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A word to be made: its class, and its parts, some of which are named or planned."""
+    """A spec to be made: its class, and its parts, some of which are named or planned."""
 
-    make: Callable[..., Word]
+    make: Callable[..., Spec]
     parts: tuple[Any, ...]
 
 
-class Held(nn.Module, Generic[W]):
-    """A word as a module: what in it requires gradients is a Parameter, every other tensor a buffer.
+class SpecModule(nn.Module, Generic[W]):
+    """A spec as a module: what in it requires gradients is a Parameter, every other tensor a buffer.
 
     A tensor is named as its field, through words in words with `_` between: `table`, `b_table`. A tensor that stands
-    in the word twice is held once. Held modules are themselves taken where modules take words, so that layers can
+    in the spec twice is held once. Spec modules are themselves taken where modules take words, so that layers can
     share one, as T5's share their table.
 
     Args:
-        word: any word; one without tensors is handed back as it is. Functions (`Where`) are kept as they are: tensors
+        spec: any spec; a spec without tensors is returned. Functions (`MaskFunction`) are kept as they are: tensors
             inside them are not seen.
 
     Raises:
-        ProblemError: it is no word, or a tensor in it was computed from others, so it can be no Parameter.
+        ProblemError: it is no spec, or a tensor in it was computed from others, so it can be no Parameter.
 
     >>> import torch
     >>> from regard import Alibi, T5Bias
-    >>> bias = Held(T5Bias(torch.zeros(32, 8, requires_grad=True)) + Alibi(8))
+    >>> bias = SpecModule(T5Bias(torch.zeros(32, 8, requires_grad=True)) + Alibi(8))
     >>> bias
-    Held(T5Bias(table=float32[32, 8]) + Alibi(heads=8))
+    SpecModule(T5Bias(table=float32[32, 8]) + Alibi(heads=8))
     >>> [name for name, _ in bias.named_parameters()]
     ['a_table']
-    >>> bias.to(torch.float64).word
+    >>> bias.to(torch.float64).spec
     T5Bias(table=float64[32, 8]) + Alibi(heads=8)
     """
 
-    def __init__(self, word: W) -> None:
+    def __init__(self, spec: W) -> None:
         super().__init__()
-        if not isinstance(word, Word):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"Held takes a word, such as a mask or a bias, and got {type(word).__name__}.")
+        if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"SpecModule takes a spec, such as a mask or a bias, and got {type(spec).__name__}.")
         self._names: dict[int, str] = {}
-        self._plan = self._planned(word, "") if word.tensors() else word
+        self._plan = self._planned(spec, "") if spec.tensors() else spec
         del self._names  # identities of tensors, of no meaning later
 
     @property
-    def word(self) -> W:
-        """The word of now."""
+    def spec(self) -> W:
+        """The spec of now."""
         return cast(W, self._made(self._plan) if isinstance(self._plan, _Plan) else self._plan)
 
     def extra_repr(self) -> str:
-        return repr(self.word)
+        return repr(self.spec)
 
     def _planned(self, part: Any, name: str) -> Any:
         prefix = f"{name}_" if name else ""
@@ -84,7 +84,7 @@ class Held(nn.Module, Generic[W]):
             return self._registered(part, name)
         if isinstance(part, tuple):
             return tuple(self._planned(p, f"{prefix}{i}") for i, p in enumerate(cast("tuple[Any, ...]", part)))
-        if not isinstance(part, Word):
+        if not isinstance(part, Spec):
             return part
         fields = zip(part._fields, part.parts(), strict=True)  # pyright: ignore[reportPrivateUsage]
         return _Plan(type(part), tuple(self._planned(p, prefix + field) for field, p in fields))
@@ -114,10 +114,10 @@ class Held(nn.Module, Generic[W]):
         return plan.make(*[self._made(part) for part in plan.parts]) if isinstance(plan, _Plan) else plan
 
 
-def held(word: "W | Held[W] | None") -> "Held[W] | None":
-    """The word held; what is held already, or None, as it is.
+def as_module(spec: "W | SpecModule[W] | None") -> "SpecModule[W] | None":
+    """The spec as a module; a module, or None, as it is.
 
-    >>> held(None) is None
+    >>> as_module(None) is None
     True
     """
-    return word if word is None or isinstance(word, Held) else Held(word)
+    return spec if spec is None or isinstance(spec, SpecModule) else SpecModule(spec)
