@@ -13,9 +13,9 @@ from regard import Causal, KeyLengths, attend
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, timed
 from regard.cache.pool import PagePool
 from regard.cli.bench import duration
-from regard.describe.codec import Codec, Int8
-from regard.describe.storage import StoredTensor
 from regard.shared_prefix import attend_shared
+from regard.storage.codec import Codec, Int8
+from regard.storage.stored import StoredTensor
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 LENGTHS = tuple(range(1024, 8193, 1024))

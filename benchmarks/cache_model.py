@@ -21,10 +21,10 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 from benchmarks.report import table
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved
 from regard.cli.bench import duration
-from regard.describe.codec import Codec, Fp8, Int4, Int8, units
-from regard.describe.storage import Paged
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import register
+from regard.storage.codec import Codec, Fp8, Int4, Int8, units
+from regard.storage.stored import Paged
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 8192

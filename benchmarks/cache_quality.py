@@ -27,12 +27,12 @@ from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cli.bench import count
 from regard.cli.main import Parser, ended
-from regard.describe.codec import Fp8, Int4, Int8
-from regard.describe.storage import Rolling
 from regard.errors import ProblemError
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard
+from regard.storage.codec import Fp8, Int4, Int8
+from regard.storage.stored import Rolling
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE, PART = "caches.md", "cache-quality.svg", "quality"

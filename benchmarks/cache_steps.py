@@ -21,8 +21,8 @@ from regard.bench.rounds import Effort, Measure, Rounds, interleaved, timed
 from regard.cache.kv_cache import KVCache
 from regard.cache.pool import PagePool
 from regard.cli.bench import duration
-from regard.describe.codec import Fp8, Int4, Int8
-from regard.describe.storage import Latent, Paged
+from regard.storage.codec import Fp8, Int4, Int8
+from regard.storage.stored import Latent, Paged
 
 TOKENS = 8192
 F32, BF16 = torch.float32, torch.bfloat16

@@ -17,7 +17,7 @@ from benchmarks.report import table
 from regard import Causal, Rope, attend
 from regard.cache.kv_cache import KVCache
 from regard.cli.bench import duration
-from regard.describe.storage import Rolling
+from regard.storage.stored import Rolling
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 WINDOW, SINKS = 1024, 4

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from regard import native
-from regard.plan import choose, known
+from regard.dispatch import choose
+from regard.dispatch import plan_cache as known
 
 # A law that fails fails for everybody. To look for new failures: ./test --hypothesis-profile=search tests/laws
 hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)

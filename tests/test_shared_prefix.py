@@ -10,10 +10,10 @@ from regard import Causal, ProblemError, Window, attend, observe_calls, shared_p
 from regard.cache.forget import keep
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
-from regard.describe.codec import Codec, Int4, Int8
-from regard.describe.storage import StoredTensor
 from regard.scores import Dot
 from regard.shared_prefix import attend_shared
+from regard.storage.codec import Codec, Int4, Int8
+from regard.storage.stored import StoredTensor
 
 QK, V = 16, 24
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from regard import Alibi, Causal, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain, observe_calls
 from regard.cache import Int4, Int8, StoredTensor
-from regard.describe.hadamard import hadamard
 from regard.scores import Cosine
-from tests.storage import coded, paged, plain
+from regard.storage.hadamard import hadamard
+from tests.stored import coded, paged, plain
 
 
 def normal(*sizes: int, seed: int = 0) -> Tensor:

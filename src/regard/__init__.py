@@ -17,9 +17,9 @@ from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
 from regard.describe.position import Learned, Position, Rope, Sinusoidal
+from regard.dispatch.choose import Plan
 from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
 from regard.nn import MultiHeadAttention
-from regard.plan.choose import Plan
 from regard.shared_prefix import attend_shared
 from regard.state import State
 from regard.torch_signature import scaled_dot_product_attention

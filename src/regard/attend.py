@@ -14,15 +14,15 @@ from regard.describe.bias import Bias
 from regard.describe.elsewhere import refuse_keywords
 from regard.describe.mask import Mask
 from regard.describe.score import Score
-from regard.describe.storage import StoredTensor
+from regard.dispatch.choose import Plan, choose
+from regard.dispatch.execute import execute
+from regard.dispatch.operator import attend_traced, is_counted
+from regard.dispatch.plan_cache import prepare
 from regard.errors import ProblemError
-from regard.operator import attend_traced, is_counted
-from regard.plan.choose import Plan, choose
-from regard.plan.execute import execute
-from regard.plan.known import prepare
 from regard.plan.lower import gathered
 from regard.plan.problem import Operands, check_offset, check_readable, opened, pose
 from regard.state import State
+from regard.storage.stored import StoredTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,9 @@ from regard.attend import attend, attend_state
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
-from regard.describe.storage import Part, StoredTensor
 from regard.errors import ProblemError
 from regard.state import State
+from regard.storage.stored import Part, StoredTensor
 
 LEAST = 64
 """Tokens that a shared stretch must have to be worth a call of its own."""

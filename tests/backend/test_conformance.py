@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from regard import Causal, Mask, RefusalError, TensorBias, Window, attend, attend_state, explain
-from regard.plan.choose import ENGINES
-from regard.plan.execute import execute
-from regard.plan.known import prepare
+from regard.dispatch.choose import ENGINES
+from regard.dispatch.execute import execute
+from regard.dispatch.plan_cache import prepare
 from tests.conformance import cases, computes_the_formula
 from tests.oracle import Case, dense, worst
 

@@ -11,8 +11,8 @@ from regard.bench import limits
 from regard.bench.case import COLD, Case
 from regard.bench.measure import measure
 from regard.bench.rounds import Effort
-from regard.plan import choose
-from regard.plan.known import forget
+from regard.dispatch import choose
+from regard.dispatch.plan_cache import forget
 
 ONCE = Effort(seconds=0.0, least=1, most=1)
 CASE = Case("small", 37, 37, heads=4, kv_heads=2, dim=8, mask=Causal)

@@ -16,11 +16,11 @@ from benchmarks import cache_quality, corpus, perplexity
 from benchmarks.cache_quality import PLAIN, Kind, Size
 from benchmarks.perplexity import Feed, Predicted
 from regard import Rope
-from regard.describe.codec import Int8
-from regard.describe.storage import Rolling
 from regard.errors import ProblemError
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
+from regard.storage.codec import Int8
+from regard.storage.stored import Rolling
 from tests.integrate.zoo import VOCABULARY, model
 
 # ---- text -----------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from benchmarks.cache_model import DENSE, DYNAMIC, OURS, Kind
 from benchmarks.cache_pictures import Bar, Dot
 from benchmarks.cache_steps import BESIDE, LATENTS, PLAIN, WAYS, Held
 from regard.bench.rounds import Effort
-from regard.describe.codec import Int4, Int8
-from regard.describe.storage import Paged, StoredTensor
 from regard.integrate.cache import regard_cache
+from regard.storage.codec import Int4, Int8
+from regard.storage.stored import Paged, StoredTensor
 from tests.integrate.zoo import model
 
 ONCE = Effort(seconds=0.0, least=1)

@@ -13,8 +13,8 @@ from torch import Tensor
 from regard import Causal, Rope, Window, attend
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
 from regard.cache.store import Found
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 HEADS, QK, V = 3, 8, 5
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import Causal, ProblemError, attend
 from regard.cache import KVCache
-from regard.describe.storage import Contiguous, StoredTensor
+from regard.storage.stored import Contiguous, StoredTensor
 
 
 def tokens_of(count: int, batch: int = 2, heads: int = 3, qk_dim: int = 5, v_dim: int = 7) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.describe.position import Rope
-from regard.describe.storage import Contiguous, Layout, Paged
+from regard.storage.stored import Contiguous, Layout, Paged
 from tests.cache.evicted import append, by_definition, feed, inside, kept_by, stream
 
 WORDS = [

@@ -15,7 +15,7 @@ from regard.cache.kv_cache import KVCache
 from regard.describe.mask_by_table import TensorMask
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, Yarn
-from regard.describe.storage import Latent
+from regard.storage.stored import Latent
 from tests.cache.evicted import Stream, feed, inside, kept_by, stream
 
 

@@ -13,8 +13,8 @@ from regard.cache import KVCache, PagePool, StoredTensor
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.store import Found
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 BATCH, HEADS, QK, V = 2, 3, 8, 5
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from regard import ProblemError
 from regard.cache import KVCache
 from regard.cache.latent import leading
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Latent, Paged, Part, StoredTensor
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Latent, Paged, Part, StoredTensor
 
 BATCH, RANK, ROPE = 2, 13, 4
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from regard import Causal, ProblemError, attend
 from regard.cache import KVCache, PagePool, SinksAndRecent
 from regard.cache.paged import PagedStore
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Paged, StoredTensor
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Paged, StoredTensor
 
 QK, V = 13, 7
 

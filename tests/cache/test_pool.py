@@ -17,8 +17,8 @@ from regard.cache import forget
 from regard.cache import pool as pool_module
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
-from regard.describe.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
-from regard.describe.storage import StoredTensor
+from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
+from regard.storage.stored import StoredTensor
 
 HEADS, QK, V = 2, 3, 5
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import KVCache
-from regard.describe.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
-from regard.describe.hadamard import hadamard
-from regard.describe.storage import Contiguous, StoredTensor
+from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
+from regard.storage.hadamard import hadamard
+from regard.storage.stored import Contiguous, StoredTensor
 
 BATCH, HEADS, QK, V = 2, 3, 5, 37
 

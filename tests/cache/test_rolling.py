@@ -11,9 +11,9 @@ from torch import Tensor
 from regard import ProblemError, Rope, attend
 from regard.cache import KVCache
 from regard.cache.store import Found
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Rolling, StoredTensor
 from regard.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Rolling, StoredTensor
 
 BATCH, HEADS, QUERY_HEADS, DIM, V = 2, 3, 6, 8, 5
 

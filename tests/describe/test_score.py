@@ -309,8 +309,8 @@ def test_additive_attention_needs_no_memory_for_all_pairs():
     with Largest() as largest:
         attend(q, k, v, score=score, mask=Causal())  # as one operator, which a mode does not look into
     assert plan.backend == "reference"
-    from regard.plan.execute import execute
-    from regard.plan.known import prepare
+    from regard.dispatch.execute import execute
+    from regard.dispatch.plan_cache import prepare
 
     words = dict.fromkeys(("bias", "scale", "softcap", "sink", "offset"))
     prepared = prepare(q, k, v, mask=Causal(), score=score, dropout=0.0, backend=None, lse=False, **words)

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from regard import Causal, attend
-from regard.describe.codec import Int8
-from regard.describe.storage import Contiguous
 from regard.integrate.cache import regard_cache
+from regard.storage.codec import Int8
+from regard.storage.stored import Contiguous
 from tests.integrate.writing import WAYS, on_regard, prompt, written
 from tests.integrate.zoo import DECODERS, PAIRS, model, padding
 

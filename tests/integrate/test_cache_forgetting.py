@@ -14,11 +14,11 @@ from regard import RefusalError
 from regard.attend import observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import TOVA
-from regard.describe.codec import Int8
-from regard.describe.storage import Rolling
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layer import WindowLayer
 from regard.integrate.transformers import use_regard
+from regard.storage.codec import Int8
+from regard.storage.stored import Rolling
 from tests.integrate.writing import on_regard, prompt, written
 from tests.integrate.zoo import model, padding
 

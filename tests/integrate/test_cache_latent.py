@@ -14,12 +14,12 @@ from transformers import CompileConfig, StaticCache
 from regard import ProblemError, observe_calls
 from regard.attend import Call
 from regard.cache import ExpectedAttention
-from regard.describe.codec import Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Paged, Rolling
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layer import KeptLayer
 from regard.integrate.latent import FixedLatentLayer, LatentLayer, flops, is_absorbed
 from regard.integrate.transformers import use_regard
+from regard.storage.codec import Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Paged, Rolling
 from tests.integrate.writing import prompt, written
 from tests.integrate.zoo import VOCABULARY, close, padding
 

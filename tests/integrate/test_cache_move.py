@@ -8,12 +8,12 @@ import torch
 from regard import RefusalError
 from regard.cache import H2O, Knorm, KVCache
 from regard.cache.pool import PagePool
-from regard.describe.codec import Int4, Int8
 from regard.describe.position import Rope
-from regard.describe.storage import Contiguous, Latent, Paged, Rolling
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layer import dense
 from regard.integrate.cache_move import move
+from regard.storage.codec import Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
 
 WORDS: dict[str, tuple[Any, ...]] = {

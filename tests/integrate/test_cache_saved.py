@@ -18,10 +18,10 @@ from torch import Tensor
 
 from regard import ProblemError, RefusalError
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, PagePool, SinksAndRecent, SnapKV
-from regard.describe.codec import Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Paged, Rolling
 from regard.integrate import load_cache, regard_cache
 from regard.integrate.cache_tree import Reader
+from regard.storage.codec import Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
 from tests.integrate.zoo import model, padding, tokens
 

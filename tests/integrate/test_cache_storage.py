@@ -8,11 +8,11 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.attend import Call, attend, observe_calls
-from regard.describe.codec import Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Paged, StoredTensor
 from regard.integrate import transformers as ours
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layer import KeptLayer, WindowLayer
+from regard.storage.codec import Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Paged, StoredTensor
 from tests.integrate.writing import WAYS, on_regard, prompt, written
 from tests.integrate.zoo import PAIRS, padding
 

@@ -12,10 +12,10 @@ from transformers import CompileConfig, LlamaConfig, MambaConfig, MiniMaxConfig,
 import regard.integrate
 from regard import ProblemError, RefusalError
 from regard.cache import Knorm, SinksAndRecent
-from regard.describe.codec import Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
+from regard.storage.codec import Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
 from tests.integrate.zoo import model, padding, tokens
 

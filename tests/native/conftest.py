@@ -6,7 +6,7 @@ import pytest
 
 from regard import native
 from regard.backend.native import Native
-from regard.plan.choose import ENGINES
+from regard.dispatch.choose import ENGINES
 from tests.native.engines import ALL, PLAIN
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from regard import Causal, Rope, attend
 from regard.cache import KVCache, PagePool
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.native.engines import BEST
 from tests.native.test_same_bits import threads
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from regard import Causal, Window, attend, attend_state
 from regard.cache import Codec, Int4, Int8, StoredTensor
-from regard.describe.codec import Codes, decode_rows, decode_tiled
-from regard.describe.storage import Part
+from regard.storage.codec import Codes, decode_rows, decode_tiled
+from regard.storage.stored import Part
 from tests.native.engines import ALL
 from tests.native.test_same_bits import threads
-from tests.storage import coded
+from tests.stored import coded
 
 ENGINE = "native avx512bf16"
 CODECS = {"int8": Int8(), "int4": Int4(), "int8, groups of 16": Int8(group=16), "int4, groups of 48": Int4(group=48)}

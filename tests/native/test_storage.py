@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Alibi, Causal, Mask, Window, attend, attend_state, explain
-from regard.describe.codec import TILE, units
 from regard.describe.ragged import Ragged
-from regard.describe.storage import Part, StoredTensor
+from regard.storage.codec import TILE, units
+from regard.storage.stored import Part, StoredTensor
 from tests.native.engines import ALL, PLAIN
 from tests.native.test_kernels import ROUNDING, same
 

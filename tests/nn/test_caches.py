@@ -10,10 +10,10 @@ from regard.cache import ExpectedAttention, KVCache
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.store import Policy
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.nn import Decoder, LatentAttention, MultiHeadAttention
 from regard.rope import DynamicNTK
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 BATCH, WIDTH, TOKENS = 2, 48, 151
 

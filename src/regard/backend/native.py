@@ -23,13 +23,13 @@ from regard import native
 from regard.backend.contract import Ready
 from regard.backend.native_parts import Listed, listed
 from regard.describe.bias import TensorBias
-from regard.describe.storage import StoredTensor
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.storage.stored import StoredTensor
 
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""

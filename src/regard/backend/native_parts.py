@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from regard import native
-from regard.describe.codec import TILE
-from regard.describe.storage import Part, StoredTensor
+from regard.storage.codec import TILE
+from regard.storage.stored import Part, StoredTensor
 
 
 class Listed(NamedTuple):

@@ -14,8 +14,8 @@ from regard.bench import limits
 from regard.bench.case import Case
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, on_threads, timed
 from regard.bench.torch_way import Way, absence, ways
-from regard.plan.choose import Plan
-from regard.plan.known import forget
+from regard.dispatch.choose import Plan
+from regard.dispatch.plan_cache import forget
 
 BACKWARD = 2.5
 """FLOPs of a backward pass, in those of a forward pass: five products for two. Dao 2023, arXiv:2307.08691, §4.1."""

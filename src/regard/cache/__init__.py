@@ -9,8 +9,8 @@ from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cache.pool import PagePool
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 
 __all__ = [
     "H2O",

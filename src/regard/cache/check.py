@@ -9,9 +9,9 @@ from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.pool import PagePool
 from regard.cache.room import check_pages
 from regard.cache.store import Form, Policy, Store, has_store, said
-from regard.describe.codec import Codec
-from regard.describe.storage import Latent, Layout, Paged, Rolling
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.stored import Latent, Layout, Paged, Rolling
 
 
 def formed(layout: Layout, k: object, v: object) -> Form:

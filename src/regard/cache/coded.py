@@ -1,6 +1,6 @@
 """`Coded`: the codes of keys, or of values, in memory that grows; tokens stand in slots, written in whole groups.
 
-Keys are tiled (16 tokens of a channel side by side), values are rows (token after token), as `describe/codec.py` has
+Keys are tiled (16 tokens of a channel side by side), values are rows (token after token), as `storage/codec.py` has
 them. Which slots hold a token that still counts is for others to know: slots of all batch rows and heads are alike.
 """
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Form, memory
-from regard.describe.codec import TILE, Codec, Codes, encode_rows, encode_tiled, units
-from regard.describe.storage import Part
+from regard.storage.codec import TILE, Codec, Codes, encode_rows, encode_tiled, units
+from regard.storage.stored import Part
 
 
 class Coded:

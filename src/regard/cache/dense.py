@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Form, Found, memory
-from regard.describe.codec import Codec
-from regard.describe.storage import Contiguous, Part, StoredTensor
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.stored import Contiguous, Part, StoredTensor
 
 LEAST = 64
 """Tokens for which room is made at first, and at least."""

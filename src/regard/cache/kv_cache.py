@@ -13,11 +13,11 @@ from torch import Tensor
 
 from regard.cache.check import check_words, fits, formed, refuse, resolved
 from regard.cache.store import Found, Policy, Store, Watch, check_numbers, said, store_for
-from regard.describe.codec import Codec
-from regard.describe.hadamard import hadamard
 from regard.describe.mask import Mask
-from regard.describe.storage import Contiguous, Layout, Rolling
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.hadamard import hadamard
+from regard.storage.stored import Contiguous, Layout, Rolling
 
 
 class KVCache:
@@ -48,8 +48,8 @@ class KVCache:
     Raises:
         ProblemError: no such word, or words that do not go together.
 
-    >>> from regard.describe.codec import Int8
-    >>> from regard.describe.storage import Rolling
+    >>> from regard.storage.codec import Int8
+    >>> from regard.storage.stored import Rolling
     >>> KVCache(Rolling(window=1024, sinks=4), Int8())
     KVCache(Rolling(window=1024, sinks=4, rope=None), Int8(group=32, residual=32, sinks=4, keys=None, rotate=False),
             0 tokens)

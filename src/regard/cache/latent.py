@@ -10,9 +10,9 @@ from torch import Tensor
 from regard.cache.dense import DenseStore
 from regard.cache.quantised import QuantisedStore
 from regard.cache.store import Form, Found, Store
-from regard.describe.codec import Codec, units
-from regard.describe.storage import Contiguous, Latent, Part, StoredTensor
 from regard.errors import ProblemError
+from regard.storage.codec import Codec, units
+from regard.storage.stored import Contiguous, Latent, Part, StoredTensor
 
 
 class LatentStore:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Form, memory
-from regard.describe.codec import Codec, decode_rows, decode_tiled, encode_rows, encode_tiled, units
-from regard.describe.codec import Codes as Written
-from regard.describe.storage import TILE, Part
 from regard.describe.tensors import is_without_data
+from regard.storage.codec import Codec, decode_rows, decode_tiled, encode_rows, encode_tiled, units
+from regard.storage.codec import Codes as Written
+from regard.storage.stored import TILE, Part
 
 
 class Grain(NamedTuple):
@@ -118,7 +118,7 @@ class PlainMemory(PageMemory):
 
 
 class CodedMemory(PageMemory):
-    """Codes, and their scales: keys tiled, values in rows (`describe/codec.py`)."""
+    """Codes, and their scales: keys tiled, values in rows (`storage/codec.py`)."""
 
     def __init__(self, form: Form, codec: Codec, grain: Grain) -> None:
         self.codec, self.grain, (self.qk_dim, self.v_dim) = codec, grain, form.dims

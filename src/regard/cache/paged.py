@@ -13,9 +13,9 @@ from regard.cache.pool import PagePool, stored_bytes
 from regard.cache.rows import rows_of
 from regard.cache.sequence import crop
 from regard.cache.store import Form, Found, check_numbers
-from regard.describe.codec import Codec
-from regard.describe.storage import Paged
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.stored import Paged
 
 
 class PagedStore:

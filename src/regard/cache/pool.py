@@ -20,10 +20,10 @@ from regard.cache.room import Room, check_pool
 from regard.cache.rows import rows_of
 from regard.cache.sequence import Sequence
 from regard.cache.store import Form, said
-from regard.describe.codec import Codec
-from regard.describe.hadamard import hadamard
-from regard.describe.storage import StoredTensor
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.hadamard import hadamard
+from regard.storage.stored import StoredTensor
 
 
 class PagePool:

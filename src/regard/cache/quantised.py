@@ -18,9 +18,9 @@ from torch import Tensor
 from regard.cache.runs import Run, first_of, span, tokens_of, without
 from regard.cache.side import Side, gathered
 from regard.cache.store import Form, Found, check_numbers, memory, picked
-from regard.describe.codec import Codec, Codes
-from regard.describe.storage import Contiguous, Part, StoredTensor
 from regard.errors import ProblemError
+from regard.storage.codec import Codec, Codes
+from regard.storage.stored import Contiguous, Part, StoredTensor
 
 
 class _Mark(NamedTuple):

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from regard.cache.sinks import Sinks
 from regard.cache.store import Form, Found, memory
-from regard.describe.codec import Codec
-from regard.describe.storage import Part, Rolling, StoredTensor
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.stored import Part, Rolling, StoredTensor
 
 
 class RollingStore:

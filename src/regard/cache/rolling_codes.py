@@ -14,9 +14,9 @@ from torch import Tensor
 from regard.cache.quantised import QuantisedStore
 from regard.cache.sinks import Sinks
 from regard.cache.store import Form, Found
-from regard.describe.codec import Codec
-from regard.describe.storage import Contiguous, Rolling
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.stored import Contiguous, Rolling
 
 
 class RollingCodes:

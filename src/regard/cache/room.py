@@ -11,8 +11,8 @@ from regard.cache.page_memory import CodedMemory, Grain, PlainMemory
 from regard.cache.pages import Pages, Prefix
 from regard.cache.room_state import read_by_number, said_by_number
 from regard.cache.store import Form
-from regard.describe.codec import TILE, Codec
 from regard.errors import ProblemError
+from regard.storage.codec import TILE, Codec
 
 LEAST = 64
 """Tokens for which memory is made at first, and at least."""

@@ -14,7 +14,7 @@ from regard.cache.page_memory import slots_of
 from regard.cache.room import Room
 from regard.cache.sequence import Sequence
 from regard.cache.store import memory
-from regard.describe.storage import Part, StoredTensor
+from regard.storage.stored import Part, StoredTensor
 
 NARROW = 8
 """Columns that a table has at first, and at least."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from regard.cache.coded import Coded
 from regard.cache.store import Form, memory
-from regard.describe.codec import Codec
-from regard.describe.storage import Part
+from regard.storage.codec import Codec
+from regard.storage.stored import Part
 
 
 class Side:

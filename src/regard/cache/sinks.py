@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Form, memory, picked
-from regard.describe.hadamard import hadamard
 from regard.describe.position import Rope
 from regard.describe.position_table import is_traced
 from regard.errors import ProblemError
+from regard.storage.hadamard import hadamard
 
 
 class Sinks:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.describe.codec import Codec
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 
 Found = Tensor | StoredTensor
 """Keys, or values, as `append` gives them: a tensor where a strided one can say how they lie, else a handle."""

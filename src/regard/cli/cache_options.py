@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from regard.cli.bench import count
-from regard.describe.codec import Codec, Fp8, Int4, Int8
-from regard.describe.storage import Contiguous, Layout, Paged, Rolling
 from regard.errors import ProblemError
+from regard.storage.codec import Codec, Fp8, Int4, Int8
+from regard.storage.stored import Contiguous, Layout, Paged, Rolling
 
 CODES: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "fp8": Fp8}
 FLOATS = {"dense": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,9 +24,9 @@ from regard.cli.prompt import USUAL, positions, prompt_ids, room
 from regard.cli.text_stream import TextStream
 from regard.cli.writing import CHUNK, CUT, Listener, Written, plans, write
 from regard.cli.written import Held, as_json, held, told_of
-from regard.describe.storage import Rolling
 from regard.errors import ProblemError
 from regard.integrate.checkpoint import device_of
+from regard.storage.stored import Rolling
 
 DTYPES = ("float32", "bfloat16", "float16")
 

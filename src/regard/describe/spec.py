@@ -31,7 +31,7 @@ _PLAIN = frozenset({bool, float, int, str, type(None)})
 """Types of fields that are the same in an outline."""
 
 
-_REMEMBERED = ("_outline", "_known")
+_REMEMBERED = ("_fingerprint", "_known")
 """Attributes in which a word remembers what is made of it."""
 
 
@@ -127,13 +127,13 @@ class Spec:
 
         Made once for a word that is constant.
         """
-        kept = self.__dict__.get("_outline")
+        kept = self.__dict__.get("_fingerprint")
         if kept is not None:
             return kept
         parts = tuple([p if type(p) in _PLAIN else _outlined(p) for p in self.parts()])
         made = Fingerprint(type(self), parts, self._more())
         if made.is_constant:
-            self.__dict__["_outline"] = made
+            self.__dict__["_fingerprint"] = made
         return made
 
     def form(self) -> Fingerprint:
@@ -173,7 +173,7 @@ class Spec:
     def is_known(self) -> bool:
         """Whether this and the words in it were made with `@word`."""
         if "_known" not in self.__dict__:
-            self.__dict__["_known"] = "_spelling" in type(self).__dict__ and all(
+            self.__dict__["_known"] = "_serial_name" in type(self).__dict__ and all(
                 part.is_known() for part in self.parts() if isinstance(part, Spec)
             )
         return self.__dict__["_known"]
@@ -190,7 +190,7 @@ class Spec:
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields: what else is kept beside them is made anew, and refers to classes of this process."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_outline", "_known")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fingerprint", "_known")}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.fingerprint() == other.fingerprint()

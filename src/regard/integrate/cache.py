@@ -34,8 +34,6 @@ from transformers.cache_utils import (
 
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
-from regard.describe.codec import Codec
-from regard.describe.storage import Contiguous, Latent, Layout, Paged, Rolling
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_bytes import sizes_of, token_bytes
 from regard.integrate.cache_file import ids_of, write_cache
@@ -46,6 +44,8 @@ from regard.integrate.cache_subject import Subject, subject_of
 from regard.integrate.latent import FixedLatentLayer, ForgettingLatentLayer, LatentLayer, let_expand
 from regard.integrate.touches import attention_classes
 from regard.integrate.transformers import NAME
+from regard.storage.codec import Codec
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 SLIDING = {"sliding_attention", "chunked_attention"}
 """Kinds of layers whose attention looks back over a window."""
@@ -118,7 +118,7 @@ def regard_cache(
     ```
     >>> import torch
     >>> from regard.integrate.transformers import use_regard
-    >>> from regard.describe.codec import Int8
+    >>> from regard.storage.codec import Int8
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from regard.describe.codec import Codec, units
+from regard.storage.codec import Codec, units
 
 
 def token_bytes(kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, codec: Codec | torch.dtype | None) -> float:
@@ -23,7 +23,7 @@ def token_bytes(kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, codec:
         dtype: of the model's keys.
         codec: how they are written; where it leaves open what shares the scales of keys, channels do.
 
-    >>> from regard.describe.codec import Int4, Int8
+    >>> from regard.storage.codec import Int4, Int8
     >>> [token_bytes(8, (128, 128), torch.bfloat16, codec) for codec in (None, Int8(), Int4())]
     [4096.0, 2128.0, 1280.0]
     """

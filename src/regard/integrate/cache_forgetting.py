@@ -26,12 +26,12 @@ from regard.cache.kv_cache import KVCache
 from regard.describe.mask import And, Mask, Not, Or
 from regard.describe.mask_by_rule import Causal, KeyLengths
 from regard.describe.mask_by_table import TensorMask
-from regard.describe.storage import Rolling
 from regard.errors import RefusalError
 from regard.integrate.cache_layer import KeptLayer, check_crop, untraced
 from regard.integrate.cache_move import move
 from regard.integrate.heap import give_back
 from regard.integrate.layer_mask import LayerMask
+from regard.storage.stored import Rolling
 
 WORTH = 2**20
 """Bytes that a layer must have freed for memory to be given back to the system, which takes milliseconds."""

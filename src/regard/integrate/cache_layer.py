@@ -16,9 +16,9 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from regard.cache.kv_cache import KVCache
 from regard.cache.store import Found, said
-from regard.describe.storage import Contiguous, Rolling, StoredTensor
 from regard.errors import ProblemError
 from regard.integrate.cache_move import move
+from regard.storage.stored import Contiguous, Rolling, StoredTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,10 +9,10 @@ import torch
 
 from regard.cache import ExpectedAttention, KVCache
 from regard.cache.store import Policy
-from regard.describe.codec import Codec
 from regard.describe.position import Rope
-from regard.describe.storage import Layout, Rolling
 from regard.nn.multi_head import MultiHeadAttention
+from regard.storage.codec import Codec
+from regard.storage.stored import Layout, Rolling
 
 
 class Caches(NamedTuple):

@@ -18,13 +18,13 @@ from regard.cache.latent import leading
 from regard.cache.store import Found
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
-from regard.describe.storage import Latent, Rolling, StoredTensor
 from regard.errors import ProblemError
 from regard.nn.multi_head import both, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import SpecModule, as_module
 from regard.plan.problem import check_numbers, check_words
+from regard.storage.stored import Latent, Rolling, StoredTensor
 
 
 class Flops(NamedTuple):

@@ -20,11 +20,11 @@ from regard.describe.mask import Mask
 from regard.describe.position import Absolute, Position, Rope
 from regard.describe.score import Score
 from regard.describe.spec import Spec
-from regard.describe.storage import Rolling
 from regard.errors import ProblemError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
 from regard.plan.problem import check_numbers, check_words
+from regard.storage.stored import Rolling
 
 W = TypeVar("W", bound=Spec)
 

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from regard.cache.store import Policy
 from regard.describe.bias import Bias
-from regard.describe.codec import Codec
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.position import Absolute, Position
-from regard.describe.storage import Layout
 from regard.errors import ProblemError
 from regard.nn.caches import Caches, caches_for, kept_on_failure
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
+from regard.storage.codec import Codec
+from regard.storage.stored import Layout
 
 Attention = Callable[..., MultiHeadAttention | LatentAttention]  # of (d_model, heads) and words by name
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from regard.describe.bias import Bias, Sum, TensorBias
-from regard.describe.hadamard import hadamard
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint
@@ -24,6 +23,7 @@ from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
+from regard.storage.hadamard import hadamard
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from regard.describe.mask import CallSizes, Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint, Spec
-from regard.describe.storage import StoredTensor
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
+from regard.storage.stored import StoredTensor
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 _peek_interpreter_stack = _functorch.peek_interpreter_stack
@@ -354,7 +354,7 @@ def _check_word(name: str, given: Spec | None) -> None:
         return
     if not given.is_known():
         raise ProblemError(
-            f"{name} is a {type(given).__name__}, which is no word that regard knows; see Where and TensorBias."
+            f"{name} is a {type(given).__name__}, a class that regard does not know; see MaskFunction and TensorBias."
         )
     for t in given.tensors():
         check_readable(f"a tensor in {name}", t)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from regard import Alibi, Causal, KeyLengths, Rope, T5Bias, Window
-from regard.describe.codec import Int8
-from regard.describe.storage import Contiguous, Paged, Rolling
 from regard.inspect.observing.observe import observe
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, Encoder, LatentAttention, MultiHeadAttention, Transformer
 from regard.scores import Cosine
+from regard.storage.codec import Int8
+from regard.storage.stored import Contiguous, Paged, Rolling
 from tests.inspect.dense import definition
 from tests.integrate.zoo import model, padding, tokens
 

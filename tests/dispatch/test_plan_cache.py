@@ -25,8 +25,10 @@ from regard import (
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.spec import spec
-from regard.describe.storage import Part, StoredTensor
-from regard.plan import choose, known, problem
+from regard.dispatch import choose
+from regard.dispatch import plan_cache as known
+from regard.plan import problem
+from regard.storage.stored import Part, StoredTensor
 from tests.oracle import Case, dense
 
 Q, K, V = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import Codec, Fp8, Int4, Int8
-from regard.describe.codec import Codes, decode_rows, decode_tiled, encode_rows, encode_tiled, units
-from regard.describe.hadamard import hadamard
+from regard.storage.codec import Codes, decode_rows, decode_tiled, encode_rows, encode_tiled, units
+from regard.storage.hadamard import hadamard
 
 CODECS = (Int8(), Int4(), Fp8(), Int4(group=16), Int8(group=48))
 STEP = {"int8": 0.5 / 127, "int4": 0.5 / 15, "fp8": 2**-4}

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from regard.dispatch.choose import Plan, choose
 from regard.errors import RefusalError
-from regard.plan.choose import Plan, choose
 from regard.plan.lower import gathered
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.state import State

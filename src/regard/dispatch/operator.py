@@ -24,12 +24,11 @@ from regard.describe.mask import And, CallSizes, Mask, Not, Or
 from regard.describe.mask_by_table import MaskFunction, TensorMask
 from regard.describe.score import Dot, Score
 from regard.describe.spec import deserialize
-from regard.describe.storage import StoredTensor
 from regard.describe.tensors import is_without_data
+from regard.dispatch.choose import check_engine
+from regard.dispatch.execute import execute
+from regard.dispatch.plan_cache import prepare
 from regard.errors import RefusalError
-from regard.plan.choose import check_engine
-from regard.plan.execute import execute
-from regard.plan.known import prepare
 from regard.plan.problem import (
     check_numbers,
     check_offset,
@@ -42,6 +41,7 @@ from regard.plan.problem import (
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
+from regard.storage.stored import StoredTensor
 
 _ARGUMENTS = (  # `carried` are the words' tensors; where offset is None, the last of them is the offset
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, str score, "

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from regard.describe.hadamard import PIECE, hadamard
+from regard.storage.hadamard import PIECE, hadamard
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

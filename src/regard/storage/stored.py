@@ -1,6 +1,6 @@
 """Storage: how the keys and values of a cache lie in memory.
 
-Words say how a cache shall keep them: `Contiguous`, `Rolling`, `Paged`, `Latent`, with a codec (`describe/codec.py`).
+Words say how a cache shall keep them: `Contiguous`, `Rolling`, `Paged`, `Latent`, with a codec (`storage/codec.py`).
 What a cache then hands out is a tensor where a strided tensor can say how they lie, else a `StoredTensor` handle:
 
     tokens 0 .. 31        32 .. 8127                           8128 .. 8191
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.codec import TILE, Codes, decode_rows, decode_tiled
-from regard.describe.hadamard import hadamard
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
+from regard.storage.codec import TILE, Codes, decode_rows, decode_tiled
+from regard.storage.hadamard import hadamard
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Part(NamedTuple):
     Attributes:
         tokens: how many tokens; where rows differ, those of the longest.
         data: plain numbers [pages, kv_heads, page, dim] of any float type; or codes, uint8: tiled
-            [pages, kv_heads, page // 16, units, 16] or rows [pages, kv_heads, page, units] (`describe/codec.py`).
+            [pages, kv_heads, page // 16, units, 16] or rows [pages, kv_heads, page, units] (`storage/codec.py`).
         kind: "plain", "int8", "int4" or "fp8".
         skip: slots before the first token.
         table: int64 [batch, pages of a row]: the pages of a row, in order; None: row b is page b.

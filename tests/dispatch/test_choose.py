@@ -19,8 +19,8 @@ from regard import (
     attend,
     explain,
 )
-from regard.plan import choose
-from regard.plan.choose import ASIDE, ENGINES, ORDER
+from regard.dispatch import choose
+from regard.dispatch.choose import ASIDE, ENGINES, ORDER
 from tests.test_native import needs_library
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from regard.cache import Codec, StoredTensor
-from regard.describe.codec import TILE, Codes, encode_rows, encode_tiled
-from regard.describe.storage import Part
+from regard.storage.codec import TILE, Codes, encode_rows, encode_tiled
+from regard.storage.stored import Part
 
 
 def plain(t: Tensor) -> Part:

@@ -19,13 +19,13 @@ from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Spec
-from regard.describe.storage import StoredTensor
 from regard.describe.tensors import is_without_data, unchanged
-from regard.plan.choose import Plan, choose, forget_plans
+from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.plan.problem import Operands, check_offset, in_transform, opened, pose
+from regard.storage.stored import StoredTensor
 
 KEPT = 1024
-"""Calls that are remembered. They hold no plan and no tensor: a plan goes when `regard.plan.choose` lets it go."""
+"""Calls that are remembered. They hold no plan and no tensor: a plan goes when `regard.dispatch.choose` lets it go."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import Contiguous, Int4, Int8, Latent, Paged, Rolling, StoredTensor
-from regard.describe.codec import Codec, encode_rows, encode_tiled
-from regard.describe.hadamard import hadamard
-from regard.describe.storage import Part
-from tests.storage import coded, paged, plain
+from regard.storage.codec import Codec, encode_rows, encode_tiled
+from regard.storage.hadamard import hadamard
+from regard.storage.stored import Part
+from tests.stored import coded, paged, plain
 
 
 def normal(*sizes: int, seed: int = 0) -> Tensor:
