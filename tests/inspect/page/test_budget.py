@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from regard.inspect.page import page
-from regard.inspect.page.budget import fitted
+from regard.inspect.page.budget import fitted, spent
 from tests.inspect.page.long import random_close
 from tests.inspect.page.parsed import Parsed, content
 from tests.inspect.reports import report
@@ -41,6 +41,15 @@ def test_close_ups_are_left_out_from_the_least_remarkable_on(made, part):
     assert 0 < len(kept) < 12
     assert kept == [head.name for head in made.heads[: len(kept)]]
     assert there["left_out"] == {"closes": 12 - len(kept), "largest": False}
+
+
+def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
+    small, large = (replace(random_close(tokens, 16), head=head) for head, tokens in enumerate((103, 403)))
+    room = spent(fitted(replace(made, pictures=(), closes=(small,)), 15e6)) + 1000
+    unread = replace(small, head=2, q=None)  # packing it would fail
+    fit = fitted(replace(made, pictures=(), closes=(small, large, unread)), room)
+    assert [close.caption["head"] for close in fit.closes] == ["0.0"]
+    assert fit.closes_left_out == 2
 
 
 def test_then_the_pictures_of_greatest_weights_and_never_the_means(made):

@@ -11,12 +11,12 @@ from tests.inspect.page.long import long_report
 from tests.inspect.page.tab import colours, settled, shown_pair, shown_weight, swatch, under
 from tests.inspect.reports import report
 
-LONG = 32_768
+LONG = 8192
 
 
 @pytest.fixture(scope="module")
 def long():
-    """32,768 random tokens, one head of 8 dimensions: its weights, dense, would be 4 GiB."""
+    """8,192 random tokens, one head of 8 dimensions: cells of 43 x 43 tokens in the stored picture."""
     return long_report(LONG, 8)
 
 
@@ -41,9 +41,9 @@ def aim(tab, q, k):
     return x, y
 
 
-def test_at_32768_tokens_a_single_weight_is_what_python_computes(opened, long):
+def test_at_8192_tokens_a_single_weight_is_what_python_computes(opened, long):
     tab = opened(long, state="head=0.0")
-    for q, k in ((30_000, 29_990), (30_000, 12_345), (200, 100)):
+    for q, k in ((7500, 7490), (7500, 3012), (200, 100)):
         tab.evaluate(f"location.hash = 'head=0.0&pin={q}-{k}&at={q}-{k}-40'")
         tab.wait_for_selector(f'#pair sub:text-is("{k}")')
         assert shown_pair(settled(tab)) == [q, k]
@@ -55,9 +55,9 @@ def test_at_32768_tokens_a_single_weight_is_what_python_computes(opened, long):
     assert swatch(tab) == under(tab, x, y)
 
 
-def test_at_32768_tokens_one_zooms_from_all_to_single_weights_and_back(opened, long):
+def test_at_8192_tokens_one_zooms_from_all_to_single_weights_and_back(opened, long):
     tab = settled(opened(long, state="head=0.0"))
-    assert "171 × 171 tokens" in tab.inner_text("#pair")
+    assert "43 × 43 tokens" in tab.inner_text("#pair")
     box = tab.locator("#matrix canvas").bounding_box()
     tab.mouse.move(box["x"] + 300, box["y"] + 400)
     widths = [shown_pair_width(tab)]
@@ -65,12 +65,12 @@ def test_at_32768_tokens_one_zooms_from_all_to_single_weights_and_back(opened, l
         tab.mouse.wheel(0, -150)
         widths.append(shown_pair_width(tab))
     assert widths == sorted(widths, reverse=True)
-    assert set(widths) == {171, 16, 8, 4, 2, 1}
+    assert set(widths) == {43, 16, 8, 4, 2, 1}
     assert colours(settled(tab), "#matrix canvas") > 20
     query, key = shown_pair(tab)
     assert shown_weight(tab) == pytest.approx(weight(long, query, key), rel=0.005)
     tab.click("#zoom-fit")
-    assert "171 × 171 tokens" in tab.inner_text("#pair")
+    assert "43 × 43 tokens" in tab.inner_text("#pair")
     tab.mouse.move(box["x"] + 300, box["y"] + 400)
     before = tab.evaluate("scrollY")
     tab.mouse.wheel(0, 300)  # at full view the wheel is the page's again
@@ -84,16 +84,16 @@ def shown_pair_width(tab):
     return int(first[-1]) - int(first[0]) + 1
 
 
-def test_a_token_pinned_at_32768_tokens_says_which_single_tokens_it_looks_at(opened, long):
-    tab = settled(opened(long, state="head=0.0&pin=20000"))
-    row = weight(long, 20_000, slice(None))
+def test_a_token_pinned_at_8192_tokens_says_which_single_tokens_it_looks_at(opened, long):
+    tab = settled(opened(long, state="head=0.0&pin=2000"))
+    row = weight(long, 2000, slice(None))
     first = tab.locator("#strongest .given li").first
     assert first.locator("sub").inner_text() == str(row.argmax())
     assert float(first.locator("b").inner_text()) == pytest.approx(row.max(), abs=0.001)
     assert tab.locator(".word").count() == 3000  # a page of the text
-    assert tab.inner_text(".word.pinned") == long.tokens[20_000].strip()
+    assert tab.inner_text(".word.pinned") == long.tokens[2000].strip()
     tab.click('#leaves button:has-text("later")')
-    assert "tokens 21\u202f000 to 23\u202f999" in tab.inner_text("#leaves")
+    assert "tokens 3\u202f000 to 5\u202f999" in tab.inner_text("#leaves")
 
 
 @pytest.mark.parametrize("by", ["mean", "max"])
