@@ -169,15 +169,6 @@ def test_what_regard_writes_is_known_by_its_beginning():
     assert MARKS["table"].match(made.to_csv().encode())
 
 
-def test_the_list_in_a_converted_folder_is_not_written_to(here, capsys):
-    """Without it `convert --force` no longer knows what it may replace."""
-    tiny.save(here / "model")
-    assert main(["convert", "model", "made", "--kv-heads", "1"]) == 0
-    assert "is a file of the model" in refused(capsys, "--model", "made", "--json", "made/regard-convert.json")
-    assert "is no JSON that regard wrote" in refused(capsys, "--json", "made/regard-convert.json")
-    assert main(["convert", "model", "made", "--kv-heads", "1", "--force"]) == 0
-
-
 # ---- the other commands ---------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from regard import __version__
-from regard.cli import bench, convert, generate, inspect
+from regard.cli import bench, generate, inspect
 from regard.errors import RegardError
 
 
@@ -80,7 +80,6 @@ def _parser(tools: Callable[[], inspect.Tools]) -> argparse.ArgumentParser:
     inspect.add_to(commands, tools)
     generate.add_to(commands)
     bench.add_to(commands)
-    convert.add_to(commands)
     return parser
 
 

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from regard.atomic_write import atomic_write
 from regard.cache.store import said
 from regard.errors import ProblemError
 from regard.integrate.cache_tree import Reader, Writer
-from regard.unfinished import remove_unfinished, unfinished
 
 FORMAT, VERSION = "regard cache", "1"
 """The version is raised when what a cache keeps changes its names or meaning."""
@@ -210,17 +210,13 @@ def _is_cache(path: Path) -> bool:
 
 def _put(target: Path, write: Callable[[Path], None]) -> None:
     """Have a file written beside `target`, flushed to the disk, and take its name; an error leaves what was there."""
-    remove_unfinished(target)
-    part = unfinished(target)
     try:
-        part.touch()
-        mode = part.stat().st_mode  # as every new file has it here: safetensors would keep others from reading it
-        write(part)
-        part.chmod(mode)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(target)
+        with atomic_write(target) as part:
+            part.touch()
+            mode = part.stat().st_mode  # that of every new file here: safetensors would forbid others to read it
+            write(part)
+            part.chmod(mode)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
     except OSError as error:
         raise ProblemError(f"{target} cannot be written: {error}.") from error
-    finally:
-        part.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError, RefusalError
 
-HOMES = ("regard.cache.", "regard.describe.")
+HOMES = ("regard.cache.", "regard.describe.", "regard.storage.")
 """Where the classes of a tree may be defined."""
 
 _PLAIN = (bool, int, float, str, type(None))

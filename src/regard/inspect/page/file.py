@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 
+from regard.atomic_write import atomic_write
 from regard.errors import ProblemError
 from regard.inspect.page.budget import close_blocks, fitted, spent
 from regard.inspect.page.content import content
@@ -15,7 +16,6 @@ from regard.inspect.page.place import check_place
 from regard.inspect.page.plain import as_json
 from regard.inspect.page.script import icon, script, style, view
 from regard.inspect.surveying.report import Report
-from regard.unfinished import remove_unfinished, unfinished
 
 BUDGET = 15e6
 """Bytes of a page, unless more are allowed: what a mail or a repository still takes."""
@@ -49,14 +49,8 @@ def write_whole(path: Path, content: bytes) -> int:
     path = path.resolve()
     if path.exists() and not path.is_file():
         return path.write_bytes(content)
-    remove_unfinished(path)
-    part = unfinished(path)
-    try:
-        written = part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return written
+    with atomic_write(path) as part:
+        return part.write_bytes(content)
 
 
 def page(report: Report, budget: float = BUDGET) -> str:

@@ -1,0 +1,61 @@
+"""Files that are written whole or not at all.
+
+```
+.OUT.4711.part    what process 4711 writes, until the file is renamed to OUT
+```
+
+An error or Ctrl-C removes the temporary file. A killed process cannot, so the next process that writes OUT removes it,
+once process 4711 has ended.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def atomic_write(target: Path) -> Generator[Path]:
+    """Yield a temporary path beside `target`, to be written; at the end it replaces `target`, after an error it goes.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with atomic_write(Path(folder, "out.txt")) as part:
+    ...         _ = part.write_text("whole")
+    ...     [path.name for path in Path(folder).iterdir()]
+    ['out.txt']
+    """
+    for abandoned in _abandoned(target):
+        abandoned.unlink(missing_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _abandoned(target: Path) -> Iterator[Path]:
+    """Temporary files of `target` whose process has ended. On Windows none: `os.kill` would end a process."""
+    if sys.platform == "win32":
+        return
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.([1-9]\d{{0,8}})\.part")
+    siblings = list[Path]()
+    with suppress(OSError):  # a folder that does not exist, or cannot be listed
+        siblings += target.parent.iterdir()
+    for path in siblings:
+        match = pattern.fullmatch(path.name)
+        if match and path.is_file() and not path.is_symlink() and not _is_running(int(match[1])):
+            yield path
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # signal 0 tests only
+    except ProcessLookupError:
+        return False
+    except OSError:  # it runs as another user
+        return True
+    return True
