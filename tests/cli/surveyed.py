@@ -29,4 +29,4 @@ class Surveyed:
         progress("a stage of tomorrow", 1, 3)
         if self.raises is not None:
             raise self.raises
-        return report(tokens=self.tokens, closes=options["heads"] or (), ablated=options["ablate"] is not None)
+        return report(tokens=self.tokens, close_ups=options["heads"] or (), ablated=options["ablate"] is not None)

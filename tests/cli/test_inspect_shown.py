@@ -11,7 +11,7 @@ import pytest
 from regard.cli.main import main
 from regard.inspect.surveying.closeup import strongest
 from regard.inspect.surveying.kinds import DEFINITIONS
-from regard.inspect.surveying.report import Scored
+from regard.inspect.surveying.report import Estimate
 from tests.cli.surveyed import Surveyed
 from tests.inspect.reports import report
 
@@ -145,7 +145,7 @@ def test_a_head_in_detail_has_every_score_its_meaning_and_its_strongest_pairs(ca
     main(["inspect", "--top", "0", "--heads", "1.1"], tools=Surveyed())
     out = capsys.readouterr().out
     detail = out[out.index("head 1.1, key head 0: ") :]
-    made = report(closes=[(1, 1)])
+    made = report(close_ups=[(1, 1)])
     head = next(head for head in made.heads if head.name == "1.1")
     assert f"{head.kind}, the same in 98 % of draws on other texts" in detail
     score = head.score("induction")
@@ -154,7 +154,7 @@ def test_a_head_in_detail_has_every_score_its_meaning_and_its_strongest_pairs(ca
     for measure in made.measures:
         assert DEFINITIONS[measure].formula in detail
         assert DEFINITIONS[measure].source in detail
-    best = strongest(made.closes[0], 1)[0]
+    best = strongest(made.close_ups[0], 1)[0]
     assert f"{best.weight:.3f}" in detail
     assert f"{made.tokens[best.query]!r} {best.query}" in detail
     assert f"{made.tokens[best.key]!r} {best.key}" in detail
@@ -179,7 +179,7 @@ def test_two_models_are_compared_kind_by_kind_and_head_by_head(capsys):
 
     here, there = report(model="one"), report(model="two")
     heads = {head.name: head for head in there.heads}
-    moved = replace(heads["1.1"], kind="broad", scores={**heads["1.1"].scores, "induction": Scored(0.05, 0.1)})
+    moved = replace(heads["1.1"], kind="broad", scores={**heads["1.1"].scores, "induction": Estimate(0.05, 0.1)})
     there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
     terminal.show(replace(here, other=there), top=1)
     out = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_two_models_are_compared_by_the_measures_that_were_asked_for(capsys):
 
     here, there = report(model="one"), report(model="two")
     heads = {head.name: head for head in there.heads}
-    moved = replace(heads["1.1"], scores={**heads["1.1"].scores, "entropy": Scored(1.7, 2.6)})
+    moved = replace(heads["1.1"], scores={**heads["1.1"].scores, "entropy": Estimate(1.7, 2.6)})
     there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
     terminal.show(replace(here, other=there), top=3, measures=["entropy", "sink"])
     out = capsys.readouterr().out

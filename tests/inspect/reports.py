@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from regard.inspect.surveying.kinds import ranked
-from regard.inspect.surveying.report import Ablations, Close, Head, Picture, Report, Run, Scored
+from regard.inspect.surveying.report import Ablations, CloseUp, Estimate, Head, Picture, Report, RunInfo
 
 PATTERNS = ("sink", "previous", "induction", "even")
 
@@ -20,7 +20,7 @@ def report(
     causal=True,
     kv_heads=2,
     model="a model",
-    closes=(),
+    close_ups=(),
     other=None,
     ablated=False,
     notes=(),
@@ -29,7 +29,7 @@ def report(
 
     Args:
         pooled: tokens per cell; above 1 the pictures have their greatest weights too.
-        closes: the heads (layer, head) that can be read to the last weight.
+        close_ups: the heads (layer, head) that can be read to the last weight.
         other: a report that this one is compared with.
         ablated: whether it says what each head's absence costs.
     """
@@ -38,10 +38,10 @@ def report(
     kept = np.arange(1, len(tokens) + 1) if causal else np.full(len(tokens), len(tokens))
     made = [head(layer, number, heads // kv_heads, kept) for layer in range(layers) for number in range(heads)]
     if ablated:
-        made = [replace(h, scores=dict(h.scores) | {"delta_loss": Scored(cost(h.layer, h.head), 0.0)}) for h in made]
+        made = [replace(h, scores=dict(h.scores) | {"delta_loss": Estimate(cost(h.layer, h.head), 0.0)}) for h in made]
     places = [(h.layer, h.head) for h in made]
     pairs = layers * heads * int(kept.sum())
-    run = Run(
+    run = RunInfo(
         model, layers, heads, kv_heads, 64, 12_345_678, ("sdpa",) * layers, 321.0, 12.3, 0.5, pairs, 2e-5,
         "a machine, 2 threads", {"torch": "2.13.0"}, {"prompt": 0.1}, tuple(notes),
     )  # fmt: skip
@@ -53,7 +53,7 @@ def report(
         "".join(tokens[prompt:]),
         tuple(replace(h, sure=0.98) for h in ranked(made)),
         tuple(picture(*place, len(tokens), pooled, causal) for place in places),
-        closes=tuple(close(*place, len(tokens), causal) for place in closes),
+        close_ups=tuple(close(*place, len(tokens), causal) for place in close_ups),
         profiles={place: profile(weights(*place, len(tokens), causal)) for place in places},
         other=other,
         ablations=Ablations("zero", 2.5, len(tokens) - 1, {place: cost(*place) for place in places}, "No importance.")
@@ -71,10 +71,10 @@ def head(layer, number, group, kept) -> Head:
     entropy, chance = float(np.log(kept).mean()), float((1 / kept[1:]).mean())
     mine = entropy if pattern == "even" else 0.4
     scores = {
-        "entropy": Scored(mine, entropy, 0.9 * mine, 1.1 * mine),
-        "effective_tokens": Scored(float(np.exp(mine)), float(kept.mean())),
-        "sink_value": Scored(0.25 + 0.25 * layer, 1.0),
-    } | {name: Scored(value, chance, max(0.0, value - 0.03), value + 0.03) for name, value in values.items()}
+        "entropy": Estimate(mine, entropy, 0.9 * mine, 1.1 * mine),
+        "effective_tokens": Estimate(float(np.exp(mine)), float(kept.mean())),
+        "sink_value": Estimate(0.25 + 0.25 * layer, 1.0),
+    } | {name: Estimate(value, chance, max(0.0, value - 0.03), value + 0.03) for name, value in values.items()}
     return Head(layer, number, number // group, scores)
 
 
@@ -91,14 +91,14 @@ def profile(of_pairs) -> tuple[float, ...]:
     return tuple((np.bincount(bins.ravel(), of_pairs.ravel()) / n).tolist())
 
 
-def close(layer, number, n, causal=True) -> Close:
-    """A head whose q and k give, as `Close` says, the weights of the same head's picture.
+def close(layer, number, n, causal=True) -> CloseUp:
+    """A head whose q and k give, as `CloseUp` says, the weights of the same head's picture.
 
     k is the identity and q the logarithm of the weights: a dimension a token.
     """
     with np.errstate(divide="ignore"):
         logits = np.maximum(np.log(weights(layer, number, n, causal)), -20)
-    return Close(
+    return CloseUp(
         layer, number, logits.astype(np.float32), np.eye(n, dtype=np.float32), np.zeros(n, np.float32), 1.0, None,
         np.zeros(n, np.int32), np.arange(1, n + 1, dtype=np.int32) if causal else np.full(n, n, np.int32),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 import regard.inspect
 from regard import Causal, attend
-from regard.inspect import Score, Weights, observe
+from regard.inspect import HeadScores, Weights, observe
 from regard.inspect.brief import brief
 from regard.inspect.intervene import Effect, Importance, Integrated
 from tests.inspect.reports import report
@@ -21,7 +21,7 @@ def public_results():
     """Every dataclass of `regard.inspect` and its rooms' public names that has a field of tensors or of many things."""
     names = [regard.inspect, *(importlib.import_module(f"regard.inspect.{room}") for room in ("intervene", "measures"))]
     found: set[Any] = {value for room in names for value in vars(room).values() if dataclasses.is_dataclass(value)}
-    tensors = ("Tensor", "tuple[HeadName", "Mapping[", "dict[", "Score", "NDArray", "tuple[Head")
+    tensors = ("Tensor", "tuple[HeadName", "Mapping[", "dict[", "HeadScores", "NDArray", "tuple[Head")
     return [
         kind
         for kind in sorted(found, key=lambda kind: kind.__name__)
@@ -65,16 +65,16 @@ def test_many_heads_are_counted_and_a_few_numbers_shown():
         "Importance(heads=((0, 0), (0, 1), (0, 2), ... 279 in all), slopes=float32 [2, 279], caveat="
     )
     assert "losses=tensor([1.5000, 2.0000])" in repr(Effect(((0, 1),), torch.ones(2), torch.tensor([1.5, 2.0])))
-    assert len(repr(Score(torch.zeros(1, 300), torch.zeros(1, 300)))) < 100
+    assert len(repr(HeadScores(torch.zeros(1, 300), torch.zeros(1, 300)))) < 100
 
 
 def test_results_within_results_are_brief_as_well():
     @brief
     @dataclasses.dataclass
     class Both:
-        score: Score
+        score: HeadScores
         found: dict[int, torch.Tensor]
 
-    told = repr(Both(Score(torch.zeros(1, 300), torch.zeros(1, 300)), {n: torch.zeros(99) for n in range(50)}))
-    assert told.startswith("Both(score=Score(value=float32 [1, 300], ")
+    told = repr(Both(HeadScores(torch.zeros(1, 300), torch.zeros(1, 300)), {n: torch.zeros(99) for n in range(50)}))
+    assert told.startswith("Both(score=HeadScores(value=float32 [1, 300], ")
     assert told.endswith("2: float32 [99], ... 50 in all})")

@@ -8,7 +8,7 @@ from rich.text import Text
 from regard.cli.heads_table import COLOURS, number, sureness
 from regard.inspect.surveying.closeup import Pair, strongest
 from regard.inspect.surveying.kinds import DEFINITIONS
-from regard.inspect.surveying.report import Head, Report, Scored
+from regard.inspect.surveying.report import Estimate, Head, Report
 
 PAIRS = 8
 """Pairs of tokens that are listed."""
@@ -41,7 +41,7 @@ def _scores(report: Report, head: Head) -> Table:
     return table
 
 
-def _interval(score: Scored) -> str:
+def _interval(score: Estimate) -> str:
     return "-" if score.low is None or score.high is None else f"{number(score.low)} to {number(score.high)}"
 
 
@@ -54,7 +54,7 @@ def _meanings(report: Report, head: Head) -> Iterator[Text]:
 
 
 def _pairs(report: Report, head: Head) -> Iterator[Text | Table]:
-    close = next((close for close in report.closes if (close.layer, close.head) == (head.layer, head.head)), None)
+    close = next((close for close in report.close_ups if (close.layer, close.head) == (head.layer, head.head)), None)
     if close is None:
         yield Text("  Its single weights are not kept: its mask or its bias is no run of keys a row.", "dim")
         return

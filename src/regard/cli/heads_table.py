@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regard.inspect.surveying.kinds import DEFINITIONS, NAMED_BY, NAMED_FROM, lift
-from regard.inspect.surveying.report import Head, Report, Scored
+from regard.inspect.surveying.report import Estimate, Head, Report
 from regard.inspect.surveying.sinks import SinkShare, spans
 
 COLOURS = {
@@ -119,7 +119,7 @@ def own_unit(measure: str) -> str:
     return unit if unit in OWN_UNITS else ""
 
 
-def _score(score: Scored, measure: str, bar: int) -> Text:
+def _score(score: Estimate, measure: str, bar: int) -> Text:
     """`0.857 ━━━━━╸`, bright where it would name the head."""
     says = measure in NAMED_BY and lift(score) >= NAMED_FROM
     text = Text(number(score.value), "bold" if says else "")

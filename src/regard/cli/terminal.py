@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regard.cli import compared, drilldown, heads_table
-from regard.inspect.surveying.report import Ablations, Report, Run
+from regard.inspect.surveying.report import Ablations, Report, RunInfo
 
 STAGES = {
     "model": "loading the model",
@@ -161,7 +161,7 @@ def _ablation(made: Ablations) -> str:
     )
 
 
-def _engines(run: Run) -> str:
+def _engines(run: RunInfo) -> str:
     return ", ".join(f"{name} x{count}" for name, count in Counter(run.backends).items())
 
 
@@ -173,7 +173,7 @@ def _rate(speed: float | None) -> str:
     return "" if speed is None else f", {speed:,.0f} a second" if speed >= 100 else f", {speed:.1f} a second"
 
 
-def _difference(run: Run) -> str:
+def _difference(run: RunInfo) -> str:
     if run.eager_difference is None:
         return "was not compared"
     return f"logits at most {run.eager_difference:.1e} from transformers' eager attention"

@@ -70,14 +70,14 @@ from regard.inspect.measures import (
     value_weighted,
 )
 from regard.inspect.measures.definitions import Definition
-from regard.inspect.measures.score import Interval, Score
+from regard.inspect.measures.score import HeadScores, Interval
 from regard.inspect.measures.stimulus import Jittered, Repeats, Walks, plain_tokens
 from regard.inspect.observing.kept import Kept, kept_in
 from regard.inspect.observing.observe import Look, Seen, observe
 from regard.inspect.page import framed, write_page
-from regard.inspect.surveying.closeup import closed_up, rows_of, strongest
+from regard.inspect.surveying.closeup import close_up, close_up_rows, strongest
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift
-from regard.inspect.surveying.report import Ablations, Close, Head, Picture, Report, Run, Scored
+from regard.inspect.surveying.report import Ablations, CloseUp, Estimate, Head, Picture, Report, RunInfo
 from regard.inspect.surveying.sinks import SinkShare
 from regard.inspect.surveying.survey import check, survey
 from regard.inspect.sweep import Sweep, sweep
@@ -89,10 +89,12 @@ __all__ = [
     "Ablations",
     "Breadth",
     "Circuit",
-    "Close",
+    "CloseUp",
     "ColumnMass",
     "Definition",
+    "Estimate",
     "Head",
+    "HeadScores",
     "Interval",
     "Jittered",
     "Kept",
@@ -104,9 +106,7 @@ __all__ = [
     "Repeats",
     "Report",
     "Resample",
-    "Run",
-    "Score",
-    "Scored",
+    "RunInfo",
     "Seen",
     "SinkShare",
     "Sinks",
@@ -127,7 +127,8 @@ __all__ = [
     "check",
     "circuit_of",
     "circuits",
-    "closed_up",
+    "close_up",
+    "close_up_rows",
     "column_mass",
     "confidence",
     "copying",
@@ -168,7 +169,6 @@ __all__ = [
     "rarity",
     "retrieval",
     "rollout",
-    "rows_of",
     "sink",
     "sink_output",
     "sink_profile",

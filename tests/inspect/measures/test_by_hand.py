@@ -36,7 +36,7 @@ from regard.inspect.measures import (
     value_norms,
 )
 from regard.inspect.measures import confidence as largest_weight
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.stimulus import Repeats
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
@@ -73,7 +73,7 @@ def test_a_head_that_halves_its_mass_scores_a_half():
 
 def test_the_best_of_a_scan_is_the_furthest_above_chance():
     def rows(value, chance):
-        return Score.of_rows(torch.full((1, 2, 9), value), torch.full((1, 2, 9), chance), torch.ones(1, 2, 9) > 0)
+        return HeadScores.of_rows(torch.full((1, 2, 9), value), torch.full((1, 2, 9), chance), torch.ones(1, 2, 9) > 0)
 
     found = best({1: rows(0.5, 0.45), 2: rows(0.4, 0.1), 3: rows(0.2, 0.1)})
     assert found.at.tolist() == [2, 2]

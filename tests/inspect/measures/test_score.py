@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 
 
 def of(values, counted=None):
-    return Score.of_rows(
+    return HeadScores.of_rows(
         values, torch.zeros_like(values), torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     )
 
@@ -16,7 +16,7 @@ def of(values, counted=None):
 def test_a_score_is_the_mean_over_counted_rows():
     values = torch.tensor([[[1.0, 2.0, 6.0, torch.nan], [3.0, 5.0, 7.0, 9.0]]])
     counted = torch.tensor([[[True, True, True, False], [False, True, True, False]]])
-    score = Score.of_rows(values, values / 2, counted)
+    score = HeadScores.of_rows(values, values / 2, counted)
     assert score.value.tolist() == [[3.0, 6.0]]
     assert score.chance.tolist() == [[1.5, 3.0]]
 
@@ -41,21 +41,21 @@ def test_with_one_sequence_blocks_are_drawn_and_with_more_sequences():
     assert of(torch.rand(1, 2, 99)).interval().over == "blocks of rows"
     assert of(torch.rand(2, 2, 99)).interval().over == "sequences"
     assert of(torch.rand(1, 2, 1)).interval().over == "nothing"
-    assert Score(torch.rand(1, 2), torch.zeros(1, 2)).interval().over == "nothing"
-    assert Score(torch.rand(5, 2), torch.zeros(5, 2)).interval().over == "sequences"
+    assert HeadScores(torch.rand(1, 2), torch.zeros(1, 2)).interval().over == "nothing"
+    assert HeadScores(torch.rand(5, 2), torch.zeros(5, 2)).interval().over == "sequences"
 
 
 def test_an_interval_over_sequences_is_that_of_their_mean():
     """Mean 1/2, standard error sqrt(0.2 / 3 / 4), and 3.182 of them to either side with three degrees of freedom."""
-    score = Score(torch.tensor([[0.2], [0.4], [0.6], [0.8]], dtype=torch.float64), torch.zeros(4, 1))
+    score = HeadScores(torch.tensor([[0.2], [0.4], [0.6], [0.8]], dtype=torch.float64), torch.zeros(4, 1))
     low, high, _ = score.interval()
     assert (low.item(), high.item()) == pytest.approx((0.5 - 0.41085, 0.5 + 0.41085), abs=1e-5)
 
 
 def test_sequences_without_a_score_are_left_out():
-    score = Score(torch.tensor([[0.2, 0.5], [0.4, torch.nan], [torch.nan, torch.nan]]), torch.zeros(3, 2))
+    score = HeadScores(torch.tensor([[0.2, 0.5], [0.4, torch.nan], [torch.nan, torch.nan]]), torch.zeros(3, 2))
     torch.testing.assert_close(score.mean(), torch.tensor([0.3, 0.5]))
-    two = Score(score.value[:2], score.chance[:2])
+    two = HeadScores(score.value[:2], score.chance[:2])
     low, high, _ = score.interval()
     assert (low[0], high[0]) == (two.interval().low[0], two.interval().high[0])
     assert low[1].isnan()  # a single sequence tells nothing of others
@@ -108,7 +108,7 @@ def test_intervals_of_a_few_sequences_cover_the_truth_as_often_as_they_say(seque
     """Normal scores around 1/2: a percentile bootstrap of 4 covers it 79 times of 100, of 2 50 times."""
     random = torch.Generator().manual_seed(3)
     values = 0.5 + 0.1 * torch.randn(sequences, 4001, generator=random, dtype=torch.float64)
-    score = Score(values, torch.zeros_like(values))
+    score = HeadScores(values, torch.zeros_like(values))
     for level in (0.8, 0.95):
         low, high, over = score.interval(level)
         covered = ((low < 0.5) & (high > 0.5)).double().mean().item()
@@ -119,7 +119,7 @@ def test_intervals_of_a_few_sequences_cover_the_truth_as_often_as_they_say(seque
 def test_draws_of_sequences_are_spread_as_the_interval_says():
     values = torch.rand(4, 5, dtype=torch.float64)
     values[2, 1] = torch.nan  # a head with three sequences
-    score = Score(values, torch.zeros_like(values))
+    score = HeadScores(values, torch.zeros_like(values))
     ends = score.draws(100_000).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
     low, high, _ = score.interval()
     torch.testing.assert_close(ends[1] - ends[0], high - low, rtol=0.03, atol=0)
@@ -129,5 +129,5 @@ def test_draws_of_sequences_are_spread_as_the_interval_says():
 def test_draws_of_sequences_go_together():
     """Of two scores that differ in sign alone, one is above its mean where the other is below."""
     values = torch.rand(4, 1, dtype=torch.float64)
-    up, down = Score(values, torch.zeros(4, 1)), Score(1 - values, torch.zeros(4, 1))
+    up, down = HeadScores(values, torch.zeros(4, 1)), HeadScores(1 - values, torch.zeros(4, 1))
     torch.testing.assert_close(up.draws(), 1 - down.draws())

@@ -3,14 +3,14 @@
 import numpy as np
 
 from regard.inspect.surveying.kinds import ranked
-from regard.inspect.surveying.report import Close, Picture, Report, Run
+from regard.inspect.surveying.report import CloseUp, Picture, Report, RunInfo
 from tests.inspect.reports import coded, head
 
 QUERIES = 61
 """Distinct queries of a long report: the scores [QUERIES, tokens] give every weight, without n x n of them."""
 
 
-def random_close(tokens, dim, seed=0, spread=1.2) -> Close:
+def random_close(tokens, dim, seed=0, spread=1.2) -> CloseUp:
     """A causal head of random queries and keys."""
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(0, spread, (tokens, dim)).astype(np.float32) for _ in "qk")
@@ -26,15 +26,15 @@ def long_report(tokens, dim, cells=192) -> Report:
     odds = np.exp(few.astype(np.float64) @ k.T)  # [QUERIES, tokens]
     total = odds.cumsum(1)[which, np.arange(tokens)]  # row i sees the keys up to i
     words = tuple(f" w{n}" for n in np.random.default_rng(1).integers(0, 49152, tokens))
-    run = Run("m", 1, 1, 1, dim, 1, ("native",), 1.0, None, 1.0, tokens, None, "a machine", {}, {})
+    run = RunInfo("m", 1, 1, 1, dim, 1, ("native",), 1.0, None, 1.0, tokens, None, "a machine", {}, {})
     made = ranked([head(0, 0, 1, np.arange(1, tokens + 1))])
     picture = _picture(odds, which, total, -(-tokens // cells))
-    return Report(run, "", words, tokens, "", made, (picture,), closes=(_causal(few[which], k, total),))
+    return Report(run, "", words, tokens, "", made, (picture,), close_ups=(_causal(few[which], k, total),))
 
 
-def _causal(q, k, total) -> Close:
+def _causal(q, k, total) -> CloseUp:
     ends = np.arange(1, len(q) + 1, dtype=np.int32)
-    return Close(0, 0, q, k, np.log(total).astype(np.float32), 1.0, None, np.zeros(len(q), np.int32), ends)
+    return CloseUp(0, 0, q, k, np.log(total).astype(np.float32), 1.0, None, np.zeros(len(q), np.int32), ends)
 
 
 def _picture(odds, which, total, pooled) -> Picture:

@@ -17,7 +17,7 @@ def made():
     """Twelve heads over 403 tokens with a close-up each, most remarkable first; pictures by mean and max."""
     bare = report(tokens=[f" t{n}" for n in range(403)], pooled=3)
     closes = [replace(random_close(403, 16, seed=n), layer=h.layer, head=h.head) for n, h in enumerate(bare.heads)]
-    return replace(bare, closes=tuple(closes))
+    return replace(bare, close_ups=tuple(closes))
 
 
 def told(made, budget):
@@ -93,7 +93,7 @@ def large():
     ]
     heads = [replace(one.heads[0], layer=picture.layer, head=picture.head) for picture in pictures]
     closes = [replace(random_close(1024, 64, spread=0.3), layer=layer) for layer in range(30)]
-    return replace(one, tokens=tokens, heads=tuple(heads), pictures=tuple(pictures), closes=tuple(closes))
+    return replace(one, tokens=tokens, heads=tuple(heads), pictures=tuple(pictures), close_ups=tuple(closes))
 
 
 def test_thirty_layers_of_nine_heads_over_1024_tokens_stay_below_15_megabytes(large):

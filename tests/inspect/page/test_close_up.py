@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from regard.inspect.page.closes import stepped
-from regard.inspect.surveying.closeup import rows_of
+from regard.inspect.surveying.closeup import close_up_rows
 from tests.inspect.page.long import long_report
 from tests.inspect.page.tab import colours, settled, shown_pair, shown_weight, swatch, under
 from tests.inspect.reports import report
@@ -26,11 +26,11 @@ def middling():
 
 
 def weight(made, q, k):
-    return rows_of(made.closes[0], q, q + 1)[0, k]
+    return close_up_rows(made.close_ups[0], q, q + 1)[0, k]
 
 
 def weights_of(made):
-    return rows_of(made.closes[0], 0, len(made.tokens))
+    return close_up_rows(made.close_ups[0], 0, len(made.tokens))
 
 
 def aim(tab, q, k):
@@ -191,13 +191,13 @@ def test_softcap_bias_windows_and_sinks_are_computed_as_python_does(opened):
     made = long_report(499, 8)
     rng = np.random.default_rng(5)
     close = replace(
-        made.closes[0],
+        made.close_ups[0],
         softcap=3.0,
         prefix=2,
         first=np.maximum(0, np.arange(499) - 99).astype(np.int32),
         distance_bias=rng.normal(size=997).astype(np.float32),
     )
-    made = replace(made, closes=(close,))
+    made = replace(made, close_ups=(close,))
     tab = opened(made, state="head=0.0")
     for q, k in ((400, 350), (400, 1), (450, 449)):
         tab.evaluate(f"location.hash = 'head=0.0&pin={q}-{k}&at={q}-{k}-30'")
@@ -209,7 +209,7 @@ def test_softcap_bias_windows_and_sinks_are_computed_as_python_does(opened):
 
 
 def test_a_head_without_its_close_up_says_so_and_shows_the_stored_picture(opened):
-    made = report(layers=1, tokens=[f" t{n}" for n in range(403)], pooled=10, closes=[(0, 1)])
+    made = report(layers=1, tokens=[f" t{n}" for n in range(403)], pooled=10, close_ups=[(0, 1)])
     tab = opened(made, state="head=0.2&at=300-200-30")
     note = tab.inner_text("#close-note")
     assert "Single weights of this head are not in this page" in note
@@ -219,10 +219,10 @@ def test_a_head_without_its_close_up_says_so_and_shows_the_stored_picture(opened
 
 
 def test_the_page_says_how_exact_it_is(opened, middling):
-    q, k = (stepped(numbers) for numbers in (middling.closes[0].q, middling.closes[0].k))
+    q, k = (stepped(numbers) for numbers in (middling.close_ups[0].q, middling.close_ups[0].k))
     exact, stored = (
         weights_of(middling),
-        np.tril(np.exp(q.values @ k.values.T - middling.closes[0].total[:, None])),
+        np.tril(np.exp(q.values @ k.values.T - middling.close_ups[0].total[:, None])),
     )
     off = np.abs(stored / np.where(exact > 0, exact, 1) - 1)[exact > 1e-4].max()
     assert off <= 0.005

@@ -1,4 +1,4 @@
-"""Close-ups come back as exactly as they say, and keys that heads share are stored once."""
+"""CloseUp-ups come back as exactly as they say, and keys that heads share are stored once."""
 
 import base64
 import zlib
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from regard.inspect.page.closes import deflated, error, packed, stepped
-from regard.inspect.surveying.closeup import rows_of
+from regard.inspect.surveying.closeup import close_up_rows
 from tests.inspect.page.long import random_close
 
 
@@ -39,7 +39,7 @@ def test_what_the_page_holds_gives_the_weights_back():
     k_step, k = unpacked(keys, [("<f4", 8), ("<i2", (97, 8))])
     ends = np.cumsum(first, dtype=np.int32), np.cumsum(last, dtype=np.int32)
     again = replace(close, q=q * q_step, k=k * k_step, total=total, first=ends[0], last=ends[1])
-    exact, stored = rows_of(close, 0, 97), rows_of(again, 0, 97)
+    exact, stored = close_up_rows(close, 0, 97), close_up_rows(again, 0, 97)
     assert np.array_equal(exact > 0, stored > 0)
     assert np.abs(stored / np.where(exact > 0, exact, 1) - 1)[exact > 1e-4].max() <= 0.005
 

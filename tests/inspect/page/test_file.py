@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from regard.errors import ProblemError
 from regard.inspect.page import as_json, file, framed, page, write_page, write_whole
-from regard.inspect.surveying.report import Scored
+from regard.inspect.surveying.report import Estimate
 from tests.inspect.page.parsed import Parsed, content, scripts
 from tests.inspect.reports import report
 
@@ -67,7 +67,7 @@ def test_the_policy_allows_its_own_script_and_style_and_nothing_else():
 
 
 def test_a_prompt_full_of_markup_is_text():
-    made = report(tokens=NASTY, model="<b>m</b>", closes=[(0, 1)])
+    made = report(tokens=NASTY, model="<b>m</b>", close_ups=[(0, 1)])
     parsed = Parsed(page(made))
     assert content(parsed)["tokens"] == list(NASTY)
     assert len(parsed.all("script")) == 2 + made.run.layers + 2  # the JSON, a block a layer, the script, a close-up
@@ -82,7 +82,7 @@ def test_the_same_report_gives_the_same_bytes():
 
 def test_scores_that_are_none_or_no_number_are_null():
     made = report()
-    head = replace(made.heads[0], scores={"induction": Scored(None), "entropy": Scored(float("nan"), 1.5)})
+    head = replace(made.heads[0], scores={"induction": Estimate(None), "entropy": Estimate(float("nan"), 1.5)})
     [told] = content(Parsed(page(replace(made, heads=(head,)))))["heads"]
     assert {name: told["scores"][name] for name in head.scores} == {"induction": [], "entropy": [None, 1.5]}
 

@@ -28,7 +28,7 @@ STATES = {
 @pytest.fixture(scope="module")
 def made():
     """A report whose head that is open has the longest name, in a long text, with a close-up."""
-    made = report(heads=6, tokens=[f" token{n}" for n in range(211)], pooled=2, closes=[(1, 1)])
+    made = report(heads=6, tokens=[f" token{n}" for n in range(211)], pooled=2, close_ups=[(1, 1)])
     return replace(made, heads=tuple(replace(head, kind="shifted induction") for head in made.heads))
 
 

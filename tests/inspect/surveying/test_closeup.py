@@ -1,4 +1,4 @@
-"""Close-ups: one head of a call, kept in O(n), shows the weights that the call had, or there is none."""
+"""CloseUp-ups: one head of a call, kept in O(n), shows the weights that the call had, or there is none."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 
 from regard import Alibi, Causal, Dilated, Documents, Prefix, T5Bias, TensorBias, TensorMask, Window
 from regard.inspect.surveying import closeup
-from regard.inspect.surveying.closeup import Pair, closed_up, rows_of, strongest, visible_runs
+from regard.inspect.surveying.closeup import Pair, close_up, close_up_rows, strongest, visible_runs
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import CASES, HEADS, KEYS, QUERIES, called, definition, drawn
 
@@ -38,33 +38,33 @@ def test_a_close_up_shows_the_weights_of_the_call(case):
     call = CASES[case]()
     exact = definition(call)
     for head in range(call.q.shape[1]):
-        close = closed_up(Weights.of(call).only(0), 3, head)
+        close = close_up(Weights.of(call).only(0), 3, head)
         assert close is not None
         assert (close.layer, close.head) == (3, head)
-        shown = rows_of(close, 0, len(close.q))
+        shown = close_up_rows(close, 0, len(close.q))
         assert np.abs(shown - exact.weights[0, head].numpy()).max() < 4e-3
         assert (shown[~exact.keep[0, head].numpy()] == 0).all()
 
 
 def test_some_rows_are_the_same_as_all():
-    close = closed_up(Weights.of(drawn(mask=Causal() & Window(7), bias=Alibi(HEADS))).only(0), 0, 2)
+    close = close_up(Weights.of(drawn(mask=Causal() & Window(7), bias=Alibi(HEADS))).only(0), 0, 2)
     assert close is not None
-    assert np.allclose(rows_of(close, 11, 17), rows_of(close, 0, QUERIES)[11:17], atol=1e-6)
+    assert np.allclose(close_up_rows(close, 11, 17), close_up_rows(close, 0, QUERIES)[11:17], atol=1e-6)
 
 
 def test_a_bias_by_distance_tells_before_from_behind():
     call = drawn(bias=T5Bias(torch.randn(32, HEADS), bidirectional=True))
-    close, exact = closed_up(Weights.of(call).only(0), 0, 1), definition(call)
+    close, exact = close_up(Weights.of(call).only(0), 0, 1), definition(call)
     assert close is not None
-    assert np.abs(rows_of(close, 0, QUERIES) - exact.weights[0, 1].numpy()).max() < 4e-3
+    assert np.abs(close_up_rows(close, 0, QUERIES) - exact.weights[0, 1].numpy()).max() < 4e-3
 
 
 def test_a_row_that_sees_nothing_shows_nothing():
     call = drawn(mask=Causal() & ~Prefix(5))
-    close = closed_up(Weights.of(call).only(0), 0, 1)
+    close = close_up(Weights.of(call).only(0), 0, 1)
     assert close is not None
-    assert (rows_of(close, 0, 5) == 0).all()
-    assert rows_of(close, 5, 6).sum() == pytest.approx(1, abs=1e-3)
+    assert (close_up_rows(close, 0, 5) == 0).all()
+    assert close_up_rows(close, 5, 6).sum() == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_a_row_that_sees_nothing_shows_nothing():
     ids=["any mask", "a hole in the middle", "a bias by pair"],
 )
 def test_what_cannot_be_told_so_has_no_close_up(words):
-    assert closed_up(Weights.of(drawn(**words)).only(0), 0, 1) is None
+    assert close_up(Weights.of(drawn(**words)).only(0), 0, 1) is None
 
 
 @pytest.mark.parametrize("dim", [1, 5])
 def test_a_close_up_that_would_be_wrong_is_not_handed_out(dim):
     # float32 says scores of 5e8 to 30. A product of one dimension rounds alike everywhere, so it agrees with itself
     call = called(1e4 * torch.randn(1, 2, 13, dim), 1e4 * torch.randn(1, 2, 13, dim), mask=Causal(), scale=1.0)
-    assert closed_up(Weights.of(call), 0, 0) is None
+    assert close_up(Weights.of(call), 0, 0) is None
 
 
 @pytest.mark.parametrize("words", [{}, {"sink": torch.ones(HEADS)}], ids=["plain", "a learned sink"])
 def test_a_close_up_of_a_wrong_lse_is_not_handed_out(words):
     fine = Weights.of(drawn(mask=Causal(), **words)).only(0)
-    assert closed_up(fine, 0, 1) is not None
-    assert closed_up(replace(fine, lse=fine.lse + 0.01), 0, 1) is None
+    assert close_up(fine, 0, 1) is not None
+    assert close_up(replace(fine, lse=fine.lse + 0.01), 0, 1) is None
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
@@ -99,14 +99,14 @@ def test_a_close_up_of_what_is_no_number_is_not_handed_out(odd):
     q = torch.ones(1, 2, 13, 5)
     q[0, 0, 12] = odd
     weights = Weights.of(called(q, torch.ones(1, 2, 13, 5), mask=Causal()))
-    assert [closed_up(weights, 0, head) is None for head in (0, 1)] == [True, False]
+    assert [close_up(weights, 0, head) is None for head in (0, 1)] == [True, False]
 
 
 def test_the_pairs_of_a_mask_are_looked_at_once(monkeypatch):
     weights, known = Weights.of(drawn(mask=Causal() & Window(5))).only(0), {}
-    first = closed_up(weights, 0, 0, known)
+    first = close_up(weights, 0, 0, known)
     monkeypatch.setattr(closeup, "visible_runs", lambda *_: pytest.fail("looked again"))
-    second = closed_up(weights, 0, 4, known)
+    second = close_up(weights, 0, 4, known)
     assert first is not None
     assert second is not None
     assert np.array_equal(first.first, second.first)
@@ -116,7 +116,7 @@ def test_heads_with_masks_of_their_own_have_runs_of_their_own():
     kept = torch.ones(1, HEADS, QUERIES, KEYS, dtype=torch.bool).tril()
     kept[:, 1] &= ~torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(-3)
     weights, known = Weights.of(drawn(mask=TensorMask(kept))).only(0), {}
-    lasts = [closed_up(weights, 0, head, known) for head in (0, 1)]
+    lasts = [close_up(weights, 0, head, known) for head in (0, 1)]
     assert [close is not None and int(close.first[-1]) for close in lasts] == [0, KEYS - 3]
 
 
@@ -189,7 +189,7 @@ def test_the_strongest_pairs_leave_out_the_first_token_and_the_token_itself(monk
     for query, key, score in ((6, 2, 5.0), (4, 3, 4.0), (5, 1, 3.0), (3, 3, 9.0), (2, 0, 9.0)):
         scores[query, key] = score
     call = called(scores[None, None], torch.eye(7, dtype=torch.float64)[None, None], mask=Causal(), scale=1.0)
-    close, exact = closed_up(Weights.of(call), 0, 0), definition(call).weights[0, 0]
+    close, exact = close_up(Weights.of(call), 0, 0), definition(call).weights[0, 0]
     assert close is not None
     for tile in (2**20, 14):
         monkeypatch.setattr(closeup, "TILE", tile)

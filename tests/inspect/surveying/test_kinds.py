@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from regard.inspect.surveying.kinds import keeping, kind_of, kinds_of, lift, ranked, strength
-from regard.inspect.surveying.report import Head, Scored
+from regard.inspect.surveying.report import Estimate, Head
 
 CHANCE = {"entropy": 2.0}
 
 
 def scores(entropy=1.0, **given):
     values = {"sink": 0.1, "previous": 0.1, "induction": 0.1, "entropy": entropy} | given
-    return {name: Scored(value, CHANCE.get(name, 0.1)) for name, value in values.items()}
+    return {name: Estimate(value, CHANCE.get(name, 0.1)) for name, value in values.items()}
 
 
 def head(layer=0, **given):
@@ -19,11 +19,11 @@ def head(layer=0, **given):
 
 
 def test_lift_is_the_way_from_chance_to_certainty():
-    assert lift(Scored(0.1, 0.1)) == 0
-    assert lift(Scored(1.0, 0.1)) == 1
-    assert lift(Scored(0.55, 0.1)) == pytest.approx(0.5)
-    assert lift(Scored(0.0, 0.5)) == -1
-    assert lift(Scored(None)) == lift(Scored(1.0)) == lift(Scored(1.0, 1.0)) == lift(Scored(np.nan, 0.1)) == 0
+    assert lift(Estimate(0.1, 0.1)) == 0
+    assert lift(Estimate(1.0, 0.1)) == 1
+    assert lift(Estimate(0.55, 0.1)) == pytest.approx(0.5)
+    assert lift(Estimate(0.0, 0.5)) == -1
+    assert lift(Estimate(None)) == lift(Estimate(1.0)) == lift(Estimate(1.0, 1.0)) == lift(Estimate(np.nan, 0.1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_head_is_named_after_the_first_score_that_stands_out(given, kind):
 
 
 def test_a_head_without_scores_is_mixed():
-    assert kind_of({}) == kind_of({"entropy": Scored(None)}) == "mixed"
+    assert kind_of({}) == kind_of({"entropy": Estimate(None)}) == "mixed"
 
 
 def test_what_is_strong_and_rare_is_remarkable():
@@ -81,7 +81,7 @@ def test_many_heads_are_named_at_once_as_each_by_itself():
     values = {name: rng.random(40) ** 4 * (2 if name == "entropy" else 1.1) for name in names}
     chances = {name: np.full(40, CHANCE.get(name, 0.1)) for name in names}
     kinds = kinds_of(values, chances)
-    one_by_one = [kind_of({n: Scored(values[n][i], chances[n][i]) for n in names}) for i in range(40)]
+    one_by_one = [kind_of({n: Estimate(values[n][i], chances[n][i]) for n in names}) for i in range(40)]
     assert kinds.tolist() == one_by_one
     assert len(set(one_by_one)) > 4
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.inspect.measures import Score
+from regard.inspect.measures import HeadScores
 from regard.inspect.observing.observe import observe
 from regard.inspect.surveying.layer import sureness
 from regard.inspect.surveying.others import OTHERS, on_other_texts, others_of
@@ -19,7 +19,7 @@ def sinks(*masses):
     """Scores of heads that put so much of their mass on the first token, in every row."""
     rows = torch.tensor(masses)[None, :, None].expand(1, len(masses), 64)
     scores = Scores()
-    scores.add({"sink": Score.of_rows(rows, torch.full_like(rows, 0.1), torch.ones_like(rows, dtype=torch.bool))})
+    scores.add({"sink": HeadScores.of_rows(rows, torch.full_like(rows, 0.1), torch.ones_like(rows, dtype=torch.bool))})
     return scores
 
 

@@ -8,12 +8,12 @@ import numpy as np
 
 from regard.inspect.page import framed
 from regard.inspect.surveying.kinds import DEFINITIONS
-from regard.inspect.surveying.report import NONE, Head, Scored
+from regard.inspect.surveying.report import NONE, Estimate, Head
 from tests.inspect.reports import report
 
 
 def test_a_score_that_a_head_was_not_put_to_is_none():
-    head = Head(0, 1, 0, {"sink": Scored(0.5, 0.1)})
+    head = Head(0, 1, 0, {"sink": Estimate(0.5, 0.1)})
     assert head.score("sink") == (0.5, 0.1, None, None)
     assert head.score("previous") == NONE
     assert (head.value("sink"), head.value("previous")) == (0.5, None)
@@ -21,7 +21,7 @@ def test_a_score_that_a_head_was_not_put_to_is_none():
 
 
 def test_a_report_is_json_without_its_pictures():
-    made = report(closes=[(0, 1)])
+    made = report(close_ups=[(0, 1)])
     told = json.loads(json.dumps(made.to_dict()))
     assert told["run"]["backends"] == ["sdpa"] * 3
     first = made.heads[0]
@@ -86,7 +86,7 @@ def test_every_measure_and_every_judgement_is_defined():
 
 
 def test_a_close_up_says_what_it_takes():
-    close = report(closes=[(0, 1)]).closes[0]
+    close = report(close_ups=[(0, 1)]).close_ups[0]
     arrays = [value for value in asdict(close).values() if isinstance(value, np.ndarray)]
     assert close.bytes == sum(array.nbytes for array in arrays) - 29 * 4 * 29 == 29 * (4 * 29 + 12)
 

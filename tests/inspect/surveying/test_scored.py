@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regard.inspect.measures import Score
+from regard.inspect.measures import HeadScores
 from regard.inspect.surveying.scored import Scores
 
 
@@ -17,7 +17,7 @@ def test_numbers_are_those_of_the_score_itself(sequences):
     counted[:, 1] = False  # nothing to count: no score
     counted[:, 2, 5:] = False  # hardly more than a block: draws without a value among those of one sequence
     counted[:, 3, 1:] = False  # a single row: a score without an interval, of one sequence
-    score, scores = Score.of_rows(values, torch.full_like(values, 0.25), counted), Scores()
+    score, scores = HeadScores.of_rows(values, torch.full_like(values, 0.25), counted), Scores()
     scores.add({"sink": score, "evenness": score})
     low, high, _ = score.interval()
     low, high = low.clamp(0, 1), high.clamp(0, 1)  # a mass
@@ -33,14 +33,14 @@ def test_numbers_are_those_of_the_score_itself(sequences):
 
 def test_where_the_best_of_several_stands_is_kept_beside_it():
     of_rows = (torch.rand(1, 2, 7), torch.zeros(1, 2, 7), torch.ones(1, 2, 7, dtype=torch.bool))
-    plain, scores = Score.of_rows(*of_rows), Scores()
+    plain, scores = HeadScores.of_rows(*of_rows), Scores()
     scores.add_best({"positional": replace(plain, at=torch.tensor([[3, 1]])), "sink": plain})
     assert [scored.value for scored in scores.of["positional_at"]] == [3, 1]
     assert set(scores.of) == {"positional", "positional_at", "sink"}
 
 
 def test_the_interval_of_a_mass_ends_where_masses_do():
-    score, scores = Score(torch.tensor([[0.7], [0.99], [0.99]]), torch.zeros(3, 1)), Scores()
+    score, scores = HeadScores(torch.tensor([[0.7], [0.99], [0.99]]), torch.zeros(3, 1)), Scores()
     scores.add({"induction": score, "effective_tokens": score})
     assert score.interval().high > 1 == scores.of["induction"][0].high
     assert scores.of["effective_tokens"][0].high == pytest.approx(score.interval().high.item())

@@ -7,7 +7,7 @@ import pytest
 
 from regard.inspect.measures import sinks, value_norms
 from regard.inspect.observing.observe import observe
-from regard.inspect.surveying.head import Head, Scored
+from regard.inspect.surveying.head import Estimate, Head
 from regard.inspect.surveying.sinks import sink_shares, spans
 from regard.inspect.surveying.survey import survey
 from regard.integrate.transformers import use_regard
@@ -16,7 +16,7 @@ from tests.inspect.small import TEXT, llama, words
 
 
 def head(layer, number, alpha, low=None, high=None, value=None):
-    return Head(layer, number, 0, {"alpha": Scored(alpha, 0.1, low, high), "sink_value": Scored(value, 1.0)})
+    return Head(layer, number, 0, {"alpha": Estimate(alpha, 0.1, low, high), "sink_value": Estimate(value, 1.0)})
 
 
 MADE = [
@@ -51,7 +51,7 @@ def test_values_are_those_of_the_heads_with_a_sink():
 
 
 def test_without_alpha_there_are_no_shares():
-    assert sink_shares([Head(0, 0, 0, {"sink": Scored(0.9)})]) == ()
+    assert sink_shares([Head(0, 0, 0, {"sink": Estimate(0.9)})]) == ()
     assert report().sink_shares != ()
     assert replace(report(), heads=()).sink_shares == ()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from regard.inspect import Report, rows_of, survey
+from regard.inspect import Report, close_up_rows, survey
 from regard.inspect.measures.definitions import PAIRS, SWEPT
 from regard.integrate.checkpoint import load
 
@@ -78,10 +78,10 @@ def test_every_score_is_there_with_its_chance_and_every_mean_with_its_interval(r
 
 
 def test_close_ups_show_the_weights_that_the_pictures_show(report: Report):
-    assert [(close.layer, close.head) for close in report.closes] == [(18, 6), (23, 0)]
+    assert [(close.layer, close.head) for close in report.close_ups] == [(18, 6), (23, 0)]
     pictures = {(picture.layer, picture.head): picture for picture in report.pictures}
-    for close in report.closes:
-        shown = rows_of(close, 0, len(close.q))
+    for close in report.close_ups:
+        shown = close_up_rows(close, 0, len(close.q))
         picture = pictures[close.layer, close.head]
         assert picture.pooled == 1
         assert np.abs(np.sqrt(shown) - picture.weights / 255).max() < 0.5 / 255 + 0.02

@@ -43,7 +43,7 @@ def test_a_decoder_is_run_checked_and_measured(llama, tokenizer):
     assert all(h.score("induction").chance == pytest.approx(chance) for h in report.heads)
     assert all(h.sure is not None and 0 <= h.sure <= 1 for h in report.heads)
     assert run.notes == ()
-    assert report.closes == ()  # nobody asked, and the pictures show every weight
+    assert report.close_ups == ()  # nobody asked, and the pictures show every weight
 
 
 def test_attention_that_differs_from_eager_is_noticed(llama, tokenizer, monkeypatch):

@@ -8,7 +8,7 @@ from transformers import BertConfig, BertForMaskedLM
 from regard.errors import ProblemError
 from regard.inspect.intervene import ablated, mean_outputs
 from regard.inspect.surveying import closest, layer
-from regard.inspect.surveying.closeup import rows_of
+from regard.inspect.surveying.closeup import close_up_rows
 from regard.inspect.surveying.kinds import strength
 from regard.inspect.surveying.report import Head, Report
 from regard.inspect.surveying.survey import check, survey
@@ -23,9 +23,9 @@ def test_heads_that_are_asked_for_are_kept_to_the_last_weight(llama, tokenizer):
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.no_grad():
         eager = llama(ids, output_attentions=True).attentions
-    assert [(close.layer, close.head) for close in report.closes] == [(2, 5), (0, 1)]
-    for close in report.closes:
-        shown = rows_of(close, 0, ids.shape[1])
+    assert [(close.layer, close.head) for close in report.close_ups] == [(2, 5), (0, 1)]
+    for close in report.close_ups:
+        shown = close_up_rows(close, 0, ids.shape[1])
         assert np.abs(shown - eager[close.layer][0, close.head].numpy()).max() < 1e-3
 
 
@@ -34,17 +34,17 @@ def test_of_a_long_text_the_most_remarkable_heads_are_kept_within_a_budget(llama
     monkeypatch.setattr(closest, "BUDGET", 20 * one)
     report = survey(llama, tokenizer, TEXT * 18, tokens=246, new_tokens=10, compare_eager=False)
     assert len(report.tokens) == 256
-    assert {close.bytes for close in report.closes} == {one}
-    kept = [(close.layer, close.head) for close in report.closes]
+    assert {close.bytes for close in report.close_ups} == {one}
+    kept = [(close.layer, close.head) for close in report.close_ups]
     order = [(head.layer, head.head) for head in report.heads]
     assert kept == sorted(kept, key=order.index)
     assert strongest_of_their_kinds(report, kept, each=2)
     monkeypatch.setattr(closest, "BUDGET", 1)
     least = survey(llama, tokenizer, TEXT * 18, tokens=246, new_tokens=10, compare_eager=False)
-    assert len(least.closes) == 1
-    assert strongest_of_their_kinds(report, [(least.closes[0].layer, least.closes[0].head)], each=1)
+    assert len(least.close_ups) == 1
+    assert strongest_of_their_kinds(report, [(least.close_ups[0].layer, least.close_ups[0].head)], each=1)
     some = survey(llama, tokenizer, TEXT * 18, tokens=246, new_tokens=10, compare_eager=False, heads=order[-2:])
-    assert [(close.layer, close.head) for close in some.closes] == order[-2:]
+    assert [(close.layer, close.head) for close in some.close_ups] == order[-2:]
 
 
 def strongest_of_their_kinds(report: Report, kept: list[tuple[int, int]], each: int) -> bool:

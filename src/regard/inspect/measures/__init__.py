@@ -1,6 +1,6 @@
 """Measures of heads: what each head looks at, as numbers with their chance value.
 
-Every measure is exact, and is a `Score`: a value for each sequence and head, with its *chance* value (what uniform
+Every measure is exact, and is a `HeadScores`: a value for each sequence and head, with its *chance* value (what uniform
 attention over the same mask would score, without which no score means anything: on 5 tokens, uniform causal attention
 gives token 0 a mass of 0.32) and an interval.
 
@@ -24,7 +24,7 @@ from regard.inspect.measures.occurrences import matches
 from regard.inspect.measures.offset import offset_scan, offset_score, previous_token
 from regard.inspect.measures.rare import rare_word, rarest_hits, rarity
 from regard.inspect.measures.retrieval import retrieval
-from regard.inspect.measures.score import Interval, Score
+from regard.inspect.measures.score import HeadScores, Interval
 from regard.inspect.measures.sink import Sinks, sink, sinks
 from regard.inspect.measures.syntactic import Syntactic, syntactic
 from regard.inspect.measures.together import all_pair_measures, all_sweep_measures, even_sweep, places
@@ -37,10 +37,10 @@ __all__ = [
     "Breadth",
     "Circuit",
     "ColumnMass",
+    "HeadScores",
     "Interval",
     "Positional",
     "Profile",
-    "Score",
     "Sinks",
     "Syntactic",
     "Vectors",

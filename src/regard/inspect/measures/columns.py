@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
@@ -27,7 +27,7 @@ class ColumnMass:
 
     mass: Tensor
     chance: Tensor
-    largest: Score
+    largest: HeadScores
     key: Tensor
 
 
@@ -49,7 +49,7 @@ def column_mass(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
     chance = even.columns.expand_as(swept.columns)
     top, key = swept.columns.max(-1)
     shares = (top / swept.columns.sum(-1), chance.amax(-1) / chance.sum(-1))
-    return ColumnMass(swept.columns, chance, Score(*shares, at=key), key)
+    return ColumnMass(swept.columns, chance, HeadScores(*shares, at=key), key)
 
 
 def sink_profile(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
@@ -83,4 +83,4 @@ def sink_profile(weights: Weights, swept: Sweep, even: Sweep) -> ColumnMass:
     chance = chance.expand_as(alpha)
     half = slice(0, max(1, (weights.shape[3] + 1) // 2))
     top, at = alpha[..., half].max(-1)
-    return ColumnMass(alpha, chance, Score(top, chance.gather(-1, at[..., None])[..., 0], at=at), at)
+    return ColumnMass(alpha, chance, HeadScores(top, chance.gather(-1, at[..., None])[..., 0], at=at), at)

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.means import Tokens, token_ids
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 
 TOKENS = 25
 """Random tokens of a sequence; Olsson et al. 2022."""
@@ -68,7 +68,7 @@ class Vocabulary:
 
 def copying(
     circuit: Circuit, vocabulary: Vocabulary, among: Tokens | None = None, *, sequences: int = 8, seed: int = 0
-) -> Score:
+) -> HeadScores:
     """The share of the token that a head looks at in what it raises among 25 random tokens.
 
         l[x, y] = U[y] . W_O W_V E[x]        r[x, y] = ReLU(l[x, y] - mean_y l[x, y])
@@ -91,7 +91,7 @@ def copying(
     >>> eye = torch.eye(7)  # tokens that have nothing in common; one head copies, one raises the others
     >>> circuit, vocabulary = Circuit(eye[None], torch.stack([eye, -eye])), Vocabulary(eye, eye)
     >>> copying(circuit, vocabulary, sequences=1)
-    Score(value=tensor([[1., 0.]]), chance=tensor([[0.1429, 0.1429]]))
+    HeadScores(value=tensor([[1., 0.]]), chance=tensor([[0.1429, 0.1429]]))
     """
     ids = torch.arange(len(vocabulary.embedding)) if among is None else token_ids(among).cpu()
     count = min(TOKENS, len(ids))
@@ -110,10 +110,10 @@ def copying(
     raised = (logits - logits.mean(-1, keepdim=True)).relu()
     total = raised.sum(-1)
     share = raised.diagonal(dim1=2, dim2=3) / total.clamp(min=torch.finfo(total.dtype).tiny)
-    return Score.of_rows(share, torch.full_like(share, 1 / count), torch.ones_like(share, dtype=torch.bool))
+    return HeadScores.of_rows(share, torch.full_like(share, 1 / count), torch.ones_like(share, dtype=torch.bool))
 
 
-def copying_eigenvalues(circuit: Circuit, vocabulary: Vocabulary) -> Score:
+def copying_eigenvalues(circuit: Circuit, vocabulary: Vocabulary) -> HeadScores:
     """How positive the eigenvalues of U W_O W_V E are: sum of lambda / sum of |lambda|, from -1 to 1.
 
     1: every eigenvector, a mixture of tokens, raises itself. Elhage et al. 2021, *A mathematical framework for
@@ -134,7 +134,7 @@ def copying_eigenvalues(circuit: Circuit, vocabulary: Vocabulary) -> Score:
     matrix = w_v @ vocabulary.product @ circuit.w_o.double().mT  # [heads, v_dim, v_dim]
     eigenvalues = torch.linalg.eigvals(matrix)
     value = (eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1).clamp(min=1e-300))[None].float()
-    return Score(value, torch.zeros_like(value))
+    return HeadScores(value, torch.zeros_like(value))
 
 
 def _check_fit(circuit: Circuit, vocabulary: Vocabulary) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.means import counted, mean_over_rows
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
@@ -61,7 +61,9 @@ def distance_profile(weights: Weights, swept: Sweep, even: Sweep, rows: Tensor |
     return Profile((0, *(2**b for b in range(bins - 1))), value, chance)
 
 
-def local_mass(weights: Weights, swept: Sweep, even: Sweep, width: int = NEAR, rows: Tensor | None = None) -> Score:
+def local_mass(
+    weights: Weights, swept: Sweep, even: Sweep, width: int = NEAR, rows: Tensor | None = None
+) -> HeadScores:
     """The mean mass on what is nearer than `width` tokens: mean over rows of sum_{j : |p_i - j| < width} A[i, j].
 
     A sum of the first bins of `distance_profile`. Chance: that of uniform attention.
@@ -78,7 +80,7 @@ def local_mass(weights: Weights, swept: Sweep, even: Sweep, width: int = NEAR, r
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
     >>> local_mass(weights, sweep(weights), even_sweep(weights), width=2)  # the mean of 1, 1 and 2/3
-    Score(value=tensor([[0.8889]]), chance=tensor([[0.8889]]))
+    HeadScores(value=tensor([[0.8889]]), chance=tensor([[0.8889]]))
     """
     if width < 1 or width & (width - 1):
         raise ProblemError(f"width is {width}: expected a power of two, since distances are counted in such bins.")
@@ -89,7 +91,7 @@ def local_mass(weights: Weights, swept: Sweep, even: Sweep, width: int = NEAR, r
 
 def mean_distance(
     weights: Weights, swept: Sweep, even: Sweep, where: Tensor, where_even: Tensor, rows: Tensor | None = None
-) -> Score:
+) -> HeadScores:
     """How many tokens back a head looks in the mean: mean over rows of  sum_j A[i, j] (p_i - j) / sum_j A[i, j].
 
     Vig and Belinkov 2019, arXiv:1906.04284, divide the sums over all rows, which is the same where rows sum to 1;
@@ -111,7 +113,7 @@ def mean_distance(
     >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
     >>> where = vectors.positions(swept), vectors.positions(even)
     >>> mean_distance(weights, swept, even, *where)  # the mean of 0, 1 and 2; chance: of 0, 1/2 and 1
-    Score(value=tensor([[1.]]), chance=tensor([[0.5000]]))
+    HeadScores(value=tensor([[1.]]), chance=tensor([[0.5000]]))
     """
     if looks_ahead(weights):
         raise ProblemError("some row sees keys after it: a mean distance is of causal attention; use distance_profile.")

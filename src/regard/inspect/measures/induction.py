@@ -10,7 +10,7 @@ from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, kept, rows_of, summed, weighed
 from regard.inspect.measures.means import Tokens, counted, one_in, tokens_of
 from regard.inspect.measures.occurrences import occurrences, paired
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
@@ -18,7 +18,7 @@ SHIFTS = tuple(range(9))
 """The shifts of a scan: 0 is the earlier occurrence itself, 1 the token after it, and up to the eighth after it."""
 
 
-def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | None = None) -> Score:
+def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | None = None) -> HeadScores:
     """Prefix matching: the mass on tokens that followed an earlier occurrence of the current one.
 
         mean over rows i with M_i not empty of  sum_{j in M_i} A[i, j],     M_i = {j <= i : x[j-1] = x[i], j-1 < i}
@@ -48,12 +48,12 @@ def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | N
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
     >>> tokens = torch.tensor([[7, 8, 9, 7, 8]])  # 7 came at 0 and was followed by token 1; 8 came at 1, and 9 followed
     >>> induction(weights, tokens)  # chance is the mean of 1/4 and 1/5
-    Score(value=tensor([[1.]]), chance=tensor([[0.2250]]))
+    HeadScores(value=tensor([[1.]]), chance=tensor([[0.2250]]))
     """
     return induction_scan(weights, tokens, (shift,), rows)[shift]
 
 
-def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> Score:
+def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> HeadScores:
     """The mass on earlier occurrences of the same token: `induction` at shift 0.
 
         mean over rows i with one of  sum_{j < i, x[j] = x[i]} A[i, j]
@@ -64,14 +64,14 @@ def duplicate(weights: Weights, tokens: Tokens, rows: Tensor | None = None) -> S
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 0, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
     >>> duplicate(weights, torch.tensor([[7, 8, 9, 7, 8]]))  # row 3 looks at the 7 before, row 4 not at the 8
-    Score(value=tensor([[0.5000]]), chance=tensor([[0.2250]]))
+    HeadScores(value=tensor([[0.5000]]), chance=tensor([[0.2250]]))
     """
     return induction(weights, tokens, 0, rows)
 
 
 def induction_scan(
     weights: Weights, tokens: Tokens, shifts: Sequence[int] = SHIFTS, rows: Tensor | None = None
-) -> dict[int, Score]:
+) -> dict[int, HeadScores]:
     """`induction` at each of several shifts, together: a circuit whose first layer looks o tokens back, not 1, is at o.
 
     Raises:
@@ -92,22 +92,22 @@ def induction_scan(
     each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(tokens)]
     counting, chance = counted(weights, rows), one_in(weights)
     masses, visibles = [one.mass for one in each], [one.visible for one in each]
-    found: dict[int, Score] = {}
+    found: dict[int, HeadScores] = {}
     for at, shift in enumerate(shifts):
         mass, visible = (torch.cat([part[..., at] for part in parts]) for parts in (masses, visibles))
         having = torch.cat([one.matched[..., at] for one in each])[:, None] > 0
-        found[shift] = Score.of_rows(mass, (visible * chance).expand(mass.shape), counting & having)
+        found[shift] = HeadScores.of_rows(mass, (visible * chance).expand(mass.shape), counting & having)
     return found
 
 
 class Best(NamedTuple):
     """The best of a scan for each head: its score there, and at which shift or offset that is, int64 [heads]."""
 
-    score: Score
+    score: HeadScores
     at: Tensor
 
 
-def best(scan: dict[int, Score]) -> Best:
+def best(scan: dict[int, HeadScores]) -> Best:
     """Where each head of a scan scores furthest above chance, in the mean over sequences.
 
     The largest of several numbers is large by chance too: it is a reason to look, not the strength of a circuit.
@@ -116,8 +116,8 @@ def best(scan: dict[int, Score]) -> Best:
         ProblemError: the scan is empty.
 
     >>> chance = torch.tensor([[0.1]])
-    >>> best({1: Score(torch.tensor([[0.2]]), chance), 4: Score(torch.tensor([[0.7]]), chance)})
-    Best(score=Score(value=tensor([[0.7000]]), chance=tensor([[0.1000]])), at=tensor([4]))
+    >>> best({1: HeadScores(torch.tensor([[0.2]]), chance), 4: HeadScores(torch.tensor([[0.7]]), chance)})
+    Best(score=HeadScores(value=tensor([[0.7000]]), chance=tensor([[0.1000]])), at=tensor([4]))
     """
     if not scan:
         raise ProblemError("the scan is empty: give the scores at several shifts or offsets, as offset_scan does.")
@@ -131,7 +131,7 @@ def best(scan: dict[int, Score]) -> Best:
 
     sums, counts = ([getattr(score, name) for score in scores] for name in ("sums", "counts"))
     where = torch.tensor(at, device=which.device)[which]
-    score = Score(
+    score = HeadScores(
         chosen([s.value for s in scores]),
         chosen([s.chance for s in scores]),
         None if any(s is None for s in sums) else chosen(sums),

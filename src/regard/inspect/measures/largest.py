@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.measures.means import counted, mean_over_rows, one_in
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
 
@@ -15,11 +15,11 @@ from regard.inspect.weights.lazy import Weights
 class Positional(NamedTuple):
     """How often each head looks at the same distance, and which one that is; see `positional`."""
 
-    share: Score
+    share: HeadScores
     offset: Tensor  # int64 [batch, heads]
 
 
-def confidence(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Score:
+def confidence(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> HeadScores:
     """The mean of the largest weight of a row: mean over rows of max_j A[i, j].
 
     Voita et al. 2019, arXiv:1905.09418, §4, who leave out the end-of-sentence token: here every token counts, so that a
@@ -30,7 +30,7 @@ def confidence(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Sc
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
     >>> confidence(weights, sweep(weights))  # the mean of 1, 1/2 and 1/3
-    Score(value=tensor([[0.6111]]), chance=tensor([[0.6111]]))
+    HeadScores(value=tensor([[0.6111]]), chance=tensor([[0.6111]]))
     """
     return mean_over_rows(weights, swept.top, one_in(weights), rows)
 
@@ -61,7 +61,7 @@ def positional(weights: Weights, swept: Sweep, rows: Tensor | None = None) -> Po
     key = weights.positions - offset[..., None]
     there = (key >= 0) & (key < weights.shape[3])
     chance = one_in(weights) * (there & _kept(weights, offset))
-    share = Score.of_rows((distance == offset[..., None]).to(swept.top.dtype), chance, counting)
+    share = HeadScores.of_rows((distance == offset[..., None]).to(swept.top.dtype), chance, counting)
     return Positional(replace(share, at=offset), offset)
 
 

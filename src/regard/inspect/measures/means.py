@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
@@ -33,9 +33,9 @@ def counted(weights: Weights, rows: Tensor | None) -> Tensor:
     return (seeing & rows[:, None]).expand(weights.shape[:3])
 
 
-def mean_over_rows(weights: Weights, values: Tensor, chance: Tensor, rows: Tensor | None) -> Score:
+def mean_over_rows(weights: Weights, values: Tensor, chance: Tensor, rows: Tensor | None) -> HeadScores:
     """The mean of [batch, heads, queries] over the rows that count."""
-    return Score.of_rows(values, chance.to(values.dtype), counted(weights, rows))
+    return HeadScores.of_rows(values, chance.to(values.dtype), counted(weights, rows))
 
 
 def one_in(weights: Weights) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.measures.blocks import by_head, chunks, dots, rows_of, weighed
 from regard.inspect.measures.means import counted, one_in
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
@@ -22,7 +22,7 @@ SPAN = 32
 """Offsets that share a block: those further apart are looked at in bands of their own."""
 
 
-def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) -> Score:
+def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) -> HeadScores:
     """The mean weight that a token gives to the one `offset` before it.
 
         mean over rows i with 0 <= p_i - offset < keys of  A[i, p_i - offset]
@@ -40,24 +40,26 @@ def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) 
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> offset_score(Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal()))  # the mean of 1/2 and 1/3
-    Score(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
+    HeadScores(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
     """
     return offset_scan(weights, (offset,), rows)[offset]
 
 
-def previous_token(weights: Weights, rows: Tensor | None = None) -> Score:
+def previous_token(weights: Weights, rows: Tensor | None = None) -> HeadScores:
     """The mean of A[i, p_i - 1]: `offset_score` at offset 1.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 0, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
     >>> previous_token(weights)  # rows 1 and 2 of rows 1 to 3; chance is the mean of 1/2, 1/3 and 1/4
-    Score(value=tensor([[0.6667]]), chance=tensor([[0.3611]]))
+    HeadScores(value=tensor([[0.6667]]), chance=tensor([[0.3611]]))
     """
     return offset_score(weights, 1, rows)
 
 
-def offset_scan(weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor | None = None) -> dict[int, Score]:
+def offset_scan(
+    weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor | None = None
+) -> dict[int, HeadScores]:
     """`offset_score` at each of several offsets, together: a previous-token head may look two or four tokens back.
 
     Heads of models with rotated positions often do, and the induction heads that build on them are then shifted as
@@ -76,7 +78,7 @@ def offset_scan(weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor
         raise ProblemError("offsets is empty: give the distances to score, 1 for the previous token.")
     if any(index_of(offset) is None for offset in offsets):
         raise ProblemError(f"offsets is {list(offsets)}: expected whole numbers of tokens, 1 for the previous token.")
-    wanted, found = sorted(set(offsets)), dict[int, Score]()
+    wanted, found = sorted(set(offsets)), dict[int, HeadScores]()
     while wanted:
         near = [offset for offset in wanted if offset < wanted[0] + SPAN]
         band = _band(weights, near)
@@ -85,11 +87,11 @@ def offset_scan(weights: Weights, offsets: Sequence[int] = OFFSETS, rows: Tensor
     return {offset: found[offset] for offset in offsets}
 
 
-def _score(weights: Weights, mass: Tensor, offset: int, rows: Tensor | None) -> Score:
+def _score(weights: Weights, mass: Tensor, offset: int, rows: Tensor | None) -> HeadScores:
     key, row = weights.positions - offset, torch.arange(weights.shape[2], device=mass.device)
     there = (key >= 0) & (key < weights.shape[3])
     visible = weights.keep(row, key.clamp(0, max(0, weights.shape[3] - 1)))
-    return Score.of_rows(
+    return HeadScores.of_rows(
         mass.where(visible, 0.0), one_in(weights) * visible, counted(weights, rows) & there
     )  # the mask is asked once for a diagonal, not for each block
 

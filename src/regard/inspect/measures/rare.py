@@ -5,7 +5,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.means import Tokens, counted, mean_over_rows, per_key, token_ids
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
@@ -39,7 +39,9 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
     return (counts.sum() / counts).log()[ids].float()
 
 
-def rare_word(weights: Weights, swept: Sweep, rare: Tensor, rare_even: Tensor, rows: Tensor | None = None) -> Score:
+def rare_word(
+    weights: Weights, swept: Sweep, rare: Tensor, rare_even: Tensor, rows: Tensor | None = None
+) -> HeadScores:
     """How much rarer what a head looks at is than what it sees, in nats.
 
         mean over rows of  sum_j A[i, j] r_j / sum_j A[i, j]  -  mean of r_j over the keys that row i sees
@@ -59,13 +61,13 @@ def rare_word(weights: Weights, swept: Sweep, rare: Tensor, rare_even: Tensor, r
     >>> vectors = Vectors(rarity=torch.tensor([[1.0, 3.0, 2.0]]))  # nats
     >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
     >>> rare_word(weights, swept, vectors.rare(swept), vectors.rare(even))  # the mean of 1 - 1, 3 - 2 and 3 - 2
-    Score(value=tensor([[0.6667]]), chance=tensor([[0.]]))
+    HeadScores(value=tensor([[0.6667]]), chance=tensor([[0.]]))
     """
     value = rare / swept.mass.clamp(min=torch.finfo(rare.dtype).tiny) - rare_even
     return mean_over_rows(weights, value, torch.zeros_like(rare_even), rows)
 
 
-def rarest_hits(weights: Weights, swept: Sweep, rare: Tensor, among: int = 1, rows: Tensor | None = None) -> Score:
+def rarest_hits(weights: Weights, swept: Sweep, rare: Tensor, among: int = 1, rows: Tensor | None = None) -> HeadScores:
     """The share of rows whose largest weight is on one of the rarest tokens that they see.
 
         mean over rows of 1[ r_t >= the among-th largest r_j of visible j ],    t = argmax_j A[i, j]
@@ -87,14 +89,14 @@ def rarest_hits(weights: Weights, swept: Sweep, rare: Tensor, among: int = 1, ro
     >>> q, k = 50 * torch.eye(3)[[0, 1, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
     >>> rarest_hits(weights, sweep(weights), torch.tensor([[1.0, 3.0, 2.0]]))  # rows 0 and 1; chance of 1, 1/2 and 1/3
-    Score(value=tensor([[0.6667]]), chance=tensor([[0.6111]]))
+    HeadScores(value=tensor([[0.6667]]), chance=tensor([[0.6111]]))
     """
     rare = per_key(weights, rare, "rare")
     if among < 1:
         raise ProblemError(f"among is {among}: expected how many of the rarest tokens count, 1 or more.")
     least, share = _rarest(uniform(weights), rare, among)
     at_top = rare[:, None].expand(*swept.top_key.shape[:2], -1).gather(-1, swept.top_key)
-    return Score.of_rows((at_top >= least).to(swept.top.dtype), share, counted(weights, rows))
+    return HeadScores.of_rows((at_top >= least).to(swept.top.dtype), share, counted(weights, rows))
 
 
 def _rarest(even: Weights, rare: Tensor, among: int) -> tuple[Tensor, Tensor]:

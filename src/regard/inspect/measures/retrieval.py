@@ -7,12 +7,12 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.means import Tokens, token_ids
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.whole_rows import at_once, whole_rows
 from regard.inspect.weights.lazy import Weights
 
 
-def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor, since: int) -> Score:
+def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor, since: int) -> HeadScores:
     """How much of a needle each head looked at just when the model wrote it.
 
         steps: rows i that wrote a token, p_i + 1 >= since;  t_i = argmax_j A[i, j]
@@ -69,7 +69,7 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     if not steps:
         raise ProblemError(f"no row wrote a token at position {since} or later: give the calls that wrote the answer.")
     of = needle.sum(-1)[:, None]
-    return Score(hits / of, even / of)
+    return HeadScores(hits / of, even / of)
 
 
 def _check(calls: list[Weights], tokens: Tensor, needle: Tensor) -> None:

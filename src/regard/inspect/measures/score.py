@@ -1,7 +1,7 @@
 """A score of each head, with its chance value, and an interval that says how far it can be trusted.
 
 A score is a mean over rows: sum over the counted rows of x[i], divided by how many there are. Besides the mean a
-`Score` keeps these sums for up to 32 contiguous blocks of rows, so that it can be drawn anew.
+`HeadScores` keeps these sums for up to 32 contiguous blocks of rows, so that it can be drawn anew.
 
 Rows of one text depend on each other, so rows are never resampled one by one.
 
@@ -39,7 +39,7 @@ class Interval(NamedTuple):
 
 @brief
 @dataclass(frozen=True, eq=False)
-class Score:
+class HeadScores:
     """A measure of each head, and what uniform attention over the same mask would score; both [batch, heads].
 
     NaN where there is nothing to count: no row that has a target, no token that repeats.
@@ -53,8 +53,8 @@ class Score:
             int64 [batch, heads]; None of any other.
 
     >>> x = torch.tensor([[[0.2, 0.4, 0.6]]])
-    >>> Score.of_rows(x, torch.full_like(x, 0.1), torch.tensor([[[True, True, False]]]))
-    Score(value=tensor([[0.3000]]), chance=tensor([[0.1000]]))
+    >>> HeadScores.of_rows(x, torch.full_like(x, 0.1), torch.tensor([[[True, True, False]]]))
+    HeadScores(value=tensor([[0.3000]]), chance=tensor([[0.1000]]))
     """
 
     value: Tensor
@@ -64,7 +64,7 @@ class Score:
     at: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def of_rows(cls, values: Tensor, chance: Tensor, counted: Tensor) -> "Score":
+    def of_rows(cls, values: Tensor, chance: Tensor, counted: Tensor) -> "HeadScores":
         """The mean over the counted rows; all [batch, heads, rows], of which chance and counted may broadcast."""
         values, chance, counted = torch.broadcast_tensors(values, chance, counted)
         sums, counts = _blocks(values.where(counted, 0.0)), _blocks(counted)
@@ -72,14 +72,14 @@ class Score:
         by_chance = chance.where(counted, 0.0).sum(-1, dtype=torch.float64) / total
         return cls((sums.sum(-1) / total).to(values.dtype), by_chance.to(values.dtype), sums, counts)
 
-    def only(self, sequence: int) -> "Score":
+    def only(self, sequence: int) -> "HeadScores":
         """The score of one sequence, [1, heads]."""
 
         def one(given: Tensor | None) -> Tensor | None:
             return None if given is None else given[sequence : sequence + 1]
 
         value, chance = (given[sequence : sequence + 1] for given in (self.value, self.chance))
-        return Score(value, chance, one(self.sums), one(self.counts), one(self.at))
+        return HeadScores(value, chance, one(self.sums), one(self.counts), one(self.at))
 
     def mean(self) -> Tensor:
         """The mean over the sequences that have a score, [heads]: what `interval` is about."""

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from regard.inspect.brief import brief
 from regard.inspect.measures.means import counted, key_of, one_in
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
 THRESHOLDS = (0.3, 0.8)
 """From which alpha on a head has a sink: by Gu et al. 2024, and by Barbero et al. 2025."""
 
 
-def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> Score:
+def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadScores:
     """The mean mass that later rows put on one token: mean of A[i, token] over rows with p_i > token.
 
     Xiao et al. 2023, arXiv:2309.17453; Gu et al. 2024, arXiv:2410.10781, §3, whose alpha (`sinks`) also counts the row
@@ -31,7 +31,7 @@ def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> Score:
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
     >>> sink(weights)  # the mean of 1/2 and 1/3
-    Score(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
+    HeadScores(value=tensor([[0.4167]]), chance=tensor([[0.4167]]))
     """
     return _column(weights, token, weights.positions > token, rows)
 
@@ -46,7 +46,7 @@ class Sinks:
         shares: by threshold, the share of heads whose alpha exceeds it; [batch] each.
     """
 
-    alpha: Score
+    alpha: HeadScores
     shares: dict[float, Tensor]
 
 
@@ -75,8 +75,8 @@ def sinks(
     return Sinks(alpha, {bound: (alpha.value > bound).double().mean(-1) for bound in thresholds})
 
 
-def _column(weights: Weights, token: int, later: Tensor, rows: Tensor | None) -> Score:
+def _column(weights: Weights, token: int, later: Tensor, rows: Tensor | None) -> HeadScores:
     token = key_of(weights, token)
     row = torch.arange(weights.shape[2], device=weights.q.device)
     chance = one_in(weights) * weights.keep(row, torch.full_like(row, token))
-    return Score.of_rows(weights.columns(token, token + 1)[..., 0], chance, counted(weights, rows) & later)
+    return HeadScores.of_rows(weights.columns(token, token + 1)[..., 0], chance, counted(weights, rows) & later)

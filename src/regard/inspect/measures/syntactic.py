@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.whole_rows import at_once, whole_rows
 from regard.inspect.weights.lazy import Weights
 
@@ -28,12 +28,12 @@ class Syntactic:
         offset: that distance, query position - key position.
 
     >>> even, both = torch.full((1, 2), 0.2), torch.tensor([[0.9, 0.6]])
-    >>> Syntactic(Score(both, even), Score(both, even), baseline=0.7, offset=1).follows  # 0.8 is asked for
+    >>> Syntactic(HeadScores(both, even), HeadScores(both, even), baseline=0.7, offset=1).follows  # 0.8 is asked for
     tensor([ True, False])
     """
 
-    accuracy: Score
-    mass: Score
+    accuracy: HeadScores
+    mass: HeadScores
     baseline: float
     offset: int
 
@@ -85,7 +85,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     counted = (pairs[:, 0] == torch.arange(batch, device=pairs.device)[:, None])[:, None]
     offsets, counts = (pairs[:, 1] - pairs[:, 2]).unique(return_counts=True)
     most = int(counts.argmax())
-    accuracy, mean = Score.of_rows(hit, even, counted), Score.of_rows(mass, even, counted)
+    accuracy, mean = HeadScores.of_rows(hit, even, counted), HeadScores.of_rows(mass, even, counted)
     return Syntactic(accuracy, mean, int(counts[most]) / len(pairs), int(offsets[most]))
 
 

@@ -12,7 +12,7 @@ from regard.inspect.measures.largest import confidence, positional
 from regard.inspect.measures.means import Tokens
 from regard.inspect.measures.offset import OFFSETS, offset_scan
 from regard.inspect.measures.rare import rare_word
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.sink import sink, sinks
 from regard.inspect.measures.uniform import looks_ahead, uniform
 from regard.inspect.measures.value_weighted import value_weighted
@@ -21,12 +21,14 @@ from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
 
 
-def all_pair_measures(weights: Weights, tokens: Tokens | None = None, rows: Tensor | None = None) -> dict[str, Score]:
+def all_pair_measures(
+    weights: Weights, tokens: Tokens | None = None, rows: Tensor | None = None
+) -> dict[str, HeadScores]:
     """Every measure that is a sum over O(n) pairs, with no sweep.
 
     previous, current, best_offset (of 1 to 8), sink, alpha; and with tokens duplicate and induction. On plain text
     induction also counts what is merely frequent: give the weights and tokens of a stimulus for the measure proper, and
-    scan its shifts there. Which offset best_offset is of, its `Score.at` says; see `places`.
+    scan its shifts there. Which offset best_offset is of, its `HeadScores.at` says; see `places`.
 
     Args:
         tokens: integer [batch, keys]; None leaves out what asks about tokens.
@@ -59,7 +61,7 @@ def all_sweep_measures(
     vectors: Vectors | None = None,
     even: Sweep | None = None,
     rows: Tensor | None = None,
-) -> dict[str, Score]:
+) -> dict[str, HeadScores]:
     """Every measure that takes a sweep, all from the same one.
 
     entropy, effective_tokens, inverse_squares, evenness, largest, positional, local_mass, column; with vectors
@@ -103,7 +105,7 @@ def all_sweep_measures(
     return found
 
 
-def places(found: Mapping[str, Score]) -> dict[str, Tensor]:
+def places(found: Mapping[str, HeadScores]) -> dict[str, Tensor]:
     """Where the scores are that are the best of several, int64 [batch, heads] each: best_offset_at, positional_at ...
 
     Of `all_pair_measures` best_offset_at, tokens back; of `all_sweep_measures` positional_at, tokens back, and

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.means import counted, key_of, one_in
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
@@ -66,7 +66,7 @@ def of_heads(weight: Tensor, heads: int) -> Tensor:
 
 def value_weighted(
     weights: Weights, norms: Tensor, sums: Tensor, sums_even: Tensor, token: int = 0, rows: Tensor | None = None
-) -> Score:
+) -> HeadScores:
     """The share of a token among all that a head moves, by weight times value: how much of a sink is left then.
 
         mean over rows with p_i > token of  A[i, token] nu_token / sum_j A[i, j] nu_j,      nu_j = ||v_j W_O||
@@ -97,14 +97,14 @@ def value_weighted(
     even = one_in(weights) * weights.keep(row, torch.full_like(row, token))
     here, least = norms[:, :, token, None], torch.finfo(sums.dtype).tiny
     value = weights.columns(token, token + 1)[..., 0] * here / sums.clamp(min=least)
-    return Score.of_rows(
+    return HeadScores.of_rows(
         value, even * here / sums_even.clamp(min=least), counted(weights, rows) & (weights.positions > token)
     )
 
 
 def sink_output(
     weights: Weights, v: Tensor, out: Tensor, w_o: Tensor, token: int = 0, rows: Tensor | None = None
-) -> Score:
+) -> HeadScores:
     """How large what a token adds is beside what the head adds in all: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
 
     Over rows with p_i > k, z_i the head's output. Near 0 the mass on k does nothing; contributions may cancel, so that
@@ -124,7 +124,7 @@ def sink_output(
     >>> v, w_o = torch.tensor([[[[2.0], [8.0], [8.0]]]]), torch.ones(1, 1, 1)
     >>> out = v[:, :, [0, 0, 0]]  # all that the head adds is token 0's
     >>> sink_output(weights, v, out, w_o)  # chance: 1/2 * 2 / 5 and 1/3 * 2 / 6
-    Score(value=tensor([[1.]]), chance=tensor([[0.1556]]))
+    HeadScores(value=tensor([[1.]]), chance=tensor([[0.1556]]))
     """
     token = key_of(weights, token)
     _check_output(v, w_o)
@@ -143,7 +143,7 @@ def sink_output(
     even_out = own if even_out.shape[2] > 1 else even_out[:, :, 0]
     value = weights.columns(token, token + 1)[..., 0] * here / _norms(out, w_o).clamp(min=least)
     chance = even * here / _norms(even_out, w_o).clamp(min=least)
-    return Score.of_rows(value, chance, counted(weights, rows) & (weights.positions > token))
+    return HeadScores.of_rows(value, chance, counted(weights, rows) & (weights.positions > token))
 
 
 def _check_output(v: Tensor, w_o: Tensor) -> None:

@@ -32,7 +32,7 @@ def fitted(report: Report, room: float, prefix: str = "") -> Fitted:
     too_large = weight(largest) > room
     kept = [] if too_large else largest
     closes = _closest(report, room - weight(kept), prefix)
-    return Fitted(causal, means + kept, closes, too_large, len(report.closes) - len(closes))
+    return Fitted(causal, means + kept, closes, too_large, len(report.close_ups) - len(closes))
 
 
 def weight(parts: Iterable[Block]) -> int:
@@ -51,10 +51,10 @@ def close_blocks(fit: Fitted) -> dict[str, str]:
 
 
 def _closest(report: Report, room: float, prefix: str) -> list[Packed]:
-    """Close-ups from the most remarkable on, up to the first that does not fit."""
+    """CloseUp-ups from the most remarkable on, up to the first that does not fit."""
     kept: list[Packed] = []
     held: set[str] = set()
-    for close in packed(report.closes, prefix):
+    for close in packed(report.close_ups, prefix):
         room -= sum(len(data) for name, data in close.blocks.items() if name not in held)
         if room < 0:
             break

@@ -1,4 +1,4 @@
-"""Close-ups, packed head by head: queries, keys and what each row is divided by.
+"""CloseUp-ups, packed head by head: queries, keys and what each row is divided by.
 
 Queries and keys are stored as 16 bit integers, with a step for each dimension: of the same size as float16, and ten
 times as exact, since what makes a score wrong is the rounding of its greatest terms: on SmolLM2-135M over 1,024 tokens
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.inspect.surveying.closeup import rows_of
-from regard.inspect.surveying.report import Close
+from regard.inspect.surveying.closeup import close_up_rows
+from regard.inspect.surveying.report import CloseUp
 
 LOOKED_AT = 8
 """Rows at which what is packed is compared with what was given."""
@@ -45,7 +45,7 @@ class Steps(NamedTuple):
         return self.counts * self.step
 
 
-def packed(closes: Iterable[Close], prefix: str = "") -> Iterator[Packed]:
+def packed(closes: Iterable[CloseUp], prefix: str = "") -> Iterator[Packed]:
     """The close-ups as the page holds them, in the order given."""
     names: dict[tuple[int, bytes], str] = {}
     data: dict[str, str] = {}
@@ -68,11 +68,11 @@ def stepped(numbers: NDArray[np.floating[Any]]) -> Steps:
     return Steps(np.clip(np.round(exact / step), -32767, 32767).astype(np.int16), step)
 
 
-def error(close: Close, q: Steps, k: Steps) -> float:
+def error(close: CloseUp, q: Steps, k: Steps) -> float:
     """The greatest relative error of a weight above 0.0001, at some rows, against the close-up as it was given."""
     ours, greatest = replace(close, q=q.values, k=k.values), 0.0
     for row in np.unique(np.linspace(0, len(close.q) - 1, LOOKED_AT).round().astype(int)).tolist():
-        exact, stored = rows_of(close, row, row + 1), rows_of(ours, row, row + 1)
+        exact, stored = close_up_rows(close, row, row + 1), close_up_rows(ours, row, row + 1)
         told = exact > TOLD_FROM
         greatest = max(greatest, float(np.max(np.abs(stored[told] / exact[told] - 1), initial=0.0)))
     return greatest
@@ -84,7 +84,7 @@ def deflated(*arrays: NDArray[Any]) -> str:
     return base64.b64encode(b"".join(map(deflate.compress, map(_planes, arrays))) + deflate.flush()).decode("ascii")
 
 
-def _rows(close: Close, q: Steps) -> str:
+def _rows(close: CloseUp, q: Steps) -> str:
     """Queries, totals, and where each row's keys begin and end, as steps from row to row; then the bias if any."""
     runs = [np.diff(np.asarray(ends, np.int32), prepend=np.int32(0)) for ends in (close.first, close.last)]
     bias = [] if close.distance_bias is None else [np.asarray(close.distance_bias, np.float32)]
@@ -96,7 +96,7 @@ def _planes(array: NDArray[Any]) -> bytes:
     return small.view(np.uint8).reshape(-1, array.itemsize).T.tobytes()
 
 
-def _caption(close: Close, rows: str, keys: str) -> dict[str, Any]:
+def _caption(close: CloseUp, rows: str, keys: str) -> dict[str, Any]:
     return {
         "head": f"{close.layer}.{close.head}",
         "rows": rows,

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from regard.inspect.intervene.ablate import ablation_effects
 from regard.inspect.intervene.instead import By, mean_outputs
-from regard.inspect.measures.score import Score
-from regard.inspect.surveying.head import Scored
+from regard.inspect.measures.score import HeadScores
+from regard.inspect.surveying.head import Estimate
 from regard.inspect.surveying.report import Ablations
 
 CAVEAT = (
@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 def ablations(
     model: Any, ids: Tensor, heads: Sequence[Place], how: str, step: Callable[[], None]
-) -> tuple[Ablations, Mapping[Place, Scored]]:
+) -> tuple[Ablations, Mapping[Place, Estimate]]:
     """Take out one head after the other, and say what each costs, with the interval of that.
 
     Args:
@@ -40,7 +40,7 @@ def ablations(
         return F.cross_entropy(logits[0, :-1].float(), batch[0, 1:], reduction="none")
 
     by: By = "zero" if how == "zero" else mean_outputs(model, [ids], lambda batch: model(input_ids=batch))
-    scores: dict[Place, Scored] = {}
+    scores: dict[Place, Estimate] = {}
     loss = 0.0
     effects = ablation_effects(model, [ids], loss_of, [[place] for place in heads], by)
     for place, effect in zip(heads, effects, strict=True):
@@ -51,8 +51,8 @@ def ablations(
     return Ablations(how, loss, ids.shape[1] - 1, deltas, CAVEAT), scores
 
 
-def _scored(change: Tensor) -> Scored:
+def _scored(change: Tensor) -> Estimate:
     """The mean change of the loss, and its interval over blocks of tokens; chance is no change."""
-    score = Score.of_rows(change[None, None], torch.zeros(()), torch.tensor(True))
+    score = HeadScores.of_rows(change[None, None], torch.zeros(()), torch.tensor(True))
     low, high, _ = score.interval()
-    return Scored(float(score.value), 0.0, float(low), float(high))
+    return Estimate(float(score.value), 0.0, float(low), float(high))

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from regard.inspect.surveying.closeup import Runs, closed_up
+from regard.inspect.surveying.closeup import Runs, close_up
 from regard.inspect.surveying.kinds import NAMERS, strength
-from regard.inspect.surveying.report import Close, Head
+from regard.inspect.surveying.report import CloseUp, Head
 from regard.inspect.weights.lazy import Weights
 
 BUDGET = 4 * 2**20
@@ -25,20 +25,20 @@ class Closest:
 
     def __init__(self, asked: Sequence[Place], others: bool) -> None:
         self._asked, self._others = asked, others
-        self._kept: dict[Place, Close] = {}
+        self._kept: dict[Place, CloseUp] = {}
         self._masks: dict[object, Runs | None] = {}
-        self._candidates: dict[str, list[tuple[float, Close]]] = {}
+        self._candidates: dict[str, list[tuple[float, CloseUp]]] = {}
 
     def offer(self, weights: Weights, heads: Sequence[Head]) -> None:
         """The heads of a layer, as it passes."""
         for head in heads:
             if (head.layer, head.head) in self._asked:
-                close = closed_up(weights, head.layer, head.head, self._masks)
+                close = close_up(weights, head.layer, head.head, self._masks)
                 self._kept |= {} if close is None else {(head.layer, head.head): close}
             elif self._others:
                 self._consider(weights, head)
 
-    def of(self, heads: Sequence[Head]) -> tuple[Close, ...]:
+    def of(self, heads: Sequence[Head]) -> tuple[CloseUp, ...]:
         """The close-ups of these heads: those asked for in the order of asking, then others as far as the budget goes.
 
         Args:
@@ -47,7 +47,7 @@ class Closest:
         asked = [self._kept[place] for place in self._asked if place in self._kept]
         held = {(c.layer, c.head): c for candidates in self._candidates.values() for _, c in candidates}
         ordered = [held[head.layer, head.head] for head in heads if (head.layer, head.head) in held]
-        room, others = BUDGET, list[Close]()
+        room, others = BUDGET, list[CloseUp]()
         for close in ordered:
             room -= close.bytes
             if room < 0 and (asked or others):
@@ -62,7 +62,7 @@ class Closest:
         most = max(1, BUDGET // (size * (len(NAMERS) + 1)))
         if len(held) >= most and strong <= held[-1][0]:
             return
-        close = closed_up(weights, head.layer, head.head, self._masks)
+        close = close_up(weights, head.layer, head.head, self._masks)
         if close is not None:
             held.append((strong, close))
             held.sort(key=lambda candidate: -candidate[0])

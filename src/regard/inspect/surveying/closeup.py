@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.describe.mask import Ints
-from regard.inspect.surveying.report import Close
+from regard.inspect.surveying.report import CloseUp
 from regard.inspect.weights.lazy import CHUNK, ROWS, TILE, Weights
 from regard.inspect.weights.spans import kept_columns
 
@@ -34,7 +34,7 @@ class Runs(NamedTuple):
     prefix: int
 
 
-def closed_up(weights: Weights, layer: int, head: int, known: dict[object, Runs | None] | None = None) -> Close | None:
+def close_up(weights: Weights, layer: int, head: int, known: dict[object, Runs | None] | None = None) -> CloseUp | None:
     """The close-up of one head of a call, or None where it cannot be told so: another mask, a bias by pair.
 
     Args:
@@ -48,11 +48,11 @@ def closed_up(weights: Weights, layer: int, head: int, known: dict[object, Runs 
         return None
     q, k = (each.float().cpu().numpy() for each in (weights.q[0, head], weights.k[0, head // group]))
     total = weights.total.expand(weights.shape[:3])[0, head].float().cpu().numpy()
-    close = Close(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
+    close = CloseUp(layer, head, q, k, total, weights.scale, weights.softcap, runs.first, runs.last, runs.prefix, bias)
     return close if _is_right(close, weights.heads(head)) else None
 
 
-def rows_of(close: Close, start: int, stop: int) -> NDArray[np.float32]:
+def close_up_rows(close: CloseUp, start: int, stop: int) -> NDArray[np.float32]:
     """The weights of rows start <= i < stop, [rows, tokens]: what the page computes, for tests and for the terminal."""
     i, j = np.arange(start, stop)[:, None], np.arange(len(close.k))[None]
     scores = close.scale * (close.q[start:stop] @ close.k.T)
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
     weight: float
 
 
-def strongest(close: Close, count: int, *, from_key: int = 1) -> list[Pair]:
+def strongest(close: CloseUp, count: int, *, from_key: int = 1) -> list[Pair]:
     """The pairs of different tokens with the greatest weights, a key from `from_key` on; in O(n) memory.
 
     The first token is left out by default: the mass on it is what the sink score says, and would fill the list.
@@ -81,7 +81,7 @@ def strongest(close: Close, count: int, *, from_key: int = 1) -> list[Pair]:
     best: list[Pair] = []
     rows = max(1, TILE // len(close.k))
     for start in range(0, len(close.q), rows):
-        weights = rows_of(close, start, min(start + rows, len(close.q)))
+        weights = close_up_rows(close, start, min(start + rows, len(close.q)))
         weights[np.arange(len(weights)), np.arange(start, start + len(weights))] = 0
         weights[:, :from_key] = 0
         found = np.argsort(weights, axis=None)[-count:] if count else []
@@ -103,7 +103,7 @@ def visible_runs(weights: Weights, head: int) -> Runs | None:
     return runs
 
 
-def _is_right(close: Close, weights: Weights) -> bool:
+def _is_right(close: CloseUp, weights: Weights) -> bool:
     """Whether some rows of a close-up show the weights of its head, all in float64.
 
     Two products in float32 may round alike, and differ from the page's, which are in float64: nothing of the comparison
@@ -113,7 +113,7 @@ def _is_right(close: Close, weights: Weights) -> bool:
     ours = replace(close, q=close.q.astype(np.float64), k=close.k.astype(np.float64))
     for row in np.unique(np.linspace(0, len(close.q) - 1, CHECKED).round().astype(int)).tolist():
         with np.errstate(over="ignore", invalid="ignore"):  # what is no number is wrong as well
-            off = np.abs(rows_of(ours, row, row + 1)[0] - _exact_row(exact, row)).max()
+            off = np.abs(close_up_rows(ours, row, row + 1)[0] - _exact_row(exact, row)).max()
         if not off <= WRONG_BY:
             return False
     return True

@@ -7,7 +7,7 @@ import torch
 
 from regard.inspect.measures import copying, copying_eigenvalues
 from regard.inspect.measures.circuits import Parts, circuits_of, vocabulary_of
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.stimulus import plain_tokens
 from regard.inspect.surveying.subject import Subject
 from regard.inspect.surveying.wanted import Wanted
@@ -15,7 +15,7 @@ from regard.inspect.surveying.wanted import Wanted
 MEASURES = ("copying", "copying_eigenvalues")
 
 
-def copied(parts: Parts, subject: Subject, tokenizer: Any, asked: Wanted) -> Mapping[int, Mapping[str, Score]]:
+def copied(parts: Parts, subject: Subject, tokenizer: Any, asked: Wanted) -> Mapping[int, Mapping[str, HeadScores]]:
     """The copying scores of each layer by its number. The circuit of one layer exists at a time."""
     vocabulary, among = vocabulary_of(parts), torch.tensor(plain_tokens(tokenizer, subject.embeddings))
     return {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from regard.inspect.brief import brief
 
 
-class Scored(NamedTuple):
+class Estimate(NamedTuple):
     """One measure of one head: `chance` is what uniform attention would score, low to high its 95 % interval.
 
     None is what there is not: a measure that does not apply, a score without chance value or interval.
@@ -19,7 +19,7 @@ class Scored(NamedTuple):
     high: float | None = None
 
 
-NONE = Scored(None)
+NONE = Estimate(None)
 """What a head scores in a measure that it was not put to."""
 
 
@@ -35,7 +35,7 @@ class Head:
     layer: int
     head: int
     kv_head: int
-    scores: Mapping[str, Scored]
+    scores: Mapping[str, Estimate]
     kind: str = "mixed"
     remarkable: float = 0.0
     sure: float | None = None
@@ -45,7 +45,7 @@ class Head:
         """`18.6`: layer and head, both from 0."""
         return f"{self.layer}.{self.head}"
 
-    def score(self, measure: str) -> Scored:
+    def score(self, measure: str) -> Estimate:
         """The head's score, `NONE` where it was not put to the measure."""
         return self.scores.get(measure, NONE)
 

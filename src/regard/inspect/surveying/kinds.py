@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from regard.inspect.measures import definitions
 from regard.inspect.measures.definitions import Definition
-from regard.inspect.surveying.head import Head, Scored
+from regard.inspect.surveying.head import Estimate, Head
 
 NAMED_FROM = 0.3
 """The lift from which a head is named after a score; the threshold that Gu et al. 2024 use for sinks."""
@@ -108,10 +108,10 @@ DEFINITIONS: dict[str, Definition] = definitions.DEFINITIONS | RULES
 """Every number of a report by its key: the measures, and the judgements of this file."""
 
 
-def lift(score: Scored) -> float:
+def lift(score: Estimate) -> float:
     """How far a score stands from chance to certainty: (score - chance) / (1 - chance); 0 where there is no score.
 
-    >>> lift(Scored(0.6, 0.2))
+    >>> lift(Estimate(0.6, 0.2))
     0.5
     """
     value, chance = score.value, score.chance
@@ -120,7 +120,7 @@ def lift(score: Scored) -> float:
     return (value - chance) / (1 - chance)
 
 
-def kind_of(scores: Mapping[str, Scored]) -> str:
+def kind_of(scores: Mapping[str, Estimate]) -> str:
     """What a head of these scores is called: see `RULES["kind"]`."""
     given = {name: score for name, score in scores.items() if score.value is not None}
     values = {name: np.array(score.value) for name, score in given.items()}

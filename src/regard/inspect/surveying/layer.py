@@ -20,7 +20,7 @@ from regard.inspect.measures import (
     sink_output,
     value_norms,
 )
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.observing.observe import Look
 from regard.inspect.surveying.kinds import keeping, kind_of, kinds_of
 from regard.inspect.surveying.report import Head, Picture
@@ -74,7 +74,7 @@ class Measuring:
     tokens: Tensor
     wanted: Wanted
     model: nn.Module
-    copies: Mapping[int, Mapping[str, Score]] = field(default_factory=dict[int, Mapping[str, Score]])
+    copies: Mapping[int, Mapping[str, HeadScores]] = field(default_factory=dict[int, Mapping[str, HeadScores]])
     notes: list[str] = field(default_factory=list[str])
 
     def layer(self, look: Look) -> Layer:

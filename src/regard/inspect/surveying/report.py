@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.inspect.brief import brief
-from regard.inspect.surveying.head import NONE, Head, Scored
+from regard.inspect.surveying.head import NONE, Estimate, Head
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift, ranked
 from regard.inspect.surveying.sinks import SinkShare, sink_shares
 
@@ -23,12 +23,12 @@ __all__ = [
     "DEFINITIONS",
     "NONE",
     "Ablations",
-    "Close",
+    "CloseUp",
+    "Estimate",
     "Head",
     "Picture",
     "Report",
-    "Run",
-    "Scored",
+    "RunInfo",
     "SinkShare",
     "kind_of",
     "lift",
@@ -59,7 +59,7 @@ class Picture:
 
 @brief
 @dataclass(frozen=True, eq=False)
-class Close:
+class CloseUp:
     """One head to the last weight: any of its n x n weights can be computed from this, of 8 dim + 12 bytes a token.
 
         A[i, j] = exp(cap(scale * q[i] . k[j]) + distance_bias[tokens - 1 + i - j] - total[i])
@@ -105,7 +105,7 @@ class Ablations:
 
 @brief
 @dataclass(frozen=True)
-class Run:
+class RunInfo:
     """What was run, on what, how fast. `pairs` and `attention_gflop` are of one pass over all tokens of the report.
 
     `notes`: what a reader must know of this run, in whole sentences.
@@ -134,21 +134,21 @@ class Report:
     """A survey of one model on one text. `tokens` are display strings of prompt and continuation; heads best first.
 
     Args:
-        closes: the heads that can be read to the last weight, most remarkable first.
+        close_ups: the heads that can be read to the last weight, most remarkable first.
         profiles: by (layer, head), how the mass of a mean row lies by distance |i - j|: bin 0 is distance 0, bin b the
             distances from 2 ** (b - 1) to 2 ** b - 1.
         other: what this one is compared with, a report on the same text.
         ablations: None where no head was taken out.
     """
 
-    run: Run
+    run: RunInfo
     text: str
     tokens: tuple[str, ...]
     prompt_tokens: int
     continuation: str
     heads: tuple[Head, ...]
     pictures: tuple[Picture, ...]
-    closes: tuple[Close, ...] = ()
+    close_ups: tuple[CloseUp, ...] = ()
     profiles: Mapping[tuple[int, int], tuple[float, ...]] = field(
         default_factory=dict[tuple[int, int], tuple[float, ...]]
     )
@@ -170,7 +170,7 @@ class Report:
         run, written = self.run, len(self.tokens) - self.prompt_tokens
         kinds = Counter(head.kind for head in self.heads).most_common()
         kept = [f"pictures of {len(self.pictures):,}"] * bool(self.pictures)
-        kept += [f"{len(self.closes)} to the last weight"] * bool(self.closes)
+        kept += [f"{len(self.close_ups)} to the last weight"] * bool(self.close_ups)
         read = f"{self.prompt_tokens:,} tokens read, {written:,} written"
         lines = [
             f"Report of {run.model}, {run.layers} layers x {run.heads} heads: {read}",

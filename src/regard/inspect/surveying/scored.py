@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.inspect.measures import places
-from regard.inspect.measures.score import Score
-from regard.inspect.surveying.head import Scored
+from regard.inspect.measures.score import HeadScores
+from regard.inspect.surveying.head import Estimate
 from regard.inspect.surveying.kinds import DEFINITIONS, NAMERS
 
 DRAWS = 1000
@@ -30,10 +30,10 @@ class Scores:
         drawn: by measure, draws of it [draws, heads]; of `NAMERS` alone. Scores of one sample are drawn together.
     """
 
-    of: dict[str, list[Scored]] = field(default_factory=dict[str, list[Scored]])
+    of: dict[str, list[Estimate]] = field(default_factory=dict[str, list[Estimate]])
     drawn: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
 
-    def add(self, scores: Mapping[str, Score]) -> None:
+    def add(self, scores: Mapping[str, HeadScores]) -> None:
         """Read these as plain numbers, and let go of them."""
         for measure, score in scores.items():
             draws = score.draws(DRAWS).double().cpu().numpy()
@@ -41,7 +41,7 @@ class Scores:
             if measure in NAMERS:
                 self.drawn[measure] = draws
 
-    def add_best(self, scores: Mapping[str, Score]) -> None:
+    def add_best(self, scores: Mapping[str, HeadScores]) -> None:
         """The same, and of those that are the best of several where that is: `positional_at`, in a text of one."""
         self.add(scores)
         for measure, at in places(scores).items():
@@ -49,25 +49,25 @@ class Scores:
 
     def add_numbers(self, measure: str, numbers: Tensor, chance: float | None = None) -> None:
         """Numbers of the heads that are no means over rows, [heads]: such as where a scan found its best."""
-        self.of[measure] = [Scored(number, chance) for number in numbers.double().tolist()]
+        self.of[measure] = [Estimate(number, chance) for number in numbers.double().tolist()]
 
     def joined(self, other: "Scores | None") -> "Scores":
         """These and others of the same heads."""
         return self if other is None else Scores(self.of | other.of, self.drawn | other.drawn)
 
-    def head(self, head: int) -> dict[str, Scored]:
+    def head(self, head: int) -> dict[str, Estimate]:
         """Everything that one head scores."""
         return {measure: scores[head] for measure, scores in self.of.items()}
 
 
-def _numbers(measure: str, score: Score, draws: NDArray[np.float64]) -> Iterator[Scored]:
+def _numbers(measure: str, score: HeadScores, draws: NDArray[np.float64]) -> Iterator[Estimate]:
     """The mean over sequences of each head, as what a report says."""
     columns = (score.mean().double().tolist(), score.mean_chance().double().tolist(), *_ends(measure, score, draws))
     for row in zip(*columns, strict=True):
-        yield Scored(*(None if math.isnan(number) else float(number) for number in row))
+        yield Estimate(*(None if math.isnan(number) else float(number) for number in row))
 
 
-def _ends(measure: str, score: Score, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ends(measure: str, score: HeadScores, draws: NDArray[np.float64]) -> NDArray[np.float64]:
     """The ends of the 95 % interval of each head [2, heads]; those of a share of something lie from 0 to 1."""
     if score.over == "sequences":
         low, high, _ = score.interval()
@@ -78,7 +78,7 @@ def _ends(measure: str, score: Score, draws: NDArray[np.float64]) -> NDArray[np.
 
 
 def interval(draws: NDArray[np.float64], level: float = 0.95) -> NDArray[np.float64]:
-    """The ends of the percentile interval of draws [draws, heads], as `Score.interval` has it: [2, heads].
+    """The ends of the percentile interval of draws [draws, heads], as `HeadScores.interval` has it: [2, heads].
 
     A survey takes some 700 of them: by partitioning, in a quarter of the time that torch needs to sort them. Columns in
     which a draw has no value are left to what knows of NaN.

@@ -46,8 +46,8 @@ class SinkShare:
 def sink_shares(heads: Iterable[Head]) -> tuple[SinkShare, ...]:
     """One for each published threshold; none where `alpha` was not measured.
 
-    >>> from regard.inspect.surveying.head import Scored
-    >>> heads = [Head(0, 0, 0, {"alpha": Scored(0.2)}), Head(0, 1, 0, {"alpha": Scored(0.9)})]
+    >>> from regard.inspect.surveying.head import Estimate
+    >>> heads = [Head(0, 0, 0, {"alpha": Estimate(0.2)}), Head(0, 1, 0, {"alpha": Estimate(0.9)})]
     >>> [(of.threshold, of.share, of.most) for of in sink_shares(heads)]
     [(0.3, 0.5, (0,)), (0.8, 0.5, (0,))]
     """

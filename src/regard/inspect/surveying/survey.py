@@ -28,7 +28,7 @@ from regard.inspect.surveying.others import on_other_texts, others_of
 from regard.inspect.surveying.reading import Prompt, eager_difference, prompt_of, written
 from regard.inspect.surveying.repeated import MEASURES as ON_REPEATS
 from regard.inspect.surveying.repeated import on_repeats, stimuli
-from regard.inspect.surveying.report import Ablations, Head, Report, Run
+from regard.inspect.surveying.report import Ablations, Head, Report, RunInfo
 from regard.inspect.surveying.scored import Scores
 from regard.inspect.surveying.spelling import readable
 from regard.inspect.surveying.subject import Subject, prepared, subject_of
@@ -62,7 +62,7 @@ def survey(
         measures: keys of `DEFINITIONS`; None for all. What names a head is measured too, as far as it costs no sweep;
             where nothing asked for takes a sweep none is made, and there are no pictures.
         layers: numbers from 0, or one; None for all.
-        heads: (layer, head), to be kept to the last weight (`Report.closes`).
+        heads: (layer, head), to be kept to the last weight (`Report.close_ups`).
         tokens: read so many of the text at most; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
             once, and no speed is told.
@@ -105,7 +105,7 @@ def survey(
         continuation=tokenizer.decode(new[0].tolist()),
         heads=found,
         pictures=tuple(pictures_of(passed)),
-        closes=closes.of(found),
+        close_ups=closes.of(found),
         profiles=profiles_of(passed),
         ablations=ablated,
     )
@@ -232,9 +232,9 @@ def _ablated(
 
 def _run(
     model: Any, layers: list[Layer], prompt: Prompt, new_tokens: int, difference: float | None, clock: Clock
-) -> Run:
+) -> RunInfo:
     seconds = clock.seconds
-    return Run(
+    return RunInfo(
         model=model.config.name_or_path or type(model).__name__,
         layers=len(layers),
         heads=max(layer.heads for layer in layers),

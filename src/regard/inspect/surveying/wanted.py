@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from regard.errors import ProblemError
 from regard.inspect.measures.definitions import PAIRS, SWEPT
-from regard.inspect.measures.score import Score
+from regard.inspect.measures.score import HeadScores
 from regard.inspect.surveying.ablation import HOW
 from regard.inspect.surveying.kinds import NAMERS
 from regard.inspect.surveying.sinks import spans
@@ -44,7 +44,7 @@ class Wanted:
             return measure not in ON_DEMAND
         return measure in self.measures or measure in NAMERS
 
-    def among(self, scores: Mapping[str, Score]) -> dict[str, Score]:
+    def among(self, scores: Mapping[str, HeadScores]) -> dict[str, HeadScores]:
         """Those of the scores that are wanted."""
         return {measure: score for measure, score in scores.items() if self.has(measure)}
 
