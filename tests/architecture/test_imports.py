@@ -18,7 +18,7 @@ HOMES = {
     "transformers": ["integrate/"],
     "ctypes": ["native.py", "integrate/heap.py"],
     "rich": ["cli/"],
-    "matplotlib": [],
+    "matplotlib": ["inspect/plot.py"],
     "xxhash": ["describe/"],
 }
 

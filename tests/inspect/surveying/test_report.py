@@ -2,11 +2,13 @@
 
 import csv
 import json
+import sys
 from dataclasses import asdict, replace
 
 import numpy as np
+import pytest
 
-from regard.inspect.page import framed
+from regard.errors import ProblemError, RefusalError
 from regard.inspect.surveying.kinds import DEFINITIONS
 from regard.inspect.surveying.report import NONE, Estimate, Head
 from tests.inspect.reports import report
@@ -91,5 +93,57 @@ def test_a_close_up_says_what_it_takes():
     assert close.bytes == sum(array.nbytes for array in arrays) - 29 * 4 * 29 == 29 * (4 * 29 + 12)
 
 
-def test_a_notebook_shows_the_page_in_a_frame():
-    assert report()._repr_html_() == framed(report())
+def test_a_notebook_shows_the_most_remarkable_heads_as_a_small_table():
+    made = report(model="<b>m</b>")
+    shown = made._repr_html_()
+    assert "&lt;b&gt;m&lt;/b&gt;: 8 most remarkable of 12 heads" in shown
+    assert shown.count("<tr>") == 1 + 8
+    first = made.heads[0]
+    assert f"<td>{first.name}</td><td>{first.kind}</td><td>{first.value('sink'):.3f}</td>" in shown
+
+
+class Axes:
+    """What `heat_map` draws on, with what it was told."""
+
+    def __init__(self):
+        self.figure = self.xaxis = self.yaxis = self
+        self.cells = self.names = self.ticks = None
+
+    def imshow(self, cells, **_):
+        self.cells = cells
+
+    def set(self, **names):
+        self.names = names
+
+    def get_major_locator(self):
+        return self
+
+    def set_params(self, integer):
+        assert integer
+
+    def set_ticks(self, places, labels):
+        self.ticks = list(zip(places, labels, strict=True))
+
+    def colorbar(self, image, ax):
+        assert ax is self
+
+
+def test_a_plot_has_a_row_per_layer_and_a_column_per_head():
+    made = report(layers=2, heads=3, kv_heads=1)
+    axes = made.plot("entropy", ax=Axes())
+    assert axes.names == {"title": "entropy (nats)", "xlabel": "head", "ylabel": "layer"}
+    assert axes.ticks == [(0, "0"), (1, "1")]
+    assert axes.cells.shape == (2, 3)
+    for head in made.heads:
+        assert axes.cells[head.layer, head.head] == head.value("entropy")
+
+
+def test_a_plot_of_what_was_not_measured_is_refused():
+    with pytest.raises(ProblemError, match=r"plot\('rare_word'\): the measures of this report are sink, "):
+        report().plot("rare_word")
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(RefusalError, match=r"pip install 'regard\[plot\]'"):
+        report().plot("sink")

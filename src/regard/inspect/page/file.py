@@ -77,7 +77,7 @@ def page(report: Report, budget: float = BUDGET) -> str:
 
 
 def framed(report: Report, budget: float = BUDGET / 3, height: int = 860) -> str:
-    """The page inside a frame of its own, as HTML for a notebook: `Report._repr_html_`.
+    """The page inside a frame of its own, as HTML for a notebook.
 
     The frame is sandboxed: its script can reach neither the notebook nor a network. `height` is in pixels.
     """

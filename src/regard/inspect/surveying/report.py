@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.errors import ProblemError
 from regard.inspect.brief import brief
+from regard.inspect.plot import heat_map, html_table
 from regard.inspect.surveying.head import NONE, Estimate, Head
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift, ranked
 from regard.inspect.surveying.sinks import SinkShare, sink_shares
@@ -34,6 +36,9 @@ __all__ = [
     "lift",
     "ranked",
 ]
+
+HTML_ROWS = 8
+"""Heads in the table that a notebook shows."""
 
 CSV_HEAD = ("model", "layer", "head", "kv_head", "kind", "sure", "remarkable")
 """The first columns of `Report.to_csv`."""
@@ -225,11 +230,30 @@ class Report:
             "distances": None if profile is None else list(profile),
         }
 
-    def _repr_html_(self) -> str:
-        """The page in a frame of its own, as notebooks show it."""
-        from regard.inspect.page import framed  # here: a page is made of reports
+    def plot(self, measure: str = "sink", ax: Any = None) -> Any:
+        """Draw one measure of every head, a row per layer and a column per head, and return the matplotlib `Axes`.
 
-        return framed(self)
+        Raises:
+            ProblemError: no head of this report has that measure.
+            RefusalError: matplotlib is not installed.
+        """
+        if measure not in self.measures:
+            raise ProblemError(f"plot({measure!r}): the measures of this report are {', '.join(self.measures)}.")
+        layers = sorted({head.layer for head in self.heads})
+        values = np.full((len(layers), 1 + max(head.head for head in self.heads)), np.nan)
+        for head in self.heads:
+            value = head.value(measure)
+            values[layers.index(head.layer), head.head] = np.nan if value is None else value
+        unit = DEFINITIONS[measure].unit if measure in DEFINITIONS else ""
+        title = f"{measure} ({unit})" if unit else measure
+        return heat_map(values, title=title, x="head", y="layer", y_ticks=list(map(str, layers)), ax=ax)
+
+    def _repr_html_(self) -> str:
+        """The most remarkable heads as a table; `regard.inspect.write_page` writes the whole report as a page."""
+        measures = [measure for measure in ("sink", "previous", "induction", "entropy") if measure in self.measures]
+        cells = ([h.name, h.kind, *(_cell(h.value(m)) for m in measures)] for h in self.heads[:HTML_ROWS])
+        title = f"{self.run.model}: {min(HTML_ROWS, len(self.heads))} most remarkable of {len(self.heads):,} heads"
+        return html_table(title, ["head", "kind", *measures], cells)
 
     def _line(self, head: Head, measures: Sequence[str]) -> Iterator[object]:
         yield from (self.run.model, head.layer, head.head, head.kv_head, head.kind, head.sure, head.remarkable)
@@ -240,6 +264,10 @@ class Report:
 def _measures(reports: Sequence[Report]) -> tuple[str, ...]:
     found = {measure for report in reports for head in report.heads for measure in head.scores}
     return (*(m for m in DEFINITIONS if m in found), *sorted(found - DEFINITIONS.keys()))
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _without_keys(ablations: Ablations) -> dict[str, Any]:
