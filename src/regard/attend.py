@@ -23,6 +23,7 @@ from regard.plan.lower import gathered
 from regard.plan.problem import Operands, check_offset, check_readable, opened, pose
 from regard.state import State
 from regard.storage.stored import StoredTensor
+from regard.torch_internals import is_any_autocast_enabled
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,6 @@ class Call:
     out: Tensor
     lse: Tensor
 
-
-_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 
 Watchers = tuple[Callable[[Call], Tensor | None], ...]
 """What is told of each call, in the order of entering; a tensor takes the place of the output."""
@@ -166,7 +165,7 @@ def attend(
     """
     if unknown:
         refuse_keywords(attend, unknown)
-    if _is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     prepared = None if _is_traced() else prepare(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
@@ -212,7 +211,7 @@ def attend_state(
     """
     if unknown:
         refuse_keywords(attend_state, unknown)
-    if _is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     prepared = None if _is_traced() else prepare(
         q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,
@@ -259,7 +258,7 @@ def explain(
     """
     if unknown:
         refuse_keywords(explain, unknown)
-    if _is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     offset = None if offset is None else check_offset(offset)
     k, v, mask, stored = opened(k, v, mask, bias, offset)

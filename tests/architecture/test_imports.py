@@ -1,6 +1,7 @@
 """Each third-party package has one home; nothing else uses it. Arrows between our own rooms are import-linter's."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,44 @@ def test_a_stray_is_found_however_it_is_written(line: str, tmp_path: Path):
     (tmp_path / "parallel" / "ring.py").write_text(line)
     (tmp_path / "attend.py").write_text(line)
     assert strays("torch.distributed", ["parallel/"], tmp_path) == [f"attend.py:{len(line.splitlines())}"]
+
+
+def private_names_of_torch(source: str) -> list[str]:
+    """The private names of torch that a file uses: `torch.a._b`, `from torch._a import b`, `getattr(torch, "_a")`."""
+    tree = ast.parse(source)
+    dotted = {name for _, name in [*imported(tree), *attributes(tree)]}
+    dotted |= {
+        f"torch.{node.args[1].value}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0]) == "torch"
+        if isinstance(node.args[1], ast.Constant)
+    }
+    is_private = re.compile(r"(torch|forward_ad)(\.\w+)*\._(?!_)|\w+\._version$").match
+    return sorted(name for name in dotted if is_private(name))
+
+
+def test_private_names_of_torch_are_in_one_file():
+    found = {
+        path.relative_to(SOURCES).as_posix(): private_names_of_torch(path.read_text()) for path in SOURCES.rglob("*.py")
+    }
+    assert [name for name, private in found.items() if private] == ["torch_internals.py"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._subclasses import FakeTensor",
+        "import torch._dynamo",
+        "torch._C._functorch.peek_interpreter_stack()",
+        'getattr(torch, "_C")',
+        "forward_ad._current_level",
+        "torch.ops.aten._softmax(t, 1, False)",
+        "t._version",
+    ],
+)
+def test_a_private_name_is_found_however_it_is_written(line: str):
+    assert private_names_of_torch(line)
+    assert not private_names_of_torch("torch.__version__, torch.nn.functional.softmax(t._data), getattr(torch, name)")
 
 
 def test_every_room_has_its_place_in_the_layers():

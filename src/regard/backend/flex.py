@@ -23,6 +23,7 @@ from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.torch_internals import recompile_limit
 
 Modify = Callable[..., Tensor]
 
@@ -66,7 +67,7 @@ def _run(problem: Problem, schedule: Schedule, operands: Operands) -> State:
     score_mod = _score_mod(problem, operands.bias, q.device)
     shared = problem.heads != problem.kv_heads
     wants_lse = problem.lse or problem.sink
-    with torch._dynamo.config.patch(recompile_limit=KERNELS):  # pyright: ignore[reportPrivateUsage]
+    with recompile_limit(KERNELS):
         result = _compiled(q.device.type)(
             q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None
         )

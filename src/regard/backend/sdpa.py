@@ -18,6 +18,7 @@ from regard.plan.lower import Lowering, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.torch_internals import flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,8 @@ class Sdpa:
 
 
 def _run(problem: Problem, operands: Operands) -> State:
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     causal = problem.mask is not None
-    out, lse = attention(operands.q, operands.k, operands.v, 0.0, causal, scale=problem.scale)
+    out, lse = flash_attention_for_cpu(operands.q, operands.k, operands.v, 0.0, causal, scale=problem.scale)
     state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), lse)
 

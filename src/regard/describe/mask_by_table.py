@@ -19,6 +19,7 @@ from regard.describe.spec import spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+from regard.torch_internals import ignore_torch_function
 
 
 @spec
@@ -375,7 +376,7 @@ class _Probe(torch.Tensor):
                 return x.as_subclass(torch.Tensor)
             return type(x)(plain(y) for y in cast("Sequence[Any]", x)) if isinstance(x, tuple | list) else x
 
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        with ignore_torch_function():
             return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
 
 

@@ -6,17 +6,13 @@ the user's. They grow in powers of two: ever longer calls make new ones ever mor
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.describe.recent import Recent
 from regard.errors import ProblemError
-
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
-_peek_interpreter_stack: Callable[[], object] = _functorch.peek_interpreter_stack
-_len_torch_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+from regard.torch_internals import current_func_transform, dispatch_modes
 
 KEPT = 128 << 20
 """Bytes of tables that are kept, and so the largest one that is made."""
@@ -27,7 +23,7 @@ BLOCK = 256
 
 def is_traced() -> bool:
     """Whether torch now makes something other than plain tensors: in a traced graph, `torch.func`, a dispatch mode."""
-    return torch.compiler.is_compiling() or _peek_interpreter_stack() is not None or _len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or current_func_transform() is not None or dispatch_modes() > 0
 
 
 def kept_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, count: int) -> Tensor | None:

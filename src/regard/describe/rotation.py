@@ -10,17 +10,13 @@ Where nothing watches (no gradient, no trace), pieces that fit a core's cache ar
 the same serves the backward pass, which is the turn the other way. Everything else takes the formula.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from regard.describe.position_table import is_traced
-
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
-_is_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor  # in autograd.grad(is_grads_batched=True)
+from regard.torch_internals import in_forward_mode, is_legacy_batched
 
 PIECE = 1 << 18
 """Numbers turned at a time: 1 MiB of float32. Smaller pieces cost more calls than they save reads."""
@@ -69,8 +65,7 @@ class _Turn(torch.autograd.Function):
 
 def is_watched(x: Tensor) -> bool:
     """Whether writing in place would be seen: by forward-mode differentiation, a subclass, or batched gradients."""
-    in_forward_mode = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
-    return in_forward_mode or type(x) not in (Tensor, torch.nn.Parameter) or _is_batched(x)
+    return in_forward_mode() or type(x) not in (Tensor, torch.nn.Parameter) or is_legacy_batched(x)
 
 
 def _axis(interleaved: bool) -> int:

@@ -20,9 +20,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 from xxhash import xxh3_128_digest
+
+from regard.torch_internals import FakeTensor, ignore_func_transforms, ignore_torch_function, is_func_wrapper, version
 
 T = TypeVar("T")
 
@@ -33,9 +34,6 @@ _NUMPY = frozenset({
 """Types that numpy has; the elements of others are read as integers of their size."""
 
 _OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
-_is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 
 _serials = itertools.count()
 _serial_of = WeakIdKeyDictionary()
@@ -134,9 +132,9 @@ def digest(tensor: Tensor) -> bytes:
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([1, 2])), digest(torch.arange(2)) == digest(torch.ones(2))
     (True, False)
     """
-    with torch._C._DisableFuncTorch():  # pyright: ignore[reportPrivateUsage]
+    with ignore_func_transforms():
         if tensor.requires_grad or not _is_plain(tensor):
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            with ignore_torch_function():
                 tensor = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
         data = tensor
         for axis, step in enumerate(data.stride()):
@@ -153,9 +151,8 @@ def _content(tensor: Tensor) -> Hashable:
         tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided
     ):  # they have several tensors inside
         return Unknown()
-    if is_without_data(tensor) or _is_wrapped(tensor) or not _is_on_host(tensor):
-        version = tensor._version  # pyright: ignore[reportPrivateUsage]
-        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version
+    if is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor):
+        return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor)
     try:
         return digest(tensor), ClassRef(type(tensor))
     except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that is made of other tensors
@@ -171,7 +168,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether its elements are in the memory of the host, as they are."""
     own = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
     own = own and not (tensor.is_nested or tensor.is_quantized)
-    return own and not tensor.is_neg() and not tensor.is_conj() and not _is_wrapped(tensor)
+    return own and not tensor.is_neg() and not tensor.is_conj() and not is_func_wrapper(tensor)
 
 
 def _text(tensor: Tensor) -> str:

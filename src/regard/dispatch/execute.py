@@ -5,7 +5,6 @@ mask its keys and values are looked at. If some are not finite it gets them as z
 that do not see them; the rows that do are taken from the next engine, one that selects instead of multiplying.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,8 +15,7 @@ from regard.errors import RefusalError
 from regard.plan.lower import gathered
 from regard.plan.problem import Operands, Problem, is_finite
 from regard.state import State
-
-_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
+from regard.torch_internals import is_any_autocast_enabled
 
 LEAKS = "keys, values or (where gradients flow) queries hold NaN or inf, which it would carry past the mask"
 
@@ -50,7 +48,7 @@ def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, St
 
 
 def _run(plan: Plan, operands: Operands) -> State:
-    if not _is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return plan.finished(plan.ready(plan.changed(operands)))
     with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
         return plan.finished(plan.ready(plan.changed(operands)))

@@ -9,12 +9,11 @@ The operator plans when it runs: it reads the tensors of masks, and an offset th
 graph serves every step of decoding, and no CUDA graph may be captured around it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.backend.contract import Resumable
@@ -42,13 +41,12 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
+from regard.torch_internals import dispatch_modes, in_forward_mode
 
 _ARGUMENTS = (  # `carried` are the words' tensors; where offset is None, the last of them is the offset
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, str score, "
     "float? scale, float? softcap, float dropout, Tensor? seed, SymInt? offset, str? backend, bool wants_lse"
 )
-
-_len_torch_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
@@ -63,7 +61,7 @@ _library.define(
 
 def is_counted() -> bool:
     """Whether a dispatch mode is on, as torch's FLOP counter is: it is shown the call as one operator."""
-    return _len_torch_dispatch_stack() > 0
+    return dispatch_modes() > 0
 
 
 def attend_traced(
@@ -83,7 +81,7 @@ def attend_traced(
     lse: bool,
 ) -> State:
     """The state of a call, its `out` with the sink, as one operator; its words are taken apart while torch traces."""
-    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    if in_forward_mode():
         raise RefusalError(
             "forward-mode derivatives (jvp) of a traced call are not known: leave torch.compile out, or differentiate "
             "backward."

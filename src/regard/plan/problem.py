@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from regard.describe.bias import Bias
@@ -24,16 +22,19 @@ from regard.describe.spec import Fingerprint, Spec
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 from regard.storage.stored import StoredTensor
-
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
-_peek_interpreter_stack = _functorch.peek_interpreter_stack
+from regard.torch_internals import (
+    DisabledTorchFunction,
+    FakeTensor,
+    FunctionalTensor,
+    current_func_transform,
+    in_forward_mode,
+    is_batched,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 FARTHEST = 1 << 62
 """Positions are computed in 64 bits: from here, the distance between a query and a key still fits."""
-
-_disabled: Any = getattr(torch._C, "_disabled_torch_function_impl")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ def _has_ordinary_functions(kind: Any) -> bool:
     if kind is Tensor or kind is torch.nn.Parameter:
         return True
     own = next(base for base in kind.__mro__ if "__torch_function__" in base.__dict__)
-    return own is Tensor or own.__torch_function__ is _disabled
+    return own is Tensor or own.__torch_function__ is DisabledTorchFunction
 
 
 def check_words(mask: object, bias: object, score: object) -> None:
@@ -364,7 +365,7 @@ def _check_word(name: str, given: Spec | None) -> None:
 
 def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
     """Raise `ProblemError` unless the tensor can be looked at before anything runs, as schedules are made of masks."""
-    if _functorch.is_batchedtensor(t):
+    if is_batched(t):
         raise ProblemError(
             f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
         )
@@ -484,7 +485,7 @@ def _as_stored(side: object, name: str) -> StoredTensor:
 
 def in_transform() -> bool:
     """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is at work."""
-    return _peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+    return current_func_transform() is not None or in_forward_mode()
 
 
 def can_be_read(*tensors: Tensor) -> bool:
@@ -493,7 +494,7 @@ def can_be_read(*tensors: Tensor) -> bool:
 
 
 def _transformed(tensors: tuple[Tensor, ...]) -> bool:
-    if _peek_interpreter_stack() is not None:
+    if current_func_transform() is not None:
         return True
     if not in_transform():
         return False

@@ -11,6 +11,7 @@ import torch
 
 from regard.describe.mask import Bools, Ints, Mask, Rectangles, marked
 from regard.plan.schedule import Schedule
+from regard.torch_internals import ignore_func_transforms
 
 CHUNK = 1 << 22
 """Pairs of which `keep` is asked at once: what the making of a schedule needs of memory is a few times this many
@@ -194,7 +195,7 @@ def _evaluated(mask: Mask, tile: int, r: Rectangles) -> Bools:
     """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges, where it is not asked."""
     steps = np.arange(tile)
     # under torch.func too: a mask is looked at, not differentiated or mapped over
-    with torch._C._DisableFuncTorch():  # pyright: ignore[reportPrivateUsage]
+    with ignore_func_transforms():
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
         q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
         kept = mask.keep(b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1)).cpu()
