@@ -20,7 +20,7 @@ from benchmarks.page_parts import with_part, write_part
 from benchmarks.perplexity import Feed, Interval, Predicted, beyond, drawn, perplexity, predicted
 from benchmarks.report import machine, table
 from regard import Causal, attend
-from regard.attend import Call, observe_calls
+from regard.attention import Call, observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention

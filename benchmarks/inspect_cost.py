@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.report import table
 from regard import Causal, attend, native
-from regard.attend import observe_calls
+from regard.attention import observe_calls
 from regard.bench.limits import products
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
 from regard.inspect import Weights, observe

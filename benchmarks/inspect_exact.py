@@ -6,7 +6,7 @@ from torch import Tensor
 from benchmarks.inspect_cost import DIM, HEADS, KV_HEADS
 from benchmarks.report import table
 from regard import Causal, attend
-from regard.attend import Call, observe_calls
+from regard.attention import Call, observe_calls
 from regard.inspect import Weights, breadth, induction, previous_token, sink
 
 GOAL_MASS, GOAL_ENTROPY = 1e-6, 1e-5

@@ -3,65 +3,39 @@
 Say in one line which tokens may look at which; regard computes it exactly and fast on the machine at hand, tells what
 it costs before it runs, and shows what it did afterwards.
 
-What most programs use is here. The rest is grouped:
+What most programs use is here, listed in `public.py`. The rest is grouped:
 
 - `regard.rope`: scalings of rotary embeddings. `regard.scores`: other scores than the dot product, kernel regression.
 - `regard.cache`: layouts, codecs and eviction policies of KV caches. `regard.nn`: modules.
 - `regard.linear`: linear (kernel) attention. `regard.inspect`: what heads do. `regard.integrate`: transformers.
+
+Names are imported when the first of them is used (PEP 562), and torch with them: the command `regard` reads its
+arguments before that.
 """
 
-from regard.attend import Call, attend, attend_state, explain, observe_calls, replace_outputs
-from regard.cache import KVCache
-from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
-from regard.describe.mask import Mask, draw
-from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
-from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
-from regard.describe.position import Learned, Position, Rope, Sinusoidal
-from regard.dispatch.choose import Plan
-from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
-from regard.nn import MultiHeadAttention
-from regard.shared_prefix import attend_shared
-from regard.state import State
-from regard.torch_signature import scaled_dot_product_attention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Alibi",
-    "Bias",
-    "Blocks",
-    "Call",
-    "Causal",
-    "Dilated",
-    "Documents",
-    "Global",
-    "KVCache",
-    "KeyLengths",
-    "Learned",
-    "Mask",
-    "MaskFunction",
-    "MultiHeadAttention",
-    "Plan",
-    "Position",
-    "Prefix",
-    "ProblemError",
-    "RefusalError",
-    "RegardError",
-    "Rope",
-    "Sinusoidal",
-    "SlowWarning",
-    "State",
-    "T5Bias",
-    "TensorBias",
-    "TensorMask",
-    "Tree",
-    "Window",
-    "attend",
-    "attend_shared",
-    "attend_state",
-    "draw",
-    "explain",
-    "observe_calls",
-    "replace_outputs",
-    "scaled_dot_product_attention",
-]
+if TYPE_CHECKING:
+    from regard.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A module of the package, or a public name."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'regard' has no attribute {name!r}")
+        try:
+            return import_module(f"regard.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"regard.{name}":
+                raise
+        public = import_module("regard.public")
+        globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+        if name not in globals():
+            raise AttributeError(f"module 'regard' has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

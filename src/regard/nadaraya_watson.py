@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.errors import ProblemError

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.attend import attend, attend_state
+from regard.attention import attend, attend_state
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.describe.score import Dot, Score
 from regard.errors import ProblemError
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal

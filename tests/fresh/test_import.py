@@ -11,7 +11,7 @@ start = time.perf_counter()
 import torch
 middle = time.perf_counter()
 with_torch = set(sys.modules)
-import regard
+from regard import *
 end = time.perf_counter()
 print(json.dumps({"torch": middle - start, "regard": end - middle, "new": sorted(set(sys.modules) - with_torch)}))
 """
@@ -23,6 +23,16 @@ ROOMS = ["regard.inspect", "regard.evaluate", "regard.parallel", "regard.integra
 def import_in_a_fresh_python() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
+
+
+def test_importing_regard_imports_torch_when_a_name_is_used():
+    code = "import sys, regard; assert 'torch' not in sys.modules; regard.attend; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_public_name_is_no_module_whatever_was_imported_first():
+    code = "import regard.attention, regard; assert regard.attend is regard.attention.attend; regard.rope.Yarn"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_regard_loads_nothing_heavy_that_torch_does_not_load():

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def checked(*files: str) -> subprocess.CompletedProcess[str]:
-    hook = "--jaxtyping-packages=regard.attend,regard.state,beartype.beartype"
+    hook = "--jaxtyping-packages=regard.attention,regard.state,beartype.beartype"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", hook, *files]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 

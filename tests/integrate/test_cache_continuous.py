@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
 from regard import ProblemError, RefusalError
-from regard.attend import attend
+from regard.attention import attend
 from regard.integrate import continuous
 from regard.integrate.continuous import continuous_batching, paged_attention
 from tests.integrate.writing import on_regard

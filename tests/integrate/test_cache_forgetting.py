@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from regard import RefusalError
-from regard.attend import observe_calls
+from regard.attention import observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import TOVA
 from regard.integrate.cache import regard_cache

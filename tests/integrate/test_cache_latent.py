@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CompileConfig, StaticCache
 
 from regard import ProblemError, observe_calls
-from regard.attend import Call
+from regard.attention import Call
 from regard.cache import ExpectedAttention
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layer import KeptLayer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Window
-from regard.attend import observe_calls
+from regard.attention import observe_calls
 from regard.cache import KVCache
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attend import attend, explain
+from regard.attention import attend, explain
 from regard.bench import limits
 from regard.bench.case import Case
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved, on_threads, timed

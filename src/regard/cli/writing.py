@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attend import Call, observe_calls
+from regard.attention import Call, observe_calls
 from regard.cli.text_stream import TextStream
 
 CHUNK = 512

@@ -22,7 +22,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.cache.kv_cache import KVCache
 from regard.cache.store import Found
 from regard.integrate.cache_forgetting import ForgettingLayer, Pending

@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.cache.store import Found
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.attend import attend
+from regard.attention import attend
 from regard.cache import KVCache
 from regard.describe.bias import Bias
 from regard.describe.heads import Heads

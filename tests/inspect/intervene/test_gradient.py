@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Causal, attend
-from regard.attend import observe_calls
+from regard.attention import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.intervene.gradient import _rising, gradient_attention
 from regard.inspect.intervene.relevance import through

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from regard.attend import Call
+from regard.attention import Call
 from tests.inspect.dense import Dense64
 
 SHARP = 40.0

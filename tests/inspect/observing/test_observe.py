@@ -10,7 +10,7 @@ from torch import nn
 
 from regard import Causal, attend
 from regard import attend as front_door
-from regard.attend import observe_calls
+from regard.attention import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.observing.observe import Look, observe
 from regard.scores import Additive

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attend import Call
+from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.effect import Effect
 from regard.inspect.intervene.heads import HeadName, Site, Sites, altered, checked

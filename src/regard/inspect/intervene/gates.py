@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.attend import Call
+from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import HeadName, Site, Sites, altered
 from regard.inspect.intervene.loss import LossOf, of_examples

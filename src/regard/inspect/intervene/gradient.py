@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.attend import Call
+from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, altered
 from regard.inspect.intervene.loss import Tick

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from regard.attend import Call, replace_outputs
+from regard.attention import Call, replace_outputs
 from regard.errors import ProblemError
 from regard.inspect.observing.place import following
 from regard.inspect.weights.index import index_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.attend import Call
+from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import HeadName, Site, Sites, altered, checked
 from regard.inspect.weights.index import counted_rows

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from regard.attend import Call
+from regard.attention import Call
 from regard.describe.spec import Fingerprint, Spec, deserialize
 from regard.inspect.weights.lazy import Weights
 

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from regard.attend import Call
+from regard.attention import Call
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Dot
@@ -37,7 +37,7 @@ class ReadCall:
 
     @classmethod
     def of(cls, call: Call) -> Self:
-        """The weights of a `regard.attend.Call`, such as `observe_calls` and `observe` hand out, without gradients.
+        """The weights of a `regard.attention.Call`, such as `observe_calls` and `observe` hand out, without gradients.
 
         Of a call of `attend_state`, which knows a part of the keys, they are the shares within that part. Of scores
         that are dot products of prepared tokens (`Cosine`, `Bilinear`), q and k are the prepared ones.

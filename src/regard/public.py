@@ -1,0 +1,55 @@
+"""The public names of `regard`, from their rooms: what `import regard` offers, loaded when the first is used."""
+
+from regard.attention import Call, attend, attend_state, explain, observe_calls, replace_outputs
+from regard.cache import KVCache
+from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
+from regard.describe.mask import Mask, draw
+from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
+from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
+from regard.describe.position import Learned, Position, Rope, Sinusoidal
+from regard.dispatch.choose import Plan
+from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
+from regard.nn import MultiHeadAttention
+from regard.shared_prefix import attend_shared
+from regard.state import State
+from regard.torch_signature import scaled_dot_product_attention
+
+__all__ = [
+    "Alibi",
+    "Bias",
+    "Blocks",
+    "Call",
+    "Causal",
+    "Dilated",
+    "Documents",
+    "Global",
+    "KVCache",
+    "KeyLengths",
+    "Learned",
+    "Mask",
+    "MaskFunction",
+    "MultiHeadAttention",
+    "Plan",
+    "Position",
+    "Prefix",
+    "ProblemError",
+    "RefusalError",
+    "RegardError",
+    "Rope",
+    "Sinusoidal",
+    "SlowWarning",
+    "State",
+    "T5Bias",
+    "TensorBias",
+    "TensorMask",
+    "Tree",
+    "Window",
+    "attend",
+    "attend_shared",
+    "attend_state",
+    "draw",
+    "explain",
+    "observe_calls",
+    "replace_outputs",
+    "scaled_dot_product_attention",
+]
