@@ -7,7 +7,7 @@ from regard import Causal, Mask, RefusalError, TensorBias, Window, attend, atten
 from regard.dispatch.choose import ENGINES
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
-from tests.conformance import cases, computes_the_formula
+from tests.conformance import CASES, computes_the_formula
 from tests.oracle import Case, dense, worst
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -17,10 +17,10 @@ COMPILED = ["window and sinks", "packed documents", "everything", "biases added"
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "flex"])
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CASES)
 def test_an_engine_computes_the_formula_or_says_why_not(name: str, engine: str, dtype: torch.dtype):
     try:
-        computes_the_formula(cases()[name].to(dtype), engine)
+        computes_the_formula(name, dtype, engine)
     except RefusalError as refusal:
         assert f"{engine}: " in str(refusal)  # noqa: PT017
         pytest.skip(_reasons(refusal))
@@ -32,13 +32,15 @@ def _reasons(refusal: RefusalError) -> str:
 
 
 def test_the_reference_refuses_nothing():
-    for case in cases().values():
+    for make in CASES.values():
+        case = make()
         assert explain(case.q, case.k, case.v, **case.words, backend="reference").backend == "reference"
 
 
 @pytest.mark.usefixtures("no_library")
 def test_sdpa_takes_what_torch_computes_without_a_mask():
-    taken = {name for name, case in cases().items() if explain(case.q, case.k, case.v, **case.words).backend == "sdpa"}
+    cases = {name: make() for name, make in CASES.items()}
+    taken = {name for name, case in cases.items() if explain(case.q, case.k, case.v, **case.words).backend == "sdpa"}
     assert taken == {
         "dense",
         "multi-head",
@@ -55,7 +57,7 @@ def test_sdpa_takes_what_torch_computes_without_a_mask():
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_flex_computes_the_formula_where_it_compiles(name: str):
-    case = cases()[name]
+    case = CASES[name]()
     case = Case(case.q, case.k, case.v, {n: word for n, word in case.words.items() if n != "sink"})
     plan_words = {**case.words, "backend": "flex"}
     try:
@@ -75,7 +77,7 @@ def test_flex_says_what_it_lacks_on_cpu():
 
 @pytest.mark.parametrize("engine", ["reference64", "reference"])
 def test_float64_on_request_is_better_than_float32(engine: str):
-    case = cases()["everything"]
+    case = CASES["everything"]()
     out = attend(case.q, case.k, case.v, **case.words, backend=engine)
     error = worst(out, dense(case)[0])
     rounding = torch.finfo(torch.float32).eps / 2 * float(out.abs().max())
@@ -114,7 +116,7 @@ def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pyte
     """Tiles recomputed in the backward pass give the same as tiles remembered."""
     from regard.backend import reference
 
-    case = cases()["everything"]
+    case = CASES["everything"]()
     table = torch.randn(2, 1, 53, 211, requires_grad=True)
 
     def gradients() -> tuple[torch.Tensor, ...]:

@@ -72,6 +72,7 @@ def outputs(cache: KVCache, text: Text, chunks: list[int]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.exhaustive(per="test")
 @every_dtype
 @every_word
 def test_a_row_of_a_batch_has_the_bits_that_it_has_alone(layout: str, codec: str, dtype: torch.dtype):
@@ -83,6 +84,7 @@ def test_a_row_of_a_batch_has_the_bits_that_it_has_alone(layout: str, codec: str
         assert all(torch.equal(one, all_[row]) for one, all_ in zip(alone, together, strict=True))
 
 
+@pytest.mark.exhaustive(per="test")
 @every_dtype
 @every_word
 def test_strides_change_nothing_in_a_cache(layout: str, codec: str, dtype: torch.dtype):
@@ -92,6 +94,7 @@ def test_strides_change_nothing_in_a_cache(layout: str, codec: str, dtype: torch
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_word
 def test_threads_change_nothing_in_a_cache(layout: str, codec: str, dtype: torch.dtype):
@@ -102,6 +105,7 @@ def test_threads_change_nothing_in_a_cache(layout: str, codec: str, dtype: torch
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.exhaustive(per="test")
 @every_dtype
 @pytest.mark.parametrize("codec", PLAIN)
 @pytest.mark.parametrize("layout", ["contiguous", "paged", "latent"])
@@ -112,6 +116,7 @@ def test_a_prompt_that_is_stored_plain_has_the_same_bits_in_any_chunks(layout: s
         assert torch.equal(torch.cat(outputs(KVCache(LAYOUTS[layout], CODECS[codec]), text, chunks), 2), whole)
 
 
+@pytest.mark.exhaustive(per="test")
 @every_dtype
 @every_word
 def test_a_step_has_the_same_bits_in_whatever_chunks_the_prompt_came(layout: str, codec: str, dtype: torch.dtype):
@@ -122,6 +127,7 @@ def test_a_step_has_the_same_bits_in_whatever_chunks_the_prompt_came(layout: str
         assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.exhaustive(per="test")
 @every_dtype
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_in_any_order_have_the_bits_of_tokens_side_by_side(codec: str, dtype: torch.dtype):

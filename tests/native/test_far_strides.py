@@ -30,6 +30,7 @@ def far(hole: Tensor, near: Tensor, strides: tuple[int, ...], first: int) -> Ten
     return placed
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("engine", [*ALL, PLAIN])
 @pytest.mark.parametrize("queries", [3, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -20,7 +20,7 @@ from regard import (
     attend_state,
 )
 from regard.backend import native
-from tests.conformance import cases, dot_products
+from tests.conformance import CASES, dot_products
 from tests.native.engines import ALL, BEST, PLAIN
 from tests.oracle import Case, dense, worst
 
@@ -29,6 +29,7 @@ def small(*sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("engine", [*ALL, PLAIN])
 @pytest.mark.parametrize(
     "mask", [None, Causal(), Causal() & Window(2) | Prefix(1), TensorMask(torch.zeros(4, 5) > 1)], ids=str
@@ -100,11 +101,12 @@ def test_a_bias_whose_rows_are_placed_gets_zeros_for_the_others():
     assert torch.autograd.gradcheck(call, (bias,))
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("name", dot_products())
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_the_table_of_calls_are_those_of_the_formula(name: str, engine: str, dtype: torch.dtype):
-    case = cases()[name].to(dtype)
+    case = CASES[name]().to(dtype)
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(*case.q.shape[:3], case.v.shape[3], generator=g, dtype=torch.float64).to(dtype)
 
@@ -164,6 +166,7 @@ def test_a_second_derivative_is_an_error_and_not_wrong():
         torch.func.jvp(lambda t: attend(t, t, t, backend=BEST), (q.detach(),), (q.detach(),))
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("engine", ALL)
 def test_a_pass_that_pauses_after_every_tile_gives_the_same_bits(

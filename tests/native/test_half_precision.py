@@ -63,6 +63,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, engine: str, attn_mask: Any, is_causal
     return attend(q, k, v, mask=mask, bias=bias, scale=scale, offset=0, backend=engine)
 
 
+@pytest.mark.exhaustive(per="test")
 @EVERY
 @HALVES
 @pytest.mark.parametrize("inputs", [samples, normal])
@@ -97,6 +98,7 @@ def words_of(heads: int, queries: int, keys: int) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.exhaustive(per="engine")
 @EVERY
 @HALVES
 @pytest.mark.parametrize("name", words_of(1, 1, 1))
@@ -178,6 +180,7 @@ def test_gradients_of_peaked_rows_through_the_log_sum_exp_are_those_of_float32(
         assert error <= 1.5 * least
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("engine", [BEST, PLAIN, "reference", "reference64"])
 @HALVES
 @pytest.mark.parametrize("kind", ["table", "tensor", "row"])

@@ -37,6 +37,7 @@ def threads(number: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("chunk", [1, 5, 16, 17, 64, 100, 333])
 def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask: str, chunk: int):
@@ -52,6 +53,7 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
         assert torch.equal(part.lse, whole.lse[:, :, first:last])
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("queries", [1, 3, KEYS])
 def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dtype, queries: int):
     q, k, v = tensors(dtype, batch=3)
@@ -67,6 +69,7 @@ def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dt
         )
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("queries", [1, 7, KEYS])
 def test_threads_change_nothing(engine: str, dtype: torch.dtype, queries: int):
     q, k, v = tensors(dtype, batch=2)

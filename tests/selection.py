@@ -1,0 +1,89 @@
+"""Which tests the default run leaves to `./test --all`: those marked `exhaustive`, whole or in part.
+
+A test that is marked without arguments runs with `--all` only. Where it has several parameters, the default run may
+keep a part that covers them instead of their whole product, say of 4 x 5 x 38 cases:
+
+    @pytest.mark.exhaustive(per="test")       every value of every parameter at least once: 38 cases
+    @pytest.mark.exhaustive(per="engine")     the same for each value of `engine`, in other combinations: 5 x 38 cases
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+ParameterSet = type(pytest.param())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every test, those marked `exhaustive` as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        (left if left_out(item) else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+
+
+class Axis(NamedTuple):
+    """One `parametrize` of a test: how many values it has, and which of them a case takes."""
+
+    size: int
+    at: int
+
+
+def covers(axes: list[Axis], turn: int = 0) -> bool:
+    """Whether a case belongs to the part that has every value of every axis at least once.
+
+    The i-th value of the longest axis goes with the values i + turn of the others, counted round and round; two others
+    that are equally long move against each other after each round, so that they meet in all combinations.
+    """
+    longest, *others = sorted(axes, key=lambda axis: -axis.size)
+    round_ = longest.size  # after how many values of the longest axis the others have met in all combinations so far
+    for axis in others:
+        if axis.at != (longest.at + longest.at // round_ + turn) % axis.size:
+            return False
+        round_ = axis.size if axis is others[0] else round_ * axis.size
+    return True
+
+
+def left_out(item: pytest.Item) -> bool:
+    """Whether only `--all` runs this test."""
+    return any(not _kept(item, mark.kwargs.get("per")) for mark in item.iter_markers("exhaustive"))
+
+
+def _kept(item: pytest.Item, per: str | None) -> bool:
+    if per is None:
+        return False
+    axes = _axes(item)
+    turn = 0
+    if per != "test":
+        name = next(name for name in axes if per in name)
+        turn = axes.pop(name).at
+    return covers(list(axes.values()), turn)
+
+
+def _axes(item: pytest.Item) -> dict[tuple[str, ...], Axis]:
+    """The axes of a test by the names of their parameters; several parameters of one `parametrize` are one axis."""
+    params: dict[str, Any] = item.callspec.params  # pyright: ignore[reportAttributeAccessIssue]
+    found: dict[tuple[str, ...], Axis] = {}
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args[:2]
+        names = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
+        case = [params[name] for name in names]
+        rows = [_row(value, len(names)) for value in values]
+        index = next(i for i, row in enumerate(rows) if all(a is b for a, b in zip(row, case, strict=True)))
+        found[names] = Axis(len(rows), index)
+    return found
+
+
+def _row(value: Any, names: int) -> tuple[Any, ...]:
+    """One value of `parametrize`, as a value for each of its names."""
+    if isinstance(value, ParameterSet):
+        return tuple(value.values)
+    return (value,) if names == 1 else tuple(value)

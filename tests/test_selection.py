@@ -1,0 +1,68 @@
+"""The default run has every value of every parameter, and `--all` has all of their combinations."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+from tests.selection import Axis, covers
+
+TEXT = """
+import pytest
+
+@pytest.mark.exhaustive
+def test_long():
+    pass
+
+@pytest.mark.parametrize("case", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+def test_some(case):
+    pass
+
+@pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("dtype", "ab")
+@pytest.mark.parametrize("engine", ["x", "y"])
+@pytest.mark.parametrize(("name", "size"), [(0, 0), (1, 1), (2, 2)])
+def test_product(dtype, engine, name, size):
+    pass
+"""
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7,), (2, 7), (7, 2, 3), (4, 4), (5, 1)])
+@pytest.mark.parametrize("turn", [0, 1, 5])
+def test_a_covering_part_has_every_value(sizes: tuple[int, ...], turn: int):
+    product = itertools.product(*map(range, sizes))
+    kept = [case for case in product if covers([Axis(*one) for one in zip(sizes, case, strict=True)], turn)]
+    assert len(kept) == max(sizes)
+    assert [set(values) for values in zip(*kept, strict=True)] == [set(range(size)) for size in sizes]
+
+
+def test_short_parameters_meet_in_all_combinations_beside_a_long_one():
+    product = itertools.product(range(7), range(2), range(2))
+    kept = [case for case in product if covers([Axis(*one) for one in zip((7, 2, 2), case, strict=True)])]
+    assert {case[1:] for case in kept} == set(itertools.product(range(2), repeat=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [([], {"some": 2, "product": 6}), (["--all"], {"long": 1, "some": 3, "product": 12})],
+)
+def test_all_runs_what_the_default_leaves_out(options: list[str], passed: dict[str, int], tmp_path: Path):
+    (tmp_path / "test_marked.py").write_text(TEXT)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = exhaustive")
+    seen = Passed()
+    command = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", str(tmp_path), *options]
+    assert pytest.main(command, plugins=[selection, seen]) == 0
+    assert Counter(seen.names) == passed
+
+
+class Passed:
+    """The names of the functions whose cases passed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.names.append(report.nodeid.split("::test_")[1].split("[")[0])
