@@ -10,11 +10,11 @@ from string import Template
 
 from regard.atomic_write import atomic_write
 from regard.errors import ProblemError
+from regard.inspect.page.assets import icon, script, style, view
 from regard.inspect.page.budget import close_blocks, fitted, spent
 from regard.inspect.page.content import content
 from regard.inspect.page.place import check_place
 from regard.inspect.page.plain import as_json
-from regard.inspect.page.script import icon, script, style, view
 from regard.inspect.surveying.report import Report
 
 BUDGET = 15e6

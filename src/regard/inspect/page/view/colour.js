@@ -1,6 +1,11 @@
 // Colour ramps, made in OKLab so that equal steps of attention look equal. Lightness runs one way from end to end, so
 // the order survives every kind of colour blindness, and a grey print; hue only helps.
 
+import { make } from "./dom.js";
+import { rowLength, rowStart } from "./pictures.js";
+
+const { round, min, max, sqrt, floor } = Math;
+
 const anchors = {
   // [position, lightness, chroma, hue]; dark on paper, light on night
   light: [
@@ -32,18 +37,18 @@ function oklab(lightness, a, b) {
   ].map((x) => round(255 * min(1, max(0, x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055))));
 }
 
-const made = new Map();
+const rampCache = new Map();
 
 // 256 colours as pixels (0xAABBGGRR), by theme; `vivid` from 0 (grey and pale) to 1 (full colour).
-function ramp(theme, vivid = 1) {
+export function ramp(theme, vivid = 1) {
   const level = round(vivid * 16) / 16;
   const name = theme + level;
-  if (!made.has(name))
-    made.set(
+  if (!rampCache.has(name))
+    rampCache.set(
       name,
       Uint32Array.from({ length: 256 }, (_, code) => pixel(anchors[theme], code / 255, level)),
     );
-  return made.get(name);
+  return rampCache.get(name);
 }
 
 function pixel(points, t, vivid) {
@@ -67,27 +72,27 @@ function pixel(points, t, vivid) {
 
 // A colour as the canvas understands it, for the theme of the moment: by its name in the style sheet, or in its words.
 const probe = document.body.appendChild(make("span", { hidden: true }));
-const known = new Map();
-const colour = (name) => computed(`var(--${name})`);
-function computed(words) {
+const cssCache = new Map();
+export const colour = (name) => cssColour(`var(--${name})`);
+export function cssColour(words) {
   const key = theme() + words;
-  if (!known.has(key)) {
+  if (!cssCache.has(key)) {
     probe.style.color = words;
-    known.set(key, getComputedStyle(probe).color);
+    cssCache.set(key, getComputedStyle(probe).color);
   }
-  return known.get(key);
+  return cssCache.get(key);
 }
 
-const css = (word) => `rgb(${word & 255} ${(word >> 8) & 255} ${(word >> 16) & 255})`;
-const theme = () => document.documentElement.dataset.theme;
+export const pixelToCss = (word) => `rgb(${word & 255} ${(word >> 8) & 255} ${(word >> 16) & 255})`;
+export const theme = () => document.documentElement.dataset.theme;
 
 // A kind of heads has the colour of its name in the style sheet, in every report.
-const kindColour = (kind) => `var(--kind-${kind.replaceAll(" ", "-")}, var(--kind-mixed))`;
+export const kindColour = (kind) => `var(--kind-${kind.replaceAll(" ", "-")}, var(--kind-mixed))`;
 
 // A picture shrunk to `side` pixels. The fourth root of the mean fourth power lies between mean and maximum, so that a
 // line one token wide stays visible; and a little more, for so small a picture looks paler than it is. 0 marks pixels
 // where nothing may be seen, 1..255 the rest.
-function shrink(picture, side, by) {
+export function thumbnail(picture, side, by) {
   const { size, pooled } = picture,
     codes = picture[by],
     gain = by === "max" ? 1 : sqrt(pooled);
@@ -111,15 +116,15 @@ function shrink(picture, side, by) {
 }
 
 // 256 colours for differences: one hue for less, another for more, and the ground of the page between them.
-function ramps(theme) {
+export function signedRamp(theme) {
   const name = `${theme}±`;
   const [ground, warm, cold] = theme === "dark" ? [0.2, 0.8, 0.72] : [0.985, 0.5, 0.45];
   const half = (lightness, chroma, hue) => [
     [0, ground, 0, hue],
     [1, lightness, chroma, hue],
   ];
-  if (!made.has(name))
-    made.set(
+  if (!rampCache.has(name))
+    rampCache.set(
       name,
       Uint32Array.from({ length: 256 }, (_, code) =>
         code < 128
@@ -127,13 +132,19 @@ function ramps(theme) {
           : pixel(half(cold, 0.16, 255), (code - 128) / 127, 1),
       ),
     );
-  return made.get(name);
+  return rampCache.get(name);
 }
 
-function paint(canvas, codes, colours, side) {
+export function paint(canvas, codes, colours, side) {
   canvas.width = canvas.height = side;
   const image = new ImageData(side, side);
   const pixels = new Uint32Array(image.data.buffer);
   for (let p = 0; p < codes.length; p++) if (codes[p]) pixels[p] = colours[codes[p]];
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
+
+export const badge = (kind) => {
+  const node = make("span.badge", kind);
+  node.style.setProperty("--kind", kindColour(kind));
+  return node;
+};

@@ -1,46 +1,75 @@
-// One head, large: its picture with the tokens on both sides, and how one moves about in it.
+// The attention matrix of one head: which panels are drawn, and what drag, wheel and buttons do.
 
-let cross = null; // { q, k } under the pointer, first tokens of a cell
-let dragged = null; // where a drag began
-let placed = ""; // the place in the address that was last gone to
+import { badge } from "./colour.js";
+import { comparedHead, difference } from "./compare.js";
+import { $, make, on } from "./dom.js";
+import { tokenIndex } from "./format.js";
+import { drawKey, font, labelText } from "./labels.js";
+import { neighbour } from "./overview.js";
+import { drawPair, drawWeightsNote, handleKey, setCross, togglePin } from "./pair.js";
+import { sharesOf } from "./pictures.js";
+import { drawPlot } from "./plot.js";
+import { run, tokens } from "./report.js";
+import { openHead, redraw, state, update } from "./state.js";
+import { topOf } from "./tiles.js";
+import {
+  canvas,
+  cellAt,
+  centreOn,
+  context,
+  matrix,
+  onZoom,
+  readableZoom,
+  saveViewport,
+  viewport,
+  zoomAt,
+  zoomTo,
+} from "./viewport.js";
+import { loadWeights } from "./weights.js";
 
-function makeMatrix() {
-  on(plot, "pointerdown", startDrag);
-  on(plot, "pointermove", (event) => drag(event) || point(cellAt(event)));
-  on(plot, "pointerup", endDrag);
-  on(plot, "pointerleave", () => point(null));
-  on(plot, "click", (event) => dragged?.moved || pinPair(cellAt(event)));
-  on(plot, "dblclick", (event) => zoomAt(event, zoom > readable() * 0.9 ? 1 : readable()));
+const { abs, min, floor, ceil, max } = Math;
+
+let drag = null; // where a drag began
+
+export function makeMatrix() {
+  onZoom(drawPlot);
+  onZoom(drawPair);
+  on(canvas, "pointerdown", startDrag);
+  on(canvas, "pointermove", (event) => continueDrag(event) || setCross(cellAt(event)));
+  on(canvas, "pointerup", endDrag);
+  on(canvas, "pointerleave", () => setCross(null));
+  on(canvas, "click", (event) => drag?.moved || togglePin(cellAt(event)));
+  on(canvas, "dblclick", (event) => zoomAt(event, viewport.zoom > readableZoom() * 0.9 ? 1 : readableZoom()));
   on(matrix, "wheel", wheel, { passive: false });
-  on(matrix, "scroll", () => (drawPlot(), keepPlace()));
-  on(matrix, "keydown", steer);
-  $("zoom-in").onclick = () => zoomTo(zoom * 1.6);
-  $("zoom-out").onclick = () => zoomTo(zoom / 1.6);
-  $("zoom-fit").onclick = () => zoomTo(zoom > 1 ? 1 : readable());
-  $("first").onchange = (event) => show({ first: !event.target.checked });
-  $("by").onclick = ({ target }) => target.value && show({ by: target.value });
+  on(matrix, "scroll", () => (drawPlot(), saveViewport()));
+  on(matrix, "keydown", handleKey);
+  $("zoom-in").onclick = () => zoomTo(viewport.zoom * 1.6);
+  $("zoom-out").onclick = () => zoomTo(viewport.zoom / 1.6);
+  $("zoom-fit").onclick = () => zoomTo(viewport.zoom > 1 ? 1 : readableZoom());
+  $("first").onchange = (event) => update({ first: !event.target.checked });
+  $("by").onclick = ({ target }) => target.value && update({ by: target.value });
   $("save").onclick = savePicture;
-  $("previous").onclick = () => show({ head: neighbour(state.head, -1, 0) });
-  $("next").onclick = () => show({ head: neighbour(state.head, 1, 0) });
-  $("close").onclick = () => show({ head: null });
+  $("previous").onclick = () => update({ head: neighbour(state.head, -1, 0) });
+  $("next").onclick = () => update({ head: neighbour(state.head, 1, 0) });
+  $("close").onclick = () => update({ head: null });
   new ResizeObserver(() => requestAnimationFrame(drawPlot)).observe(matrix);
 }
 
 // The wheel zooms where the pointer is. At full view it scrolls the page as everywhere, unless it would zoom in from
 // the page's top; with Shift it pans.
 function wheel(event) {
-  if (!view || event.shiftKey) return;
-  const leaving = zoom <= 1 && (event.deltaY > 0 || scrollY > 0);
+  if (!viewport.look || event.shiftKey) return;
+  const leaving = viewport.zoom <= 1 && (event.deltaY > 0 || scrollY > 0);
   if (leaving && !event.ctrlKey && !event.metaKey) return;
   event.preventDefault();
-  zoomAt(event, zoom * Math.exp(-event.deltaY / (event.ctrlKey ? 200 : 400)));
+  zoomAt(event, viewport.zoom * Math.exp(-event.deltaY / (event.ctrlKey ? 200 : 400)));
 }
 
 // A click into the picture leaves the arrow keys with the heads. Fingers scroll by themselves.
 function startDrag(event) {
-  if (event.pointerType !== "mouse" || event.button) return (dragged = null);
+  if (event.pointerType !== "mouse" || event.button) return (drag = null);
   event.preventDefault();
-  dragged = {
+  drag = {
     x: event.clientX,
     y: event.clientY,
     left: matrix.scrollLeft,
@@ -50,23 +79,23 @@ function startDrag(event) {
   };
 }
 
-function drag({ clientX, clientY, pointerId }) {
-  if (!dragged?.on) return false;
-  const [x, y] = [clientX - dragged.x, clientY - dragged.y];
-  if (!dragged.moved && abs(x) + abs(y) < 5) return false;
-  if (!dragged.moved) plot.setPointerCapture(pointerId);
-  dragged.moved = true;
-  matrix.scrollTo(dragged.left - x, dragged.top - y);
+function continueDrag({ clientX, clientY, pointerId }) {
+  if (!drag?.on) return false;
+  const [x, y] = [clientX - drag.x, clientY - drag.y];
+  if (!drag.moved && abs(x) + abs(y) < 5) return false;
+  if (!drag.moved) canvas.setPointerCapture(pointerId);
+  drag.moved = true;
+  matrix.scrollTo(drag.left - x, drag.top - y);
   return true;
 }
 
-const endDrag = () => dragged && (dragged.on = false);
+const endDrag = () => drag && (drag.on = false);
 
-function drawMatrix() {
-  const head = chosen();
+export function drawMatrix() {
+  const head = openHead();
   $("focus").hidden = $("side").hidden = head === null;
   document.body.classList.toggle("open", head !== null);
-  if (!head) return (view = null);
+  if (!head) return (viewport.look = null);
   $("focus-title").textContent = `Layer ${head.layer} · head ${head.head}`;
   $("focus-kind").replaceWith(Object.assign(badge(head.kind), { id: "focus-kind" }));
   $("first").checked = !state.first;
@@ -80,23 +109,24 @@ function drawMatrix() {
     `Attention of layer ${head.layer} head ${head.head}: rows are queries, columns the keys they read. ` +
       "Arrow keys move the cross, plus and minus zoom, 0 shows all, Enter pins a pair.",
   );
-  lookAll(head);
-  document.body.classList.toggle("twin", panels.length > 1);
-  document.body.classList.toggle("wordy", panels.length > 1 || view?.pooled > 1);
-  $("first-of").textContent = view?.pooled > 1 ? `hide the first ${view.pooled} tokens` : "hide the first token";
+  updatePanels(head);
+  document.body.classList.toggle("twin", viewport.panels.length > 1);
+  document.body.classList.toggle("wordy", viewport.panels.length > 1 || viewport.look?.pooled > 1);
+  $("first-of").textContent =
+    viewport.look?.pooled > 1 ? `hide the first ${viewport.look.pooled} tokens` : "hide the first token";
   drawKey();
   drawPlot();
-  tellPair();
-  tellClose(head);
-  if (!view) return;
-  if (state.at && placed !== state.at) goTo(...state.at.split("-").map(Number));
-  placed = state.at;
+  drawPair();
+  drawWeightsNote(head);
+  if (!viewport.look) return;
+  if (state.at && viewport.place !== state.at) centreOn(...state.at.split("-").map(Number));
+  viewport.place = state.at;
 }
 
 // ---- what is looked at ----------------------------------------------------------------------------------------------
 
-function lookAll(head) {
-  const [second, minus] = beside(head);
+function updatePanels(head) {
+  const [second, minus] = comparedHead(head);
   const wanted = [head, ...(second ? [second] : [])].filter((one) => one.picture?.mean);
   const name = [
     ...wanted.map((one) => one.name + one.foreign + !!one.picture.max),
@@ -104,18 +134,18 @@ function lookAll(head) {
     state.first,
     minus,
   ].join();
-  for (const one of [head, second]) if (one?.caption && !one.close) openClose(one).then(redraw);
-  if (wanted[0] !== head) return (view = null);
-  if (view?.name !== name) {
-    const looks = wanted.map(look);
-    view = Object.assign(looks[0], { name });
-    panels = minus && looks[1] ? [difference(looks[0], looks[1])] : looks;
+  for (const one of [head, second]) if (one?.caption && !one.close) loadWeights(one).then(redraw);
+  if (wanted[0] !== head) return (viewport.look = null);
+  if (viewport.look?.name !== name) {
+    const looks = wanted.map(makePanel);
+    viewport.look = Object.assign(looks[0], { name });
+    viewport.panels = minus && looks[1] ? [difference(looks[0], looks[1])] : looks;
     measureLabels();
-    cross = null;
+    viewport.cross = null;
   }
 }
 
-function look(head) {
+function makePanel(head) {
   const { picture } = head,
     { size, pooled } = picture;
   const by = picture[state.by] ? state.by : "mean";
@@ -138,14 +168,14 @@ function meanByKey(shares, size) {
 }
 
 function measureLabels() {
-  pen.font = font(650);
-  const few = Array.from({ length: min(tokens.length, 400) }, (_, n) => clipped(floor((n * tokens.length) / 400), 1));
-  const numbers = view.pooled > 1 ? [numberOf(view.size - 1, view.pooled)] : [];
-  view.margin = ceil(max(24, ...[...few, ...numbers].map((text) => pen.measureText(text).width))) + 12;
+  context.font = font(650);
+  const few = Array.from({ length: min(tokens.length, 400) }, (_, n) => labelText(floor((n * tokens.length) / 400), 1));
+  const numbers = viewport.look.pooled > 1 ? [tokenIndex(viewport.look.size - 1, viewport.look.pooled)] : [];
+  viewport.look.margin = ceil(max(24, ...[...few, ...numbers].map((text) => context.measureText(text).width))) + 12;
 }
 
 function savePicture() {
-  plot.toBlob((blob) => {
+  canvas.toBlob((blob) => {
     const link = make("a", {
       href: URL.createObjectURL(blob),
       download: `${run.model.replace(/[^\w.-]+/g, "-")}-${state.head}.png`,

@@ -1,11 +1,18 @@
-// What ran, and where every number comes from.
+// What ran, and the definition of every score.
 
-function drawRun() {
+import { $, make } from "./dom.js";
+import { formatCount, formatNumber } from "./format.js";
+import { errorText } from "./pair.js";
+import { definitions, heads, labelOf, otherReport, report, run, tokens } from "./report.js";
+
+const { round, max } = Math;
+
+export function drawRun() {
   drawSinks();
   const written = tokens.length - report.prompt_tokens;
   $("lead").textContent =
-    `${counted(heads.length, "head")} in ${counted(run.layers, "layer")} read ${thousands(tokens.length)} tokens: ` +
-    `${thousands(report.prompt_tokens)} of the prompt` +
+    `${counted(heads.length, "head")} in ${counted(run.layers, "layer")} read ${formatCount(tokens.length)} tokens: ` +
+    `${formatCount(report.prompt_tokens)} of the prompt` +
     (written ? ` and ${written} that the model wrote` : "");
   const engines = [...new Set(run.backends)].map((name) => [
     name,
@@ -19,14 +26,14 @@ function drawRun() {
       run.parameters >= 1e9 ? "billion" : "million",
       `${sharing}, ${run.head_dim} wide`,
     ],
-    ["prompt", figure(run.tokens_per_second, 1), run.tokens_per_second === null ? "" : "tokens/s", run.machine],
+    ["prompt", formatNumber(run.tokens_per_second, 1), run.tokens_per_second === null ? "" : "tokens/s", run.machine],
     [
       "decoding",
-      figure(run.decode_tokens_per_second, 1),
+      formatNumber(run.decode_tokens_per_second, 1),
       run.decode_tokens_per_second === null ? "" : "tokens/s",
       written ? `${written} tokens, one by one` : "nothing was written",
     ],
-    ["attention", figure(run.attention_gflop, 2), "GFLOP", `${thousands(run.pairs)} query-key pairs`],
+    ["attention", formatNumber(run.attention_gflop, 2), "GFLOP", `${formatCount(run.pairs)} query-key pairs`],
     [
       "engine",
       engines.map(([name]) => name).join(", "),
@@ -49,18 +56,18 @@ function drawRun() {
 
 // How many heads have a sink at the first token, by both published thresholds; of two models each by name.
 function drawSinks() {
-  const told = [report, ...(rival ? [rival] : [])].filter(({ sinks }) => sinks.length);
+  const told = [report, ...(otherReport ? [otherReport] : [])].filter(({ sinks }) => sinks.length);
   $("sinks").title = definitions.sink_shares?.formula ?? "";
   $("sinks").replaceChildren(
-    ...told.map((source) => make("span", `${told.length > 1 ? `${source.run.model}: ` : ""}${sinkWords(source)} `)),
+    ...told.map((source) => make("span", `${told.length > 1 ? `${source.run.model}: ` : ""}${sinkText(source)} `)),
   );
 }
 
-function sinkWords({ sinks }) {
+function sinkText({ sinks }) {
   const parts = sinks.map(({ above, share, layers, value }, n) => {
     const where = [
       layers && `most of layer${/\D/.test(layers) ? "s" : ""} ${layers}`,
-      value === null ? "" : `the first token's values at ${figure(value, 2)} of the mean size`,
+      value === null ? "" : `the first token's values at ${formatNumber(value, 2)} of the mean size`,
     ].filter(Boolean);
     return `${round(100 * share)} %${n ? "" : " of heads have alpha"} above ${above}${where.length ? ` (${where.join(", ")})` : ""}`;
   });
@@ -69,7 +76,7 @@ function sinkWords({ sinks }) {
 
 const counted = (n, thing) => `${n} ${thing}${n === 1 ? "" : "s"}`;
 
-function drawNotes() {
+export function drawNotes() {
   $("definitions").replaceChildren(
     ...Object.entries(definitions).flatMap(([key, { formula, unit, source, chance }]) => [
       make("dt", labelOf(key), unit ? make("small", unit) : ""),
@@ -85,22 +92,22 @@ function drawNotes() {
   $("precision").textContent =
     "The pictures hold each weight w as one byte, 255·√w: no weight is off by more than 0.004. The scores were " +
     `measured on the full weights, not on the pictures.${note}`;
-  $("held").textContent = held();
+  $("held").textContent = closeUpText();
   $("remarks").replaceChildren(...(run.notes ?? []).map((words) => make("p", words)));
   const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
-  const times = Object.entries(run.seconds).map(([name, seconds]) => `${name} ${figure(seconds, 1)} s`);
+  const times = Object.entries(run.seconds).map(([name, seconds]) => `${name} ${formatNumber(seconds, 1)} s`);
   $("made").textContent = [run.model, run.machine, ...versions, ...times].join(" · ");
 }
 
 // Which heads can be read to the single weight, and what the page had no room for.
-function held() {
+function closeUpText() {
   const { closes, largest } = report.left_out;
   const names = report.closes.map(({ head }) => head);
   const those = names.length > 8 ? `${names.slice(0, 8).join(", ")} …` : names.join(", ");
   const worst = { error: max(...report.closes.map(({ error }) => error)) };
   const close = names.length
     ? `Single weights can be seen of ${names.length} of ${heads.length} heads (${those}), computed from their ` +
-      `queries and keys in 16 bits, ${within(worst)}.`
+      `queries and keys in 16 bits, ${errorText(worst)}.`
     : "";
   const left = closes ? `The close-ups of ${closes} more heads did not fit into this page.` : "";
   const without = largest ? "Pictures of the greatest weights did not fit into this page." : "";

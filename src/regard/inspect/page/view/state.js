@@ -1,23 +1,29 @@
-// What is shown. The address of the page carries it, so that a link or the back button brings it back.
+// What is shown. The address of the page carries it, so that a link or the back button restores it.
 
-const fresh = {
+import { share } from "./pictures.js";
+import { byName, kinds, measures, otherReport, run, tokens, valueOf } from "./report.js";
+import { weightsOf } from "./weights.js";
+
+const { floor } = Math;
+
+const defaults = {
   ...{ head: null, colour: "", order: "layer", kind: "", where: "", least: "", most: "", pin: null, first: true },
   ...{ by: "mean", vs: "", how: "", at: "", theme: null },
 };
-const state = { ...fresh };
-const listeners = [];
+export const state = { ...defaults };
+export const listeners = [];
 let address = "";
 
 // Change what is shown, redraw, and write it into the address. Opening or closing a head is a step that "back" undoes.
-function show(changes) {
+export function update(changes) {
   const step = "head" in changes && (changes.head === null) !== (state.head === null);
   Object.assign(state, changes);
-  note(step);
+  saveAddress(step);
   redraw();
 }
 
-function note(step = false) {
-  address = write();
+export function saveAddress(step = false) {
+  address = addressText();
   try {
     history[step ? "pushState" : "replaceState"](null, "", address || location.pathname + location.search);
   } catch {
@@ -25,9 +31,9 @@ function note(step = false) {
   }
 }
 
-const redraw = () => listeners.forEach((draw) => draw());
+export const redraw = () => listeners.forEach((draw) => draw());
 
-function write() {
+function addressText() {
   const { pin, first, head } = state;
   const words = {
     ...state,
@@ -36,15 +42,15 @@ function write() {
     at: head === null ? "" : state.at,
   };
   const parts = Object.entries(words)
-    .filter(([name, value]) => value && value !== fresh[name])
+    .filter(([name, value]) => value && value !== defaults[name])
     .map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
   return parts.length ? `#${parts.join("&")}` : "";
 }
 
 // Read the address; what it does not know, or what this report does not have, is left out.
-function read() {
+export function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1));
-  const known = (name, allowed) => (allowed.includes(words.get(name)) ? words.get(name) : fresh[name]);
+  const known = (name, allowed) => (allowed.includes(words.get(name)) ? words.get(name) : defaults[name]);
   const number = (name) => (words.get(name) && Number.isFinite(Number(words.get(name))) ? words.get(name) : "");
   const names = measures.map((measure) => measure.key);
   Object.assign(state, {
@@ -55,26 +61,26 @@ function read() {
     where: known("where", names),
     least: number("least"),
     most: number("most"),
-    pin: pinned(words.get("pin")),
+    pin: parsePin(words.get("pin")),
     first: words.get("first") !== "hidden",
     by: known("by", ["max"]),
-    vs: byName.has(words.get("vs")) ? words.get("vs") : known("vs", rival ? ["other"] : []),
+    vs: byName.has(words.get("vs")) ? words.get("vs") : known("vs", otherReport ? ["other"] : []),
     how: known("how", ["difference"]),
     at: /^\d+-\d+-\d+$/.test(words.get("at") ?? "") ? words.get("at") : "",
     theme: known("theme", ["light", "dark"]),
   });
 }
 
-function pinned(text) {
+function parsePin(text) {
   const [, q, k] = /^(\d+)(?:-(\d+))?$/.exec(text ?? "") ?? [];
   const inside = (i) => i === undefined || Number(i) < tokens.length;
   return q !== undefined && inside(q) && inside(k) ? { q: Number(q), k: k === undefined ? null : Number(k) } : null;
 }
 
-const chosen = () => (state.head === null ? null : byName.get(state.head));
+export const openHead = () => (state.head === null ? null : byName.get(state.head));
 
 // Whether the filters let a head through: its kind, and a measure between two bounds, either of which may lack.
-function passes(head) {
+export function passesFilter(head) {
   const { kind, where, least, most } = state;
   if (kind && head.kind !== kind) return false;
   if (!where || (least === "" && most === "")) return true;
@@ -83,7 +89,7 @@ function passes(head) {
 }
 
 // The number that a head is coloured or ordered by; null for plain pictures.
-function numberFor(head, key) {
+export function valueFor(head, key) {
   if (key !== "pair") return key ? valueOf(head, key) : null;
   const { pin } = state;
   if (!pin || pin.k === null || !head.picture?.mean) return null;
@@ -91,3 +97,6 @@ function numberFor(head, key) {
   if (head.close) return weightsOf(head.close, pin.q, pin.k, pin.k + 1, new Float64Array(1))[0] || 0;
   return share(head.picture, floor(pin.q / pooled), floor(pin.k / pooled));
 }
+
+export const headName = (head) =>
+  state.vs === "other" || head.foreign ? `${head.name} ${head.foreign ? otherReport.run.model : run.model}` : head.name;

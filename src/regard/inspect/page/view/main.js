@@ -1,6 +1,20 @@
-// Puts the page together: selects and filters, keys, light and dark, and the order in which things are drawn.
+// Builds the page: selects and filters, keys, light and dark, and the order in which everything is drawn.
 
-let arriving = true; // pictures are still being unpacked
+import { kindColour, theme } from "./colour.js";
+import { drawCompare, makeCompare } from "./compare.js";
+import { drawDistributions, makeDistributions } from "./distributions.js";
+import { $, make, makeButton, on } from "./dom.js";
+import { drawMatrix, makeMatrix } from "./matrix.js";
+import { drawNotes, drawRun } from "./notes.js";
+import { cells, drawMap, hasBounds, makeMap, moveTo, showReadout } from "./overview.js";
+import { setCross } from "./pair.js";
+import { progress, unpack } from "./pictures.js";
+import { heads, kinds, measures } from "./report.js";
+import { drawScores } from "./scores.js";
+import { listeners, passesFilter, readAddress, redraw, state, update } from "./state.js";
+import { drawTable, makeTable } from "./table.js";
+import { drawText, makeText, unpin } from "./text.js";
+import { viewport } from "./viewport.js";
 
 function makeControls() {
   const option = (value, text) => make("option", { value, textContent: text });
@@ -9,12 +23,12 @@ function makeControls() {
   $("colour").append(option("", "patterns alone"), ...choices, option("pair", "pinned pair"));
   $("order").append(option("layer", "layer"), ...copies());
   $("where").append(option("", "any score"), ...copies());
-  $("colour").onchange = (event) => show({ colour: event.target.value });
-  $("order").onchange = (event) => show({ order: event.target.value });
-  $("where").onchange = (event) => show({ where: event.target.value, least: "", most: "" });
-  for (const bound of ["least", "most"]) $(bound).oninput = ({ target }) => show({ [bound]: target.value });
+  $("colour").onchange = (event) => update({ colour: event.target.value });
+  $("order").onchange = (event) => update({ order: event.target.value });
+  $("where").onchange = (event) => update({ where: event.target.value, least: "", most: "" });
+  for (const bound of ["least", "most"]) $(bound).oninput = ({ target }) => update({ [bound]: target.value });
   const chip = (kind, text, count) => {
-    const node = press(text, () => show({ kind: state.kind === kind ? "" : kind }));
+    const node = makeButton(text, () => update({ kind: state.kind === kind ? "" : kind }));
     node.className = "chip";
     node.append(make("small", count));
     node.dataset.kind = kind;
@@ -25,7 +39,7 @@ function makeControls() {
     chip("", "all", heads.length),
     ...kinds.map((kind) => chip(kind, kind, heads.filter((head) => head.kind === kind).length)),
   );
-  $("theme").onclick = () => show({ theme: theme() === "dark" ? "light" : "dark" });
+  $("theme").onclick = () => update({ theme: theme() === "dark" ? "light" : "dark" });
 }
 
 function drawControls() {
@@ -35,83 +49,83 @@ function drawControls() {
   $("where").value = state.where;
   $("bounds").hidden = !state.where;
   for (const bound of ["least", "most"]) if (document.activeElement !== $(bound)) $(bound).value = state[bound];
-  $("let-through").textContent = filtered() ? `${heads.filter(passes).length} of ${heads.length}` : "";
+  $("let-through").textContent = hasBounds() ? `${heads.filter(passesFilter).length} of ${heads.length}` : "";
   for (const chip of $("kinds").children) chip.ariaPressed = chip.dataset.kind === state.kind;
 }
 
-const night = matchMedia("(prefers-color-scheme: dark)");
+const darkQuery = matchMedia("(prefers-color-scheme: dark)");
 
 function drawTheme() {
-  const now = state.theme ?? (night.matches ? "dark" : "light");
+  const now = state.theme ?? (darkQuery.matches ? "dark" : "light");
   document.documentElement.dataset.theme = now;
   $("theme").textContent = now === "dark" ? "Light" : "Dark";
 }
 
 // Arrow keys belong to the heads, except where something else that has the focus uses them.
-function route(event) {
+function handlePageKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "Escape") return release();
+  if (event.key === "Escape") return cancelOne();
   if (event.target.closest?.("select, input, .scroll, #text, #matrix, #spread")) return;
   const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
   if (!step) return;
   event.preventDefault();
-  move(...step);
+  moveTo(...step);
 }
 
 // Esc lets go of one thing at a time: the cross, the pinned token, the head beside, the open head.
-function release() {
-  if (cross) return point(null);
-  if (state.pin) return letGo();
-  if (state.vs) return show({ vs: "" });
+function cancelOne() {
+  if (viewport.cross) return setCross(null);
+  if (state.pin) return unpin();
+  if (state.vs) return update({ vs: "" });
   if (state.head === null) return;
   const last = state.head;
-  show({ head: null });
+  update({ head: null });
   cells.get(last).button.focus();
 }
 
 // First what one sees first: the pictures of heads, as they are unpacked. Then what takes longer to lay out.
 async function start() {
-  read();
+  readAddress();
   makeControls();
   makeCompare();
   makeMap();
   makeMatrix();
   drawRun();
-  listeners.push(drawTheme, drawControls, drawMap, drawMatrix, drawCompare, drawSide);
+  listeners.push(drawTheme, drawControls, drawMap, drawMatrix, drawCompare, drawScores);
   redraw();
-  tell(null);
-  on(night, "change", redraw);
-  on(window, "popstate", () => (read(), redraw()));
-  on(window, "keydown", route);
+  showReadout(null);
+  on(darkQuery, "change", redraw);
+  on(window, "popstate", () => (readAddress(), redraw()));
+  on(window, "keydown", handlePageKey);
   try {
-    await unpack(arrived);
+    await unpack(state.head, pictureArrived);
   } catch (error) {
     $("alert").hidden = false;
     $("alert").textContent =
       `The pictures cannot be unpacked here (${error.message}); the table below is complete. ` +
       "A browser of 2023 or later shows them.";
   }
-  arriving = false;
+  progress.complete = true;
   performance.mark("all-pictures");
-  if (finished) redraw();
+  if (pageFinished) redraw();
   else finishPage(); // what is a mean over heads needs all of them
   document.documentElement.dataset.ready = "true";
 }
 
-let finished = false;
+let pageFinished = false;
 
 function finishPage() {
-  if (finished) return;
-  finished = true;
-  makeReading();
-  makeSpread();
+  if (pageFinished) return;
+  pageFinished = true;
+  makeText();
+  makeDistributions();
   makeTable();
-  listeners.push(drawReading, drawSpread, drawTable);
+  listeners.push(drawText, drawDistributions, drawTable);
   redraw();
   drawNotes();
 }
 
-function arrived(some) {
+function pictureArrived(some) {
   drawMap();
   if (some.some((head) => head.name === state.head)) redraw();
   if (performance.getEntriesByName("first-picture").length) return;

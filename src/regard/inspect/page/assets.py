@@ -1,4 +1,4 @@
-"""The files of view/ as one script and one style sheet, without what only their readers need."""
+"""The files of view/: the modules joined into one script, the style sheet without comments, and the icon."""
 
 import base64
 import re
@@ -7,51 +7,26 @@ import zlib
 from functools import cache
 from importlib.resources import files
 
-SCRIPTS = (
-    "data",
-    "colour",
-    "state",
-    "close",
-    "map",
-    "walk",
-    "frame",
-    "matrix",
-    "tiles",
-    "plot",
-    "labels",
-    "pair",
-    "compare",
-    "side",
-    "spread",
-    "reading",
-    "table",
-    "notes",
-    "page",
-)
-"""The files of view/ that make up the script, in order; each may use what stands before it."""
-
-COMMENT = re.compile(r"(?:^|\s)// .*")
-"""A comment in them, to the end of its line. No text there has two strokes between spaces."""
+from regard.inspect.page.bundle import bundle
 
 
 @cache
 def view(name: str) -> str:
-    """A file of view/, as it stands there."""
+    """The text of a file of view/."""
     return files("regard.inspect.page").joinpath("view", name).read_text(encoding="utf-8")
 
 
 @cache
 def style() -> str:
-    """The style sheet without comments, and without the blanks around its braces, semicolons and commas."""
+    """The style sheet without comments, and without blanks around braces, semicolons and commas."""
     bare = re.sub(r"/\*.*?\*/", "", view("page.css"), flags=re.DOTALL)
     return re.sub(r"\s*([{};,])\s*", r"\1", bare).replace(": ", ":").replace(";}", "}").strip()
 
 
 @cache
 def script() -> str:
-    """The script's files as one, in a scope of their own, without comments and indentation."""
-    lines = (COMMENT.sub("", line).strip() for name in SCRIPTS for line in view(f"{name}.js").splitlines())
-    return "\n".join(['"use strict";(() => {', *filter(None, lines), "})();"])
+    """The modules of view/ as one script; see `bundle`."""
+    return bundle(lambda name: view(f"{name}.js"), "main")
 
 
 @cache

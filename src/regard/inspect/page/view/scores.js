@@ -1,15 +1,38 @@
-// One head in numbers: each score on its own bar with its chance value and interval, and how far back the head reads.
+// The scores of one head, each on a bar with its chance value and interval; attention by distance.
 
-function drawSide() {
-  const head = chosen();
+import { comparedHead } from "./compare.js";
+import { $, make } from "./dom.js";
+import { chanceText, formatCount, formatNumber } from "./format.js";
+import { mainMeasures } from "./overview.js";
+import { seesAll } from "./pictures.js";
+import {
+  causal,
+  definitions,
+  heads,
+  measures,
+  otherByName,
+  rangeOf,
+  report,
+  sameHeads,
+  scoreOf,
+  tokens,
+  valueOf,
+} from "./report.js";
+import { openHead, state } from "./state.js";
+import { viewport } from "./viewport.js";
+
+const { max, min, floor, log2, abs, round } = Math;
+
+export function drawScores() {
+  const head = openHead();
   if (!head) return;
-  const [second] = beside(head);
-  const against = second ?? (matched && state.vs === "other" ? rivalNamed.get(head.name) : null);
+  const [second] = comparedHead(head);
+  const against = second ?? (sameHeads && state.vs === "other" ? otherByName.get(head.name) : null);
   const all = measures.filter(({ key, of }) => !of && head.scores[key]),
-    few = brief().filter((measure) => all.includes(measure));
-  const rows = (some) => some.flatMap((measure) => score(head, measure, against));
+    few = mainMeasures().filter((measure) => all.includes(measure));
+  const rows = (some) => some.flatMap((measure) => scoreRow(head, measure, against));
   const heading = against
-    ? [make("dt"), make("dd", ...namesOf(head, against).map((name) => make("b", name)), make("small"))]
+    ? [make("dt"), make("dd", ...columnNames(head, against).map((name) => make("b", name)), make("small"))]
     : [];
   $("scores").replaceChildren(...heading, ...rows(few));
   $("more-scores").replaceChildren(...rows(all.filter((measure) => !few.includes(measure))));
@@ -21,21 +44,21 @@ function drawSide() {
   $("sharing").textContent = names.length
     ? `Shares key head ${head.kv_head} with head${names.length > 1 ? "s" : ""} ${names.join(", ")}.`
     : "";
-  $("ablated").textContent = ablated();
-  if (head.picture?.mean && view) drawDistance();
+  $("ablated").textContent = ablationText();
+  if (head.picture?.mean && viewport.look) drawDistance();
 }
 
-const namesOf = (...two) => (two[1].foreign ? ["this", "other"] : two.map((head) => head.name));
+const columnNames = (...two) => (two[1].foreign ? ["this", "other"] : two.map((head) => head.name));
 
-function ablated() {
+function ablationText() {
   const { ablations } = report;
   if (!ablations) return "";
   const { how, loss, tokens: predicted, caveat } = ablations;
-  const told = `Without the head (${how === "mean" ? "its mean" : how} in its place) the loss of ${figure(loss)} nats`;
-  return `${told} over ${thousands(predicted)} tokens changes by delta loss. ${caveat}`;
+  const told = `Without the head (${how === "mean" ? "its mean" : how} in its place) the loss of ${formatNumber(loss)} nats`;
+  return `${told} over ${formatCount(predicted)} tokens changes by delta loss. ${caveat}`;
 }
 
-function score(head, { key, label }, against) {
+function scoreRow(head, { key, label }, against) {
   const { value, chance, low, high } = scoreOf(head, key);
   const [least, top] = rangeOf(key);
   const place = (x) => `${100 * max(0, min(1, (x - least) / (top - least)))}%`;
@@ -53,42 +76,23 @@ function score(head, { key, label }, against) {
     tick.style.left = place(chance);
     bar.append(tick);
   }
-  const name = make("dt", label, make("small", besides({ chance, low, high })), {
+  const name = make("dt", label, make("small", chanceText({ chance, low, high })), {
     title: definitions[key]?.formula ?? "",
   });
-  if (!against) return [name, make("dd", bar, make("b", figure(value)))];
+  if (!against) return [name, make("dd", bar, make("b", formatNumber(value)))];
   const other = valueOf(against, key);
-  const less = value === null || other === null ? "" : `Δ ${figure(value - other)}`;
-  return [name, make("dd", bar, make("b", figure(value)), make("b", figure(other)), make("small", less))];
+  const less = value === null || other === null ? "" : `Δ ${formatNumber(value - other)}`;
+  return [name, make("dd", bar, make("b", formatNumber(value)), make("b", formatNumber(other)), make("small", less))];
 }
 
-// ---- distance -------------------------------------------------------------------------------------------------------
-
-// The mean entropy of even attention over all that the order of the tokens allows.
-const evenEntropy = tokens.reduce((sum, _, i) => sum + log(causal ? i + 1 : tokens.length) / tokens.length, 0);
-
-// Whether a head may see all that the order of the tokens allows: its chance entropy tells, the picture does not.
-const seesAll = (head) => abs(evenEntropy - (scoreOf(head, "entropy").chance ?? NaN)) < 0.01;
-
-// What each cell of row i would get if attention were even over all that the order of the tokens allows; null where the
-// head's mask allows less (a window).
-function evenShares({ head, size, pooled, shares }, i) {
-  if (!seesAll(head)) return null;
-  const keys = Float32Array.from({ length: size }, (_, j) =>
-    Number.isNaN(shares[i * size + j]) ? 0 : keysIn(j, pooled) * (causal && i === j ? (pooled + 1) / (2 * pooled) : 1),
-  );
-  const sum = keys.reduce((a, b) => a + b, 0);
-  return keys.map((count) => count / sum);
-}
-
-const binOf = (distance) => (distance === 0 ? 0 : 1 + floor(log2(distance)));
+const distanceBin = (distance) => (distance === 0 ? 0 : 1 + floor(log2(distance)));
 
 // Even attention by distance, in bins 0, 1, 2-3, 4-7, ...: the mean over the rows of the share of their keys in a bin.
-function evenBins() {
+function evenDistances() {
   const bins = [],
     n = tokens.length;
   for (let distance = 0; distance < n; distance++) {
-    const bin = binOf(distance);
+    const bin = distanceBin(distance);
     let sum = causal ? 0 : (distance ? 2 : 1) * ((n - distance) / n);
     if (causal) sum = harmonic(n) - harmonic(distance); // rows i >= distance see i + 1 keys
     bins[bin] = (bins[bin] ?? 0) + sum / n;
@@ -96,29 +100,29 @@ function evenBins() {
   return bins;
 }
 
-const sums = [0];
+const harmonicSums = [0];
 function harmonic(n) {
-  for (let i = sums.length; i <= n; i++) sums.push(sums[i - 1] + 1 / i);
-  return sums[n];
+  for (let i = harmonicSums.length; i <= n; i++) harmonicSums.push(harmonicSums[i - 1] + 1 / i);
+  return harmonicSums[n];
 }
 
 // Attention by distance: as it was measured on the full weights, or else as the picture has it.
-function byDistance(head) {
+function distancesOf(head) {
   if (head.distances) return [...head.distances];
   const bins = [],
-    { size, pooled, means } = view;
+    { size, pooled, means } = viewport.look;
   for (let i = 0; i < size; i++)
     for (let j = 0; j < size; j++) {
-      const bin = binOf(abs(i - j) * pooled);
+      const bin = distanceBin(abs(i - j) * pooled);
       if (!Number.isNaN(means[i * size + j])) bins[bin] = (bins[bin] ?? 0) + means[i * size + j] / size;
     }
   return bins;
 }
 
 function drawDistance() {
-  const head = chosen(),
-    found = byDistance(head),
-    even = seesAll(head) ? evenBins() : [];
+  const head = openHead(),
+    found = distancesOf(head),
+    even = seesAll(head) ? evenDistances() : [];
   const bins = [...Array(max(found.length, even.length)).keys()].filter((bin) => bin in found || even[bin]);
   const top = max(...bins.flatMap((bin) => [found[bin] ?? 0, even[bin] ?? 0]));
   const from = (bin) => (bin === 0 ? 0 : 2 ** (bin - 1)),

@@ -1,36 +1,45 @@
-// Single weights of a head, from its queries and keys: A[i, j] = exp(cap(scale * q[i] . k[j]) + bias[i - j] - total[i])
+// Single weights of a head, from its queries and keys:
+//
+//     A[i, j] = exp(cap(scale * q[i] . k[j]) + bias[i - j] - total[i]),   cap(x) = softcap * tanh(x / softcap)
+//
 // for the keys j that row i sees: first[i] <= j < last[i], and the first `prefix` keys before last[i]. Nothing of size
-// n x n is stored or computed: a tile as one looks at it.
+// n x n is stored or computed: only the tile in view.
 
-const unpacked = new Map(); // id of a block -> its bytes, inflated once: heads may share keys
+import { $, on } from "./dom.js";
+import { inflate } from "./pictures.js";
+import { otherTokens, tokens } from "./report.js";
+
+const { min, max, floor } = Math;
+
+const inflated = new Map(); // id of a block -> its bytes, inflated once: heads may share keys
 
 function bytesOf(id) {
-  if (!unpacked.has(id))
-    unpacked.set(
+  if (!inflated.has(id))
+    inflated.set(
       id,
-      whole.then(() => inflate($(id).textContent)),
+      documentReady.then(() => inflate($(id).textContent)),
     );
-  return unpacked.get(id);
+  return inflated.get(id);
 }
 
 // The file is read to its end: what stands behind the script is there.
-const whole = new Promise((ready) =>
+const documentReady = new Promise((ready) =>
   document.readyState === "loading" ? on(document, "DOMContentLoaded", ready) : ready(),
 );
 
 // Unpack the close-up of a head; it is kept in `head.close`.
-async function openClose(head) {
+export async function loadWeights(head) {
   const { caption } = head;
   if (!caption || head.close) return;
   const [rows, keys] = await Promise.all([bytesOf(caption.rows), bytesOf(caption.keys)]);
-  const n = head.foreign ? theirs.length : tokens.length,
+  const n = head.foreign ? otherTokens.length : tokens.length,
     { dim } = caption;
   const take = reader(rows);
-  const q = stepped(take, n, dim),
+  const q = dequantize(take, n, dim),
     total = new Float32Array(take(n, 4)),
-    [first, last] = [0, 1].map(() => summed(new Int32Array(take(n, 4)))),
+    [first, last] = [0, 1].map(() => cumulativeSum(new Int32Array(take(n, 4)))),
     bias = caption.biased ? new Float32Array(take(2 * n - 1, 4)) : null;
-  const k = stepped(reader(keys), n, dim);
+  const k = dequantize(reader(keys), n, dim);
   const rest = new Float32Array(n).fill(NaN);
   head.close = { ...caption, n, q, k, total, first, last, bias, rest, pooled: head.picture?.pooled ?? 1 };
 }
@@ -46,17 +55,17 @@ function reader(bytes) {
 }
 
 // Queries or keys: integers, each in steps of its dimension.
-function stepped(take, n, dim) {
+function dequantize(take, n, dim) {
   const step = new Float32Array(take(dim, 4));
   return Float32Array.from(new Int16Array(take(n * dim, 2)), (count, at) => count * step[at % dim]);
 }
 
-const summed = (steps) => steps.forEach((_, n) => n && (steps[n] += steps[n - 1])) ?? steps;
+const cumulativeSum = (steps) => steps.forEach((_, n) => n && (steps[n] += steps[n - 1])) ?? steps;
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
 // The weights of row i on the keys from..to, into `out`; NaN on those that it does not see.
-function weightsOf(close, i, from, to, out) {
+export function weightsOf(close, i, from, to, out) {
   const { first, last, prefix } = close;
   out.fill(NaN, 0, to - from);
   const runs = [
@@ -64,7 +73,7 @@ function weightsOf(close, i, from, to, out) {
     [max(from, first[i]), min(to, last[i])],
   ];
   for (const [start, end] of runs) {
-    products(close, i, start, end, out, from);
+    dotProducts(close, i, start, end, out, from);
     for (let j = start; j < end; j++) out[j - from] = weightFrom(close, i, j, out[j - from]);
   }
   return out;
@@ -77,7 +86,7 @@ function weightFrom({ scale, softcap, bias, total, n }, i, j, product) {
 }
 
 // q[i] . k[j] for the keys from start to end, four keys at a time: twice as fast as one by one.
-function products({ q, k, dim }, i, start, end, out, from) {
+function dotProducts({ q, k, dim }, i, start, end, out, from) {
   let j = start;
   for (; j + 4 <= end; j += 4) {
     let [a, b, c, d] = [0, 0, 0, 0];
@@ -106,7 +115,7 @@ function products({ q, k, dim }, i, start, end, out, from) {
 
 // What row i is divided by when the tokens of the first cell are hidden: the mass of the others, summed up, since 1
 // less the hidden mass would be all rounding where that is nearly 1. Kept for each row.
-function restOf(close, i) {
+function visibleMass(close, i) {
   const { rest, pooled, n } = close;
   if (Number.isNaN(rest[i])) {
     const line = weightsOf(close, i, pooled, n, new Float64Array(n));
@@ -118,7 +127,7 @@ function restOf(close, i) {
 // A square of count x count cells of grain x grain weights, from cell (row, column) on, row by row; yields now and
 // then, so that it can be left. By "mean": the share of a query's attention that the keys of a cell get; by "max": the
 // greatest weight. NaN where no pair is seen.
-function* cellsOf(close, grain, row, column, count, by, withFirst) {
+export function* cellWeights(close, grain, row, column, count, by, withFirst) {
   const { n, pooled } = close;
   const cells = new Float32Array(count * count).fill(NaN);
   const from = column * grain,
@@ -129,7 +138,7 @@ function* cellsOf(close, grain, row, column, count, by, withFirst) {
       weightsOf(close, i, from, to, line);
       const base = (floor(i / grain) - row) * count,
         rows = min(grain, n - floor(i / grain) * grain),
-        rest = withFirst ? 1 : restOf(close, i);
+        rest = withFirst ? 1 : visibleMass(close, i);
       for (let j = withFirst ? from : max(from, pooled); j < to; j++) {
         const w = line[j - from] / rest;
         if (Number.isNaN(w)) continue;
@@ -143,7 +152,7 @@ function* cellsOf(close, grain, row, column, count, by, withFirst) {
   return cells;
 }
 
-function finish(steps) {
+export function runToEnd(steps) {
   for (;;) {
     const { done, value } = steps.next();
     if (done) return value;
@@ -151,7 +160,7 @@ function finish(steps) {
 }
 
 // All that token q gives, and all that it gets: a row and a column, to the single weight.
-function tiesOf(close, q) {
+export function rowAndColumn(close, q) {
   const gives = weightsOf(close, q, 0, close.n, new Float64Array(close.n)).map((w) => w || 0);
   const one = new Float64Array(1);
   const gets = Float64Array.from({ length: close.n }, (_, i) => weightsOf(close, i, q, q + 1, one)[0] || 0);
