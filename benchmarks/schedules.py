@@ -6,6 +6,7 @@
 import argparse
 import math
 import resource
+import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from regard import Blocks, Causal, Documents, KeyLengths, Mask, MaskFunction, Pr
 from regard.bench.rounds import Effort, interleaved, timed
 from regard.describe.mask import CallSizes
 from regard.inspect.page import write_whole
-from regard.plan.tiling import schedule
+from regard.plan.closed_form import Grid
+from regard.plan.tiling import schedule, split_recursively
 
 PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
 
@@ -35,6 +37,21 @@ CASES: dict[str, tuple[int, Callable[[int], Mask]]] = {
         lambda n: Blocks(torch.rand(n // 64, n // 64) < 0.1, 64),
     ),
 }
+
+
+REPEATS = 200
+
+NEW: dict[str, tuple[int, int, Callable[[int], Mask]]] = {
+    "causal, one query": (1, 513, lambda n: Causal()),
+    "causal": (0, 512, lambda n: Causal()),
+    "causal window 256, one query": (1, 2048, lambda n: Causal() & Window(256)),
+    "causal window 256": (0, 1024, lambda n: Causal() & Window(256)),
+    "causal window 256 + 4 sinks": (0, 2048, lambda n: Causal() & (Window(256) | Prefix(4))),
+    "key lengths of 4 rows, one query": (1, 512, lambda n: KeyLengths(torch.tensor([n, n - 100, n - 200, n - 300]))),
+    "causal, documents of 100 tokens": (0, 1024, lambda n: Causal() & Documents(torch.arange(n) // 100)),
+    "causal, long": (0, 8192, lambda n: Causal()),
+}
+"""Queries (0: as many as keys), keys, and the mask."""
 
 
 def made(mask: Mask, tokens: int) -> Any:
@@ -54,9 +71,32 @@ def run() -> str:
     ours = table(("mask, tokens", "ms", "MiB", "kept pairs", "patterns"), rows)
     return (
         f"{ours}\n\nThe same mask, causal window 4,096 + 4 sinks:\n\n{_beside_flex()}\n\n"
+        "## New lengths\n\nMicroseconds of CPU for the schedule of a length that was not seen before, tiles of 64 "
+        f"(median of {REPEATS} lengths):\n\n{_new_lengths()}\n\n"
         "## Masks that are known again\n\nA plan is kept by the content of its mask, so each call reads the mask's "
         f"tensors, or what its function reads:\n\n{_known_again()}"
     )
+
+
+def _new_lengths() -> str:
+    """What new lengths cost, in closed form and by recursive splitting."""
+    rows: list[tuple[str, ...]] = []
+    for name, (queries, first, word) in NEW.items():
+        ways: dict[str, list[float]] = {"closed form": [], "splitting": []}
+        for keys in range(first, first + REPEATS):
+            batch = word(keys).broadcast_shape()[0]
+            sizes = CallSizes(batch, 8, queries or keys, keys, keys - (queries or keys))
+            for way, times in ways.items():
+                mask = word(keys).bind(sizes)  # a new one, so that nothing is known of its tensors
+                start = time.thread_time_ns()
+                if way == "closed form":
+                    schedule(mask, tile=64, **sizes._asdict())
+                else:
+                    split_recursively(mask, Grid(*sizes, 64, (batch, 1)))
+                times.append((time.thread_time_ns() - start) / 1e3)
+        new, old = (statistics.median(times) for times in ways.values())
+        rows.append((name, f"{queries or first:,} x {first:,}", f"{new:.0f}", f"{old:.0f}"))
+    return table(("mask", "first size", "closed form", "splitting"), rows)
 
 
 def _known_again() -> str:

@@ -144,7 +144,7 @@ WRONG = {
     "a tree that starts at text": (lambda: Tree([-1], start="1"), "Tree.start. is '1'"),
     "a dense mask that starts at text": (
         lambda: TensorMask(torch.zeros(2, 2, dtype=torch.bool), offset="5"),
-        "Dense.offset. is '5': expected a whole number",
+        "TensorMask.offset. is '5': expected a whole number",
     ),
     "a predicate of one shape": (
         lambda: draw(MaskFunction(lambda b, h, q, k: torch.ones(5, 9, dtype=torch.bool)), 2, 2),

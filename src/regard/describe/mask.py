@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.describe.elsewhere import mask_for
+from regard.describe.interval import Union, complement, intersection, union
 from regard.describe.spec import Fingerprint, Spec, spec
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -87,6 +88,13 @@ class Mask(Spec):
         """
         return np.stack([r.b, r.h, r.q0, r.k0], axis=1)
 
+    def intervals(self, sizes: CallSizes) -> Union:
+        """The kept keys of each query as a union of intervals, for a call of these sizes; None if it is none.
+
+        Optional, and only saves work: short calls are then scheduled without splitting rectangles.
+        """
+        return None
+
     def broadcast_shape(self) -> tuple[int, int]:
         """How many batch rows and heads the mask tells apart: 1 where it is the same for all."""
         return 1, 1
@@ -146,6 +154,9 @@ class And(Pair):
         (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
         return some_a & some_b, all_a & all_b
 
+    def intervals(self, sizes: CallSizes) -> Union:
+        return intersection(self.a.intervals(sizes), self.b.intervals(sizes))
+
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         return f"{_inner(parts[0], Or)} & {_inner(parts[1], Or, And)}"
@@ -165,6 +176,9 @@ class Or(Pair):
         (some_a, all_a), (some_b, all_b) = self.a.bounds(r), self.b.bounds(r)
         return some_a | some_b, all_a | all_b
 
+    def intervals(self, sizes: CallSizes) -> Union:
+        return union(self.a.intervals(sizes), self.b.intervals(sizes))
+
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         return f"{parts[0]} | {_inner(parts[1], Or)}"
@@ -182,6 +196,9 @@ class Not(Mask):
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         some, every = self.a.bounds(r)
         return ~every, ~some
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        return complement(self.a.intervals(sizes))
 
     def signature(self, r: Rectangles) -> Ints:
         return marked(self.a, r)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
+from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.spec import spec
 from regard.describe.tensors import derived
@@ -37,6 +38,9 @@ class Causal(Mask):
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         return r.k0 <= r.q1 - 1, r.k1 - 1 <= r.q0
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        return [Interval(right=1)]
 
     def signature(self, r: Rectangles) -> Ints:
         return (r.q0 - r.k0)[:, None]
@@ -93,6 +97,9 @@ class Window(Mask):
             some, every = some & (-farthest < self.right), every & (-nearest < self.right)
         return some, every
 
+    def intervals(self, sizes: CallSizes) -> Union:
+        return [Interval(None if self.left is None else 1 - self.left, self.right)]
+
     def signature(self, r: Rectangles) -> Ints:
         return (r.q0 - r.k0)[:, None]
 
@@ -122,6 +129,9 @@ class Prefix(Mask):
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         return _first_keys(self.size, r)
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        return [Interval(stop=_stop(self.size))]
 
     def signature(self, r: Rectangles) -> Ints:
         return (_sizes(self.size, r.b) - r.k0)[:, None]
@@ -158,6 +168,9 @@ class KeyLengths(Mask):
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         return _first_keys(self.lengths, r)
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        return [Interval(stop=_stop(self.lengths))]
 
     def signature(self, r: Rectangles) -> Ints:
         return (_sizes(self.lengths, r.b) - r.k0)[:, None]
@@ -279,9 +292,16 @@ def _first_keys(sizes: int | Tensor, r: Rectangles) -> tuple[Bools, Bools]:
 
 
 def _sizes(sizes: int | Tensor, b: Ints) -> Ints:
-    if isinstance(sizes, Tensor):
-        return derived(sizes, "sizes", lambda t: t.detach().cpu().numpy().astype(np.int64))[b]
-    return np.full(len(b), sizes, dtype=np.int64)
+    return _read(sizes)[b] if isinstance(sizes, Tensor) else np.full(len(b), sizes, dtype=np.int64)
+
+
+def _stop(sizes: int | Tensor) -> int | Ints:
+    """The sizes as the edge of an interval: an int, or [batch, 1]."""
+    return _read(sizes)[:, None] if isinstance(sizes, Tensor) else sizes
+
+
+def _read(sizes: Tensor) -> Ints:
+    return derived(sizes, "sizes", lambda t: t.detach().cpu().numpy().astype(np.int64))
 
 
 def _per_row(mask: Mask, rows: int | Tensor, sizes: CallSizes) -> Mask:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
+from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.spec import spec
@@ -58,6 +59,13 @@ class Documents(Mask):
         row = np.where(one_q, lowest_q, r.q0)
         column = np.where(one_k & ~one_q, lowest_k, r.k0)
         return np.stack([r.b, one_q, one_k & ~one_q, row, column], axis=1)
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        found = derived(self.ids, "intervals", lambda t: _stretches(_numpy(t.reshape(-1, t.shape[-1]))))
+        if found is None:
+            return None
+        queries = slice(sizes.offset, sizes.positions)
+        return [Interval(start=found[0][:, queries], stop=found[1][:, queries])]
 
     def _extremes(self, r: Rectangles) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
         """(least, greatest) id among the queries, and among the keys, of each rectangle."""
@@ -417,6 +425,19 @@ def _four_sizes(table: Tensor) -> tuple[int, int, int, int]:
 
 def _four(table: Tensor) -> Bools:
     return cast(Bools, table.detach().cpu().numpy().reshape(_four_sizes(table)))
+
+
+def _stretches(ids: Ints) -> tuple[Ints, Ints] | None:
+    """(start, stop) of the document of each position [batch, tokens]; None where the tokens of one lie apart."""
+    rows, tokens = ids.shape
+    begins = np.ones(ids.shape, dtype=bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = begins.ravel().nonzero()[0]
+    row, start = np.divmod(first, tokens)
+    if len(set(zip(row.tolist(), ids.ravel()[first].tolist(), strict=True))) < len(first):
+        return None
+    length = np.concatenate([first[1:], [rows * tokens]]) - first
+    return np.repeat(start, length).reshape(rows, tokens), np.repeat(start + length, length).reshape(rows, tokens)
 
 
 def _numpy(ids: Tensor) -> Ints:

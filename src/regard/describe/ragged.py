@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.describe.interval import Edge, Interval, Union, intersection
 from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Pair, Positions, Rectangles, marked
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Prefix, Window
 from regard.describe.spec import spec
@@ -60,6 +61,16 @@ class Ragged(Mask):
         some_inner, every_inner = self.inner.bounds(self._moved(r))
         return some & some_inner, every & every_inner
 
+    def intervals(self, sizes: CallSizes) -> Union:
+        lengths = np.asarray(self.lengths, dtype=np.int64)[:, None]
+        own: Union = [Interval(stop=lengths)]
+        if self.inner is None:
+            return own
+        inner = self.inner.intervals(sizes)
+        back = lengths - self._keys  # from positions of the call to those of a row
+        moved = inner and [x._replace(left=_plus(x.left, back), right=_plus(x.right, back)) for x in inner]
+        return intersection(own, moved)
+
     def signature(self, r: Rectangles) -> Ints:
         own = (self._of_rows(r) - r.k0)[:, None]
         return own if self.inner is None else np.concatenate([own, marked(self.inner, self._moved(r))], axis=1)
@@ -92,3 +103,7 @@ def _is_of_positions(mask: Mask) -> bool:
     if isinstance(mask, Not):
         return _is_of_positions(mask.a)
     return isinstance(mask, Causal | Window | Prefix | Dilated | Global)
+
+
+def _plus(edge: Edge, by: Ints) -> Edge:
+    return None if edge is None else edge + by

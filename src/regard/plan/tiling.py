@@ -4,12 +4,12 @@ All rectangles of a level are asked at once, as arrays, so the cost follows the 
 the length. Tiles that stay undecided are looked into pair by pair, one tile for each signature (`Mask.signature`).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from regard.describe.mask import Bools, Ints, Mask, Rectangles, marked
+from regard.describe.interval import Interval, Union
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, marked
+from regard.plan.closed_form import CELLS, FAR, Grid, closed_form
 from regard.plan.schedule import Schedule
 from regard.torch_internals import ignore_func_transforms
 
@@ -34,50 +34,39 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     if not batch * heads:
         mask, spread = None, (1, 1)
     maps = (batch if spread[0] > 1 else 1, heads if spread[1] > 1 else 1)
-    grid = _Grid(maps, queries, keys, offset, tile)
+    grid = Grid(batch, heads, queries, keys, offset, tile, maps)
+    intervals = _intervals(mask, grid)
+    return split_recursively(mask, grid) if intervals is None else closed_form(intervals, grid)
+
+
+def _intervals(mask: Mask | None, grid: Grid) -> Union:
+    """The kept keys as intervals, where the closed form is to be used."""
+    if (
+        not grid.queries
+        or not grid.keys
+        or grid.maps[1] > 1
+        or grid.rows * grid.across > CELLS
+        or abs(grid.offset) > FAR
+    ):
+        return None
+    sizes = CallSizes(grid.batch, grid.heads, grid.queries, grid.keys, grid.offset)
+    return [Interval()] if mask is None else mask.intervals(sizes)
+
+
+def split_recursively(mask: Mask | None, grid: Grid) -> Schedule:
+    """The schedule of any mask."""
     full, undecided = _split(mask, grid)
-    if _is_everything(full, grid):  # one query of a growing cache: a schedule for each step
-        return _everything(batch, heads, grid)
     sure, partial, numbers, patterns = _patterns(mask, grid, undecided)
     run_start, run_tile, run_length = _runs(grid, np.concatenate([_row_runs(full), sure]))
     order = np.lexsort((partial[:, 1], partial[:, 0]))
     patch_start = np.searchsorted(partial[order, 0], np.arange(grid.rows + 1))
     return Schedule(
-        batch, heads, queries, keys, offset, tile, maps,
+        grid.batch, grid.heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps,
         run_start, run_tile, run_length, patch_start, partial[order, 1], numbers[order], patterns,
     )  # fmt: skip
 
 
-class _Grid(NamedTuple):
-    """The call, cut into tiles."""
-
-    maps: tuple[int, int]
-    queries: int
-    keys: int
-    offset: int
-    tile: int
-
-    @property
-    def down(self) -> int:
-        return -(-self.queries // self.tile)
-
-    @property
-    def across(self) -> int:
-        return -(-self.keys // self.tile)
-
-    @property
-    def rows(self) -> int:
-        return self.maps[0] * self.maps[1] * self.down
-
-    def positions(self, cells: Ints) -> Rectangles:
-        """Rectangles of tiles [n, (map, q0, q1, k0, k1)] as rectangles of positions."""
-        m, q0, q1, k0, k1 = cells.T
-        top, bottom = q0 * self.tile, np.minimum(q1 * self.tile, self.queries)
-        left, right = k0 * self.tile, np.minimum(k1 * self.tile, self.keys)
-        return Rectangles(m // self.maps[1], m % self.maps[1], top + self.offset, bottom + self.offset, left, right)
-
-
-def _split(mask: Mask | None, grid: _Grid) -> tuple[Ints, Ints]:
+def _split(mask: Mask | None, grid: Grid) -> tuple[Ints, Ints]:
     """(rectangles of tiles that are all kept, single tiles that are undecided), as [n, (map, q0, q1, k0, k1)]."""
     maps = np.arange(grid.maps[0] * grid.maps[1])
     cells = np.stack([maps, 0 * maps, 0 * maps + grid.down, 0 * maps, 0 * maps + grid.across], axis=1)
@@ -87,7 +76,7 @@ def _split(mask: Mask | None, grid: _Grid) -> tuple[Ints, Ints]:
         return cells, cells[:0]
     full, undecided = [cells[:0]], [cells[:0]]
     while len(cells):
-        some, every = mask.bounds(grid.positions(cells))
+        some, every = mask.bounds(_positions(grid, cells))
         full.append(cells[every])
         cells = cells[some & ~every]
         single = (cells[:, 2] - cells[:, 1] == 1) & (cells[:, 4] - cells[:, 3] == 1)
@@ -96,22 +85,12 @@ def _split(mask: Mask | None, grid: _Grid) -> tuple[Ints, Ints]:
     return np.concatenate(full), np.concatenate(undecided)
 
 
-def _is_everything(full: Ints, grid: _Grid) -> bool:
-    """Whether these rectangles of tiles are the maps as a whole."""
-    if len(full) != grid.maps[0] * grid.maps[1] or not grid.down or not grid.across:
-        return False
-    return bool(((full[:, 2] - full[:, 1] == grid.down) & (full[:, 4] - full[:, 3] == grid.across)).all())
-
-
-def _everything(batch: int, heads: int, grid: _Grid) -> Schedule:
-    """The schedule in which every row of tiles is one run of all."""
-    rows, nothing = grid.rows, np.zeros(0, np.int64)
-    runs = np.arange(rows + 1), np.zeros(rows, np.int64), np.full(rows, grid.across)
-    patterns = np.zeros((0, grid.tile, grid.tile // 8), dtype=np.uint8)
-    return Schedule(
-        batch, heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps,
-        *runs, np.zeros(rows + 1, np.int64), nothing, nothing, patterns,
-    )  # fmt: skip
+def _positions(grid: Grid, cells: Ints) -> Rectangles:
+    """Rectangles of tiles [n, (map, q0, q1, k0, k1)] as rectangles of positions."""
+    m, q0, q1, k0, k1 = cells.T
+    top, bottom = q0 * grid.tile, np.minimum(q1 * grid.tile, grid.queries)
+    left, right = k0 * grid.tile, np.minimum(k1 * grid.tile, grid.keys)
+    return Rectangles(m // grid.maps[1], m % grid.maps[1], top + grid.offset, bottom + grid.offset, left, right)
 
 
 def _quarters(cells: Ints) -> Ints:
@@ -133,7 +112,7 @@ def _row_runs(rectangles: Ints) -> Ints:
     return np.stack([rows[:, 0], rows[:, 1] + within, rows[:, 3], rows[:, 4] - rows[:, 3]], axis=1)
 
 
-def _runs(grid: _Grid, runs: Ints) -> tuple[Ints, Ints, Ints]:
+def _runs(grid: Grid, runs: Ints) -> tuple[Ints, Ints, Ints]:
     """Runs [n, (map, row of tiles, first tile, tiles)] in compressed sparse rows, neighbours merged."""
     row = runs[:, 0] * grid.down + runs[:, 1]
     order = np.lexsort((runs[:, 2], row))
@@ -145,7 +124,7 @@ def _runs(grid: _Grid, runs: Ints) -> tuple[Ints, Ints, Ints]:
     return np.searchsorted(row[starts], np.arange(grid.rows + 1)), first[starts], lengths
 
 
-def _patterns(mask: Mask | None, grid: _Grid, cells: Ints) -> tuple[Ints, Ints, Ints, np.ndarray]:
+def _patterns(mask: Mask | None, grid: Grid, cells: Ints) -> tuple[Ints, Ints, Ints, np.ndarray]:
     """Look into the undecided tiles, once per signature.
 
     Returns: runs of the tiles that turn out to be full, the PARTIAL tiles [n, (row, key tile)], their patterns'
@@ -154,7 +133,7 @@ def _patterns(mask: Mask | None, grid: _Grid, cells: Ints) -> tuple[Ints, Ints, 
     nothing = np.zeros((0, grid.tile, grid.tile // 8), dtype=np.uint8)
     if mask is None or not len(cells):
         return np.zeros((0, 4), np.int64), np.zeros((0, 2), np.int64), np.zeros(0, np.int64), nothing
-    r = grid.positions(cells)
+    r = _positions(grid, cells)
     edges = np.stack([r.q1 - r.q0, r.k1 - r.k0], axis=1)
     representative, group = _distinct(np.concatenate([marked(mask, r), edges], axis=1))
     bits, kept = _bits(mask, grid, Rectangles(*(side[representative] for side in r)))
@@ -180,7 +159,7 @@ def _distinct(rows: np.ndarray) -> tuple[Ints, Ints]:
     return first, kind.reshape(-1)
 
 
-def _bits(mask: Mask, grid: _Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
+def _bits(mask: Mask, grid: Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
     """The patterns of tiles, packed, and how many pairs each keeps."""
     step = max(1, CHUNK // grid.tile**2)
     packed, kept = [], []

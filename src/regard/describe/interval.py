@@ -1,0 +1,86 @@
+"""Intervals of keys: the closed form of masks such as `Causal() & (Window(1024) | Prefix(4))`.
+
+Where the keys that a query may see are a union of few intervals, and no edge of an interval moves to the left from a
+query to the next, a schedule is a few lines of arithmetic (`plan/closed_form.py`). `Mask.intervals` gives that union.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Edge: TypeAlias = "int | NDArray[np.int64] | None"
+"""None for no edge; else an int, or an array [batch] or [batch, queries] that broadcasts to the call."""
+
+MOST = 4
+"""Intervals of a union; masks with more are split recursively."""
+
+
+class Interval(NamedTuple):
+    """The keys k of query position q with max(q + left, start) <= k < min(q + right, stop); None limits nothing.
+
+    Arrays are [batch, 1] or [batch, queries], each never less for a later query.
+    """
+
+    left: Edge = None
+    right: Edge = None
+    start: Edge = None
+    stop: Edge = None
+
+
+Union: TypeAlias = "list[Interval] | None"
+"""The keys in any of the intervals, which may overlap; None where the kept keys are not known as intervals."""
+
+
+def intersection(a: Union, b: Union) -> Union:
+    """The keys in both unions."""
+    if a is None or b is None:
+        return None
+    return _few([
+        Interval(_most(x.left, y.left), _least(x.right, y.right), _most(x.start, y.start), _least(x.stop, y.stop))
+        for x in a
+        for y in b
+    ])  # fmt: skip
+
+
+def union(a: Union, b: Union) -> Union:
+    """The keys in either union."""
+    return None if a is None or b is None else _few(a + b)
+
+
+def complement(a: Union) -> Union:
+    """The keys outside of a union."""
+    if a is None:
+        return None
+    found: Union = [Interval()]
+    for x in a:
+        sides = [
+            Interval(right=x.left) if x.left is not None else None,
+            Interval(left=x.right) if x.right is not None else None,
+            Interval(stop=x.start) if x.start is not None else None,
+            Interval(start=x.stop) if x.stop is not None else None,
+        ]
+        found = intersection(found, [side for side in sides if side is not None])
+    return found
+
+
+def _few(intervals: list[Interval]) -> Union:
+    found = [x for x in intervals if not _is_empty(x)]
+    return found if len(found) <= MOST else None
+
+
+def _is_empty(x: Interval) -> bool:
+    """Whether the interval is empty for every query, as far as its ints tell."""
+    return any(isinstance(a, int) and isinstance(b, int) and a >= b for a, b in ((x.left, x.right), (x.start, x.stop)))
+
+
+def _most(a: Edge, b: Edge) -> Edge:
+    if a is None or b is None:
+        return b if a is None else a
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
+
+
+def _least(a: Edge, b: Edge) -> Edge:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
