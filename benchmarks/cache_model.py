@@ -23,7 +23,7 @@ from regard.bench.rounds import Effort, Measure, Rounds, interleaved
 from regard.cli.bench import duration
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import register
-from regard.storage.codec import Codec, Fp8, Int4, Int8, units
+from regard.storage.codec import Codec, Fp8, Int4, Int8, code_bytes
 from regard.storage.stored import Paged
 
 ROOT = Path(__file__).parents[1]
@@ -216,8 +216,8 @@ def formula(config: Any, words: dict[str, Any], tokens: int, dtype: torch.dtype 
     first, group = -(-codec.sinks // page) * page, min(codec.group, page)
     coded = (tokens - first - codec.residual) // page * page
     numbers = 1 + (codec.kind == "int4")  # of a scale
-    keys = units(codec.kind, dim, tiled=True) + 2 * numbers * dim / group
-    values = units(codec.kind, dim, tiled=False) + 2 * numbers * -(-dim // codec.channels(dim))
+    keys = code_bytes(codec.kind, dim, tiled=True) + 2 * numbers * dim / group
+    values = code_bytes(codec.kind, dim, tiled=False) + 2 * numbers * -(-dim // codec.channels(dim))
     return round(each * (coded * (keys + values) + (tokens - coded) * 2 * dim * dtype.itemsize))
 
 

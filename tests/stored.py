@@ -13,15 +13,17 @@ def plain(t: Tensor) -> Part:
     return StoredTensor.of(t).parts[0]
 
 
-def paged(t: Tensor, page: int, *, skip: int = 0, seed: int = 0) -> StoredTensor:
-    """t in pages that lie in random order, the first token in slot `skip`; unused slots hold NaN."""
+def paged(t: Tensor, page: int, *, first_slot: int = 0, seed: int = 0) -> StoredTensor:
+    """t in pages that lie in random order, the first token in slot `first_slot`; unused slots hold NaN."""
     batch, heads, tokens, dim = t.shape
-    each = -(-(skip + tokens) // page) or 1
+    each = -(-(first_slot + tokens) // page) or 1
     pages = torch.full((batch * each, heads, page, dim), torch.nan, dtype=t.dtype)
     table = torch.randperm(batch * each, generator=torch.Generator().manual_seed(seed)).view(batch, each)
-    for slot in range(skip, skip + tokens):
-        pages[table[:, slot // page], :, slot % page] = t[:, :, slot - skip]
-    return StoredTensor((Part(tokens, pages, skip=skip, table=table),), (batch, heads, tokens, dim), t.dtype)
+    for slot in range(first_slot, first_slot + tokens):
+        pages[table[:, slot // page], :, slot % page] = t[:, :, slot - first_slot]
+    return StoredTensor(
+        (Part(tokens, pages, first_slot=first_slot, table=table),), (batch, heads, tokens, dim), t.dtype
+    )
 
 
 def coded(t: Tensor, codec: Codec, *, keys: bool, per_token: bool = False, page: int | None = None) -> Part:
@@ -41,4 +43,4 @@ def _in_pages(codes: Codes, count: int) -> Codes:
         return t.unflatten(2, (count, t.shape[2] // count)).transpose(1, 2).flatten(0, 1).flip(0).contiguous()
 
     assert codes.data.shape[2] % count == 0, f"pages hold whole tiles of {TILE} tokens"
-    return Codes(cut(codes.data), cut(codes.scale), None if codes.low is None else cut(codes.low))
+    return Codes(cut(codes.data), cut(codes.scale), None if codes.zero_point is None else cut(codes.zero_point))

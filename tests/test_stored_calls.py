@@ -88,7 +88,7 @@ def test_rotated_ones_are_met_by_rotated_queries(backend: str | None) -> None:
 def ragged(lengths: list[int]) -> tuple[StoredTensor, StoredTensor]:
     ends = torch.tensor(lengths)
     k, v = (paged(t, 16) for t in (K, V))
-    both = (StoredTensor((s.parts[0]._replace(ends=ends),), tuple(s.shape), s.dtype, ends) for s in (k, v))  # pyright: ignore[reportArgumentType]
+    both = (StoredTensor((s.parts[0]._replace(row_ends=ends),), tuple(s.shape), s.dtype, ends) for s in (k, v))  # pyright: ignore[reportArgumentType]
     return next(both), next(both)
 
 

@@ -148,7 +148,7 @@ class _Pages:
             if last > first:
                 assert part.table is not None
                 table = part.table[row : row + 1, first:last]
-                parts.append(part._replace(tokens=(last - first) * part.page, table=table, ends=None))
+                parts.append(part._replace(tokens=(last - first) * part.page, table=table, row_ends=None))
             before += count
         shape = (1, t.shape[1], (stop - start) * self.page, t.shape[3])
         return StoredTensor(tuple(parts), shape, t.dtype, None, t.rotated)
@@ -167,10 +167,10 @@ class _Pages:
                 assert part.table is not None
                 alike = _unless_alike(begin) is None and _unless_alike(over) is None
                 table = _behind(part.table, gone)
-                parts.append(part._replace(tokens=most, table=table, ends=None if alike else over))
+                parts.append(part._replace(tokens=most, table=table, row_ends=None if alike else over))
         lengths = t.shape[2] - starts * self.page if t.lengths is None else t.lengths - starts * self.page
         longest = int(lengths.max())
-        parts = parts or [t.parts[-1]._replace(tokens=0, ends=None)]
+        parts = parts or [t.parts[-1]._replace(tokens=0, row_ends=None)]
         shape = (t.shape[0], t.shape[1], longest, t.shape[3])
         return StoredTensor(tuple(parts), shape, t.dtype, _unless_alike(lengths), t.rotated)
 
@@ -205,14 +205,14 @@ def _found(
 def _pages(t: StoredTensor, before: int) -> _Pages | None:
     """The pages of a handle that may be shared, none of the last `before` tokens in them; None: it has no tables."""
     page = t.parts[0].page
-    if any(part.table is None or part.skip or part.page != page for part in t.parts):
+    if any(part.table is None or part.first_slot or part.page != page for part in t.parts):
         return None
     batch, device = t.shape[0], t.device
     lengths = torch.full((batch,), t.shape[2], device=device) if t.lengths is None else t.lengths
     begin = torch.zeros_like(lengths)
     begins, ends, counts, last = [], [], [], lengths - before
     for part in t.parts:
-        end = begin + part.tokens if part.ends is None else part.ends
+        end = begin + part.tokens if part.row_ends is None else part.row_ends
         begins.append(begin)
         ends.append(end)
         counts.append((torch.minimum(end, last) - begin).clamp(min=0) // page)

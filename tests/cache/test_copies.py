@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard import Causal, Rope, Window, attend
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, KVCache, PagePool, SinksAndRecent, SnapKV
-from regard.cache.store import Found
+from regard.cache.store import CachedTensor
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
@@ -64,7 +64,7 @@ WORDS = [
 ]
 
 
-def dense(found: Found) -> Tensor:
+def dense(found: CachedTensor) -> Tensor:
     return found if isinstance(found, Tensor) else found.dense()
 
 

@@ -12,7 +12,7 @@ from regard import Causal, ProblemError, Rope, attend, explain
 from regard.cache import KVCache, PagePool, StoredTensor
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.expected_attention import ExpectedAttention
-from regard.cache.store import Found
+from regard.cache.store import CachedTensor
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
@@ -43,7 +43,7 @@ def tokens_of(layout: Layout, count: int, batch: int = BATCH) -> tuple[Tensor, T
     return k, None if isinstance(layout, Latent) else torch.randn(batch, HEADS, count, V)
 
 
-def dense(found: Found) -> Tensor:
+def dense(found: CachedTensor) -> Tensor:
     return found if isinstance(found, Tensor) else found.dense()
 
 
@@ -118,7 +118,7 @@ def test_attention_to_rotated_numbers_is_near_that_to_their_originals(layout: st
         torch.testing.assert_close(attend(q, k, v, mask=Causal()), expected, rtol=1e-5, atol=1e-5)
 
 
-def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, Found, Found]]:
+def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, CachedTensor, CachedTensor]]:
     """Queries, and what a cache hands out after much has been done to it."""
     cache = KVCache(LAYOUTS[layout], CODECS[codec])
     for count in (100, 33, 1, 7, 1):

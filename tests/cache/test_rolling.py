@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard import ProblemError, Rope, attend
 from regard.cache import KVCache
-from regard.cache.store import Found
+from regard.cache.store import CachedTensor
 from regard.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Rolling, StoredTensor
@@ -22,7 +22,7 @@ def tokens_of(count: int, batch: int = BATCH, dtype: torch.dtype = torch.float32
     return torch.randn(batch, HEADS, count, DIM, dtype=dtype), torch.randn(batch, HEADS, count, V, dtype=dtype)
 
 
-def dense(found: Found) -> Tensor:
+def dense(found: CachedTensor) -> Tensor:
     return found if isinstance(found, Tensor) else found.dense()
 
 
@@ -111,7 +111,7 @@ def test_what_is_kept_is_the_same_however_the_tokens_came():
     rope, window, (k, v) = Rope(DIM), 23, tokens_of(211)
     k = rope.rotate(k)
     for sinks in (0, 1, 4, 22):
-        found: list[tuple[Found, Found]] = []
+        found: list[tuple[CachedTensor, CachedTensor]] = []
         for chunks in ([210], [1] * 210, [7] * 30, [100, 3, 7, 100], [22, 23, 24, 141], [3, 207]):
             cache, at = KVCache(Rolling(window, sinks, rope)), 0
             for n in (*chunks, 1):

@@ -67,7 +67,9 @@ def test_a_mask_made_anew_is_known_by_its_words(monkeypatch: pytest.MonkeyPatch)
 def test_rows_of_different_lengths_get_their_mask_once(monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
     monkeypatch.setattr(problem, "Ragged", lambda *a: made.append(a) or Ragged(*a))
-    k, v = (StoredTensor((Part(9, t, ends=ENDS),), (2, 2, 9, 8), t.dtype, ENDS) for t in (K.repeat(2, 1, 1, 1),) * 2)
+    k, v = (
+        StoredTensor((Part(9, t, row_ends=ENDS),), (2, 2, 9, 8), t.dtype, ENDS) for t in (K.repeat(2, 1, 1, 1),) * 2
+    )
     q = Q.repeat(2, 1, 1, 1)
     for calls, call in enumerate((attend, explain, attend_state, torch.compile(attend, backend="eager")), start=1):
         call(q, k, v, mask=Window(3))

@@ -51,7 +51,7 @@ def stored(part: Part, t: Tensor) -> StoredTensor:
 def numbers(part: Part, dim: int, *, codes: bool = False) -> Tensor:
     """What a part of codes in one page stands for, or the codes alone."""
     assert part.scale is not None
-    scale, low = (torch.ones_like(part.scale), None) if codes else (part.scale, part.low)
+    scale, low = (torch.ones_like(part.scale), None) if codes else (part.scale, part.zero_point)
     read = Codes(part.data, scale, low)
     if part.tiled:
         return decode_tiled(read, part.kind, dim=dim, per_token=part.per_token, group=part.group)
@@ -86,7 +86,7 @@ def plain_scores(q: Tensor, part: Part) -> Tensor:
     """float64 [rows, tokens] of q [rows, dim]."""
     codes = numbers(part, q.shape[-1], codes=True)[0, 0].double()
     assert part.scale is not None
-    low = torch.zeros_like(part.scale) if part.low is None else part.low
+    low = torch.zeros_like(part.scale) if part.zero_point is None else part.zero_point
     if part.per_token:
         whole, unit = fixed(q.float())
         products = (whole @ codes.T).float() * unit
@@ -105,7 +105,7 @@ def plain_output(p: Tensor, part: Part, dim: int) -> Tensor:
     for g in range(part.scale.shape[-1]):
         mine = codes[:, g * part.group : (g + 1) * part.group]
         whole, unit = fixed(p * part.scale[0, 0, :, g].float())
-        low = 0 if part.low is None else (p.double() @ part.low[0, 0, :, g].double())[:, None]
+        low = 0 if part.zero_point is None else (p.double() @ part.zero_point[0, 0, :, g].double())[:, None]
         found.append((whole @ mine) * unit.double() + low)
     return torch.cat(found, -1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard import Alibi, Causal, Mask, Window, attend, attend_state, explain
 from regard.describe.ragged import Ragged
-from regard.storage.codec import TILE, units
+from regard.storage.codec import TILE, code_bytes
 from regard.storage.stored import Part, StoredTensor
 from tests.native.engines import ALL, PLAIN
 from tests.native.test_kernels import ROUNDING, same
@@ -42,7 +42,7 @@ class Maker:
         tiled: bool = False,
         per_token: bool = False,
         page: int = 64,
-        skip: int = 0,
+        first_slot: int = 0,
         group: int = 16,
         low: bool = True,
         table: bool = True,
@@ -52,8 +52,8 @@ class Maker:
         if tiled and not per_token:
             group = page if page % group else group
         if not table:
-            page = -(-(skip + tokens) // page) * page or page
-        own = -(-(skip + tokens) // page) or 1
+            page = -(-(first_slot + tokens) // page) * page or page
+        own = -(-(first_slot + tokens) // page) or 1
         pages = batch * own + 2 if table else batch
         places = torch.randperm(pages, generator=self.g)[: batch * own].view(batch, own) if table else None
         ends = None
@@ -61,7 +61,7 @@ class Maker:
             ends = torch.tensor([n + b for n, b in zip(counts, before or [0] * batch, strict=True)])
         if form in ("int8", "int4", "fp8"):
             data, scale, added = self.codes(form, pages, page, dim, tiled=tiled, per_token=per_token, group=group)
-            words: dict[str, Any] = {"kind": form, "scale": scale, "low": added if low else None, "group": group}
+            words: dict[str, Any] = {"kind": form, "scale": scale, "zero_point": added if low else None, "group": group}
             words |= {"tiled": tiled, "per_token": tiled and per_token}
         else:
             kind = self.dtype if form == "call" else getattr(torch, form)
@@ -71,15 +71,15 @@ class Maker:
             ]
             real = torch.zeros(pages, page, dtype=torch.bool)
             for at, i, row in used:
-                slots = torch.arange(page) + i * page - skip
+                slots = torch.arange(page) + i * page - first_slot
                 real[at] = (slots >= 0) & (slots < counts[row])
             data = torch.where(real[:, None, :, None], data, torch.nan)
-        return Part(tokens, data, skip=skip, table=places, ends=ends, **words)
+        return Part(tokens, data, first_slot=first_slot, table=places, row_ends=ends, **words)
 
     def codes(
         self, form: str, pages: int, page: int, dim: int, *, tiled: bool, per_token: bool, group: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        bytes_ = units(form, dim, tiled)
+        bytes_ = code_bytes(form, dim, tiled)
         sizes = (pages, self.heads, page // TILE, bytes_, TILE) if tiled else (pages, self.heads, page, bytes_)
         data = torch.randint(0, 256, sizes, generator=self.g).to(torch.uint8)
         if form == "fp8":  # no NaN
@@ -127,7 +127,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "by channel, a tile of queries": (70, {}),
     "by token": (3, {"per_token": True}),
     "without a table": (1, {"table": False, "page": 192}),
-    "pages of a tile": (16, {"page": 16, "skip": 21}),
+    "pages of a tile": (16, {"page": 16, "first_slot": 21}),
 }
 
 
@@ -172,7 +172,7 @@ def parts(draw: st.DrawFn, make: Maker, counts: list[int], dim: int, keys: bool)
         way = "plain" if form not in ("int8", "int4", "fp8") else "tiled" if tiled else "rows"
         words: dict[str, Any] = {
             "page": draw(st.sampled_from(PAGES[way])),
-            "skip": draw(st.sampled_from([0, 1, 16, 37])),
+            "first_slot": draw(st.sampled_from([0, 1, 16, 37])),
             "group": draw(st.sampled_from([16, 32] if tiled else [16, 32, dim, 5])),
         }
         words |= {name: draw(st.booleans()) for name in ("low", "table", "per_token")}
@@ -262,7 +262,7 @@ def test_words_that_change_scores_do_so_for_stored_keys(engine: str, form: str):
 @pytest.mark.parametrize("form", FORMS)
 def test_decoding_gives_the_bits_of_the_prompt(form: str, dtype: torch.dtype, engine: str):
     make, tokens = Maker(7, 2, dtype), 1100
-    k = make.part(form, [tokens], 64, tiled=True, skip=5)
+    k = make.part(form, [tokens], 64, tiled=True, first_slot=5)
     v = make.part(form, [tokens], 48, group=32)
     ks, vs = (stored([p], [tokens], 2, dim, dtype) for p, dim in ((k, 64), (v, 48)))
     q = make.numbers(1, 8, 100, 64).to(dtype)

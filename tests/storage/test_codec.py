@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import Codec, Fp8, Int4, Int8
-from regard.storage.codec import Codes, decode_rows, decode_tiled, encode_rows, encode_tiled, units
+from regard.storage.codec import Codes, code_bytes, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
 
 CODECS = (Int8(), Int4(), Fp8(), Int4(group=16), Int8(group=48))
@@ -88,7 +88,7 @@ def test_codes_lie_as_the_description_says() -> None:
     values = torch.zeros(1, 1, 40)
     values[0, 0, 17], values[0, 0, 33] = 1.0, 1.0
     row = encode_rows(values, Int4(group=16)).data
-    assert row.shape == (1, 1, units("int4", 40, tiled=False)) == (1, 1, 32)
+    assert row.shape == (1, 1, code_bytes("int4", 40, tiled=False)) == (1, 1, 32)
     assert {i: int(b) for i, b in enumerate(row[0, 0]) if b} == {1: 15 << 4, 17: 15}
 
 

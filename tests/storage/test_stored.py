@@ -24,7 +24,7 @@ def normal(*sizes: int, seed: int = 0) -> Tensor:
 @given(st.integers(1, 3), st.integers(0, 41), st.sampled_from([1, 3, 16, 64]), st.integers(0, 5), st.integers(0, 99))
 def test_pages_stand_for_the_tokens_in_order(batch: int, tokens: int, page: int, skip: int, seed: int) -> None:
     t = normal(batch, 2, tokens, 5, seed=seed)
-    assert torch.equal(paged(t, page, skip=skip, seed=seed).dense(), t)
+    assert torch.equal(paged(t, page, first_slot=skip, seed=seed).dense(), t)
 
 
 def test_parts_stand_one_after_the_other() -> None:
@@ -35,14 +35,14 @@ def test_parts_stand_one_after_the_other() -> None:
     assert torch.equal(found[:, :, :7], t[:, :, :7])
     assert torch.equal(found[:, :, 71:], t[:, :, 71:])
     assert 0 < (found - t).abs().max() < 0.03
-    assert whole.forms == ("float32", "int8", "float32")
+    assert whole.encodings == ("float32", "int8", "float32")
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
 def test_codes_may_begin_and_end_inside_of_a_group(keys: bool) -> None:
     t = normal(1, 2, 64, 6)
     part = coded(t, Int4(), keys=keys)
-    cut = StoredTensor((part._replace(skip=5, tokens=50),), (1, 2, 50, 6), torch.float32)
+    cut = StoredTensor((part._replace(first_slot=5, tokens=50),), (1, 2, 50, 6), torch.float32)
     whole = StoredTensor((part,), (1, 2, 64, 6), torch.float32)
     assert torch.equal(cut.dense(), whole.dense()[:, :, 5:55])
 
@@ -51,7 +51,7 @@ def test_rows_of_different_lengths_are_zeros_beyond_their_end() -> None:
     t = normal(2, 1, 9, 4)
     pages = paged(t, 3)
     lengths = torch.tensor([9, 4])
-    ragged = StoredTensor((pages.parts[0]._replace(ends=lengths),), (2, 1, 9, 4), torch.float32, lengths)
+    ragged = StoredTensor((pages.parts[0]._replace(row_ends=lengths),), (2, 1, 9, 4), torch.float32, lengths)
     assert torch.equal(ragged.dense()[0], t[0])
     assert torch.equal(ragged.dense()[1, :, :4], t[1, :, :4])
     assert not ragged.dense()[1, :, 4:].any()
@@ -62,7 +62,7 @@ def test_rotated_numbers_are_turned_back() -> None:
     t = normal(1, 2, 5, 24)
     turned = StoredTensor((plain(hadamard(t)),), (1, 2, 5, 24), torch.float32, rotated=True)
     assert torch.allclose(turned.dense(), t, atol=1e-6)
-    assert "rotated" in turned.forms
+    assert "rotated" in turned.encodings
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=repr)

@@ -28,8 +28,8 @@ def listed(stored: StoredTensor) -> Listed:
     memory, kept = array("q"), list[Tensor]()
     end, ends, count = 0, None, 0
     for part in stored.parts:
-        if part.ends is not None:
-            ends = _whole(part.ends, kept)
+        if part.row_ends is not None:
+            ends = _whole(part.row_ends, kept)
         elif ends is not None:  # behind parts whose ends differ, all do
             ends = ends + part.tokens
             kept.append(ends)
@@ -59,7 +59,7 @@ def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tu
             kept.append(data)
     strides = data.stride()
     return (
-        form, end, 0 if ends is None else ends.data_ptr(), part.skip, tokens, data.shape[0],
+        form, end, 0 if ends is None else ends.data_ptr(), part.first_slot, tokens, data.shape[0],
         *((0, 0, 0) if table is None else (table.data_ptr(), table.shape[1], table.stride(0))),
         data.data_ptr(), strides[0], strides[1], strides[2], part.tiled, part.per_token, part.group or 1,
         *_scales(part, kept),
@@ -68,7 +68,7 @@ def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tu
 
 def _scales(part: Part, kept: list[Tensor]) -> tuple[int, ...]:
     """Where the scales lie, and what is added, with the same strides."""
-    scale, low = part.scale, part.low
+    scale, low = part.scale, part.zero_point
     if scale is None:
         return 0, 0, 0, 0, 0
     alike = low is None or low.stride() == scale.stride()

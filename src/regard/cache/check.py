@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.pool import PagePool
 from regard.cache.room import check_pages
-from regard.cache.store import Form, Policy, Store, has_store, said
+from regard.cache.store import Form, Policy, Store, describe_tensor, has_store
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Latent, Layout, Paged, Rolling
@@ -123,4 +123,4 @@ def _check_paged(layout: Paged, codec: Codec | torch.dtype | None) -> None:
 
 
 def _named(t: object) -> str:
-    return said(t) if isinstance(t, Tensor) else repr(t) if t is None else type(t).__name__
+    return describe_tensor(t) if isinstance(t, Tensor) else repr(t) if t is None else type(t).__name__

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.store import Form, memory
-from regard.storage.codec import TILE, Codec, Codes, encode_rows, encode_tiled, units
+from regard.storage.codec import TILE, Codec, Codes, code_bytes, encode_rows, encode_tiled
 from regard.storage.stored import Part
 
 
@@ -123,7 +123,7 @@ class Coded:
 
     def _made(self, batch: int, heads: int, capacity: int, device: torch.device) -> list[Tensor]:
         kind, dim = self.codec.kind, self.dim
-        wide = units(kind, dim, self.tiled)
+        wide = code_bytes(kind, dim, self.tiled)
         if self.tiled:
             data = (capacity // TILE, wide, TILE)
             scale = (capacity,) if self.per_token else (capacity // self.group, dim)

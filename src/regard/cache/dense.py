@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.store import Form, Found, memory
+from regard.cache.store import CachedTensor, Form, memory
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Part, StoredTensor
@@ -60,7 +60,7 @@ class DenseStore:
     def allocated_bytes(self) -> int:
         return sum(room.nbytes for room in self._rooms)
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         start, new = self._tokens, k.shape[2]
         end = start + new
         if end > self._capacity or not self._rooms:
@@ -103,7 +103,7 @@ class DenseStore:
     def _kept(self, room: Tensor) -> Tensor:
         return room.narrow(2, 0, self._tokens)
 
-    def _found(self, room: Tensor) -> Found:
+    def _found(self, room: Tensor) -> CachedTensor:
         if room.dtype == self.form.dtype:
             return self._kept(room)
         batch, heads, _, dim = room.shape

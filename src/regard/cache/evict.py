@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from regard.cache.store import Store, check_numbers
+from regard.cache.store import Store, check_has_data
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
@@ -156,7 +156,7 @@ def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
     >>> highest(torch.tensor([[[0.0, 5.0, 1.0, 3.0, 2.0, 0.0]]]), 4, first=1, last=1)
     tensor([[[0, 1, 3, 5]]])
     """
-    check_numbers(scores, "a policy that chooses tokens")
+    check_has_data(scores, "a policy that chooses tokens")
     tokens = scores.shape[2]
     middle, count = scores[:, :, first : tokens - last], tokens - kept
     edge = middle.kthvalue(count, dim=2, keepdim=True).values

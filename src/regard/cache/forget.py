@@ -9,7 +9,7 @@ from regard.cache.page_memory import slots_of
 from regard.cache.pages import Page
 from regard.cache.room import Room
 from regard.cache.sequence import Sequence
-from regard.cache.store import check_numbers
+from regard.cache.store import check_has_data
 from regard.errors import ProblemError
 
 
@@ -72,7 +72,7 @@ def _coded(room: Room, sequences: list[Sequence], index: Tensor) -> tuple[int, T
             f"tokens cannot be forgotten one by one where they share the scales of keys: {type(room.codec).__name__}"
             '(keys="token") gives each scales of its own.'
         )
-    check_numbers(index, "a policy over codes")
+    check_has_data(index, "a policy over codes")
     s, kept = sequences[0], index.shape[2]
     front, sinks = min(s.front, s.tokens), s.sinks * room.page
     before = min(s.tokens, sinks) if s.loose is None else s.loose[0]

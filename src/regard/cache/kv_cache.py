@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.cache.check import check_words, fits, formed, refuse, resolved
-from regard.cache.store import Found, Policy, Store, Watch, check_numbers, said, store_for
+from regard.cache.store import CachedTensor, Policy, Store, Watch, check_has_data, describe_tensor, store_for
 from regard.describe.mask import Mask
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
@@ -123,7 +123,7 @@ class KVCache:
         self,
         k: Float[Tensor, "batch kv_heads tokens qk_dim"],
         v: Float[Tensor, "batch kv_heads tokens v_dim"] | None = None,
-    ) -> tuple[Found, Found]:
+    ) -> tuple[CachedTensor, CachedTensor]:
         """Store the keys and values of new tokens; all that are kept come back, for `attend`.
 
         Returns views where a strided tensor can describe the storage, else `StoredTensor` handles. They are valid until
@@ -183,8 +183,8 @@ class KVCache:
             raise ProblemError(f"q is {type(q).__name__}: expected the tensor of queries that went to attend.")
         if q.ndim != 4 or q.shape[0] != form.batch or q.shape[1] % form.kv_heads or q.shape[3] != form.qk_dim:
             raise ProblemError(
-                f"q is {said(q)}, and the cache holds keys of [{form.batch}, {form.kv_heads}, tokens, {form.qk_dim}]: "
-                "expected queries of the same batch and width, of a whole multiple of heads."
+                f"q is {describe_tensor(q)}, and the cache stores keys [{form.batch}, {form.kv_heads}, tokens, "
+                f"{form.qk_dim}]: expected queries with the same batch size and dim, and a whole multiple of its heads."
             )
         self._watch.observe(q.detach(), store, mask, scale)
 
@@ -258,11 +258,11 @@ class KVCache:
         store = self._store
         batch = None if store is None else store.form.batch
         if not isinstance(cast(object, rows), Tensor) or rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
-            what = said(rows) if isinstance(cast(object, rows), Tensor) else repr(rows)
+            what = describe_tensor(rows) if isinstance(cast(object, rows), Tensor) else repr(rows)
             raise ProblemError(f"select({what}): expected the numbers of batch rows, int64 [batch to be].")
         if store is None or batch is None:
             return
-        check_numbers(rows, "select")
+        check_has_data(rows, "select")
         if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= batch:
             raise ProblemError(f"select({rows.tolist()}): expected numbers of the batch rows 0 to {batch - 1}.")
         rows = rows.to(store.form.device, torch.int64)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from regard.cache.dense import DenseStore
 from regard.cache.quantised import QuantisedStore
-from regard.cache.store import Form, Found, Store
+from regard.cache.store import CachedTensor, Form, Store
 from regard.errors import ProblemError
-from regard.storage.codec import Codec, units
+from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Contiguous, Latent, Part, StoredTensor
 
 
@@ -59,7 +59,7 @@ class LatentStore:
     def allocated_bytes(self) -> int:
         return self._entries.allocated_bytes
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         keys = self._entries.append(k, None)[0]
         return keys, leading(keys, self.rank)
 
@@ -79,7 +79,7 @@ class LatentStore:
         return self._entries.keys()
 
 
-def leading(found: Found, dim: int) -> Found:
+def leading(found: CachedTensor, dim: int) -> CachedTensor:
     """The first `dim` channels of what a cache gave, where they lie.
 
     Raises:
@@ -102,8 +102,8 @@ def _leading(part: Part, dim: int) -> Part:
     if part.kind == "plain":
         return part._replace(data=part.data.narrow(3, 0, dim))
     assert part.tiled  # entries are keys
-    data = part.data.narrow(3, 0, units(part.kind, dim, tiled=True))
+    data = part.data.narrow(3, 0, code_bytes(part.kind, dim, tiled=True))
     if part.per_token:
         return part._replace(data=data)
-    scale, low = (None if t is None else t.narrow(3, 0, dim) for t in (part.scale, part.low))
-    return part._replace(data=data, scale=scale, low=low)
+    scale, zero_point = (None if t is None else t.narrow(3, 0, dim) for t in (part.scale, part.zero_point))
+    return part._replace(data=data, scale=scale, zero_point=zero_point)

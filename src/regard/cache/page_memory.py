@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.cache.store import Form, memory
 from regard.describe.tensors import is_without_data
-from regard.storage.codec import Codec, decode_rows, decode_tiled, encode_rows, encode_tiled, units
+from regard.storage.codec import Codec, code_bytes, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.codec import Codes as Written
 from regard.storage.stored import TILE, Part
 
@@ -114,7 +114,7 @@ class PlainMemory(PageMemory):
     def parts(self, tokens: int, table: Tensor, ends: Tensor | None) -> tuple[Part, Part]:
         """The part of keys and that of values that these pages are."""
         k, v = self.tensors
-        return Part(tokens, k, table=table, ends=ends), Part(tokens, v, table=table, ends=ends)
+        return Part(tokens, k, table=table, row_ends=ends), Part(tokens, v, table=table, row_ends=ends)
 
 
 class CodedMemory(PageMemory):
@@ -123,8 +123,8 @@ class CodedMemory(PageMemory):
     def __init__(self, form: Form, codec: Codec, grain: Grain) -> None:
         self.codec, self.grain, (self.qk_dim, self.v_dim) = codec, grain, form.dims
         page, heads, kind = grain.page, form.kv_heads, codec.kind
-        keys = (heads, page // TILE, units(kind, self.qk_dim, tiled=True), TILE)
-        values = (heads, page, units(kind, self.v_dim, tiled=False))
+        keys = (heads, page // TILE, code_bytes(kind, self.qk_dim, tiled=True), TILE)
+        values = (heads, page, code_bytes(kind, self.v_dim, tiled=False))
         key_scale = (heads, page) if grain.per_token else (heads, page // grain.group, self.qk_dim)
         value_scale = (heads, page, -(-self.v_dim // codec.channels(self.v_dim)))
         scales = [(s, torch.bfloat16) for s in (key_scale, value_scale) for _ in range(2 if kind == "int4" else 1)]
@@ -139,7 +139,7 @@ class CodedMemory(PageMemory):
         """
         keys = encode_tiled(k, self.codec, per_token=self.grain.per_token, group=self.grain.group)
         values = encode_rows(v, self.codec)
-        scales = [t for codes in (keys, values) for t in (codes.scale, codes.low) if t is not None]
+        scales = [t for codes in (keys, values) for t in (codes.scale, codes.zero_point) if t is not None]
         return [keys.data, values.data, *scales]
 
     def write(self, pages: list[int], written: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ from regard.cache.forget import keep
 from regard.cache.pool import PagePool, stored_bytes
 from regard.cache.rows import rows_of
 from regard.cache.sequence import crop
-from regard.cache.store import Form, Found, check_numbers
+from regard.cache.store import CachedTensor, Form, check_has_data
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Paged
@@ -55,7 +55,7 @@ class PagedStore:
         coded = 0 if room.codes is None else room.codes.page_bytes
         return sum(room.numbers.page_bytes if page.home is room.plain else coded for page in pages)
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         assert v is not None
         found = self.pool.write(self.sequences, k, v)
         self._seen += k.shape[2]
@@ -72,7 +72,7 @@ class PagedStore:
         self._seen = 0
 
     def select(self, rows: Tensor) -> None:
-        check_numbers(rows, "select of pages")
+        check_has_data(rows, "select of pages")
         self.sequences = self.pool.select(self.sequences, rows.tolist())
         self.form = self.form._replace(batch=len(rows))
 

@@ -19,7 +19,7 @@ from regard.cache.reuse import adopt
 from regard.cache.room import Room, check_pool
 from regard.cache.rows import rows_of
 from regard.cache.sequence import Sequence
-from regard.cache.store import Form, said
+from regard.cache.store import Form, describe_tensor
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
@@ -191,14 +191,16 @@ class PagePool:
             or not k.is_floating_point() or len(k) != len(sequences)
         ):  # fmt: skip
             raise ProblemError(
-                f"k is {said(k)} and v {said(v)} for {len(sequences)} sequences: expected [{len(sequences)}, kv_heads, "
-                "new, dim], a row for each, with the same kv_heads and new tokens, of one float type and on one device."
+                f"k is {describe_tensor(k)} and v {describe_tensor(v)} for {len(sequences)} sequences: expected "
+                f"[{len(sequences)}, kv_heads, new, dim], a row for each, with the same kv_heads and new tokens, of "
+                "one float type and on one device."
             )
         form = self.room.form
         if form is not None and (k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device) != form[1:]:
             raise ProblemError(
-                f"k is {said(k)} and v {said(v)}, and the pool holds {str(form.dtype).removeprefix('torch.')} keys "
-                f"[tokens, {form.kv_heads}, {form.qk_dim}] and values [tokens, {form.kv_heads}, {form.v_dim}] on "
+                f"k is {describe_tensor(k)} and v {describe_tensor(v)}, and the pool stores "
+                f"{str(form.dtype).removeprefix('torch.')} keys [tokens, {form.kv_heads}, {form.qk_dim}] and "
+                f"values [tokens, {form.kv_heads}, {form.v_dim}] on "
                 f"{form.device}: a pool is for one layer; others need pools of their own."
             )
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -225,7 +227,9 @@ def _ids(tokens: object) -> list[int]:
     """The ids of a prompt."""
     if isinstance(tokens, Tensor):
         if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
-            raise ProblemError(f"tokens are {said(tokens)}: expected the ids of one sequence, int64 [tokens].")
+            raise ProblemError(
+                f"tokens are {describe_tensor(tokens)}: expected the ids of one sequence, int64 [tokens]."
+            )
         tokens = tokens.tolist()
     found = list(tokens) if isinstance(tokens, Iterable) else [None]
     if not all(isinstance(token, int) for token in found):
@@ -269,4 +273,4 @@ def stored_bytes(room: Room, sequences: Iterable[Sequence]) -> int:
 
 
 def _named(t: object) -> str:
-    return said(t) if isinstance(t, Tensor) else f"{type(t).__name__} {t!r}"
+    return describe_tensor(t) if isinstance(t, Tensor) else f"{type(t).__name__} {t!r}"

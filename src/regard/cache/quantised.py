@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.cache.runs import Run, first_of, span, tokens_of, without
 from regard.cache.side import Side, gathered
-from regard.cache.store import Form, Found, check_numbers, memory, picked
+from regard.cache.store import CachedTensor, Form, check_has_data, memory, picked
 from regard.errors import ProblemError
 from regard.storage.codec import Codec, Codes
 from regard.storage.stored import Contiguous, Part, StoredTensor
@@ -93,7 +93,7 @@ class QuantisedStore:
     def allocated_bytes(self) -> int:
         return sum(side.sinks.nbytes + side.tail.nbytes + side.coded.allocated_bytes for side in self._sides)
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         new = k.shape[2]
         if not new:
             return self.found()
@@ -155,7 +155,7 @@ class QuantisedStore:
         self._begin, self._end = mark.begin + count, mark.end + new - first
         self._runs, self._coded, self._is_still = first_of(self._runs, coded + count), coded + count, False
 
-    def rolled(self, k: Tensor, v: Tensor | None, gone: int) -> tuple[Found, Found]:
+    def rolled(self, k: Tensor, v: Tensor | None, gone: int) -> tuple[CachedTensor, CachedTensor]:
         """Forget the first `gone` tokens behind the sinks, and append; or neither."""
         if not gone:
             return self.append(k, v)
@@ -187,7 +187,7 @@ class QuantisedStore:
                 "tokens cannot be forgotten one by one where they share the scales of keys: "
                 f'{type(self.codec).__name__}(keys="token") gives each scales of its own.'
             )
-        check_numbers(index, "a policy over codes")
+        check_has_data(index, "a policy over codes")
         kept, sinks, until = index.shape[2], self._sinks, self._sinks + self._coded
         first, last = (int(some.sum(-1).min()) for some in (index < sinks, index >= until))
         coded = index[:, :, first : kept - last]
@@ -277,7 +277,7 @@ class QuantisedStore:
             side.coded.move(grown, begin, end)
         self._runs = tuple(Run(slot - begin, tokens) for slot, tokens in self._runs)
 
-    def found(self) -> tuple[Found, Found]:
+    def found(self) -> tuple[CachedTensor, CachedTensor]:
         """Keys and values, all that are kept."""
         if not self._is_still:
             self._settle()

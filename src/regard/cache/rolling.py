@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.sinks import Sinks
-from regard.cache.store import Form, Found, memory
+from regard.cache.store import CachedTensor, Form, memory
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Part, Rolling, StoredTensor
@@ -53,7 +53,7 @@ class RollingStore:
     def allocated_bytes(self) -> int:
         return sum(room.nbytes for room in self._rooms) + self._sinks.allocated_bytes
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         assert v is not None
         new = k.shape[2]
         if new:
@@ -111,7 +111,7 @@ class RollingStore:
     def _kept(self, room: Tensor) -> Tensor:
         return room.narrow(2, self._first, self._end - self._first)
 
-    def _found(self, room: Tensor) -> Found:
+    def _found(self, room: Tensor) -> CachedTensor:
         if room.dtype == self.form.dtype:
             return self._kept(room)
         batch, heads, _, dim = room.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.cache.quantised import QuantisedStore
 from regard.cache.sinks import Sinks
-from regard.cache.store import Form, Found
+from regard.cache.store import CachedTensor, Form
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Rolling
@@ -57,7 +57,7 @@ class RollingCodes:
     def allocated_bytes(self) -> int:
         return self._sinks.allocated_bytes + self._kept.allocated_bytes
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         new, before, window = k.shape[2], self._kept.tokens, self.layout.window
         if not new:
             return self._kept.found()

@@ -15,7 +15,7 @@ from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 
-Found = Tensor | StoredTensor
+CachedTensor = Tensor | StoredTensor
 """Keys, or values, as `append` gives them: a tensor where a strided one can say how they lie, else a handle."""
 
 
@@ -72,7 +72,7 @@ class Store(Protocol):
         """Bytes of memory that are held for it."""
         ...
 
-    def append(self, k: Tensor, v: Tensor | None) -> tuple[Found, Found]:
+    def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         """Keep new tokens, [batch, kv_heads, tokens, dim] that fit the form; all that are kept come back."""
         ...
 
@@ -193,12 +193,12 @@ def picked(t: Tensor, rows: Tensor) -> Tensor:
     return torch.index_select(t, 0, rows, out=made)
 
 
-def said(t: Tensor) -> str:
+def describe_tensor(t: Tensor) -> str:
     """Type, shape and device, as errors name them."""
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
 
 
-def check_numbers(t: Tensor, what: str) -> None:
+def check_has_data(t: Tensor, what: str) -> None:
     """Raise `ProblemError` unless the tensor holds numbers, which `what` goes by."""
     if is_without_data(t):
         raise ProblemError(

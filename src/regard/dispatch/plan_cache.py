@@ -78,7 +78,7 @@ def prepare(
             None if mask is None else _of_mask(mask), None if bias is None else _of_tensors(bias),
             None if score is None else _of_tensors(score), None if sink is None else _of_tensor(sink),
             scale, scale.__class__, softcap, softcap.__class__, dropout, dropout.__class__, offset, offset.__class__,
-            backend, lse, None if stored is None else (stored[0].key, stored[1].key),
+            backend, lse, None if stored is None else (stored[0].plan_key, stored[1].plan_key),
         )  # fmt: skip
         known = _calls.get(key)
     except (AttributeError, RuntimeError, TypeError):  # `pose` will say what is wrong

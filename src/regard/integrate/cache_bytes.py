@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from regard.storage.codec import Codec, units
+from regard.storage.codec import Codec, code_bytes
 
 
 def token_bytes(kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, codec: Codec | torch.dtype | None) -> float:
@@ -31,8 +31,8 @@ def token_bytes(kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, codec:
         return float(kv_heads * sum(dims) * (codec or dtype).itemsize)
     qk_dim, v_dim = dims
     scale = 4 if codec.kind == "int4" else 2
-    keys = units(codec.kind, qk_dim, tiled=True) + scale * (1 if codec.keys == "token" else qk_dim / codec.group)
-    values = units(codec.kind, v_dim, tiled=False) + scale * -(-v_dim // codec.channels(v_dim)) if v_dim else 0
+    keys = code_bytes(codec.kind, qk_dim, tiled=True) + scale * (1 if codec.keys == "token" else qk_dim / codec.group)
+    values = code_bytes(codec.kind, v_dim, tiled=False) + scale * -(-v_dim // codec.channels(v_dim)) if v_dim else 0
     return kv_heads * (keys + values)
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from regard.atomic_write import atomic_write
-from regard.cache.store import said
+from regard.cache.store import describe_tensor
 from regard.errors import ProblemError
 from regard.integrate.cache_tree import Reader, Writer
 
@@ -99,7 +99,7 @@ def read_cache(
 def ids_of(tokens: object) -> Tensor:
     """Token ids as int64 [batch, tokens]."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim not in (1, 2):
-        what = said(tokens) if isinstance(tokens, Tensor) else type(tokens).__name__
+        what = describe_tensor(tokens) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ProblemError(f"tokens are {what}: expected the ids of the text, a tensor of integers [batch, tokens].")
     return (tokens if tokens.ndim == 2 else tokens[None]).long()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from regard.cache.kv_cache import KVCache
-from regard.cache.store import Found, said
+from regard.cache.store import CachedTensor, describe_tensor
 from regard.errors import ProblemError
 from regard.integrate.cache_move import move
 from regard.storage.stored import Contiguous, Rolling, StoredTensor
@@ -151,13 +151,13 @@ class KeptLayer(CacheLayerMixin):
     def _append(self, k: Tensor, v: Tensor) -> tuple[Any, Any]:
         return self._stored(self.kv, k, v)
 
-    def _stored(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[Found, Found]:
+    def _stored(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[CachedTensor, CachedTensor]:
         return kv.append(k, v)
 
-    def _handles(self, found: tuple[Found, Found]) -> tuple[Any, Any]:
+    def _handles(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return found
 
-    def _tensors(self, found: tuple[Found, Found]) -> tuple[Any, Any]:
+    def _tensors(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return dense(found[0]), dense(found[1])
 
     def _read(self, side: int) -> Tensor | None:
@@ -293,7 +293,7 @@ class FixedLayer(StaticLayer):
         return f"FixedLayer({int(self.cumulative_length):,} tokens of {self.max_cache_len:,})"
 
 
-def dense(found: Found) -> Tensor:
+def dense(found: CachedTensor) -> Tensor:
     """What a cache hands out, as a tensor."""
     return found.dense() if isinstance(found, StoredTensor) else found
 
@@ -315,8 +315,8 @@ def check_form(layer: StaticLayer, k: Tensor, v: Tensor) -> None:
         form = cast(Tensor, memory)
         if (*new.shape[:2], new.shape[3], new.dtype) != (*form.shape[:2], form.shape[3], form.dtype):
             raise ProblemError(
-                f"{name} is {said(new)}, and the cache has memory for {said(form)}: only the number of tokens may "
-                "differ. A new batch needs a new cache."
+                f"{name} is {describe_tensor(new)}, and the cache has memory for {describe_tensor(form)}: only the "
+                "number of tokens may differ. A new batch needs a new cache."
             )
 
 

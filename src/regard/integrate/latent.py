@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from regard.attention import attend
 from regard.cache.kv_cache import KVCache
-from regard.cache.store import Found
+from regard.cache.store import CachedTensor
 from regard.integrate.cache_forgetting import ForgettingLayer, Pending
 from regard.integrate.cache_layer import FixedLayer, KeptLayer, dense
 from regard.integrate.touches import touch
@@ -36,8 +36,8 @@ class Latents(NamedTuple):
         values: the latents, [batch, 1, tokens, rank], in the same memory.
     """
 
-    keys: Found
-    values: Found
+    keys: CachedTensor
+    values: CachedTensor
 
     @property
     def shape(self) -> torch.Size:
@@ -84,13 +84,13 @@ class Apart(NamedTuple):
 class _OfLatents(KeptLayer):
     """One entry per token, `kv_lora_rank + qk_rope_head_dim` numbers, for all heads."""
 
-    def _stored(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[Found, Found]:
+    def _stored(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[CachedTensor, CachedTensor]:
         return kv.append(torch.cat([k, v], -1))
 
-    def _handles(self, found: tuple[Found, Found]) -> tuple[Any, Any]:
+    def _handles(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return Latents(*found), Latents(*found)
 
-    def _tensors(self, found: tuple[Found, Found]) -> tuple[Any, Any]:
+    def _tensors(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return _split(dense(found[0]), found[1].shape[3])
 
 

@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from regard.attention import attend
-from regard.cache.store import Found
+from regard.cache.store import CachedTensor
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
@@ -172,8 +172,8 @@ def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None) -> bool:
 def attention(
     module: nn.Module,
     query: Tensor,  # [batch, heads, queries, qk_dim]
-    key: Found | Latents | Apart,  # [batch, kv_heads, keys, qk_dim]
-    value: Found | Latents | Apart,  # [batch, kv_heads, keys, v_dim]
+    key: CachedTensor | Latents | Apart,  # [batch, kv_heads, keys, qk_dim]
+    value: CachedTensor | Latents | Apart,  # [batch, kv_heads, keys, v_dim]
     attention_mask: LayerMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -258,7 +258,7 @@ def _check_bias(layer: ForgettingLayer, bias: Tensor | None) -> None:
 def _said(
     module: nn.Module,
     query: Tensor,
-    key: Found | Latents | Apart,
+    key: CachedTensor | Latents | Apart,
     given: LayerMask | Tensor | None,
     is_causal: bool | None,
 ) -> tuple[Mask | None, Bias | None, int | Tensor]:
@@ -307,7 +307,7 @@ def sink_of(logits: Tensor | None) -> Tensor | None:
     return logits
 
 
-def _weights(module: nn.Module, query: Tensor, key: Found | Latents | Apart, words: dict[str, Any]) -> Tensor:
+def _weights(module: nn.Module, query: Tensor, key: CachedTensor | Latents | Apart, words: dict[str, Any]) -> Tensor:
     """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
     key = key.expanded(module)[0] if isinstance(key, Latents | Apart) else dense(key)
     units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from regard.attention import attend
 from regard.cache import KVCache
 from regard.cache.latent import leading
-from regard.cache.store import Found
+from regard.cache.store import CachedTensor
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.errors import ProblemError
@@ -252,7 +252,7 @@ class LatentAttention(nn.Module):
         return latent if self.k_rope is None else torch.cat([latent, self.k_rope(x)], -1)
 
     def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, keys: Found, _values: Found, mask: Mask | None
+        self, q_nope: Tensor, q_rope: Tensor, keys: CachedTensor, _values: CachedTensor, mask: Mask | None
     ) -> Tensor:  # fmt: skip
         entries = keys if isinstance(keys, Tensor) else keys.dense()
         latent, k_rope = entries[:, 0].split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
@@ -267,7 +267,7 @@ class LatentAttention(nn.Module):
         return self._attend(torch.cat([q_nope, q_rope], -1), torch.cat(parts, -1), v, mask)
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, keys: Found, values: Found, mask: Mask | None
+        self, q_nope: Tensor, q_rope: Tensor, keys: CachedTensor, values: CachedTensor, mask: Mask | None
     ) -> Tensor:  # fmt: skip
         q = self._to_latents(q_nope, q_rope)
         if isinstance(keys, StoredTensor) and (keys.rotated or self.k_up is None):
@@ -302,7 +302,7 @@ class LatentAttention(nn.Module):
     def _scale(self) -> float:
         return (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
 
-    def _attend(self, q: Tensor, k: Found, v: Found, mask: Mask | None) -> Tensor:
+    def _attend(self, q: Tensor, k: CachedTensor, v: CachedTensor, mask: Mask | None) -> Tensor:
         return attend(
             q, k, v, mask=mask, scale=self._scale, softcap=self.softcap, sink=self.sinks,
             dropout=self.dropout if self.training else 0.0, backend=self.backend,

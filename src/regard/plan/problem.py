@@ -103,7 +103,7 @@ class Storage(NamedTuple):
     """How the keys and values of a call are stored.
 
     Attributes:
-        k: how the parts of the keys are written, by `StoredTensor.forms`.
+        k: how the parts of the keys are written, by `StoredTensor.encodings`.
         v: the same of the values.
         nbytes: that must be read of both, at least.
     """
@@ -115,7 +115,7 @@ class Storage(NamedTuple):
     @classmethod
     def of(cls, k: StoredTensor, v: StoredTensor) -> "Storage":
         """How these are stored."""
-        return cls(k.forms, v.forms, k.nbytes + v.nbytes)
+        return cls(k.encodings, v.encodings, k.nbytes + v.nbytes)
 
     def __str__(self) -> str:
         k, v = (" + ".join(forms) for forms in (self.k, self.v))
@@ -151,7 +151,7 @@ def opened(
     if not isinstance(k, StoredTensor) and not isinstance(v, StoredTensor):
         return k, v, mask, None
     mask, stored = handles(k, v, mask, bias, offset)
-    return stored[0].fingerprint, stored[1].fingerprint, mask, stored
+    return stored[0].placeholder, stored[1].placeholder, mask, stored
 
 
 def handles(

@@ -113,10 +113,10 @@ class Codes(NamedTuple):
 
     data: Tensor
     scale: Tensor
-    low: Tensor | None
+    zero_point: Tensor | None
 
 
-def units(kind: str, dim: int, tiled: bool) -> int:
+def code_bytes(kind: str, dim: int, tiled: bool) -> int:
     """The bytes that the codes of one token take: those of keys (tiled), or of values."""
     if kind != "int4":
         return dim
@@ -192,7 +192,7 @@ def decode_tiled(codes: Codes, kind: str, *, dim: int, per_token: bool, group: i
         return t.float()[..., None] if per_token else t.float().repeat_interleave(group, dim=-2)
 
     found = wide * spread(codes.scale)
-    return found if codes.low is None else found + spread(codes.low)
+    return found if codes.zero_point is None else found + spread(codes.zero_point)
 
 
 def decode_rows(codes: Codes, kind: str, *, dim: int, group: int) -> Tensor:
@@ -206,7 +206,7 @@ def decode_rows(codes: Codes, kind: str, *, dim: int, group: int) -> Tensor:
         return t.float().repeat_interleave(group, dim=-1)[..., :dim]
 
     found = _numbers(numbers, kind) * spread(codes.scale)
-    return found if codes.low is None else found + spread(codes.low)
+    return found if codes.zero_point is None else found + spread(codes.zero_point)
 
 
 def _range(x: Tensor, codec: Codec, axis: int, end: float) -> tuple[Tensor, Tensor | None]:

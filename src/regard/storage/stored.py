@@ -106,19 +106,19 @@ class Latent(Layout):
 class Part(NamedTuple):
     """A stretch of tokens in one form.
 
-    Token t of the part stands in slot `skip + t` of a row's pages: page `slot // page`, place `slot % page`.
+    Token t of the part stands in slot `first_slot + t` of a row's pages: page `slot // page`, place `slot % page`.
 
     Attributes:
         tokens: how many tokens; where rows differ, those of the longest.
         data: plain numbers [pages, kv_heads, page, dim] of any float type; or codes, uint8: tiled
             [pages, kv_heads, page // 16, units, 16] or rows [pages, kv_heads, page, units] (`storage/codec.py`).
         kind: "plain", "int8", "int4" or "fp8".
-        skip: slots before the first token.
+        first_slot: slots before the first token.
         table: int64 [batch, pages of a row]: the pages of a row, in order; None: row b is page b.
-        ends: int64 [batch], where rows differ: one past the part's last token, counted in the row; None: rows alike.
+        row_ends: int64 [batch], one past the part's last token, counted in the row; None where rows do not differ.
         scale: bf16; tiled [pages, kv_heads, page // group, dim], or where `per_token` [pages, kv_heads, page]; rows
             [pages, kv_heads, page, dim / group rounded up].
-        low: bf16, like scale; None for nothing to add.
+        zero_point: bf16, like scale; None for nothing to add.
         tiled: 16 tokens of a channel stand side by side.
         group: tokens (tiled) or channels (rows) that share a scale.
     """
@@ -126,11 +126,11 @@ class Part(NamedTuple):
     tokens: int
     data: Tensor
     kind: str = "plain"
-    skip: int = 0
+    first_slot: int = 0
     table: Tensor | None = None
-    ends: Tensor | None = None
+    row_ends: Tensor | None = None
     scale: Tensor | None = None
-    low: Tensor | None = None
+    zero_point: Tensor | None = None
     tiled: bool = False
     per_token: bool = False
     group: int = 0
@@ -141,7 +141,7 @@ class Part(NamedTuple):
         return self.data.shape[2] * (TILE if self.tiled else 1)
 
     @property
-    def form(self) -> str:
+    def encoding(self) -> str:
         """How it is written, in a word or two: "float32", "int8 tiled"."""
         kind = str(self.data.dtype).removeprefix("torch.") if self.kind == "plain" else self.kind
         return f"{kind} in pages of {self.page}" if self.table is not None else kind
@@ -150,15 +150,15 @@ class Part(NamedTuple):
         """The pages that hold the part's tokens in a row, by number; int64."""
         if self.table is None:
             return torch.tensor([row], device=self.data.device)
-        return self.table[row, : -(-(self.skip + self.tokens) // self.page)]
+        return self.table[row, : -(-(self.first_slot + self.tokens) // self.page)]
 
-    def numbers(self, pages: Tensor, dim: int) -> Tensor:
+    def decode(self, pages: Tensor, dim: int) -> Tensor:
         """What these pages hold, [pages, kv_heads, page, dim]: float32 if it was decoded."""
         data = self.data[pages]
         if self.kind == "plain":
             return data
         assert self.scale is not None
-        codes = Codes(data, self.scale[pages], None if self.low is None else self.low[pages])
+        codes = Codes(data, self.scale[pages], None if self.zero_point is None else self.zero_point[pages])
         if self.tiled:
             return decode_tiled(codes, self.kind, dim=dim, per_token=self.per_token, group=self.group)
         return decode_rows(codes, self.kind, dim=dim, group=self.group)
@@ -198,7 +198,7 @@ class StoredTensor:
         self.parts, self.dtype, self.lengths, self.rotated = parts, dtype, lengths, rotated
         self.shape = torch.Size(shape)
         self.row_lengths: tuple[int, ...] | None = None if lengths is None else tuple(lengths.tolist())
-        self._ends = tuple(None if part.ends is None else tuple(part.ends.tolist()) for part in parts)
+        self._ends = tuple(None if part.row_ends is None else tuple(part.row_ends.tolist()) for part in parts)
 
     @property
     def device(self) -> torch.device:
@@ -223,24 +223,24 @@ class StoredTensor:
         batch, heads, tokens, _ = self.shape
         held = 0.0
         for part in self.parts:
-            of_page = sum(t[:1].nbytes for t in (part.data, part.scale, part.low) if t is not None)
+            of_page = sum(t[:1].nbytes for t in (part.data, part.scale, part.zero_point) if t is not None)
             held += batch * part.tokens * of_page / part.page if part.page else 0
         share = 1.0 if self.row_lengths is None else sum(self.row_lengths) / max(1, batch * tokens)
         return round(held * share) if heads else 0
 
     @cached_property
-    def forms(self) -> tuple[str, ...]:
+    def encodings(self) -> tuple[str, ...]:
         """How the parts are written; two handles with equal ones differ in sizes and contents only."""
         rows = ("rows of their own lengths",) if self.lengths is not None else ()
-        return (*(part.form for part in self.parts), *(("rotated",) if self.rotated else ()), *rows)
+        return (*(part.encoding for part in self.parts), *(("rotated",) if self.rotated else ()), *rows)
 
     @cached_property
-    def key(self) -> tuple[object, ...]:
+    def plan_key(self) -> tuple[object, ...]:
         """What two handles must share for calls on them to be planned alike."""
-        return self.forms, self.row_lengths, self.nbytes
+        return self.encodings, self.row_lengths, self.nbytes
 
     @cached_property
-    def fingerprint(self) -> Tensor:
+    def placeholder(self) -> Tensor:
         """A tensor of this shape, type and device that holds nothing: what checks look at."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
@@ -254,7 +254,7 @@ class StoredTensor:
 
         Tokens beyond a row's length are 0.
         """
-        if self.lengths is None and all(part.ends is None for part in self.parts):
+        if self.lengths is None and all(part.row_ends is None for part in self.parts):
             found = [self._part(part) for part in self.parts if part.tokens]
             if not found:
                 return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -272,15 +272,15 @@ class StoredTensor:
     def _part(self, part: Part) -> Tensor:
         """The tokens of a part whose rows are alike, [batch, kv_heads, tokens, dim]."""
         if part.table is None and part.kind == "plain" and not self.rotated:
-            return part.data[: self.shape[0], :, part.skip : part.skip + part.tokens].to(self.dtype)
+            return part.data[: self.shape[0], :, part.first_slot : part.first_slot + part.tokens].to(self.dtype)
         return torch.stack([self._row(part, row, part.tokens) for row in range(self.shape[0])])
 
     def _row(self, part: Part, row: int, tokens: int) -> Tensor:
-        numbers = part.numbers(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
-        numbers = numbers[:, part.skip : part.skip + tokens]
+        numbers = part.decode(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
+        numbers = numbers[:, part.first_slot : part.first_slot + tokens]
         return (hadamard(numbers.float()) if self.rotated else numbers).to(self.dtype)
 
     def __repr__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        parts = ", ".join(f"{part.tokens:,} {part.form}" for part in self.parts)
+        parts = ", ".join(f"{part.tokens:,} {part.encoding}" for part in self.parts)
         return f"StoredTensor({list(self.shape)} {kind}: {parts}{', rotated' if self.rotated else ''})"
