@@ -11,10 +11,15 @@ from tests.conformance import CASES, computes_the_formula
 from tests.oracle import Case, dense, worst
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-COMPILED = ["window and sinks", "packed documents", "everything", "biases added"]
-"""What flex is tried on: each form compiles for seconds."""
+LONG = pytest.mark.exhaustive
+COMPILED = [
+    "everything",
+    *(pytest.param(name, marks=LONG) for name in ("window and sinks", "packed documents", "biases added")),
+]
+"""What flex is tried on: each compiles for up to half a minute."""
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "flex"])
 @pytest.mark.parametrize("name", CASES)

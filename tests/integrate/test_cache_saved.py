@@ -70,6 +70,7 @@ def explained(cache: Any) -> str:
     return re.sub(r"Rope\(.*?\)", "Rope", cache.explain())
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("name", MODELS)
