@@ -32,8 +32,8 @@ from torch.nn import functional as F
 
 from regard.describe.position import Rope
 from regard.inspect.intervene.ablate import ablated, ablation_effects
-from regard.inspect.intervene.heads import HeadName
 from regard.inspect.measures import induction, offset_score
+from regard.inspect.names import HeadName
 from regard.inspect.observing.observe import Look, observe
 from regard.nn import Decoder
 

@@ -72,8 +72,8 @@ from regard.inspect.measures import (
 from regard.inspect.measures.definitions import Definition
 from regard.inspect.measures.score import HeadScores, Interval
 from regard.inspect.measures.stimulus import Jittered, Repeats, Walks, plain_tokens
-from regard.inspect.observing.kept import Kept, kept_in
 from regard.inspect.observing.observe import Look, Seen, observe
+from regard.inspect.observing.recorded import RecordedCall, read_calls
 from regard.inspect.page import framed, write_page
 from regard.inspect.surveying.closeup import close_up, close_up_rows, strongest
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift
@@ -97,12 +97,12 @@ __all__ = [
     "HeadScores",
     "Interval",
     "Jittered",
-    "Kept",
     "Look",
     "Mean",
     "Picture",
     "Positional",
     "Profile",
+    "RecordedCall",
     "Repeats",
     "Report",
     "Resample",
@@ -145,7 +145,6 @@ __all__ = [
     "induction_scan",
     "integrated",
     "inverse_squares",
-    "kept_in",
     "kind_of",
     "lift",
     "local_mass",
@@ -167,6 +166,7 @@ __all__ = [
     "rare_word",
     "rarest_hits",
     "rarity",
+    "read_calls",
     "retrieval",
     "rollout",
     "sink",

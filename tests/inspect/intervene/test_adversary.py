@@ -60,7 +60,7 @@ def test_the_same_seed_finds_the_same():
 def test_the_caveat_comes_with_the_result():
     model, ids = decoder(), texts()
     said = str(adversary(model, lambda: model(ids)[:, -1], [(1, 2), (1, 3)], steps=1, starts=1))
-    assert "L1H2 + L1H3" in said
+    assert "1.2 + 1.3" in said
     assert "Attention weights are not importance" in said
     assert "Wiegreffe & Pinter" in said
 

@@ -4,7 +4,7 @@ from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_or
 from regard.inspect.intervene.adversary import Adversary, adversary
 from regard.inspect.intervene.effect import Effect, Interval
 from regard.inspect.intervene.gradient import gradient_attention
-from regard.inspect.intervene.heads import HeadName, Site, altered, heads_of
+from regard.inspect.intervene.heads import Site, altered, heads_of
 from regard.inspect.intervene.importance import Importance, importance
 from regard.inspect.intervene.instead import Mean, Resample, Zero, mean_outputs, outputs_of
 from regard.inspect.intervene.integrated import Integrated, integrated
@@ -17,6 +17,7 @@ from regard.inspect.intervene.relevance import Relevance
 from regard.inspect.intervene.rollout import rollout
 from regard.inspect.intervene.value_zeroing import ValueZeroing, value_zeroing
 from regard.inspect.intervene.variants import VARIANTS, Variant
+from regard.inspect.names import HeadName
 
 __all__ = [
     "VARIANTS",

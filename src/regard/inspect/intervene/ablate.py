@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.effect import Effect
-from regard.inspect.intervene.heads import HeadName, Site, Sites, altered, checked
+from regard.inspect.intervene.heads import Site, Sites, altered
 from regard.inspect.intervene.instead import By, ByBatch, checked_by, instead_of
 from regard.inspect.intervene.loss import LossOf, all_of, losses
+from regard.inspect.names import HeadName, Heads, read_heads
 
 
 @contextmanager
-def ablated(model: nn.Module | None, heads: Iterable[HeadName], by: By = "zero") -> Generator[None]:
+def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator[None]:
     """Within the block, these heads give zero, their mean, or what they gave on other inputs.
 
     Works in training (gradients flow through all other heads), and in generation with a cache: zero and overall means
@@ -47,7 +48,7 @@ def ablated(model: nn.Module | None, heads: Iterable[HeadName], by: By = "zero")
     >>> torch.equal(logits, model(ids))
     False
     """
-    named, instead = checked(heads), instead_of(by)
+    named, instead = read_heads(heads), instead_of(by)
     sites = Sites(named)
 
     def change(site: Site, call: Call) -> Tensor | None:
@@ -65,7 +66,7 @@ def ablation_effects(
     model: nn.Module | None,
     batches: Iterable[Any],
     loss_of: LossOf,
-    groups: Iterable[Iterable[HeadName]] | None = None,
+    groups: Iterable[Heads] | None = None,
     by: ByBatch = "zero",
 ) -> Iterator[Effect]:
     """What taking heads out does to the loss, group by group.
@@ -85,7 +86,7 @@ def ablation_effects(
     [(((0, 1),), torch.Size([8])), (((1, 0), (1, 1)), torch.Size([8]))]
     """
     batches, by = all_of(batches), checked_by(by)
-    named = None if groups is None else [checked(group) for group in groups]
+    named = None if groups is None else [read_heads(group) for group in groups]
 
     def effects() -> Iterator[Effect]:
         base, all_heads = measured(model, batches, loss_of)
@@ -99,7 +100,7 @@ def greedy(
     model: nn.Module | None,
     batches: Iterable[Any],
     loss_of: LossOf,
-    heads: Iterable[HeadName] | None = None,
+    heads: Heads | None = None,
     by: ByBatch = "zero",
 ) -> Iterator[Effect]:
     """Heads in the order in which they are best spared: each time the one without which the loss is least.
@@ -119,7 +120,7 @@ def greedy(
     >>> len(first.heads), len(second.heads), second.heads[:1] == first.heads
     (1, 2, True)
     """
-    batches, by, chosen = all_of(batches), checked_by(by), None if heads is None else checked(heads)
+    batches, by, chosen = all_of(batches), checked_by(by), None if heads is None else read_heads(heads)
 
     def steps() -> Iterator[Effect]:
         base, all_heads = measured(model, batches, loss_of, chosen or ())
@@ -153,7 +154,7 @@ def effect_order(effects: Iterable[Effect]) -> tuple[HeadName, ...]:
 
 
 def measured(
-    model: nn.Module | None, batches: tuple[Any, ...], loss_of: LossOf, named: Iterable[HeadName] = ()
+    model: nn.Module | None, batches: tuple[Any, ...], loss_of: LossOf, named: Heads = ()
 ) -> tuple[Tensor, tuple[HeadName, ...]]:
     """The loss of every example, [examples], and the names of all heads; those that are named must exist."""
     names: tuple[HeadName, ...] = ()

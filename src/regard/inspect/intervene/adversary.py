@@ -10,7 +10,7 @@ ln 2 = 0.693 nats and is the mean over the chosen heads and rows; TVD is half th
 Wiegreffe & Pinter 2019, *Attention is not not explanation*, arXiv:1908.04626, say what this shows and what not.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import HeadName, Site
+from regard.inspect.intervene.heads import Site
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.rows import (
     CAVEAT,
     Predict,
     Unchanged,
-    group_name,
     mean_divergence,
     moved,
     observed,
 )
+from regard.inspect.names import HeadName, Heads, group_text
 
 PENALTY, STEP = 500.0, 0.01
 LEAST = 1e-4
@@ -60,7 +60,7 @@ class Adversary:
 
     def __str__(self) -> str:
         return (
-            f"{group_name(self.heads)}: weights at a divergence of {self.divergence.mean():.3f} (of at most 0.693) "
+            f"{group_text(self.heads)}: weights at a divergence of {self.divergence.mean():.3f} (of at most 0.693) "
             f"move the prediction by {self.distance.mean():.4f} (allowed {self.epsilon:g}).\n"
             f"{self.caveat}"
         )
@@ -69,7 +69,7 @@ class Adversary:
 def adversary(
     model: nn.Module | None,
     predict: Predict,
-    heads: Iterable[HeadName],
+    heads: Heads,
     rows: Sequence[int] = (-1,),
     *,
     epsilon: float = 0.01,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import module_at
-from regard.inspect.observing.place import following
+from regard.inspect.observing.layers import track_layers
 
 FLAT = (2, 3)
 """Axes of tokens within a block: some families lay the tokens of all sequences side by side."""
@@ -66,7 +66,7 @@ def branches(model: nn.Module, run: Callable[[], Any], blocks: Mapping[str, Sequ
     ('body.blocks.0.attention', 'body.blocks.0.mlp_norm', 'body.blocks.0.mlp')
     """
     found: dict[str, Branches] = {}
-    with following(model), ExitStack() as hooks:
+    with track_layers(model), ExitStack() as hooks:
         for path, attending in blocks.items():
             passed: list[Passed] = []
             block = module_at(model, path)

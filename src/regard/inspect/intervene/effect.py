@@ -9,8 +9,8 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import HeadName
 from regard.inspect.measures.student import quantile
+from regard.inspect.names import HeadName
 
 
 class Interval(NamedTuple):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from regard.attention import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import HeadName, Site, Sites, altered
+from regard.inspect.intervene.heads import Site, Sites, altered
 from regard.inspect.intervene.loss import LossOf, of_examples
+from regard.inspect.names import HeadName
 
 Level = Callable[[Site, int], Tensor]
 """(layer, its heads) -> the gate of each head, [heads]."""

@@ -8,21 +8,15 @@ and the path of the module stands in its place: `("decoder.block.0.layer.1.EncDe
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from regard.attention import Call, replace_outputs
 from regard.errors import ProblemError
-from regard.inspect.observing.place import following
-from regard.inspect.weights.index import index_of
-
-Layer = int | str
-"""The number of a layer, or the path of the module that attends."""
-
-HeadName = tuple[Layer, int]
-"""(layer, head)."""
+from regard.inspect.names import HeadName, Heads, Layer, read_heads
+from regard.inspect.observing.layers import track_layers
 
 
 class Site(NamedTuple):
@@ -44,8 +38,8 @@ class Site(NamedTuple):
 class Sites:
     """The layers that attended, each with the number of its heads; heads that were asked for are held against them."""
 
-    def __init__(self, named: Iterable[HeadName] = ()) -> None:
-        self.named = checked(named)
+    def __init__(self, named: Heads = ()) -> None:
+        self.named = read_heads(named)
         self.heads: dict[Site, int] = {}
 
     def add(self, site: Site, heads: int) -> None:
@@ -101,7 +95,7 @@ class Sites:
 
 @contextmanager
 def altered(
-    model: nn.Module | None, change: Callable[[Site, Call], Tensor | None], named: Iterable[HeadName] = ()
+    model: nn.Module | None, change: Callable[[Site, Call], Tensor | None], named: Heads = ()
 ) -> Generator[Sites]:
     """Within the block, let `change` say what each call of attention gives; None leaves a call as it is.
 
@@ -129,7 +123,7 @@ def altered(
         out = change(site, call)
         return call.out if out is None else out
 
-    with following(model) as place, replace_outputs(at):
+    with track_layers(model) as place, replace_outputs(at):
         yield sites
     if model is not None and place.ran and not sites.heads:
         raise ProblemError(
@@ -171,34 +165,6 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         if ".".join(part for part in name.split(".") if part != "_orig_mod") == path:
             return module
     raise ProblemError(f"{type(model).__name__} has no module {path!r}: paths are those of model.named_modules().")
-
-
-def checked(named: Iterable[HeadName]) -> tuple[HeadName, ...]:
-    """The names as a tuple, their numbers as Python's own. Raises `ProblemError` for what is no name of a head.
-
-    >>> checked([(torch.tensor(3), 1), ("encoder.layer.0", 2)])
-    ((3, 1), ('encoder.layer.0', 2))
-    """
-    given: Any = named
-    if not isinstance(given, Iterable):
-        raise ProblemError(f"heads is {given!r}: expected a list of names (layer, head), as [(3, 1)].")
-    return tuple(_checked_name(name) for name in cast(Iterable[Any], given))
-
-
-def _checked_name(name: Any) -> HeadName:
-    if isinstance(name, tuple) and len(parts := cast(tuple[Any, ...], name)) == 2:
-        layer, head = parts[0] if isinstance(parts[0], str) else index_of(parts[0]), index_of(parts[1])
-        if layer is not None and head is not None:
-            return layer, head
-    raise ProblemError(f"{name!r} names no head: expected (layer, head), as [(3, 1)] for head 1 of layer 3.")
-
-
-def checked_layer(layer: Any) -> Layer:
-    """A layer by its number, as Python's own, or by the path of its module. Raises `ProblemError` for what is none."""
-    named = layer if isinstance(layer, str) else index_of(layer)
-    if named is None:
-        raise ProblemError(f"layer is {layer!r}: expected its number from 0, or the path of the module that attends.")
-    return named
 
 
 def by_layer(heads: Iterable[HeadName]) -> Mapping[Layer, list[int]]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.gates import slopes
-from regard.inspect.intervene.heads import HeadName, by_layer
+from regard.inspect.intervene.heads import by_layer
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
+from regard.inspect.names import HeadName
 
 
 @brief

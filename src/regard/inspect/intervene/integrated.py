@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from regard.errors import ProblemError, RefusalError
 from regard.inspect.intervene.ablate import measured
 from regard.inspect.intervene.gates import slopes
-from regard.inspect.intervene.heads import HeadName, Site, Sites, checked
+from regard.inspect.intervene.heads import Site, Sites
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
+from regard.inspect.names import HeadName, Heads, read_heads
 
 TOLERANCE = 0.02
 """The residual that is accepted, as a share of the change."""
@@ -98,7 +99,7 @@ def integrated(
     model: nn.Module | None,
     batches: Iterable[Any],
     loss_of: LossOf,
-    heads: Iterable[HeadName] | None = None,
+    heads: Heads | None = None,
     tolerance: float = TOLERANCE,
     most: int = 1000,
     tick: Tick | None = None,
@@ -134,7 +135,7 @@ def integrated(
     if heads is not None and not heads:
         raise ProblemError("no head was named: expected at least one, or None for all.")
     batches = all_of(batches)
-    named = () if heads is None else tuple(dict.fromkeys(checked(heads)))
+    named = () if heads is None else tuple(dict.fromkeys(read_heads(heads)))
     _, all_heads = measured(model, batches, loss_of, named)
     chosen = all_heads if heads is None else named
     lines = [_Line(model, batch, loss_of, chosen, tick) for batch in batches]

@@ -5,7 +5,7 @@ and take the median, over shuffles, of how far the prediction moves. Near 0, the
 consequence for this prediction, and the adversary's success there says little about it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import HeadName
 from regard.inspect.intervene.loss import Tick
-from regard.inspect.intervene.rows import CAVEAT, OwnRows, Predict, group_name, moved, observed
+from regard.inspect.intervene.rows import CAVEAT, OwnRows, Predict, moved, observed
+from regard.inspect.names import HeadName, Heads, group_text
 
 
 @brief
@@ -43,7 +43,7 @@ class Permuted:
 
     def __str__(self) -> str:
         return (
-            f"{group_name(self.heads)}: shuffled weights move the prediction by {self.median.mean():.3f} "
+            f"{group_text(self.heads)}: shuffled weights move the prediction by {self.median.mean():.3f} "
             f"(median of {len(self.distances)} shuffles, mean of {self.distances.shape[1]} examples).\n{self.caveat}"
         )
 
@@ -52,7 +52,7 @@ class Permuted:
 def permuted(
     model: nn.Module | None,
     predict: Predict,
-    heads: Iterable[HeadName],
+    heads: Heads,
     rows: Sequence[int] = (-1,),
     *,
     draws: int = 100,

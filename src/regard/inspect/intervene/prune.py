@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.ablate import losses_without, measured
-from regard.inspect.intervene.heads import HeadName, checked
 from regard.inspect.intervene.instead import ByBatch, checked_by
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
+from regard.inspect.names import HeadName, Heads, read_heads
 
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
@@ -79,7 +79,7 @@ def prune_curve(
     model: nn.Module | None,
     held_out: Iterable[Any],
     loss_of: LossOf,
-    order: Iterable[HeadName],
+    order: Heads,
     *,
     made_on: Iterable[Any] | None = None,
     at: Sequence[float] = SHARES,
@@ -143,8 +143,8 @@ def prune_curve(
     return PruneCurve(order, counts, curve(0, order), own, torch.stack([curve(0, one) for one in shuffled]))
 
 
-def _checked_order(order: Iterable[HeadName]) -> tuple[HeadName, ...]:
-    heads = checked(order)
+def _checked_order(order: Heads) -> tuple[HeadName, ...]:
+    heads = read_heads(order)
     if not heads:
         raise ProblemError("the order is empty: name the heads to take out, first the one that goes first.")
     if len(set(heads)) < len(heads):

@@ -25,7 +25,7 @@ from regard.inspect.brief import brief
 from regard.inspect.intervene.branches import branches, first_tokens
 from regard.inspect.intervene.heads import altered, module_at, whole_layer
 from regard.inspect.intervene.variants import VARIANTS, Variant, running
-from regard.inspect.observing.place import following
+from regard.inspect.observing.layers import track_layers
 
 
 @brief
@@ -141,7 +141,7 @@ def _through(
     """What goes into each layer and what comes out of it."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    with following(model), ExitStack() as hooks:
+    with track_layers(model), ExitStack() as hooks:
         for path in paths:
             module = module_at(model, path)
             hooks.callback(module.register_forward_pre_hook(_keeping_input(inputs, path), with_kwargs=True).remove)

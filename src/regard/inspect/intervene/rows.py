@@ -5,7 +5,7 @@ weights times the values that the layer has at that moment. The comparison is al
 is. A learned sink is an outcome like any token, whose value is zero.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from regard.attention import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import HeadName, Site, Sites, altered, checked
+from regard.inspect.intervene.heads import Site, Sites, altered
+from regard.inspect.names import HeadName, Heads, read_heads
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 
@@ -61,14 +62,14 @@ class Unchanged:
         return self.said.shape[0]
 
 
-def observed(model: nn.Module | None, predict: Predict, heads: Iterable[HeadName], rows: Sequence[int]) -> Unchanged:
+def observed(model: nn.Module | None, predict: Predict, heads: Heads, rows: Sequence[int]) -> Unchanged:
     """The model's own weights in these rows of these heads, and what it predicts.
 
     Raises:
         ProblemError: no heads or rows, or ones that there are not; a layer that attends more than once; a prediction
             that is no batch of logits.
     """
-    named = checked(heads)
+    named = read_heads(heads)
     if not named or not rows:
         raise ProblemError(f"heads are {named} and rows {tuple(rows)}: name at least one of each.")
     sites, own = Sites(named), dict[Site, OwnRows]()
@@ -149,8 +150,3 @@ def mean_divergence(subject: Unchanged, other: Mapping[Site, Tensor]) -> Tensor:
 
 def _all(call: Call) -> Tensor:
     return torch.arange(call.out.shape[0], device=call.out.device)[:, None, None]
-
-
-def group_name(heads: Iterable[HeadName]) -> str:
-    """L1H0 + L1H3; paths of modules as they are."""
-    return " + ".join(f"L{layer}H{head}" if isinstance(layer, int) else f"{layer} H{head}" for layer, head in heads)

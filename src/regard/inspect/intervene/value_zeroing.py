@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import Layer, Site, altered, checked_layer, module_at, whole_layer
+from regard.inspect.intervene.heads import Site, altered, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
+from regard.inspect.names import Layer, read_layer
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 
@@ -80,7 +81,7 @@ def value_zeroing(
     """
     if not tokens:
         raise ProblemError("no token was named: expected at least one whose value is to be zeroed.")
-    layer = checked_layer(layer)
+    layer = read_layer(layer)
     attending, keys = _attending(model, run, layer)
     whole = whole_layer(attending) if module is None else module
     counted = counted_rows("token", tokens, keys)

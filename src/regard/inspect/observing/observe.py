@@ -1,7 +1,7 @@
-"""Watch attention as it happens: keep calls whole, or only what is asked of each, one layer at a time.
+"""Observe attention while a model runs: record whole calls, or compute something of each, one layer at a time.
 
-Nothing is kept that was not asked for, so what is asked of a thousand heads at sixteen thousand tokens can cost the
-memory of one layer. Outside the block nothing is watched, and nothing is slower for it.
+With `each` only its results are stored, so a measure of a thousand heads at sixteen thousand tokens takes the memory of
+one layer. Outside the block nothing is observed, and nothing is slower.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable
@@ -15,9 +15,10 @@ from torch import nn
 from regard.attention import Call, observe_calls
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.observing.kept import Kept, To, keeper
-from regard.inspect.observing.parts import Parts
-from regard.inspect.observing.place import Place, following
+from regard.inspect.names import Heads
+from regard.inspect.observing.disk import Parts
+from regard.inspect.observing.layers import LayerTracker, track_layers
+from regard.inspect.observing.recorded import RecordedCall, To, heads_of_layer, recorder
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
@@ -27,10 +28,10 @@ T = TypeVar("T")
 @brief
 @dataclass(frozen=True)
 class Look:
-    """One call of attention as it passes: hold on to what you compute from it, not to the look itself.
+    """One attention call as it passes: store what you compute from it, not the `Look`.
 
-    Its tensors are those of the model, which may write on in them (a cache does), and the whole of the layer lives as
-    long as they do.
+    Its tensors are those of the model, which may overwrite them (a cache does), and a stored `Look` would keep all
+    tensors of the layer in memory.
 
     >>> import torch
     >>> from regard import attend
@@ -47,8 +48,12 @@ class Look:
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights of the call, lazily. Raises `ProblemError` where the call compares by what is no dot product."""
+        """The weights of the call, lazily. Raises `ProblemError` if its scores are not dot products."""
         return Weights.of(self.call)
+
+    def heads(self, heads: int | Heads) -> Weights:
+        """The weights of some heads of this layer, by name or by number; see `RecordedCall.heads`."""
+        return heads_of_layer(self.weights, heads, self.layer, self.module)
 
 
 @brief
@@ -69,7 +74,7 @@ def observe(
     layers: int | Collection[int] | None = None,
     values: bool = False,
     to: To = None,
-) -> AbstractContextManager[list[Kept]]: ...
+) -> AbstractContextManager[list[RecordedCall]]: ...
 
 
 @overload
@@ -92,32 +97,33 @@ def observe(
     values: bool = False,
     to: To = None,
 ) -> AbstractContextManager[list[Any]]:
-    """Within the block, keep every call of attention, or what `each` returns for it, in the order of the calls.
+    """Within the block, record every attention call, or what `each` returns for it, in the order of the calls.
 
-    Calls are seen whoever makes them: `attend` itself, the modules of `regard.nn`, and models of transformers after
-    `use_regard(model)`, also while they generate (each step is a forward pass, whose layers begin anew). Keys and
-    values that a cache stores in pages or codes are seen as the tensors that they stand for.
+    All callers are observed: `attend` itself, the modules of `regard.nn`, and models of transformers after
+    `use_regard(model)`, also while they generate (each decode step is a forward pass, whose layers count from the first
+    again). Keys and values that a KV cache stores in pages or quantised are observed as plain tensors.
+
+    `regard.observe_calls` is the lower level: it calls a function with each `Call` and knows no layers.
 
     Args:
-        model: names the layers: a call belongs to the innermost module of the model that is running, its layer is the
-            number in that module's path (`model.layers.3.self_attn` is 3). A path without a number, and a module that
-            runs again in one forward (shared weights), count on from the layer before. None numbers the calls as they
-            come.
-        each: computes what to keep of a call from a `Look`, while it passes: the list then holds a `Seen` per call,
-            and one layer's tensors live at a time. None keeps a `Kept` per call: copies of q, k, lse and the words,
-            which are all of the weights.
-        layers: the layers to look at; None for all. An encoder and a decoder have layers of the same numbers.
-        values: whether a `Kept` also has the values and the output of its call.
-        to: where calls are kept. None: on the device that each is on. A device ("cpu"): there. "disk": in files of our
-            own, in the folder for temporary files, which are removed when the block ends. Any other text or a path:
-            in files in that new folder, which stay (`kept_in` reads them).
+        model: names the layers: a call belongs to the innermost running module of the model; its layer is the number
+            in that module's path (`model.layers.3.self_attn` is 3). For a path without a number, and for a module that
+            runs again in one forward (shared weights), it is the previous layer plus 1. None counts the calls.
+        each: a function of a `Look`; the list then has a `Seen` with its result for each call, and one layer's tensors
+            are in memory at a time. None records a `RecordedCall` for each call: copies of q, k, lse, mask and bias,
+            which determine all weights.
+        layers: the layers to observe; None for all. An encoder and a decoder have layers of the same numbers.
+        values: whether a `RecordedCall` also has the values and the output of its call.
+        to: where calls are recorded. None: on the device of each call. A device ("cpu"): there. "disk": in temporary
+            files, which are removed when the block ends. Any other text or a path: in files in that new folder, which
+            stay (`read_calls` reads them).
 
     Raises:
-        ProblemError: a model was given and none of its attention was seen; a layer was named that did not attend; or
-            `values` and `to`, which say how calls are kept, go with `each`, which keeps none; or `to` is a device
-            that is not there.
+        ProblemError: none of the model's attention was observed; a named layer did not attend; `values` or `to`
+            together with `each`, which records no calls; or `to` is a device that does not exist.
 
-    What torch.compile compiled before the block runs uncompiled within it, as compiled attention cannot be seen.
+    Modules that torch.compile compiled before the block run uncompiled within it, as compiled attention cannot be
+    observed.
 
     ```
     >>> import torch
@@ -126,7 +132,7 @@ def observe(
     >>> with observe() as seen:
     ...     out = attend(q, k, v, mask=Causal())
     >>> seen
-    [Kept(layer=0, module=None)]
+    [RecordedCall(layer=0, module=None)]
     >>> seen[0].weights.rows(1, 2)
     tensor([[[[0.3900, 0.6100, 0.0000, 0.0000, 0.0000]]]])
     >>> with observe(each=lambda look: look.weights.shape) as seen:
@@ -136,19 +142,19 @@ def observe(
 
     ```
     """
-    wanted = None if layers is None else _numbers(layers)
+    wanted = None if layers is None else _layer_numbers(layers)
     if each is None:
-        return _kept(model, wanted, values, to)
+        return _record(model, wanted, values, to)
     if values or to is not None:
         raise ProblemError(
-            f"values={values} and to={to!r} say how calls are kept, and with each=... only what it returns is: leave "
-            "them out, or leave `each` out."
+            f"values={values} and to={to!r} say how calls are recorded, and with each=... only its results are: omit "
+            "them, or omit `each`."
         )
-    return _seen(model, wanted, each)
+    return _compute(model, wanted, each)
 
 
-def _numbers(layers: int | Collection[int]) -> set[int]:
-    """The layers that are meant. Raises `ProblemError` for what is no whole number."""
+def _layer_numbers(layers: int | Collection[int]) -> set[int]:
+    """The layers as a set. Raises `ProblemError` for a value that is not a whole number."""
     several: list[Any] = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
     numbers = {number for number in map(index_of, several) if number is not None}
     if len(numbers) < len(set(several)):
@@ -157,51 +163,48 @@ def _numbers(layers: int | Collection[int]) -> set[int]:
 
 
 @contextmanager
-def _kept(model: nn.Module | None, layers: set[int] | None, values: bool, to: To) -> Generator[list[Kept]]:
-    kept: list[Kept] = []
-    with keeper(to) as shelf:
+def _record(model: nn.Module | None, layers: set[int] | None, values: bool, to: To) -> Generator[list[RecordedCall]]:
+    calls: list[RecordedCall] = []
+    with recorder(to) as store:
 
-        def keep(layer: int, module: str | None, call: Call) -> None:
-            kept.append(Kept(layer, module, shelf.add(layer, module, Parts.of(call, values))))
+        def record(layer: int, module: str | None, call: Call) -> None:
+            calls.append(RecordedCall(layer, module, store.add(layer, module, Parts.of(call, values))))
 
-        with _told(model, layers, keep):
-            yield kept
+        with _calls_of(model, layers, record):
+            yield calls
 
 
 @contextmanager
-def _seen(model: nn.Module | None, layers: set[int] | None, each: Callable[[Look], T]) -> Generator[list[Seen[T]]]:
+def _compute(model: nn.Module | None, layers: set[int] | None, each: Callable[[Look], T]) -> Generator[list[Seen[T]]]:
     seen: list[Seen[T]] = []
 
     def look(layer: int, module: str | None, call: Call) -> None:
         seen.append(Seen(layer, module, each(Look(layer, module, call))))
 
-    with _told(model, layers, look):
+    with _calls_of(model, layers, look):
         yield seen
 
 
 @contextmanager
-def _told(
-    model: nn.Module | None, layers: set[int] | None, tell: Callable[[int, str | None, Call], None]
+def _calls_of(
+    model: nn.Module | None, layers: set[int] | None, handle: Callable[[int, str | None, Call], None]
 ) -> Generator[None]:
-    """Tell of the calls of these layers, with their places; raise at the end if what was asked for was not there."""
+    """Call `handle` with each call of these layers; raise at the end if what was asked for did not attend."""
     attended: set[int] = set()
 
-    def told(place: Place, call: Call) -> None:
-        layer, module = place.next()
+    def observed(tracker: LayerTracker, call: Call) -> None:
+        layer, module = tracker.next()
         attended.add(layer)
         if layers is None or layer in layers:
-            tell(layer, module, call)
+            handle(layer, module, call)
 
-    with following(model) as place, observe_calls(lambda call: told(place, call)):
+    with track_layers(model) as tracker, observe_calls(lambda call: observed(tracker, call)):
         yield
-    if model is not None and place.ran and not attended:
+    if model is not None and tracker.ran and not attended:
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention was observed: it is not regard's. Call "
-            "use_regard(model) of regard.integrate.transformers first; what torch.compile compiles within the block is "
-            "not seen: compile it before, then it is run uncompiled within."
+            "use_regard(model) of regard.integrate.transformers first. Modules that torch.compile compiles within the "
+            "block are not observed: compile them before, then they run uncompiled within it."
         )
     if attended and layers is not None and not layers <= attended:
-        raise ProblemError(
-            f"layers {sorted(layers - attended)} were asked for and did not attend: those that did are "
-            f"{sorted(attended)}."
-        )
+        raise ProblemError(f"layers {sorted(layers - attended)} did not attend: layers {sorted(attended)} did.")

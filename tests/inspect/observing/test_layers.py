@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from regard import Causal, attend
-from regard.inspect.observing.place import following, number_in
+from regard.inspect.observing.layers import layer_number, track_layers
 
 
 class Attention(nn.Module):
@@ -40,7 +40,7 @@ def places(make, order, times=1, forwards=1):
     """Where the calls of a model are, in order."""
     found = []
     model = make(lambda: Attention(lambda: found.append(here.next()), times), order)
-    with following(model) as here:
+    with track_layers(model) as here:
         for _ in range(forwards):
             model(torch.zeros(1))
     return found
@@ -64,7 +64,7 @@ def listed(attention, order):
     ],
 )
 def test_the_number_of_a_path_is_the_first_that_stands_alone_else_the_first_digits(path, number):
-    assert number_in(path) == number
+    assert layer_number(path) == number
 
 
 def test_layers_are_the_numbers_in_the_paths_of_modules():
@@ -92,7 +92,7 @@ def test_modules_without_numbers_count_on():
 
 
 def test_without_a_model_calls_are_counted():
-    with following(None) as here:
+    with track_layers(None) as here:
         assert [here.next(), here.next()] == [(0, None), (1, None)]
         assert not here.ran
 
@@ -105,7 +105,7 @@ def test_a_forward_that_fails_half_way_does_not_confuse_the_next():
         raise RuntimeError
 
     broken = model.layers[1].register_forward_pre_hook(fail)
-    with following(model) as here:
+    with track_layers(model) as here:
         with pytest.raises(RuntimeError):
             model(torch.zeros(1))
         broken.remove()
@@ -131,7 +131,7 @@ def test_a_layer_that_fails_and_is_forgiven_does_not_end_the_forward():
         raise RuntimeError
 
     model.layers[1].register_forward_pre_hook(fail)
-    with following(model) as here:
+    with track_layers(model) as here:
         model(torch.zeros(1))
     assert [layer for layer, _ in found] == [0, 1, 2]  # the second run of layer 0 counts on
 
@@ -142,10 +142,10 @@ def hooks(model):
 
 def test_no_hook_stays_also_after_an_error():
     model = listed(lambda: Attention(lambda: None), (0, 1))
-    with following(model):
+    with track_layers(model):
         assert len(hooks(model)) == 2 * len(list(model.modules()))
     assert hooks(model) == []
-    with pytest.raises(KeyError), following(model):
+    with pytest.raises(KeyError), track_layers(model):
         raise KeyError
     assert hooks(model) == []
 
@@ -162,7 +162,7 @@ def test_what_was_compiled_runs_uncompiled_within_and_its_paths_are_those_it_had
     x = torch.randn(1, 2, 5, 4)
     compiled(x)
     model[1].register_forward_hook(lambda *_: found.append(here.next()))
-    with following(compiled) as here:
+    with track_layers(compiled) as here:
         compiled(x)
     assert found == [(1, "1")]
 
@@ -175,7 +175,7 @@ def test_afterwards_it_is_compiled_again():
 
     compiled, x = torch.compile(Compiled(), backend=backend), torch.randn(1, 2, 5, 4)
     compiled(x)
-    with following(compiled):
+    with track_layers(compiled):
         compiled(x)
     assert len(ran) == 1
     compiled(x)

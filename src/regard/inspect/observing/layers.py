@@ -1,4 +1,4 @@
-"""Where in a model's forward pass a call of attention happens: its layer, and the path of its module."""
+"""The layer and the module path of an attention call, from hooks on the modules of a model."""
 
 import re
 import sys
@@ -13,18 +13,18 @@ from torch import nn
 
 @dataclass(eq=False)
 class _Running:
-    """A module that runs, and the layer that its calls of attention are, once it attended."""
+    """A module that runs, and the layer of its attention calls after the first of them."""
 
     path: str
     layer: int | None = None
 
 
-class Place:
+class LayerTracker:
     """The modules that are running, and the layers that attended.
 
-    A call belongs to the innermost module that is running. Its layer is the first number that stands alone in that
-    module's path (`model.layers.3.self_attn` is 3), else the first digits (`layer3.attention`). A path without digits
-    counts on from the layer before, call by call, and so does a module that runs again in one forward (shared weights).
+    A call belongs to the innermost running module. Its layer is the first path component that is a number
+    (`model.layers.3.self_attn` is 3), else the first digits (`layer3.attention`). Without digits in the path, the layer
+    is the previous one plus 1, call by call; likewise for a module that runs again in one forward (shared weights).
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Place:
         return enter
 
     def leaving(self, path: str) -> Callable[..., None]:
-        """A forward hook for the module of that path, which is to be called after failures as well."""
+        """A forward hook for the module of that path; register it with `always_call`, for failures as well."""
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
             if self._running and self._running[-1].path == path:  # it did enter: another hook may have failed before
@@ -54,9 +54,9 @@ class Place:
         return leave
 
     def next(self) -> tuple[int, str | None]:
-        """The layer and module of the call that happens now."""
+        """The layer and the module path of the call that happens now."""
         running = self._running[-1] if self._running else _Running("")
-        number = number_in(running.path)
+        number = layer_number(running.path)
         if number is None:
             layer = self._last + 1
         elif running.layer is not None:  # one run of a module is one layer, however often it attends
@@ -68,10 +68,10 @@ class Place:
         return layer, running.path if self._running else None
 
 
-def number_in(path: str) -> int | None:
-    """The layer that a module's path names.
+def layer_number(path: str) -> int | None:
+    """The number of the layer in a module's path.
 
-    >>> [number_in(path) for path in ("model.layers.3.self_attn", "bert2.layers.5", "layer4.attention", "encoder")]
+    >>> [layer_number(path) for path in ("model.layers.3.self_attn", "bert2.layers.5", "layer4.attention", "encoder")]
     [3, 5, 4, None]
     """
     found = re.search(r"(?:^|\.)(\d+)(?=\.|$)", path) or re.search(r"(\d+)", path)
@@ -79,22 +79,22 @@ def number_in(path: str) -> int | None:
 
 
 @contextmanager
-def following(model: nn.Module | None) -> Generator[Place]:
-    """Within the block, know where in the model's forward pass one is; None: nowhere, calls are counted.
+def track_layers(model: nn.Module | None) -> Generator[LayerTracker]:
+    """Within the block, the tracker knows which module of the model runs; without a model it counts calls.
 
-    What torch.compile compiled before runs uncompiled within the block, as a compiled model hides its modules and its
-    attention. Whatever was hung on the model is taken off again.
+    Modules that torch.compile compiled before run uncompiled within the block, as a compiled model hides its modules
+    and its attention. All hooks are removed when the block ends.
     """
-    place = Place()
+    tracker = LayerTracker()
     with ExitStack() as hooks:
         hooks.enter_context(_uncompiled())
         for name, module in () if model is None else model.named_modules():
-            path = ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile puts it there
-            hooks.callback(module.register_forward_pre_hook(place.entering(path)).remove)
-            hooks.callback(module.register_forward_hook(place.leaving(path), always_call=True).remove)
-        yield place
+            path = ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile inserts it
+            hooks.callback(module.register_forward_pre_hook(tracker.entering(path)).remove)
+            hooks.callback(module.register_forward_hook(tracker.leaving(path), always_call=True).remove)
+        yield tracker
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Nothing was compiled as long as dynamo was not imported, which would take a second."""
+    """Nothing is compiled before dynamo is imported, which takes a second."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -11,9 +11,9 @@ import torch
 from regard import Causal, KeyLengths, MaskFunction, TensorBias, TensorMask, attend
 from regard.attention import observe_calls
 from regard.errors import ProblemError
-from regard.inspect.observing.kept import kept_in
+from regard.inspect.observing.disk import Folder
 from regard.inspect.observing.observe import observe
-from regard.inspect.observing.spill import Folder
+from regard.inspect.observing.recorded import read_calls
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import CASES, definition
 
@@ -57,9 +57,9 @@ def test_a_folder_of_calls_is_read_again(name, tmp_path):
     with observe(to=tmp_path / "calls"):
         again(call)
         again(call)
-    for kept in kept_in(tmp_path / "calls"):
+    for kept in read_calls(tmp_path / "calls"):
         torch.testing.assert_close(kept.weights.dense().double(), definition(call).weights, atol=1e-6, rtol=0)
-    assert [kept.layer for kept in kept_in(tmp_path / "calls")] == [0, 1]
+    assert [kept.layer for kept in read_calls(tmp_path / "calls")] == [0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -76,7 +76,9 @@ def test_values_and_outputs_are_kept_only_if_asked_for():
     with observe() as seen:
         attend(x, x, x)
     for part in ("v", "out"):
-        with pytest.raises(ProblemError, match=r"Kept\(layer=0, module=None\) has neither .* observe\(values=True\)"):
+        with pytest.raises(
+            ProblemError, match=r"RecordedCall\(layer=0, module=None\) has neither .* observe\(values=True\)"
+        ):
             getattr(seen[0], part)
 
 
@@ -128,7 +130,7 @@ def test_nothing_is_left_on_the_disk_after_the_block(temporary):
         mapped = seen[0].weights
     assert not list(temporary.iterdir())
     assert torch.equal(mapped.q, x)  # who holds on to it goes on reading it
-    with pytest.raises(ProblemError, match=r"is gone: what observe\(to='disk'\) spills .* name a folder"):
+    with pytest.raises(ProblemError, match=r"does not exist any more: observe\(to='disk'\) removes .* name a folder"):
         seen[0].weights  # noqa: B018
 
 
@@ -168,7 +170,7 @@ def test_a_folder_with_calls_of_another_run_is_refused(tmp_path):
     with observe(to=tmp_path):
         attend(x, x, x)
     with (
-        pytest.raises(ProblemError, match=r"holds \.safetensors files already: name a new folder"),
+        pytest.raises(ProblemError, match=r"contains \.safetensors files already: name a new folder"),
         observe(to=tmp_path),
     ):
         pass
@@ -190,8 +192,10 @@ def test_without_cuda_calls_cannot_be_kept_there():
 
 
 def test_a_folder_without_calls_is_an_error(tmp_path):
-    with pytest.raises(ProblemError, match=r"holds no calls: expected a folder that `observe\(..., to=folder\)` wrote"):
-        kept_in(tmp_path)
+    with pytest.raises(
+        ProblemError, match=r"contains no calls: expected a folder that `observe\(..., to=folder\)` wrote"
+    ):
+        read_calls(tmp_path)
 
 
 def test_a_mask_that_is_a_function_is_kept_in_memory_and_not_in_a_folder(tmp_path):
@@ -200,12 +204,12 @@ def test_a_mask_that_is_a_function_is_kept_in_memory_and_not_in_a_folder(tmp_pat
         attend(x, x, x, mask=MaskFunction(lambda b, h, q, k: q >= k))
         attend(x, x, x, mask=Causal())
     torch.testing.assert_close(seen[0].weights.dense(), seen[1].weights.dense())
-    with pytest.raises(ProblemError, match="holds a function, which cannot be written"):
-        kept_in(tmp_path)
+    with pytest.raises(ProblemError, match="contains a function, which cannot be written"):
+        read_calls(tmp_path)
 
 
 def test_without_safetensors_a_folder_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("regard.inspect.observing.spill.find_spec", lambda name: None)
+    monkeypatch.setattr("regard.inspect.observing.disk.find_spec", lambda name: None)
     with pytest.raises(ProblemError, match="install safetensors"):
         Folder(tmp_path)
 
@@ -216,6 +220,6 @@ def test_files_are_those_of_the_published_format(tmp_path):
     x = torch.randn(1, 2, 5, 4)
     with observe(to=tmp_path, values=True), observe_calls(lambda call: None):
         attend(x, x, x, mask=TensorMask(torch.ones(5, 5, dtype=torch.bool)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000000-layer-0.safetensors", "word-0.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000000-layer-0.safetensors", "spec-0.safetensors"]
     with safe_open(tmp_path / "000000-layer-0.safetensors", framework="np") as file:
         assert sorted(file.keys()) == ["k", "lse", "out", "q", "v"]
