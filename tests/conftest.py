@@ -27,6 +27,11 @@ def pytest_report_header() -> str:
     return f"torch: {torch.__version__}, native: {', '.join(native.isas()) or native.absence()}"
 
 
+def pytest_collectstart() -> None:
+    """The tensors that a file makes when it is imported do not depend on the files imported before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test draws the same random numbers, whichever ran before it."""
@@ -46,7 +51,10 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests marked `model` in one worker of pytest-xdist: the checkpoint then is loaded once."""
+    """Keep a file in one worker of pytest-xdist, and the tests marked `model` of all files in one.
+
+    What a file prepares for several tests, and the checkpoint, are then made once.
+    """
     for item in items:
-        if item.get_closest_marker("model"):
-            item.add_marker(pytest.mark.xdist_group("model"))
+        group = "model" if item.get_closest_marker("model") else item.nodeid.split("::", maxsplit=1)[0]
+        item.add_marker(pytest.mark.xdist_group(group))

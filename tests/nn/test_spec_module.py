@@ -109,8 +109,8 @@ def test_what_was_computed_from_others_is_refused():
         SpecModule(T5Bias(trained(32, 3) * 2))
 
 
-def test_only_words_are_held():
-    with pytest.raises(ProblemError, match=r"takes a word.*got Tensor"):
+def test_only_specs_become_modules():
+    with pytest.raises(ProblemError, match=r"takes a spec.*got Tensor"):
         SpecModule(torch.zeros(3))
 
 
