@@ -26,7 +26,7 @@ def test_a_keyword_of_torch_is_answered_with_ours_and_with_the_drop_in(call: Any
 
 
 def test_every_keyword_is_answered_in_the_order_given():
-    says = r"know attn_mask: say mask=TensorMask\(t\).*, bias=TensorBias.*; nor dropout_p: say dropout=; nor enable_gqa: leave"
+    says = r"know attn_mask: say mask=TensorMask\(t\).*, bias=TensorBias.*; nor dropout_p: say dropout=; nor enable_gqa"
     with pytest.raises(TypeError, match=says):
         attend(Q, Q, Q, attn_mask=None, scale=1.0, dropout_p=0.0, enable_gqa=True)
 
