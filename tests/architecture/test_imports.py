@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,15 +41,20 @@ def attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
+@cache
+def used(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything that a file imports or reaches through a module."""
+    tree = ast.parse(path.read_text())
+    return [*imported(tree), *attributes(tree)]
+
+
 def strays(package: str, homes: list[str], sources: Path) -> list[str]:
     """The lines, `file:number`, of `sources` that use `package` outside its homes."""
     found: set[str] = set()
     for path in sources.rglob("*.py"):
         place = path.relative_to(sources).as_posix()
         if not any(place.startswith(home) for home in homes):
-            tree = ast.parse(path.read_text())
-            used = [*imported(tree), *attributes(tree)]
-            found |= {f"{place}:{line}" for line, name in used if f"{name}.".startswith(f"{package}.")}
+            found |= {f"{place}:{line}" for line, name in used(path) if f"{name}.".startswith(f"{package}.")}
     return sorted(found)
 
 

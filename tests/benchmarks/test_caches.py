@@ -194,6 +194,7 @@ def test_the_formula_counts_what_is_stored(words):
     assert cache.bytes == pytest.approx(cache_model.formula(config, words, 1003), rel=0.03)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_the_process():
     plain = cache_model.memory(512, OURS[:1])[DENSE]
     assert plain.formula == plain.stored == 512 * 46_080

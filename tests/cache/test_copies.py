@@ -89,6 +89,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("layout", "codec", "policy"), WORDS)
 def test_a_copy_goes_on_with_the_same_bits_and_on_its_own(layout: str, codec: str, policy: str, way: str):

@@ -334,6 +334,7 @@ def test_smollm2_gives_the_logits_of_eager(smollm2: tuple[Any, Any, str]):
     assert [(call.q.shape[1], call.k.shape[1], repr(call.mask)) for call in calls] == [(9, 3, "Causal()")] * 30
 
 
+@pytest.mark.exhaustive
 @pytest.mark.model
 def test_smollm2_in_bfloat16_is_the_same_rounded_and_never_there_in_float32(smollm2: tuple[Any, Any, str], saved: Path):
     rounded = load(dtype=torch.bfloat16)[0]

@@ -12,6 +12,9 @@ from regard.integrate.cache import regard_cache
 from tests.integrate.writing import on_regard, prompt, written
 from tests.integrate.zoo import close, padding, tokens
 
+LONG = pytest.mark.exhaustive
+"""Each model compiles for seconds: the default run has one of each kind."""
+
 
 def compiling(dynamic: bool | None = None) -> CompileConfig:
     """What makes `generate` compile the decode step on a CPU, too."""
@@ -31,7 +34,12 @@ def forget_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [("llama", None), ("llama", False), ("gpt2", False), ("deepseek_v3", False), ("bart", False)]
+    ("name", "dynamic"),
+    [
+        ("llama", None),
+        ("deepseek_v3", False),
+        *(pytest.param(name, False, marks=LONG) for name in ("llama", "gpt2", "bart")),
+    ],
 )
 def test_one_graph_serves_every_step_that_generate_compiles(name: str, dynamic: bool | None):
     m, ids = on_regard(name), prompt()
@@ -43,6 +51,7 @@ def test_one_graph_serves_every_step_that_generate_compiles(name: str, dynamic: 
     assert close(compiled, logits)
 
 
+@pytest.mark.exhaustive
 def test_windows_need_no_more_graphs_than_with_transformers_own_attention():
     """transformers counts the tokens of a sliding layer in Python, and compiles again when the window is full."""
     m, ids, made = on_regard("phi3"), prompt(length=3), list[int]()
@@ -68,7 +77,7 @@ def test_one_graph_serves_every_step_of_a_padded_batch(side: str):
     assert found == plain
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bart"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=LONG) for name in ("gemma3", "bart"))])
 @torch.no_grad()
 def test_a_model_that_is_compiled_whole_has_a_graph_for_the_prompt_and_one_for_all_steps(name: str):
     m, parts = on_regard(name), [prompt(), *tokens(2, 5).split(1, dim=1)]
