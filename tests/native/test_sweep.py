@@ -202,6 +202,7 @@ def test_a_call_without_rows_or_keys_has_nothing(engine: str, queries: int, keys
     assert found.squares.shape == (1, 6, queries)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_long_sweep_within_a_second():
     before = """
 import torch
