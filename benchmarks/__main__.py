@@ -20,13 +20,14 @@ from benchmarks import cases, report
 from benchmarks.memory import extra_bytes
 from benchmarks.picture import drawn
 from benchmarks.report import Line
+from regard.atomic_write import write_whole
 from regard.bench.measure import measure
 from regard.bench.rounds import QUICK, Effort
-from regard.cli.bench import count, effort
-from regard.cli.main import Parser, ended
-from regard.cli.outputs import STDOUT, add_force, check_outputs, outputs, write_json
+from regard.cli.argument_types import count
+from regard.cli.bench import effort
+from regard.cli.main import Parser, run_command
+from regard.cli.outputs import STDOUT, add_force, check_outputs, output_files, write_json
 from regard.errors import ProblemError
-from regard.inspect.page import write_whole
 
 DOCS = Path(__file__).parents[1] / "docs"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,7 +62,7 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return ended(lambda: run(_parser().parse_args(arguments)))
+    return run_command(lambda: run(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,7 +88,7 @@ def run(asked: argparse.Namespace) -> int:
         raise ProblemError("--write writes the whole page: name no --cases and no --dtype.")
     if asked.quick and asked.rounds:
         raise ProblemError("--quick says how many rounds, and so does --rounds: give one of them.")
-    check_outputs(outputs(("--json", asked.json, "JSON")), force=asked.force)
+    check_outputs(output_files(("--json", asked.json, "JSON")), force=asked.force)
     jobs = list(_jobs(asked))
     if not jobs:
         raise ProblemError(f"no case has {asked.cases!r} in its name: ./bench --list shows them.")
@@ -120,7 +121,7 @@ def _measured(jobs: list[Job], asked: argparse.Namespace) -> tuple[list[Line], b
             for job in jobs:
                 line = job.run(asked.threads or torch.get_num_threads(), how, told(job.name))
                 lines.append(line)
-                if line.result is not None and line.result.cut:
+                if line.result is not None and line.result.interrupted:
                     return lines, True
     except KeyboardInterrupt:
         return lines, True

@@ -25,8 +25,8 @@ from benchmarks.corpus import samples, text_of
 from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine, table
 from regard.cache import TOVA, ExpectedAttention, Knorm, SnapKV
-from regard.cli.bench import count
-from regard.cli.main import Parser, ended
+from regard.cli.argument_types import count
+from regard.cli.main import Parser, run_command
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard
@@ -148,7 +148,7 @@ def said(found: dict[str, tuple[float, float | None]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return ended(lambda: run(_parser().parse_args(arguments)))
+    return run_command(lambda: run(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,8 +23,8 @@ from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine, table
 from regard.bench.rounds import on_threads
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, SinksAndRecent, SnapKV
-from regard.cli.bench import count
-from regard.cli.main import Parser, ended
+from regard.cli.argument_types import count
+from regard.cli.main import Parser, run_command
 from regard.integrate.cache import RegardCache, regard_cache
 from regard.integrate.heap import give_back
 from regard.integrate.transformers import register
@@ -148,7 +148,7 @@ def said(found: dict[str, Growth]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return ended(lambda: run(_parser().parse_args(arguments)))
+    return run_command(lambda: run(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:

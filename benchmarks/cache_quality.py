@@ -25,8 +25,8 @@ from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
-from regard.cli.bench import count
-from regard.cli.main import Parser, ended
+from regard.cli.argument_types import count
+from regard.cli.main import Parser, run_command
 from regard.errors import ProblemError
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
@@ -270,7 +270,7 @@ def picture(found: Found) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return ended(lambda: run(_parser().parse_args(arguments)))
+    return run_command(lambda: run(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:

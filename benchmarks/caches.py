@@ -16,8 +16,9 @@ from benchmarks.cache_pictures import Bar
 from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine
 from regard.bench.rounds import Effort, on_threads
-from regard.cli.bench import count, duration
-from regard.cli.main import Parser, ended
+from regard.cli.argument_types import count
+from regard.cli.bench import duration
+from regard.cli.main import Parser, run_command
 from regard.integrate.checkpoint import load
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -188,7 +189,7 @@ def _goal(line: cache_steps.Line, plain: float) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return ended(lambda: run(_parser().parse_args(arguments)))
+    return run_command(lambda: run(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -247,7 +247,7 @@ FIXED = Section(
     "the same rounds. The schedule in the plan of a long prompt takes longer ([schedules](schedules.md)).",
     (
         *(Row(case, {F32: Goal(microseconds=12)}, dtypes=(F32,)) for case in _ONE),
-        *(Row(replace(case, name=f"{case.name}, a new plan", anew=True), {}, case, (F32,)) for case in _ONE),
+        *(Row(replace(case, name=f"{case.name}, a new plan", new_plan=True), {}, case, (F32,)) for case in _ONE),
     ),
     ("time", "cost", "torch", "torch / regard"),
 )

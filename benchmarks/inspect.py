@@ -16,7 +16,7 @@ from benchmarks.inspect_page import page
 from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine
 from regard.bench.rounds import Effort, on_threads
-from regard.cli.main import Parser, ended
+from regard.cli.main import Parser, run_command
 from regard.integrate.checkpoint import load
 from regard.integrate.transformers import use_regard
 
@@ -51,7 +51,7 @@ SHOWN = "The page that `regard inspect` writes, of this repository's README."
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return ended(lambda: run(_parser().parse_args(arguments)))
+    return run_command(lambda: run(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:

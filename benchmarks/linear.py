@@ -25,10 +25,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.memory import peak, peak_from_here
 from benchmarks.report import machine, table
 from regard import Causal, attend
+from regard.atomic_write import write_whole
 from regard.bench import limits
 from regard.bench.rounds import Effort, Rounds, interleaved, timed
 from regard.cli.bench import duration
-from regard.inspect.page import write_whole
 from regard.linear import Decay, Delta, Favor, Feature, FeatureError, Gated, Rule, Taylor, linear_attend
 from regard.linear.attend import CHUNK
 

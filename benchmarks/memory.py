@@ -30,11 +30,11 @@ def extra_bytes(case: Case, threads: int) -> int:
 
 
 def _measured(case: Case) -> int:
-    tensors, words = case.tensors(torch.float32), case.words(torch.float32)
+    tensors, options = case.tensors(torch.float32), case.options(torch.float32)
     small = replace(case, queries=128, keys=128, mask=None, bias=None)
     attend(*small.tensors(torch.float32))  # what a first call brings along, threads and code, is not this one's
     before = peak_from_here()
-    out = attend(*tensors, **words)
+    out = attend(*tensors, **options)
     return max(0, peak() - before - out.nbytes)
 
 

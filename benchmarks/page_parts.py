@@ -6,8 +6,8 @@ A part stands between two marks, which do not show. What stands outside of them 
 from collections.abc import Mapping
 from pathlib import Path
 
+from regard.atomic_write import write_whole
 from regard.errors import ProblemError
-from regard.inspect.page import write_whole
 
 
 def write_part(page: Path, name: str, text: str, pictures: Mapping[str, str] | None = None) -> Path:

@@ -137,14 +137,16 @@ def cells(section: Section, lines: Sequence[Line]) -> tuple[list[str], list[list
     columns: dict[str, Callable[[Line], str]] = {
         "case": lambda line: line.name,
         "type": lambda line: TYPES.get(line.dtype, line.dtype),
-        "engine": lambda line: "" if line.result is None else line.result.engine,
+        "backend": lambda line: "" if line.result is None else line.result.backend,
     }
     for name in section.columns:
         columns[name] = lambda line, cell=COLUMNS[name]: "" if line.result is None else cell(line.result)
     columns["MiB"] = lambda line: "" if line.mebibytes is None else f"{line.mebibytes:,.0f}"
     columns |= {"goal": _goal, "reached": Line.reached}
     kept = {name: [cell(line) for line in lines] for name, cell in columns.items()}
-    kept = {name: column for name, column in kept.items() if any(column) and (name != "engine" or len(set(column)) > 1)}
+    kept = {
+        name: column for name, column in kept.items() if any(column) and (name != "backend" or len(set(column)) > 1)
+    }
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
 
@@ -174,7 +176,7 @@ def unrest(lines: Sequence[Line]) -> list[str]:
 
 def page(lines: Sequence[Line], where: str, picture: str) -> str:
     """docs/performance.md."""
-    engines = ", ".join(sorted({line.result.engine for line in lines if line.result is not None}))
+    engines = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
     parts = [
         "# Performance",
         f"Measured by `./bench` on {where}; engine: {engines}. `regard bench` does the same for shapes of one's own.",

@@ -20,9 +20,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.report import machine, table
 from regard import Blocks, Causal, Documents, KeyLengths, Mask, MaskFunction, Prefix, TensorMask, Window, attend
+from regard.atomic_write import write_whole
 from regard.bench.rounds import Effort, interleaved, timed
 from regard.describe.mask import CallSizes
-from regard.inspect.page import write_whole
 from regard.plan.closed_form import Grid
 from regard.plan.tiling import schedule, split_recursively
 

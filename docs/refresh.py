@@ -32,7 +32,7 @@ def demo() -> str:
     """What `regard inspect` prints, and docs/page.png, a picture of the page that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "regard.html"
-        command = [Path(sys.executable).parent / "regard", "inspect", "--out", page]
+        command = [Path(sys.executable).parent / "regard", "inspect", "--html", page]
         shown = _output(command, COLUMNS="100").replace(str(page), "regard.html")
         picture = [sys.executable, ROOT / "docs" / "screenshot.py", page, ROOT / "docs" / "page.png"]
         _output([*picture, "--state", "head=18.6", "--scale", "1.25"])
@@ -40,9 +40,9 @@ def demo() -> str:
 
 
 def generate() -> str:
-    """What `regard generate` writes, and the numbers that it tells on stderr."""
+    """What `regard generate` prints: the text, and its report on stderr."""
     regard = Path(sys.executable).parent / "regard"
-    command = [regard, "generate", "--prompt", "Why is the sky blue?", "--cache", "int8"]
+    command = [regard, "generate", "Why is the sky blue?", "--cache", "int8"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     return f"```\n{done.stdout.strip()}\n```"
 

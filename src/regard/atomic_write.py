@@ -15,6 +15,8 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from regard.errors import ProblemError
+
 
 @contextmanager
 def atomic_write(target: Path) -> Generator[Path]:
@@ -35,6 +37,41 @@ def atomic_write(target: Path) -> Generator[Path]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> int:
+    """Write a file whole or not at all and return its size in bytes. A device is written to directly."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        return path.write_bytes(content)
+    with atomic_write(path) as part:
+        return part.write_bytes(content)
+
+
+def check_writable(name: str | os.PathLike[str]) -> None:
+    """Raise unless a file of that name can be written. It is called before work that takes minutes.
+
+    Raises:
+        ProblemError: the name is not a file name, names a folder, its folder does not exist, or permission is missing.
+    """
+    try:
+        path = Path(name)
+    except TypeError:
+        raise ProblemError(f"the output is {name!r}: expected the name of a file.") from None
+    try:
+        target = path.resolve()  # a link is kept, its target is replaced
+        exists = target.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, contains a zero byte, circular links
+        why = getattr(error, "strerror", None) or error
+        raise ProblemError(f"{str(path)[:60]!r} cannot be written: {why}.") from None
+    if target.is_dir():
+        raise ProblemError(f"{path} is a folder: name the file to write in it.")
+    if not target.parent.is_dir():
+        raise ProblemError(f"{path} cannot be written: there is no folder {path.parent}.")
+    if exists and not os.access(target, os.W_OK):
+        raise ProblemError(f"{path} cannot be written: permission denied.")
+    if (target.is_file() or not exists) and not os.access(target.parent, os.W_OK):  # for the temporary file
+        raise ProblemError(f"{path} cannot be written: permission denied in {target.parent}.")
 
 
 def _abandoned(target: Path) -> Iterator[Path]:

@@ -28,7 +28,7 @@ def test_a_result_says_what_was_measured(dtype):
     assert result.flops == 2 * result.pairs * 16
     assert result.rate == result.flops / result.seconds
     assert math.isclose(result.ratio, result.torch_seconds / result.seconds)
-    assert result.torch_way == "is_causal"
+    assert result.torch_call == "is_causal"
     assert result.cost is None
 
 
@@ -63,7 +63,7 @@ def test_a_new_plan_is_made_for_each_call_where_a_case_asks_for_that(monkeypatch
     for anew in (False, True):
         forget()
         made.clear()
-        measure(replace(CASE, anew=anew), torch.float32, 1, ONCE)
+        measure(replace(CASE, new_plan=anew), torch.float32, 1, ONCE)
         assert (len(made) > 2) == anew
 
 
@@ -74,13 +74,13 @@ def test_gradients_are_taken_where_a_case_asks_for_them():
 
 def test_a_case_says_its_own_threads_and_engine():
     result = measure(Case("", 7, 7, threads=1, backend="reference"), torch.float32, 2, ONCE)
-    assert (result.threads, result.engine) == (1, "reference")
+    assert (result.threads, result.backend) == (1, "reference")
 
 
 def test_what_torch_cannot_say_is_measured_without_it():
     result = measure(Case("", 7, 7, softcap=2.0), torch.float32, 1, ONCE)
     assert (result.torch_seconds, result.ratio) == (None, None)
-    assert "softcap" in result.torch_way
+    assert "softcap" in result.torch_call
 
 
 def test_cold_keys_and_values_are_read_again_only_after_others():
@@ -98,9 +98,9 @@ def test_a_case_knows_its_bytes():
 
 
 def test_words_that_say_nothing_are_left_out():
-    assert Case("", 7, 7).words(torch.float32) == {}
+    assert Case("", 7, 7).options(torch.float32) == {}
     case = Case("", 7, 7, mask=lambda: Causal() & Window(3), backend="reference")
-    assert case.words(torch.float32) == {"mask": Causal() & Window(3), "backend": "reference"}
+    assert case.options(torch.float32) == {"mask": Causal() & Window(3), "backend": "reference"}
 
 
 @needs_library
@@ -111,7 +111,7 @@ def test_the_machine_computes_more_on_wider_vectors_and_never_less_than_a_scalar
 
 @needs_library
 def test_memory_is_read_at_some_speed(monkeypatch):
-    monkeypatch.setattr(limits, "_written", lambda: torch.ones(1 << 20))
+    monkeypatch.setattr(limits, "_touched", lambda: torch.ones(1 << 20))
     assert limits.stream(1) > 1e8
 
 

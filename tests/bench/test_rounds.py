@@ -13,15 +13,15 @@ def test_every_round_measures_everything_and_every_other_in_the_opposite_order()
     measures = {name: lambda name=name: order.append(name) or 1.0 for name in "abc"}
     rounds = interleaved(measures, Effort(seconds=0.0, least=2))
     assert order == [*"abc", *"cba"]
-    assert rounds.found == [{"a": 1.0, "b": 1.0, "c": 1.0}] * 2
+    assert rounds.rounds == [{"a": 1.0, "b": 1.0, "c": 1.0}] * 2
 
 
 def test_rounds_go_on_for_their_time_but_never_beyond_the_most():
     def measures():
         return {"a": lambda: time.sleep(0.001) or 1.0}
 
-    assert len(interleaved(measures(), Effort(seconds=60.0, least=1, most=7)).found) == 7
-    assert len(interleaved(measures(), Effort(seconds=0.05, least=1)).found) > 7
+    assert len(interleaved(measures(), Effort(seconds=60.0, least=1, most=7)).rounds) == 7
+    assert len(interleaved(measures(), Effort(seconds=0.05, least=1)).rounds) > 7
 
 
 def test_a_ratio_is_taken_within_each_round():
@@ -51,8 +51,8 @@ def interrupts_at(count):
 
 def test_an_interruption_keeps_the_whole_rounds():
     rounds = interleaved({"a": interrupts_at(5), "b": lambda: 1.0}, Effort())
-    assert rounds.cut
-    assert [one["a"] for one in rounds.found] == [1.0, 2.0, 3.0, 4.0]
+    assert rounds.interrupted
+    assert [one["a"] for one in rounds.rounds] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_an_interruption_before_the_first_round_is_raised():

@@ -15,14 +15,14 @@ from benchmarks.report import Line
 from regard import Causal, Window, attend
 from regard.bench.case import Case
 from regard.bench.measure import Result
-from regard.bench.torch_way import ways
+from regard.bench.torch_calls import torch_calls
 
 ROWS = [row for section in (*cases.SECTIONS, cases.MEMORY) for row in section.rows]
 
 RESULT = Result(
-    name="", dtype="float32", threads=2, engine="native", rounds=5, cut=False, seconds=0.01, pairs=1000, flops=4e9,
-    bound="products", limit=5e11, share=0.8, torch_seconds=0.03, ratio=3.0, torch_share=0.27, torch_way="is_causal",
-    cost=1.05,
+    name="", dtype="float32", threads=2, backend="native", rounds=5, interrupted=False, seconds=0.01, pairs=1000,
+    flops=4e9, bound="products", limit=5e11, share=0.8, torch_seconds=0.03, ratio=3.0, torch_share=0.27,
+    torch_call="is_causal", cost=1.05,
 )  # fmt: skip
 
 
@@ -52,9 +52,9 @@ def test_what_is_quoted_of_others_belongs_to_a_case():
 @pytest.mark.parametrize("row", [row for row in ROWS if row.case.queries <= 512], ids=lambda row: row.name)
 def test_a_case_is_the_same_to_torch(row):
     case = replace(row.case, cold=False)
-    words = case.words(torch.float32)
+    words = case.options(torch.float32)
     q, k, v = case.tensors(torch.float32)
-    for way in ways(case, torch.float32, words).values():
+    for way in torch_calls(case, torch.float32, words).values():
         torch.testing.assert_close(way(q, k, v), attend(q, k, v, **words))
 
 
@@ -82,7 +82,7 @@ def test_columns_that_say_nothing_are_left_out():
     head, rows = report.cells(cases.PREFILL, [line(torch_seconds=None, ratio=None)])
     assert head == ["case", "type", "time", "speed", "limit", "of limit"]
     assert rows == [["causal", "fp32", "10.0 ms", "400 GFLOP/s", "500 GFLOP/s", "80.0 %"]]
-    assert "engine" in report.cells(cases.PREFILL, [line(), line(engine="sdpa")])[0]
+    assert "backend" in report.cells(cases.PREFILL, [line(), line(backend="sdpa")])[0]
 
 
 def test_the_page_has_every_section_and_its_picture():

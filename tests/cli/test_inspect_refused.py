@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from regard.cli import which
+from regard.cli import inspect
 from regard.cli.main import main
 from regard.errors import ProblemError
 from tests.cli.surveyed import Surveyed
@@ -57,7 +57,7 @@ def test_an_empty_text(capsys, text):
 )
 def test_a_file_that_is_no_text(capsys, here, data, said):
     (here / "data.bin").write_bytes(data)
-    assert said in one_line(capsys, ["data.bin"])
+    assert said in one_line(capsys, ["--prompt-file", "data.bin"])
 
 
 def test_stdin_that_is_no_text(capsys, stdin):
@@ -67,22 +67,29 @@ def test_stdin_that_is_no_text(capsys, stdin):
 
 def test_a_folder_for_a_text(capsys, here):
     (here / "texts").mkdir()
-    assert "texts is a folder" in one_line(capsys, ["texts"])
+    assert "texts is a folder" in one_line(capsys, ["--prompt-file", "texts"])
 
 
 @pytest.mark.parametrize("text", ["prompt.txt", "./prompt", "texts/a.md"])
 def test_a_file_that_is_not_there(capsys, text):
-    assert f"there is no file '{text}'" in one_line(capsys, [text])
+    assert f"there is no file '{text}'" in one_line(capsys, ["--prompt-file", text])
+
+
+@pytest.mark.parametrize("text", ["prompt.txt", "./prompt", "texts/a.md", "prompt"])
+def test_the_name_of_a_file_is_no_prompt(capsys, here, text):
+    (here / "prompt").touch()
+    said = one_line(capsys, [text])
+    assert f"'{text}' is the name of a file: read it with --prompt-file {text}" in said
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(capsys, here):
     (here / "secret").write_text("a b")
     (here / "secret").chmod(0)
-    assert "cannot be read: Permission denied" in one_line(capsys, ["secret"])
+    assert "cannot be read: Permission denied" in one_line(capsys, ["--prompt-file", "secret"])
 
 
-@pytest.mark.parametrize("option", ["--out", "--json", "--csv"])
+@pytest.mark.parametrize("option", ["--html", "--json", "--csv"])
 @pytest.mark.parametrize(("path", "said"), [("nowhere/x", "there is no folder nowhere"), (".", "is a folder")])
 def test_an_output_that_cannot_be_written_is_found_before_the_work(capsys, option, path, said):
     tools = Surveyed()
@@ -91,7 +98,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(capsys, optio
 
 
 def test_the_page_does_not_go_to_stdout(capsys):
-    assert "name a file after --out" in one_line(capsys, ["--out", "-"])
+    assert "name a file after --html" in one_line(capsys, ["--html", "-"])
 
 
 def test_one_stdout_is_not_for_two(capsys):
@@ -104,7 +111,7 @@ def test_one_stdout_is_not_for_two(capsys):
 def test_a_list_of_heads_and_a_table_do_not_both_go_to_stdout(capsys):
     for option in ("--json", "--csv"):
         said = one_line(capsys, ["--top", "5", option, "-"])
-        assert f"--top lists heads on stdout, which {option} - takes for itself" in said
+        assert f"--top lists heads on stdout, and {option} - writes there" in said
 
 
 @pytest.mark.parametrize(
@@ -123,13 +130,13 @@ def test_a_device_that_is_not_there_is_found_before_the_model_is_loaded(capsys, 
 
 
 def test_a_head_outside_of_the_layers(capsys):
-    assert "head 2.1 is in none of the layers" in one_line(capsys, ["--layer", "0,1", "--heads", "2.1"])
+    assert "head 2.1 is in none of the --layers" in one_line(capsys, ["--layers", "0,1", "--heads", "2.1"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layer", "2,99"], "layer 99 is asked for, and the model has 30: 0 to 29."),
+        (["--layers", "2,99"], "layer 99 is asked for, and the model has 30: 0 to 29."),
         (["--heads", "40.2"], "layer 40 is asked for, and the model has 30: 0 to 29."),
         (["--heads", "18.6,3.9"], "head 3.9 is asked for, and layer 3 has 9: 3.0 to 3.8."),
     ],
@@ -148,24 +155,24 @@ def test_what_the_second_model_cannot_do_is_found_before_the_first_is_surveyed(c
             refuses(model)
 
     tools = Surveyed(lambda name: (name, "tokenizer", name), checks=checks)
-    assert "no model b" in one_line(capsys, ["--model", "a", "--compare", "b", "--heads", "1.1", "a b"], tools)
+    assert "no model b" in one_line(capsys, ["--model", "a", "--compare-model", "b", "--heads", "1.1", "a b"], tools)
     assert tools.surveyed == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--measure", "sinks"], "'sinks' is no measure: expected one of sink, "),
-        (["--measure", "kind"], "'kind' is no measure"),
-        (["--layer", "x"], "'x' is no layer"),
-        (["--layer", "7-4"], "'7-4' is no layer"),
-        (["--layer", "-1"], "'-1' is no layer"),
+        (["--measures", "sinks"], "'sinks' is no measure: expected one of sink, "),
+        (["--measures", "kind"], "'kind' is no measure"),
+        (["--layers", "x"], "'x' is no layer"),
+        (["--layers", "7-4"], "'7-4' is no layer"),
+        (["--layers", "-1"], "'-1' is no layer"),
         (["--heads", "18"], "'18' is no head: expected layer.head"),
         (["--heads", "18.6,"], "'' is no head"),
-        (["--tokens", "1"], "'1' is no number of tokens"),
-        (["--tokens", "32kb"], "'32kb' is no number of tokens"),
-        (["--write", "-3"], "'-3' is no count"),
-        (["--write", "three"], "'three' is no count"),
+        (["--prompt-tokens", "1"], "'1' is no number of tokens"),
+        (["--prompt-tokens", "32kb"], "'32kb' is no number of tokens"),
+        (["--max-new-tokens", "-3"], "'-3' is no count"),
+        (["--max-new-tokens", "three"], "'three' is no count"),
         (["--ablate", "half"], "invalid choice: 'half'"),
     ],
 )
@@ -177,23 +184,31 @@ def test_options_that_cannot_be_read(capsys, arguments, said):
     assert said in err
 
 
+def test_the_measures_of_the_help_are_those_of_a_survey():
+    from regard.inspect.surveying.ablation import HOW
+    from regard.inspect.surveying.wanted import SURVEYED
+
+    assert inspect.MEASURES == SURVEYED
+    assert tuple(HOW) == inspect.ABLATIONS
+
+
 def test_help_lists_every_measure(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["inspect", "--help"], tools=Surveyed())
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert all(measure in out for measure in which.SURVEYED)
+    assert all(measure in out for measure in inspect.MEASURES)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")  # noqa: PTH110
 def test_a_full_disk(capsys):
-    assert "/dev/full cannot be written: No space left on device" in one_line(capsys, ["--out", "/dev/full"])
+    assert "/dev/full cannot be written: No space left on device" in one_line(capsys, ["--html", "/dev/full"])
 
 
 def test_without_rich_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "regard.cli.terminal", raising=False)
-    monkeypatch.delattr("regard.cli.terminal", raising=False)
+    monkeypatch.delitem(sys.modules, "regard.cli.survey_view", raising=False)
+    monkeypatch.delattr("regard.cli.survey_view", raising=False)
     assert "pip install 'regard[cli]'" in one_line(capsys, [])
 
 

@@ -27,8 +27,8 @@ def test_it_says_what_ran_what_was_written_and_which_heads_stand_out(capsys):
         "label",
         "3 layers of 4 heads on 2 key heads, 64 wide; 12.3 M parameters",
         "sdpa x3; 0.50 GFLOP for 5,220 query-key pairs",
-        "24 tokens, 321 a second",
-        "5 tokens, 12.3 a second",
+        "24 tokens, 321 per second",
+        "5 tokens, 12.3 per second",
         "logits at most 2.0e-05 from transformers' eager attention",
         "t22 t23 t24 t25 t26 t27 t28",
         "The 2 most remarkable:",
@@ -74,7 +74,7 @@ def test_into_a_pipe_go_plain_columns(capsys):
 def in_a_terminal(width):
     from rich.console import Console
 
-    from regard.cli.terminal import show
+    from regard.cli.survey_view import show
 
     console = Console(force_terminal=True, width=width, file=io.StringIO(), highlight=False, record=True, _environ={})
     show(report(), top=12, console=console)
@@ -101,7 +101,7 @@ def test_a_narrow_terminal_gets_every_number(width):
 def test_measures_for_which_a_terminal_has_no_room_are_named():
     from rich.console import Console
 
-    from regard.cli.terminal import show
+    from regard.cli.survey_view import show
 
     console = Console(force_terminal=True, width=80, file=io.StringIO(), highlight=False, record=True, _environ={})
     show(report(), top=3, measures=["entropy", "effective_tokens", "induction", "sink", "previous"], console=console)
@@ -124,9 +124,9 @@ def test_a_terminal_without_these_characters_gets_others():
 
 
 def test_what_a_terminal_would_obey_is_only_shown(capsys):
-    from regard.cli import terminal
+    from regard.cli import survey_view
 
-    terminal.show(report(tokens=(" a", " b\x1b]0;title\x07", "[bold]", " c\r"), prompt=2), top=0)
+    survey_view.show(report(tokens=(" a", " b\x1b]0;title\x07", "[bold]", " c\r"), prompt=2), top=0)
     out = capsys.readouterr().out
     assert not set("\x1b\x07\r") & set(out)
     assert "[bold]" in out
@@ -136,7 +136,7 @@ def test_what_a_terminal_would_obey_is_only_shown(capsys):
 
 
 def test_measures_that_were_asked_for_are_the_columns(capsys):
-    main(["inspect", "--measure", "effective_tokens,sink", "--measure", "sink"], tools=Surveyed())
+    main(["inspect", "--measures", "effective_tokens,sink", "--measures", "sink"], tools=Surveyed())
     header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("head"))
     assert header.split() == ["head", "kind", "sure", "effective_tokens", "sink"]
 
@@ -161,48 +161,48 @@ def test_a_head_in_detail_has_every_score_its_meaning_and_its_strongest_pairs(ca
 
 
 def test_a_head_whose_weights_were_not_kept_says_so(capsys):
-    from regard.cli import terminal
+    from regard.cli import survey_view
 
-    terminal.show(report(), top=0, heads=[(1, 1)])
-    assert "Its single weights are not kept" in capsys.readouterr().out
+    survey_view.show(report(), top=0, heads=[(1, 1)])
+    assert "No close-up: the mask or the bias of this head is not one run of keys per row." in capsys.readouterr().out
 
 
 def test_what_ablation_cost_is_told_with_its_caveat(capsys):
     main(["inspect", "--ablate", "zero"], tools=Surveyed())
     out = capsys.readouterr().out
-    assert "loss 2.500 nats a token; with nothing in place of one head, at most +0.120 (0.3). No importance." in out
+    assert "loss 2.500 nats per token; with nothing in place of one head, at most +0.120 (0.3). No importance." in out
     assert next(line for line in out.splitlines() if line.startswith("head")).split()[-1] == "delta_loss"
 
 
 def test_two_models_are_compared_kind_by_kind_and_head_by_head(capsys):
-    from regard.cli import terminal
+    from regard.cli import survey_view
 
     here, there = report(model="one"), report(model="two")
     heads = {head.name: head for head in there.heads}
     moved = replace(heads["1.1"], kind="broad", scores={**heads["1.1"].scores, "induction": Estimate(0.05, 0.1)})
     there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
-    terminal.show(replace(here, other=there), top=1)
+    survey_view.show(replace(here, other=there), top=1)
     out = capsys.readouterr().out
     told = out[out.index("compared with two") :].splitlines()
     assert next(line.split() for line in told if line.startswith("induction")) == ["induction", "3", "2"]
     row = told[-2].split()
     assert row[:4] == ["1.1", "induction", "0.850", "0.050"]
     assert row[4:] == ["broad"]
-    terminal.show(replace(here, other=report(model="two")), top=1)
+    survey_view.show(replace(here, other=report(model="two")), top=1)
     out = capsys.readouterr().out
     assert "No score that names a head differs" in out
     assert "differ most" not in out
-    terminal.show(replace(here, other=report(layers=2)), top=1)
-    assert "nothing to compare head by head" in capsys.readouterr().out
+    survey_view.show(replace(here, other=report(layers=2)), top=1)
+    assert "heads cannot be compared one by one" in capsys.readouterr().out
 
 
 def test_what_was_asked_for_is_shown_of_the_second_model_too(capsys):
     tools = Surveyed(lambda name: (name, "tokenizer", name))
-    options = ["--model", "one", "--compare", "two", "--heads", "1.1,0.2", "--ablate", "mean"]
+    options = ["--model", "one", "--compare-model", "two", "--heads", "1.1,0.2", "--ablate", "mean"]
     assert main(["inspect", *options], tools=tools) == 0
     out = capsys.readouterr().out
     told = out[out.index("compared with two") :]
-    assert "loss 2.500 nats a token" in told
+    assert "loss 2.500 nats per token" in told
     assert report().continuation in told
     for name in ("1.1", "0.2"):
         assert f"head {name}, key head" in out
@@ -210,22 +210,22 @@ def test_what_was_asked_for_is_shown_of_the_second_model_too(capsys):
 
 
 def test_two_models_are_compared_by_the_measures_that_were_asked_for(capsys):
-    from regard.cli import terminal
+    from regard.cli import survey_view
 
     here, there = report(model="one"), report(model="two")
     heads = {head.name: head for head in there.heads}
     moved = replace(heads["1.1"], scores={**heads["1.1"].scores, "entropy": Estimate(1.7, 2.6)})
     there = replace(there, heads=tuple(moved if head.name == "1.1" else head for head in there.heads))
-    terminal.show(replace(here, other=there), top=3, measures=["entropy", "sink"])
+    survey_view.show(replace(here, other=there), top=3, measures=["entropy", "sink"])
     out = capsys.readouterr().out
     told = out[out.index("compared with two") :].splitlines()
     assert told[-2].split()[:4] == ["1.1", "entropy", "0.400", "1.700"]
-    terminal.show(replace(here, other=there), top=3, measures=["sink"])
-    assert "No head's sink differs: the two do the same on this text." in capsys.readouterr().out
+    survey_view.show(replace(here, other=there), top=3, measures=["sink"])
+    assert "No head's sink differs: both models do the same on this prompt." in capsys.readouterr().out
 
 
 def test_notes_of_a_run_are_shown(capsys):
-    from regard.cli import terminal
+    from regard.cli import survey_view
 
-    terminal.show(report(notes=["The text is short.\x1b"]), top=0)
+    survey_view.show(report(notes=["The text is short.\x1b"]), top=0)
     assert "note      The text is short.␛" in capsys.readouterr().out

@@ -36,11 +36,18 @@ def test_version_tells_what_is_installed(capsys):
     ("arguments", "said"),
     [
         (["look"], "invalid choice: 'look'"),
-        (["inspect", "--write", "-1"], "'-1' is no count"),
-        (["inspect", "--tokens", "many"], "'many' is no number of tokens"),
+        (["inspect", "--max-new-tokens", "-1"], "'-1' is no count"),
+        (["inspect", "--prompt-tokens", "many"], "'many' is no number of tokens"),
         (["inspect", "--top", "1.5"], "'1.5' is no count"),
         (["inspect", "one", "two"], "unrecognized arguments: two"),
         (["inspect", "--model"], "expected one argument"),
+        (["generate", "--prompt", "why?"], "unrecognized arguments: --prompt (the prompt takes no option)"),
+        (["generate", "why?", "--tokens=3"], "--tokens=3 (it is --max-new-tokens, or --prompt-tokens for the prompt)"),
+        (["bench", "--heads", "8"], "--heads 8 (a number of heads is --query-heads)"),
+        (
+            ["inspect", "--top", "3", "--compare", "b"],
+            "(it is --compare-model, or --compare-cache). See regard inspect",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(arguments, said, capsys):
@@ -51,6 +58,35 @@ def test_what_makes_no_sense_is_said_in_one_line(arguments, said, capsys):
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
     assert err.startswith("regard")
+
+
+PROBE = """
+import sys, time
+start = time.perf_counter()
+from regard.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(time.perf_counter() - start, *(name in sys.modules for name in ("torch", "rich", "numpy")), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["inspect", "--help"],
+        ["inspect", "--measures", "sinks"],
+        ["generate", "--help"],
+        ["generate", "why?", "--temperature", "0", "--seed", "1"],
+        ["bench", "--heads", "1"],
+    ],
+)
+def test_help_and_wrong_arguments_are_answered_without_torch(arguments):
+    ran = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=False)
+    seconds, *imported = ran.stderr.splitlines()[-1].split()
+    assert imported == ["False", "False", "False"]
+    assert float(seconds) < 3  # 0.1 on a quiet machine
 
 
 def test_python_m_regard_is_the_command():

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from regard.atomic_write import write_whole
 from regard.cli import outputs
 from regard.cli.main import main
-from regard.cli.outputs import MARKS, as_json
-from regard.inspect.page import page, write_whole
+from regard.cli.outputs import SIGNATURES, as_json
+from regard.inspect.page import page
 from regard.integrate.checkpoint import folder_of
 from tests.cli import tiny
 from tests.cli.surveyed import Surveyed
 from tests.inspect.reports import report
 
 THEIRS = "Call me Ishmael."
-FORMS = {"--out": "page", "--json": "JSON", "--csv": "table"}
+FORMS = {"--html": "page", "--json": "JSON", "--csv": "table"}
 
 
 def inspected(*arguments, **tools):
@@ -66,22 +67,22 @@ def by_a_detour(thesis):
 @pytest.mark.parametrize("name", [lambda thesis: thesis, by_a_link, by_a_second_name, by_a_detour])
 def test_the_text_is_not_written_to_not_even_by_force(name, option, thesis, capsys):
     place = name(thesis)
-    said = refused(capsys, "thesis.txt", option, place, "--force")
-    assert f"{place} is the text that is read: name another file after {option}." in said
+    said = refused(capsys, "--prompt-file", "thesis.txt", option, place, "--force")
+    assert f"{place} is the prompt that is read: name another file after {option}." in said
 
 
 def test_the_text_on_stdin_is_not_written_to(thesis, capsys, monkeypatch):
     with thesis.open("rb") as file:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
-        assert "is the text that is read" in refused(capsys, "-", "--out", "thesis.txt", "--force")
+        assert "is the prompt that is read" in refused(capsys, "-", "--html", "thesis.txt", "--force")
 
 
 def test_a_page_that_is_read_as_a_text_is_not_written_to(here, capsys):
     assert inspected("a b") == 0
-    assert "regard.html is the text that is read" in refused(capsys, "regard.html")
+    assert "regard.html is the prompt that is read" in refused(capsys, "--prompt-file", "regard.html")
 
 
-@pytest.mark.parametrize("which", ["--model", "--compare"])
+@pytest.mark.parametrize("which", ["--model", "--compare-model"])
 def test_the_files_of_a_model_are_not_written_to_not_even_by_force(which, here, capsys):
     model = here / "models" / "one"
     (model / "more").mkdir(parents=True)
@@ -91,8 +92,8 @@ def test_the_files_of_a_model_are_not_written_to_not_even_by_force(which, here, 
         for place in (model / file, f"alias/{file}"):
             said = refused(capsys, which, "models/one", "--json", place, "--force")
             assert f"{place} is a file of the model that is read" in said
-    assert inspected(which, model, "--out", model / "regard.html") == 0
-    assert inspected(which, model, "--out", model / "regard.html") == 0
+    assert inspected(which, model, "--html", model / "regard.html") == 0
+    assert inspected(which, model, "--html", model / "regard.html") == 0
 
 
 def test_a_model_in_the_cache_is_known_by_its_name(here, capsys, monkeypatch):
@@ -121,22 +122,22 @@ def test_a_model_that_is_not_here_has_no_folder(name):
 @pytest.mark.parametrize("option", FORMS)
 def test_a_file_of_others_is_replaced_by_force_alone(option, thesis, capsys):
     said = refused(capsys, option, thesis)
-    assert f"thesis.txt is there, and is no {FORMS[option]} that regard wrote: name another file after" in said
+    assert f"thesis.txt exists, and is no {FORMS[option]} that regard wrote: name another file after" in said
     assert inspected(option, thesis, "--force") == 0
-    assert MARKS[FORMS[option]].match(thesis.read_bytes())
+    assert SIGNATURES[FORMS[option]].match(thesis.read_bytes())
     assert inspected(option, thesis) == 0
 
 
 def test_a_file_of_regards_in_another_form_is_one_of_others(here, capsys):
     assert inspected("--csv", "heads.csv", "--json", "heads.json") == 0
-    assert "regard.html is there, and is no table" in refused(capsys, "--out", "x.html", "--csv", "regard.html")
-    assert "heads.csv is there, and is no JSON" in refused(capsys, "--json", "heads.csv")
-    assert "heads.json is there, and is no page" in refused(capsys, "--out", "heads.json")
+    assert "regard.html exists, and is no table" in refused(capsys, "--html", "x.html", "--csv", "regard.html")
+    assert "heads.csv exists, and is no JSON" in refused(capsys, "--json", "heads.csv")
+    assert "heads.json exists, and is no page" in refused(capsys, "--html", "heads.json")
 
 
 def test_an_empty_file_and_a_device_lose_nothing(here):
     (here / "made.html").touch()
-    assert inspected("--out", "made.html", "--json", os.devnull) == 0
+    assert inspected("--html", "made.html", "--json", os.devnull) == 0
     assert (here / "made.html").stat().st_size > 10_000
 
 
@@ -144,7 +145,7 @@ def test_a_link_stays_and_what_it_leads_to_is_written(here):
     (here / "folder").mkdir()
     (here / "link.html").symlink_to(here / "folder" / "page.html")
     for _ in range(2):
-        assert inspected("--out", "link.html") == 0
+        assert inspected("--html", "link.html") == 0
     assert (here / "link.html").is_symlink()
     assert (here / "folder" / "page.html").stat().st_size > 10_000
 
@@ -159,20 +160,20 @@ def test_one_file_by_two_names_is_not_for_two(here, capsys):
 @pytest.mark.parametrize("place", ["x" * 300, "a\0b", "loop"])
 def test_a_name_that_no_file_can_have_is_said_in_one_line(place, here, capsys):
     (here / "loop").symlink_to(here / "loop")
-    assert "cannot be written: " in refused(capsys, "--out", place)
+    assert "cannot be written: " in refused(capsys, "--html", place)
 
 
 def test_what_regard_writes_is_known_by_its_beginning():
     made = report(model="a" * 5000, other=report(model="<b>"))
-    assert MARKS["page"].match(page(made)[:1024].encode())
-    assert MARKS["JSON"].match(as_json(made.to_dict()).encode())
-    assert MARKS["table"].match(made.to_csv().encode())
+    assert SIGNATURES["page"].match(page(made)[:1024].encode())
+    assert SIGNATURES["JSON"].match(as_json(made.to_dict()).encode())
+    assert SIGNATURES["table"].match(made.to_csv().encode())
 
 
 # ---- the other commands ---------------------------------------------------------------------------------------------
 
 
-BENCH = ["bench", "--queries", "16", "--heads", "1", "--rounds", "1"]
+BENCH = ["bench", "--queries", "16", "--query-heads", "1", "--rounds", "1"]
 
 
 def test_a_measurement_replaces_its_own_file_and_no_other(here, thesis, capsys):
@@ -181,26 +182,27 @@ def test_a_measurement_replaces_its_own_file_and_no_other(here, thesis, capsys):
     assert json.loads((here / "speed.json").read_text())["pairs"] == 256
     capsys.readouterr()
     assert main([*BENCH, "--json", "thesis.txt"]) == 2
-    assert "thesis.txt is there, and is no JSON that regard wrote" in capsys.readouterr().err
+    assert "thesis.txt exists, and is no JSON that regard wrote" in capsys.readouterr().err
     assert thesis.read_text() == THEIRS
     assert main([*BENCH, "--json", "thesis.txt", "--force"]) == 0
 
 
 def test_what_a_model_writes_replaces_its_own_file_and_no_other(here, thesis, capsys, monkeypatch):
     tiny.save(here / "model")
-    written = ["generate", "--tokens", "3", "--prompt", "Call me"]
+    written = ["generate", "Call me", "--max-new-tokens", "3", "--model", "model"]
     for _ in range(2):
-        assert main([*written, "model", "--json", "told.json"]) == 0
+        assert main([*written, "--json", "told.json"]) == 0
     monkeypatch.setattr("regard.integrate.checkpoint.load", lambda *_: pytest.fail("it is loaded"))
     capsys.readouterr()
     for more, said in (
-        (["model", "--json", "thesis.txt"], "no JSON that regard wrote"),
-        (["model", "--json", "model/config.json", "--force"], "is a file of the model"),
-        (["--model", "model", "--json", "model/model.safetensors", "--force"], "is a file of the model"),
-        (["model", "--json", "thesis.txt", "--force", "--prompt", "thesis.txt"], "is the text that is read"),
+        (["--json", "thesis.txt"], "no JSON that regard wrote"),
+        (["--json", "model/config.json", "--force"], "is a file of the model"),
+        (["--json", "model/model.safetensors", "--force"], "is a file of the model"),
     ):
         assert main([*written, *more]) == 2
         assert said in capsys.readouterr().err
+    assert main(["generate", "--prompt-file", "thesis.txt", "--json", "thesis.txt", "--force"]) == 2
+    assert "is the prompt that is read" in capsys.readouterr().err
     assert thesis.read_text() == THEIRS
 
 
@@ -239,6 +241,6 @@ def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path):
 
 
 def test_stdout_is_no_file():
-    assert outputs.outputs(("--json", "-", "JSON"), ("--csv", None, "table"), ("--out", "x", "page")) == [
-        ("--out", "x", "page")
+    assert outputs.output_files(("--json", "-", "JSON"), ("--csv", None, "table"), ("--html", "x", "page")) == [
+        ("--html", "x", "page")
     ]

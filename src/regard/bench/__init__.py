@@ -1,7 +1,7 @@
-"""How fast attention is on the machine at hand, beside torch's own and beside what the machine can do at all.
+"""How fast attention is on this machine, beside torch and beside the limit of the machine.
 
 ```
 Case, dtype, threads  ->  measure  ->  Result
-sizes and words                        time, share of the machine's limit, ratio to torch
+sizes, mask, bias                      time, share of the machine's limit, ratio to torch
 ```
 """

@@ -1,4 +1,4 @@
-"""A case: one call of attention by its sizes and words, without tensors until they are asked for."""
+"""A case: one call of attention by its sizes, mask and bias. Tensors are made on request."""
 
 import math
 from collections.abc import Callable
@@ -12,26 +12,26 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 
 COLD = 256 << 20
-"""Bytes of keys and values to read before the same are read again: several times the largest cache of most machines."""
+"""Bytes of keys and values that are read before the same are read again: several times the last-level cache."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of attention: sizes and words.
+    """A call of attention: sizes, mask and bias.
 
     Attributes:
-        name: what it is called in tables.
+        name: its name in tables.
         queries, keys: tokens; the queries are the last.
         heads, kv_heads, dim, batch: of q, k and v.
-        v_dim: of v; None for `dim`.
-        mask, bias: made when the tensors are, as some carry tensors; a bias gets the dtype of the call.
-        softcap: the cap; None for none.
+        v_dim: dim of v; None for `dim`.
+        mask, bias: functions that make them, as some carry tensors; a bias gets the dtype of the call.
+        softcap: None for none.
         backward: whether the gradients of q, k and v are computed as well.
-        cold: whether keys and values come from memory and not from a cache, as in a model whose other layers were read
-            in between: copies of them are taken in turn.
-        anew: whether each call has to make its plan, as the first of its kind does; else the plan is known.
-        threads: None for as many as are asked for.
-        backend: an engine by name; None lets regard choose.
+        cold: whether keys and values are read from memory, not from a processor cache, as in a model that reads other
+            layers in between: copies of them are used in turn.
+        new_plan: whether each call makes its plan, as the first of its kind does; else the plan is cached.
+        threads: None for those of the measurement.
+        backend: a backend by name; None lets regard choose.
     """
 
     name: str
@@ -47,19 +47,19 @@ class Case:
     softcap: float | None = None
     backward: bool = False
     cold: bool = False
-    anew: bool = False
+    new_plan: bool = False
     threads: int | None = None
     backend: str | None = None
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of random numbers, [batch, heads, tokens, dim]."""
+        """Random q, k and v, [batch, heads, tokens, dim]."""
 
-        def made(heads: int, tokens: int, dim: int) -> Tensor:
+        def random(heads: int, tokens: int, dim: int) -> Tensor:
             t = torch.randn(self.batch, heads, tokens, dim, device=device).to(dtype)
             return t.requires_grad_(self.backward)
 
-        k = made(self.kv_heads, self.keys, self.dim)
-        return made(self.heads, self.queries, self.dim), k, made(self.kv_heads, self.keys, self.v_dim or self.dim)
+        k = random(self.kv_heads, self.keys, self.dim)
+        return random(self.heads, self.queries, self.dim), k, random(self.kv_heads, self.keys, self.v_dim or self.dim)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of q, k, v and the output, and of their gradients if those are computed."""
@@ -68,19 +68,19 @@ class Case:
         return self.batch * rows * dtype.itemsize * passes
 
     def copies(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """q, k and v as often as needed for keys and values to be out of every cache when their turn comes again."""
+        """Copies of q, k, v: enough that keys and values have left every processor cache before they are used again."""
         first = self.tensors(dtype)
         if not self.cold:
             return [first]
         more = min(4096, math.ceil(COLD / max(1, first[1].nbytes + first[2].nbytes)))
         return [first, *((first[0], first[1].clone(), first[2].clone()) for _ in range(more))]
 
-    def words(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The other arguments of `attend`, those left out that say nothing."""
-        made = {
+    def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The other arguments of `attend`, without those that are None."""
+        options = {
             "mask": self.mask and self.mask(),
             "bias": self.bias and self.bias(dtype),
             "softcap": self.softcap,
             "backend": self.backend,
         }
-        return {name: word for name, word in made.items() if word is not None}
+        return {name: value for name, value in options.items() if value is not None}

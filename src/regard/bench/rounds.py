@@ -1,6 +1,6 @@
-"""Measuring in rounds: each round measures everything once, so that a busy machine slows all that is compared alike.
+"""Measuring in rounds: each round measures everything once, so that other load slows everything alike.
 
-What is compared is compared within a round, and the median is taken of what came out of the rounds.
+Ratios and differences are taken within a round; their median over the rounds is the result.
 """
 
 import math
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 import torch
 
 Measure = Callable[[], float]
-"""Measures something once: seconds, or so many a second."""
+"""Measures something once: seconds, or a rate per second."""
 
 LONG_ENOUGH = 0.005
-"""Seconds that one measurement lasts at least, so that the clock and the loop around the call do not count."""
+"""Shortest measurement in seconds, so that the clock and the loop around the call do not count."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds go on for `seconds` in all, and are at least `least` and at most `most`."""
+    """How long to measure: rounds for `seconds` in all, at least `least` and at most `most` of them."""
 
     seconds: float = 2.0
     least: int = 5
@@ -33,62 +33,62 @@ QUICK = Effort(seconds=0.2, least=2)
 
 @dataclass
 class Rounds:
-    """What each round measured, by name.
+    """The measurements of each round, by name.
 
     Attributes:
-        cut: whether Ctrl-C ended them early.
+        interrupted: whether Ctrl-C ended the rounds early.
     """
 
-    found: list[dict[str, float]] = field(default_factory=list)
-    cut: bool = False
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    interrupted: bool = False
 
     def median(self, of: Callable[..., float], *names: str) -> float | None:
-        """The median of what is computed within each round from these; None where one of them was not measured.
+        """The median of a value computed within each round from these measurements; None where one is missing.
 
         >>> rounds = Rounds([{"ours": 1.0, "theirs": 2.0}, {"ours": 3.0, "theirs": 9.0}])
         >>> rounds.median(lambda ours, theirs: theirs / ours, "ours", "theirs")
         2.5
         """
-        if not all(name in one for one in self.found for name in names):
+        if not all(name in one for one in self.rounds for name in names):
             return None
-        return statistics.median(of(*(one[name] for name in names)) for one in self.found)
+        return statistics.median(of(*(one[name] for name in names)) for one in self.rounds)
 
 
 def interleaved(
     measures: Mapping[str, Measure], effort: Effort, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Rounds:
-    """Rounds of these measurements, every other one in the opposite order.
+    """Rounds of these measurements, every second round in the opposite order.
 
-    Ctrl-C ends them after one round or more, and is raised before.
+    Ctrl-C ends them after at least one round, and is raised before that.
 
     Args:
-        progress: is told how many rounds are done, and how many there will be as far as one can tell.
+        progress: called with the number of rounds done, and the expected number.
     """
     rounds, start = Rounds(), time.perf_counter()
     try:
         while not _done(rounds, effort, time.perf_counter() - start):
-            order = list(measures.items())[:: 1 if len(rounds.found) % 2 == 0 else -1]
-            rounds.found.append({name: measure() for name, measure in order})
-            progress(len(rounds.found), _expected(rounds, effort, time.perf_counter() - start))
+            order = list(measures.items())[:: 1 if len(rounds.rounds) % 2 == 0 else -1]
+            rounds.rounds.append({name: measure() for name, measure in order})
+            progress(len(rounds.rounds), _expected(rounds, effort, time.perf_counter() - start))
     except KeyboardInterrupt:
-        if not rounds.found:
+        if not rounds.rounds:
             raise
-        rounds.cut = True
+        rounds.interrupted = True
     return rounds
 
 
 def _done(rounds: Rounds, effort: Effort, seconds: float) -> bool:
-    count = len(rounds.found)
+    count = len(rounds.rounds)
     return count >= effort.most or (count >= effort.least and seconds >= effort.seconds)
 
 
 def _expected(rounds: Rounds, effort: Effort, seconds: float) -> int:
-    count = len(rounds.found)
+    count = len(rounds.rounds)
     return min(effort.most, max(effort.least, count, math.ceil(count * effort.seconds / seconds)))
 
 
 def timed(run: Callable[[], object]) -> Measure:
-    """Measures the seconds of one call, by as many calls as last 5 ms. It is called here, to warm up."""
+    """A measurement of the seconds of one call, over calls that last 5 ms together. It is called here to warm up."""
     first = _seconds(run, 1)
     again = first if first > 0.3 else _seconds(run, 1)
     calls = max(1, math.ceil(LONG_ENOUGH / min(first, again)))
@@ -104,7 +104,7 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
 
 @contextmanager
 def on_threads(count: int) -> Generator[None]:
-    """torch, and regard with it, computes on so many threads inside."""
+    """Let torch, and with it regard, compute on `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

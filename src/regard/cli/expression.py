@@ -116,7 +116,7 @@ def _unknown(name: str) -> str:
         return f"{name} is not understood: expected {name}() with its parentheses."
     can = f"{_names(MASKS)} for a mask; {_names(BIASES)} for a bias"
     if name == MaskFunction.__name__:
-        return f"Where takes a function, which can be written in Python alone. What can be written here is {can}."
+        return f"{name} takes a function, which only Python can express. Expected one of {can}."
     return f"{name} is not understood: expected one of {can}."
 
 

@@ -1,4 +1,4 @@
-"""The heads of a survey in a terminal: how many of which kind and how surely, and a line a head with its scores."""
+"""The heads of a survey in a terminal: a line per kind, and a line per head with its scores."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -21,20 +21,20 @@ COLOURS = {
     "broad": "magenta",
 }
 USUAL = ("sink", "previous", "induction", "entropy")
-"""The measures of the table when none are asked for."""
+"""The measures of the table by default."""
 LINE = "━╸"
-"""What bars are drawn with: a whole character and a half one."""
+"""The characters of bars: a whole cell and a half one."""
 OWN_UNITS = ("nats", "tokens")
 LEFT = 32
 """Characters before the first score: 4 for a head, 17 for its kind, 5 for how sure that is, and two after each."""
 NARROWEST = 72
 """Characters that the usual table needs without bars; a narrower terminal has to break its lines."""
 NAMED = 6
-"""Heads of a kind that are named."""
+"""Heads of a kind that are listed."""
 
 
 def kinds(report: Report) -> Table:
-    """A line a kind, the commonest last: how many, how surely they have it on other texts too, which they are."""
+    """A line per kind, the commonest last: the number of heads, their confidence on other texts, their names."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(f"{len(report.heads)} heads", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
@@ -60,14 +60,14 @@ def sureness(heads: Sequence[Head]) -> str:
 
 
 def sinks(shares: Sequence[SinkShare]) -> str:
-    """The share of heads with a sink by each threshold, in which layers most have one, and what alpha is.
+    """The share of heads with a sink by threshold, and the layers in which most heads have one.
 
     >>> sinks([SinkShare(0.3, 0.75, 0.5, 1.0, {0: 0.25, 1: 1.0, 2: 1.0}, 0.125)])
     '75 % of heads have alpha (mean over rows of A[i,0]) above 0.3: most of layers 1-2, token 0 at 0.12 of the mean |v|'
     """
-    told = [f"{100 * share.share:.0f} % above {share.threshold}{_where(share)}" for share in shares]
-    first = told[0].replace(" above", " of heads have alpha (mean over rows of A[i,0]) above", 1)
-    return "; ".join([first, *told[1:]])
+    parts = [f"{100 * share.share:.0f} % above {share.threshold}{_where(share)}" for share in shares]
+    first = parts[0].replace(" above", " of heads have alpha (mean over rows of A[i,0]) above", 1)
+    return "; ".join([first, *parts[1:]])
 
 
 def _where(share: SinkShare) -> str:
@@ -78,15 +78,15 @@ def _where(share: SinkShare) -> str:
 
 
 def fitting(measures: Sequence[str], width: int) -> tuple[str, ...]:
-    """As many of the measures, from the first on, as a table of so many characters has columns for; at least one."""
+    """The first measures whose columns fit into a table of `width` characters; at least one."""
     columns = [_column(measure, 0) + 2 for measure in measures]
     fits = [n for n in range(1, len(columns) + 1) if LEFT + sum(columns[:n]) - 2 <= width]
     return tuple(measures[: max(fits, default=1)])
 
 
 def table(heads: Sequence[Head], measures: Sequence[str], console: Console) -> Table:
-    """One row a head; in a terminal every score has a bar. Under each name, what uniform attention would score."""
-    bar = _bar(measures, console.width) if console.is_terminal and draws(console) else 0
+    """One row per head. In a terminal every score has a bar. Below each name: the score of uniform attention."""
+    bar = _bar(measures, console.width) if console.is_terminal and has_bars(console) else 0
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     made.add_column("head\n", no_wrap=True)
     made.add_column("kind\nchance", no_wrap=True)
@@ -102,36 +102,36 @@ def table(heads: Sequence[Head], measures: Sequence[str], console: Console) -> T
 
 
 def _bar(measures: Sequence[str], width: int) -> int:
-    """The length of the bars: as long as the table still fits, and 0 where that would be too short to read."""
+    """The length of the bars: as long as the table fits, and 0 where they would be too short to read."""
     fits = [b for b in range(4, 13) if LEFT + sum(_column(measure, b + 1) + 2 for measure in measures) - 2 <= width]
     return max(fits, default=0)
 
 
 def _column(measure: str, more: int) -> int:
-    """The width of a column whose cells have this many characters beside the number."""
+    """The width of a column whose cells have `more` characters beside the number."""
     unit = own_unit(measure)
     return max(len(measure), 5 + more, len(f"12.345 {unit}") if unit else 0)
 
 
 def own_unit(measure: str) -> str:
-    """Units that are said; what has another is a share or a mass, at most 1."""
+    """The unit of a measure if it is shown; others are shares or masses, at most 1."""
     unit = DEFINITIONS[measure].unit if measure in DEFINITIONS else ""
     return unit if unit in OWN_UNITS else ""
 
 
 def _score(score: Estimate, measure: str, bar: int) -> Text:
-    """`0.857 ━━━━━╸`, bright where it would name the head."""
-    says = measure in NAMED_BY and lift(score) >= NAMED_FROM
-    text = Text(number(score.value), "bold" if says else "")
+    """`0.857 ━━━━━╸`, bright where the score would name the head."""
+    names = measure in NAMED_BY and lift(score) >= NAMED_FROM
+    text = Text(number(score.value), "bold" if names else "")
     if bar and score.value is not None:
         whole = score.chance if own_unit(measure) else 1.0
-        colour = COLOURS[NAMED_BY[measure]] if says else "dim"
+        colour = COLOURS[NAMED_BY[measure]] if names else "dim"
         text.append(" ").append(bar_of(score.value / whole if whole else 0.0, bar), colour)
     return text
 
 
 def number(value: float | None) -> str:
-    """A score in five characters, if they are enough.
+    """A score in five characters, if it fits.
 
     >>> number(0.25), number(-0.0312), number(None), number(1234.5)
     ('0.250', '-0.031', '    -', '1,234')
@@ -151,8 +151,8 @@ def bar_of(share: float, cells: int) -> str:
     return (LINE[0] * (halves // 2) + LINE[1] * (halves % 2)).ljust(cells)
 
 
-def draws(console: Console) -> bool:
-    """Whether the terminal's encoding has the lines that bars are made of."""
+def has_bars(console: Console) -> bool:
+    """Whether the terminal's encoding has the characters of bars."""
     try:
         LINE.encode(console.encoding)
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""`regard inspect`: run a model on a text, and show what its heads do, in the terminal and as a page.
+"""`regard inspect`: run a model on a prompt and show what its heads do, in the terminal and as a page.
 
 ```
-text, model -> survey -> tables here, a page of every head, JSON and CSV for programs
+prompt, model -> survey -> tables in the terminal, a page of all heads, JSON and CSV for programs
 ```
 """
 
@@ -13,32 +13,41 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from regard.cli import which
-from regard.cli.given import read
-from regard.cli.outputs import STDOUT, add_force, as_json, check_outputs, outputs
+from regard.cli.argument_types import count, heads, layers, tokens
+from regard.cli.outputs import STDOUT, add_force, add_json, as_json, check_outputs, output_files, write_text
+from regard.cli.progress import Progress, progress_bars
+from regard.cli.prompt import SAMPLE, add_prompt, prompt_source, read_prompt
 from regard.errors import ProblemError
-from regard.inspect.surveying.wanted import wanted
 
 if TYPE_CHECKING:
     from regard.inspect.surveying.report import Report
 
-Progress = Callable[[str, int, int], None]
-
-HOW = ("zero", "mean")
+ABLATIONS = ("zero", "mean")
 
 TOP = 12
-"""Heads that are listed where nobody said how many."""
+"""Default of --top."""
+
+NEW_TOKENS = 24
+"""Default of --max-new-tokens."""
+
+MEASURES = (
+    "sink", "alpha", "previous", "current", "best_offset", "duplicate", "induction", "induction_jittered",
+    "best_shift", "entropy", "effective_tokens", "inverse_squares", "evenness", "largest", "positional",
+    "local_mass", "mean_distance", "column", "rare_word", "value_weighted", "sink_value", "copying",
+    "copying_eigenvalues", "sink_output", "rarest_hits",
+)  # fmt: skip
+"""`SURVEYED` of `regard.inspect.surveying.wanted`, which cannot be imported without torch; a test compares the two."""
 
 EPILOG = """\
 examples:
-  regard inspect                                          our own paragraph, SmolLM2-135M-Instruct
-  regard inspect book.txt --tokens 8k --heads 18.6        8,192 tokens of a book, one head in detail
-  regard inspect book.txt --measure sink,induction        these scores alone; fast, for no sweep over all pairs is made
-  regard inspect --compare ./finetuned --csv heads.csv    two models on the same text, the scores for a spreadsheet
-  regard inspect --ablate mean                            and what the model loses with each head
+  regard inspect                                         a sample prompt, SmolLM2-135M-Instruct
+  regard inspect --prompt-file book.txt --heads 18.6     a book, one head in detail
+  regard inspect "One two one" --measures sink,entropy   two scores; faster where they need no sweep over all pairs
+  regard inspect --compare-model ./finetuned --csv x.csv two models on the same prompt, scores as a table
+  regard inspect --ablate mean                           also the loss without each head
 
-A score says what a head looks at, and not that the head matters: for that take it out (--ablate), and mind that heads
-stand in for each other. Every measure stands with its formula and its source on the page and in the JSON.
+A score says what a head looks at. It does not say that the head matters: ablate the head for that (--ablate); other
+heads can replace it. The page and the JSON give the formula and the source of every measure.
 
 measures: """
 
@@ -65,140 +74,145 @@ class Survey(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What the command works with.
+    """The functions that load and survey a model; tests replace them.
 
     Args:
         load: `load(name or None, device=) -> (model, tokenizer, label)`.
-        survey: of a model.
-        config: the config of a model by its name, where it is known before the weights are read; else None.
-        check: raises what a survey with these arguments would raise before it starts; `survey.check`.
+        survey: surveys a model.
+        config: the config of a model by its name, if it can be read before the weights; else None.
+        check: raises the errors of a survey that are found before it starts; `survey.check`.
     """
 
     load: Callable[..., tuple[Any, Any, str]]
     survey: Survey
     config: Callable[[str | None], Any] = lambda name: None
-    check: Callable[..., None] = lambda *model, **asked: None
+    check: Callable[..., None] = lambda *model, **options: None
 
 
 def tools() -> Tools:
-    """The real ones. They import torch and transformers, which takes seconds: called when all else is right."""
+    """The real functions. They import torch and transformers, which takes seconds."""
     from regard.inspect.surveying.survey import check, survey
     from regard.integrate.checkpoint import config_of, load
 
     return Tools(load, survey, config_of, check)
 
 
-def add_to(commands: Any, tools: Callable[[], Tools]) -> None:
-    """Add the command and its arguments to the parser of `regard`."""
+def add_to(commands: Any) -> None:
+    """Add the command and its options to the parser of `regard`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
-        help="run a model on a text and show what its heads do",
-        description="Run a model on a text with regard's attention, measure every head, and write a page of them.",
-        epilog=EPILOG + ", ".join(which.SURVEYED) + ".",
+        help="run a model on a prompt and show what its heads do",
+        description="Run a model on a prompt with regard's attention, measure every head, and write a page of them.",
+        epilog=EPILOG + ", ".join(MEASURES) + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("text", nargs="?", help="a file, the text itself, or - for stdin (default: our own paragraph)")
-    reading = parser.add_argument_group("what is read")
-    reading.add_argument("--model", help="a folder, or a name that transformers knows (default: SmolLM2-135M-Instruct)")
-    reading.add_argument("--compare", metavar="MODEL_B", help="a second model, surveyed on the same text")
-    reading.add_argument(
-        "--tokens", type=which.tokens, metavar="N", help="read the first N tokens, or 32k (default: all)"
+    add_prompt(parser, " (default: a sample paragraph)")
+    parser.add_argument(
+        "--prompt-tokens", type=tokens, metavar="N", help="read the first N tokens of the prompt, or 32k (default: all)"
     )
-    reading.add_argument(
-        "--write", type=which.count, default=24, metavar="N", help="new tokens to write (default: 24; 0: read once)"
-    )
-    reading.add_argument("--device", default="cpu", help="where models run, such as cuda, cuda:1, mps (default: cpu)")
-    measured = parser.add_argument_group("what is measured")
-    many: dict[str, Any] = {"action": "extend"}
+    parser.add_argument(
+        "--max-new-tokens", type=count(0), default=NEW_TOKENS, metavar="N",
+        help=f"tokens to generate at most (default: {NEW_TOKENS}; 0: read the prompt once)",
+    )  # fmt: skip
+    parser.add_argument("--model", help="a folder, or a name known to transformers (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--compare-model", metavar="MODEL", help="survey a second model on the same prompt")
+    parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
+    measured = parser.add_argument_group("measures")
+    lists: dict[str, Any] = {"action": "extend"}
+    measured.add_argument("--measures", type=measures, metavar="NAME,...", help="these scores (default: all)", **lists)
+    measured.add_argument("--layers", type=layers, metavar="N,...", help="these layers, such as 0,16-18", **lists)
     measured.add_argument(
-        "--measure", type=which.measures, metavar="NAME,...", help="these scores alone (default: all)", **many
+        "--heads", type=heads, metavar="L.H,...", help="these heads in detail, to the last weight: 18.6,17.3", **lists
     )
-    measured.add_argument(
-        "--layer", type=which.layers, metavar="N,...", help="these layers alone, such as 0,16-18", **many
-    )
-    measured.add_argument(
-        "--heads",
-        type=which.heads,
-        metavar="L.H,...",
-        help="these heads in detail, to the last weight: 18.6,17.3",
-        **many,
-    )
-    measured.add_argument("--ablate", choices=HOW, help="take out one head after the other, and say what that costs")
-    measured.add_argument(
-        "--no-eager", action="store_true", help="do not compare with transformers' own eager attention"
-    )
-    shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--top", type=which.count, metavar="N", help=f"heads to list (default: {TOP})")
-    shown.add_argument("--out", default="regard.html", metavar="PAGE", help="the page (default: regard.html)")
-    shown.add_argument("--json", metavar="FILE", help="all scores as JSON; - for stdout, with nothing else there")
-    shown.add_argument("--csv", metavar="FILE", help="all scores as a table, a line a head; - for stdout, likewise")
+    measured.add_argument("--ablate", choices=ABLATIONS, help="ablate one head after the other, and report the loss")
+    measured.add_argument("--no-eager", action="store_true", help="no comparison with transformers' eager attention")
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--top", type=count(0), metavar="N", help=f"heads to list (default: {TOP})")
+    shown.add_argument("--html", default="regard.html", metavar="FILE", help="write the page (default: regard.html)")
+    add_json(shown, "all scores")
+    shown.add_argument("--csv", metavar="FILE", help="write all scores as a table, a line per head; - for stdout")
     add_force(shown)
-    parser.set_defaults(run=partial(run, tools=tools))
+    parser.set_defaults(run=run)
 
 
-def run(asked: argparse.Namespace, tools: Callable[[], Tools]) -> int:
-    """Do what was asked. Everything that can be wrong with it is found before the model is loaded."""
-    text = read(asked.text)
-    _check(asked)
-    terminal = _terminal()
-    with terminal.Stages() as stages:
-        report = _surveyed(tools(), text, asked, stages)
-    _write(report, asked)
-    quiet = STDOUT in (asked.json, asked.csv)
+def measures(text: str) -> list[str]:
+    """Names of measures, for argparse; `-` may replace `_`."""
+    names = [part.strip().replace("-", "_") for part in text.split(",")]
+    for name in names:
+        if name not in MEASURES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no measure: expected one of {', '.join(MEASURES)}")
+    return names
+
+
+def run(args: argparse.Namespace, tools: Callable[[], Tools] = tools) -> int:
+    """Check the options, survey, and show the report; returns the exit code."""
+    sample = args.prompt is None and args.prompt_file is None
+    prompt = SAMPLE if sample else read_prompt(args.prompt, args.prompt_file)
+    _check(args)
+    view = _view()
+    with progress_bars() as progress:
+        report = _survey(tools(), prompt, args, progress)
+    _write(report, args)
+    quiet = STDOUT in (args.json, args.csv)
     if not quiet:
-        top = TOP if asked.top is None else asked.top
-        terminal.show(report, top=top, measures=asked.measure, heads=asked.heads or ())
-    megabytes = Path(asked.out).stat().st_size / 1e6
-    print(f"page: {asked.out} ({megabytes:.1f} MB)", file=sys.stderr if quiet else sys.stdout)
+        top = TOP if args.top is None else args.top
+        view.show(report, top=top, measures=args.measures, heads=args.heads or ())
+    megabytes = Path(args.html).stat().st_size / 1e6
+    print(f"page: {args.html} ({megabytes:.1f} MB)", file=sys.stderr if quiet else sys.stdout)
     return 0
 
 
-def _check(asked: argparse.Namespace) -> None:
-    """Raise if what was asked for cannot be done, as far as that can be told without a model."""
-    if asked.out == STDOUT:
-        raise ProblemError("the page cannot go to stdout: name a file after --out.")
-    if asked.json == asked.csv == STDOUT:
+def _check(args: argparse.Namespace) -> None:
+    """Raise `ProblemError` for options that cannot be satisfied, as far as that is known without a model."""
+    if args.html == STDOUT:
+        raise ProblemError("the page cannot go to stdout: name a file after --html.")
+    if args.json == args.csv == STDOUT:
         raise ProblemError("--json and --csv cannot both go to stdout: name a file for one of them.")
-    if STDOUT in (asked.json, asked.csv) and asked.top is not None:
-        option = "--json" if asked.json == STDOUT else "--csv"
-        raise ProblemError(f"--top lists heads on stdout, which {option} - takes for itself: leave one of them out.")
-    wanted_files = outputs(("--out", asked.out, "page"), ("--json", asked.json, "JSON"), ("--csv", asked.csv, "table"))
-    check_outputs(wanted_files, force=asked.force, texts=[asked.text], models=_names(asked))
-    wanted(asked.measure, asked.layer, asked.heads, asked.ablate)
-    if asked.device != "cpu":
+    if STDOUT in (args.json, args.csv) and args.top is not None:
+        option = "--json" if args.json == STDOUT else "--csv"
+        raise ProblemError(f"--top lists heads on stdout, and {option} - writes there: leave one of them out.")
+    files = output_files(("--html", args.html, "page"), ("--json", args.json, "JSON"), ("--csv", args.csv, "table"))
+    check_outputs(files, force=args.force, prompts=[prompt_source(args)], models=_names(args))
+    for layer, head in args.heads or ():
+        if args.layers is not None and layer not in args.layers:
+            raise ProblemError(f"head {layer}.{head} is in none of the --layers: add layer {layer}, or leave them out.")
+    if args.device != "cpu":
         from regard.integrate.checkpoint import device_of
 
-        device_of(asked.device)
+        device_of(args.device)
 
 
-def _surveyed(tools: Tools, text: str, asked: argparse.Namespace, progress: Progress) -> "Report":
-    """The report; with --compare both models are loaded first, so that what is wrong with one is found at once."""
-    names = _names(asked)
+def _survey(tools: Tools, prompt: str, args: argparse.Namespace, progress: Progress) -> "Report":
+    """The report. With --compare-model both models are loaded and checked before either is surveyed."""
+    from regard.inspect.surveying.wanted import wanted
+
+    names = _names(args)
     models: list[tuple[Any, Any, str]] = []
     progress("model", 0, len(names))
     for name in names:
         if (config := tools.config(name)) is not None:
-            wanted(asked.measure, asked.layer, asked.heads, asked.ablate).check_config(config)
+            wanted(args.measures, args.layers, args.heads, args.ablate).check_config(config)
     for name in names:
-        models.append(tools.load(name, device=asked.device))
+        models.append(tools.load(name, device=args.device))
         progress("model", len(models), len(names))
+    options = _survey_options(args)
     for model, tokenizer, _ in models:
-        tools.check(model, tokenizer, text, **_what(asked))
-    labels = _labels([label for *_, label in models], names)
-    reports = [
-        _one(tools, model, tokenizer, label, text, asked, progress)
-        for (model, tokenizer, _), label in zip(models, labels, strict=True)
-    ]
+        tools.check(model, tokenizer, prompt, **options)
+    run = partial(tools.survey, **options, compare_eager=not args.no_eager, progress=progress)
+    reports: list[Report] = []
+    for (model, tokenizer, _), label in zip(models, _labels([label for *_, label in models], names), strict=True):
+        report = run(model, tokenizer, prompt)
+        reports.append(replace(report, run=replace(report.run, model=label)))
     return replace(reports[0], other=reports[1]) if reports[1:] else reports[0]
 
 
-def _names(asked: argparse.Namespace) -> list[str | None]:
-    """The models, by name."""
-    return [asked.model] if asked.compare is None else [asked.model, asked.compare]
+def _names(args: argparse.Namespace) -> list[str | None]:
+    """The models, by name; None is the default model."""
+    return [args.model] if args.compare_model is None else [args.model, args.compare_model]
 
 
 def _labels(labels: list[str], names: list[str | None]) -> list[str]:
-    """What the models are called: by the last part of their names, by all of it where that is the same, or by number.
+    """Distinct labels of the models: the last part of their names, else the whole names, else numbered.
 
     >>> _labels(["a", "a"], ["old/a", "new/a"]), _labels(["a", "a"], ["a", "a"])
     (['old/a', 'new/a'], ['a', 'a (2)'])
@@ -210,58 +224,37 @@ def _labels(labels: list[str], names: list[str | None]) -> list[str]:
     return [label if n == 0 else f"{label} ({n + 1})" for n, label in enumerate(labels)]
 
 
-def _one(
-    tools: Tools, model: Any, tokenizer: Any, label: str, text: str, asked: argparse.Namespace, progress: Progress
-) -> "Report":
-    report = tools.survey(
-        model,
-        tokenizer,
-        text,
-        **_what(asked),
-        compare_eager=not asked.no_eager,
-        progress=progress,
-    )
-    return replace(report, run=replace(report.run, model=label))
-
-
-def _what(asked: argparse.Namespace) -> dict[str, Any]:
-    """What the survey is to measure, and of what."""
+def _survey_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `survey` and of its check."""
     return {
-        "measures": asked.measure,
-        "layers": asked.layer,
-        "heads": asked.heads,
-        "tokens": asked.tokens,
-        "new_tokens": asked.write,
-        "ablate": asked.ablate,
+        "measures": args.measures,
+        "layers": args.layers,
+        "heads": args.heads,
+        "tokens": args.prompt_tokens,
+        "new_tokens": args.max_new_tokens,
+        "ablate": args.ablate,
     }
 
 
-def _terminal() -> Any:
-    """The file beside this that draws with rich, which is an extra."""
+def _view() -> Any:
+    """The module that prints a report with rich, which is an optional dependency."""
     try:
-        from regard.cli import terminal
+        from regard.cli import survey_view
     except ModuleNotFoundError as error:
         raise ProblemError(
-            f"`regard inspect` draws with {error.name}, which is not installed: pip install 'regard[cli]'."
+            f"`regard inspect` prints tables with {error.name}, which is not installed: pip install 'regard[cli]'."
         ) from None
-    return terminal
+    return survey_view
 
 
-def _write(report: "Report", asked: argparse.Namespace) -> None:
-    from regard.inspect.page import write_page, write_whole
+def _write(report: "Report", args: argparse.Namespace) -> None:
+    from regard.inspect.page import write_page
 
-    told = {
-        asked.json: lambda: as_json(report.to_dict()),
-        asked.csv: report.to_csv,
-    }
     try:
-        write_page(report, asked.out)
-        for place, text in told.items():
-            if place == STDOUT:
-                print(text(), end="", flush=True)
-            elif place is not None:
-                write_whole(Path(place), text().encode())
-    except BrokenPipeError:
-        raise
+        write_page(report, args.html)
     except OSError as error:
-        raise ProblemError(f"{error.filename or asked.out} cannot be written: {error.strerror}.") from None
+        raise ProblemError(f"{error.filename or args.html} cannot be written: {error.strerror}.") from None
+    if args.json is not None:
+        write_text(args.json, as_json(report.to_dict()))
+    if args.csv is not None:
+        write_text(args.csv, report.to_csv())

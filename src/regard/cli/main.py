@@ -1,6 +1,33 @@
-"""The command `regard`: what it can do, and how it ends.
+"""The command `regard`: its grammar, and its exit codes.
 
-Exit codes: 0 done; 2 what was asked cannot be done, said in one line; 130 interrupted with Ctrl-C.
+```
+regard inspect  [PROMPT]   what the heads of a model do
+regard generate  PROMPT    text with any KV cache, its speed and memory
+regard bench               how fast attention of given shapes is here
+```
+
+A prompt is a text without an option, `-` for stdin, or `--prompt-file FILE`. An option has one meaning in all commands:
+
+| option | meaning | inspect | generate | bench |
+|---|---|---|---|---|
+| `--model`, `--compare-model` | folder or name of a model; a second model | x | `--model` | |
+| `--prompt-file` | file that the prompt is read from | x | x | |
+| `--prompt-tokens` | first tokens of the prompt that are read | x | | |
+| `--max-new-tokens` | tokens to generate at most | x | x | |
+| `--stop`, `--ignore-eos`, `--chat`, `--raw` | where a text ends, how a prompt is read | | x | |
+| `--temperature`, `--top-p`, `--top-k`, `--seed` | sampling | | x | |
+| `--cache`, `--group-size`, `--rotate` | how the KV cache stores keys and values | | x | |
+| `--window`, `--sinks`, `--page-size`, `--evict`, `--budget` | which tokens the KV cache keeps | | x | |
+| `--compare-cache`, `--explain` | the same with a plain cache; layers and plans | | x | |
+| `--measures`, `--layers`, `--heads`, `--ablate`, `--no-eager`, `--top` | what is measured and listed | x | | |
+| `--queries`, `--keys`, `--batch`, `--query-heads`, `--kv-heads`, `--dim`, `--v-dim` | sizes | | | x |
+| `--mask`, `--bias`, `--softcap`, `--backward`, `--backend`, `--rounds` | the call that is measured | | | x |
+| `--device`, `--dtype`, `--threads` | where and in which type it is computed | `--device` | x | not `--device` |
+| `--html`, `--json`, `--csv`, `--force` | files to write; overwrite files of others | x | `--json` | `--json` |
+
+Exit codes: 0 done; 2 the request cannot be satisfied, with one line that says why; 130 interrupted with Ctrl-C.
+
+Arguments are read before torch is imported, so that help and errors in them come at once.
 """
 
 import argparse
@@ -11,49 +38,67 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from regard import __version__
 from regard.cli import bench, generate, inspect
 from regard.errors import RegardError
 
+HINTS = {
+    "--prompt": "the prompt takes no option",
+    "--text": "the prompt takes no option",
+    "--out": "the page is --html",
+    "--output": "files are --html, --json, --csv",
+    "--page": "the page is --html, the size of a cache's pages --page-size",
+    "--tokens": "it is --max-new-tokens, or --prompt-tokens for the prompt",
+    "--write": "tokens to generate are --max-new-tokens",
+    "--compare": "it is --compare-model, or --compare-cache",
+    "--measure": "it is --measures",
+    "--layer": "it is --layers",
+    "--head": "it is --heads",
+    "--heads": "a number of heads is --query-heads",
+    "--group": "it is --group-size",
+    "--no-end": "it is --ignore-eos",
+}
+"""What to write in place of an option that a command does not have."""
 
-def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.Tools] = inspect.tools) -> int:
+
+def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.Tools] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code.
 
     Args:
-        tools: what `inspect` works with; tests bring their own.
+        tools: the functions that `inspect` uses, replaced in tests.
     """
 
     def run() -> int:
-        asked = _parser(tools).parse_args(arguments)
-        return asked.run(asked)
+        args = _parse(arguments)
+        return args.run(args) if tools is None or args.run is not inspect.run else inspect.run(args, tools)
 
-    return ended(run)
+    return run_command(run)
 
 
-def ended(run: Callable[[], int]) -> int:
-    """Run a command and return its exit code; what regard raises, Ctrl-C and a closed pipe end it in a line or none."""
+def run_command(run: Callable[[], int]) -> int:
+    """Run a command and return its exit code. Errors of regard, Ctrl-C and a closed pipe end it in one line or none."""
     with suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGTERM, _terminated)
+        signal.signal(signal.SIGTERM, _terminate)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no "…" gets a "?"
+            stream.reconfigure(errors="replace")  # a terminal whose encoding lacks "…" gets a "?"
     try:
         code = run()
-        sys.stdout.flush()  # here, where a closed pipe is understood
+        sys.stdout.flush()  # here, where a closed pipe is handled
     except RegardError as error:
         return _end(2, f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _end(130, "interrupted")
-    except BrokenPipeError:  # `regard inspect | head`: whoever read has enough
+    except BrokenPipeError:  # `regard inspect | head`: the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
 
 
-def _terminated(*_: object) -> NoReturn:
-    """End as by Ctrl-C, so that what is half written is removed: a batch system asks so before it kills."""
+def _terminate(*_: object) -> NoReturn:
+    """End as after Ctrl-C, so that temporary files are removed: batch systems send SIGTERM before they kill."""
     raise SystemExit(143)
 
 
@@ -63,28 +108,41 @@ def _end(code: int, message: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error of the command."""
+    """A parser whose errors are one line, and which reads no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
 
 
-def _parser(tools: Callable[[], inspect.Tools]) -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hints = [f" ({HINTS[name]})" for name in (each.partition("=")[0] for each in unknown) if name in HINTS]
+        parser.prog = " ".join(filter(None, (parser.prog, args.command)))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints[:1])}")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="regard",
         description="Attention as a library; its command shows what goes on in a model, and how fast it is here.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and the compiled library, and exit")
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
-    commands = parser.add_subparsers(metavar="command", title="commands")
-    inspect.add_to(commands, tools)
+    commands = parser.add_subparsers(metavar="command", dest="command", title="commands")
+    inspect.add_to(commands)
     generate.add_to(commands)
     bench.add_to(commands)
     return parser
 
 
 class _Version(argparse.Action):
-    """Print what is installed, and exit."""
+    """Print the installed versions, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print("regard", __version__)

@@ -1,7 +1,7 @@
-"""Where a command writes: looked at before anything is loaded, so that no file is lost by mistake.
+"""Files that commands write: checked before anything is loaded, so that no file is lost by mistake.
 
-What the command reads is never written to. Another existing file is replaced if regard wrote it in the same
-form, or by `--force`. Each is written whole or not at all.
+A file that the command reads is never written to. Another existing file is replaced if regard wrote it in the same
+format, or with `--force`. Each file is written whole or not at all.
 """
 
 import json
@@ -13,102 +13,102 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from regard import __version__
-from regard.cli.given import file_of
+from regard.atomic_write import check_writable, write_whole
 from regard.errors import ProblemError
-from regard.inspect.page import finite, write_whole
-from regard.inspect.page.place import check_place
-from regard.inspect.surveying.report import CSV_HEAD
 
 STDOUT = "-"
 
-MARKS = {
+SIGNATURES = {
     "page": re.compile(rb'<!doctype html>.{0,200}<meta name="generator" content="regard">', re.DOTALL),
     "JSON": re.compile(rb'\{\s*"regard": "'),
-    "table": re.compile(",".join(CSV_HEAD).encode()),
+    "table": re.compile(b"model,layer,head,kv_head,kind,sure,remarkable"),
 }
-"""How a file that regard wrote begins, by its form."""
+"""How a file that regard wrote begins, by its format."""
 
 
-class Output(NamedTuple):
-    """A file to write: the option that names it, its name, and its form, a key of `MARKS`."""
+class OutputFile(NamedTuple):
+    """A file to write: the option that names it, its name, and its format, a key of `SIGNATURES`."""
 
     option: str
-    place: str
-    form: str
+    name: str
+    format: str
+
+
+def add_json(parser: Any, content: str) -> None:
+    """Add the option that writes `content` as JSON."""
+    parser.add_argument(
+        "--json", metavar="FILE", help=f"write {content} as JSON; - for stdout, which then gets nothing else"
+    )
 
 
 def add_force(parser: Any) -> None:
     """Add the option that lets other files be replaced."""
-    parser.add_argument("--force", action="store_true", help="replace files that are there, though regard wrote none")
+    parser.add_argument("--force", action="store_true", help="replace existing files that regard did not write")
 
 
-def outputs(*wanted: tuple[str, str | None, str]) -> list[Output]:
+def output_files(*outputs: tuple[str, str | None, str]) -> list[OutputFile]:
     """The outputs that are files: neither None nor stdout."""
-    return [Output(option, place, form) for option, place, form in wanted if place not in (None, STDOUT)]
+    return [OutputFile(option, name, kind) for option, name, kind in outputs if name not in (None, STDOUT)]
 
 
 def check_outputs(
-    wanted: Sequence[Output], *, force: bool, texts: Iterable[str | None] = (), models: Iterable[str | None] = ()
+    files: Sequence[OutputFile], *, force: bool, prompts: Iterable[str | None] = (), models: Iterable[str | None] = ()
 ) -> None:
-    """Raise `ProblemError` unless every file can be written, and nothing of others is lost by it.
+    """Raise `ProblemError` unless every file can be written and none of another program is lost by it.
 
     Args:
         force: whether files may be replaced that regard did not write.
-        texts: what texts are read, as `given.read` takes them.
-        models: which models are read, by name; None for the one that comes as a package.
+        prompts: files that prompts are read from, `-` for stdin; None for none.
+        models: models that are read, by name; None for the default model.
     """
-    for one in wanted:
-        check_place(one.place)
-        path = Path(one.place)
+    for file in files:
+        check_writable(file.name)
+        path = Path(file.name)
         if path.is_file() and path.stat().st_size:
-            _check_replaced(one, path, force, texts, models)
-    _check_different(wanted)
+            _check_replaced(file, path, force, prompts, models)
+    _check_different(files)
 
 
-def _check_different(wanted: Sequence[Output]) -> None:
-    for number, one in enumerate(wanted):
-        for other in wanted[:number]:
-            if Path(one.place).resolve() == Path(other.place).resolve() or _same(one.place, other.place):
-                raise ProblemError(f"{other.option} and {one.option} name the same file: give each its own.")
+def _check_different(files: Sequence[OutputFile]) -> None:
+    for number, file in enumerate(files):
+        for other in files[:number]:
+            if Path(file.name).resolve() == Path(other.name).resolve() or _is_same(file.name, other.name):
+                raise ProblemError(f"{other.option} and {file.option} name the same file: give each its own.")
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether both are one file by two names."""
+def _is_same(one: str, other: str) -> bool:
+    """Whether both names are links to one file."""
     return Path(one).is_file() and Path(other).is_file() and Path(one).samefile(other)
 
 
 def _check_replaced(
-    one: Output, path: Path, force: bool, texts: Iterable[str | None], models: Iterable[str | None]
+    file: OutputFile, path: Path, force: bool, prompts: Iterable[str | None], models: Iterable[str | None]
 ) -> None:
-    if any(_is(path, read) for text in texts for read in _read(text)):
-        raise ProblemError(f"{one.place} is the text that is read: name another file after {one.option}.")
-    with path.open("rb") as file:
-        ours = MARKS[one.form].match(file.read(1024))
-    if ours:
+    if any(os.path.samestat(path.stat(), status) for prompt in prompts for status in _status(prompt)):
+        raise ProblemError(f"{file.name} is the prompt that is read: name another file after {file.option}.")
+    with path.open("rb") as opened:
+        is_ours = SIGNATURES[file.format].match(opened.read(1024))
+    if is_ours:
         return
     for model in models:
-        if any(_is(path, file.stat()) for file in _files_of(model)):
-            raise ProblemError(f"{one.place} is a file of the model that is read: name another after {one.option}.")
+        if any(os.path.samestat(path.stat(), part.stat()) for part in _files_of(model)):
+            raise ProblemError(f"{file.name} is a file of the model that is read: name another after {file.option}.")
     if not force:
         raise ProblemError(
-            f"{one.place} is there, and is no {one.form} that regard wrote: name another file after {one.option}, or "
+            f"{file.name} exists, and is no {file.format} that regard wrote: name another file after {file.option}, or "
             "replace it with --force."
         )
 
 
-def _is(path: Path, read: os.stat_result) -> bool:
-    return os.path.samestat(path.stat(), read)
-
-
-def _read(text: str | None) -> Iterator[os.stat_result]:
-    """The file that a text is read from, if it is one."""
-    if text == STDOUT:
+def _status(prompt: str | None) -> Iterator[os.stat_result]:
+    """The status of the file that a prompt is read from, if there is one."""
+    if prompt == STDOUT:
         try:
             yield os.fstat(sys.stdin.fileno())
-        except (OSError, ValueError):  # stdin is closed, or not of the operating system
+        except (OSError, ValueError):  # stdin is closed, or not a file of the operating system
             return
-    elif (file := file_of(text)) is not None:
-        yield file.stat()
+    elif prompt is not None and Path(prompt).is_file():
+        yield Path(prompt).stat()
 
 
 def _files_of(model: str | None) -> Iterator[Path]:
@@ -121,19 +121,25 @@ def _files_of(model: str | None) -> Iterator[Path]:
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 
-def as_json(found: dict[str, Any]) -> str:
-    """As JSON that says which regard made it, with null for what JSON cannot say."""
-    return json.dumps({"regard": __version__, **finite(found)}, indent=1, allow_nan=False) + "\n"
+def as_json(content: dict[str, Any]) -> str:
+    """JSON with the version of regard, and null for NaN and infinities."""
+    from regard.inspect.page import finite
+
+    return json.dumps({"regard": __version__, **finite(content)}, indent=1, allow_nan=False) + "\n"
 
 
-def write_json(place: str | None, found: dict[str, Any]) -> None:
-    """As JSON to a file, whole or not at all, or to stdout for `-`; nowhere for None."""
-    if place is None:
-        return
-    if place == STDOUT:
-        print(as_json(found), end="", flush=True)
+def write_json(name: str | None, content: dict[str, Any]) -> None:
+    """Write JSON to a file, whole or not at all, or to stdout for `-`; nowhere for None."""
+    if name is not None:
+        write_text(name, as_json(content))
+
+
+def write_text(name: str, text: str) -> None:
+    """Write a text to a file, whole or not at all, or to stdout for `-`."""
+    if name == STDOUT:
+        print(text, end="", flush=True)
         return
     try:
-        write_whole(Path(place), as_json(found).encode())
+        write_whole(Path(name), text.encode())
     except OSError as error:
-        raise ProblemError(f"{place} cannot be written: {error.strerror}.") from None
+        raise ProblemError(f"{name} cannot be written: {error.strerror}.") from None

@@ -1,64 +1,105 @@
-"""The prompt of `regard generate`: its tokens, and how many more the model may write."""
+"""The prompt of `inspect` and `generate`: its two arguments, and its text."""
 
+import argparse
+import re
+import sys
+from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from regard.errors import ProblemError
 
-USUAL = 256
-"""Tokens that are written where nobody said how many; fewer where the model was not made for so many."""
+STDIN = "-"
+
+# The sample shows what heads do: names that repeat (Calloway, Pell Point), a clause that occurs twice, and a quotation
+# that breaks off in the middle of its second occurrence, which an induction head can complete.
+SAMPLE = (
+    "Anna and Tom Calloway kept the lighthouse at Pell Point for thirty-one years. Every evening Tom Calloway climbed "
+    "the two hundred and six steps, wound the clockwork, and lit the lamp; every morning Anna Calloway wrote the "
+    'weather in the log. "Wind from the north-west," she wrote, "sea moderate, one sail." When the lamp was made '
+    "electric and the clockwork taken away, Tom Calloway still climbed the two hundred and six steps every evening, "
+    "because, he said, somebody ought to look at the sea. The log of that year is still in the museum at Pell Point. "
+    'On its last page Anna Calloway wrote: "Wind from the north-west, sea moderate,'
+)
+"""The prompt of `regard inspect` when none is given."""
 
 
-def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
-    """The tokens of a prompt, int64 [1, tokens]: as a question in the model's chat template, or as it is.
+def add_prompt(parser: Any, default: str = "") -> None:
+    """Add the two arguments of a prompt; `default` names the prompt that is read without them."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=f"the text, or - for stdin{default}")
+    parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file instead")
+
+
+def prompt_source(args: argparse.Namespace) -> str | None:
+    """The file that the prompt is read from, `-` for stdin; None for a text in the command."""
+    return args.prompt_file or (STDIN if args.prompt == STDIN else None)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The text of the prompt: of the file, of stdin for `-`, else the argument itself.
 
     Raises:
-        ProblemError: the template fails, or there are no tokens.
+        ProblemError: both or none are given, the prompt is the name of a file, or the text is empty or not UTF-8.
     """
-    if chat:
-        try:
-            said = [{"role": "user", "content": text.strip()}]
-            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # noqa: BLE001  a template is a program, which raises what it likes
-            why = " ".join(str(error).split())[:160]
-            raise ProblemError(
-                f"the model's chat template fails: {why}. Give the prompt as it is, with --raw."
-            ) from None
+    if prompt is not None and file is not None:
+        raise ProblemError("the prompt comes from an argument and from --prompt-file: leave one of them out.")
+    if file is not None:
+        text, name = _decode(_read_file(file), file), file
+    elif prompt == STDIN:
+        text, name = _decode(sys.stdin.buffer.read(), "stdin"), "stdin"
+    elif prompt is not None:
+        text, name = _check_text(prompt), prompt
     else:
-        ids = tokenizer(text)["input_ids"]
-    if not ids:
-        raise ProblemError(f"the prompt {text[:40]!r} makes no token in this model: give a word or more.")
-    return torch.tensor([ids])
+        raise ProblemError('there is no prompt: give a text in quotes, such as "Why is the sky blue?", or - for stdin.')
+    if not text.strip():
+        raise ProblemError(f"{_short(name)} is empty: the prompt needs a word or more.")
+    return text
 
 
-def room(model: Any, prompt: int, asked: int | None, window: int | None) -> int:
-    """The tokens to write: those asked for, else as many as usual and as the model was made for.
+def _read_file(name: str) -> bytes:
+    try:
+        path = Path(name)
+        if path.is_dir():
+            raise ProblemError(f"{name} is a folder: --prompt-file takes a text file.")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ProblemError(f"there is no file {_short(name)}.") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ProblemError(f"{_short(name)} cannot be read: {why}.") from None
 
-    Args:
-        prompt: its tokens.
-        window: tokens that the cache keeps near one another; None for all, however far.
 
-    Raises:
-        ProblemError: the model was not made for so many positions.
-    """
-    context = positions(model)
-    if context is None:
-        return USUAL if asked is None else asked
-    if window is not None:
-        if window > context:
-            raise ProblemError(f"--window {window:,} is more than the {context:,} positions the model was made for.")
-        return USUAL if asked is None else asked
-    left = context if model.config.is_encoder_decoder else context - prompt
-    if prompt > context or left < (asked or 1):
+def _decode(data: bytes, name: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise ProblemError(
-            f"the prompt is {prompt:,} tokens and {asked or USUAL:,} are to be written, and the model was made for "
-            f"{context:,} positions: shorten it, write fewer (--tokens), or keep a window of them (--window)."
+            f"{name} is not UTF-8 text (byte 0x{data[error.start]:02x} at {error.start:,}): save it as UTF-8 first."
+        ) from None
+    if "\0" in text:
+        raise ProblemError(f"{name} is not text, it contains zero bytes: name a text file.")
+    return text
+
+
+def _check_text(text: str) -> str:
+    """The text, unless it is meant as the name of a file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ProblemError("the prompt is not UTF-8: save it in a UTF-8 file, and give --prompt-file.") from None
+    if _is_file(text) or re.fullmatch(r"\S*([/\\]\S*|\.\w{1,5})", text):
+        raise ProblemError(
+            f"{_short(text)} is the name of a file: read it with --prompt-file {text}; if it is the prompt itself, "
+            "give it on stdin, with -."
         )
-    return min(USUAL, left) if asked is None else asked
+    return text
 
 
-def positions(model: Any) -> int | None:
-    """The positions that the model was made for; None for no limit known."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def _is_file(name: str) -> bool:
+    try:
+        return bool(name.strip()) and Path(name).exists()
+    except (OSError, ValueError):  # not a file name: too long, or contains a zero byte
+        return False
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= 60 else f"{name[:57]!r}..."

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard.atomic_write import write_whole
 from regard.errors import ProblemError
-from regard.inspect.page import as_json, file, framed, page, write_page, write_whole
+from regard.inspect.page import as_json, file, framed, page, write_page
 from regard.inspect.surveying.report import Estimate
 from tests.inspect.page.parsed import Parsed, content, scripts
 from tests.inspect.reports import report
@@ -116,7 +117,7 @@ def test_the_page_is_written_over_what_was_there(tmp_path):
     [
         ("nowhere/page.html", "nowhere/page.html cannot be written: there is no folder .*nowhere"),
         (".", "is a folder: name the file"),
-        (None, "the place to write to is None: expected the name of a file"),
+        (None, "the output is None: expected the name of a file"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_found_before_the_page_is_made(tmp_path, monkeypatch, place, said):

@@ -19,7 +19,7 @@ and nothing else: a token can be any text, is escaped in the JSON, and is only e
 | `plain.py` | JSON that can stand in a page |
 """
 
-from regard.inspect.page.file import BUDGET, framed, page, write_page, write_whole
+from regard.inspect.page.file import BUDGET, framed, page, write_page
 from regard.inspect.page.plain import as_json, finite
 
-__all__ = ["BUDGET", "as_json", "finite", "framed", "page", "write_page", "write_whole"]
+__all__ = ["BUDGET", "as_json", "finite", "framed", "page", "write_page"]

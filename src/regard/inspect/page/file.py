@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 
-from regard.atomic_write import atomic_write
+from regard.atomic_write import check_writable, write_whole
 from regard.errors import ProblemError
 from regard.inspect.page.assets import icon, script, style, view
 from regard.inspect.page.budget import close_blocks, fitted, spent
 from regard.inspect.page.content import content
-from regard.inspect.page.place import check_place
 from regard.inspect.page.plain import as_json
 from regard.inspect.surveying.report import Report
 
@@ -39,18 +38,9 @@ def write_page(report: Report, path: str | os.PathLike[str], budget: float = BUD
             a report.
         OSError: the file could not be written after all: a full disk.
     """
-    check_place(path)
+    check_writable(path)
     content = page(report, budget).encode("utf-8", errors="replace")  # a lone surrogate in a file's name, say
     return write_whole(Path(path), content)
-
-
-def write_whole(path: Path, content: bytes) -> int:
-    """Write a file whole or not at all: beside its place first, and then into it. A device is written to as it is."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        return path.write_bytes(content)
-    with atomic_write(path) as part:
-        return part.write_bytes(content)
 
 
 def page(report: Report, budget: float = BUDGET) -> str:

@@ -1,7 +1,7 @@
-"""What `regard generate` runs: transformers' own `generate` over regard's cache, told of every token.
+"""One generation: transformers' `generate` over regard's cache, observed token by token.
 
-A `Listener` stands among the stopping criteria of `generate`, which asks it after each token. There the text of the
-token is shown, and there the writing can be stopped, which a streamer of transformers cannot do.
+A `Listener` is one of the stopping criteria of `generate`, which calls it after each token. There the text of the token
+is shown, and there the generation can be stopped, which a streamer of transformers cannot do.
 """
 
 import time
@@ -13,25 +13,24 @@ import torch
 from torch import Tensor
 
 from regard.attention import Call, observe_calls
+from regard.cli.progress import Progress
 from regard.cli.text_stream import TextStream
 
 CHUNK = 512
-"""Tokens of a prompt that are read at a time: enough for large products, few enough to tell how far it is."""
+"""Tokens of a prompt in one prefill step: enough for large products, few enough to show progress."""
 
-CUT = "interrupted"
-"""Why no more came, where Ctrl-C ended it."""
-
-Progress = Callable[[str, int, int], None]
+INTERRUPTED = "interrupted"
+"""`Generation.ended` after Ctrl-C."""
 
 
 @dataclass(eq=False)
 class Listener:
-    """Called after each token: shows its text, keeps the time, and says whether a stop has come.
+    """Called after each token: shows its text, records the time, and reports whether a stop text was reached.
 
     Args:
-        stream: makes text of tokens.
-        show: given each piece of text.
-        first: called before the first.
+        stream: decodes tokens to text.
+        show: called with each piece of text.
+        first: called before the first piece.
     """
 
     stream: TextStream
@@ -39,10 +38,10 @@ class Listener:
     first: Callable[[], None]
     tokens: list[int] = field(default_factory=list[int])
     times: tuple[float, float] | None = None
-    """When the first token came, and when the last; seconds."""
+    """Times of the first token and of the last, in seconds."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """`input_ids` [1, tokens] ends with the new one; whether it is the last, [1]."""
+        """`input_ids` [1, tokens] ends with the new token; returns whether it is the last one, [1]."""
         now = time.perf_counter()
         if self.times is None:
             self.first()
@@ -53,12 +52,12 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was written, and how long it took.
+class Generation:
+    """The generated tokens, and how long they took.
 
     Attributes:
-        ended: why no more came: "end" (the model ended), "stop", "tokens" (as many as were asked for), "interrupted".
-        prompt_seconds: from the start to the first token; None where none came.
+        ended: why it ended: "end" (the model's end token), "stop", "tokens" (--max-new-tokens), "interrupted".
+        prompt_seconds: from the start to the first token; None without one.
         seconds: from the first token to the last.
     """
 
@@ -71,45 +70,45 @@ class Written:
 
     @property
     def prompt_rate(self) -> float | None:
-        """Tokens of the prompt a second."""
+        """Prompt tokens per second."""
         return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else None
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second, after the first."""
+        """Tokens per second, after the first."""
         return (len(self.tokens) - 1) / self.seconds if self.seconds else None
 
 
-def write(
+def generate(
     model: Any, ids: Tensor, cache: Any, listener: Listener, settings: dict[str, Any], progress: Progress
-) -> Written:
-    """Let the model write on, every token told to `listener`. Ctrl-C ends it, and what was written until then counts.
+) -> Generation:
+    """Generate text, calling `listener` after every token. Ctrl-C ends it, and returns the tokens until then.
 
     Args:
         ids: the prompt, [1, tokens].
-        settings: of transformers' `generate`.
+        settings: keyword arguments of transformers' `generate`.
     """
     count, ended = ids.shape[1], "tokens"
 
-    def read(*_: object) -> None:
+    def show_prefill(*_: object) -> None:
         if listener.times is None:
             progress("prompt", min(int(cache.get_seq_length()), count), count)
 
     progress("prompt", 0, count)
     if not model.config.is_encoder_decoder:
         with torch.no_grad():
-            model(ids[:, :8], use_cache=False)  # the first call of anything also loads and plans it
-    hook, start = model.register_forward_hook(read), time.perf_counter()
+            model(ids[:, :8], use_cache=False)  # the first call also loads libraries and makes plans
+    hook, start = model.register_forward_hook(show_prefill), time.perf_counter()
     try:
         model.generate(ids, past_key_values=cache, stopping_criteria=[listener], **settings)
-        ended = "stop" if listener.stream.stopped else "end" if listener.tokens[-1] in ends(model) else "tokens"
+        ended = "stop" if listener.stream.stopped else "end" if listener.tokens[-1] in end_tokens(model) else "tokens"
     except KeyboardInterrupt:
-        ended = CUT
+        ended = INTERRUPTED
     finally:
         hook.remove()
     listener.show(listener.stream.end())
     first, last = listener.times or (None, 0.0)
-    return Written(
+    return Generation(
         prompt_tokens=count,
         tokens=listener.tokens,
         text=listener.stream.text,
@@ -119,27 +118,27 @@ def write(
     )
 
 
-def ends(model: Any) -> set[int]:
+def end_tokens(model: Any) -> set[int]:
     """The tokens that end a text."""
     tokens = model.generation_config.eos_token_id
     return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)
 
 
-def plans(model: Any, ids: Tensor, cache: Any, settings: dict[str, Any]) -> list[tuple[int, str]]:
-    """How the attention runs in a step after the prompt: (calls in a row, the plan that they share)."""
-    found: list[str] = []
-    marks: list[int] = []
+def step_plans(model: Any, ids: Tensor, cache: Any, settings: dict[str, Any]) -> list[tuple[int, str]]:
+    """The plans of one step after the prompt: (consecutive calls that share a plan, the plan)."""
+    plans: list[str] = []
+    ends: list[int] = []  # number of plans at the end of each step
 
-    def mark(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        marks.append(len(found))
+    def mark_end(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        ends.append(len(plans))
         return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
-    def tell(call: Call) -> None:
-        found.append(str(call.plan))
+    def record(call: Call) -> None:
+        plans.append(str(call.plan))
 
     two = settings | {"max_new_tokens": 2, "min_new_tokens": 2}
-    with observe_calls(tell):
-        model.generate(ids, past_key_values=cache, stopping_criteria=[mark], **two)
-    step = found[marks[0] : marks[1]]
+    with observe_calls(record):
+        model.generate(ids, past_key_values=cache, stopping_criteria=[mark_end], **two)
+    step = plans[ends[0] : ends[1]]
     starts = [i for i, plan in enumerate(step) if i == 0 or plan != step[i - 1]]
     return [(end - start, step[start]) for start, end in zip(starts, [*starts[1:], len(step)], strict=True)]

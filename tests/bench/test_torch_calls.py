@@ -5,7 +5,7 @@ import torch
 
 from regard import Alibi, Causal, Documents, KeyLengths, TensorBias, Window, attend
 from regard.bench.case import Case
-from regard.bench.torch_way import absence, ways
+from regard.bench.torch_calls import refusal, torch_calls
 
 CASES = {
     "no mask": Case("", 13, 13, 4, 2, 5),
@@ -25,27 +25,30 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_gives_what_regard_gives(name):
     case = CASES[name]
-    words = case.words(torch.float32)
+    words = case.options(torch.float32)
     q, k, v = case.tensors(torch.float32)
-    found = ways(case, torch.float32, words)
+    found = torch_calls(case, torch.float32, words)
     assert found
     for way in found.values():
         torch.testing.assert_close(way(q, k, v), attend(q, k, v, **words, backend="reference"))
 
 
 def test_what_torch_can_say_without_a_mask_is_said_so():
-    assert list(ways(CASES["causal"], torch.float32, {"mask": Causal()})) == ["is_causal"]
-    assert list(ways(CASES["the last token"], torch.float32, {"mask": Causal()})) == ["no mask", "heads as queries"]
+    assert list(torch_calls(CASES["causal"], torch.float32, {"mask": Causal()})) == ["is_causal"]
+    assert list(torch_calls(CASES["the last token"], torch.float32, {"mask": Causal()})) == [
+        "no mask",
+        "heads as queries",
+    ]
 
 
 def test_what_torch_cannot_say_is_not_asked_and_a_reason_given():
     capped = Case("", 13, 13, softcap=3.0)
-    assert ways(capped, torch.float32, capped.words(torch.float32)) == {}
-    assert "softcap" in str(absence(capped, torch.float32, {}))
+    assert torch_calls(capped, torch.float32, capped.options(torch.float32)) == {}
+    assert "softcap" in str(refusal(capped, torch.float32, {}))
 
 
 def test_a_mask_that_would_not_fit_is_not_built():
     long = Case("", 1 << 20, 1 << 20, mask=lambda: Causal() & Window(3))
-    words = long.words(torch.float32)
-    assert absence(long, torch.float32, words) == "its mask alone would take 4,096 GiB"
-    assert ways(long, torch.float32, words) == {}
+    words = long.options(torch.float32)
+    assert refusal(long, torch.float32, words) == "its mask alone would take 4,096 GiB"
+    assert torch_calls(long, torch.float32, words) == {}

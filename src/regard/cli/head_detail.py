@@ -1,4 +1,4 @@
-"""One head of a survey in a terminal: all of its scores with their meaning, and the pairs of tokens it joins."""
+"""One head of a survey in a terminal: all of its scores with their formulas, and its strongest pairs of tokens."""
 
 from collections.abc import Iterator
 
@@ -14,17 +14,17 @@ PAIRS = 8
 """Pairs of tokens that are listed."""
 
 
-def detail(report: Report, place: tuple[int, int], of: str = "") -> Iterator[Text | Table]:
-    """What there is to say about the head at (layer, head), part by part; `of` names its model where there are two."""
-    head = next(head for head in report.heads if (head.layer, head.head) == place)
-    yield _title(head, f" of {of}" if of else "")
-    yield _scores(report, head)
-    yield from _meanings(report, head)
-    yield from _pairs(report, head)
+def head_detail(report: Report, head: tuple[int, int], model: str = "") -> Iterator[Text | Table]:
+    """The parts to print of one head (layer, head). `model` is named in the title where two models are compared."""
+    own = next(each for each in report.heads if (each.layer, each.head) == head)
+    yield _title(own, f" of {model}" if model else "")
+    yield _scores(report, own)
+    yield from _formulas(report, own)
+    yield from _pairs(report, own)
 
 
-def _title(head: Head, of: str) -> Text:
-    text = Text.assemble("\n", (f"head {head.name}", "bold"), f"{of}, key head {head.kv_head}: ")
+def _title(head: Head, model: str) -> Text:
+    text = Text.assemble("\n", (f"head {head.name}", "bold"), f"{model}, key head {head.kv_head}: ")
     text.append(head.kind, COLOURS.get(head.kind, ""))
     sure = "" if head.sure is None else f", the same in {sureness([head])} of draws on other texts"
     return text.append(f"{sure}; remarkable {head.remarkable:.3f}")
@@ -45,28 +45,28 @@ def _interval(score: Estimate) -> str:
     return "-" if score.low is None or score.high is None else f"{number(score.low)} to {number(score.high)}"
 
 
-def _meanings(report: Report, head: Head) -> Iterator[Text]:
-    """The formula and the source of every measure that the head was put to."""
+def _formulas(report: Report, head: Head) -> Iterator[Text]:
+    """The formula and the source of every measure of the head."""
     for measure in report.measures:
         if measure in DEFINITIONS and head.score(measure).value is not None:
-            said = DEFINITIONS[measure]
-            yield Text.assemble((f"  {measure}", "bold"), f": {said.formula}. ", (said.source, "dim"))
+            definition = DEFINITIONS[measure]
+            yield Text.assemble((f"  {measure}", "bold"), f": {definition.formula}. ", (definition.source, "dim"))
 
 
 def _pairs(report: Report, head: Head) -> Iterator[Text | Table]:
     close = next((close for close in report.close_ups if (close.layer, close.head) == (head.layer, head.head)), None)
     if close is None:
-        yield Text("  Its single weights are not kept: its mask or its bias is no run of keys a row.", "dim")
+        yield Text("  No close-up: the mask or the bias of this head is not one run of keys per row.", "dim")
         return
     pairs = strongest(close, PAIRS)
     if not pairs:
         yield Text("  Nearly all of its mass is on the first token, or on the token itself.", "dim")
         return
     yield Text("  strongest pairs, without the first token and the token itself", "dim")
-    yield _listed(report, pairs)
+    yield _pair_table(report, pairs)
 
 
-def _listed(report: Report, pairs: list[Pair]) -> Table:
+def _pair_table(report: Report, pairs: list[Pair]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 2), pad_edge=True, header_style="dim")
     for name in ("weight", "this token", "looks at"):
         table.add_column(name, no_wrap=True)
@@ -76,5 +76,5 @@ def _listed(report: Report, pairs: list[Pair]) -> Table:
 
 
 def _token(report: Report, at: int) -> Text:
-    """`" Cal" 173`: the token as text, and where it stands."""
+    """`" Cal" 173`: the token as text, and its position."""
     return Text(f"{report.tokens[at]!r} {at}")

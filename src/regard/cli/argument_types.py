@@ -1,0 +1,103 @@
+"""Values of options as they are typed, for argparse: counts, tokens, layers, heads, shares."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+
+K = 1024
+"""Tokens in a `k`: 32k is 32,768, as context lengths are named."""
+
+
+def count(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` on.
+
+    >>> count(1)("500")
+    500
+    """
+
+    def read(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ...")
+        return number
+
+    return read
+
+
+def number(expected: str, least: float, most: float) -> Callable[[str], float]:
+    """A reader of finite numbers between `least` and `most`; `expected` describes them in the error."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number {expected}")
+        return value
+
+    return read
+
+
+def tokens(text: str) -> int:
+    """A number of tokens, 2 or more.
+
+    >>> tokens("500"), tokens("32k")
+    (500, 32768)
+    """
+    match = re.fullmatch(r"(\d{1,11})([kK]?)", text, re.ASCII)
+    value = int(match[1]) * (K if match[2] else 1) if match else 0
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: expected 2, 3 ... or thousands such as 32k")
+    return value
+
+
+def layers(text: str) -> list[int]:
+    """Layers by number, from 0.
+
+    >>> layers("3"), layers("0,5-7")
+    ([3], [0, 5, 6, 7])
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip(), re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no layer: expected a number from 0 on, or a range such as 4-7"
+            )
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return numbers
+
+
+def heads(text: str) -> list[tuple[int, int]]:
+    """Heads as layer.head, both from 0.
+
+    >>> heads("18.6,17.3")
+    [(18, 6), (17, 3)]
+    """
+    return [_head(part.strip()) for part in text.split(",")]
+
+
+def _head(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no head: expected layer.head, both from 0, such as 18.6")
+    return int(match[1]), int(match[2])
+
+
+def budget(text: str) -> int | float:
+    """A number of tokens, or a share of them, below 1.
+
+    >>> budget("1024"), budget("0.25")
+    (1024, 0.25)
+    """
+    if text.isascii() and text.isdigit():
+        return count(1)(text)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget: expected tokens, such as 1024, or a share as 0.25")
+    return share
