@@ -1,13 +1,13 @@
-"""The independent judge: attention in float64 from the formula, dense, with nothing of regard's engines."""
+"""The independent judge: `regard.backend.definition` in float64, with the formula of every score beside it."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard import Bias, Mask
-from regard.describe.mask import CallSizes
+from regard.backend import definition
 from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 
 
@@ -30,60 +30,27 @@ class Case:
         return Case(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.words)
 
 
-def positions(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """b, h, q and k positions, broadcasting to [batch, heads, queries, keys]."""
-    batch, heads, queries, _ = case.q.shape
-    keys = case.k.shape[2]
-    offset = case.words.get("offset")
-    start = keys - queries if offset is None else offset
-    b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
-    return b, h, torch.arange(queries)[:, None] + start, torch.arange(keys)
-
-
 def kept(case: Case) -> Tensor:
     """The mask, dense: bool [batch, heads, queries, keys]."""
-    sizes = (*case.q.shape[:3], case.k.shape[2])
-    mask: Mask | None = case.words.get("mask")
-    if mask is None:
-        return torch.ones(sizes, dtype=torch.bool)
-    b, h, q, k = positions(case)
-    return mask.bind(CallSizes(*sizes, int(q[0]) if len(q) else 0)).keep(b, h, q, k).expand(sizes)
+    return definition.kept(case.words.get("mask"), *case.q.shape[:3], case.k.shape[2], case.words.get("offset"))
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """(out, lse) computed in `dtype` with all scores at once: float64 is the judge, a call's type "naive"."""
-    q, k, v = (t.to(dtype) for t in (case.q, case.k, case.v))
-    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    words = case.words
-    scores = compared(words.get("score"), q, k) * scale_of(case)
-    if (cap := words.get("softcap")) is not None:
-        scores = cap * torch.tanh(scores / cap)
-    bias: Bias | None = words.get("bias")
-    if bias is not None:
-        for term in bias.terms():
-            scores = scores + term.value(*positions(case)).to(dtype)
-    keep = kept(case) & (scores > -torch.inf)
-    scores = scores.masked_fill(~keep, -torch.inf)
-    seen = keep.any(dim=3, keepdim=True)
-    sink: Tensor | None = words.get("sink")
-    column = [] if sink is None else [sink.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)]
-    weights = torch.softmax(torch.cat([scores, *column], dim=3), dim=3)[..., : scores.shape[3]]
-    weights = torch.where(seen & keep, weights, 0.0)
-    safe = torch.where(seen, scores, 0.0)
-    lse = torch.where(seen[..., 0], torch.logsumexp(safe, dim=3), -torch.inf)
-    return weights @ v, lse
+    """(out, lse) by the definition, computed in `dtype`: float64 is the judge, a call's type "naive"."""
+    names = ("mask", "bias", "scale", "softcap", "sink", "offset")
+    options: dict[str, Any] = {name: case.words[name] for name in names if name in case.words}
+    score: Score | None = case.words.get("score")
+    compare = None if score is None or isinstance(score, Dot) else partial(compared, score)
+    return definition.attention(case.q, case.k, case.v, compare=compare, dtype=dtype, **options)
 
 
-def compared(score: Score | None, q: Tensor, k: Tensor) -> Tensor:
+def compared(score: Score, q: Tensor, k: Tensor) -> Tensor:
     """The score of every pair from its formula, in the type of q; k has a head for each of q's."""
 
     def per_head(w: Tensor, heads: int) -> Tensor:
         return w.to(q.dtype).repeat_interleave(heads // w.shape[0], dim=0) if w.ndim == 3 else w.to(q.dtype)
 
     match score:
-        case None | Dot():
-            return q @ k.mT
         case Cosine():
             norms = q.norm(dim=3)[..., :, None] * k.norm(dim=3)[..., None, :]
             return torch.where(norms > 0, q @ k.mT / norms, 0.0)
@@ -102,14 +69,6 @@ def compared(score: Score | None, q: Tensor, k: Tensor) -> Tensor:
             return torch.where(kernel > 0, kernel.clamp(min=0), 0.0).log()
         case _:
             raise AssertionError(score)
-
-
-def scale_of(case: Case) -> float:
-    """What the call multiplies its scores with."""
-    scale: float | None = case.words.get("scale")
-    if scale is not None:
-        return scale
-    return case.q.shape[3] ** -0.5 if isinstance(case.words.get("score"), Dot | None) else 1.0
 
 
 def worst(found: Tensor, truth: Tensor) -> float:
