@@ -119,7 +119,7 @@ def test_the_reference_needs_no_memory_for_all_scores():
 
 def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pytest.MonkeyPatch):
     """Tiles recomputed in the backward pass give the same as tiles remembered."""
-    from regard.backend import reference
+    from regard.backend import tiled
 
     case = CASES["everything"]()
     table = torch.randn(2, 1, 53, 211, requires_grad=True)
@@ -130,7 +130,7 @@ def test_gradients_of_a_large_problem_are_those_of_a_small_one(monkeypatch: pyte
         return torch.autograd.grad(attend(*leaves, **words).sin().sum(), (*leaves, table))
 
     remembered = gradients()
-    monkeypatch.setattr(reference, "REMEMBERED", 0)
+    monkeypatch.setattr(tiled, "REMEMBERED", 0)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(), remembered, strict=True))
 
 
@@ -148,9 +148,9 @@ def test_dropout_is_seeded_by_torchs_generator_and_keeps_the_mean():
 
 
 def test_dropout_of_a_large_problem_drops_the_same_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch):
-    from regard.backend import reference
+    from regard.backend import tiled
 
-    monkeypatch.setattr(reference, "REMEMBERED", 0)
+    monkeypatch.setattr(tiled, "REMEMBERED", 0)
     q, k = torch.randn(1, 1, 16, 8, dtype=torch.float64), torch.randn(1, 1, 16, 8, dtype=torch.float64)
     v = torch.randn(1, 1, 16, 4, dtype=torch.float64, requires_grad=True)
     out = attend(q, k, v, dropout=0.5, backend="reference")

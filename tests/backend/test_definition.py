@@ -30,7 +30,11 @@ def test_weights_are_the_softmax_of_scaled_dot_products():
 
 
 def test_the_scale_is_one_over_the_root_of_the_dimension():
-    q, k, v = torch.tensor([[[[2 * LOG3, 0.0, 0.0, 0.0]]]]), torch.eye(4)[None, None, :2], torch.tensor([[[[4.0], [0.0]]]])
+    q, k, v = (
+        torch.tensor([[[[2 * LOG3, 0.0, 0.0, 0.0]]]]),
+        torch.eye(4)[None, None, :2],
+        torch.tensor([[[[4.0], [0.0]]]]),
+    )
     out, _ = attention(q, k, v)  # 4 dimensions: scores 2 log 3 / 2 and 0
     assert numbers(out) == pytest.approx([3.0])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, ProblemError, TensorMask, Window, attend, attend_state, explain
-from regard.backend import reference
+from regard.backend import tiled
 from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from tests.expressions import masks
 from tests.oracle import Case, dense, kept, worst
@@ -327,7 +327,7 @@ def test_heads_taken_one_by_one_are_heads_taken_at_once(monkeypatch: pytest.Monk
         whole = attend(q, k, v, score=score, mask=Causal(), backend="reference")
         expected = torch.autograd.grad(whole.sum(), leaves)
         with monkeypatch.context() as patch:
-            patch.setattr(reference, "SLAB", 100)
+            patch.setattr(tiled, "SLAB", 100)
             parts = attend(q, k, v, score=score, mask=Causal(), backend="reference")
             found = torch.autograd.grad(parts.sum(), leaves)
         assert torch.allclose(parts, whole, atol=1e-14), name

@@ -61,7 +61,7 @@ def attention(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    sizes = (*q.shape[:3], k.shape[2])
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     b, h, i, j = positions(*sizes, offset)
 
     if compare is None:

@@ -11,8 +11,8 @@ from functools import cached_property
 from regard.backend.contract import Backend, Ready
 from regard.backend.flex import Flex
 from regard.backend.native import Native
-from regard.backend.reference import Reference
 from regard.backend.sdpa import Sdpa
+from regard.backend.tiled import Tiled
 from regard.cost import attention as cost
 from regard.describe.mask import Mask
 from regard.describe.recent import Recent
@@ -24,9 +24,9 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 
-_EXACT = Reference(name="reference64", lowerings=(gather, widen, prepare_score))
+_EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
 
-ENGINES: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Reference(), _EXACT)}
+ENGINES: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Tiled(), _EXACT)}
 """Every engine, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {

@@ -1,14 +1,13 @@
-"""The reference: the definition of what regard computes, for every word and type, on any device that torch has.
+"""The backend `reference`: it computes every call of regard, tile by tile, on any device that torch has.
 
-For each tile of queries it takes the key tiles that the schedule lists, computes their scores at once, and merges
-chunks of keys as states, so it needs memory for one tile of queries by `SCORES` and never queries x keys. All of it
-is plain, functional torch, so gradients of any order, forward mode and vmap need no code of their own. When gradients
-are wanted of a large problem each tile is recomputed in the backward pass (Chen et al. 2016, arXiv:1604.06174), which
-keeps that memory.
+It computes the formula of `definition.py` without n x n scores. For each tile of queries it takes the key tiles that
+the schedule lists, computes their scores at once, and merges chunks of keys as states: memory for one tile of queries
+by `SCORES`. All of it is plain, functional torch, so gradients of any order, forward mode and vmap need no code of
+their own. Where a large call needs gradients, each tile is computed again in the backward pass (Chen et al. 2016,
+arXiv:1604.06174), which keeps memory at that size.
 
-What is masked is never read into a result. A FULL tile has nothing masked. In a PARTIAL one a NaN would pass through
-0 * NaN, in `weights @ v` and in the gradients, so keys and values that are not finite are taken out of the products
-there and put back for just the pairs that are kept.
+What is masked never reaches a result, also where it is NaN: a FULL tile has nothing masked, and in a PARTIAL one the
+products leave out what is not finite (`tile_products.py`).
 """
 
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.backend.contract import Ready
+from regard.backend.tile_products import products, weighted_values
 from regard.describe.score import Score
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem, is_finite
@@ -31,19 +31,19 @@ from regard.plan.schedule import Schedule
 from regard.state import State
 
 SCORES = 1 << 22
-"""Scores computed at once: 16 MiB in float32, near the share of a cache; more is no faster, less makes more calls."""
+"""Scores computed at once: 16 MiB in float32, about a core's share of the cache. More is no faster."""
 
 SLAB = 1 << 20
-"""Numbers computed at once where a pair has many, of a score that is no dot product. They are passed over several
-times, so they should stay in a cache: four times as many are half as fast."""
+"""Elements computed at once for scores that need several per pair (`Additive`, ...). They are read several times, so
+they must fit in the cache: with four times as many the time doubles."""
 
 REMEMBERED = 1 << 22
-"""Scores that autograd may keep before tiles are recomputed in the backward pass instead."""
+"""Scores that autograd may keep; for more, tiles are computed again in the backward pass."""
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The engine that runs everything: in float64 for operands of float64, else in float32."""
+class Tiled:
+    """Computes every problem: in float64 for float64 operands, else in float32."""
 
     name: str = "reference"
     tile: int = 128
@@ -60,7 +60,7 @@ class Reference:
         if not problem.batch * problem.heads * problem.queries:
             return _nothing(problem, operands)
         compute = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
-        if operands.bias is not None and (problem.grad or problem.transformed):  # a copy that gradients are summed in
+        if operands.bias is not None and (problem.grad or problem.transformed):  # gradients are summed in this width
             operands = operands._replace(bias=operands.bias.widened(compute))
         guarded = len(schedule.patch_tile) > 0 and (
             problem.transformed or not all(map(is_finite, (operands.q, operands.k, operands.v)))
@@ -77,7 +77,7 @@ class Reference:
 
 
 class _Block(NamedTuple):
-    """The part of a call that shares a map of the schedule; k and v in the type of the computation."""
+    """The batch rows and heads that share a map of the schedule; k and v in the type of the computation."""
 
     problem: Problem
     schedule: Schedule
@@ -92,7 +92,7 @@ class _Block(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Key positions start <= k < stop; the number of their pattern, None where all pairs are kept."""
+    """Keys start <= k < stop, and the index of their pattern; None where all pairs are kept."""
 
     start: int
     stop: int
@@ -186,33 +186,29 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     weights = weights / total[..., None]
-    if keep is not None and block.guarded:  # in a row that is NaN too, what is hidden weighs nothing
+    if keep is not None and block.guarded:  # masked keys weigh 0 in a row that is NaN, too
         weights = torch.where(keep, weights, 0.0)
     weights = F.dropout(weights, block.problem.dropout)
-    out = _mixed(weights, v, keep if block.guarded else None)
+    out = weighted_values(weights, v, keep if block.guarded else None)
     return State(out, torch.where(empty, -torch.inf, top[..., 0] + torch.log(total)))
 
 
 def _compared(block: _Block, q: Tensor, k: Tensor, guarded: bool) -> Tensor:
     """The score of each query head with the key head of its group, [batch, heads, queries, keys].
 
-    Guarded: gradients do not flow through scores of a query or key that is not finite, since they would reach, as
-    0 * NaN, those that it is masked from; the row that does see it is NaN, and so are its gradients.
+    Guarded: scores of a query or key that is not finite have no gradient. It would be 0 * NaN for the rows that do
+    not see that key; the row that does see it is NaN anyway, and so are its gradients.
     """
     if not guarded:
-        return _products(q, k) if block.score is None else _by_head(block, block.score, q, k)
+        return products(q, k) if block.score is None else _by_head(block, block.score, q, k)
     fine_q, fine_k = (torch.isfinite(t).all(dim=3, keepdim=True) for t in (q, k))
     clean = _compared(block, torch.where(fine_q, q, 0.0), torch.where(fine_k, k, 0.0), guarded=False)
-    fine = _products(fine_q.to(q.dtype), fine_k.to(k.dtype))
+    fine = products(fine_q.to(q.dtype), fine_k.to(k.dtype))
     return torch.where(fine > 0, clean, _compared(block, q, k, guarded=False).detach())
 
 
-def _products(q: Tensor, k: Tensor) -> Tensor:
-    return _ungrouped(_grouped(q, k) @ k.mT, q)
-
-
 def _by_head(block: _Block, score: Score, q: Tensor, k: Tensor) -> Tensor:
-    """A score that is no dot product: all heads at once if all it needs is a slab, else head by head."""
+    """Scores that are no dot product: all heads at once if they fit in `SLAB`, else head by head."""
     if q.shape[:3].numel() * k.shape[2] * _per_pair(block.problem) <= SLAB:
         return score.compare(q.unflatten(1, (k.shape[1], -1)), k[:, :, None]).flatten(1, 2)
     again = block.problem.grad and not block.problem.transformed
@@ -229,31 +225,8 @@ def _of_head(score: Score, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _per_pair(problem: Problem) -> int:
-    """The numbers of a pair that stand in memory at once."""
+    """Elements per pair in memory at once."""
     return 1 if problem.score is None else max(problem.score_dim, 1)
-
-
-def _mixed(weights: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """weights @ v, [batch, heads, queries, v_dim]; with `keep`, v that is not finite counts in just the pairs kept."""
-    if keep is None:
-        return _ungrouped(_grouped(weights, v) @ v, weights)
-    out = _mixed(weights, torch.where(torch.isfinite(v), v, 0.0), None)
-    seen = keep.to(v.dtype)
-    nan, up, down = (seen @ kind.to(v.dtype) > 0 for kind in (v.isnan(), v == torch.inf, v == -torch.inf))
-    special = torch.where(up, torch.inf, torch.where(down, -torch.inf, 0.0))
-    special = torch.where(nan | (up & down), torch.nan, special)
-    special = special.repeat_interleave(out.shape[1] // v.shape[1], dim=1)
-    return torch.where(special == 0, out, out + special)
-
-
-def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """[batch, heads, rows, n] as [batch, kv_heads, group * rows, n]: a group's queries, one after another."""
-    return x.unflatten(1, (like.shape[1], -1)).flatten(2, 3)
-
-
-def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_grouped`, to the heads and rows of `like`."""
-    return x.unflatten(2, (-1, like.shape[2])).flatten(1, 2)
 
 
 def _aligned(x: Tensor) -> Tensor:
