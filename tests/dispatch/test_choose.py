@@ -183,3 +183,13 @@ def test_a_bias_that_is_learned_keeps_its_plan():
     second = explain(q, q, q, mask=mask, bias=T5Bias(table, max_distance=16))
     assert second is first
     assert second.schedule is first.schedule
+
+
+def test_queries_that_are_not_finite_are_refused_by_sdpa_only_where_gradients_flow():
+    """Its gradients of keys take in the queries that the mask hides from them, with a weight of 0."""
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    q[:, :, 1] = torch.nan
+    out = attend(q, k, k, mask=Causal(), backend="sdpa")
+    assert torch.allclose(out[:, :, 2:], attend(q[:, :, 2:], k, k, mask=Causal(), backend="reference"), atol=1e-6)
+    with pytest.raises(RefusalError, match="hold NaN or inf"):
+        attend(q, k.requires_grad_(), k, mask=Causal(), backend="sdpa")
