@@ -14,8 +14,8 @@ from regard import Causal, attend, native
 from regard.attention import observe_calls
 from regard.bench.limits import products
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
-from regard.inspect import Weights, observe
-from regard.inspect.measures.together import all_pair_measures
+from regard.inspect import MEASURES, Weights, observe
+from regard.inspect.measures import Inputs, compute
 from regard.inspect.sweep import sweep
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
@@ -24,6 +24,9 @@ HEADS, KV_HEADS, DIM = 9, 3, 64
 PICTURE = 192
 SWEEP_GOAL = 4096, 2.0
 """Tokens, and how many times its attention a sweep takes at most."""
+
+PAIRS = tuple(m for m in MEASURES if m.needs <= {"tokens", "causal"} and m.on != "jittered repeats")
+"""Measures that are sums over O(n) pairs."""
 
 LONG_GOAL, PAIRS_GOAL = 300, 25
 """MiB beside q, k and lse; per cent on top of a forward pass."""
@@ -96,7 +99,7 @@ def pair_measures(model: Any, label: str, tokens: int, effort: Effort) -> str:
             return model(ids, logits_to_keep=1)
 
     def observed() -> Any:
-        with observe(model, lambda look: all_pair_measures(look.weights, ids)) as seen:
+        with observe(model, lambda look: compute(PAIRS, Inputs(look.weights, ids))) as seen:
             forward()
         return seen
 

@@ -7,7 +7,9 @@ from benchmarks.inspect_cost import DIM, HEADS, KV_HEADS
 from benchmarks.report import table
 from regard import Causal, attend
 from regard.attention import Call, observe_calls
-from regard.inspect import Weights, breadth, induction, previous_token, sink
+from regard.inspect import Inputs, Weights
+from regard.inspect.measures import entropy as entropy_of
+from regard.inspect.measures import induction, previous_token, sink
 
 GOAL_MASS, GOAL_ENTROPY = 1e-6, 1e-5
 
@@ -32,7 +34,7 @@ def agreement(tokens: int) -> str:
         "mass on what came behind the same token before": (
             induction(weights, ids).value, dense[:, :, copies, copies - tokens // 2 + 1].mean(dim=2), GOAL_MASS,
         ),
-        "entropy, nats": (breadth(weights).entropy.value, entropy, GOAL_ENTROPY),
+        "entropy, nats": (entropy_of(Inputs(weights)).value, entropy, GOAL_ENTROPY),
     }  # fmt: skip
     rows = [_row(name, *one) for name, one in found.items()]
     return table(("measure", "largest difference", "goal", "reached"), rows)

@@ -36,7 +36,7 @@ MEASURES = (
     "local_mass", "mean_distance", "column", "rare_word", "value_weighted", "sink_value", "copying",
     "copying_eigenvalues", "sink_output", "rarest_hits",
 )  # fmt: skip
-"""`SURVEYED` of `regard.inspect.surveying.wanted`, which cannot be imported without torch; a test compares the two."""
+"""The keys of `regard.inspect.MEASURES`, which cannot be imported without torch; a test compares the two."""
 
 EPILOG = """\
 examples:
@@ -184,14 +184,14 @@ def _check(args: argparse.Namespace) -> None:
 
 def _survey(tools: Tools, prompt: str, args: argparse.Namespace, progress: Progress) -> "Report":
     """The report. With --compare-model both models are loaded and checked before either is surveyed."""
-    from regard.inspect.surveying.wanted import wanted
+    from regard.inspect.surveying.selection import select
 
     names = _names(args)
     models: list[tuple[Any, Any, str]] = []
     progress("model", 0, len(names))
     for name in names:
         if (config := tools.config(name)) is not None:
-            wanted(args.measures, args.layers, args.heads, args.ablate).check_config(config)
+            select(args.measures, args.layers, args.heads, args.ablate).check_config(config)
     for name in names:
         models.append(tools.load(name, device=args.device))
         progress("model", len(models), len(names))

@@ -18,7 +18,6 @@ STAGES = {
     "comparison": "comparing with eager attention",
     "layers": "measuring the heads of each layer",
     "induction": "measuring induction",
-    "copying": "measuring copying",
     "other texts": "measuring on other texts",
     "ablation": "ablating one head after the other",
 }

@@ -1,185 +1,62 @@
-"""Looking inside attention: what heads look at, exactly, and without a matrix of n x n. See the README beside this."""
+"""Looking inside attention: what heads look at, exactly, and without a matrix of n x n. See the README beside this.
+
+    observe, Weights, sweep                what one call looked at
+    survey, measure, Measure, MEASURES     measures of every head of a model
+    write_page, framed                     a report as an HTML page
+    ablated, ablation_effects ...          interventions, the main ones of `regard.inspect.intervene`
+
+Single measures are functions of `regard.inspect.measures`.
+"""
 
 from regard.inspect.intervene import (
-    VARIANTS,
     Mean,
     Resample,
-    Variant,
     ablated,
     ablation_effects,
-    adversary,
     gradient_attention,
-    greedy,
     importance,
     integrated,
     mean_outputs,
     next_token_loss,
-    outputs_of,
-    permuted,
     prune_curve,
-    rank_collapse,
     rollout,
-    value_zeroing,
 )
-from regard.inspect.measures import (
-    Breadth,
-    Circuit,
-    ColumnMass,
-    Positional,
-    Profile,
-    Sinks,
-    Syntactic,
-    Vectors,
-    Vocabulary,
-    all_pair_measures,
-    all_sweep_measures,
-    best,
-    breadth,
-    circuit_of,
-    circuits,
-    column_mass,
-    confidence,
-    copying,
-    copying_eigenvalues,
-    distance_profile,
-    duplicate,
-    even_sweep,
-    evenness,
-    induction,
-    induction_scan,
-    inverse_squares,
-    local_mass,
-    mean_distance,
-    offset_scan,
-    offset_score,
-    output_norms,
-    places,
-    positional,
-    previous_token,
-    rare_word,
-    rarest_hits,
-    rarity,
-    retrieval,
-    sink,
-    sink_output,
-    sink_profile,
-    sinks,
-    syntactic,
-    uniform,
-    value_norms,
-    value_weighted,
-)
-from regard.inspect.measures.definitions import Definition
-from regard.inspect.measures.score import HeadScores, Interval
-from regard.inspect.measures.stimulus import Jittered, Repeats, Walks, plain_tokens
-from regard.inspect.observing.observe import Look, Seen, observe
-from regard.inspect.observing.recorded import RecordedCall, read_calls
+from regard.inspect.measures.catalogue import MEASURES
+from regard.inspect.measures.measure import Inputs, Measure
+from regard.inspect.measures.score import HeadScores
+from regard.inspect.observing.observe import observe
+from regard.inspect.observing.recorded import read_calls
 from regard.inspect.page import framed, write_page
-from regard.inspect.surveying.closeup import close_up, close_up_rows, strongest
-from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift
-from regard.inspect.surveying.report import Ablations, CloseUp, Estimate, Head, Picture, Report, RunInfo
-from regard.inspect.surveying.sinks import SinkShare
-from regard.inspect.surveying.survey import check, survey
-from regard.inspect.sweep import Sweep, sweep
+from regard.inspect.surveying.measure import Measured, measure
+from regard.inspect.surveying.report import Report
+from regard.inspect.surveying.survey import survey
+from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
 
 __all__ = [
-    "DEFINITIONS",
-    "VARIANTS",
-    "Ablations",
-    "Breadth",
-    "Circuit",
-    "CloseUp",
-    "ColumnMass",
-    "Definition",
-    "Estimate",
-    "Head",
+    "MEASURES",
     "HeadScores",
-    "Interval",
-    "Jittered",
-    "Look",
+    "Inputs",
     "Mean",
-    "Picture",
-    "Positional",
-    "Profile",
-    "RecordedCall",
-    "Repeats",
+    "Measure",
+    "Measured",
     "Report",
     "Resample",
-    "RunInfo",
-    "Seen",
-    "SinkShare",
-    "Sinks",
-    "Sweep",
-    "Syntactic",
-    "Variant",
-    "Vectors",
-    "Vocabulary",
-    "Walks",
     "Weights",
     "ablated",
     "ablation_effects",
-    "adversary",
-    "all_pair_measures",
-    "all_sweep_measures",
-    "best",
-    "breadth",
-    "check",
-    "circuit_of",
-    "circuits",
-    "close_up",
-    "close_up_rows",
-    "column_mass",
-    "confidence",
-    "copying",
-    "copying_eigenvalues",
-    "distance_profile",
-    "duplicate",
-    "even_sweep",
-    "evenness",
     "framed",
     "gradient_attention",
-    "greedy",
     "importance",
-    "induction",
-    "induction_scan",
     "integrated",
-    "inverse_squares",
-    "kind_of",
-    "lift",
-    "local_mass",
-    "mean_distance",
     "mean_outputs",
+    "measure",
     "next_token_loss",
     "observe",
-    "offset_scan",
-    "offset_score",
-    "output_norms",
-    "outputs_of",
-    "permuted",
-    "places",
-    "plain_tokens",
-    "positional",
-    "previous_token",
     "prune_curve",
-    "rank_collapse",
-    "rare_word",
-    "rarest_hits",
-    "rarity",
     "read_calls",
-    "retrieval",
     "rollout",
-    "sink",
-    "sink_output",
-    "sink_profile",
-    "sinks",
-    "strongest",
     "survey",
     "sweep",
-    "syntactic",
-    "uniform",
-    "value_norms",
-    "value_weighted",
-    "value_zeroing",
     "write_page",
 ]

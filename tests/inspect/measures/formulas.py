@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from regard.attention import Call
+from regard.inspect.measures import HeadScores, Inputs, compute
+from regard.inspect.measures.catalogue import MEASURES
+from regard.inspect.measures.uniform import looks_ahead
 from tests.inspect.dense import Dense64
 
 SHARP = 40.0
@@ -33,3 +36,24 @@ def looking(at: Tensor) -> tuple[Tensor, Tensor]:
     """q and k [heads, tokens, tokens] of heads whose row i looks at token `at[head, i]`, and at nothing else."""
     tokens = at.shape[-1]
     return SHARP * torch.nn.functional.one_hot(at, tokens).double(), torch.eye(tokens).double().expand(len(at), -1, -1)
+
+
+def pair_measures(weights, tokens=None, rows=None) -> dict[str, HeadScores]:
+    """Every measure that is a sum over O(n) pairs, on this text; those of tokens only with tokens."""
+    can = {"causal"} if tokens is None else {"causal", "tokens"}
+    measures = [m for m in MEASURES if m.needs <= can and m.on != "jittered repeats"]
+    return compute(measures, Inputs(weights, tokens, rows))
+
+
+def sweep_measures(inputs: Inputs) -> dict[str, HeadScores]:
+    """Every measure of one sweep that these inputs have what it takes for."""
+    can = {"sweep"}
+    can |= {"tokens"} if inputs.rarity is not None else set()
+    can |= {"projection"} if inputs.norms is not None else set()
+    can |= set() if looks_ahead(inputs.weights) else {"causal"}
+    return compute([m for m in MEASURES if "sweep" in m.needs and m.needs <= can and not m.on_demand], inputs)
+
+
+def places(scores) -> dict[str, Tensor]:
+    """Of the scores that are the best of several, which they are of."""
+    return {f"{key}_at": score.at for key, score in scores.items() if score.at is not None}

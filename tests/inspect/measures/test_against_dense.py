@@ -5,20 +5,19 @@ import torch
 
 from regard import Causal, KeyLengths
 from regard.inspect.measures import (
-    Vectors,
-    all_pair_measures,
-    all_sweep_measures,
+    Inputs,
+    alpha,
     blocks,
-    breadth,
-    column_mass,
     distance_profile,
     duplicate,
-    even_sweep,
+    effective_tokens,
+    entropy,
     evenness,
     induction_scan,
     inverse_squares,
+    largest_column,
+    largest_weight,
     local_mass,
-    looks_ahead,
     mean_distance,
     occurrences,
     offset_scan,
@@ -29,16 +28,14 @@ from regard.inspect.measures import (
     rarest_hits,
     sink,
     sink_output,
-    sink_profile,
-    sinks,
     value_weighted,
 )
-from regard.inspect.measures import confidence as largest_weight
+from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.sweep import sweep
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import CASES, called, definition, drawn
-from tests.inspect.measures.formulas import equal, mean_over, positions, uniform_of
+from tests.inspect.measures.formulas import equal, mean_over, pair_measures, positions, sweep_measures, uniform_of
 
 
 @pytest.fixture(params=CASES)
@@ -89,10 +86,7 @@ def test_offsets_are_diagonals(call, weights, both, sees):
 @pytest.mark.parametrize("token", [0, 3])
 def test_sink_mass_is_a_column(call, weights, both, sees, token):
     check(sink(weights, token), both, lambda a: a[..., token], sees & (positions(call) > token))
-    found = sinks(weights, (0.1, 0.3), token)
-    check(found.alpha, both, lambda a: a[..., token], sees & (positions(call) >= token))
-    alpha = mean_over(sees & (positions(call) >= token), both[0][..., token])
-    equal(found.shares[0.1], (alpha > 0.1).double().mean(-1))
+    check(alpha(weights, token), both, lambda a: a[..., token], sees & (positions(call) >= token))
 
 
 def matched(call, tokens, shift):
@@ -114,25 +108,27 @@ def test_induction_and_duplicates_are_sums_over_matches(call, weights, both, see
 
 
 def test_breadth_is_that_of_the_rows(weights, dense, sees):
-    swept = sweep(weights)
+    inputs = Inputs(weights)
     visible = dense.keep.sum(-1).double()
     entropies = torch.special.entr(dense.weights).sum(-1) + torch.special.entr(dense.sink_share)
     squares = dense.weights.square().sum(-1) + dense.sink_share.square()
-    found = breadth(weights)
-    equal(found.entropy.value, mean_over(sees, entropies), 1e-5)
-    equal(found.effective_tokens.value / 29, mean_over(sees, entropies.exp()) / 29, 1e-5)
-    equal(found.entropy.chance, mean_over(sees, visible.clamp(min=1).log()))
-    equal(found.effective_tokens.chance / 29, mean_over(sees, visible) / 29)
-    equal(evenness(weights, swept).value, mean_over(visible >= 2, entropies / visible.clamp(min=2).log()), 1e-5)
-    equal(inverse_squares(weights, swept).value / 29, mean_over(sees, 1 / squares) / 29, 1e-5)
+    spread, tokens = entropy(inputs), effective_tokens(inputs)
+    equal(spread.value, mean_over(sees, entropies), 1e-5)
+    equal(tokens.value / 29, mean_over(sees, entropies.exp()) / 29, 1e-5)
+    equal(spread.chance, mean_over(sees, visible.clamp(min=1).log()))
+    equal(tokens.chance / 29, mean_over(sees, visible) / 29)
+    equal(evenness(inputs).value, mean_over(visible >= 2, entropies / visible.clamp(min=2).log()), 1e-5)
+    equal(inverse_squares(inputs).value / 29, mean_over(sees, 1 / squares) / 29, 1e-5)
 
 
 def test_the_largest_weight_and_its_distance(call, weights, dense, sees):
-    swept, visible = sweep(weights), dense.keep.sum(-1).double().clamp(min=1)
-    score = largest_weight(weights, swept)
+    inputs, visible = Inputs(weights), dense.keep.sum(-1).double().clamp(min=1)
+    swept, score = inputs.swept, largest_weight(inputs)
     equal(score.value, mean_over(sees, dense.weights.amax(-1)))
     equal(score.chance, mean_over(sees, 1 / visible))
-    share, offset = positional(weights, swept)
+    share = positional(inputs)
+    offset = share.at
+    assert offset is not None
     equal(dense.weights.gather(-1, swept.top_key[..., None])[..., 0], dense.weights.amax(-1))  # caps make equals
     distance = positions(call) - swept.top_key
     for b in range(offset.shape[0]):
@@ -147,10 +143,10 @@ def test_the_largest_weight_and_its_distance(call, weights, dense, sees):
 
 
 def test_distances_are_those_of_every_pair(call, weights, both, sees):
-    swept, even = sweep(weights), even_sweep(weights)
+    inputs = Inputs(weights)
     distance = (positions(call)[:, None] - torch.arange(call.k.shape[2])).abs()
-    check(local_mass(weights, swept, even, 4), both, lambda a: torch.where(distance < 4, a, 0.0).sum(-1), sees)
-    profile = distance_profile(weights, swept, even)
+    check(local_mass(inputs, 4), both, lambda a: torch.where(distance < 4, a, 0.0).sum(-1), sees)
+    profile = distance_profile(inputs)
     for bin_, (start, stop) in enumerate(zip(profile.edges, (*profile.edges[1:], 10**9), strict=True)):
         here = (distance >= start) & (distance < stop)
         for found, a in zip((profile.value, profile.chance), both, strict=True):
@@ -159,28 +155,27 @@ def test_distances_are_those_of_every_pair(call, weights, both, sees):
 
 
 def test_columns_are_sums_over_rows(weights, both):
-    found = column_mass(weights, sweep(weights), even_sweep(weights))
-    for mass, a in zip((found.mass, found.chance), both, strict=True):
-        equal(mass, a.sum(2), 1e-5)
-    equal(found.largest.value, both[0].sum(2).amax(-1) / both[0].sum((2, 3)))
-    equal(found.largest.chance, both[1].sum(2).amax(-1) / both[1].sum((2, 3)))
+    inputs = Inputs(weights)
+    for swept, a in zip((inputs.swept, inputs.even), both, strict=True):
+        equal(swept.columns.expand(a.sum(2).shape), a.sum(2), 1e-5)
+    found = largest_column(inputs)
+    equal(found.value, both[0].sum(2).amax(-1) / both[0].sum((2, 3)))
+    equal(found.chance, both[1].sum(2).amax(-1) / both[1].sum((2, 3)))
 
 
 def test_means_along_positions_and_rarities(call, weights, dense, both, sees):
     rarities = torch.rand(call.q.shape[0], call.k.shape[2])
-    vectors = Vectors(rarities)
-    swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
+    inputs = Inputs(weights, rarity=rarities)
 
     def mean_of(a, numbers):
         return (a * numbers).sum(-1) / a.sum(-1).clamp(min=1e-30)
 
     exact = [mean_of(a, rarities[:, None, None].double()) for a in both]
-    score = rare_word(weights, swept, vectors.rare(swept), vectors.rare(even))
+    score = rare_word(inputs)
     equal(score.value, mean_over(sees, exact[0] - exact[1]))
     back = positions(call)[:, None] - torch.arange(call.k.shape[2])
     if not looks_ahead(weights):
-        where = vectors.positions(swept), vectors.positions(even)
-        score = mean_distance(weights, swept, even, *where)
+        score = mean_distance(inputs)
         equal(score.value, mean_over(sees, mean_of(both[0], back)), 1e-5)
         equal(score.chance, mean_over(sees, mean_of(both[1], back)), 1e-5)
 
@@ -192,9 +187,8 @@ def test_the_rarest_tokens_that_a_row_sees(call, weights, dense, sees, among):
     least = seen.sort(dim=-1, descending=True).values[..., among - 1]
     counts = seen.where(seen > -torch.inf, torch.nan).sort(dim=-1).values  # rows that see fewer: their least rare
     least = torch.where(least == -torch.inf, counts.nan_to_num(torch.inf).amin(-1), least)
-    swept = sweep(weights)
-    at_top = rarities[:, None].expand(*seen.shape[:2], -1).gather(-1, swept.top_key)
-    found = rarest_hits(weights, swept, rarities, among)
+    at_top = rarities[:, None].expand(*seen.shape[:2], -1).gather(-1, sweep(weights).top_key)
+    found = rarest_hits(Inputs(weights, rarity=rarities), among)
     equal(found.value, mean_over(sees, (at_top >= least).double()))
     share = ((seen >= least[..., None]) & dense.keep).sum(-1) / dense.keep.sum(-1).clamp(min=1)
     equal(found.chance, mean_over(sees, share.double()))
@@ -205,30 +199,17 @@ def test_what_looks_ahead_is_told(call, weights, dense):
     assert looks_ahead(weights) == bool((dense.keep & later).any())
 
 
-def test_alpha_of_every_position(call, weights, both):
-    if looks_ahead(weights):
-        return
-    found = sink_profile(weights, sweep(weights), even_sweep(weights))
-    later = (positions(call)[:, None] >= torch.arange(call.k.shape[2])).sum(0).double()
-    for alpha, a in zip((found.mass, found.chance), both, strict=True):
-        equal(alpha, (a.sum(2) / later).expand(alpha.shape), 1e-5)
-    half = (call.k.shape[2] + 1) // 2
-    equal(found.largest.value, (both[0].sum(2) / later)[..., :half].amax(-1), 1e-5)
-
-
 def test_what_the_sink_moves(call, weights, dense, both, sees):
     heads, kv_heads = call.q.shape[1], call.k.shape[1]
     v, w_o = torch.randn(*call.k.shape[:3], 4), torch.randn(heads, 4, 11)
     moved = v.repeat_interleave(heads // kv_heads, dim=1).double() @ w_o.double()  # [batch, heads, keys, d_model]
     norms = moved.norm(dim=-1)
     torch.testing.assert_close(output_norms(v, w_o).double(), norms, atol=0, rtol=1e-5)
-    vectors = Vectors(norms=norms.float())
-    swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
     rows = sees & (positions(call) > 0)
-    score = value_weighted(weights, norms.float(), vectors.by_norm(swept), vectors.by_norm(even))
+    score = value_weighted(Inputs(weights, norms=norms.float()))
     check(score, both, lambda a: a[..., 0] * norms[..., :1] / (a * norms[:, :, None]).sum(-1).clamp(min=1e-30), rows)
     out = (dense.weights @ v.repeat_interleave(heads // kv_heads, dim=1).double()).to(call.q.dtype)
-    found = sink_output(weights, v.to(call.q.dtype), out, w_o.to(call.q.dtype))
+    found = sink_output(Inputs(weights, v=v.to(call.q.dtype), out=out, w_o=w_o.to(call.q.dtype)))
     for value, a in zip((found.value, found.chance), both, strict=True):
         ratio = a[..., 0] * norms[..., :1] / (a @ moved).norm(dim=-1).clamp(min=1e-30)
         torch.testing.assert_close(value.double(), mean_over(rows, ratio), atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -240,8 +221,8 @@ def test_rows_that_are_padding_do_not_count():
     short = called(call.q[1:, :, :11], call.k[1:, :, :11], mask=Causal())
     tokens = torch.randint(4, (2, 29))
     padded, whole = Weights.of(call), Weights.of(short)
-    pairs = all_pair_measures(padded, tokens, rows=real), all_pair_measures(whole, tokens[1:, :11])
-    swept = all_sweep_measures(sweep(padded), padded, rows=real), all_sweep_measures(sweep(whole), whole)
+    pairs = pair_measures(padded, tokens, rows=real), pair_measures(whole, tokens[1:, :11])
+    swept = sweep_measures(Inputs(padded, rows=real)), sweep_measures(Inputs(whole))
     for found, alone in (pairs, swept):
         for name in found.keys() - {"column", "best_offset"}:  # columns are of all rows; the best is of both sequences
             torch.testing.assert_close(found[name].value[1:], alone[name].value, msg=name)
@@ -256,5 +237,5 @@ def test_keys_that_are_hidden_may_be_anything():
     spoilt = call.k.clone()
     spoilt[:, :, 20:] = torch.nan
     clean, hidden = Weights.of(call), Weights(call.q, spoilt, call.lse, call.mask, scale=call.scale)
-    for name, score in all_pair_measures(clean, tokens).items():
-        assert torch.equal(all_pair_measures(hidden, tokens)[name].value, score.value), name
+    for name, score in pair_measures(clean, tokens).items():
+        assert torch.equal(pair_measures(hidden, tokens)[name].value, score.value), name

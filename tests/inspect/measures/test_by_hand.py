@@ -8,21 +8,19 @@ import torch
 from regard import Causal, MaskFunction, Window, attend
 from regard.errors import ProblemError
 from regard.inspect.measures import (
-    Vectors,
-    all_pair_measures,
-    all_sweep_measures,
+    Inputs,
+    alpha,
     best,
-    breadth,
-    column_mass,
     distance_profile,
-    even_sweep,
+    effective_tokens,
+    entropy,
     induction,
+    largest_column,
+    largest_weight,
     local_mass,
-    looks_ahead,
     matches,
     mean_distance,
     offset_scan,
-    places,
     positional,
     previous_token,
     rare_word,
@@ -30,18 +28,16 @@ from regard.inspect.measures import (
     rarity,
     retrieval,
     sink,
-    sink_profile,
-    sinks,
     syntactic,
     value_norms,
 )
-from regard.inspect.measures import confidence as largest_weight
 from regard.inspect.measures.score import HeadScores
+from regard.inspect.measures.sink import THRESHOLDS
 from regard.inspect.measures.stimulus import Repeats
-from regard.inspect.sweep import sweep
+from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import called, drawn, pattern
-from tests.inspect.measures.formulas import SHARP, looking
+from tests.inspect.measures.formulas import SHARP, looking, pair_measures, places, sweep_measures
 
 
 def head_that_looks_at(*keys):
@@ -53,10 +49,10 @@ def test_a_head_that_copies_the_previous_token_scores_one():
     weights = head_that_looks_at(0, *range(12))
     assert previous_token(weights).value.item() == pytest.approx(1)
     assert sink(weights).value.item() == pytest.approx(1 / 12)  # of rows 1 to 12, row 1 alone looks at token 0
-    assert sinks(weights).alpha.value.item() == pytest.approx(2 / 13)  # and row 0, which has no choice
-    assert breadth(weights).entropy.value.item() == pytest.approx(0, abs=1e-6)
+    assert alpha(weights).value.item() == pytest.approx(2 / 13)  # and row 0, which has no choice
+    assert entropy(Inputs(weights)).value.item() == pytest.approx(0, abs=1e-6)
     found = best(offset_scan(weights))
-    assert (found.at.item(), found.score.value.item()) == (1, pytest.approx(1))
+    assert (found.at.item(), found.value.item()) == (1, pytest.approx(1))
 
 
 def test_a_head_that_halves_its_mass_scores_a_half():
@@ -67,8 +63,8 @@ def test_a_head_that_halves_its_mass_scores_a_half():
     expected = (1 + 11 * 0.5) / 12
     assert previous_token(weights).value.item() == pytest.approx(expected)
     assert sink(weights).value.item() == pytest.approx(expected)
-    assert breadth(weights).entropy.value.item() == pytest.approx(11 * math.log(2) / 13)
-    assert breadth(weights).effective_tokens.value.item() == pytest.approx((2 + 11 * 2) / 13)
+    assert entropy(Inputs(weights)).value.item() == pytest.approx(11 * math.log(2) / 13)
+    assert effective_tokens(Inputs(weights)).value.item() == pytest.approx((2 + 11 * 2) / 13)
 
 
 def test_the_best_of_a_scan_is_the_furthest_above_chance():
@@ -76,19 +72,17 @@ def test_the_best_of_a_scan_is_the_furthest_above_chance():
         return HeadScores.of_rows(torch.full((1, 2, 9), value), torch.full((1, 2, 9), chance), torch.ones(1, 2, 9) > 0)
 
     found = best({1: rows(0.5, 0.45), 2: rows(0.4, 0.1), 3: rows(0.2, 0.1)})
-    assert found.at.tolist() == [2, 2]
-    assert found.score.at.tolist() == [[2, 2]]
-    assert found.score.value.tolist() == [[pytest.approx(0.4)] * 2]
-    assert found.score.chance.tolist() == [[pytest.approx(0.1)] * 2]
-    assert found.score.interval().low.tolist() == [pytest.approx(0.4)] * 2
+    assert found.at.tolist() == [[2, 2]]
+    assert found.value.tolist() == [[pytest.approx(0.4)] * 2]
+    assert found.chance.tolist() == [[pytest.approx(0.1)] * 2]
+    assert found.interval().low.tolist() == [pytest.approx(0.4)] * 2
 
 
 def test_the_best_of_several_says_which():
     """Head 0 looks three tokens back, head 1 one token back, and both at token 1 more than at any other."""
     three, one = [0, 1, 1, 0, 1, 2, 3, 4], [0, 0, 1, 1, 1, 4, 5, 6]
     weights = pattern(*looking(torch.tensor([three, one])), mask=Causal())
-    swept = sweep(weights)
-    found = all_pair_measures(weights) | all_sweep_measures(swept, weights)
+    found = pair_measures(weights) | sweep_measures(Inputs(weights))
     assert {name: at.tolist() for name, at in places(found).items()} == {
         "best_offset_at": [[3, 1]],
         "positional_at": [[3, 1]],
@@ -101,17 +95,19 @@ def test_the_best_of_several_says_which():
 def test_sinks_are_a_share_of_heads():
     """Of ten rows one head gives token 0 nine, one four, and one its own row only."""
     heads = torch.tensor([[0] * 9 + [9], [0] * 4 + list(range(4, 10)), list(range(10))])
-    found = sinks(pattern(*looking(heads), mask=Causal()))
-    assert found.alpha.value.tolist() == [pytest.approx([0.9, 0.4, 0.1])]
-    assert {bound: share.item() for bound, share in found.shares.items()} == pytest.approx({0.3: 2 / 3, 0.8: 1 / 3})
+    found = alpha(pattern(*looking(heads), mask=Causal())).value
+    assert found.tolist() == [pytest.approx([0.9, 0.4, 0.1])]
+    assert {bound: (found > bound).double().mean().item() for bound in THRESHOLDS} == pytest.approx(
+        {0.3: 2 / 3, 0.8: 1 / 3}
+    )
 
 
 def test_a_delimiter_can_be_the_sink():
     weights = head_that_looks_at(0, 0, 2, 2, 2, 2, 2, 2)
-    found = sink_profile(weights, sweep(weights), even_sweep(weights))
-    assert found.mass[0, 0, :4].tolist() == pytest.approx([2 / 8, 0, 1, 0])
-    assert (found.key.item(), found.largest.value.item()) == (2, pytest.approx(1))
-    assert column_mass(weights, sweep(weights), even_sweep(weights)).largest.value.item() == pytest.approx(6 / 8)
+    alphas = [alpha(weights, token).value.item() for token in range(4)]
+    assert alphas == pytest.approx([2 / 8, 0, 1, 0], abs=1e-6)
+    found = largest_column(Inputs(weights))
+    assert (found.at.item(), found.value.item()) == (2, pytest.approx(6 / 8))
 
 
 def repeated():
@@ -164,14 +160,14 @@ def test_uniform_attention_scores_its_chance_by_hand():
     weights = pattern(torch.zeros(2, n, 3), torch.zeros(1, n, 3), mask=Causal())
     one_in = sum(1 / (i + 1) for i in range(1, n)) / (n - 1)
     by_matches = [((i - 1) // 25) / (i + 1) for i in range(26, n)]  # earlier periods, of the i + 1 keys that row i sees
-    entropy = sum(math.log(i + 1) for i in range(n)) / n
+    nats = sum(math.log(i + 1) for i in range(n)) / n
     for score, expected in (
         (sink(weights), one_in),
         (previous_token(weights), one_in),
-        (sinks(weights).alpha, (1 + one_in * (n - 1)) / n),
+        (alpha(weights), (1 + one_in * (n - 1)) / n),
         (induction(weights, tokens), sum(by_matches) / 75),
-        (breadth(weights).entropy, entropy),
-        (breadth(weights).effective_tokens, (n + 1) / 2),
+        (entropy(Inputs(weights)), nats),
+        (effective_tokens(Inputs(weights)), (n + 1) / 2),
     ):
         assert score.value.tolist() == [[pytest.approx(expected, rel=1e-5)] * 2]
         assert score.chance.tolist() == [[pytest.approx(expected, rel=1e-5)] * 2]
@@ -185,23 +181,22 @@ def test_chance_in_a_window_is_that_of_the_window():
 
 def test_a_positional_head_and_one_that_is_not():
     weights = head_that_looks_at(0, 0, 0, 1, 2, 3, 4, 5, 6, 0)  # two back, but for the first two rows and the last
-    share, offset = positional(weights, sweep(weights))
-    assert (share.value.item(), offset.item()) == (pytest.approx(7 / 10), 2)
+    share = positional(Inputs(weights))
+    assert (share.value.item(), share.at.item()) == (pytest.approx(7 / 10), 2)
     assert share.chance.item() == pytest.approx(sum(1 / (i + 1) for i in range(2, 10)) / 10)
-    assert largest_weight(weights, sweep(weights)).value.item() == pytest.approx(1)
+    assert largest_weight(Inputs(weights)).value.item() == pytest.approx(1)
 
 
 def test_distances_of_a_head_that_looks_four_back():
     weights = head_that_looks_at(0, 1, 2, 3, *range(16))  # the first four rows look at themselves
-    swept, even = sweep(weights, along=Vectors().stacked(weights)), even_sweep(weights, Vectors())
-    profile = distance_profile(weights, swept, even)
+    inputs = Inputs(weights)
+    profile = distance_profile(inputs)
     assert profile.edges == (0, 1, 2, 4, 8, 16)
     assert profile.value[0, 0].tolist() == pytest.approx([4 / 20, 0, 0, 16 / 20, 0, 0])
     assert profile.chance.sum().item() == pytest.approx(1)
-    assert local_mass(weights, swept, even, 4).value.item() == pytest.approx(4 / 20)
-    assert local_mass(weights, swept, even, 8).value.item() == pytest.approx(1)
-    where = Vectors().positions(swept), Vectors().positions(even)
-    found = mean_distance(weights, swept, even, *where)
+    assert local_mass(inputs, 4).value.item() == pytest.approx(4 / 20)
+    assert local_mass(inputs, 8).value.item() == pytest.approx(1)
+    found = mean_distance(inputs)
     assert found.value.item() == pytest.approx(16 * 4 / 20)
     assert found.chance.item() == pytest.approx(19 / 4)  # row i is i / 2 from what it sees, in the mean
 
@@ -219,15 +214,15 @@ def test_a_head_that_looks_at_the_rarest_token():
     rare = rarity(tokens, torch.tensor([1, 1, 1, 1, 1, 96, 1, 3, 1, 1]))
     assert rare[0, 1] > rare[0, 3] > rare[0, 0]
     weights = head_that_looks_at(0, 1, 1, 3, 1)
-    swept, even = (sweep(weights, along=Vectors(rare).stacked(weights)), even_sweep(weights, Vectors(rare)))
-    hits = rarest_hits(weights, swept, rare)
+    inputs = Inputs(weights, rarity=rare)
+    hits = rarest_hits(inputs)
     assert hits.value.item() == pytest.approx(4 / 5)
     assert hits.chance.item() == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 5)
-    assert rarest_hits(weights, swept, rare, among=2).value.item() == pytest.approx(1)
+    assert rarest_hits(inputs, among=2).value.item() == pytest.approx(1)
     r = rare[0].tolist()
     looked, seen = (r[0], r[1], r[1], r[3], r[1]), [sum(r[: i + 1]) / (i + 1) for i in range(5)]
     expected = sum(a - b for a, b in zip(looked, seen, strict=True)) / 5
-    score = rare_word(weights, swept, Vectors(rare).rare(swept), Vectors(rare).rare(even))
+    score = rare_word(inputs)
     assert score.value.item() == pytest.approx(expected, abs=1e-6)
 
 
@@ -324,7 +319,7 @@ def test_matches_are_what_followed_earlier_occurrences():
 def test_measures_leave_the_gradients_of_a_call_alone():
     q = torch.randn(1, 2, 5, 3, requires_grad=True)
     weights = Weights.of(called(q, q, mask=Causal()))
-    all_pair_measures(weights, torch.zeros(1, 5).long())
-    all_sweep_measures(sweep(weights), weights)
+    pair_measures(weights, torch.zeros(1, 5).long())
+    sweep_measures(Inputs(weights))
     attend(q, q, q, mask=Causal()).sum().backward()
     assert q.grad is not None

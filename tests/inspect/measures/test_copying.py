@@ -61,7 +61,7 @@ def test_half_of_what_is_raised():
     pairs = torch.arange(24)
     effect = torch.zeros(40, 40)
     effect[pairs, pairs] = effect[pairs, pairs ^ 1] = 1
-    found = copying(head(effect), Vocabulary(EYE, EYE), among=pairs)
+    found = copying(head(effect), Vocabulary(EYE, EYE, drawn_from=pairs))
     torch.testing.assert_close(found.value, torch.full((8, 1), 0.5))
     assert found.chance[0, 0].item() == pytest.approx(1 / 24)
 
@@ -181,20 +181,21 @@ def test_what_has_no_circuit_is_refused():
     with pytest.raises(ProblemError, match="has a gate"):
         circuit_of(MultiHeadAttention(8, heads=2, gate=True))
     with pytest.raises(ProblemError, match="1 tokens to draw from"):
-        copying(head(EYE), Vocabulary(EYE, EYE), among=torch.tensor([3]))
+        copying(head(EYE), Vocabulary(EYE, EYE, drawn_from=torch.tensor([3])))
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"among": [1, 3, 99]}, "among has ids up to 99: expected 0 to"),
-        ({"among": torch.rand(5)}, "tokens is torch.float32"),
+        ({"drawn_from": [1, 3, 99]}, "drawn_from has ids up to 99: expected 0 to"),
+        ({"drawn_from": torch.rand(5)}, "tokens is torch.float32"),
         ({"sequences": 0}, "0 sequences, .* expected 1 and 2 at least"),
     ],
 )
 def test_tokens_that_cannot_be_copied_are_refused(asked, message):
+    drawn_from, sequences = asked.get("drawn_from"), asked.get("sequences", 8)
     with pytest.raises(ProblemError, match=message):
-        copying(head(EYE), Vocabulary(EYE, EYE), **asked)
+        copying(head(EYE), Vocabulary(EYE, EYE, drawn_from), sequences=sequences)
 
 
 @pytest.mark.parametrize("measure", [copying, copying_eigenvalues])

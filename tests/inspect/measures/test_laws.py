@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from regard import Causal, KeyLengths, Prefix, TensorMask, Window
-from regard.inspect.measures import Vectors, all_pair_measures, all_sweep_measures
-from regard.inspect.sweep import sweep
+from regard.inspect.measures import Inputs
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import called
+from tests.inspect.measures.formulas import pair_measures, sweep_measures
 
 MASKS = {
     "none": lambda: None,
@@ -29,9 +29,7 @@ def all_measures(weights, tokens):
     """Every measure that takes a call alone, with vectors of the tokens' own."""
     rarity = tokens.float()
     norms = (rarity + 1)[:, None].expand(-1, weights.shape[1], -1)
-    vectors = Vectors(rarity, norms)
-    swept = sweep(weights, along=vectors.stacked(weights))
-    return all_pair_measures(weights, tokens) | all_sweep_measures(swept, weights, vectors)
+    return pair_measures(weights, tokens) | sweep_measures(Inputs(weights, rarity=rarity, norms=norms))
 
 
 def test_uniform_attention_scores_its_chance(mask):

@@ -6,31 +6,30 @@ import torch
 from regard import Causal
 from regard.errors import ProblemError
 from regard.inspect.measures import (
-    Vectors,
-    all_pair_measures,
+    Inputs,
     best,
     duplicate,
-    even_sweep,
     evenness,
     induction,
     induction_scan,
     local_mass,
-    of_heads,
+    mean_distance,
     offset_scan,
     offset_score,
     output_norms,
+    rare_word,
     rarest_hits,
     rarity,
     retrieval,
     sink,
     sink_output,
-    sink_profile,
+    split_heads,
     syntactic,
     value_weighted,
 )
-from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import drawn
+from tests.inspect.measures.formulas import pair_measures
 
 
 def test_tokens_may_be_lists_of_ids():
@@ -40,18 +39,12 @@ def test_tokens_may_be_lists_of_ids():
     alone = Weights.of(call).only(1)
     expected = duplicate(alone, ids[1:]).value
     assert torch.equal(duplicate(alone, ids[1].tolist()).value, expected)
-    torch.testing.assert_close(all_pair_measures(alone, ids[1].numpy())["duplicate"].value, expected)
-
-
-def norms_of(weights):
-    """Numbers of keys, their sums by weights, and their sums by even weights."""
-    batch, heads, queries, keys = weights.shape
-    return torch.rand(batch, heads, keys), torch.rand(batch, heads, queries), torch.rand(1, 1, queries)
+    torch.testing.assert_close(pair_measures(alone, ids[1].numpy())["duplicate"].value, expected)
 
 
 def outputs_of(heads):
     """Values, a call's outputs, and an output projection of so many heads."""
-    return torch.rand(2, 3, 29, 7), torch.rand(2, heads, 29, 7), torch.rand(heads, 7, 8)
+    return {"v": torch.rand(2, 3, 29, 7), "out": torch.rand(2, heads, 29, 7), "w_o": torch.rand(heads, 7, 8)}
 
 
 @pytest.mark.parametrize(
@@ -70,38 +63,40 @@ def outputs_of(heads):
         (lambda w: best({}), "the scan is empty: give the scores at several"),
         (lambda w: sink(w, 29), "token is 29: expected the position of one of the 29 keys"),
         (lambda w: offset_score(w, 1, torch.ones(2, 28) > 0), r"rows is \[2, 28\] .* \[2, 29\]"),
-        (lambda w: local_mass(w, sweep(w), even_sweep(w), 6), "width is 6: expected a power of two"),
-        (lambda w: sink_profile(w, sweep(w), even_sweep(w)), "sees keys after it"),
-        (lambda w: Vectors(torch.ones(2, 28)).stacked(w), r"rarity are \[2, 1, 28\]"),
-        (lambda w: Vectors().positions(sweep(w)), "without `along`"),
-        (lambda w: rarest_hits(w, sweep(w), torch.ones(2, 29), 0), "among is 0"),
-        (lambda w: rarest_hits(w, sweep(w), torch.ones(2, 28)), r"rare is \[2, 28\]: expected one at each key"),
+        (lambda w: local_mass(Inputs(w), 6), "width is 6: expected a power of two"),
+        (lambda w: mean_distance(Inputs(w)), "sees later keys"),
+        (lambda w: rare_word(Inputs(w, rarity=torch.ones(2, 28))), r"rarity are \[2, 1, 28\]"),
+        (lambda w: rare_word(Inputs(w)), r"needs `rarity`: pass Inputs\(weights, rarity=...\)"),
+        (lambda w: rarest_hits(Inputs(w, rarity=torch.ones(2, 29)), 0), "among is 0"),
+        (lambda w: rarest_hits(Inputs(w, rarity=torch.ones(2, 28))), r"rarity is \[2, 28\]: expected one at each key"),
         (lambda w: induction(w, torch.zeros(2, 29)), r"tokens is torch.float32: expected .* whole numbers"),
         (lambda w: induction(w, [[0.5] * 29] * 2), "tokens is torch.float32"),
         (lambda w: duplicate(w, [[1] * 29, [1] * 28]), "tokens are no ids .* lists of one length"),
         (lambda w: induction_scan(w, None), "tokens are no ids"),
-        (lambda w: evenness(w, sweep(w), torch.ones(2, 28) > 0), r"rows is \[2, 28\] torch.bool"),
-        (lambda w: evenness(w, sweep(w), torch.ones(2, 29)), r"rows is \[2, 29\] torch.float32: expected .* bool"),
+        (lambda w: evenness(Inputs(w, rows=torch.ones(2, 28) > 0)), r"rows is \[2, 28\] torch.bool"),
+        (lambda w: evenness(Inputs(w, rows=torch.ones(2, 29))), r"rows is \[2, 29\] torch.float32: expected .* bool"),
         (lambda w: sink(w, -1), "token is -1: expected the position"),
         (lambda w: sink(w, 0.5), r"token is 0\.5: expected the position"),
-        (lambda w: value_weighted(w, *norms_of(w), token=99), "token is 99: expected the position of one of the 29"),
-        (lambda w: value_weighted(w, *norms_of(w), token=-1), "token is -1: expected"),
         (
-            lambda w: value_weighted(w, *norms_of(w)[1:], norms_of(w)[0][:, :3]),
-            r"\[2, 3, 29\]: expected .*\[2, 6, 29\]",
+            lambda w: value_weighted(Inputs(w, norms=torch.rand(2, 6, 29)), token=99),
+            "token is 99: expected the position of one of the 29",
         ),
-        (lambda w: value_weighted(w, norms_of(w)[0][:, :4], *norms_of(w)[1:]), r"norms are \[2, 4, 29\]"),
-        (lambda w: value_weighted(w, *norms_of(w)[:2], torch.ones(6, 29)), r"and \[6, 29\]: expected"),
+        (lambda w: value_weighted(Inputs(w, norms=torch.rand(2, 6, 29)), token=-1), "token is -1: expected"),
+        (lambda w: value_weighted(Inputs(w, norms=torch.rand(2, 4, 29))), r"norms are \[2, 4, 29\]"),
+        (lambda w: value_weighted(Inputs(w)), "needs `norms`"),
         (
             lambda w: output_norms(torch.ones(2, 3, 29, 7), torch.ones(5, 7, 8)),
             r"w_o \[5, 7, 8\]: expected .* multiple",
         ),
         (lambda w: output_norms(torch.ones(2, 3, 29, 7), torch.ones(6, 4, 8)), r"w_o \[6, 4, 8\]: expected"),
-        (lambda w: output_norms(torch.ones(2, 3, 29, 7), torch.ones(8, 42)), r"w_o \[8, 42\]: .*see of_heads"),
-        (lambda w: sink_output(w, *outputs_of(3)), r"out \[2, 3, 29, 7\] .* 6 heads on 3 key heads, 29 queries"),
-        (lambda w: sink_output(w, *outputs_of(6), token=29), "token is 29"),
-        (lambda w: of_heads(torch.ones(8, 42), 5), r"\[8, 42\]: expected \[d_model, 5 heads"),
-        (lambda w: of_heads(torch.ones(8, 42), 0), "expected .*0 heads"),
+        (lambda w: output_norms(torch.ones(2, 3, 29, 7), torch.ones(8, 42)), r"w_o \[8, 42\]: .*see split_heads"),
+        (
+            lambda w: sink_output(Inputs(w, **outputs_of(3))),
+            r"out \[2, 3, 29, 7\] .* 6 heads on 3 key heads, 29 queries",
+        ),
+        (lambda w: sink_output(Inputs(w, **outputs_of(6)), token=29), "token is 29"),
+        (lambda w: split_heads(torch.ones(8, 42), 5), r"\[8, 42\]: expected \[d_model, 5 heads"),
+        (lambda w: split_heads(torch.ones(8, 42), 0), "expected .*0 heads"),
     ],
 )
 def test_what_makes_no_sense_is_refused(measure, message):

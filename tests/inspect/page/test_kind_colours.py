@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from regard.inspect.surveying.kinds import MIXED, NAMING
+from regard.inspect.surveying.kinds import KINDS as RULES
+from regard.inspect.surveying.kinds import MIXED
 from tests.inspect.reports import report
 
-KINDS = (*NAMING, "positional", "broad", MIXED)
+KINDS = (*(kind.name for kind in RULES), MIXED)
 
 SIGHT = {  # what is left of linear red, green and blue: Machado et al. 2009, doi:10.1109/TVCG.2009.113, severity 1
     "every colour": np.eye(3),

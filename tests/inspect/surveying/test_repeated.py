@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.inspect.surveying.repeated import stimuli
+from regard.inspect.measures.stimulus import plain_tokens
+from regard.inspect.surveying.inputs import repeated_tokens
 from regard.inspect.surveying.report import Report
-from regard.inspect.surveying.subject import Subject
 from regard.inspect.surveying.survey import survey
 from tests.inspect.small import TEXT, llama, words
 
@@ -26,19 +26,20 @@ def surveyed() -> tuple[Report, list[list[Tensor]]]:
     """A report, and for each stimulus the score of every layer at shifts 0 to 8, [shifts, heads], by the definition."""
     model, tokenizer = llama(), words()
     report = survey(model, tokenizer, TEXT, new_tokens=0, compare_eager=False)
-    texts = stimuli(Subject(model), tokenizer)
+    vocabulary = plain_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    texts = repeated_tokens(vocabulary, tokenizer.bos_token_id, model.config.max_position_embeddings)
     assert texts is not None
-    assert [text.jittered for text in texts] == [False, True]
+    assert list(texts) == ["repeats", "jittered repeats"]
     model.set_attn_implementation("eager")
     found: list[list[Tensor]] = []
-    for text in texts:
+    for ids_of_text in texts.values():
         with torch.no_grad():
-            layers = model(text.ids, output_attentions=True).attentions
+            layers = model(ids_of_text, output_attentions=True).attentions
         found.append(
             [
                 torch.stack(
                     [
-                        torch.stack([matched(a, ids, s) for a, ids in zip(layer, text.ids, strict=True)]).mean(0)
+                        torch.stack([matched(a, ids, s) for a, ids in zip(layer, ids_of_text, strict=True)]).mean(0)
                         for s in range(9)
                     ]
                 )

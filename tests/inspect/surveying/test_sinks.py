@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from regard.inspect.measures import sinks, value_norms
+from regard.inspect.measures import alpha, value_norms
 from regard.inspect.observing.observe import observe
 from regard.inspect.surveying.head import Estimate, Head
 from regard.inspect.surveying.sinks import sink_shares, spans
@@ -76,11 +76,11 @@ def test_a_survey_has_the_shares_and_the_norms_that_the_measures_have():
     made = survey(model, tokenizer, TEXT, new_tokens=0, compare_eager=False)
     use_regard(model)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    with observe(model, lambda look: (sinks(look.weights, [0.01, 0.3, 0.8]), value_norms(look.call.v))) as seen:
+    with observe(model, lambda look: (alpha(look.weights), value_norms(look.call.v))) as seen:
         model(ids)
-    shares = [layer.value[0].shares[0.3] for layer in seen]
+    shares = [(layer.value[0].value > 0.3).double().mean() for layer in seen]
     assert made.sink_shares[0].share == pytest.approx(float(sum(shares)) / 3)
     for of in made.heads:
         assert of.value("sink_value") == pytest.approx(float(seen[of.layer].value[1][0, of.kv_head, 0]))
-        assert of.value("alpha") == pytest.approx(float(seen[of.layer].value[0].alpha.value[0, of.head]))
+        assert of.value("alpha") == pytest.approx(float(seen[of.layer].value[0].value[0, of.head]))
         assert of.score("sink_value").chance == 1

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from regard.inspect import Report, close_up_rows, survey
-from regard.inspect.measures.definitions import PAIRS, SWEPT
+from regard.inspect import MEASURES, Report, survey
+from regard.inspect.surveying.closeup import close_up_rows
 from regard.integrate.checkpoint import load
 
 pytestmark = pytest.mark.model
+
+MEANS = [m.key for m in MEASURES if not m.on_demand and "circuit" not in m.needs and m.key != "sink_value"]
 
 KNOWN = {(18, 6), (17, 3), (17, 4), (18, 7)}
 TEXT = """Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and
@@ -66,7 +68,7 @@ def test_late_layers_put_most_of_their_mass_on_the_first_token(report: Report):
 
 def test_every_score_is_there_with_its_chance_and_every_mean_with_its_interval(report: Report):
     for head in report.heads:
-        for measure in (*PAIRS, *SWEPT):
+        for measure in MEANS:
             value, chance, low, high = head.score(measure)
             assert value is not None, measure
             assert chance is not None, measure

@@ -28,7 +28,6 @@ def test_a_decoder_is_run_checked_and_measured(llama, tokenizer):
         "continuation",
         "comparison",
         "induction",
-        "copying",
         "layers",
         "other texts",
     ]
@@ -135,7 +134,7 @@ def test_progress_is_told_by_stage(llama, tokenizer):
     told = []
     survey(llama, tokenizer, TEXT, new_tokens=4, progress=lambda *step: told.append(step))
     assert list(dict.fromkeys(stage for stage, _, _ in told)) == [
-        "prompt", "continuation", "comparison", "induction", "copying", "layers", "other texts",
+        "prompt", "continuation", "comparison", "induction", "layers", "other texts",
     ]  # fmt: skip
     for stage, total in (("continuation", 4), ("layers", 3), ("induction", 6)):
         steps = [(done, of) for name, done, of in told if name == stage]

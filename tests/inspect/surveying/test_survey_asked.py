@@ -7,18 +7,22 @@ from transformers import BertConfig, BertForMaskedLM
 
 from regard.errors import ProblemError
 from regard.inspect.intervene import ablated, mean_outputs
-from regard.inspect.surveying import closest, layer
+from regard.inspect.measures import measure as measures_module
+from regard.inspect.measures.catalogue import MEASURES
+from regard.inspect.surveying import closest
 from regard.inspect.surveying.closeup import close_up_rows
 from regard.inspect.surveying.kinds import strength
 from regard.inspect.surveying.report import Head, Report
 from regard.inspect.surveying.survey import check, survey
-from regard.inspect.surveying.wanted import ON_DEMAND, SURVEYED
 from regard.integrate.transformers import use_regard
 from tests.inspect.small import TEXT, agrees_with_eager, assert_between, small
 
+SURVEYED = [measure.key for measure in MEASURES]
+ON_DEMAND = [measure.key for measure in MEASURES if measure.on_demand]
+
 
 def test_heads_that_are_asked_for_are_kept_to_the_last_weight(llama, tokenizer):
-    report = survey(llama, tokenizer, TEXT, new_tokens=0, heads=[(2, 5), (0, 1)], compare_eager=False)
+    report = survey(llama, tokenizer, TEXT, new_tokens=0, heads=["2.5", (0, 1)], compare_eager=False)
     llama.set_attn_implementation("eager")
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.no_grad():
@@ -84,7 +88,7 @@ def test_a_survey_makes_every_measure_that_can_be_asked_for(llama, tokenizer):
 
 
 def test_without_a_measure_that_takes_one_no_sweep_is_made(llama, tokenizer, monkeypatch):
-    monkeypatch.setattr(layer, "sweep", lambda *_, **__: pytest.fail("a sweep"))
+    monkeypatch.setattr(measures_module, "sweep", lambda *_, **__: pytest.fail("a sweep"))
     report = survey(llama, tokenizer, TEXT, new_tokens=2, compare_eager=False, measures=["sink"])
     assert report.pictures == ()
     assert report.profiles == {}
@@ -174,11 +178,11 @@ def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, messag
         ({"layers": 1.5}, "layers is 1.5"),
         ({"layers": [True]}, "layers has True: expected numbers"),
         ({"layers": -1}, "layer -1 is asked for, and the model has 3: 0 to 2"),
-        ({"heads": [18]}, "heads has 18: expected pairs"),
-        ({"heads": (1, 2)}, "heads has 1: expected pairs"),
-        ({"heads": 18.6}, "heads is 18.6: expected pairs"),
-        ({"heads": ["18.6"]}, "expected pairs"),
-        ({"heads": [(0, 1.0)]}, r"heads has \(0, 1.0\): expected pairs"),
+        ({"heads": [18]}, "18 names no head: expected"),
+        ({"heads": (1, 2)}, "1 names no head"),
+        ({"heads": 18.6}, "heads is 18.6: expected a list of names"),
+        ({"heads": ["18-6"]}, "'18-6' names no head: expected"),
+        ({"heads": [(0, 1.0)]}, r"\(0, 1.0\) names no head"),
         ({"heads": [(0, -1)]}, "head 0.-1 is asked for"),
         ({"measures": 3}, "measures is 3: expected a list of names"),
         ({"measures": [3]}, "measures has 3"),

@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from regard.errors import ProblemError
+from regard.inspect.measures import Inputs
 from regard.inspect.observing.observe import observe
-from regard.inspect.surveying.layer import Layer, Measuring, numbered, projection
+from regard.inspect.surveying.inputs import projection
+from regard.inspect.surveying.layer import Layer, layer_of, numbered
 from regard.inspect.surveying.survey import check, survey
-from regard.inspect.surveying.wanted import Wanted
 from regard.integrate.transformers import use_regard
 from tests.inspect.small import LLAMA, TEXT, VOCABULARY, agrees_with_eager, llama, small, words
 
@@ -63,7 +64,7 @@ def test_an_encoder_has_no_continuation_and_no_induction(tokenizer):
     assert report.heads[0].score("previous").chance == pytest.approx(1 / len(report.tokens))
     assert report.heads[0].value("value_weighted") is not None  # by the projection beside the module that attends
     induction, copying = sorted(report.run.notes, key=len)
-    assert induction.startswith("Not measured: induction, duplicate, induction_jittered, best_shift, because attention")
+    assert induction.startswith("Not measured: duplicate, induction, induction_jittered, best_shift, because attention")
     assert copying.startswith("Not measured: copying, copying_eigenvalues, because circuits cannot be taken out: Bert")
 
 
@@ -124,7 +125,7 @@ def test_layers_that_share_a_number_are_counted_in_order(llama, tokenizer):
     layers: list[Layer] = []
     ids = torch.tensor([[5, 6, 7]])
     use_regard(llama)
-    with observe(llama.model, lambda look: layers.append(Measuring(ids, Wanted(), llama.model).layer(look))):
+    with observe(llama.model, lambda look: layers.append(layer_of(look, Inputs(look.weights), ()))):
         llama(ids)
     assert [layer.layer for layer in numbered(layers)] == [0, 1, 2]
     assert [layer.layer for layer in numbered([layers[2], layers[1]])] == [2, 1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.student import quantile
+from regard.inspect.measures.score import student_quantile
 from regard.inspect.names import HeadName
 
 
@@ -69,6 +69,7 @@ def bootstrap(values: Tensor, level: float = 0.95, draws: int = 1000, seed: int 
     means = values.double()[torch.randint(len(values), (draws, len(values)), generator=random)].mean(1)
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     middle, count = values.double().mean(), len(values)
-    wider = quantile((1 + level) / 2, count - 1) / NormalDist().inv_cdf((1 + level) / 2) * (count / (count - 1)) ** 0.5
+    students_t = student_quantile((1 + level) / 2, count - 1)
+    wider = students_t / NormalDist().inv_cdf((1 + level) / 2) * (count / (count - 1)) ** 0.5
     low, high = (middle + wider * (means.quantile(ends) - middle)).tolist()
     return Interval(low, high)

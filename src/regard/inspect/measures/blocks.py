@@ -5,6 +5,7 @@ the query heads that share a key head share its gathered keys. Nothing is copied
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +26,14 @@ def chunks(weights: Weights, blocks: int, pairs: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, blocks, step))
 
 
-def rows_of(weights: Weights, rows: Tensor) -> Tensor:
+def scaled_queries(weights: Weights, rows: Tensor) -> Tensor:
     """scale * q at `rows`, int64 [blocks, r], in the order of `dots`: [batch, kv_heads, blocks, group, r, qk_dim]."""
     q = weights.q.unflatten(1, (weights.k.shape[1], -1))
     return _gathered(q, rows[:, None]).to(weights.dtype) * weights.scale  # so many fewer numbers than its products
 
 
 def dots(weights: Weights, q: Tensor, keys: Tensor) -> Tensor:
-    """scale * q . k of blocks: of queries from `rows_of`, and keys at `keys`, int64 [blocks, c].
+    """scale * q . k of blocks: of queries from `scaled_queries`, and keys at `keys`, int64 [blocks, c].
 
     Returns:
         [batch, kv_heads, blocks, group, r, c].
@@ -89,6 +90,32 @@ def summed(weights: Tensor, visible: Tensor) -> Tensor:
 def by_head(found: Tensor) -> Tensor:
     """What stands as [batch, kv_heads, blocks, group, ...], as [batch, heads, blocks, ...]."""
     return found.movedim(3, 2).flatten(1, 2)
+
+
+class WholeRows(NamedTuple):
+    """Of some rows of one sequence the weights, and which keys are visible; see `whole_rows`."""
+
+    weights: Tensor  # [1, heads, rows, keys], 0 where hidden
+    visible: Tensor  # bool, broadcasts to [1, heads, rows, keys]
+
+    @property
+    def top_key(self) -> Tensor:
+        """The first key with the largest weight, int64 [heads, rows]; 0 of a row that sees nothing."""
+        return self.weights[0].argmax(-1)
+
+
+def whole_rows(weights: Weights, rows: Tensor) -> WholeRows:
+    """The weights of rows of a batch of one, int64 [rows], wherever they stand. For few: they are built in full."""
+    keys = torch.arange(weights.shape[3], device=rows.device)[None]
+    i, j = rows[None, :, None], keys[:, None]
+    visible = kept(weights, i, j)
+    a = weighed(weights, dots(weights, scaled_queries(weights, rows[None]), keys), i, j)
+    return WholeRows(by_head(a.where(visible, 0.0))[:, :, 0], by_head(visible)[:, :, 0])
+
+
+def rows_at_once(weights: Weights) -> int:
+    """Rows of which the weights of all heads are about `AT_ONCE`."""
+    return max(1, AT_ONCE // max(1, weights.shape[1] * weights.shape[3]))
 
 
 def _gathered(t: Tensor, index: Tensor) -> Tensor:

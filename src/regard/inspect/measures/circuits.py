@@ -1,6 +1,5 @@
 """The OV circuits of a model, for `copying`: where its values, outputs, norms and embeddings are."""
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -65,7 +64,7 @@ def circuits(model: nn.Module) -> tuple[list[Circuit], Vocabulary]:
     (2, torch.Size([2, 8, 32]), torch.Size([4, 8, 32]), torch.Size([19, 32]))
     """
     parts = parts_of(model)
-    return list(circuits_of(parts)), vocabulary_of(parts)
+    return [circuit_at(parts, layer) for layer in range(len(parts.layers))], vocabulary_of(parts)
 
 
 def parts_of(model: nn.Module) -> Parts:
@@ -113,13 +112,13 @@ def _named(model: Any, config: Any, names: Names) -> Parts:
 
 
 @torch.no_grad()
-def circuits_of(parts: Parts) -> Iterator[Circuit]:
-    """The circuit of one layer after the other: no two of them need be in memory, and all are copies."""
-    after, centred, device = _gain(parts.last), _centres(parts.last), parts.embedding.device
-    for attention, norm in parts.layers:
-        one = _circuit(attention, parts.config)
-        w_o = one.w_o - one.w_o.mean(-1, keepdim=True) if centred else one.w_o
-        yield Circuit((one.w_v * _gain(norm)).to(device), (w_o * after.to(w_o.device)).to(device))
+def circuit_at(parts: Parts, layer: int) -> Circuit:
+    """The circuit of one layer: copies of its weights."""
+    attention, norm = parts.layers[layer]
+    circuit = _circuit(attention, parts.config)
+    w_o = circuit.w_o - circuit.w_o.mean(-1, keepdim=True) if _centres(parts.last) else circuit.w_o
+    device = parts.embedding.device
+    return Circuit((circuit.w_v * _gain(norm)).to(device), (w_o * _gain(parts.last).to(w_o.device)).to(device))
 
 
 @torch.no_grad()

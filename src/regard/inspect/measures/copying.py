@@ -42,7 +42,11 @@ class Circuit:
 @brief
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens to copy: normalised embeddings and unembeddings, both [vocabulary, d_model].
+    """The tokens to copy.
+
+    Args:
+        embedding, unembedding: the embeddings, normalised, and the unembeddings, [vocabulary, d_model] each.
+        drawn_from: int64 ids that `copying` draws from, such as `plain_tokens`; None for the whole vocabulary.
 
     >>> e = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     >>> Vocabulary(e, e).product
@@ -52,6 +56,7 @@ class Vocabulary:
 
     embedding: Tensor
     unembedding: Tensor
+    drawn_from: Tokens | None = None
 
     @cached_property
     def product(self) -> Tensor:
@@ -66,9 +71,7 @@ class Vocabulary:
         return found
 
 
-def copying(
-    circuit: Circuit, vocabulary: Vocabulary, among: Tokens | None = None, *, sequences: int = 8, seed: int = 0
-) -> HeadScores:
+def copying(circuit: Circuit, vocabulary: Vocabulary, *, sequences: int = 8, seed: int = 0) -> HeadScores:
     """The share of the token that a head looks at in what it raises among 25 random tokens.
 
         l[x, y] = U[y] . W_O W_V E[x]        r[x, y] = ReLU(l[x, y] - mean_y l[x, y])
@@ -78,9 +81,6 @@ def copying(
     head's output on the sequence, by its attention there, and rescale so that [0, 1/2] becomes [-1, 1]: 4 score - 1.
     Here the head looks at one token at a time, so that its attention has no part in it. A row in which nothing is
     raised counts as 0. Chance: 1/25, what a head gives that raises tokens regardless of x.
-
-    Args:
-        among: int64 ids to draw from, such as `plain_tokens`; None for the whole vocabulary.
 
     Returns:
         [sequences, heads].
@@ -93,12 +93,13 @@ def copying(
     >>> copying(circuit, vocabulary, sequences=1)
     HeadScores(value=tensor([[1., 0.]]), chance=tensor([[0.1429, 0.1429]]))
     """
+    among = vocabulary.drawn_from
     ids = torch.arange(len(vocabulary.embedding)) if among is None else token_ids(among).cpu()
     count = min(TOKENS, len(ids))
     if count < 2 or sequences < 1:
         raise ProblemError(f"{sequences} sequences, {len(ids)} tokens to draw from: expected 1 and 2 at least.")
     if not 0 <= int(ids.min()) <= int(ids.max()) < len(vocabulary.embedding):
-        raise ProblemError(f"among has ids up to {int(ids.max())}: expected 0 to {len(vocabulary.embedding) - 1}.")
+        raise ProblemError(f"drawn_from has ids up to {int(ids.max())}: expected 0 to {len(vocabulary.embedding) - 1}.")
     _check_fit(circuit, vocabulary)
     random = torch.Generator().manual_seed(seed)
     drawn = [ids[torch.randperm(len(ids), generator=random)[:count]] for _ in range(sequences)]

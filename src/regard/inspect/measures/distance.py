@@ -7,11 +7,10 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.means import counted, mean_over_rows
+from regard.inspect.measures.means import mean_over_rows, selected_rows
+from regard.inspect.measures.measure import Inputs
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import looks_ahead
-from regard.inspect.sweep import Sweep
-from regard.inspect.weights.lazy import Weights
 
 NEAR = 8
 """Tokens that count as near: the row's own and the seven before it, and after it where the mask allows."""
@@ -24,7 +23,7 @@ class Profile:
 
     Attributes:
         edges: the first distance of each bin: 0, 1, 2, 4, 8 ...; a bin ends where the next begins.
-        value, chance: the mean mass in each bin, [batch, heads, bins].
+        value, chance: the mean mass in each bin, float64 [batch, heads, bins].
     """
 
     edges: tuple[int, ...]
@@ -32,7 +31,7 @@ class Profile:
     chance: Tensor
 
 
-def distance_profile(weights: Weights, swept: Sweep, even: Sweep, rows: Tensor | None = None) -> Profile:
+def distance_profile(inputs: Inputs) -> Profile:
     """The mean mass by distance d = |p_i - j|, in bins 0, 1, 2-3, 4-7, 8-15 ...
 
         P(bin) = mean over rows of  sum_{j : |p_i - j| in bin} A[i, j]
@@ -41,29 +40,26 @@ def distance_profile(weights: Weights, swept: Sweep, even: Sweep, rows: Tensor |
     or at their mean; bins of doubling width keep a long text readable. The bins of a head sum to 1, less what a
     learned sink takes.
 
-    Args:
-        even: the sweep of `uniform(weights)`, whose profile is the chance value.
+    Chance: the profile of uniform attention.
 
-    >>> from regard.inspect.measures import even_sweep
-    >>> from regard.inspect.sweep import sweep
     >>> from regard import Causal
+    >>> from regard.inspect.weights.lazy import Weights
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
-    >>> found = distance_profile(weights, sweep(weights), even_sweep(weights))
+    >>> found = distance_profile(Inputs(weights))
     >>> found.edges, found.value  # distance 0: the mean of 1, 1/2 and 1/3; 1: of 0, 1/2, 1/3; 2 and more: of 0, 0, 1/3
-    ((0, 1, 2), tensor([[[0.6111, 0.2778, 0.1111]]]))
+    ((0, 1, 2), tensor([[[0.6111, 0.2778, 0.1111]]], dtype=torch.float64))
     """
+    weights, swept, even = inputs.weights, inputs.swept, inputs.even
     furthest = max(weights.offset + weights.shape[2] - 1, weights.shape[3] - 1 - weights.offset, 0)
     bins = min(furthest.bit_length() + 1, swept.bins.shape[-1])
-    counting = counted(weights, rows)[..., None]
-    total = counting.sum(2)
-    value, chance = ((one.bins[..., :bins] * counting).sum(2) / total for one in (swept, even))
+    counted = selected_rows(weights, inputs.rows)[..., None]
+    total = counted.sum(2)
+    value, chance = ((one.bins[..., :bins].double() * counted).sum(2) / total for one in (swept, even))
     return Profile((0, *(2**b for b in range(bins - 1))), value, chance)
 
 
-def local_mass(
-    weights: Weights, swept: Sweep, even: Sweep, width: int = NEAR, rows: Tensor | None = None
-) -> HeadScores:
+def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
     """The mean mass on what is nearer than `width` tokens: mean over rows of sum_{j : |p_i - j| < width} A[i, j].
 
     A sum of the first bins of `distance_profile`. Chance: that of uniform attention.
@@ -74,52 +70,42 @@ def local_mass(
     Raises:
         ProblemError: it is none.
 
-    >>> from regard.inspect.measures import even_sweep
-    >>> from regard.inspect.sweep import sweep
     >>> from regard import Causal
+    >>> from regard.inspect.weights.lazy import Weights
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
-    >>> local_mass(weights, sweep(weights), even_sweep(weights), width=2)  # the mean of 1, 1 and 2/3
+    >>> local_mass(Inputs(weights), width=2)  # the mean of 1, 1 and 2/3
     HeadScores(value=tensor([[0.8889]]), chance=tensor([[0.8889]]))
     """
     if width < 1 or width & (width - 1):
         raise ProblemError(f"width is {width}: expected a power of two, since distances are counted in such bins.")
     bins = width.bit_length()
-    value, chance = (one.bins[..., :bins].sum(-1) for one in (swept, even))
-    return mean_over_rows(weights, value, chance, rows)
+    value, chance = (one.bins[..., :bins].sum(-1) for one in (inputs.swept, inputs.even))
+    return mean_over_rows(inputs.weights, value, chance, inputs.rows)
 
 
-def mean_distance(
-    weights: Weights, swept: Sweep, even: Sweep, where: Tensor, where_even: Tensor, rows: Tensor | None = None
-) -> HeadScores:
+def mean_distance(inputs: Inputs) -> HeadScores:
     """How many tokens back a head looks in the mean: mean over rows of  sum_j A[i, j] (p_i - j) / sum_j A[i, j].
 
     Vig and Belinkov 2019, arXiv:1906.04284, divide the sums over all rows, which is the same where rows sum to 1;
     they do unless a learned sink takes a share. Of masks that hide what is later, for the distance is not signed.
-
-    Args:
-        where, where_even: the mean positions that rows look at, sum_j A[i, j] j, [batch, heads, queries]: a vector of
-            `along`, see `Vectors`.
+    Chance: the same of uniform attention.
 
     Raises:
-        ProblemError: some row sees what stands after it.
+        ProblemError: some row sees a later key.
 
-    >>> from regard.inspect.measures import Vectors, even_sweep
-    >>> from regard.inspect.sweep import sweep
     >>> from regard import Causal
+    >>> from regard.inspect.weights.lazy import Weights
     >>> q, k = 50 * torch.eye(3)[[0, 0, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
-    >>> vectors = Vectors()  # positions are always among them
-    >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
-    >>> where = vectors.positions(swept), vectors.positions(even)
-    >>> mean_distance(weights, swept, even, *where)  # the mean of 0, 1 and 2; chance: of 0, 1/2 and 1
+    >>> mean_distance(Inputs(weights))  # the mean of 0, 1 and 2; chance: of 0, 1/2 and 1
     HeadScores(value=tensor([[1.]]), chance=tensor([[0.5000]]))
     """
+    weights = inputs.weights
     if looks_ahead(weights):
-        raise ProblemError("some row sees keys after it: a mean distance is of causal attention; use distance_profile.")
-    at = weights.positions.to(where.dtype)
+        raise ProblemError("some row sees later keys: a mean distance is of causal attention; use distance_profile.")
     value, chance = (
-        at - mean / one.mass.clamp(min=torch.finfo(mean.dtype).tiny)
-        for mean, one in ((where, swept), (where_even, even))
+        weights.positions - inputs.mean_position(swept) / swept.mass.clamp(min=torch.finfo(swept.mass.dtype).tiny)
+        for swept in (inputs.swept, inputs.even)
     )
-    return mean_over_rows(weights, value, chance, rows)
+    return mean_over_rows(weights, value, chance, inputs.rows)

@@ -1,14 +1,13 @@
 """Attention to what stood beside earlier occurrences of a token: induction, its shifted forms, duplicate tokens."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.blocks import by_head, chunks, dots, kept, rows_of, summed, weighed
-from regard.inspect.measures.means import Tokens, counted, one_in, tokens_of
+from regard.inspect.measures.blocks import by_head, chunks, dots, kept, scaled_queries, summed, weighed
+from regard.inspect.measures.means import Tokens, one_in, selected_rows, tokens_of
 from regard.inspect.measures.occurrences import occurrences, paired
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
@@ -90,7 +89,7 @@ def induction_scan(
         raise ProblemError(f"shifts is {list(shifts)}: expected whole numbers of tokens, 1 for induction.")
     tokens = tokens_of(weights, tokens)
     each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(tokens)]
-    counting, chance = counted(weights, rows), one_in(weights)
+    counting, chance = selected_rows(weights, rows), one_in(weights)
     masses, visibles = [one.mass for one in each], [one.visible for one in each]
     found: dict[int, HeadScores] = {}
     for at, shift in enumerate(shifts):
@@ -100,15 +99,8 @@ def induction_scan(
     return found
 
 
-class Best(NamedTuple):
-    """The best of a scan for each head: its score there, and at which shift or offset that is, int64 [heads]."""
-
-    score: HeadScores
-    at: Tensor
-
-
-def best(scan: dict[int, HeadScores]) -> Best:
-    """Where each head of a scan scores furthest above chance, in the mean over sequences.
+def best(scan: dict[int, HeadScores]) -> HeadScores:
+    """Each head's score where it is furthest above chance, in the mean over sequences; `at` tells the shift or offset.
 
     The largest of several numbers is large by chance too: it is a reason to look, not the strength of a circuit.
 
@@ -116,8 +108,9 @@ def best(scan: dict[int, HeadScores]) -> Best:
         ProblemError: the scan is empty.
 
     >>> chance = torch.tensor([[0.1]])
-    >>> best({1: HeadScores(torch.tensor([[0.2]]), chance), 4: HeadScores(torch.tensor([[0.7]]), chance)})
-    Best(score=HeadScores(value=tensor([[0.7000]]), chance=tensor([[0.1000]])), at=tensor([4]))
+    >>> found = best({1: HeadScores(torch.tensor([[0.2]]), chance), 4: HeadScores(torch.tensor([[0.7]]), chance)})
+    >>> found.value, found.at
+    (tensor([[0.7000]]), tensor([[4]]))
     """
     if not scan:
         raise ProblemError("the scan is empty: give the scores at several shifts or offsets, as offset_scan does.")
@@ -126,19 +119,18 @@ def best(scan: dict[int, HeadScores]) -> Best:
     which = above.argmax(0)  # [heads]
 
     def chosen(each: list[Tensor]) -> Tensor:
-        """Of each head what stands at its best: [batch, heads, ...]."""
+        """Of each head the tensor at its best: [batch, heads, ...]."""
         return torch.stack([t[:, head] for head, t in enumerate(each[int(n)] for n in which)], dim=1)
 
     sums, counts = ([getattr(score, name) for score in scores] for name in ("sums", "counts"))
     where = torch.tensor(at, device=which.device)[which]
-    score = HeadScores(
+    return HeadScores(
         chosen([s.value for s in scores]),
         chosen([s.chance for s in scores]),
         None if any(s is None for s in sums) else chosen(sums),
         None if any(c is None for c in counts) else chosen(counts),
         where.expand(len(scores[0].value), -1),
     )
-    return Best(score, where)
 
 
 class _Matched:
@@ -173,7 +165,7 @@ class _Matched:
         keys = keys.clamp(0, weights.shape[3] - 1)
         i, j = rows[:, :, None], keys[:, None]
         visible = (kept(weights, i, j) & pair.flatten(2)[:, None]).to(weights.dtype).unflatten(-1, of_shifts)
-        a = weighed(weights, dots(weights, rows_of(weights, rows), keys), i, j).unflatten(-1, of_shifts)
+        a = weighed(weights, dots(weights, scaled_queries(weights, rows), keys), i, j).unflatten(-1, of_shifts)
         at = rows[here]
         self.mass.index_add_(2, at, by_head(summed(a, visible))[:, :, here])
         self.matched.index_add_(1, at, pair.any(-1)[here][None].to(self.matched.dtype))

@@ -14,7 +14,7 @@ Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
 """Token ids: integer [batch, keys], a list for each sequence, or one list where there is one sequence."""
 
 
-def counted(weights: Weights, rows: Tensor | None) -> Tensor:
+def selected_rows(weights: Weights, rows: Tensor | None) -> Tensor:
     """The rows that a mean counts: they see a key, and the caller did not leave them out; [batch, heads, queries].
 
     Raises:
@@ -35,7 +35,7 @@ def counted(weights: Weights, rows: Tensor | None) -> Tensor:
 
 def mean_over_rows(weights: Weights, values: Tensor, chance: Tensor, rows: Tensor | None) -> HeadScores:
     """The mean of [batch, heads, queries] over the rows that count."""
-    return HeadScores.of_rows(values, chance.to(values.dtype), counted(weights, rows))
+    return HeadScores.of_rows(values, chance.to(values.dtype), selected_rows(weights, rows))
 
 
 def one_in(weights: Weights) -> Tensor:

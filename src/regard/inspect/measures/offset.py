@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.blocks import by_head, chunks, dots, rows_of, weighed
-from regard.inspect.measures.means import counted, one_in
+from regard.inspect.measures.blocks import by_head, chunks, dots, scaled_queries, weighed
+from regard.inspect.measures.means import one_in, selected_rows
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
@@ -92,7 +92,7 @@ def _score(weights: Weights, mass: Tensor, offset: int, rows: Tensor | None) -> 
     there = (key >= 0) & (key < weights.shape[3])
     visible = weights.keep(row, key.clamp(0, max(0, weights.shape[3] - 1)))
     return HeadScores.of_rows(
-        mass.where(visible, 0.0), one_in(weights) * visible, counted(weights, rows) & there
+        mass.where(visible, 0.0), one_in(weights) * visible, selected_rows(weights, rows) & there
     )  # the mask is asked once for a diagonal, not for each block
 
 
@@ -111,7 +111,7 @@ def _band(weights: Weights, offsets: list[int]) -> Tensor:
     row, safe = row.clamp(max=queries - 1), key.clamp(0, keys - 1)
     parts: list[Tensor] = []
     for some in chunks(weights, len(row), row.shape[1] * key.shape[1]):
-        products = dots(weights, rows_of(weights, row[some]), safe[some])
+        products = dots(weights, scaled_queries(weights, row[some]), safe[some])
         on_band = products.gather(-1, diagonal.expand(*products.shape[:-1], -1))
         at = safe[some][:, diagonal]  # [blocks, ROWS, offsets]
         parts.append(by_head(weighed(weights, on_band, row[some, :, None], at)))

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import Tokens, counted, mean_over_rows, per_key, token_ids
+from regard.inspect.measures.means import Tokens, mean_over_rows, per_key, selected_rows, token_ids
+from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import uniform
-from regard.inspect.sweep import Sweep
 from regard.inspect.weights.lazy import Weights
 
 
@@ -39,64 +39,56 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
     return (counts.sum() / counts).log()[ids].float()
 
 
-def rare_word(
-    weights: Weights, swept: Sweep, rare: Tensor, rare_even: Tensor, rows: Tensor | None = None
-) -> HeadScores:
-    """How much rarer what a head looks at is than what it sees, in nats.
+def rare_word(inputs: Inputs) -> HeadScores:
+    """How much rarer the tokens that a head looks at are than those that it sees, in nats.
 
         mean over rows of  sum_j A[i, j] r_j / sum_j A[i, j]  -  mean of r_j over the keys that row i sees
 
     with r_j = -ln p(x_j), see `rarity`. A soft form, ours, of Voita et al. 2019, arXiv:1905.09418, §5.3; theirs is
     `rarest_hits`. Chance: 0.
 
-    Args:
-        rare, rare_even: sum_j A[i, j] r_j of the call and of `uniform(weights)`, [batch, heads, queries]: a vector of
-            `along`, see `Vectors`.
-
-    >>> from regard.inspect.measures import Vectors, even_sweep
-    >>> from regard.inspect.sweep import sweep
     >>> from regard import Causal
+    >>> from regard.inspect.weights.lazy import Weights
     >>> q, k = 50 * torch.eye(3)[[0, 1, 1]], torch.eye(3)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
-    >>> vectors = Vectors(rarity=torch.tensor([[1.0, 3.0, 2.0]]))  # nats
-    >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
-    >>> rare_word(weights, swept, vectors.rare(swept), vectors.rare(even))  # the mean of 1 - 1, 3 - 2 and 3 - 2
+    >>> rare_word(Inputs(weights, rarity=torch.tensor([[1.0, 3.0, 2.0]])))  # the mean of 1 - 1, 3 - 2 and 3 - 2
     HeadScores(value=tensor([[0.6667]]), chance=tensor([[0.]]))
     """
-    value = rare / swept.mass.clamp(min=torch.finfo(rare.dtype).tiny) - rare_even
-    return mean_over_rows(weights, value, torch.zeros_like(rare_even), rows)
+    rare, even = inputs.mean_rarity(inputs.swept), inputs.mean_rarity(inputs.even)
+    value = rare / inputs.swept.mass.clamp(min=torch.finfo(rare.dtype).tiny) - even
+    return mean_over_rows(inputs.weights, value, torch.zeros_like(even), inputs.rows)
 
 
-def rarest_hits(weights: Weights, swept: Sweep, rare: Tensor, among: int = 1, rows: Tensor | None = None) -> HeadScores:
+def rarest_hits(inputs: Inputs, among: int = 1) -> HeadScores:
     """The share of rows whose largest weight is on one of the rarest tokens that they see.
 
         mean over rows of 1[ r_t >= the among-th largest r_j of visible j ],    t = argmax_j A[i, j]
 
     Voita et al. 2019, arXiv:1905.09418, §5.3: 66 % for the rarest and 83 % for the two rarest of a sentence on
     OpenSubtitles, counting sentences whose rarest token is not among the 500 most frequent; choose such rows with
-    `rows`. It is made for sentences: in a long text hardly any row looks at the one rarest token. O(queries x keys).
+    `Inputs.rows`. It is made for sentences: in a long text hardly any row looks at the one rarest token.
+    O(queries x keys). Tokens that are equally rare count all or not at all.
 
     Chance: the mean share of such tokens among those that a row sees.
 
-    Args:
-        rare: r_j, [batch, keys]; tokens that are equally rare count all or not at all.
-
     Raises:
-        ProblemError: `rare` is not [batch, keys], or `among` is below 1.
+        ProblemError: the rarities are not [batch, keys], or `among` is below 1.
 
-    >>> from regard.inspect.sweep import sweep
     >>> from regard import Causal
+    >>> from regard.inspect.weights.lazy import Weights
     >>> q, k = 50 * torch.eye(3)[[0, 1, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
-    >>> rarest_hits(weights, sweep(weights), torch.tensor([[1.0, 3.0, 2.0]]))  # rows 0 and 1; chance of 1, 1/2 and 1/3
+    >>> rarest_hits(Inputs(weights, rarity=torch.tensor([[1.0, 3.0, 2.0]])))  # rows 0 and 1; chance of 1, 1/2 and 1/3
     HeadScores(value=tensor([[0.6667]]), chance=tensor([[0.6111]]))
     """
-    rare = per_key(weights, rare, "rare")
+    weights = inputs.weights
+    rare = per_key(weights, required(inputs.rarity, "rarity"), "rarity")
     if among < 1:
         raise ProblemError(f"among is {among}: expected how many of the rarest tokens count, 1 or more.")
     least, share = _rarest(uniform(weights), rare, among)
+    swept = inputs.swept
     at_top = rare[:, None].expand(*swept.top_key.shape[:2], -1).gather(-1, swept.top_key)
-    return HeadScores.of_rows((at_top >= least).to(swept.top.dtype), share, counted(weights, rows))
+    return HeadScores.of_rows((at_top >= least).to(swept.top.dtype), share, selected_rows(weights, inputs.rows))
 
 
 def _rarest(even: Weights, rare: Tensor, among: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
+from regard.inspect.measures.blocks import rows_at_once, whole_rows
 from regard.inspect.measures.means import Tokens, token_ids
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.whole_rows import at_once, whole_rows
 from regard.inspect.weights.lazy import Weights
 
 
@@ -57,7 +57,7 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
         writing = ((call.positions + 1 >= since) & (call.positions + 1 < tokens.shape[1])).nonzero()[:, 0]
         steps += len(writing)
         for b in range(batch):
-            for rows in writing.split(at_once(call)):
+            for rows in writing.split(rows_at_once(call)):
                 found = whole_rows(call.only(b), rows)
                 wrote = tokens[b, rows + call.offset + 1]
                 keys = found.weights.shape[-1]

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.student import quantile
 
 BLOCKS = 32
 """Blocks that the rows of a sequence are cut into: enough to draw from, and long, to hold what hangs together."""
@@ -140,7 +140,7 @@ class HeadScores:
 
     def _student(self, level: float) -> Interval:
         mean, error, count = self._of_sequences()
-        t = torch.tensor([quantile((1 + level) / 2, n - 1) if n > 1 else math.nan for n in count.tolist()])
+        t = torch.tensor([student_quantile((1 + level) / 2, n - 1) if n > 1 else math.nan for n in count.tolist()])
         reach = t.to(error) * error
         return Interval((mean - reach).to(self.value.dtype), (mean + reach).to(self.value.dtype), "sequences")
 
@@ -190,3 +190,21 @@ def _normal(of: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
     half = torch.randn((-(-draws // 2), 2 * of - 1), generator=random, dtype=torch.float64)
     weights = torch.stack([half[:, :of], -half[:, :of]], dim=1).flatten(0, 1)[:draws]
     return weights, half[:, of:].square().cumsum(1).repeat_interleave(2, dim=0)[:draws]
+
+
+@lru_cache(maxsize=64)
+def student_quantile(share: float, degrees: int) -> float:
+    """The value below which Student's t stays in this share of all samples; degrees of freedom: values less 1.
+
+    With 4 values the standard error itself is a guess, which the percentile bootstrap does not count: of 4 normal
+    values its 95 % interval covers the mean in 79 of 100 samples, Student's in 95.
+
+    By substituting t = sqrt(degrees) tan(x): the density of x is proportional to cos(x)^(degrees - 1).
+
+    >>> round(student_quantile(0.975, 3), 3), round(student_quantile(0.975, 31), 3), round(student_quantile(0.5, 7), 3)
+    (3.182, 2.04, 0.0)
+    """
+    x = np.linspace(-math.pi / 2, math.pi / 2, 20_001)
+    density = np.maximum(np.cos(x), 0.0) ** (degrees - 1)
+    below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(degrees) * math.tan(float(np.interp(share, below / below[-1], x)))

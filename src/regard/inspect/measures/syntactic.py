@@ -8,8 +8,8 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
+from regard.inspect.measures.blocks import rows_at_once, whole_rows
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.whole_rows import at_once, whole_rows
 from regard.inspect.weights.lazy import Weights
 
 MARGIN = 0.1
@@ -74,7 +74,7 @@ def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) 
     mass, hit, even = (torch.zeros(shape, dtype=weights.dtype, device=weights.q.device) for _ in range(3))
     for b in range(batch):
         own = (pairs[:, 0] == b).nonzero()[:, 0]
-        for at in own.split(at_once(weights)):
+        for at in own.split(rows_at_once(weights)):
             rows, keys = pairs[at, 1] - weights.offset, pairs[at, 2]
             found = whole_rows(weights.only(b), rows)
             here = torch.arange(len(at), device=at.device)

@@ -1,4 +1,4 @@
-"""Times the stages of a survey, and tells whoever listens how far each has come."""
+"""Times the stages of a survey, and reports their progress."""
 
 import time
 from collections.abc import Callable, Generator
@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 import torch
 
-from regard.inspect.surveying.subject import settle
+from regard.inspect.surveying.model import settle
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) as a survey goes on."""
 
 
 class Clock:
-    """`seconds` holds what each stage took, by its name."""
+    """The time of each stage by its name, in `seconds`."""
 
     def __init__(self, progress: Progress | None, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}

@@ -10,7 +10,7 @@ from regard.inspect.brief import brief
 class Estimate(NamedTuple):
     """One measure of one head: `chance` is what uniform attention would score, low to high its 95 % interval.
 
-    None is what there is not: a measure that does not apply, a score without chance value or interval.
+    A field is None where it does not exist: a measure that does not apply, a score without chance value or interval.
     """
 
     value: float | None
@@ -20,13 +20,13 @@ class Estimate(NamedTuple):
 
 
 NONE = Estimate(None)
-"""What a head scores in a measure that it was not put to."""
+"""The estimate of a measure that a head does not have."""
 
 
 @brief
 @dataclass(frozen=True)
 class Head:
-    """One query head of one layer: its scores by the keys of `DEFINITIONS`, and what it is called for them.
+    """One query head of one layer: its scores by the keys of `DEFINITIONS`, and its kind.
 
     `kind`, `remarkable` and `sure` are filled in by `kinds.ranked`. `sure` is the share of draws on
     other texts in which the head has the same kind; None where no other text was read.
@@ -46,7 +46,7 @@ class Head:
         return f"{self.layer}.{self.head}"
 
     def score(self, measure: str) -> Estimate:
-        """The head's score, `NONE` where it was not put to the measure."""
+        """The head's score, `NONE` where it does not have the measure."""
         return self.scores.get(measure, NONE)
 
     def value(self, measure: str) -> float | None:

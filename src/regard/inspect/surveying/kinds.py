@@ -1,15 +1,16 @@
-"""What a head is called, and how remarkable it is: rules that a reader can recompute from the scores in a report."""
+"""The kind of a head, and how remarkable it is: rules that a reader can recompute from the scores in a report."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.inspect.measures import definitions
-from regard.inspect.measures.definitions import Definition
+from regard.inspect.measures import catalogue
+from regard.inspect.measures.measure import Definition
 from regard.inspect.surveying.head import Estimate, Head
 
 NAMED_FROM = 0.3
@@ -21,25 +22,44 @@ POSITIONAL_FROM = 0.9
 BROAD_FROM = 0.5
 """The share of the visible tokens over which a head spreads from which it is called broad."""
 
-NAMING = {
-    "induction": ("induction", "induction_jittered"),
-    "shifted induction": ("best_shift",),
-    "previous token": ("previous",),
-    "duplicate token": ("duplicate",),
-    "sink": ("sink",),
-}
-"""The names of heads in order, each with the scores of which all must stand out: the rarest thing that a head does."""
+Floats = NDArray[np.floating]
 
-NAMED_BY = {measure: kind for kind, measures in NAMING.items() for measure in measures}
-"""The name that a score gives, or helps to give."""
 
-NAMERS = frozenset({*NAMED_BY, "positional", "entropy"})
-"""Every score that a name depends on."""
+def lifts(values: Floats, chances: Floats) -> Floats:
+    """(score - chance) / (1 - chance); NaN where the chance value is 1."""
+    return (values - chances) / np.where(chances < 1, 1 - chances, np.nan)
+
+
+class Kind(NamedTuple):
+    """A rule that names heads: all of the measures must reach the threshold, those that were made."""
+
+    name: str
+    measures: tuple[str, ...]
+    statistic: Callable[[Floats, Floats], Floats] = lifts
+    threshold: float = NAMED_FROM
+
+
+KINDS = (
+    Kind("induction", ("induction", "induction_jittered")),
+    Kind("shifted induction", ("best_shift",)),
+    Kind("previous token", ("previous",)),
+    Kind("duplicate token", ("duplicate",)),
+    Kind("sink", ("sink",)),
+    Kind("positional", ("positional",), lambda values, chances: values, POSITIONAL_FROM),
+    Kind("broad", ("entropy",), lambda values, chances: np.exp(values - chances), BROAD_FROM),
+)
+"""The rules in order, the rarest thing that a head does first; the first that holds names the head."""
+
+BY_LIFT = tuple(kind for kind in KINDS if kind.statistic is lifts)
+
+NAMED_BY = {measure: kind.name for kind in BY_LIFT for measure in kind.measures}
+"""The kind that the lift of a measure gives, or helps to give."""
+
+NAMERS = frozenset(measure for kind in KINDS for measure in kind.measures)
+"""Every measure that a kind depends on."""
 
 MIXED = "mixed"
-"""What a head is called that none of the names fits."""
-
-Floats = NDArray[np.floating]
+"""The kind of a head that no rule names."""
 
 
 RULES: dict[str, Definition] = {
@@ -63,20 +83,6 @@ RULES: dict[str, Definition] = {
         "of its scores anew, those on repeated random tokens too",
         "a rule of this report",
         "no chance value: 1 is certain",
-    ),
-    "best_shift_at": Definition(
-        "shift of induction",
-        "tokens",
-        "the s of 1 to 8 that the score best_shift is of: how far behind an earlier occurrence the head looks",
-        "a rule of this report",
-        "none",
-    ),
-    "sink_value": Definition(
-        "value of the first token",
-        "ratio",
-        "|v_0| / mean over j of |v_j|, the norms of the head's values: far below 1, its mass on token 0 moves little",
-        "Gu et al. 2024, arXiv:2410.10781; Guo et al. 2024, arXiv:2410.13835",
-        "1, the mean token",
     ),
     "sink_shares": Definition(
         "heads with a sink",
@@ -104,12 +110,12 @@ RULES: dict[str, Definition] = {
     ),
 }
 
-DEFINITIONS: dict[str, Definition] = definitions.DEFINITIONS | RULES
-"""Every number of a report by its key: the measures, and the judgements of this file."""
+DEFINITIONS: dict[str, Definition] = catalogue.DEFINITIONS | RULES
+"""What each value of a report means, by its key: the measures, and the rules of this file."""
 
 
 def lift(score: Estimate) -> float:
-    """How far a score stands from chance to certainty: (score - chance) / (1 - chance); 0 where there is no score.
+    """How far a score is on the way from chance to certainty: (score - chance) / (1 - chance); 0 without a score.
 
     >>> lift(Estimate(0.6, 0.2))
     0.5
@@ -121,30 +127,27 @@ def lift(score: Estimate) -> float:
 
 
 def kind_of(scores: Mapping[str, Estimate]) -> str:
-    """What a head of these scores is called: see `RULES["kind"]`."""
-    given = {name: score for name, score in scores.items() if score.value is not None}
-    values = {name: np.array(score.value) for name, score in given.items()}
-    chances = {name: np.array(math.nan if score.chance is None else score.chance) for name, score in given.items()}
+    """The kind of a head with these scores: see `RULES["kind"]`."""
+    made = {name: score for name, score in scores.items() if score.value is not None}
+    values = {name: np.array(score.value) for name, score in made.items()}
+    chances = {name: np.array(math.nan if score.chance is None else score.chance) for name, score in made.items()}
     return str(kinds_of(values, chances))
 
 
 def kinds_of(values: Mapping[str, Floats], chances: Mapping[str, Floats]) -> NDArray[np.str_]:
-    """What heads of these scores are called, any number at once: arrays of one shape, or that broadcast.
+    """The kinds of any number of heads at once: arrays of one shape, or that broadcast.
 
-    A measure that is not there, and a score that is no number, names no head.
+    A measure that is missing, and a score that is NaN, names no head.
     """
-    holds: dict[str, NDArray[np.bool_]] = {}
-    for kind, measures in NAMING.items():
-        lifts = [_lifts(values[measure], chances[measure]) for measure in measures if measure in values]
-        if lifts:
-            holds[kind] = np.logical_and.reduce([lift >= NAMED_FROM for lift in lifts])
-    if "positional" in values:
-        holds["positional"] = values["positional"] >= POSITIONAL_FROM
-    if "entropy" in values:
-        holds["broad"] = np.exp(values["entropy"] - chances["entropy"]) >= BROAD_FROM
+    holds: list[tuple[str, NDArray[np.bool_]]] = []
+    for kind in KINDS:
+        reached = [kind.statistic(values[m], chances[m]) >= kind.threshold for m in kind.measures if m in values]
+        if reached:
+            holds.append((kind.name, np.logical_and.reduce(reached)))
     if not holds:
         return np.array(MIXED)
-    return np.select(np.broadcast_arrays(*holds.values()), [np.array(kind) for kind in holds], default=MIXED)
+    names, conditions = zip(*holds, strict=True)
+    return np.select(np.broadcast_arrays(*conditions), [np.array(name) for name in names], default=MIXED)
 
 
 def keeping(kinds: NDArray[np.str_], drawn: Mapping[str, Floats], chances: Mapping[str, Floats]) -> NDArray[np.float64]:
@@ -162,13 +165,9 @@ def ranked(heads: Iterable[Head]) -> tuple[Head, ...]:
 
 def strength(head: Head) -> float:
     """The lift of what names a head (of two scores the smaller), or its greatest if nothing does; at least 0."""
-    lifts = {
-        kind: min(lift(head.score(measure)) for measure in measures if head.value(measure) is not None)
-        for kind, measures in NAMING.items()
-        if any(head.value(measure) is not None for measure in measures)
-    }
-    return max(0.0, lifts.get(head.kind, max(lifts.values(), default=0.0)))
-
-
-def _lifts(values: Floats, chances: Floats) -> Floats:
-    return (values - chances) / np.where(chances < 1, 1 - chances, np.nan)
+    found = dict[str, float]()
+    for kind in BY_LIFT:
+        made = [lift(head.score(measure)) for measure in kind.measures if head.value(measure) is not None]
+        if made:
+            found[kind.name] = min(made)
+    return max(0.0, found.get(head.kind, max(found.values(), default=0.0)))

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
+from regard.inspect.measures.measure import Definition
+from regard.inspect.names import head_text, read_head
 from regard.inspect.plot import heat_map, html_table
 from regard.inspect.surveying.head import NONE, Estimate, Head
 from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift, ranked
-from regard.inspect.surveying.sinks import SinkShare, sink_shares
+from regard.inspect.surveying.sinks import SinkShare, sink_shares, spans
 
 __all__ = [
     "DEFINITIONS",
@@ -143,7 +145,8 @@ class Report:
         profiles: by (layer, head), how the mass of a mean row lies by distance |i - j|: bin 0 is distance 0, bin b the
             distances from 2 ** (b - 1) to 2 ** b - 1.
         other: what this one is compared with, a report on the same text.
-        ablations: None where no head was taken out.
+        ablations: None where no head was ablated.
+        definitions: what each value means, by its key; with those of the caller's own measures.
     """
 
     run: RunInfo
@@ -159,6 +162,16 @@ class Report:
     )
     other: "Report | None" = None
     ablations: Ablations | None = None
+    definitions: Mapping[str, Definition] = field(default_factory=lambda: DEFINITIONS)
+
+    def head(self, name: str | tuple[int, int]) -> Head:
+        """A head by its name, "18.6" or (18, 6). Raises `ProblemError` if the report has no such head."""
+        read = read_head(name)
+        for head in self.heads:
+            if (head.layer, head.head) == read:
+                return head
+        layers = spans(sorted({head.layer for head in self.heads}))
+        raise ProblemError(f"no head {head_text(read)} in this report: it has the layers {layers}.")
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -195,11 +208,11 @@ class Report:
             "tokens": list(self.tokens),
             "prompt_tokens": self.prompt_tokens,
             "continuation": self.continuation,
-            "heads": [self._told(head) for head in self.heads],
+            "heads": [self._head_values(head) for head in self.heads],
             "sinks": [asdict(share) | {"most": list(share.most)} for share in self.sink_shares],
             "ablations": None if self.ablations is None else _without_keys(self.ablations),
             "other": None if self.other is None else self.other.to_dict(),
-            "definitions": {name: definition._asdict() for name, definition in DEFINITIONS.items()},
+            "definitions": {key: definition._asdict() for key, definition in self.definitions.items()},
         }
 
     def to_csv(self) -> str:
@@ -217,7 +230,7 @@ class Report:
         table.writerows(report._line(head, measures) for report in reports for head in report.heads)
         return text.getvalue()
 
-    def _told(self, head: Head) -> dict[str, Any]:
+    def _head_values(self, head: Head) -> dict[str, Any]:
         profile = self.profiles.get((head.layer, head.head))
         return {
             "layer": head.layer,
@@ -244,7 +257,7 @@ class Report:
         for head in self.heads:
             value = head.value(measure)
             values[layers.index(head.layer), head.head] = np.nan if value is None else value
-        unit = DEFINITIONS[measure].unit if measure in DEFINITIONS else ""
+        unit = self.definitions[measure].unit if measure in self.definitions else ""
         title = f"{measure} ({unit})" if unit else measure
         return heat_map(values, title=title, x="head", y="layer", y_ticks=list(map(str, layers)), ax=ax)
 

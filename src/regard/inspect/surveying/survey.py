@@ -1,12 +1,12 @@
 """A survey of a model: run it on a text, check it, and measure every head of every layer.
 
-    tokens -> prompt (timed) -> continuation (timed) -> comparison with eager -> observed: repeats, text, others
+    tokens -> prompt (timed) -> continuation (timed) -> comparison with eager -> measured: repeats, text, other texts
 
-All of it with regard's attention; the model is left as it was found. What is kept of a layer is its scores and its
+All of it with regard's attention; the model is restored afterwards. What is kept of a layer is its scores and its
 pictures: one layer's weights exist at a time, a tile of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,30 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.measures.circuits import Parts, parts_of
-from regard.inspect.observing.observe import Look, Seen, observe
+from regard.inspect.measures.measure import Measure, Text
+from regard.inspect.measures.stimulus import plain_tokens
+from regard.inspect.observing.observe import Look, Seen
 from regard.inspect.surveying.ablation import ablations
 from regard.inspect.surveying.clock import Clock, Progress
 from regard.inspect.surveying.closest import Closest
-from regard.inspect.surveying.copied import MEASURES as COPYING
-from regard.inspect.surveying.copied import copied
-from regard.inspect.surveying.kinds import ranked
-from regard.inspect.surveying.layer import PICTURE, Layer, Measuring, heads_of, numbered, pictures_of, profiles_of
+from regard.inspect.surveying.inputs import (
+    InputReader,
+    is_causal,
+    no_circuits,
+    not_observed,
+    repeated_tokens,
+    self_attention,
+)
+from regard.inspect.surveying.kinds import DEFINITIONS, ranked
+from regard.inspect.surveying.layer import PICTURE, Layer, heads_of, layer_of, numbered, pictures_of, profiles_of
+from regard.inspect.surveying.layer_scores import LayerScores
 from regard.inspect.surveying.machine import machine, versions
-from regard.inspect.surveying.others import on_other_texts, others_of
-from regard.inspect.surveying.reading import Prompt, eager_difference, prompt_of, written
-from regard.inspect.surveying.repeated import MEASURES as ON_REPEATS
-from regard.inspect.surveying.repeated import on_repeats, stimuli
+from regard.inspect.surveying.model import SurveyedModel, prepared, surveyed_model
+from regard.inspect.surveying.other_texts import on_other_texts, other_texts
+from regard.inspect.surveying.prompt import Prompt, continuation, eager_difference, prompt_of
 from regard.inspect.surveying.report import Ablations, Head, Report, RunInfo
-from regard.inspect.surveying.scored import Scores
+from regard.inspect.surveying.selection import Selection, select
 from regard.inspect.surveying.spelling import readable
-from regard.inspect.surveying.subject import Subject, prepared, subject_of
-from regard.inspect.surveying.wanted import Wanted, wanted
 
 EAGER_TOKENS = 1024
 """Tokens of the prompt that are compared with eager attention, which builds [heads, n, n] several times over."""
@@ -43,9 +49,9 @@ def survey(
     tokenizer: Any,
     text: str,
     *,
-    measures: Sequence[str] | str | None = None,
+    measures: Sequence[str | Measure] | str | Measure | None = None,
     layers: Sequence[int] | int | None = None,
-    heads: Sequence[tuple[int, int]] | None = None,
+    heads: Sequence[str | tuple[int, int]] | str | None = None,
     tokens: int | None = None,
     new_tokens: int = 24,
     compare_eager: bool = True,
@@ -59,11 +65,11 @@ def survey(
             that does not (BERT) is measured without a continuation, and without induction unless its attention is
             causal; of an encoder-decoder the encoder is measured.
         text: the prompt.
-        measures: keys of `DEFINITIONS`; None for all. What names a head is measured too, as far as it costs no sweep;
-            where nothing asked for takes a sweep none is made, and there are no pictures.
+        measures: keys of `MEASURES`, and `Measure` values of your own; None for all. The measures that name heads are
+            computed too, unless they need a sweep that nothing else needs. Without a sweep there are no pictures.
         layers: numbers from 0, or one; None for all.
-        heads: (layer, head), to be kept to the last weight (`Report.close_ups`).
-        tokens: read so many of the text at most; None for all of it.
+        heads: names such as "18.6", or pairs (layer, head): `Report.close_ups` has every weight of these.
+        tokens: the most tokens of the text to read; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
             once, and no speed is told.
         compare_eager: also run transformers' own eager attention, on at most the first 1,024 tokens, and report the
@@ -75,39 +81,45 @@ def survey(
         ProblemError: what `check` finds, before anything is computed; a measure asked for by its name that this model
             cannot be put to; or the model computes its attention by itself, where it cannot be seen.
     """
-    asked = wanted(measures, layers, heads, ablate)
-    with torch.no_grad(), prepared(model) as subject:
-        asked.check(subject)
-        prompt = prompt_of(subject, tokenizer, text, tokens, new_tokens)
-        clock, notes = Clock(progress, subject.model.device), [*prompt.notes, *asked.notes(subject)]
-        parts = _parts(subject, asked, notes)
-        new = written(subject, prompt.ids, new_tokens, clock)
-        difference = eager_difference(subject, prompt.ids[:, :EAGER_TOKENS], clock) if compare_eager else None
+    selection = select(measures, layers, heads, ablate)
+    with torch.no_grad(), prepared(model) as surveyed:
+        selection.check(surveyed)
+        prompt = prompt_of(surveyed, tokenizer, text, tokens, new_tokens)
+        clock, notes = Clock(progress, surveyed.model.device), [*prompt.notes, *selection.notes(surveyed)]
+        parts = _parts(surveyed, selection, notes)
+        new = continuation(surveyed, prompt.ids, new_tokens, clock)
+        difference = eager_difference(surveyed, prompt.ids[:, :EAGER_TOKENS], clock) if compare_eager else None
         ids = torch.cat([prompt.ids, new], dim=1)
-        repeats = _repeats(subject, tokenizer, asked, notes, clock)
-        with clock.stage("copying", 1):
-            copies = {} if parts is None else copied(parts, subject, tokenizer, asked)
-        measuring = Measuring(ids, asked, subject.body, copies, notes)
-        passed, closes = _passed(subject, measuring, repeats, clock)
-        others = _others(subject, tokenizer, asked, ids.shape[1], clock)
+        repeats = _repeats(surveyed, tokenizer, selection, notes, clock)
+        reader = InputReader(
+            surveyed.body,
+            selection.on("text"),
+            parts,
+            plain_tokens(tokenizer, surveyed.embeddings),
+            lambda measures, reason: notes.append(selection.lacking(measures, reason)),
+        )
+        layers_read, close_ups = _read_layers(surveyed, selection, reader, ids, repeats, clock)
+        others = _on_other_texts(surveyed, tokenizer, selection, ids.shape[1], clock)
         found = [
             head
-            for number, layer in enumerate(passed)
+            for number, layer in enumerate(layers_read)
             for head in heads_of(layer, _of(repeats, number), others[number] if others else ())
         ]
-        ablated, found = _ablated(subject, prompt.ids, found, ablate, clock)
-    found = ranked(found)
+        ablated, found = _ablated(surveyed, prompt.ids, found, ablate, clock)
+    found, prompt = ranked(found), replace(prompt, notes=tuple(dict.fromkeys(notes)))
+    own = {m.key: m.definition for m in selection.measures if m.key not in DEFINITIONS}
     return Report(
-        run=_run(model, passed, replace(prompt, notes=tuple(dict.fromkeys(notes))), new.shape[1], difference, clock),
+        run=_run(model, layers_read, prompt, new.shape[1], difference, clock),
         text=prompt.text,
         tokens=readable(tokenizer, ids[0].tolist()),
         prompt_tokens=prompt.tokens,
         continuation=tokenizer.decode(new[0].tolist()),
         heads=found,
-        pictures=tuple(pictures_of(passed)),
-        close_ups=closes.of(found),
-        profiles=profiles_of(passed),
+        pictures=tuple(pictures_of(layers_read)),
+        close_ups=close_ups.of(found),
+        profiles=profiles_of(layers_read),
         ablations=ablated,
+        definitions=DEFINITIONS | own,
     )
 
 
@@ -116,9 +128,9 @@ def check(
     tokenizer: Any,
     text: str,
     *,
-    measures: Sequence[str] | str | None = None,
+    measures: Sequence[str | Measure] | str | Measure | None = None,
     layers: Sequence[int] | int | None = None,
-    heads: Sequence[tuple[int, int]] | None = None,
+    heads: Sequence[str | tuple[int, int]] | str | None = None,
     tokens: int | None = None,
     new_tokens: int = 24,
     ablate: str | None = None,
@@ -129,104 +141,128 @@ def check(
         ProblemError: the text is empty, a single token, or too long for a model that has learned its positions; a
             measure, layer or head that there is not; a model or an argument of another kind.
     """
-    asked, subject = wanted(measures, layers, heads, ablate), subject_of(model)
-    asked.check(subject)
-    prompt_of(subject, tokenizer, text, tokens, new_tokens)
-    _parts(subject, asked, [])
+    selection, surveyed = select(measures, layers, heads, ablate), surveyed_model(model)
+    selection.check(surveyed)
+    prompt_of(surveyed, tokenizer, text, tokens, new_tokens)
+    _parts(surveyed, selection, [])
 
 
-def _parts(subject: Subject, asked: Wanted, notes: list[str]) -> Parts | None:
-    """Where the weights are that copying is measured on; None, and a note, where that is not known."""
-    if not any(asked.has(measure) for measure in COPYING):
-        return None
+def _parts(surveyed: SurveyedModel, selection: Selection, notes: list[str]) -> Parts | None:
+    """The weights that copying is measured on; None, and a note, for a model whose parts are not known."""
+    needing = [measure for measure in selection.measures if "circuit" in measure.needs]
     try:
-        return parts_of(subject.model)
+        return parts_of(surveyed.model) if needing else None
     except ProblemError as error:
-        notes.append(asked.lacking(COPYING, f"circuits cannot be taken out: {str(error).rstrip('.')}"))
+        notes.append(selection.lacking(needing, no_circuits(error)))
         return None
 
 
-def _repeats(subject: Subject, tokenizer: Any, asked: Wanted, notes: list[str], clock: Clock) -> list[Scores] | None:
-    """What the heads of each layer score on repeated random tokens; None, and a note, where there is no such thing."""
-    texts, found = stimuli(subject, tokenizer), None
+def _repeats(
+    surveyed: SurveyedModel, tokenizer: Any, selection: Selection, notes: list[str], clock: Clock
+) -> list[LayerScores] | None:
+    """The scores of the heads of each layer on repeated random tokens; None, and a note, where there are none."""
+    vocabulary = plain_tokens(tokenizer, surveyed.embeddings)
+    texts, found = repeated_tokens(vocabulary, tokenizer.bos_token_id, surveyed.context), None
+    measures = [measure for measure in selection.measures if measure.on != "text"]
     if texts is None:
-        notes.append(asked.lacking(ON_REPEATS, "the vocabulary or the context is too small for random tokens"))
+        notes.append(selection.lacking(measures, "the vocabulary or the context is too small for random tokens"))
         return None
-    with clock.stage("induction", subject.layers * len(texts)) as step:
-        found = on_repeats(texts, asked, lambda ids, each: _observed(subject, ids, asked, each, step))
+    with clock.stage("induction", surveyed.layers * len(texts)) as step:
+        found = _on_repeats(surveyed, selection, texts, step)
     if found is None:
-        notes.append(asked.lacking(ON_REPEATS, "attention sees what is to come, so that nothing has to be looked up"))
+        notes.append(selection.lacking(measures, "attention sees what is to come, so that nothing has to be looked up"))
     return found
 
 
-def _others(subject: Subject, tokenizer: Any, asked: Wanted, tokens: int, clock: Clock) -> list[list[Scores]]:
-    """What names the heads of each layer on each of some other texts; of all of them in one pass."""
-    with clock.stage("other texts", subject.layers) as step:
-        ids = others_of(tokenizer, tokens)
+def _on_repeats(
+    surveyed: SurveyedModel, selection: Selection, texts: Mapping[Text, Tensor], step: Callable[[], None]
+) -> list[LayerScores] | None:
+    """The scores of each layer, in the order of the forward pass; None for a model that sees later tokens."""
+    layers: list[LayerScores] = []
+    for text, drawn in texts.items():
+        ids, reader = drawn.to(surveyed.model.device), InputReader(surveyed.body, selection.on(text))
+
+        def each(look: Look, reader: InputReader = reader, ids: Tensor = ids) -> LayerScores | bool:
+            return _scores(reader, look, ids)
+
+        seen = _observed(surveyed, ids, selection, each, step)
+        if any(layer.value is False for layer in seen):
+            return None
+        before = layers or [LayerScores()] * len(seen)
+        layers = [have.joined(layer.value) for have, layer in zip(before, seen, strict=True)]
+    return layers
+
+
+def _scores(reader: InputReader, look: Look, ids: Tensor) -> LayerScores | bool:
+    """The scores of a layer; False where its attention is not causal."""
+    if not is_causal(look.weights):
+        return False
+    scores, inputs = LayerScores(), reader.inputs(look, ids)
+    for measure in reader.measures:
+        scores.add(measure, measure.compute(inputs))
+    return scores
+
+
+def _on_other_texts(
+    surveyed: SurveyedModel, tokenizer: Any, selection: Selection, tokens: int, clock: Clock
+) -> list[list[LayerScores]]:
+    """The scores that name the heads of each layer on each of some other texts; of all of them in one pass."""
+    with clock.stage("other texts", surveyed.layers) as step:
+        ids = other_texts(tokenizer, tokens)
         if ids is None:
             return []
-        ids = ids.to(subject.model.device)
-        seen = _observed(subject, ids, asked, lambda look: on_other_texts(look, asked), step)
+        ids = ids.to(surveyed.model.device)
+        seen = _observed(surveyed, ids, selection, lambda look: on_other_texts(look, sweep=selection.sweep), step)
     return [layer.value for layer in seen]
 
 
-def _of(repeats: list[Scores] | None, number: int) -> Scores | None:
+def _of(repeats: list[LayerScores] | None, number: int) -> LayerScores | None:
     return None if repeats is None else repeats[number]
 
 
-def _passed(
-    subject: Subject, measuring: Measuring, repeats: list[Scores] | None, clock: Clock
+def _read_layers(
+    surveyed: SurveyedModel,
+    selection: Selection,
+    reader: InputReader,
+    ids: Tensor,
+    repeats: list[LayerScores] | None,
+    clock: Clock,
 ) -> tuple[list[Layer], Closest]:
-    """Every layer of self-attention over the text, in the order of the forward pass."""
-    asked, ids = measuring.wanted, measuring.tokens
-    closes, layers = Closest(asked.heads, others=ids.shape[1] > PICTURE and asked.sweep), list[Layer]()
+    """Every layer of self-attention over the text, in the order of the forward pass, and the close-ups of heads."""
+    close_ups, layers = Closest(selection.heads, others=ids.shape[1] > PICTURE and selection.sweep), list[Layer]()
 
     def each(look: Look) -> bool:
-        layer = measuring.layer(look)
-        closes.offer(look.weights, heads_of(layer, _of(repeats, len(layers))))
+        inputs = reader.inputs(look, ids, PICTURE)
+        layer = layer_of(look, inputs, reader.possible(inputs))
+        close_ups.offer(look.weights, heads_of(layer, _of(repeats, len(layers))))
         layers.append(layer)
         return True
 
-    with clock.stage("layers", len(asked.layers or range(subject.layers))) as step:
-        _observed(subject, ids, asked, each, step)
+    with clock.stage("layers", len(selection.layers or range(surveyed.layers))) as step:
+        _observed(surveyed, ids, selection, each, step)
     if not layers:
-        raise ProblemError(
-            f"{type(subject.model).__name__} computes its attention by itself instead of through transformers' "
-            "attention interface, so it cannot be observed: survey a model that supports `set_attn_implementation`."
-        )
-    asked.check_found({layer.layer: layer.heads for layer in layers})
-    return numbered(layers), closes
+        raise not_observed(surveyed.model)
+    selection.check_found({layer.layer: layer.heads for layer in layers})
+    return numbered(layers), close_ups
 
 
 def _observed(
-    subject: Subject, ids: Tensor, asked: Wanted, each: Callable[[Look], Any], step: Callable[[], None]
+    surveyed: SurveyedModel, ids: Tensor, selection: Selection, each: Callable[[Look], Any], step: Callable[[], None]
 ) -> list[Seen[Any]]:
-    """`each` of every call over all of the tokens: attention to another sequence (an image, an encoder) is left out."""
-
-    def self_attention(look: Look) -> Any:
-        if not asked.layer(look.layer):
-            return None
-        batch, _, queries, keys = look.weights.shape
-        if (batch, queries, keys) != (*ids.shape, ids.shape[1]):
-            return None
-        found = each(look)
-        step()
-        return found
-
-    with observe(subject.body, self_attention) as seen:
-        subject.body(input_ids=ids)
-    return [s for s in seen if s.value is not None]
+    """`each` of every call of self-attention in the selected layers while the model runs."""
+    run = surveyed.body
+    return self_attention(run, ids, each, selection.layers, step, run=lambda ids: run(input_ids=ids))
 
 
 def _ablated(
-    subject: Subject, ids: Tensor, heads: list[Head], how: str | None, clock: Clock
+    surveyed: SurveyedModel, ids: Tensor, heads: list[Head], how: str | None, clock: Clock
 ) -> tuple[Ablations | None, list[Head]]:
     """The heads with what their absence costs among their scores, if that was asked for."""
     if how is None:
         return None, heads
     places = [(head.layer, head.head) for head in heads]
     with clock.stage("ablation", len(places)) as step:
-        made, scores = ablations(subject.model, ids, places, how, step)
+        made, scores = ablations(surveyed.model, ids, places, how, step)
     return made, [replace(h, scores={**h.scores, "delta_loss": scores[h.layer, h.head]}) for h in heads]
 
 

@@ -1,4 +1,4 @@
-"""The text of a survey: read, written on, and compared with transformers' own attention."""
+"""The text of a survey: tokenised, continued by the model, and compared with transformers' own attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.surveying.clock import Clock
-from regard.inspect.surveying.subject import Subject
-from regard.inspect.surveying.wanted import is_whole
+from regard.inspect.surveying.model import SurveyedModel
+from regard.inspect.surveying.selection import is_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Prompt:
         return self.ids.shape[1]
 
 
-def prompt_of(subject: Subject, tokenizer: Any, text: str, tokens: int | None, new_tokens: int) -> Prompt:
+def prompt_of(model: SurveyedModel, tokenizer: Any, text: str, tokens: int | None, new_tokens: int) -> Prompt:
     """The tokens of the text, so many of them at most, if the model can take them.
 
     Raises:
@@ -33,18 +33,18 @@ def prompt_of(subject: Subject, tokenizer: Any, text: str, tokens: int | None, n
     """
     _check(tokenizer, text, tokens, new_tokens)
     every: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    given, notes = every[:tokens], list[str]()
-    if len(given) < 2:
+    read, notes = every[:tokens], list[str]()
+    if len(read) < 2:
         raise ProblemError(
-            f"the text {text!r} is {len(given)} token: there is nothing to choose between; give at least 2."
+            f"the text {text!r} is {len(read)} token: there is nothing to choose between; give at least 2."
         )
     if tokens is not None and len(every) < tokens:
         notes.append(f"The text is {len(every):,} tokens, fewer than the {tokens:,} asked for: all of it was read.")
-    room = new_tokens if subject.generates else 0
-    notes += _beyond(subject, len(given), room)
-    ids = torch.tensor([given], device=subject.model.device)
-    cut = len(given) < len(every)
-    return Prompt(ids, tokenizer.decode(given, skip_special_tokens=True) if cut else text, tuple(notes))
+    room = new_tokens if model.generates else 0
+    notes += _beyond(model, len(read), room)
+    ids = torch.tensor([read], device=model.model.device)
+    cut = len(read) < len(every)
+    return Prompt(ids, tokenizer.decode(read, skip_special_tokens=True) if cut else text, tuple(notes))
 
 
 def _check(tokenizer: Any, text: Any, tokens: Any, new_tokens: Any) -> None:
@@ -60,12 +60,12 @@ def _check(tokenizer: Any, text: Any, tokens: Any, new_tokens: Any) -> None:
         raise ProblemError(f"tokens is {tokens!r}: expected how many of the text to read, at least 2.")
 
 
-def _beyond(subject: Subject, tokens: int, room: int) -> list[str]:
+def _beyond(model: SurveyedModel, tokens: int, room: int) -> list[str]:
     """A note where the text is longer than what the model was made for; an error where it cannot go on there."""
-    context = subject.context
+    context = model.context
     if context is None or tokens + room <= context:
         return []
-    if not subject.goes_on:
+    if not model.extrapolates:
         shorter = f"shorten the text to {max(0, context - room):,} tokens" + (", or write fewer." if room else ".")
         raise ProblemError(
             f"the text is {tokens:,} tokens and {room} are to be written, and the model has learned {context:,} "
@@ -78,23 +78,23 @@ def _beyond(subject: Subject, tokens: int, room: int) -> list[str]:
     return [note]
 
 
-def written(subject: Subject, prompt: Tensor, new_tokens: int, clock: Clock) -> Tensor:
+def continuation(model: SurveyedModel, prompt: Tensor, new_tokens: int, clock: Clock) -> Tensor:
     """Run the prompt, and write on: the tokens written, int64 [1, tokens]; none by a model that does not write.
 
     Where none are wanted nothing is run: of a long text a pass takes minutes, and it is read once more to be measured.
     """
     if not new_tokens:
         return prompt[:, :0]
-    subject.outputs(prompt[:, :8])  # the first call of anything also loads and plans it
+    model.outputs(prompt[:, :8])  # the first call of anything also loads and plans it
     with clock.stage("prompt", 1):
-        token, cache = subject.step(prompt, None) if subject.generates else (subject.outputs(prompt), None)
+        token, cache = model.step(prompt, None) if model.generates else (model.outputs(prompt), None)
     ids: list[int] = []
-    with clock.stage("continuation", new_tokens if subject.generates else 0) as step:
-        while subject.generates and len(ids) < new_tokens and token not in subject.ends:
+    with clock.stage("continuation", new_tokens if model.generates else 0) as step:
+        while model.generates and len(ids) < new_tokens and token not in model.ends:
             ids.append(int(token))
             step()
             if len(ids) < new_tokens:
-                token, cache = subject.step(_unseen(prompt, ids, cache), cache)
+                token, cache = model.step(_unseen(prompt, ids, cache), cache)
     return torch.tensor([ids], dtype=torch.int64, device=prompt.device)
 
 
@@ -104,12 +104,12 @@ def _unseen(prompt: Tensor, ids: list[int], cache: Any) -> Tensor:
     return torch.cat([prompt, new], dim=1) if cache is None else new[:, -1:]
 
 
-def eager_difference(subject: Subject, ids: Tensor, clock: Clock) -> float:
+def eager_difference(model: SurveyedModel, ids: Tensor, clock: Clock) -> float:
     """The largest absolute difference of the outputs, with regard's attention and with transformers' eager one."""
     with clock.stage("comparison", 2) as step:
-        ours = subject.outputs(ids)
+        ours = model.outputs(ids)
         step()
-        with subject.attention("eager"):
-            eager = subject.outputs(ids)
+        with model.attention("eager"):
+            eager = model.outputs(ids)
         pieces = zip(ours.split(64, dim=1), eager.split(64, dim=1), strict=True)
         return max(float((a.double() - b.double()).abs().max()) for a, b in pieces)

@@ -4,16 +4,17 @@ A text drawn anew from its own blocks is that text: of the heads of SmolLM2 that
 one in eight has another kind on another text. So three short texts, as unlike each other as they are, are read as well.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.inspect.measures import breadth, positional, previous_token, sink
+from regard.inspect.measures.catalogue import MEASURES
+from regard.inspect.measures.measure import Inputs, compute
 from regard.inspect.observing.observe import Look
-from regard.inspect.surveying.scored import Scores
-from regard.inspect.surveying.wanted import Wanted
-from regard.inspect.sweep import sweep
+from regard.inspect.surveying.kinds import NAMERS
+from regard.inspect.surveying.layer_scores import LayerScores
 
 PROSE = (
     "The water for the town comes from the hills, through a pipe that was laid before anyone now living "
@@ -41,7 +42,7 @@ OTHERS = (PROSE, TALK, PROGRAM)
 """Texts of some hundred tokens: plain prose, people talking, a program."""
 
 
-def others_of(tokenizer: Any, tokens: int) -> Tensor | None:
+def other_texts(tokenizer: Any, tokens: int) -> Tensor | None:
     """The other texts, int64 [texts, tokens]: each cut to the length of the text, or to that of the shortest of them.
 
     A kind depends on how long a text is, so that texts of one length are compared as far as there are. None where a
@@ -52,16 +53,16 @@ def others_of(tokenizer: Any, tokens: int) -> Tensor | None:
     return None if shortest < 2 else torch.tensor([each[:shortest] for each in ids])
 
 
-def on_other_texts(look: Look, asked: Wanted) -> list[Scores]:
-    """What names the heads of a layer in each of several texts of one call, as far as it is measured on the text."""
-    weights = look.weights
-    found = {"previous": previous_token(weights), "sink": sink(weights)}
-    if asked.sweep:
-        swept = sweep(weights)
-        found |= {"entropy": breadth(weights, None, swept).entropy, "positional": positional(weights, swept).share}
-    texts: list[Scores] = []
-    for text in range(weights.shape[0]):
-        scores = Scores()
-        scores.add({measure: score.only(text) for measure, score in found.items()})
-        texts.append(scores)
+def on_other_texts(look: Look, *, sweep: bool) -> list[LayerScores]:
+    """The scores that name the heads of a layer, in each of several texts of one call.
+
+    Args:
+        sweep: whether the measures that need a sweep are among those of the text itself.
+    """
+    measures = [m for m in MEASURES if m.key in NAMERS and m.on == "text" and (sweep or "sweep" not in m.needs)]
+    texts = [LayerScores() for _ in range(look.weights.shape[0])]
+    found = compute(measures, Inputs(look.weights))
+    for number, scores in enumerate(texts):
+        for measure in measures:
+            scores.add(measure, replace(found[measure.key].only(number), at=None))
     return texts

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import counted, key_of, one_in
+from regard.inspect.measures.means import key_of, one_in, selected_rows
+from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import sweep
@@ -29,6 +30,20 @@ def value_norms(v: Tensor) -> Tensor:
     return norms / norms.mean(-1, keepdim=True)
 
 
+def first_value(inputs: Inputs) -> HeadScores:
+    """How large the first token's value is in each query head, relative to the mean token's: `value_norms` at key 0.
+
+    Chance: 1, the mean token.
+
+    >>> weights = Weights(torch.zeros(1, 2, 2, 3), torch.zeros(1, 1, 2, 3), torch.zeros(1, 2, 2))
+    >>> first_value(Inputs(weights, v=torch.tensor([[[[1.0], [3.0]]]])))
+    HeadScores(value=tensor([[0.5000, 0.5000]]), chance=tensor([[1., 1.]]))
+    """
+    v = required(inputs.v, "v")
+    value = value_norms(v)[:, :, 0].repeat_interleave(inputs.weights.shape[1] // v.shape[1], dim=1)
+    return HeadScores(value, torch.ones_like(value))
+
+
 def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
     """What each token would add to the residual stream through each head: ||v_j W_O^h||, [batch, heads, keys].
 
@@ -36,7 +51,7 @@ def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
 
     Args:
         v: [batch, kv_heads, keys, v_dim].
-        w_o: [heads, v_dim, d_model], each head's part of the output projection; see `of_heads`.
+        w_o: [heads, v_dim, d_model], each head's part of the output projection; see `split_heads`.
 
     Raises:
         ProblemError: heads or widths that do not fit.
@@ -49,13 +64,13 @@ def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
     return _norms(v.repeat_interleave(w_o.shape[0] // v.shape[1], dim=1), w_o)
 
 
-def of_heads(weight: Tensor, heads: int) -> Tensor:
+def split_heads(weight: Tensor, heads: int) -> Tensor:
     """The weight of an output projection, [d_model, heads * v_dim], head by head: [heads, v_dim, d_model].
 
     Raises:
         ProblemError: its width is no multiple of the heads.
 
-    >>> of_heads(torch.arange(8.0).view(2, 4), heads=2)[1]  # the second head's two columns, as rows
+    >>> split_heads(torch.arange(8.0).view(2, 4), heads=2)[1]  # the second head's two columns, as rows
     tensor([[2., 6.],
             [3., 7.]])
     """
@@ -64,56 +79,40 @@ def of_heads(weight: Tensor, heads: int) -> Tensor:
     return weight.detach().unflatten(1, (heads, -1)).permute(1, 2, 0)
 
 
-def value_weighted(
-    weights: Weights, norms: Tensor, sums: Tensor, sums_even: Tensor, token: int = 0, rows: Tensor | None = None
-) -> HeadScores:
-    """The share of a token among all that a head moves, by weight times value: how much of a sink is left then.
+def value_weighted(inputs: Inputs, token: int = 0) -> HeadScores:
+    """The share of a token in all that a head moves, by weight times value: how much of a sink is left then.
 
         mean over rows with p_i > token of  A[i, token] nu_token / sum_j A[i, j] nu_j,      nu_j = ||v_j W_O||
 
-    Kobayashi et al. 2020, arXiv:2004.10102, §4, who compare these norms by kind of token. Rows as in `sink`. Chance:
-    the same share in uniform attention.
-
-    Args:
-        norms: nu, [batch, heads, keys], from `output_norms`.
-        sums, sums_even: sum_j A[i, j] nu_j of the call and of `uniform(weights)`, [batch, heads, queries]: vectors of
-            `along`, see `Vectors`.
+    Kobayashi et al. 2020, arXiv:2004.10102, §4, who compare these norms by kind of token. Rows as in `sink`. Reads
+    `Inputs.norms`, from `output_norms`. Chance: the same share in uniform attention.
 
     Raises:
-        ProblemError: there is no such token, or numbers of other heads, keys or rows.
+        ProblemError: there is no such token, or the norms are of other heads or keys.
 
-    >>> from regard.inspect.measures import Vectors, even_sweep
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
-    >>> vectors = Vectors(norms=torch.tensor([[[0.0, 1.0, 1.0]]]))  # token 0 has a value of nothing
-    >>> swept, even = sweep(weights, along=vectors.stacked(weights)), even_sweep(weights, vectors)
-    >>> value_weighted(weights, vectors.norms, vectors.by_norm(swept), vectors.by_norm(even)).value
+    >>> value_weighted(Inputs(weights, norms=torch.tensor([[[0.0, 1.0, 1.0]]]))).value  # token 0 has a value of nothing
     tensor([[0.]])
     """
+    weights, norms = inputs.weights, required(inputs.norms, "norms")
     token = key_of(weights, token)
-    _check_norms(weights, norms, sums, sums_even)
     row = torch.arange(weights.shape[2], device=norms.device)
     even = one_in(weights) * weights.keep(row, torch.full_like(row, token))
-    here, least = norms[:, :, token, None], torch.finfo(sums.dtype).tiny
-    value = weights.columns(token, token + 1)[..., 0] * here / sums.clamp(min=least)
-    return HeadScores.of_rows(
-        value, even * here / sums_even.clamp(min=least), counted(weights, rows) & (weights.positions > token)
-    )
+    sums, even_sums = inputs.mean_norm(inputs.swept), inputs.mean_norm(inputs.even)
+    own, least = norms[:, :, token, None], torch.finfo(sums.dtype).tiny
+    value = weights.columns(token, token + 1)[..., 0] * own / sums.clamp(min=least)
+    chance = even * own / even_sums.clamp(min=least)
+    return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & (weights.positions > token))
 
 
-def sink_output(
-    weights: Weights, v: Tensor, out: Tensor, w_o: Tensor, token: int = 0, rows: Tensor | None = None
-) -> HeadScores:
-    """How large what a token adds is beside what the head adds in all: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
+def sink_output(inputs: Inputs, token: int = 0) -> HeadScores:
+    """The size of what a token adds beside the size of the head's output: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
 
     Over rows with p_i > k, z_i the head's output. Near 0 the mass on k does nothing; contributions may cancel, so that
-    it may exceed 1. Gu et al. 2024, arXiv:2410.10781, on why sinks are harmless; the ratio is ours. Chance: the same of
-    uniform attention, whose outputs take a sweep: O(queries x keys x v_dim).
-
-    Args:
-        v: [batch, kv_heads, keys, v_dim]; out: [batch, heads, queries, v_dim], both as the call has them.
-        w_o: [heads, v_dim, d_model], see `of_heads`.
+    it may exceed 1. Gu et al. 2024, arXiv:2410.10781, on why sinks are harmless; the ratio is ours. Reads `Inputs.v`,
+    `out` and `w_o`. Chance: the same of uniform attention, whose outputs take a sweep: O(queries x keys x v_dim).
 
     Raises:
         ProblemError: there is no such token, or heads, tokens or widths that do not fit.
@@ -123,9 +122,11 @@ def sink_output(
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
     >>> v, w_o = torch.tensor([[[[2.0], [8.0], [8.0]]]]), torch.ones(1, 1, 1)
     >>> out = v[:, :, [0, 0, 0]]  # all that the head adds is token 0's
-    >>> sink_output(weights, v, out, w_o)  # chance: 1/2 * 2 / 5 and 1/3 * 2 / 6
+    >>> sink_output(Inputs(weights, v=v, out=out, w_o=w_o))  # chance: 1/2 * 2 / 5 and 1/3 * 2 / 6
     HeadScores(value=tensor([[1.]]), chance=tensor([[0.1556]]))
     """
+    weights = inputs.weights
+    v, out, w_o = (required(getattr(inputs, name), name) for name in ("v", "out", "w_o"))
     token = key_of(weights, token)
     _check_output(v, w_o)
     _check_call(weights, v, out, w_o)
@@ -133,17 +134,22 @@ def sink_output(
     v, out, w_o = (t.detach().to(dtype) for t in (v, out, w_o))
     row = torch.arange(weights.shape[2], device=v.device)
     even = one_in(weights) * weights.keep(row, torch.full_like(row, token))
-    here = _norms(v[:, :, token : token + 1].repeat_interleave(group, dim=1), w_o)  # [batch, heads, 1]
+    own = _norms(v[:, :, token : token + 1].repeat_interleave(group, dim=1), w_o)  # [batch, heads, 1]
     least = torch.finfo(dtype).tiny
+    value = weights.columns(token, token + 1)[..., 0] * own / _norms(out, w_o).clamp(min=least)
+    chance = even * own / _norms(_even_outputs(weights, v), w_o).clamp(min=least)
+    return HeadScores.of_rows(value, chance, selected_rows(weights, inputs.rows) & (weights.positions > token))
+
+
+def _even_outputs(weights: Weights, v: Tensor) -> Tensor:
+    """The outputs of uniform attention over the same mask, [batch, heads, queries, v_dim]."""
     means = sweep(uniform(weights, whole_batch=True), along=v.transpose(2, 3).flatten(1, 2)).along
     assert means is not None  # [batch, heads or 1, queries, kv_heads * v_dim]
-    by_head = means.unflatten(-1, (v.shape[1], -1)).movedim(-2, 1)  # [batch, kv_heads, heads or 1, queries, v_dim]
-    even_out = by_head.repeat_interleave(group, dim=1)
-    own = even_out.diagonal(dim1=1, dim2=2).movedim(-1, 1)  # where the mask differs by head
-    even_out = own if even_out.shape[2] > 1 else even_out[:, :, 0]
-    value = weights.columns(token, token + 1)[..., 0] * here / _norms(out, w_o).clamp(min=least)
-    chance = even * here / _norms(even_out, w_o).clamp(min=least)
-    return HeadScores.of_rows(value, chance, counted(weights, rows) & (weights.positions > token))
+    by_key_head = means.unflatten(-1, (v.shape[1], -1)).movedim(-2, 1)  # [batch, kv_heads, heads or 1, queries, v_dim]
+    every = by_key_head.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+    if every.shape[2] == 1:
+        return every[:, :, 0]
+    return every.diagonal(dim1=1, dim2=2).movedim(-1, 1)  # the mask differs by head
 
 
 def _check_output(v: Tensor, w_o: Tensor) -> None:
@@ -151,7 +157,7 @@ def _check_output(v: Tensor, w_o: Tensor) -> None:
     if not fits:
         raise ProblemError(
             f"v is {list(v.shape)} and w_o {list(w_o.shape)}: expected [batch, kv_heads, keys, v_dim] and "
-            "[heads, v_dim, d_model], with heads a whole multiple of kv_heads; see of_heads."
+            "[heads, v_dim, d_model], with heads a whole multiple of kv_heads; see split_heads."
         )
 
 
@@ -163,17 +169,6 @@ def _check_call(weights: Weights, v: Tensor, out: Tensor, w_o: Tensor) -> None:
             f"v is {list(v.shape)}, out {list(out.shape)} and w_o {list(w_o.shape)}, of a call with batch {batch}, "
             f"{heads} heads on {weights.k.shape[1]} key heads, {queries} queries and {keys} keys: expected v and out "
             "as the call has them, and an output projection of as many heads."
-        )
-
-
-def _check_norms(weights: Weights, norms: Tensor, sums: Tensor, sums_even: Tensor) -> None:
-    batch, heads, queries, keys = weights.shape
-    rows = [1 if one == 1 else here for one, here in zip(sums_even.shape, (batch, heads, queries), strict=False)]
-    fits = (norms.shape, sums.shape) == ((batch, heads, keys), (batch, heads, queries))
-    if not fits or sums_even.ndim != 3 or list(sums_even.shape) != rows:
-        raise ProblemError(
-            f"norms are {list(norms.shape)} and their sums {list(sums.shape)} and {list(sums_even.shape)}: expected "
-            f"[batch, heads, keys] = {[batch, heads, keys]}, and [batch, heads, queries] = {[batch, heads, queries]}."
         )
 
 

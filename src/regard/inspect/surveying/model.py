@@ -1,4 +1,4 @@
-"""The model of a survey: what to call on it, and how to leave it as it was."""
+"""The model of a survey: its sizes, how it is run, and how it is restored afterwards."""
 
 import inspect
 from collections.abc import Generator
@@ -13,7 +13,7 @@ from regard.errors import ProblemError
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class SurveyedModel:
     """A model of transformers, of an encoder-decoder its encoder."""
 
     model: Any
@@ -30,27 +30,27 @@ class Subject:
 
     @property
     def context(self) -> int | None:
-        """The positions that it was made for; None for no limit known."""
+        """The positions that it was trained on; None for no known limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it can run beyond its `context`: it rotates, and has no table of positions that ends there."""
+    def extrapolates(self) -> bool:
+        """Whether it runs beyond its `context`: it has rotary embeddings, and no table of positions that ends there."""
         return any(type(module).__name__.endswith("RotaryEmbedding") for module in self.model.modules())
 
     @property
     def layers(self) -> int:
-        """Layers by its own account, 1 where it gives none."""
+        """Layers by its config, 1 where that gives none."""
         return layers_of(self.model.config) or 1
 
     @property
-    def says_layers(self) -> bool:
-        """Whether it says how many layers it has."""
+    def layers_known(self) -> bool:
+        """Whether its config gives the number of layers."""
         return layers_of(self.model.config) is not None
 
     @property
     def heads(self) -> int | None:
-        """Query heads of a layer by its own account; None where it gives none, or not the same for all layers."""
+        """Query heads of a layer by its config; None where that gives none, or not the same for all layers."""
         return heads_of(self.model.config)
 
     @property
@@ -87,39 +87,39 @@ class Subject:
 
 
 def layers_of(config: Any) -> int | None:
-    """The layers that a config of transformers tells; None where it tells none."""
-    return _told(config, "num_hidden_layers")
+    """The layers in a config of transformers; None where it gives none."""
+    return _number(config, "num_hidden_layers")
 
 
 def heads_of(config: Any) -> int | None:
-    """The query heads of a layer that a config tells; None where it tells none, or not one number for all layers."""
-    return _told(config, "num_attention_heads")
+    """The query heads of a layer in a config; None where it gives none, or not one number for all layers."""
+    return _number(config, "num_attention_heads")
 
 
-def _told(config: Any, name: str) -> int | None:
+def _number(config: Any, name: str) -> int | None:
     number = getattr(config.get_text_config(), name, None)
     return number if isinstance(number, int) else None
 
 
-def subject_of(model: Any) -> Subject:
-    """The subject of a model, as it is.
+def surveyed_model(model: Any) -> SurveyedModel:
+    """The model as a survey uses it; nothing of it is changed.
 
     Raises:
         ProblemError: it is no model of transformers.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers (a PreTrainedModel).")
-    return Subject(model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model)
+    return SurveyedModel(model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model)
 
 
 @contextmanager
-def prepared(model: Any) -> Generator[Subject]:
+def prepared(model: Any) -> Generator[SurveyedModel]:
     """The model with regard's attention and in evaluation mode; afterwards as it was.
 
     Raises:
         ProblemError: it is no model of transformers.
     """
-    subject = subject_of(model)
+    surveyed = surveyed_model(model)
     from regard.integrate.transformers import use_regard  # here: regard.inspect loads without transformers
 
     modes = [(module, module.training) for module in model.modules()]
@@ -127,7 +127,7 @@ def prepared(model: Any) -> Generator[Subject]:
     try:
         model.eval()
         use_regard(model)
-        yield subject
+        yield surveyed
     finally:
         model.set_attn_implementation(before)
         for module, mode in modes:
@@ -135,7 +135,7 @@ def prepared(model: Any) -> Generator[Subject]:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given, so that a clock can be read."""
+    """Wait until the accelerator has finished, so that a clock can be read."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from regard.inspect.measures import HeadScores
+from regard.inspect.measures.catalogue import BY_KEY
 from regard.inspect.observing.observe import observe
 from regard.inspect.surveying.layer import sureness
-from regard.inspect.surveying.others import OTHERS, on_other_texts, others_of
-from regard.inspect.surveying.scored import Scores
+from regard.inspect.surveying.layer_scores import LayerScores
+from regard.inspect.surveying.other_texts import OTHERS, on_other_texts, other_texts
 from regard.inspect.surveying.survey import survey
-from regard.inspect.surveying.wanted import Wanted
 from regard.integrate.transformers import use_regard
 from tests.inspect.small import TEXT, llama, words
 
@@ -18,8 +18,9 @@ from tests.inspect.small import TEXT, llama, words
 def sinks(*masses):
     """Scores of heads that put so much of their mass on the first token, in every row."""
     rows = torch.tensor(masses)[None, :, None].expand(1, len(masses), 64)
-    scores = Scores()
-    scores.add({"sink": HeadScores.of_rows(rows, torch.full_like(rows, 0.1), torch.ones_like(rows, dtype=torch.bool))})
+    score = HeadScores.of_rows(rows, torch.full_like(rows, 0.1), torch.ones_like(rows, dtype=torch.bool))
+    scores = LayerScores()
+    scores.add(BY_KEY["sink"], score)
     return scores
 
 
@@ -33,24 +34,24 @@ def test_a_head_is_as_sure_as_it_has_its_kind_on_other_texts():
 def test_other_texts_are_as_long_as_the_text():
     tokenizer = words()
     shortest = min(len(tokenizer(text)["input_ids"]) for text in OTHERS)
-    ids = others_of(tokenizer, 23)
+    ids = other_texts(tokenizer, 23)
     assert ids is not None
     assert ids.tolist() == [tokenizer(text)["input_ids"][:23] for text in OTHERS]
-    longest = others_of(tokenizer, 10_000)
+    longest = other_texts(tokenizer, 10_000)
     assert longest is not None
     assert longest.shape == (3, shortest)
 
 
 def test_each_of_several_texts_is_measured_as_by_itself():
     tokenizer, model = words(), llama()
-    ids = others_of(tokenizer, 61)
+    ids = other_texts(tokenizer, 61)
     assert ids is not None
     use_regard(model)
     with torch.no_grad():
-        with observe(model, lambda look: on_other_texts(look, Wanted()), layers=1) as together:
+        with observe(model, lambda look: on_other_texts(look, sweep=True), layers=1) as together:
             model(ids)
         for text in range(3):
-            with observe(model, lambda look: on_other_texts(look, Wanted()), layers=1) as alone:
+            with observe(model, lambda look: on_other_texts(look, sweep=True), layers=1) as alone:
                 model(ids[text : text + 1])
             (own,), of = alone[0].value, together[0].value[text]
             assert set(of.of) == {"previous", "sink", "entropy", "positional"}

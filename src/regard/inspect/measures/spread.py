@@ -1,0 +1,164 @@
+"""How widely a head spreads its mass: entropy, effective tokens, the largest weight, the key that receives most."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from regard.inspect.measures.means import mean_over_rows, one_in, selected_rows
+from regard.inspect.measures.measure import Inputs
+from regard.inspect.measures.score import HeadScores
+from regard.inspect.weights.lazy import Weights
+
+
+def entropy(inputs: Inputs) -> HeadScores:
+    """The mean over rows of H_i = -sum_j A[i, j] ln A[i, j], nats.
+
+    A learned sink is an outcome like any token here, so that H_i is the entropy of a distribution. Clark et al. 2019,
+    arXiv:1906.04341, §3.3. Chance: ln n for a row that sees n keys.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> entropy(Inputs(weights))  # the mean of 0, ln 2 and ln 3
+    HeadScores(value=tensor([[0.5973]]), chance=tensor([[0.5973]]))
+    """
+    values = inputs.swept.entropy
+    return mean_over_rows(inputs.weights, values, _visible(inputs, values).clamp(min=1).log(), inputs.rows)
+
+
+def effective_tokens(inputs: Inputs) -> HeadScores:
+    """The mean over rows of exp(H_i): the tokens of an even spread of the same entropy (its perplexity).
+
+    Clark et al. 2019, arXiv:1906.04341, §3.3, who average the entropy only. Chance: n for a row that sees n keys.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> effective_tokens(Inputs(weights))  # the mean of 1, 2 and 3
+    HeadScores(value=tensor([[2.]]), chance=tensor([[2.]]))
+    """
+    values = inputs.swept.entropy
+    return mean_over_rows(inputs.weights, values.exp(), _visible(inputs, values), inputs.rows)
+
+
+def inverse_squares(inputs: Inputs) -> HeadScores:
+    """The number of tokens by the other count: the mean of 1 / sum_j A[i, j]^2, a learned sink among the outcomes.
+
+    Never above `effective_tokens`; large weights count more in it. Chance: the mean number of keys that a row sees.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(3)[[0, 0, 1]], torch.eye(3)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
+    >>> inverse_squares(Inputs(weights))  # one token each, of 1, 2 and 3
+    HeadScores(value=tensor([[1.]]), chance=tensor([[2.]]))
+    """
+    squares = inputs.swept.squares
+    values = squares.clamp(min=torch.finfo(squares.dtype).tiny).reciprocal()
+    return mean_over_rows(inputs.weights, values, _visible(inputs, squares), inputs.rows)
+
+
+def evenness(inputs: Inputs) -> HeadScores:
+    """Entropy as a share of what it could be: the mean of H_i / ln n_i over rows that see n_i >= 2 keys.
+
+    0 looks at one token, 1 at all alike, whatever the length of the text. With a learned sink there is one outcome more
+    than keys, and it may exceed 1. Chance: 1.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> evenness(Inputs(weights))
+    HeadScores(value=tensor([[1.]]), chance=tensor([[1.]]))
+    """
+    weights, values = inputs.weights, inputs.swept.entropy
+    most = weights.visible.clamp(min=2).to(values.dtype).log()
+    counted = selected_rows(weights, inputs.rows) & (weights.visible >= 2)
+    return HeadScores.of_rows(values / most, torch.ones_like(most), counted)
+
+
+def largest_weight(inputs: Inputs) -> HeadScores:
+    """The confidence of a head: the mean over rows of max_j A[i, j].
+
+    Voita et al. 2019, arXiv:1905.09418, §4, who leave out the end-of-sentence token: here every token counts, so that a
+    head with a sink is confident; read it beside `sink`. Chance: mean of 1 / visible keys.
+
+    >>> from regard import Causal
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
+    >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
+    >>> largest_weight(Inputs(weights))  # the mean of 1, 1/2 and 1/3
+    HeadScores(value=tensor([[0.6111]]), chance=tensor([[0.6111]]))
+    """
+    return mean_over_rows(inputs.weights, inputs.swept.top, one_in(inputs.weights), inputs.rows)
+
+
+def positional(inputs: Inputs) -> HeadScores:
+    """The share of rows whose largest weight is at the distance where most rows have theirs, which `at` tells.
+
+        d_i = p_i - argmax_j A[i, j]        share = max_o mean over rows of 1[d_i = o]        at: that o
+
+    Voita et al. 2019, arXiv:1905.09418, §5.1, call a head positional from 0.9 on; there the offset is -1 or 1 and the
+    end-of-sentence token is left out. Of several distances that are as frequent the least counts, and of equal weights
+    the first key. The interval takes the offset as given.
+
+    Chance: that the largest weight is at this offset where all are equal and ties are broken at random, the mean of
+    1 / visible keys over rows, 0 for rows that cannot see that far.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 0, 1, 0]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> found = positional(Inputs(weights))
+    >>> found.value, found.at  # rows 1 and 2 of 4 look at the token before
+    (tensor([[0.5000]]), tensor([[1]]))
+    """
+    weights, swept = inputs.weights, inputs.swept
+    counted = selected_rows(weights, inputs.rows)
+    distance = weights.positions - swept.top_key  # [batch, heads, queries]
+    offset = _modes(distance, counted)
+    key = weights.positions - offset[..., None]
+    in_text = (key >= 0) & (key < weights.shape[3])
+    chance = one_in(weights) * (in_text & _visible_at(weights, offset))
+    share = HeadScores.of_rows((distance == offset[..., None]).to(swept.top.dtype), chance, counted)
+    return replace(share, at=offset)
+
+
+def largest_column(inputs: Inputs) -> HeadScores:
+    """The share of all mass that one key receives: max_j c_j / sum_j c_j with c_j = sum_i A[i, j]; `at` is that key.
+
+    Zhang et al. 2023, arXiv:2306.14048, §3.2 (the accumulated attention of heavy hitters). No mean over rows: it has an
+    interval over sequences only. Chance: the same of uniform attention, where keys that many rows see have more.
+
+    >>> from regard import Causal
+    >>> q, k = 50 * torch.eye(4)[[0, 1, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
+    >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 4), 50.0), Causal())
+    >>> found = largest_column(Inputs(weights))  # columns of 1, 3, 0 and 0
+    >>> found.value, found.at
+    (tensor([[0.7500]]), tensor([[1]]))
+    """
+    columns = inputs.swept.columns
+    even = inputs.even.columns.expand_as(columns)
+    top, key = columns.max(-1)
+    return HeadScores(top / columns.sum(-1), even.amax(-1) / even.sum(-1), at=key)
+
+
+def _visible(inputs: Inputs, like: Tensor) -> Tensor:
+    return inputs.weights.visible.to(like.dtype)
+
+
+def _modes(distance: Tensor, counted: Tensor) -> Tensor:
+    """The most frequent distance of the counted rows, the nearest to 0 of those; [batch, heads]."""
+    found: list[Tensor] = []
+    for row, counts_here in zip(distance.flatten(0, 1), counted.flatten(0, 1), strict=True):
+        values, counts = row[counts_here].unique(return_counts=True)
+        order = torch.argsort(values.abs(), stable=True)
+        found.append(values[order][counts[order].argmax()] if len(values) else row.new_zeros(()))
+    return torch.stack(found).view(distance.shape[:2])
+
+
+def _visible_at(weights: Weights, offset: Tensor) -> Tensor:
+    """Whether the mask keeps the pair at a head's offset: bool [batch, heads, queries]."""
+    row = torch.arange(weights.shape[2], device=offset.device)
+    found = torch.zeros(weights.shape[:3], dtype=torch.bool, device=offset.device)
+    for one in offset.unique():
+        visible = weights.keep(row, (weights.positions - one).clamp(0, weights.shape[3] - 1)).expand(found.shape)
+        found = torch.where((offset == one)[..., None], visible, found)
+    return found

@@ -1,0 +1,231 @@
+"""`measure`: some measures of every head of a model."""
+
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ProblemError
+from regard.inspect.brief import brief
+from regard.inspect.measures.circuits import Parts, parts_of
+from regard.inspect.measures.means import Tokens, token_ids
+from regard.inspect.measures.measure import Measure, Text, compute
+from regard.inspect.measures.score import HeadScores
+from regard.inspect.measures.stimulus import plain_tokens
+from regard.inspect.observing.observe import Look
+from regard.inspect.plot import heat_map, html_table
+from regard.inspect.surveying.inputs import (
+    REPEATED,
+    InputReader,
+    no_circuits,
+    not_observed,
+    repeated_tokens,
+    self_attention,
+)
+from regard.inspect.surveying.model import prepared
+from regard.inspect.surveying.selection import named_measures
+
+
+@brief
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One measure of every head of a model.
+
+    Attributes:
+        value, chance: the score and what uniform attention scores, float64 [layers, heads]; NaN where there is none.
+        low, high: the 95 % interval over sequences or blocks of rows, [layers, heads].
+        at: where the score is the best of several, which of them, [layers, heads]; None of any other.
+        layers: the number of each row.
+    """
+
+    measure: Measure
+    value: Tensor
+    chance: Tensor
+    low: Tensor
+    high: Tensor
+    at: Tensor | None
+    layers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, measure: Measure, scores: Mapping[int, HeadScores]) -> "Measured":
+        """From the scores of each layer by its number."""
+        intervals = [score.interval() for score in scores.values()]
+        at = [score.at[0] for score in scores.values() if score.at is not None]
+        return cls(
+            measure,
+            _stacked(score.mean() for score in scores.values()),
+            _stacked(score.mean_chance() for score in scores.values()),
+            _stacked(interval.low for interval in intervals),
+            _stacked(interval.high for interval in intervals),
+            _stacked(at) if at else None,
+            tuple(scores),
+        )
+
+    def __repr__(self) -> str:
+        layers, heads = self.value.shape
+        best = ", ".join(f"{name} {value:.3f}" for name, value in self.top(3))
+        return f"Measured({self.measure.key}, {layers} layers x {heads} heads, largest: {best})"
+
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """The heads with the greatest scores, as ("18.6", score)."""
+        flat = self.value.nan_to_num(-torch.inf).flatten()
+        order = flat.argsort(descending=True, stable=True)[:count].tolist()
+        heads = self.value.shape[1]
+        places = [(self.layers[place // heads], place % heads, float(flat[place])) for place in order]
+        return [(f"{layer}.{head}", value) for layer, head, value in places if value > -torch.inf]
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the scores, a row per layer and a column per head, and return the matplotlib `Axes`.
+
+        Raises:
+            RefusalError: matplotlib is not installed.
+        """
+        title = f"{self.measure.label} ({self.measure.unit})"
+        return heat_map(self.value, title=title, x="head", y="layer", y_ticks=list(map(str, self.layers)), ax=ax)
+
+    def _repr_html_(self) -> str:
+        """The heads with the greatest scores as a small table."""
+        layers, heads = self.value.shape
+        rows = []
+        for name, value in self.top(8):
+            layer, head = map(int, name.split("."))
+            low, high, chance = (float(t[self.layers.index(layer), head]) for t in (self.low, self.high, self.chance))
+            rows.append([name, f"{value:.3f}", f"{low:.3f} to {high:.3f}", f"{chance:.3f}"])
+        title = f"{self.measure.label}, {layers} layers x {heads} heads: the largest"
+        return html_table(title, ["head", self.measure.unit, "95 % interval", "chance"], rows)
+
+
+def measure(
+    model: nn.Module,
+    text_or_ids: str | Tokens,
+    measures: Sequence[str | Measure] | str | Measure,
+    *,
+    tokenizer: Any = None,
+    layers: Collection[int] | None = None,
+) -> dict[str, Measured]:
+    """Some measures of every head of a model, by their keys: [layers, heads] with intervals and chance values.
+
+    A measure that is defined on random repeated tokens (`Measure.on`: induction, duplicate ...) is computed on those,
+    as a survey does; the others on the text. A pass is made per kind of text that is needed; the model is restored
+    afterwards.
+
+    Args:
+        model: a model of transformers, or of regard (`regard.nn.Decoder`).
+        text_or_ids: a text, for which a tokenizer is needed; or token ids, integer [tokens] or [batch, tokens].
+        measures: keys of `regard.inspect.MEASURES`, and `Measure` values of your own.
+        tokenizer: of the text; it also tells which tokens are plain enough to be drawn for repeats.
+        layers: numbers from 0; None for all.
+
+    Raises:
+        ProblemError: no such measure, a text without a tokenizer, no tokens, or a measure that this model cannot have.
+
+    >>> from regard.nn import Decoder
+    >>> _ = torch.manual_seed(0)
+    >>> model = Decoder(97, 32, layers=2, heads=4)
+    >>> def two_back(tokens):  # the pairs that count: each token and the one two before it
+    ...     return torch.arange(2, len(tokens)), torch.arange(len(tokens) - 2)
+    >>> mine = Measure.of_pattern("two_back", two_back)
+    >>> found = measure(model, torch.arange(1, 24), ["induction", "sink", mine])
+    >>> found["sink"].value.shape, found["two_back"].low.shape, list(found)
+    (torch.Size([2, 4]), torch.Size([2, 4]), ['induction', 'sink', 'two_back'])
+    """
+    chosen = named_measures(measures)
+    with torch.no_grad(), _running(model) as (body, run):
+        texts = _texts(model, text_or_ids, chosen, tokenizer)
+        scores: dict[str, dict[int, HeadScores]] = {measure.key: {} for measure in chosen}
+        for text, ids in texts.items():
+            here = tuple(measure for measure in chosen if measure.on == text)
+            reader = InputReader(body, here, _parts(model, here), _drawn_from(model, tokenizer), _refuse)
+
+            def each(look: Look, reader: InputReader = reader, ids: Tensor = ids) -> dict[str, HeadScores]:
+                inputs = reader.inputs(look, ids)
+                possible = reader.possible(inputs)
+                _refuse([m for m in reader.measures if m not in possible], "the model does not have what they need")
+                return compute(possible, inputs)
+
+            seen = self_attention(body, ids, each, layers, run=run)
+            if not seen:
+                raise not_observed(model)
+            for number, layer in enumerate(seen):
+                for key, score in layer.value.items():
+                    scores[key][layer.layer if layer.layer not in scores[key] else number] = score
+    return {measure.key: Measured.of(measure, scores[measure.key]) for measure in chosen}
+
+
+def _texts(model: Any, text_or_ids: str | Tokens, measures: Iterable[Measure], tokenizer: Any) -> dict[Text, Tensor]:
+    """The tokens of each kind of text that the measures are defined on, int64 [batch, tokens]."""
+    needed, device = {measure.on for measure in measures}, next(model.parameters()).device
+    found: dict[Text, Tensor] = {"text": _ids(text_or_ids, tokenizer)}
+    if needed & set(REPEATED):
+        first = getattr(tokenizer, "bos_token_id", None)
+        drawn = repeated_tokens(_drawn_from(model, tokenizer), first, _context(model))
+        if drawn is None:
+            raise ProblemError("the vocabulary or the context of the model is too small for random repeated tokens.")
+        found |= drawn
+    return {text: ids.to(device) for text, ids in found.items() if text in needed}
+
+
+def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
+    if isinstance(text_or_ids, str):
+        if tokenizer is None:
+            raise ProblemError("a text was given without a tokenizer: pass tokenizer=..., or token ids.")
+        ids = token_ids(tokenizer(text_or_ids, verbose=False)["input_ids"])
+    else:
+        ids = token_ids(text_or_ids)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ProblemError(f"the text is {list(ids.shape)} tokens: expected [tokens] or [batch, tokens], 2 at least.")
+    return ids.long()
+
+
+def _drawn_from(model: Any, tokenizer: Any) -> list[int]:
+    """The ids to draw random tokens from; without a tokenizer the middle eight tenths of the vocabulary."""
+    tables = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    embeddings = next(tables, 0)
+    if tokenizer is not None:
+        return plain_tokens(tokenizer, embeddings)
+    return list(range(embeddings // 10, embeddings - embeddings // 10))
+
+
+def _context(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _parts(model: Any, measures: Iterable[Measure]) -> Parts | None:
+    needing = [measure for measure in measures if "circuit" in measure.needs]
+    try:
+        return parts_of(model) if needing else None
+    except ProblemError as error:
+        return _refuse(needing, no_circuits(error))
+
+
+def _refuse(measures: list[Measure], reason: str) -> None:
+    keys = ", ".join(measure.key for measure in measures)
+    if keys:
+        raise ProblemError(f"measures has {keys}, which cannot be measured here: {reason}.")
+
+
+@contextmanager
+def _running(model: Any) -> Generator[tuple[nn.Module, Callable[[Tensor], Any]]]:
+    """The module to observe and the function that runs it, in evaluation mode; restored afterwards."""
+    if hasattr(model, "set_attn_implementation"):
+        with prepared(model) as surveyed:
+            yield surveyed.body, lambda ids: surveyed.body(input_ids=ids)
+        return
+    if not isinstance(model, nn.Module):
+        raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers or of regard.nn.")
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield model.eval(), model
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _stacked(rows: Iterable[Tensor]) -> Tensor:
+    """One row per layer, float64 on the CPU; layers with fewer heads end with NaN."""
+    return nn.utils.rnn.pad_sequence([row.double().cpu() for row in rows], batch_first=True, padding_value=torch.nan)

@@ -1,0 +1,180 @@
+"""What a survey measures: which measures, of which layers, and which heads get a close-up."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, cast
+
+from regard.errors import ProblemError
+from regard.inspect.measures.catalogue import MEASURES, measures_named
+from regard.inspect.measures.measure import Measure, Text
+from regard.inspect.names import read_heads
+from regard.inspect.surveying.ablation import HOW
+from regard.inspect.surveying.kinds import NAMERS
+from regard.inspect.surveying.model import SurveyedModel, heads_of, layers_of
+from regard.inspect.surveying.sinks import spans
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which measures, layers and heads; see `select`.
+
+    Args:
+        measures: all that are computed.
+        named: the keys that the caller named; empty where all measures were meant.
+        layers: None for all.
+        heads: (layer, head), of which close-ups are kept.
+    """
+
+    measures: tuple[Measure, ...] = tuple(measure for measure in MEASURES if not measure.on_demand)
+    named: frozenset[str] = frozenset()
+    layers: frozenset[int] | None = None
+    heads: tuple[tuple[int, int], ...] = ()
+    ablate: str | None = None
+
+    @property
+    def sweep(self) -> bool:
+        """Whether some measure needs every weight."""
+        return any("sweep" in measure.needs for measure in self.measures)
+
+    def on(self, text: Text) -> tuple[Measure, ...]:
+        """The measures that are defined on this text."""
+        return tuple(measure for measure in self.measures if measure.on == text)
+
+    def has_layer(self, number: int) -> bool:
+        """Whether this layer is selected."""
+        return self.layers is None or number in self.layers
+
+    def lacking(self, measures: Iterable[Measure], reason: str) -> str:
+        """The note that these measures cannot be computed of this model or text.
+
+        Raises:
+            ProblemError: one of them was named by the caller.
+        """
+        keys = [measure.key for measure in measures]
+        if named := [key for key in keys if key in self.named]:
+            raise ProblemError(f"measures has {', '.join(named)}, which cannot be measured here: {reason}.")
+        return f"Not measured: {', '.join(keys)}, because {reason}."
+
+    def notes(self, model: SurveyedModel) -> list[str]:
+        """A note where not all layers are measured, for heads are then ranked among these layers alone."""
+        if self.layers is None:
+            return []
+        of = f" of {model.layers}" if model.layers_known else ""
+        layers = ", ".join(map(str, sorted(self.layers)))
+        return [f"{len(self.layers)}{of} layers were measured ({layers}), and kinds are counted and ranked among them."]
+
+    def check(self, model: SurveyedModel) -> None:
+        """Raise `ProblemError` if the model has no such layer or head by its config, or no loss to ablate by."""
+        if self.ablate and not model.generates:
+            raise ProblemError(
+                f"ablate needs a causal language model, which has a loss; {type(model.model).__name__} is none."
+            )
+        self.check_config(model.model.config)
+
+    def check_config(self, config: Any) -> None:
+        """Raise `ProblemError` if a model of this config has no such layer or head; missing entries pass."""
+        layers, heads = layers_of(config), heads_of(config)
+        for layer in sorted((self.layers or frozenset()) | {layer for layer, _ in self.heads}):
+            if layers is not None and not 0 <= layer < layers:
+                raise ProblemError(f"layer {layer} is asked for, and the model has {layers}: 0 to {layers - 1}.")
+        for layer, head in self.heads:
+            if heads is not None and not 0 <= head < heads:
+                raise ProblemError(_no_head(layer, head, heads))
+
+    def check_found(self, heads: Mapping[int, int]) -> None:
+        """Raise `ProblemError` if a selected head is in none of the layers that attended."""
+        for layer, head in self.heads:
+            if layer not in heads:
+                raise ProblemError(
+                    f"head {layer}.{head} is asked for, and no layer {layer} attended: {spans(heads)} did."
+                )
+            if not 0 <= head < heads[layer]:
+                raise ProblemError(_no_head(layer, head, heads[layer]))
+
+
+def select(
+    measures: Sequence[str | Measure] | str | Measure | None = None,
+    layers: Sequence[int] | int | None = None,
+    heads: Sequence[str | tuple[int, int]] | str | None = None,
+    ablate: str | None = None,
+) -> Selection:
+    """The selection that the arguments of `survey` describe.
+
+    The measures that name heads are computed too, as far as they need no sweep that the others do not need.
+
+    Raises:
+        ProblemError: there is no such measure, a value that names no layer or head, a head in none of the layers, or no
+            such way to ablate a head.
+    """
+    computed, named = _measures(measures)
+    numbers = None if layers is None else frozenset(_layers(layers))
+    places = () if heads is None else tuple(dict.fromkeys(_heads(heads)))
+    for layer, head in places:
+        if numbers is not None and layer not in numbers:
+            raise ProblemError(
+                f"head {layer}.{head} is in none of the layers that are asked for ({spans(sorted(numbers))}): ask for "
+                f"layer {layer} as well, or for all."
+            )
+    if ablate not in (None, *HOW):
+        raise ProblemError(f"ablate is {ablate!r}: expected 'zero' or 'mean', or None for no ablation.")
+    return Selection(computed, named, numbers, places, ablate)
+
+
+def named_measures(measures: Any) -> tuple[Measure, ...]:
+    """Measures by their keys, or as they are; one alone is a list of one. Raises `ProblemError` for anything else."""
+    several: Any = [measures] if isinstance(measures, str | Measure) else measures
+    if not isinstance(several, Iterable):
+        raise ProblemError(f"measures is {measures!r}: expected a list of names, such as ['sink', 'induction'].")
+    return measures_named(cast("Iterable[str | Measure]", several))
+
+
+def _measures(measures: Any) -> tuple[tuple[Measure, ...], frozenset[str]]:
+    """What is computed, in the order of the catalogue and then the caller's own, and the keys that were named."""
+    if measures is None:
+        return Selection().measures, frozenset()
+    found = named_measures(measures)
+    keys, swept = {measure.key for measure in found}, any("sweep" in measure.needs for measure in found)
+    own = tuple(measure for measure in found if measure not in MEASURES)
+    if clash := sorted({measure.key for measure in own} & {measure.key for measure in MEASURES}):
+        raise ProblemError(f"measures has one of your own named {clash[0]!r}, the key of a measure of the library.")
+    listed = tuple(
+        measure
+        for measure in MEASURES
+        if measure.key in keys or (measure.key in NAMERS and (swept or "sweep" not in measure.needs))
+    )
+    return listed + own, frozenset(keys)
+
+
+def _no_head(layer: int, head: int, heads: int) -> str:
+    return f"head {layer}.{head} is asked for, and layer {layer} has {heads}: {layer}.0 to {layer}.{heads - 1}."
+
+
+def _layers(layers: Any) -> Sequence[int]:
+    """The numbers of layers; one by itself is a list of one."""
+    numbers: Any = [layers] if is_whole(layers) else layers
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise ProblemError(
+            f"layers is {layers!r}: expected the numbers of layers, such as [0, 17, 18], or None for all."
+        )
+    found: list[Any] = list(cast("Iterable[Any]", numbers))
+    if not found:
+        raise ProblemError("layers is empty: name the layers to measure, or None for all.")
+    if wrong := [number for number in found if not is_whole(number)]:
+        raise ProblemError(f"layers has {wrong[0]!r}: expected numbers of layers, from 0.")
+    return found
+
+
+def _heads(heads: Any) -> Sequence[tuple[int, int]]:
+    """Heads by the number of their layer: a survey numbers the layers of every model."""
+    found: list[tuple[int, int]] = []
+    for layer, head in read_heads(heads):
+        if isinstance(layer, str):
+            raise ProblemError(f"head {layer}.{head}: a survey numbers layers; expected a name such as '18.6'.")
+        found.append((layer, head))
+    return found
+
+
+def is_whole(number: Any) -> bool:
+    """Whether it is a whole number, of Python or NumPy, and not True or False."""
+    return type(number) is not bool and isinstance(number, Integral)
