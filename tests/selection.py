@@ -5,6 +5,8 @@ keep a part that covers them instead of their whole product, say of 4 x 5 x 38 c
 
     @pytest.mark.exhaustive(per="test")       every value of every parameter at least once: 38 cases
     @pytest.mark.exhaustive(per="engine")     the same for each value of `engine`, in other combinations: 5 x 38 cases
+
+`per="engine dtype"` does so for each pair of values of the two.
 """
 
 from typing import Any, NamedTuple
@@ -61,10 +63,8 @@ def _kept(item: pytest.Item, per: str | None) -> bool:
     if per is None:
         return False
     axes = _axes(item)
-    turn = 0
-    if per != "test":
-        name = next(name for name in axes if per in name)
-        turn = axes.pop(name).at
+    fixed = [] if per == "test" else [next(names for names in axes if name in names) for name in per.split()]
+    turn = sum(axes.pop(names).at for names in fixed)
     return covers(list(axes.values()), turn)
 
 

@@ -26,6 +26,14 @@ def test_some(case):
 @pytest.mark.parametrize(("name", "size"), [(0, 0), (1, 1), (2, 2)])
 def test_product(dtype, engine, name, size):
     pass
+
+@pytest.mark.exhaustive(per="engine name")
+@pytest.mark.parametrize("dtype", "ab")
+@pytest.mark.parametrize("engine", ["x", "y"])
+@pytest.mark.parametrize(("name", "size"), [(0, 0), (1, 1), (2, 2)])
+@pytest.mark.parametrize("way", ["to", "fro"])
+def test_pairs(dtype, engine, name, size, way):
+    pass
 """
 
 
@@ -46,7 +54,7 @@ def test_short_parameters_meet_in_all_combinations_beside_a_long_one():
 
 @pytest.mark.parametrize(
     ("options", "passed"),
-    [([], {"some": 2, "product": 6}), (["--all"], {"long": 1, "some": 3, "product": 12})],
+    [([], {"some": 2, "product": 6, "pairs": 12}), (["--all"], {"long": 1, "some": 3, "product": 12, "pairs": 24})],
 )
 def test_all_runs_what_the_default_leaves_out(options: list[str], passed: dict[str, int], tmp_path: Path):
     (tmp_path / "test_marked.py").write_text(TEXT)

@@ -131,7 +131,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.exhaustive(per="engine")
+@pytest.mark.exhaustive(per="engine form")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
