@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.inspect import ablated, ablation_effects, adversary, greedy, integrated, next_token_loss, observe, permuted
-from regard.inspect.intervene import prune_curve
+from regard.inspect import ablated, ablation_effects, integrated, next_token_loss, observe
+from regard.inspect.intervene import adversary, greedy, permuted, prune_curve
 from regard.inspect.names import group_text, head_text, read_head, read_heads, read_layer
 from tests.inspect.intervene.models import decoder, texts
 
