@@ -7,6 +7,7 @@ What most programs use is here, listed in `public.py`. The rest is grouped:
 
 - `regard.rope`: scalings of rotary embeddings. `regard.scores`: other scores than the dot product, kernel regression.
 - `regard.cache`: layouts, codecs and eviction policies of KV caches. `regard.nn`: modules.
+- `regard.extend`: what masks, biases, backends and eviction policies of your own are made of.
 - `regard.linear`: linear (kernel) attention. `regard.inspect`: what heads do. `regard.integrate`: transformers.
 
 Names are imported when the first of them is used (PEP 562), and torch with them: the command `regard` reads its

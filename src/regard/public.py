@@ -3,6 +3,7 @@
 from regard.attention import Call, attend, attend_state, explain, observe_calls, replace_outputs
 from regard.cache import KVCache
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
+from regard.describe.check_mask import check_mask
 from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
@@ -47,6 +48,7 @@ __all__ = [
     "attend",
     "attend_shared",
     "attend_state",
+    "check_mask",
     "draw",
     "explain",
     "observe_calls",

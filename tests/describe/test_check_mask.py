@@ -1,0 +1,135 @@
+"""`check_mask` accepts every mask of regard, and finds each way in which one of your own can be wrong."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard import Causal, ProblemError, check_mask
+from regard.extend import CallSizes, Interval, Mask, Rectangles, spec
+from tests.expressions import BATCH, HEADS, masks
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_mask_of_regard_is_right(data: st.DataObject):
+    queries, keys = data.draw(st.sampled_from([(31, 31), (1, 37), (19, 43)]))
+    check_mask(data.draw(masks(queries, keys)), queries=queries, keys=keys, batch=BATCH, heads=HEADS)
+
+
+@spec
+class Diagonal(Mask):
+    """k <= q, right; the wrong ones below change one method each."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+    def bounds(self, r: Rectangles) -> Any:
+        return r.k0 <= r.q1 - 1, r.k1 - 1 <= r.q0
+
+
+@spec
+class HidesTooMuch(Diagonal):
+    def bounds(self, r: Rectangles) -> Any:
+        return r.k0 < r.q1 - 1, r.k1 - 1 <= r.q0
+
+
+@spec
+class KeepsTooMuch(Diagonal):
+    def bounds(self, r: Rectangles) -> Any:
+        return r.k0 <= r.q1 - 1, r.k1 - 2 <= r.q0
+
+
+@spec
+class SameEverywhere(Diagonal):
+    def signature(self, r: Rectangles) -> Any:
+        return np.zeros((len(r.b), 1), dtype=np.int64)
+
+
+@spec
+class WrongIntervals(Diagonal):
+    def intervals(self, sizes: CallSizes) -> Any:
+        return [Interval(right=2)]
+
+
+@spec
+class ByIndex(Diagonal):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.ones(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool).tril()
+
+
+@spec
+class OneForAll(Diagonal):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.ones(3, 5, dtype=torch.bool)
+
+
+@spec
+class OfInts(Diagonal):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k
+
+
+@spec
+class PerHead(Diagonal):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q - h
+
+    def bounds(self, r: Rectangles) -> Any:
+        return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
+
+
+@spec
+class TooManyHeads(Diagonal):
+    def broadcast_shape(self) -> tuple[int, int]:
+        return 1, 5
+
+
+@spec
+class Shrinks(Diagonal):
+    """Its field is changed again whenever it is made."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", self.size - 1)
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q - k < self.size)
+
+    def bounds(self, r: Rectangles) -> Any:
+        return np.ones(len(r.b), dtype=bool), np.zeros(len(r.b), dtype=bool)
+
+
+WRONG: dict[str, tuple[Mask, str]] = {
+    "bounds that hide": (HidesTooMuch(), "bounds say that nothing of queries .* is kept, and keep keeps the pair of"),
+    "bounds that keep": (KeepsTooMuch(), "bounds say that all of queries .* is kept, and keep does not keep the pair"),
+    "a signature": (SameEverywhere(), "signature is the same for queries .* and queries .* at the pair of query"),
+    "intervals": (WrongIntervals(), "intervals keep the pair of query position 0 and key position 1"),
+    "keep by index": (ByIndex(), "keep is not pointwise: it gives"),
+    "a shape": (OneForAll(), re.escape("keep returned [3, 5] for positions that broadcast to [1, 3, 40, 40]")),
+    "a type": (OfInts(), "keep returned torch.int64; expected a bool tensor"),
+    "heads that differ": (PerHead(), "broadcast_shape says that heads are alike, and keep differs"),
+    "heads of another call": (TooManyHeads(), "broadcast_shape has 5 heads and the call 3: expected 1 or these"),
+    "serialization": (Shrinks(9), re.escape("is another mask after serialize and deserialize")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_mask_is_found(name: str):
+    mask, message = WRONG[name]
+    with pytest.raises(ProblemError, match=message):
+        check_mask(mask, queries=40, keys=40, heads=3)
+
+
+def test_a_mask_of_ones_own_is_right():
+    check_mask(Diagonal() & ~Diagonal() | Causal(), queries=70, keys=90, offset=3)
+
+
+def test_what_is_no_mask_is_refused():
+    with pytest.raises(ProblemError, match="takes a mask, and got Tensor"):
+        check_mask(torch.ones(2, 2), queries=2, keys=2)  # pyright: ignore[reportArgumentType]
