@@ -1,6 +1,6 @@
-"""`./bench`: measure the project's cases on this machine, and say which goals are reached.
+"""`./bench`: measure the project's cases on this machine, and report which goals are reached.
 
-Exit codes as of `regard`: 0 done; 2 what was asked makes no sense; 130 interrupted, with what was measured until then.
+Exit codes as of `regard`: 0 done; 2 wrong arguments; 130 interrupted, after the tables of what was measured until then.
 """
 
 import argparse
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,20 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import cases, report
+from benchmarks import cases, command, report
 from benchmarks.memory import extra_bytes
-from benchmarks.picture import drawn
+from benchmarks.picture import draw
 from benchmarks.report import Line
-from regard.atomic_write import write_whole
 from regard.bench.measure import measure
 from regard.bench.rounds import QUICK, Effort
 from regard.cli.argument_types import count
 from regard.cli.bench import effort
-from regard.cli.main import Parser, run_command
-from regard.cli.outputs import STDOUT, add_force, check_outputs, output_files, write_json
+from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.errors import ProblemError
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGE, PICTURE = "performance.md", "performance.svg"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -43,11 +40,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """As `--cases` looks for it, and as progress shows it."""
+        """The name that `--cases` searches and progress shows."""
         return f"{self.section}: {self.row.name} {report.TYPES[str(self.dtype).removeprefix('torch.')]}"
 
     def run(self, threads: int, effort: Effort, progress: Callable[[int, int], None]) -> Line:
-        """Measure it. What a small machine cannot do, for want of memory above all, is said in the line."""
+        """Measure it. The line has the error if the machine cannot run it, mostly for lack of memory."""
         row, dtype = self.row, str(self.dtype).removeprefix("torch.")
         line = Line(self.section, row.name, dtype, row.goals.get(self.dtype, cases.Goal()))
         try:
@@ -62,64 +59,60 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return run_command(lambda: run(_parser().parse_args(arguments)))
+    return command.main(_parser, run, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="./bench", description="Measure regard's own cases here, beside torch and the machine's limit."
-    )
-    parser.add_argument("--cases", metavar="TEXT", help="only those with this in their name, as --list shows them")
-    parser.add_argument("--dtype", choices=[*TYPES], help="only this type (default: both)")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: as torch has)")
-    parser.add_argument("--rounds", type=count(1), metavar="N", help="rounds of each case (default: 2 seconds of them)")
+    parser = command.parser("", "Measure the project's cases, beside torch and the machine's limit.", page=PAGE)
+    parser.add_argument("--cases", metavar="TEXT", help="the cases with this in their name alone, as --list shows them")
+    parser.add_argument("--dtype", choices=[*TYPES], help="this type alone (default: both)")
+    parser.add_argument("--rounds", type=count(1), metavar="N", help="rounds per case (default: as many as fit in 2 s)")
     parser.add_argument("--quick", action="store_true", help="few rounds: a first look, in a fraction of the time")
-    parser.add_argument("--list", action="store_true", help="say which cases there are, and measure nothing")
-    parser.add_argument("--json", metavar="FILE", help="the results as JSON; - for stdout, with nothing else there")
+    parser.add_argument("--list", action="store_true", help="list the cases, and measure nothing")
+    add_json(parser, "the results")
     add_force(parser)
-    parser.add_argument("--write", action="store_true", help="write docs/performance.md and its picture")
-    parser.set_defaults(docs=DOCS)
     return parser
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Do what was asked. Everything that can be wrong with it is found before."""
-    if asked.write and (asked.cases or asked.dtype):
-        raise ProblemError("--write writes the whole page: name no --cases and no --dtype.")
-    if asked.quick and asked.rounds:
-        raise ProblemError("--quick says how many rounds, and so does --rounds: give one of them.")
-    check_outputs(output_files(("--json", asked.json, "JSON")), force=asked.force)
-    jobs = list(_jobs(asked))
+def run(args: argparse.Namespace) -> int:
+    """Measure the cases, show their tables, and write the page if `--write` is given."""
+    if args.write and (args.cases or args.dtype):
+        raise ProblemError("--write writes the whole page: leave --cases and --dtype out.")
+    if args.quick and args.rounds:
+        raise ProblemError("--quick and --rounds both set the number of rounds: leave one of them out.")
+    check_outputs(output_files(("--json", args.json, "JSON")), force=args.force)
+    jobs = list(_jobs(args))
     if not jobs:
-        raise ProblemError(f"no case has {asked.cases!r} in its name: ./bench --list shows them.")
-    if asked.list:
+        raise ProblemError(f"no case has {args.cases!r} in its name: ./bench --list shows them.")
+    if args.list:
         print(*(job.name for job in jobs), sep="\n")
         return 0
-    lines, cut = _measured(jobs, asked)
-    write_json(asked.json, {"machine": report.machine(), "lines": [line.to_dict() for line in lines]})
-    if asked.json != STDOUT:
+    lines, interrupted = _measure(jobs, args)
+    write_json(args.json, {"machine": report.machine(), "lines": [line.to_dict() for line in lines]})
+    if args.json != STDOUT:
         _show(lines)
-    if asked.write and not cut:
-        _write(lines, asked.docs)
-    return 130 if cut else 0
+    if args.write and not interrupted:
+        picture = {PICTURE: draw(lines)}
+        command.publish_page(args.write, PAGE, report.page(lines, report.machine(), PICTURE), picture)
+    return 130 if interrupted else 0
 
 
-def _jobs(asked: argparse.Namespace) -> Iterator[Job]:
-    types = [TYPES[asked.dtype]] if asked.dtype else list(TYPES.values())
+def _jobs(args: argparse.Namespace) -> Iterator[Job]:
+    types = [TYPES[args.dtype]] if args.dtype else list(TYPES.values())
     for section in (*cases.SECTIONS, cases.MEMORY):
         for row in section.rows:
-            found = (Job(section.title, row, dtype) for dtype in types if dtype in row.dtypes)
-            yield from (job for job in found if (asked.cases or "").lower() in job.name.lower())
+            own = (Job(section.title, row, dtype) for dtype in types if dtype in row.dtypes)
+            yield from (job for job in own if (args.cases or "").lower() in job.name.lower())
 
 
-def _measured(jobs: list[Job], asked: argparse.Namespace) -> tuple[list[Line], bool]:
-    """The lines of the jobs that were done, and whether Ctrl-C ended them early."""
+def _measure(jobs: list[Job], args: argparse.Namespace) -> tuple[list[Line], bool]:
+    """The lines of the finished jobs, and whether Ctrl-C ended them early."""
     lines: list[Line] = []
-    how = QUICK if asked.quick else effort(asked.rounds)
+    how = QUICK if args.quick else effort(args.rounds)
     try:
-        with _progress(len(jobs)) as told:
+        with _progress(len(jobs)) as start:
             for job in jobs:
-                line = job.run(asked.threads or torch.get_num_threads(), how, told(job.name))
+                line = job.run(args.threads or torch.get_num_threads(), how, start(job.name))
                 lines.append(line)
                 if line.result is not None and line.result.interrupted:
                     return lines, True
@@ -130,7 +123,7 @@ def _measured(jobs: list[Job], asked: argparse.Namespace) -> tuple[list[Line], b
 
 @contextmanager
 def _progress(total: int) -> Generator[Callable[[str], Callable[[int, int], None]]]:
-    """How far all is, and the rounds of the case at hand; on stderr, and nothing where that is no terminal."""
+    """Progress bars of all cases and of the rounds of one case, on stderr; nothing where that is no terminal."""
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -143,14 +136,14 @@ def _progress(total: int) -> Generator[Callable[[str], Callable[[int, int], None
     with bars:
         every, one = bars.add_task("cases", total=total), bars.add_task("")
 
-        def told(name: str) -> Callable[[int, int], None]:
+        def start(name: str) -> Callable[[int, int], None]:
             bars.reset(one, description=name, total=None)
             started.append(name)
             bars.update(every, completed=len(started) - 1)
             return lambda done, rounds: bars.update(one, completed=done, total=rounds)
 
         started: list[str] = []
-        yield told
+        yield start
 
 
 # ---- out ------------------------------------------------------------------------------------------------------------
@@ -178,13 +171,6 @@ def _show(lines: Sequence[Line], console: Console | None = None) -> None:
         console.print(f"\n{warning}", soft_wrap=True)
     goals = [line for line in lines if line.goal != cases.Goal()]
     console.print(f"\n{sum(not line.missed() for line in goals)} of {len(goals)} goals reached")
-
-
-def _write(lines: Sequence[Line], docs: Path) -> None:
-    """The page and its picture, each whole or not at all; the picture first, as the page shows it."""
-    write_whole(docs / "performance.svg", drawn(lines).encode())
-    write_whole(docs / "performance.md", report.page(lines, report.machine(), "performance.svg").encode())
-    print(f"page: {docs / 'performance.md'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

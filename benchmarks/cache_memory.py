@@ -1,7 +1,7 @@
 """What a prompt costs the process: resident memory before, at the peak and after it, by cache.
 
-`./bench cache-memory` writes its part of docs/caches.md. Each cache gets a process of its own, with malloc as it comes:
-`python -m benchmarks.cache_memory NAME TOKENS LAYERS` prints one line of JSON.
+`./bench cache-memory --write` writes its part of docs/caches.md. Each cache is measured in a process of its own, with
+the default malloc: `python -m benchmarks.cache_memory NAME TOKENS LAYERS THREADS` prints one line of JSON.
 """
 
 import argparse
@@ -18,13 +18,12 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks import command
 from benchmarks.memory import peak, peak_from_here
-from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine, table
 from regard.bench.rounds import on_threads
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, SinksAndRecent, SnapKV
-from regard.cli.argument_types import count
-from regard.cli.main import Parser, run_command
+from regard.errors import ProblemError
 from regard.integrate.cache import RegardCache, regard_cache
 from regard.integrate.heap import give_back
 from regard.integrate.transformers import register
@@ -148,36 +147,32 @@ def said(found: dict[str, Growth]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return run_command(lambda: run(_parser().parse_args(arguments)))
+    return command.main(_parser, run, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="./bench cache-memory", description="What a prompt costs the process, by cache.")
-    parser.add_argument("--threads", type=count(1), default=1, metavar="N", help="threads (default: 1)")
-    parser.add_argument("--only", metavar="TEXT", help="print the caches with this in their name, write nothing")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of caches.md (default: docs)")
+    parser = command.parser("cache-memory", "What a prompt costs the process, by cache.", page=PAGE)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--only", metavar="TEXT", help="measure the caches with this in their name alone")
     return parser
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Do what was asked."""
-    if not asked.only:
-        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
+def run(args: argparse.Namespace) -> int:
+    """Measure the caches, and print or write their table."""
+    if args.only and args.write:
+        raise ProblemError("--write writes all caches: leave --only out.")
+    command.check_part(args.write, PAGE, PART)
     found: dict[str, Growth] = {}
     for kind in KINDS:
-        if (asked.only or "").lower() in kind.name.lower():
+        if (args.only or "").lower() in kind.name.lower():
             print(kind.name, file=sys.stderr)
-            found[kind.name] = measured(kind, threads=asked.threads)
-    if asked.only:
-        print(said(found))
-        return 0
+            found[kind.name] = measured(kind, threads=args.threads)
     about = ABOUT.format(
-        how="./bench cache-memory" + f" --threads {asked.threads}" * (asked.threads != 1),
-        machine=f"{machine()}, transformers {transformers.__version__}", threads=asked.threads,
-        tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (asked.threads != 1),
+        how="./bench cache-memory" + f" --threads {args.threads}" * (args.threads != 1),
+        machine=f"{machine()}, transformers {transformers.__version__}", threads=args.threads,
+        tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (args.threads != 1),
     )  # fmt: skip
-    text = f"{about}\n\n{said(found)}"
-    print(f"page: {write_part(asked.docs / PAGE, PART, text)}", file=sys.stderr)
+    command.publish_part(args.write, PAGE, PART, said(found) if args.only else f"{about}\n\n{said(found)}")
     return 0
 
 

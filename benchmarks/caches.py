@@ -1,28 +1,26 @@
 """What caches cost: a step by how keys and values are stored, a whole model's token, a long stream, memory.
 
-`./bench caches` writes its part of docs/caches.md and a picture; `--only` prints some of the tables.
+`./bench caches --write` writes its part of docs/caches.md and a picture; `--only` prints one part of the tables.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream
+from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream, command
 from benchmarks.cache_pictures import Bar
-from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine
 from regard.bench.rounds import Effort, on_threads
 from regard.cli.argument_types import count
 from regard.cli.bench import duration
-from regard.cli.main import Parser, run_command
+from regard.errors import ProblemError
 from regard.integrate.checkpoint import load
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE, PART = "caches.md", "caches.svg", "speed"
+SECONDS = 15.0
 
 METHOD = """\
 Measured by `{how}` on {machine}. Every time is a median over rounds in which everything of a table is measured once,
@@ -189,52 +187,37 @@ def _goal(line: cache_steps.Line, plain: float) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return run_command(lambda: run(_parser().parse_args(arguments)))
+    return command.main(_parser, run, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="./bench caches", description="What caches cost, in time and memory.")
-    parser.add_argument("--seconds", type=_positive, default=15.0, metavar="S", help="for each table (default: 15)")
+    parser = command.parser("caches", "What caches cost, in time and memory.", page=PAGE, seconds=SECONDS)
     parser.add_argument(
         "--positions", type=count(1), default=max(cache_stream.MARKS), metavar="N",
         help=f"tokens of the long stream (default: {max(cache_stream.MARKS):,})",
     )  # fmt: skip
-    parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: as torch has)")
-    parser.add_argument("--only", choices=[*PARTS], help="print this part, and write nothing")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of caches.md (default: docs)")
+    parser.add_argument("--only", choices=[*PARTS], help="measure this part alone")
     return parser
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 3600:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0.")
-    return number
-
-
 @torch.no_grad()
-def run(asked: argparse.Namespace) -> int:
-    """Do what was asked."""
-    if not asked.only:
-        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
-    found, threads = Found(), asked.threads or torch.get_num_threads()
+def run(args: argparse.Namespace) -> int:
+    """Measure the parts, and print or write them."""
+    if args.only and args.write:
+        raise ProblemError("--write writes all parts: leave --only out.")
+    command.check_part(args.write, PAGE, PART)
+    found, threads = Found(), args.threads or torch.get_num_threads()
     how = Asked(
-        Effort(seconds=asked.seconds, least=3), asked.positions, threads, lambda line: print(line, file=sys.stderr)
+        Effort(seconds=args.seconds, least=3), args.positions, threads, lambda line: print(line, file=sys.stderr)
     )
-    command = "./bench caches" + f" --seconds {asked.seconds:g}" * (asked.seconds != 15)
     with on_threads(threads):
         for name, measure in PARTS.items():
-            if asked.only in (None, name):
+            if args.only in (None, name):
                 how.tell(name)
                 measure(found, how)
-        text = part(found, command)
-    if asked.only:
-        print(text)
-        return 0
-    print(f"page: {write_part(asked.docs / PAGE, PART, text, {PICTURE: picture(found)})}", file=sys.stderr)
+        text = part(found, "./bench caches" + f" --seconds {args.seconds:g}" * (args.seconds != SECONDS))
+    pictures = {PICTURE: picture(found)} if args.write else None
+    command.publish_part(args.write, PAGE, PART, text, pictures)
     return 0
 
 

@@ -1,26 +1,24 @@
 """What looking inside costs and how exact it is: sweeps, measures, the page.
 
-`./bench inspect` writes its part of docs/inspect.md; `--quick` prints some of it, of few tokens and without a model.
+`./bench inspect --write` writes its part of docs/inspect.md; `--quick` measures few tokens, and no model.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from benchmarks import command
 from benchmarks.inspect_cost import DIM, HEADS, KV_HEADS, PICTURE, long_sweep, pair_measures, sweeps
 from benchmarks.inspect_exact import agreement
 from benchmarks.inspect_page import page
-from benchmarks.page_parts import with_part, write_part
 from benchmarks.report import machine
 from regard.bench.rounds import Effort, on_threads
-from regard.cli.main import Parser, run_command
+from regard.errors import ProblemError
 from regard.integrate.checkpoint import load
 from regard.integrate.transformers import use_regard
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PART = "inspect.md", "cost"
 
 TOKENS, QUICK_TOKENS = (1024, 4096, 16_384), (1024,)
@@ -51,41 +49,35 @@ SHOWN = "The page that `regard inspect` writes, of this repository's README."
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code."""
-    return run_command(lambda: run(_parser().parse_args(arguments)))
+    return command.main(_parser, run, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="./bench inspect", description="What looking inside costs, and how exact it is.")
-    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each measurement (default: 4)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="default: as torch")
-    parser.add_argument("--quick", action="store_true", help="few tokens, no model, and nothing is written")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of inspect.md (default: docs)")
+    parser = command.parser("inspect", "What looking inside costs, and how exact it is.", page=PAGE, seconds=4.0)
+    parser.add_argument("--quick", action="store_true", help="few tokens, and no model")
     return parser
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Do what was asked."""
-    if not asked.quick:
-        with_part(asked.docs / PAGE, PART, "")  # a page without its markers fails here, not after minutes
-    effort = Effort(seconds=0.2 if asked.quick else asked.seconds, least=2)
-    with on_threads(asked.threads):
-        text = part(asked, effort)
-    if asked.quick:
-        print(text)
-    else:
-        print(f"page: {write_part(asked.docs / PAGE, PART, text)}", file=sys.stderr)
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print or write the part of the page."""
+    if args.quick and args.write:
+        raise ProblemError("--write writes everything: leave --quick out.")
+    command.check_part(args.write, PAGE, PART)
+    effort, threads = Effort(seconds=0.2 if args.quick else args.seconds, least=2), args.threads
+    with on_threads(threads or torch.get_num_threads()):
+        command.publish_part(args.write, PAGE, PART, part(quick=args.quick, effort=effort))
     return 0
 
 
-def part(asked: argparse.Namespace, effort: Effort) -> str:
+def part(*, quick: bool, effort: Effort) -> str:
     """The part of docs/inspect.md."""
-    how = "./bench inspect" + " --quick" * asked.quick
+    how = "./bench inspect" + " --quick" * quick
     found = [METHOD.format(how=how, machine=machine())]
     found += ["### A sweep beside its attention", SWEEP]
-    found += [sweeps(QUICK_TOKENS if asked.quick else TOKENS, effort, asked.threads)]
-    found += ["### A long text", LONG_SAID, long_sweep(QUICK_LONG if asked.quick else LONG)]
+    found += [sweeps(QUICK_TOKENS if quick else TOKENS, effort, torch.get_num_threads())]
+    found += ["### A long text", LONG_SAID, long_sweep(QUICK_LONG if quick else LONG)]
     found += ["### Exactness", EXACT, agreement(EXACT_TOKENS)]
-    if not asked.quick:
+    if not quick:
         model, tokenizer, label = load()
         use_regard(model)
         found += ["### Measures beside a forward pass", PAIRS, pair_measures(model, label, MODEL_TOKENS, effort)]

@@ -1,6 +1,6 @@
 """What linear attention costs by length, beside exact attention and beside the way it is usually written in PyTorch.
 
-`./bench linear` writes docs/linear.md and its picture; `--quick` does so from shorter sequences.
+`./bench linear --write` writes docs/linear.md and its picture; `--quick` measures shorter sequences.
 """
 
 import argparse
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import command
 from benchmarks.memory import peak, peak_from_here
 from benchmarks.report import machine, table
 from regard import Causal, attend
-from regard.atomic_write import write_whole
 from regard.bench import limits
-from regard.bench.rounds import Effort, Rounds, interleaved, timed
+from regard.bench.rounds import Effort, Rounds, interleaved, on_threads, timed
 from regard.cli.bench import duration
 from regard.linear import Decay, Delta, Favor, Feature, FeatureError, Gated, Rule, Taylor, linear_attend
 from regard.linear.attend import CHUNK
@@ -358,24 +358,34 @@ def _style() -> str:
     return f"{STYLE}{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
 
 
-def main() -> None:
-    """Measure, and write the page and its picture."""
-    parser = argparse.ArgumentParser(prog="./bench linear", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return command.main(_parser, run, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command.parser(
+        "linear", "What linear attention costs by length, beside exact attention.", page="linear.md"
+    )
     parser.add_argument("--quick", action="store_true", help="shorter sequences and fewer rounds")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder to write to (default: docs)")
     parser.add_argument("--memory", nargs="+", metavar=("KIND", "TOKENS"), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    with torch.no_grad():
-        if asked.memory:
-            print(json.dumps(_memory(asked.memory[0], [int(tokens) for tokens in asked.memory[1:]])))
-            return
-        lengths = [tokens for tokens in LENGTHS if tokens <= PLAIN] if asked.quick else LENGTHS
-        effort = Effort(seconds=0.3, least=2) if asked.quick else Effort(seconds=2.0, least=2)
+    return parser
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print or write the page and its picture."""
+    if args.memory:
+        print(json.dumps(_memory(args.memory[0], [int(tokens) for tokens in args.memory[1:]])))
+        return 0
+    lengths = [tokens for tokens in LENGTHS if tokens <= PLAIN] if args.quick else LENGTHS
+    effort = Effort(seconds=0.3, least=2) if args.quick else Effort(seconds=2.0, least=2)
+    with on_threads(args.threads or torch.get_num_threads()):
         found = measured(lengths, effort, lambda text: print(text, file=sys.stderr))
-        write_whole(asked.docs / "linear.svg", picture(found.seconds).encode())
-        write_whole(asked.docs / "linear.md", page(found, asked.quick).encode())
-    print((asked.docs / "linear.md").read_text())
+    pictures = {"linear.svg": picture(found.seconds)}
+    command.publish_page(args.write, "linear.md", page(found, args.quick), pictures)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,14 +6,16 @@ machine count little; both are measured in every round, in turns, and the median
 
 import argparse
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import command
 from benchmarks.report import table
 from regard import Causal, attend
 from regard.bench.rounds import Effort, Measure, interleaved, on_threads
@@ -126,12 +128,20 @@ def run(effort: Effort) -> str:
     )
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="./bench modules", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each line of the table (default 2)")
-    print(run(Effort(seconds=parser.parse_args().seconds)))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return command.main(_parser, show, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    return command.parser("modules", (__doc__ or "").split("\n", maxsplit=1)[0], seconds=2.0, threads=False)
+
+
+def show(args: argparse.Namespace) -> int:
+    """Measure, and print the table."""
+    print(run(Effort(seconds=args.seconds)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,8 +35,8 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 """
 
 
-def drawn(lines: Sequence[Line]) -> str:
-    """The picture of these lines, those whose limit is known."""
+def draw(lines: Sequence[Line]) -> str:
+    """The picture of those lines whose limit is known."""
     known = [line for line in lines if line.result is not None and line.result.share is not None]
     sections = [(section, own) for section, own in by_section(known) if section.columns == BESIDE_LIMIT]
     body, height = list[str](), 64

@@ -1,32 +1,32 @@
 """What making a schedule costs, beside FlexAttention's `create_block_mask`, which looks at every pair.
 
-`python -m benchmarks.schedules` prints the tables; `--write` also puts them into docs/schedules.md.
+`./bench schedules` prints the tables; `--write` puts them into docs/schedules.md.
 """
 
 import argparse
 import math
 import resource
 import statistics
+import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks import command
 from benchmarks.report import machine, table
 from regard import Blocks, Causal, Documents, KeyLengths, Mask, MaskFunction, Prefix, TensorMask, Window, attend
-from regard.atomic_write import write_whole
-from regard.bench.rounds import Effort, interleaved, timed
+from regard.bench.rounds import Effort, interleaved, on_threads, timed
 from regard.describe.mask import CallSizes
 from regard.plan.closed_form import Grid
 from regard.plan.tiling import schedule, split_recursively
 
-PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
+PAGE = "schedules.md"
 
 CASES: dict[str, tuple[int, Callable[[int], Mask]]] = {
     "causal, 131,072": (131_072, lambda n: Causal()),
@@ -159,17 +159,23 @@ def _block_mask(tokens: int) -> tuple[float, int]:
     return time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
-def main() -> None:
-    """Print the tables, and write them if that is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write the tables to docs/{PAGE.name}")
-    asked = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return command.main(_parser, publish, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    return command.parser("schedules", (__doc__ or "").split("\n", maxsplit=1)[0], page=PAGE)
+
+
+def publish(args: argparse.Namespace) -> int:
+    """Measure, and print or write the page."""
     about = (__doc__ or "").split("\n", maxsplit=1)[0]
-    page = f"# Schedules\n\n{about}\n\n`python -m benchmarks.schedules` on {machine()}:\n\n{run()}\n"
-    print(page)
-    if asked.write:
-        write_whole(PAGE, page.encode())
+    with on_threads(args.threads or torch.get_num_threads()):
+        text = f"# Schedules\n\n{about}\n\n`./bench schedules` on {machine()}:\n\n{run()}\n"
+    command.publish_page(args.write, PAGE, text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

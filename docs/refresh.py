@@ -1,6 +1,6 @@
 """Makes what the README shows, with the real commands: the demo's output, the page's picture, the schedules.
 
-What `./bench` measures it writes itself, to docs/performance.md.
+`./bench --write` writes docs/performance.md itself.
 
 ```
 python docs/refresh.py            # all; on a quiet machine, since it measures
@@ -48,7 +48,7 @@ def generate() -> str:
 
 
 def schedules() -> str:
-    """The tables of `python -m benchmarks.schedules`, also written to docs/schedules.md."""
+    """The tables of `./bench schedules`, also written to docs/schedules.md."""
     _output([sys.executable, "-m", "benchmarks.schedules", "--write"])
     return (ROOT / "docs" / "schedules.md").read_text().split("\n", 2)[2].strip()
 

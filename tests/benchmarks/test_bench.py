@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks import __main__ as bench
 from benchmarks import cases, memory, peers, report
-from benchmarks.picture import drawn
+from benchmarks.picture import draw
 from benchmarks.report import Line
 from regard import Causal, Window, attend
 from regard.bench.case import Case
@@ -96,7 +96,7 @@ def test_the_page_has_every_section_and_its_picture():
 
 def test_the_picture_is_sound_and_shows_each_case_and_no_limit_twice():
     lines = [line for line in every_line() if line.section == cases.DECODE.title]
-    svg = ET.fromstring(drawn(lines))
+    svg = ET.fromstring(draw(lines))
     texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert [texts.count(row.name) for row in cases.DECODE.rows] == [1] * len(cases.DECODE.rows)
     bars = [rect for rect in svg.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "ours"]
@@ -111,7 +111,7 @@ def test_a_machine_that_was_not_quiet_is_told_from_one_that_was():
 
 
 def test_the_picture_does_without_limits():
-    assert ET.fromstring(drawn([line(share=None)])) is not None
+    assert ET.fromstring(draw([line(share=None)])) is not None
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -157,9 +157,8 @@ def test_json_has_what_the_table_has(capsys):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_page_and_the_picture_are_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "DOCS", tmp_path)
-    assert bench.main(["--rounds", "1", "--write"]) == 0
+def test_the_page_and_the_picture_are_written(tmp_path, capsys):
+    assert bench.main(["--rounds", "1", "--write", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["performance.md", "performance.svg"]
     assert "small, causal" in (tmp_path / "performance.md").read_text()
 
@@ -174,8 +173,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(monkeypatch, tmp
         return run(job, *more)
 
     monkeypatch.setattr(bench.Job, "run", interrupted)
-    monkeypatch.setattr(bench, "DOCS", tmp_path)
-    assert bench.main(["--rounds", "1", "--write"]) == 130
+    assert bench.main(["--rounds", "1", "--write", str(tmp_path)]) == 130
     out = capsys.readouterr().out
     assert "small, causal" in out
     assert "small, window" not in out
@@ -204,7 +202,7 @@ def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
         (["--cases", "nothing like it"], "no case has 'nothing like it' in its name"),
         (["--write", "--cases", "causal"], "--write writes the whole page"),
         (["--write", "--dtype", "float32"], "--write writes the whole page"),
-        (["--quick", "--rounds", "3"], "give one of them"),
+        (["--quick", "--rounds", "3"], "leave one of them out"),
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
     ],
 )

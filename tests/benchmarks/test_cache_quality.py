@@ -226,7 +226,7 @@ def small(monkeypatch, tmp_path):
 
 
 def test_it_writes_its_part_and_the_picture(small):
-    arguments = ["--quick", "--text", str(small / "text.txt"), "--docs", str(small)]
+    arguments = ["--quick", "--text", str(small / "text.txt"), "--write", str(small)]
     assert cache_quality.main(arguments) == 0
     page = (small / "caches.md").read_text()
     assert page.startswith("A\n<!-- begin quality -->\n\nMeasured by `./bench cache-quality --quick` on ")
@@ -239,7 +239,7 @@ def test_it_writes_its_part_and_the_picture(small):
 
 
 def test_some_rows_are_printed_and_nothing_is_written(small, capsys):
-    arguments = ["--quick", "--text", str(small / "text.txt"), "--docs", str(small), "--only", "INT8"]
+    arguments = ["--quick", "--text", str(small / "text.txt"), "--only", "INT8"]
     assert cache_quality.main(arguments) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 4
@@ -251,7 +251,7 @@ def test_some_rows_are_printed_and_nothing_is_written(small, capsys):
     ("arguments", "said"),
     [
         (["--only", "nothing like it"], "no row has ['nothing like it'] in its name"),
-        (["--docs", "/nowhere"], "there is no /nowhere/caches.md"),
+        (["--write", "/nowhere"], "there is no /nowhere/caches.md"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_measured(arguments, said, capsys):

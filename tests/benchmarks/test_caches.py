@@ -273,7 +273,7 @@ def small(monkeypatch, tmp_path):
 
 
 def test_it_writes_its_part_and_the_picture(small):
-    assert caches.main(["--seconds", "0.001", "--threads", "1", "--docs", str(small)]) == 0
+    assert caches.main(["--seconds", "0.001", "--threads", "1", "--write", str(small)]) == 0
     page = (small / "caches.md").read_text()
     assert page.startswith("A\n<!-- begin speed -->\n\nMeasured by `./bench caches --seconds 0.001` on ")
     assert page.endswith("<!-- end speed -->\nZ\n")
@@ -284,7 +284,7 @@ def test_it_writes_its_part_and_the_picture(small):
 
 
 def test_a_part_is_printed_and_nothing_is_written(small, capsys):
-    assert caches.main(["--only", "memory", "--docs", str(small)]) == 0
+    assert caches.main(["--only", "memory"]) == 0
     out = capsys.readouterr().out
     assert out.count("### ") == out.count("### Memory") == 1
     assert [path.name for path in small.iterdir()] == ["caches.md"]
@@ -299,5 +299,5 @@ def test_arguments_that_make_no_sense_are_refused_in_one_line(arguments, capsys)
 
 
 def test_a_page_that_is_not_there_is_said_before_anything_is_measured(tmp_path, capsys):
-    assert caches.main(["--docs", str(tmp_path)]) == 2
+    assert caches.main(["--write", str(tmp_path)]) == 2
     assert "there is no" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_the_page_is_opened_and_timed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_page_that_is_not_there_is_said_before_anything_is_measured(tmp_path, capsys: pytest.CaptureFixture[str]):
-    assert inspect.main(["--docs", str(tmp_path)]) == 2
+    assert inspect.main(["--write", str(tmp_path)]) == 2
     assert "there is no" in capsys.readouterr().err
 
 
@@ -58,7 +58,7 @@ def test_a_whole_run_writes_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(inspect, "load", lambda: (torch.nn.Identity(), None, "M"))
     for name in ("long_sweep", "use_regard", "pair_measures", "page"):
         monkeypatch.setattr(inspect, name, lambda *_, name=name: name)
-    assert inspect.main(["--seconds", "0.05", "--docs", str(tmp_path)]) == 0
+    assert inspect.main(["--seconds", "0.05", "--write", str(tmp_path)]) == 0
     said = page.read_text()
     assert said.startswith("A\n")
     assert "pair_measures\n\n### The page" in said

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import caches
+from benchmarks import command
 from benchmarks.page_parts import with_part, write_part
 from regard.errors import ProblemError
 
@@ -34,5 +34,5 @@ def test_a_page_that_is_not_there_is_not_made(tmp_path):
 
 @pytest.mark.parametrize(("page", "name"), [("caches.md", "speed"), ("caches.md", "quality"), ("inspect.md", "cost")])
 def test_the_pages_in_the_repository_have_their_parts(page, name):
-    page = caches.DOCS / page
+    page = command.DOCS / page
     assert with_part(page, name, "new") != page.read_text()
