@@ -120,9 +120,9 @@ def test_tiles_of_long_rows_have_many_rows_and_whole_chunks_of_keys():
         (lambda w: w.columns(-3, 4), r"columns\(-3, 4\) of 29 keys"),
         (lambda w: w.scores(5, 4), r"scores\(5, 4\) of 29 queries"),
         (lambda w: w.rows(0.5, 2), r"rows\(0\.5, 2\) of 29 queries"),
-        (lambda w: w.top(1.5), r"top\(k=1\.5\): expected how many"),
+        (lambda w: w.top(1.5), r"top\(k=1\.5\): expected the number of weights"),
         (lambda w: w.pooled(2.5), r"pooled\(size=2\.5"),
-        (lambda w: w.top(0), r"top\(k=0\): expected how many"),
+        (lambda w: w.top(0), r"top\(k=0\): expected the number of weights"),
         (lambda w: w.pooled(0), r"pooled\(size=0, by='mean'\): expected 1 cell"),
         (lambda w: w.pooled(4, by="median"), r"by='median'\): expected .* 'mean' or 'max'"),
         (lambda w: w.pairs(torch.tensor([0, 3]), torch.tensor([0, -1])), r"pairs has key -1, .* 29: expected 0 to 28"),
@@ -134,10 +134,10 @@ def test_tiles_of_long_rows_have_many_rows_and_whole_chunks_of_keys():
         (lambda w: w.pairs(torch.tensor([0, 1]), torch.tensor([0])), r"pairs of \[2\] torch.int64 and \[1\]"),
         (lambda w: w.pairs(torch.tensor([0.0]), torch.tensor([0])), r"pairs of \[1\] torch.float32 .* expected a row"),
         (lambda w: w.pairs(torch.ones(2, 2).long(), torch.ones(2, 2).long()), r"pairs of \[2, 2\]"),
-        (lambda w: w.only(9), r"only\(9\) of 2 sequences: expected the number of one, 0 to 1"),
+        (lambda w: w.only(9), r"only\(9\) of 2 sequences: expected one of 0 to 1"),
         (lambda w: w.only(-1), r"only\(-1\) of 2 sequences"),
         (lambda w: w.only(0.5), r"only\(0\.5\) of 2 sequences"),
-        (lambda w: w.dense(limit=100), r"\[2, 6, 29, 29\] are 10,092 numbers .* limit of 100"),
+        (lambda w: w.dense(limit=100), r"\[2, 6, 29, 29\] are 10,092 elements .* limit of 100"),
     ],
 )
 def test_what_is_not_there_cannot_be_asked_for(asked, message):
@@ -167,3 +167,23 @@ def test_a_sweep_holds_a_tile_and_never_the_matrix():
         weights.top(4)
         weights.pairs(torch.arange(2048), torch.arange(2048))
     assert 0 < largest.elements <= TILE < 8 * 2048 * 2048 / 16
+
+
+def test_a_notebook_shows_sizes_and_mask():
+    q, k = torch.zeros(1, 6, 5, 4), torch.zeros(1, 2, 5, 4)
+    shown = Weights(q, k, torch.zeros(1, 6, 5), Causal())._repr_html_()
+    assert "<td>6 on 2 key heads</td>" in shown
+    assert "<td>5 x 5</td>" in shown
+    assert "<td>Causal()</td>" in shown
+
+
+def test_a_plot_is_the_pooled_weights_of_one_head(monkeypatch):
+    plotted = {}
+    monkeypatch.setattr(module, "heat_map", lambda cells, **named: plotted.update(named, cells=cells))
+    weights = Weights.of(drawn(mask=Causal()))
+    weights.plot(head=1, size=8)
+    side = -(-weights.shape[3] // 8)
+    assert torch.equal(plotted["cells"], weights.pooled(8)[0, 1])
+    assert plotted["title"] == f"weights of head 1, cells of {side} x {side} tokens"
+    with pytest.raises(ProblemError, match=r"heads\(99\)"):
+        weights.plot(head=99)

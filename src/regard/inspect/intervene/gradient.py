@@ -19,7 +19,8 @@ from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, altered
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.relevance import Relevance, chosen_rows, through
-from regard.inspect.weights.lazy import Tile, Weights
+from regard.inspect.weights.lazy import Weights
+from regard.inspect.weights.tiles import Tile
 
 CAVEAT = (
     "Gradient x attention is a first-order account of what attention weights, as they are, did for one number; what "

@@ -14,7 +14,8 @@ from torch import Tensor
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.weights.index import counted_rows
-from regard.inspect.weights.lazy import Tile, Weights
+from regard.inspect.weights.lazy import Weights
+from regard.inspect.weights.tiles import Tile
 
 
 @brief

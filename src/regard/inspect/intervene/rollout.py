@@ -14,7 +14,8 @@ from torch import Tensor
 
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.relevance import Relevance, chosen_rows, through
-from regard.inspect.weights.lazy import Tile, Weights
+from regard.inspect.weights.lazy import Weights
+from regard.inspect.weights.tiles import Tile
 
 CAVEAT = (
     "Rollout follows attention weights, which are not importance: values, output projections, MLPs and the real share "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.weights.lazy import Weights
+from regard.inspect.weights.scores import cap_and_bias
 
 AT_ONCE = 2**19
 """Weights computed at a time: 2 MiB of float32, which the passes over them find in a cache."""
@@ -50,11 +51,8 @@ def weighed(weights: Weights, dots: Tensor, rows: Tensor, keys: Tensor) -> Tenso
     Args:
         rows, keys: int64, of the axes after the group, [blocks, ...] each; they broadcast.
     """
-    scores = dots
-    if weights.softcap is not None:
-        scores.div_(weights.softcap).tanh_().mul_(weights.softcap)
-    if weights.bias is not None:
-        scores = scores + weights.bias.value(*coordinates(weights, rows, keys)).to(scores.dtype)
+    bias = None if weights.bias is None else weights.bias.value(*coordinates(weights, rows, keys))
+    scores = cap_and_bias(dots, weights.softcap, bias)
     total = weights.total.unflatten(1, (weights.k.shape[1], -1))[..., None]
     return scores.sub_(_gathered(total, rows[:, None])[..., 0]).clamp_(max=MOST).exp_()
 

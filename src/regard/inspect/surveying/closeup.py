@@ -17,6 +17,7 @@ from torch import Tensor
 from regard.describe.mask import Ints
 from regard.inspect.surveying.report import CloseUp
 from regard.inspect.weights.lazy import CHUNK, ROWS, TILE, Weights
+from regard.inspect.weights.scores import cap_and_bias
 from regard.inspect.weights.spans import kept_columns
 
 WRONG_BY = 0.001
@@ -56,10 +57,8 @@ def close_up_rows(close: CloseUp, start: int, stop: int) -> NDArray[np.float32]:
     """The weights of rows start <= i < stop, [rows, tokens]: what the page computes, for tests and for the terminal."""
     i, j = np.arange(start, stop)[:, None], np.arange(len(close.k))[None]
     scores = close.scale * (close.q[start:stop] @ close.k.T)
-    if close.softcap is not None:
-        scores = close.softcap * np.tanh(scores / close.softcap)
-    if close.distance_bias is not None:
-        scores += close.distance_bias[len(close.k) - 1 + i - j]
+    bias = None if close.distance_bias is None else torch.from_numpy(close.distance_bias[len(close.k) - 1 + i - j])
+    scores = cap_and_bias(torch.from_numpy(scores), close.softcap, bias).numpy()
     first, last = close.first[start:stop, None], close.last[start:stop, None]
     seen = (j < last) & ((j >= first) | (j < close.prefix))
     return np.where(seen, np.exp(np.where(seen, scores - close.total[start:stop, None], 0)), 0)

@@ -13,7 +13,7 @@ from regard import native
 from regard.describe.bias import Bias, TensorBias
 from regard.inspect.sweep.gathered import BINS, Sweep
 from regard.inspect.weights.lazy import Weights
-from regard.inspect.weights.pooled import Cells
+from regard.inspect.weights.tiles import Cells
 from regard.plan.distance import kept_by_distance
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from regard.inspect.sweep.gathered import BINS, Sweep, bin_of
 from regard.inspect.weights.lazy import Weights
-from regard.inspect.weights.pooled import Largest, Pooled
-from regard.inspect.weights.tile import Tile
+from regard.inspect.weights.tiles import Largest, Pooled, Tile
 
 
 def swept(weights: Weights, picture: int | None, along: Tensor | None, tick: Callable[[], None] | None = None) -> Sweep:

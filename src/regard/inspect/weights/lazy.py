@@ -1,57 +1,54 @@
-"""The weights of one call of attention, computed where they are looked at and never held all at once.
+"""The weights of one attention call, computed when they are read and never stored all at once.
 
-A call knows its q, k (after any rotation), mask, bias, scale, softcap and sink, and its `lse`, the log of what each row
-was divided by. That is all of A:
+A call has q, k (after any rotation), mask, bias, scale, softcap, sink, and `lse`, the log of the softmax denominator of
+each row. They determine all of A:
 
     A[i, j] = exp(s[i, j] - L[i])      L = lse, or logaddexp(lse, sink[head]) where the call has a sink
 
-so one weight costs one dot product, wherever it stands: `pairs` costs O(pairs), `rows`, `columns` and `tiles` O(what
-they show). With a sink the rows sum to less than 1: what is missing, `sink_share`, went to the sink, which is no token.
-Dropout is no part of the weights: these are the ones before it. Their relative error is that of a score and of lse,
-about 1e-7 x |s| in float32; `in_float64` is without it.
+so one weight costs one dot product: `pairs` costs O(pairs); `rows`, `columns` and `tiles` cost O(weights returned).
+With a sink the rows sum to less than 1: the rest, `sink_share`, is the share of the sink, which is no token. These are
+the weights before dropout. Their relative error is that of a score and of lse, about 1e-7 x |s| in float32;
+`in_float64` avoids it.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import shown
+from regard.inspect.plot import heat_map, html_table
 from regard.inspect.weights.index import Indices, index_of, index_pairs
-from regard.inspect.weights.pooled import Largest, Pooled
-from regard.inspect.weights.read_call import ReadCall
+from regard.inspect.weights.scores import CallScores
 from regard.inspect.weights.spans import count_visible, visible_runs
-from regard.inspect.weights.stages import Scored, of_pairs, of_rectangle
-from regard.inspect.weights.tile import Tile
-from regard.inspect.weights.top import Top
+from regard.inspect.weights.tiles import Largest, Pooled, Tile, Top
 
 TILE = 2**20
-"""Weights in a tile: 4 MiB of float32, so that the few passes over a tile find it in the second level cache or near."""
+"""Weights in a tile: 4 MiB of float32, so that the few passes over a tile find it in the L2 cache or close to it."""
 
 ROWS = 128
-"""Rows of a tile where whole rows are longer than it: the keys are then read once for so many rows."""
+"""Rows of a tile where whole rows are longer than a tile: the keys are then read once for this many rows."""
 
 CHUNK = 128
-"""Keys for which a mask is asked at once whether any is visible: a sweep skips what no row of the tile may see."""
+"""Keys per rectangle of the mask's bounds: a sweep skips rectangles that are hidden from all rows of a tile."""
 
 DENSE_LIMIT = 2**26
-"""Weights that `dense` agrees to build: 256 MiB of float32."""
+"""The most weights that `dense` builds by default: 256 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
-class Weights(ReadCall):
-    """A lazy map of the weights of one call; every method computes what it returns and keeps nothing.
+class Weights(CallScores):
+    """A lazy map of the weights of one call; every method computes its result and stores nothing.
 
     Args:
         q: [batch, heads, queries, qk_dim], k: [batch, kv_heads, keys, qk_dim]; heads in contiguous groups per key head.
         lse: [batch, heads, queries], natural log, without the sink; -inf for a row that sees no key.
-        mask, bias, scale, softcap, sink, offset: as a `Call` has them: mask and bias stand in the call, numbers are
-            resolved.
-        sequence: batch row that the first row of q is (masks and biases may differ by batch row).
+        mask, bias, scale, softcap, sink, offset: those of a `Call`, which has bound mask and bias to its sizes.
+        sequence: the batch row of the first row of q (masks and biases may differ by batch row).
 
     ```
     >>> import torch
@@ -75,6 +72,38 @@ class Weights(ReadCall):
             f"{str(self.dtype).removeprefix('torch.')}, mask={shown(self.mask)})"
         )
 
+    def _repr_html_(self) -> str:
+        """A table for notebooks: sizes, type, mask and bias."""
+        batch, heads, queries, keys = self.shape
+        parts: dict[str, object] = {
+            "sequences": f"{batch:,}",
+            "heads": f"{heads} on {self.k.shape[1]} key heads",
+            "queries x keys": f"{queries:,} x {keys:,}",
+            "type": str(self.dtype).removeprefix("torch."),
+            "mask": shown(self.mask),
+            "bias": shown(self.bias),
+        }
+        return html_table("Weights", ["part", "value"], list(parts.items()))
+
+    def plot(self, head: int = 0, sequence: int = 0, size: int = 256, ax: Any = None) -> Any:
+        """Draw the weights of one head as a heat map: at most size x size cells, each the mean of its weights.
+
+        Args:
+            head: number of the head in the call.
+            ax: the matplotlib `Axes` to draw on; None makes a new figure.
+
+        Returns:
+            The `Axes`; `ax.figure.savefig("weights.png")` writes it.
+
+        Raises:
+            ProblemError: there is no such head or sequence.
+            RefusalError: matplotlib is not installed (`pip install 'regard[plot]'`).
+        """
+        cells = self.only(sequence).heads(head).pooled(size)[0, 0]
+        tokens = max(1, -(-max(self.shape[2:]) // size))
+        pooled = "" if tokens == 1 else f", cells of {tokens} x {tokens} tokens"
+        return heat_map(cells, title=f"weights of head {head}{pooled}", x="key", y="query", low=0.0, ax=ax)
+
     def pairs(self, q_index: Indices, k_index: Indices) -> Tensor:
         """The weights at given pairs, in O(pairs): row `q_index[p]` (0 is the call's first query), key `k_index[p]`.
 
@@ -85,12 +114,14 @@ class Weights(ReadCall):
             [batch, heads, pairs]; 0 where the mask hides the pair.
 
         Raises:
-            ProblemError: no whole numbers [pairs], or rows or keys that the call does not have.
+            ProblemError: indices of another shape or type, or rows or keys that the call does not have.
         """
         q_index, k_index = index_pairs(q_index, k_index, self.shape, self.q.device)
         at_once = max(1, TILE // max(1, self.q[:, :, 0].numel()))
         parts = zip(q_index.split(at_once), k_index.split(at_once), strict=True)
-        return torch.cat([self._weights(of_pairs(self, i, j), self._divisor[:, :, i]) for i, j in parts], dim=-1)
+        return torch.cat(
+            [self._weights(self.score_pairs(i, j), i, j, self._divisor[:, :, i]) for i, j in parts], dim=-1
+        )
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The weights of queries start <= i < stop, whole rows: [batch, heads, rows, keys]."""
@@ -101,10 +132,9 @@ class Weights(ReadCall):
         return self._tile(slice(0, self.shape[2]), self.span("columns", start, stop, 3)).weights
 
     def tiles(self) -> Iterator[Tile]:
-        """All weights that the mask does not surely hide, a tile of at most about `TILE` weights at a time.
+        """All weights except those that the bounds of the mask exclude, in tiles of at most about `TILE` weights.
 
-        Tiles come from the first rows on, and for the same rows from left to right; the keys that no tile shows have
-        weight 0.
+        Tiles come in the order of their rows, and for the same rows from left to right; keys in no tile have weight 0.
         """
         batch, heads, queries, keys = self.shape
         rows = TILE // max(1, batch * heads * keys)
@@ -118,10 +148,10 @@ class Weights(ReadCall):
                     yield self._tile(row, slice(key, min(key + width, run.stop)))
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest weights of each row, in descending order, and the keys that they are of; one sweep over tiles.
+        """The k largest weights of each row, in descending order, and their keys; one sweep over tiles.
 
-        Of equal weights the one of the first key comes first. Where a row has fewer than k weights above 0, the rest
-        are 0, and so are the keys beside them.
+        Equal weights come in the order of their keys. Where a row has fewer than k weights above 0, the remaining
+        weights and keys are 0.
 
         Returns:
             weights [batch, heads, queries, k], keys int64 [batch, heads, queries, k].
@@ -130,7 +160,7 @@ class Weights(ReadCall):
             ProblemError: k is below 1.
         """
         if index_of(k) is None or k < 1:
-            raise ProblemError(f"top(k={k}): expected how many of the largest weights of a row to return, 1 or more.")
+            raise ProblemError(f"top(k={k}): expected the number of weights to return of each row, 1 or more.")
         top = Top(self, k)
         for tile in self.tiles():
             top.add(tile)
@@ -139,8 +169,8 @@ class Weights(ReadCall):
     def pooled(self, size: int, by: Literal["mean", "max"] = "mean") -> Tensor:
         """A picture of at most size x size cells: the mean weight of each cell, or the largest; one sweep over tiles.
 
-        A cell is c x c pairs, c = ceil(max(queries, keys) / size); the last row and column of cells average over the
-        pairs that exist. Where c is 1 these are the weights.
+        A cell is c x c pairs, c = ceil(max(queries, keys) / size); the cells of the last row and column average over
+        the pairs that exist. With c = 1 the cells are the weights.
 
         Returns:
             [batch, heads, ceil(queries / c), ceil(keys / c)]
@@ -156,22 +186,22 @@ class Weights(ReadCall):
         return cells.picture()
 
     def dense(self, limit: int = DENSE_LIMIT) -> Tensor:
-        """All weights, [batch, heads, queries, keys], as long as there are not too many.
+        """All weights, [batch, heads, queries, keys], up to a limit.
 
         Raises:
-            ProblemError: they are more than `limit`.
+            ProblemError: there are more than `limit`.
         """
         batch, heads, queries, keys = self.shape
         if (total := batch * heads * queries * keys) > limit:
             raise ProblemError(
-                f"the dense weights [{batch}, {heads}, {queries}, {keys}] are {total:,} numbers "
+                f"the dense weights [{batch}, {heads}, {queries}, {keys}] are {total:,} elements "
                 f"({total * self.dtype.itemsize / 2**30:.1f} GiB), more than the limit of {limit:,}: read `rows`, "
                 "`tiles`, `pairs` or `pooled`, or pass a larger limit."
             )
         return self.rows(0, queries)
 
     def in_float64(self) -> Self:
-        """The same weights, in float64 from q and k on, with an lse of their own: one sweep over the scores."""
+        """The same weights computed in float64 from q and k, with lse computed again: one sweep over the scores."""
         batch, heads, queries, keys = self.shape
         wide = replace(self, q=self.q.double(), k=self.k.double())
         step = max(1, TILE // max(1, batch * heads * keys))
@@ -181,15 +211,15 @@ class Weights(ReadCall):
 
     @cached_property
     def total(self) -> Tensor:
-        """L: the log of what each row is divided by, the sink included; [batch, heads, queries]."""
+        """L: the log of the softmax denominator of each row, the sink included; [batch, heads, queries]."""
         lse = self.lse.to(self.dtype)
         return lse if self.sink is None else torch.logaddexp(lse, self.sink.to(self.dtype)[None, :, None])
 
     @property
     def sink_share(self) -> Tensor:
-        """What the learned sink takes of each row, [batch, heads, queries]; 0 in a call without one.
+        """The share of the learned sink in each row, [batch, heads, queries]; 0 in a call without one.
 
-        A row's weights and this sum to 1, unless the row sees nothing and there is no sink either.
+        The weights of a row and this share sum to 1, except in a row that sees no key in a call without a sink.
         """
         if self.sink is None:
             return torch.zeros_like(self.total)
@@ -197,18 +227,17 @@ class Weights(ReadCall):
 
     @cached_property
     def visible(self) -> Tensor:
-        """How many keys each row may see; int64, broadcasts to [batch, heads, queries]."""
+        """The number of keys that the mask keeps for each row; int64, broadcasts to [batch, heads, queries]."""
         return count_visible(self, CHUNK)
 
     @cached_property
     def _divisor(self) -> Tensor:
-        """`total`, but 0 where a row has no weights: its scores are -inf or hidden, and no NaN may come of them."""
+        """`total`, but 0 where a row has no weights: its scores are -inf or hidden, and must not become NaN."""
         return self.total.masked_fill(self.total == -torch.inf, 0.0)
 
     def _tile(self, row: slice, key: slice) -> Tile:
-        scored = of_rectangle(self, row, key)
-        return Tile(row.start, key.start, self._weights(scored, self._divisor[:, :, row, None]))
+        scores, i, j = self.score_tile(row, key)
+        return Tile(row.start, key.start, self._weights(scores, i, j, self._divisor[:, :, row, None]))
 
-    def _weights(self, scored: Scored, divisor: Tensor) -> Tensor:
-        scores, i, j = scored
+    def _weights(self, scores: Tensor, i: Tensor, j: Tensor, divisor: Tensor) -> Tensor:
         return scores.sub_(divisor).exp_().masked_fill_(~self.keep(i, j), 0.0)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from regard.describe.mask import Bools, Ints, Mask, Rectangles
-from regard.inspect.weights.read_call import ReadCall
+from regard.inspect.weights.scores import CallScores
 
 ROWS = 128
 """Rows for which a mask is asked at once when the visible keys are counted."""
 
 
-def visible_runs(call: ReadCall, row: slice, chunk: int) -> Iterator[slice]:
+def visible_runs(call: CallScores, row: slice, chunk: int) -> Iterator[slice]:
     """Runs of keys of which some may be visible to some of the rows, in whole chunks of keys, left to right.
 
     >>> from regard import Causal, Prefix, Window
@@ -34,7 +34,7 @@ def visible_runs(call: ReadCall, row: slice, chunk: int) -> Iterator[slice]:
     yield from _runs(np.logical_or.reduce(some, axis=(0, 1)), keys, chunk)
 
 
-def count_visible(call: ReadCall, chunk: int) -> Tensor:
+def count_visible(call: CallScores, chunk: int) -> Tensor:
     """How many keys each row may see; int64, broadcasts to [batch, heads, queries].
 
     >>> from regard import Causal, Window
@@ -50,7 +50,7 @@ def count_visible(call: ReadCall, chunk: int) -> Tensor:
     return torch.cat([_counted(call, call.mask, span, chunk) for span in spans], dim=-1)
 
 
-def kept_columns(call: ReadCall, row: slice, chunk: int) -> tuple[Bools, Ints]:
+def kept_columns(call: CallScores, row: slice, chunk: int) -> tuple[Bools, Ints]:
     """Which pairs of some rows the mask keeps; consecutive keys that it surely treats alike are one column.
 
     Returns:
@@ -82,7 +82,7 @@ def kept_columns(call: ReadCall, row: slice, chunk: int) -> tuple[Bools, Ints]:
     return kept, np.append(starts, keys)
 
 
-def _counted(call: ReadCall, mask: Mask, row: slice, chunk: int) -> Tensor:
+def _counted(call: CallScores, mask: Mask, row: slice, chunk: int) -> Tensor:
     keys, device = call.shape[3], call.q.device
     some, every = _bounds(call, mask, row, chunk)
     decided = np.logical_and.reduce(
@@ -97,7 +97,7 @@ def _counted(call: ReadCall, mask: Mask, row: slice, chunk: int) -> Tensor:
     return counts
 
 
-def _bounds(call: ReadCall, mask: Mask, row: slice, chunk: int) -> tuple[Bools, Bools]:
+def _bounds(call: CallScores, mask: Mask, row: slice, chunk: int) -> tuple[Bools, Bools]:
     """(some, all) of the rows times each chunk of keys: [batch, heads, chunks], where the mask tells those apart."""
     keys = call.shape[3]
     batch, heads = (min(told, here) for told, here in zip(mask.broadcast_shape(), call.shape[:2], strict=True))

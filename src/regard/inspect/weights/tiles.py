@@ -1,17 +1,35 @@
-"""Pictures of weights: cells of c x c pairs, each with the mean of its weights, or the largest.
+"""What one sweep over tiles of weights gathers: pictures of cells, and the largest weights of each row.
 
-A map of 32,768 x 32,768 weights is read as a picture of a few hundred cells a side, and no more of it is ever held.
-Means of means are means (where cells divide), and so are maxima of maxima, so a picture can be made coarser without
-looking at the weights again. The mean hides a single bright weight in a cell of thousands; the largest shows it.
+A map of 32,768 x 32,768 weights is read as a picture of a few hundred cells a side; no more than a tile is in memory.
+Means of means are means (where cells divide), and maxima of maxima are maxima, so a picture can be made coarser without
+reading the weights again. The mean hides a single large weight in a cell of thousands; the largest shows it.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.inspect.weights.read_call import ReadCall
-from regard.inspect.weights.tile import Tile
+from regard.inspect.weights.scores import CallScores
+
+
+class Tile(NamedTuple):
+    """The weights of queries `row` and on, keys `key` and on: [batch, heads, rows, keys]."""
+
+    row: int
+    key: int
+    weights: Tensor
+
+    @property
+    def rows(self) -> slice:
+        """The queries that it has."""
+        return slice(self.row, self.row + self.weights.shape[2])
+
+    @property
+    def keys(self) -> slice:
+        """The keys that it has."""
+        return slice(self.key, self.key + self.weights.shape[3])
 
 
 class Cells:
@@ -69,7 +87,7 @@ class Cells:
 class Pooled:
     """Tiles of weights gathered into the mean of each cell; see `Weights.pooled`."""
 
-    def __init__(self, call: ReadCall, size: int) -> None:
+    def __init__(self, call: CallScores, size: int) -> None:
         batch, heads, queries, keys = call.shape
         self._cells = Cells(queries, keys, size)
         self.cell = self._cells.cell
@@ -90,7 +108,7 @@ class Pooled:
 class Largest:
     """Tiles of weights gathered into the largest of each cell; see `Weights.pooled`."""
 
-    def __init__(self, call: ReadCall, size: int) -> None:
+    def __init__(self, call: CallScores, size: int) -> None:
         batch, heads, queries, keys = call.shape
         self._cells = Cells(queries, keys, size)
         self.cell = self._cells.cell
@@ -105,3 +123,41 @@ class Largest:
     def picture(self) -> Tensor:
         """The largest weight of each cell; [batch, heads, rows, columns]."""
         return self._tops
+
+
+class Top:
+    """Tiles of weights gathered into the `count` largest of each row; see `Weights.top`."""
+
+    def __init__(self, call: CallScores, count: int) -> None:
+        shape = *call.shape[:3], count
+        self.weights = torch.zeros(shape, dtype=call.dtype, device=call.q.device)
+        self.keys = torch.zeros(shape, dtype=torch.int64, device=call.q.device)
+
+    def add(self, tile: Tile) -> None:
+        """Let a tile's weights in, where they are larger than what is there; tiles come left to right."""
+        at = _largest(tile.weights, self.keys.shape[3])
+        weights = torch.cat([self.weights[:, :, tile.rows], tile.weights.gather(-1, at)], dim=-1)
+        keys = torch.cat([self.keys[:, :, tile.rows], at + tile.key], dim=-1)
+        # stable: of equals the left one comes first, and where there are too few weights, the zeros of the beginning
+        weights, order = torch.sort(weights, dim=-1, descending=True, stable=True)
+        count = self.keys.shape[3]
+        self.weights[:, :, tile.rows] = weights[..., :count]
+        self.keys[:, :, tile.rows] = keys.gather(-1, order)[..., :count]
+
+
+def _largest(weights: Tensor, count: int) -> Tensor:
+    """Where the `count` largest of each row are, in ascending order; of equals, the first ones.
+
+    `topk` takes any of several equals (a uniform head has nothing else). Only rows where it had to choose are sorted,
+    which costs twenty tiles' products; rows whose choice was among zeros do not matter.
+    """
+    keys = weights.shape[-1]
+    if keys <= count:
+        return torch.arange(keys, device=weights.device).expand(weights.shape)
+    best, at = weights.topk(count + 1, dim=-1)
+    at = at[..., :count]
+    chosen = (best[..., count - 1] == best[..., count]) & (best[..., count] > 0)
+    if bool(chosen.any()):
+        sorted_ = torch.sort(weights[chosen], dim=-1, descending=True, stable=True).indices
+        at[chosen] = sorted_[:, :count]
+    return torch.sort(at, dim=-1).values
