@@ -25,7 +25,7 @@ from regard.bench.rounds import on_threads
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, SinksAndRecent, SnapKV
 from regard.errors import ProblemError
 from regard.integrate.cache import RegardCache, regard_cache
-from regard.integrate.heap import give_back
+from regard.integrate.heap import trim_heap
 from regard.integrate.transformers import register
 
 ROOT = Path(__file__).parents[1]
@@ -121,7 +121,7 @@ def _read(model: Any, cache: Any, ids: torch.Tensor) -> None:
 def _resident() -> int:
     """Bytes that the process needs now: what malloc keeps of earlier work is given back first."""
     gc.collect()
-    give_back()
+    trim_heap()
     return _now()
 
 

@@ -15,7 +15,7 @@ from regard.attention import observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import TOVA
 from regard.integrate.cache import regard_cache
-from regard.integrate.cache_layer import WindowLayer
+from regard.integrate.cache_layers import WindowLayer
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
 from regard.storage.stored import Rolling
@@ -255,7 +255,7 @@ def test_an_attention_that_tells_nothing_is_found_out(words: dict[str, Any]):
     assert m.config._attn_implementation == "regard"
     k = torch.randn(2, 2, 5, 8)
     layer.update(k, k)
-    with pytest.raises(RefusalError, match="did not tell what it saw"):
+    with pytest.raises(RefusalError, match="did not report what it read"):
         layer.update(k, k)
     layer.crop(-5)
     layer.update(k, k)

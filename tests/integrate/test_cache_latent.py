@@ -15,8 +15,9 @@ from regard import ProblemError, observe_calls
 from regard.attention import Call
 from regard.cache import ExpectedAttention
 from regard.integrate.cache import regard_cache
-from regard.integrate.cache_layer import KeptLayer
-from regard.integrate.latent import FixedLatentLayer, LatentLayer, flops, is_absorbed
+from regard.integrate.cache_latent import FixedLatentLayer, LatentLayer
+from regard.integrate.cache_layers import StoredLayer
+from regard.integrate.latent import flops, is_absorbed
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Paged, Rolling
@@ -85,7 +86,7 @@ def test_logits_are_those_of_expanding_at_every_step(name: str, words: dict[str,
     assert ours == stock
     assert close(our_scores, scores)
     assert {type(layer) for layer in cache.layers} & {LatentLayer, FixedLatentLayer}
-    assert not any(type(layer) is KeptLayer for layer in cache.layers)
+    assert not any(type(layer) is StoredLayer for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,7 +140,7 @@ def test_why_latents_are_expanded_is_said(change: Any, said: str, words: dict[st
     m = copy.deepcopy(latent("deepseek_v3"))
     use_regard(m)
     cache = regard_cache(m, **words)
-    assert "latents, which queries go to without expanding them" in cache.explain()
+    assert "latents, which queries meet without expanding them" in cache.explain()
     change(m.model.layers[1].self_attn.kv_b_proj)
     assert f"latents, which the model expands at every step: {said}" in cache.explain()
     m.set_attn_implementation("eager")

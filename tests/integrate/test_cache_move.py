@@ -10,7 +10,7 @@ from regard.cache import H2O, Knorm, KVCache
 from regard.cache.pool import PagePool
 from regard.describe.position import Rope
 from regard.integrate.cache import regard_cache
-from regard.integrate.cache_layer import dense
+from regard.integrate.cache_layers import dense
 from regard.integrate.cache_move import move
 from regard.storage.codec import Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Paged, Rolling
@@ -103,7 +103,7 @@ def test_a_model_whose_layers_wait_elsewhere_writes_the_same(name: str, monkeypa
         moves.append(str(device))
         move(kept, device, anew=True)
 
-    monkeypatch.setattr("regard.integrate.cache_layer.move", moved)
+    monkeypatch.setattr("regard.integrate.cache_layers.move", moved)
     stock = written(m, prompt(), None, num_beams=2)
     ours = written(m, prompt(), regard_cache(m, offload=True, codec=Int8()), num_beams=2)
     assert ours[0] == stock[0]

@@ -12,7 +12,6 @@ from regard.describe.position import Rope
 from regard.describe.rope_scaling import Linear, Llama3, Yarn
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_rope import rope_for
-from regard.integrate.touches import attention_classes
 from tests.integrate.writing import on_regard
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -22,7 +21,7 @@ TRAINED = {"original_max_position_embeddings": 64}
 
 def rope(kind: str, **more: Any) -> Rope:
     config = transformers.AutoConfig.for_model(kind, **SIZES | more)
-    return rope_for(config, attention_classes(config))
+    return rope_for(config)
 
 
 def scaled(kind: str, **said: Any) -> dict[str, Any]:
@@ -61,15 +60,15 @@ def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        ("gpt2", {}, "a gpt2 model: its keys are not turned by a rotary embedding"),
-        ("opt", {}, "its keys are not turned by a rotary embedding"),
-        ("t5", {}, "its keys are not turned by a rotary embedding"),
-        ("bloom", {}, "its keys are not turned by a rotary embedding"),
+        ("gpt2", {}, "a gpt2 model: its keys are not rotated by a rotary embedding"),
+        ("opt", {}, "its keys are not rotated by a rotary embedding"),
+        ("t5", {}, "its keys are not rotated by a rotary embedding"),
+        ("bloom", {}, "its keys are not rotated by a rotary embedding"),
         ("llama", scaled("dynamic", factor=2.0), "the angles of DynamicNTK change as the text grows"),
-        ("cohere2", {}, "Cohere2Attention does not turn the keys of all layers"),
-        ("smollm3", {}, "SmolLM3Attention does not turn the keys of all layers"),
-        ("exaone4", {}, "Exaone4Attention does not turn the keys of all layers"),
-        ("qwen2_vl_text", {}, "one position per token|does not turn the keys|another way"),
+        ("cohere2", {}, "Cohere2Attention does not rotate the keys of all layers"),
+        ("smollm3", {}, "SmolLM3Attention does not rotate the keys of all layers"),
+        ("exaone4", {}, "Exaone4Attention does not rotate the keys of all layers"),
+        ("qwen2_vl_text", {}, "one position per token|does not rotate the keys|another way"),
     ],
     ids=["gpt2", "opt", "t5", "bloom", "dynamic", "cohere2", "smollm3", "exaone4", "three positions"],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from regard import ProblemError
 from regard.attention import Call, attend, observe_calls
 from regard.integrate import transformers as ours
 from regard.integrate.cache import regard_cache
-from regard.integrate.cache_layer import KeptLayer, WindowLayer
+from regard.integrate.cache_layers import StoredLayer, WindowLayer
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Paged, StoredTensor
 from tests.integrate.writing import WAYS, on_regard, prompt, written
@@ -61,7 +61,7 @@ def test_what_is_quantised_is_read_as_what_it_stands_for(name: str, words: str):
     by_handle = written(m, ids, regard_cache(m, **NEAR[words]), attention_mask=mask)
     cache = regard_cache(m, **NEAR[words])
     for layer in cache.layers:
-        layer._takes_handles = lambda: False
+        layer._is_read_by_regard = lambda: False
     by_tensor = written(m, ids, cache, attention_mask=mask)
     assert torch.equal(by_handle[1], by_tensor[1])
     gap = float((by_handle[1][0] - exact[0]).abs().max())
@@ -93,7 +93,7 @@ def test_a_model_that_computes_with_its_keys_gets_tensors(monkeypatch: pytest.Mo
     m = on_regard("doge")
     cache = regard_cache(m, codec=Int8(group=16, residual=0))
     assert read_as(m, cache, monkeypatch) == [Tensor, Tensor]
-    assert "for the model computes with them: dt_states = self.dt_proj(value_states" in cache.explain()
+    assert "for the model computes with keys or values: value_states.transpose(1, 2)" in cache.explain()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
@@ -148,7 +148,7 @@ def test_layers_with_a_window_keep_just_that():
     cache = regard_cache(m, codec=Int8(group=16, residual=0))
     written(m, prompt(2, 37), cache)
     sliding, full = cache.layers
-    assert (type(sliding), type(full)) == (WindowLayer, KeptLayer)
+    assert (type(sliding), type(full)) == (WindowLayer, StoredLayer)
     assert (sliding.kv.tokens, full.kv.tokens) == (5, 45)  # the window, that is the one to come and four before it
     assert (sliding.kv.codec, full.kv.codec) == (None, Int8(group=16, residual=0))
     assert (sliding.get_seq_length(), full.get_seq_length()) == (45, 45)

@@ -29,28 +29,34 @@ def test_it_explains_what_each_layer_keeps():
     cache = regard_cache(m, codec=INT8)
     assert cache.explain().splitlines() == [
         "Gemma3ForCausalLM, 2 layers: 0 tokens, 0 bytes",
-        "  0  sliding attention  the last 4 tokens, exactly, 256 bytes a token: tensors, views of what is kept",
-        f"  1  full attention  Contiguous(capacity=None), {INT8!r}, 72 bytes a token: handles, read where they lie",
+        "  0  sliding attention  the last 4 tokens, exactly, 256 bytes a token: tensors, views of the cache",
+        f"  1  full attention  Contiguous(capacity=None), {INT8!r}, 72 bytes a token: stored tensors, read in place",
     ]
     written(m, prompt(1, 24), cache)
     first, sliding, full = cache.explain().splitlines()
     assert first == f"Gemma3ForCausalLM, 2 layers: 32 tokens, {cache.bytes:,} bytes"
     assert "exactly, 256 bytes a token: tensors" in sliding  # 2 heads of 16 channels of 4 bytes, keys and values
-    assert "72 bytes a token: handles" in full  # 2 heads of 16 + 16 codes, and 2 + 2 bytes of scales
+    assert "72 bytes a token: stored tensors" in full  # 2 heads of 16 + 16 codes, and 2 + 2 bytes of scales
 
 
 @pytest.mark.parametrize(
     ("name", "attention", "said"),
     [
-        ("llama", "sdpa", "tensors, made anew at each step, for the model's attention is sdpa: use_regard(model)"),
-        ("doge", "regard", "tensors, made anew at each step, for the model computes with them: dt_states"),
-        ("llama", "regard", "handles, read where they lie"),
+        ("llama", "sdpa", "a dense copy at each step, for the model's attention is sdpa: use_regard(model)"),
+        (
+            "doge",
+            "regard",
+            "a dense copy at each step, for the model computes with keys or values: value_states",
+        ),
+        ("llama", "regard", "stored tensors, read in place"),
     ],
 )
 def test_it_says_who_gets_tensors_and_why(name: str, attention: str, said: str):
     use_regard(model(name))
     model(name).set_attn_implementation(attention)
-    assert said in regard_cache(model(name), codec=INT8).explain()
+    cache = regard_cache(model(name), codec=INT8)
+    written(model(name), prompt(), cache)
+    assert said in cache.explain()
 
 
 def test_it_prints_in_a_line():
@@ -111,7 +117,7 @@ def test_the_names_are_at_the_door_and_load_nothing_before():
     [
         (nn.Linear(2, 2), {}, r"regard_cache\(model\) got Linear: expected a model of transformers"),
         ("llama", {}, r"regard_cache\(model\) got str"),
-        (MambaConfig(num_hidden_layers=2), {}, "Mamba never writes to a transformers Cache"),
+        (MambaConfig(num_hidden_layers=2), {}, "Mamba takes no past_key_values"),
         (LlamaConfig(), {"layout": Latent(8)}, r"Latent\(rank=8\) for Llama, which has no latents"),
         (LlamaConfig(), {"layout": "paged"}, "layout is 'paged': expected Contiguous"),
         (LlamaConfig(), {"codec": "int8"}, "codec is 'int8': expected Int8"),

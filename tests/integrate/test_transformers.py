@@ -367,7 +367,7 @@ def test_one_set_of_learned_queries_serves_every_row():
 
 def test_a_mask_for_other_keys_is_a_problem():
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ProblemError, match="for 3 queries and 5 keys, and Plain came with 3 and 3"):
+    with pytest.raises(ProblemError, match="for 3 queries and 5 keys, and Plain has 3 and 3"):
         attention(Plain(), q, q, q, LayerMask(None, (1, 1, 3, 5), 2, "cpu"))
 
 

@@ -1,15 +1,15 @@
 """`load_cache`: a model's cache out of the file that its `save` wrote."""
 
 import os
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.integrate.cache import RegardCache, Words
+from regard.integrate.cache import RegardCache
 from regard.integrate.cache_file import check_ids, ids_of, read_cache
-from regard.integrate.cache_subject import subject_of
+from regard.integrate.cache_options import CacheOptions
+from regard.integrate.decoder import decoder_of
 
 
 def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | None = None) -> RegardCache:
@@ -46,13 +46,14 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | Non
 
     ```
     """
-    subject = subject_of(model)
+    decoder = decoder_of(model)
     module = model if isinstance(model, nn.Module) else None
     device = torch.device("cpu") if module is None else next(module.parameters()).device
-    (words, state), ids = read_cache(path, subject.config, module, device)
+    (options, state), ids = read_cache(path, decoder.config, module, device)
     if tokens is not None:
         check_ids(path, ids, ids_of(tokens))
-    cache = RegardCache(subject, Words(*words))
+    cache = RegardCache(decoder, CacheOptions(*options))
     cache.__setstate__(state)
-    cache.ids, cache.model = ids, None if module is None else weakref.ref(module)
+    cache.ids = ids
+    cache.attach(model)
     return cache

@@ -5,13 +5,13 @@ with continuous_batching(model):
     out = model.generate_batch(prompts, generation_config=GenerationConfig(max_new_tokens=64, do_sample=False))
 ```
 
-transformers lets few implementations in there, by name. Inside the `with`, the one called "paged|eager" is ours, and
-the model uses it; after it everything is as before. transformers keeps the keys in its own pages and gathers them; each
-request is then one call of `attend`, on its own queries and keys:
+Continuous batching of transformers accepts few attention implementations, by name. Inside the `with` block, the one
+called "paged|eager" is regard's, and the model uses it; after the block everything is as before. transformers keeps the
+keys in its own pages and gathers them; each request is then one call of `attend`, on its own queries and keys:
 
     tokens  a a a b c c        keys  a a a a a a b b b b b c c        3 + 1 + 2 queries, 6 + 5 + 2 keys
 
-where the stock function builds scores for every token with every key and masks those of the others away.
+where the stock function computes scores of every token with every key and masks those of other requests.
 """
 
 import threading
@@ -26,31 +26,33 @@ from regard.attention import attend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.transformers import check_keywords, check_model, sink_of
+from regard.integrate.implementation import implementation_of
+from regard.integrate.keywords import check_keywords, sink_of
+from regard.integrate.transformers import check_model
 
 NAME = "paged|eager"
-"""The name that continuous batching knows, and that asks no model whether it supports torch's fused kernel."""
+"""A name that continuous batching accepts, and that does not require a model to support torch's fused kernel."""
 
 WITHOUT_EFFECT = {
     "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "cu_seq_lens_q",
     "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "attention_mask",
 }  # fmt: skip
-"""Keywords of continuous batching that say where keys are kept, which its cache has applied, and what follows from
-which tokens are whose."""
+"""Keywords of continuous batching about where keys are stored, which its cache has applied, and those that follow from
+which tokens belong to which request."""
 
-_using, _lock = [0], threading.Lock()
+_users, _lock = [0], threading.Lock()
 
 
 @contextmanager
 def continuous_batching(model: Any) -> Generator[None]:
-    """Inside, `model.generate_batch` and its kin compute attention by regard; the model goes back to what it had.
+    """Inside, `model.generate_batch` and the like compute attention by regard; afterwards the model is as before.
 
     Raises:
         ProblemError: not a model of transformers, or one that computes attention by itself.
     """
     check_model(model)
-    before = model.config._attn_implementation
-    with _in_its_place():
+    before = implementation_of(model.config)
+    with _registered():
         model.set_attn_implementation(NAME)
         try:
             yield
@@ -59,20 +61,19 @@ def continuous_batching(model: Any) -> Generator[None]:
 
 
 @contextmanager
-def _in_its_place() -> Generator[None]:
-    """Have our function go by the name, until the last who asked for it is done."""
-    mapping: dict[str, Any] = cast(Any, AttentionInterface)._global_mapping
+def _registered() -> Generator[None]:
+    """Register regard's function under the name, until the last block that needs it ends."""
     with _lock:
-        if not _using[0]:
-            _stock[0] = mapping[NAME]
+        if not _users[0]:
+            _stock[0] = AttentionInterface()[NAME]
             AttentionInterface.register(NAME, paged_attention)
-        _using[0] += 1
+        _users[0] += 1
     try:
         yield
     finally:
         with _lock:
-            _using[0] -= 1
-            if not _using[0]:
+            _users[0] -= 1
+            if not _users[0]:
                 AttentionInterface.register(NAME, _stock[0])
 
 
@@ -93,7 +94,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The attention function of continuous batching: (out [1, tokens, heads, v_dim], None).
 
-    The mask that transformers made for all tokens and keys is left alone: which request has which is in the lengths.
+    The mask that transformers made for all tokens and keys is not used: the lengths tell what belongs to each request.
 
     Raises:
         ProblemError: called outside of continuous batching.
@@ -102,20 +103,20 @@ def paged_attention(
     cache = kwargs.pop("cache", None)
     if cache is None:
         raise ProblemError(
-            f'attention "{NAME}" was called without the cache of continuous batching: inside of continuous_batching() '
-            "call generate_batch, and for generate() leave it."
+            f'attention "{NAME}" was called without the cache of continuous batching: inside continuous_batching() '
+            "call generate_batch, and generate() outside of it."
         )
-    check_keywords(module, {name: given for name, given in kwargs.items() if name not in WITHOUT_EFFECT})
+    check_keywords(module, {name: value for name, value in kwargs.items() if name not in WITHOUT_EFFECT})
     index = cast(Any, module).layer_idx
     window = _window(cache.layer_to_allocator[index].layer_type, module)
     key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
     sink = sink_of(s_aux if s_aux is not None else getattr(module, "sinks", None))
-    said: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
     for mine, theirs in _requests(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]):
         found = attend(
             query[:, :, mine], key[:, :, theirs], value[:, :, theirs],
-            mask=_mask(mine.stop - mine.start, theirs.stop - theirs.start, window), **said,
+            mask=_mask(mine.stop - mine.start, theirs.stop - theirs.start, window), **options,
         )  # fmt: skip
         out[:, mine] = found.transpose(1, 2)
     return out, None
@@ -129,7 +130,7 @@ def _requests(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _mask(queries: int, keys: int, window: int | None) -> Mask | None:
-    """Causal, the last query at the last key; plainer where that says the same."""
+    """Causal, the last query at the last key; a simpler mask where that is the same."""
     reach = None if window is None or window >= keys else Window(window)
     if queries == 1:
         return reach
@@ -142,6 +143,6 @@ def _window(kind: str, module: Any) -> int | None:
     if kind == "sliding_attention":
         return module.config.sliding_window
     raise RefusalError(
-        f"{type(module).__name__} has layers of {kind} in continuous batching, which regard does not know there: leave "
-        "continuous_batching() out, transformers has an attention of its own."
+        f"{type(module).__name__} has layers of {kind} in continuous batching, which regard does not support there: "
+        "leave continuous_batching() out, transformers has an attention of its own."
     )

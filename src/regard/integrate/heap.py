@@ -1,8 +1,8 @@
-"""Freed memory, given back to the system.
+"""Freed memory, returned to the system.
 
-glibc keeps what is freed below something that is still in use, and a model's prompt leaves its heap full of such holes:
-the activations of all layers, and the tokens that policies of forgetting dropped. `malloc_trim` gives their pages back.
-It takes milliseconds, and what is used again has to be faulted in, so once a prompt is enough.
+glibc keeps freed memory below a block that is still in use, and after a prompt the heap of a model is full of such
+gaps: the activations of all layers, and the tokens that an eviction policy dropped. `malloc_trim` returns their pages.
+It takes milliseconds, and pages that are used again must be mapped again, so once after a prompt is enough.
 """
 
 import ctypes
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-def give_back() -> None:
-    """Give freed memory of this process back to the system, where its C library can: glibc's."""
-    trim = _trim()
+def trim_heap() -> None:
+    """Return freed memory of this process to the system, where the C library (glibc) can."""
+    trim = _malloc_trim()
     if trim is not None:
         trim(0)
 
 
 @functools.cache
-def _trim() -> Callable[[int], int] | None:
+def _malloc_trim() -> Callable[[int], int] | None:
     with suppress(OSError, AttributeError, TypeError):  # Windows has no library of that name, others no such function
         return ctypes.CDLL(None).malloc_trim
     return None

@@ -1,35 +1,32 @@
-"""Latent attention (MLA) of transformers models in the absorbed form: queries go to the latents as they are cached.
+"""Latent attention (MLA) of transformers models in the absorbed form: queries meet the latents as they are cached.
 
 transformers caches one latent and one rotated key per token, and at every step expands all of them into keys and values
 of every head:
 
     update -> c [tokens, 512], k_rot [tokens, 64] -> expand_kv: kv_b_proj(c) [tokens, heads * (128 + 128)] -> attention
 
-Here `expand_kv` hands the latents on as they are: those of regard's caches (`Latents`), and those of transformers'
-own, which keep the two parts apart (`Apart`). The attention function absorbs the two halves of kv_b_proj into the
+`pass_latents` lets `expand_kv` of a model return lazy tensors instead, whose source is the latents (`Latents`); they
+expand only where the model computes with them. The attention function absorbs the two halves of kv_b_proj into the
 queries and into the output: `q . (W_uk c) = (W_uk^T q) . c`. For DeepSeek-V3 and one query on 4,096 keys that is 1/117
-of the operations. A prompt has fewer in the expanded form, and is computed so.
+of the operations. A prompt takes fewer operations in the expanded form, and is computed so.
 
-DeepSeek-AI 2024, arXiv:2405.04434, §2.1.2; the arithmetic stands in `regard.nn.latent`.
+DeepSeek-AI 2024, arXiv:2405.04434, §2.1.2; the arithmetic is derived in `regard.nn.latent`.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from regard.attention import attend
-from regard.cache.kv_cache import KVCache
 from regard.cache.store import CachedTensor
-from regard.integrate.cache_forgetting import ForgettingLayer, Pending
-from regard.integrate.cache_layer import FixedLayer, KeptLayer, dense
-from regard.integrate.touches import touch
+from regard.integrate.implementation import is_regard
+from regard.integrate.lazy import LazyTensor
 
 
 class Latents(NamedTuple):
-    """What a cache of latents hands to the attention function, in place of keys and of values.
+    """The entries of a cache of latents.
 
     Attributes:
         keys: the latents with the rotated keys behind them, [batch, 1, tokens, rank + rope_dim].
@@ -39,24 +36,19 @@ class Latents(NamedTuple):
     keys: CachedTensor
     values: CachedTensor
 
-    @property
-    def shape(self) -> torch.Size:
-        """That of the keys."""
-        return self.keys.shape
-
     def joined(self) -> "Latents":
         """Itself."""
         return self
 
-    def expanded(self, module: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values of all heads, as transformers makes them."""
-        entries = dense(self.keys)
+    def split(self) -> tuple[Tensor, Tensor]:
+        """(latents, rotated keys) as tensors."""
+        entries = self.keys if isinstance(self.keys, Tensor) else self.keys.dense()
         rank = self.values.shape[3]
-        return type(module).expand_kv.__wrapped__(module, entries[..., :rank], entries[..., rank:])
+        return entries[..., :rank], entries[..., rank:]
 
 
-class Apart(NamedTuple):
-    """What a cache of transformers keeps of latent attention, on its way to the attention function.
+class SplitLatents(NamedTuple):
+    """The entries of a cache of transformers, which keeps the two parts apart.
 
     Attributes:
         latents: [batch, 1, tokens, rank].
@@ -66,117 +58,102 @@ class Apart(NamedTuple):
     latents: Tensor
     rotated: Tensor
 
-    @property
-    def shape(self) -> torch.Size:
-        """That of the keys as `joined` makes them."""
-        return torch.Size((*self.latents.shape[:3], self.latents.shape[3] + self.rotated.shape[3]))
-
     def joined(self) -> Latents:
-        """One entry per token, in new memory: 576 numbers of DeepSeek-V3's are copied, where expanding makes 40,960."""
+        """One entry per token, in new memory: a copy of 576 elements for DeepSeek-V3, where expanding makes 40,960."""
         entries = torch.cat([self.latents, self.rotated.to(self.latents.dtype)], -1)
         return Latents(entries, entries[..., : self.latents.shape[3]])
 
-    def expanded(self, module: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values of all heads, as transformers makes them."""
-        return type(module).expand_kv.__wrapped__(module, *self)
+    def split(self) -> tuple[Tensor, Tensor]:
+        """(latents, rotated keys) as tensors."""
+        return self.latents, self.rotated
 
 
-class _OfLatents(KeptLayer):
-    """One entry per token, `kv_lora_rank + qk_rope_head_dim` numbers, for all heads."""
+class _Expanded:
+    """The keys and values of all heads that latents expand to, made once."""
 
-    def _stored(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[CachedTensor, CachedTensor]:
-        return kv.append(torch.cat([k, v], -1))
+    def __init__(self, module: Any, latents: Latents | SplitLatents) -> None:
+        self.module, self.latents = module, latents
+        self.pair: tuple[Tensor, Tensor] | None = None
 
-    def _handles(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
-        return Latents(*found), Latents(*found)
-
-    def _tensors(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
-        return _split(dense(found[0]), found[1].shape[3])
-
-
-class LatentLayer(_OfLatents, KeptLayer):
-    """A layer of latents."""
+    def side(self, index: int) -> Tensor:
+        """Keys (0) or values (1), [batch, heads, tokens, dim]."""
+        if self.pair is None:
+            self.pair = expanded(self.module, self.latents)
+        return self.pair[index]
 
 
-class ForgettingLatentLayer(_OfLatents, ForgettingLayer):
-    """A layer of latents some of which a policy forgets."""
+def pass_latents(model: nn.Module) -> None:
+    """Let the latents of a model reach its attention function unexpanded, where regard is that function.
 
-
-class FixedLatentLayer(FixedLayer):
-    """A layer of latents in memory of a fixed size, as `torch.compile` needs it.
-
-    Args:
-        max_cache_len: tokens that there is room for.
-        takes_handles: asked at each update: whether regard's attention reads it.
+    The method `expand_kv` of each attention module is replaced in the module itself, not in its class. With another
+    attention implementation it does what it did before. Calling this twice changes nothing more.
     """
-
-    def __init__(self, max_cache_len: int, takes_handles: Callable[[], bool], **kwargs: Any) -> None:
-        super().__init__(max_cache_len)
-        self._takes_handles, self._rank = takes_handles, 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the memory for entries [batch, 1, tokens, rank + rope_dim], and none for values."""
-        super().lazy_initialization(key_states, key_states[..., :0])
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Write latents and rotated keys of new tokens in place; all come back."""
-        self._rank = key_states.shape[3]
-        entries = torch.cat([key_states, value_states], -1)
-        keys, _ = super().update(entries, entries[..., :0])
-        if self._takes_handles():
-            return Latents(keys, keys[..., : self._rank]), Latents(keys, keys[..., : self._rank])
-        return _split(keys, self._rank)
+    for module in latent_modules(model):
+        module.expand_kv = functools.partial(_expand_kv, module)
 
 
-def let_expand(module: type[nn.Module], implementation: str) -> None:
-    """Have the `expand_kv` of an attention class hand latents on to the attention `implementation`. Twice is once.
-
-    Tensors are expanded as before for other implementations, and in a class that computes with what it expanded.
-    """
-    expand: Callable[..., Any] = cast(Any, module).expand_kv
-    if hasattr(expand, "__wrapped__"):
-        return
-    hands_on = touch(module) is None
-
-    @functools.wraps(expand)
-    def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
-        if isinstance(kv_nope, Latents | Pending):
-            return kv_nope, k_rot
-        if hands_on and self.config._attn_implementation == implementation:
-            return Apart(kv_nope, k_rot), Apart(kv_nope, k_rot)
-        return expand(self, kv_nope, k_rot)
-
-    cast(Any, module).expand_kv = expand_kv
+def latent_modules(model: nn.Module) -> list[Any]:
+    """The modules that expand latents."""
+    return [module for module in model.modules() if hasattr(type(module), "expand_kv")]
 
 
-def attend_latents(module: Any, query: Tensor, latents: Latents | Apart, **words: Any) -> Tensor:
-    """Attention of queries to latents, in the form of fewer operations.
+def _expand_kv(module: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
+    """What takes the place of `module.expand_kv`."""
+    latents, report = SplitLatents(kv_nope, k_rot), None
+    if isinstance(kv_nope, LazyTensor):
+        if not isinstance(kv_nope.source, Latents):
+            return kv_nope, k_rot  # new tokens of a padded batch, which the attention function appends to a cache
+        latents, report = kv_nope.source, kv_nope.report
+    elif not is_regard(module.config):
+        return type(module).expand_kv(module, kv_nope, k_rot)
+    heads, (batch, _, tokens, _) = module.config.num_attention_heads, kv_nope.shape
+    both = _Expanded(module, latents)
+    k, v = (
+        LazyTensor(latents, (batch, heads, tokens, dim), kv_nope, functools.partial(both.side, side), report)
+        for side, dim in enumerate((module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim))
+    )
+    return k, v
+
+
+def expanded(module: Any, latents: Latents | SplitLatents) -> tuple[Tensor, Tensor]:
+    """The keys and values of all heads, as transformers makes them."""
+    return type(module).expand_kv(module, *latents.split())
+
+
+def attend_latents(module: Any, query: Tensor, latents: Latents | SplitLatents, **options: Any) -> Tensor:
+    """Attention of queries to latents, in the form that takes fewer operations.
 
     Args:
         module: with `kv_b_proj`, and the sizes of DeepSeek's attention.
         query: [batch, heads, queries, nope_dim + rope_dim].
-        words: as for `attend`.
+        options: those of `attend`.
 
     Returns:
         [batch, heads, queries, v_dim].
     """
-    if words.get("scale") is None:
-        words["scale"] = query.shape[3] ** -0.5  # of the keys as they would be, not of the entries
-    if not is_absorbed(module, query.shape[2], latents.shape[2]):
-        return attend(query, *latents.expanded(module), **words)
-    out = attend(absorbed(module, query), *latents.joined(), **words)
+    if options.get("scale") is None:
+        options["scale"] = query.shape[3] ** -0.5  # of expanded keys, not of the entries
+    if not is_absorbed(module, query.shape[2], sizes_of(latents)[1]):
+        return attend(query, *expanded(module, latents), **options)
+    out = attend(absorbed(module, query), *latents.joined(), **options)
     return _by_head(out, _ups(module)[1].transpose(1, 2))
 
 
+def sizes_of(stored: Any) -> tuple[int, int]:
+    """(batch, tokens) of keys, or of latents."""
+    entries = stored[0] if isinstance(stored, Latents | SplitLatents) else stored
+    return entries.shape[0], entries.shape[2]
+
+
 def absorbed(module: Any, query: Tensor) -> Tensor:
-    """Queries as they go to latents: [batch, heads, queries, rank + rope_dim]."""
+    """Queries that meet latents: [batch, heads, queries, rank + rope_dim]."""
     k_up = _ups(module)[0]
     q_nope, q_rot = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([_by_head(q_nope, k_up), q_rot], -1)
 
 
 def is_absorbed(module: Any, queries: int, keys: int) -> bool:
-    """Whether the absorbed form can be taken, and has fewer operations."""
+    """Whether the absorbed form is possible, and takes fewer operations."""
     if why_expanded(module) is not None:
         return False
     expanding, absorbing = flops(module, queries, keys)
@@ -184,10 +161,10 @@ def is_absorbed(module: Any, queries: int, keys: int) -> bool:
 
 
 def why_expanded(module: Any) -> str | None:
-    """Why a module's latents are expanded at every step; None: they need not be.
+    """Why a module's latents are expanded at every step; None: they are not.
 
-    Absorbing reads the weights of kv_b_proj: adapters around it, quantised weights, hooks on it and a forward put in
-    the place of its own (as accelerate does to move weights to where they are needed) need it called.
+    Absorbing reads the weights of kv_b_proj. Adapters, quantised weights, hooks and a replaced forward (accelerate's,
+    which moves weights to the device) only work where kv_b_proj is called.
     """
     up = module.kv_b_proj
     if type(up) is not nn.Linear:
@@ -219,7 +196,3 @@ def _by_head(x: Tensor, weight: Tensor) -> Tensor:
     batch, heads, queries, _ = x.shape
     rows = x.transpose(0, 1).reshape(heads, batch * queries, -1)
     return torch.bmm(rows, weight).view(heads, batch, queries, -1).transpose(0, 1)
-
-
-def _split(entries: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    return entries[..., :rank], entries[..., rank:]

@@ -5,7 +5,6 @@ torch's `BlockMask`, of four dimensions. `LayerMask` is such a BlockMask by type
 computes with its masks (slices them, joins two) is given the dense bool tensor the moment it does.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ from transformers import masking_utils
 
 from regard.describe.mask import And, Mask, Not, Or
 from regard.describe.mask_by_table import TensorMask
+from regard.integrate.lazy import DenseOnUse
 
 _BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImportUsage]  the very class it tests for
 
 
-class LayerMask(_BlockMask):
+class LayerMask(DenseOnUse, _BlockMask):
     """A mask in words and the call that it is for; one for all layers of a kind in a forward pass.
 
     Args:
@@ -90,31 +90,6 @@ class LayerMask(_BlockMask):
 
     to_dense = dense
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
-
-    def __and__(self, other: Any) -> Tensor:
-        return self.dense() & other
-
-    def __or__(self, other: Any) -> Tensor:
-        return self.dense() | other
-
-    def __invert__(self) -> Tensor:
-        return ~self.dense()
-
-    def __getattr__(self, name: str) -> Any:
-        """What a tensor has and this has not (`dtype`, `masked_fill`, ...): that of the dense mask."""
-        if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(f"LayerMask has no attribute {name!r}")
-        return getattr(self.dense(), name)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """In a torch function (`torch.cat([mask, other])`) it is its dense tensor."""
-        return function(*_densified(args), **{name: _densified(value) for name, value in (kwargs or {}).items()})
-
     def __repr__(self) -> str:
         return f"LayerMask({self.mask!r}, shape={self._shape}, offset={self.offset})"
 
@@ -132,9 +107,3 @@ def _kept(mask: Mask, *at: Tensor) -> Tensor:
     if isinstance(mask, TensorMask) and mask.offset is None:
         return mask.mask.to(at[0].device)
     return mask.keep(*at)
-
-
-def _densified(value: Any) -> Any:
-    if isinstance(value, LayerMask):
-        return value.dense()
-    return type(value)(_densified(x) for x in value) if type(value) in (tuple, list) else value

@@ -1,10 +1,10 @@
-"""transformers' masks, read back into regard's words.
+"""Regard masks made from transformers' descriptions of masks.
 
-transformers describes a mask as a Python function of positions, `fn(batch, head, query, key)`, which it puts together
-from closures (`and_masks(sliding_window_overlay(4096), causal_mask_function)`) and a padding mask `[batch, keys]`.
-Asked at every pair, such a function gives a dense mask. But each closure has a name and holds its numbers, so the words
-can be read off: `Causal() & Window(4096)`. What is not known by name (a function of the user's) is kept as it is:
-tabulated, or as `MaskFunction`.
+transformers describes a mask as a Python function of positions, `fn(batch, head, query, key)`, composed of closures
+(`and_masks(sliding_window_overlay(4096), causal_mask_function)`), and a padding mask `[batch, keys]`. Evaluated at
+every pair, such a function gives a dense mask. But each closure has a name and contains its parameters, which give the
+same mask in regard: `Causal() & Window(4096)`. A function with an unknown name (a user's own) becomes a table, or a
+`MaskFunction`.
 
 Source: `transformers/masking_utils.py`, versions 5.17 to 5.23.
 """
@@ -28,14 +28,14 @@ Predicate = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What transformers asks a mask for: one per forward pass and kind of layer.
+class MaskRequest:
+    """The arguments of transformers' mask function: one request per forward pass and kind of layer.
 
-    A call's keys start at position `kv_offset` there (a sliding cache has forgotten those before) and at 0 here, so
-    everything is moved by `kv_offset`:
+    In transformers the keys of a call start at position `kv_offset` (a sliding cache has dropped those before), in
+    regard at 0, so all positions are shifted by `kv_offset`:
 
-        cached tokens seen 10, window 4, 2 new ones: q_offset 10, kv_offset 7, keys 7 8 9 10 11
-        here: keys 0 1 2 3 4, first query at 10 - 7 = 3
+        10 tokens in the cache, window 4, 2 new tokens: q_offset 10, kv_offset 7, keys 7 8 9 10 11
+        in regard: keys 0 1 2 3 4, first query at 10 - 7 = 3
     """
 
     function: Predicate
@@ -45,7 +45,7 @@ class Asked:
     q_offset: int
     kv_offset: int
     padding: Tensor | None  # bool [batch, tokens], from position 0
-    by_vmap: bool  # the function may hold for scalars only
+    by_vmap: bool  # the function may be defined for scalars only
     device: torch.device | str
     packed: Tensor | None = None  # position of each token in its own document, [batch, tokens]
 
@@ -60,23 +60,23 @@ class Asked:
         return max(self.offset + self.queries, self.keys)
 
 
-def read(asked: Asked) -> Mask | None:
-    """The mask in words; None keeps everything.
+def to_mask(request: MaskRequest) -> Mask | None:
+    """The mask; None keeps everything.
 
     ```
     >>> from transformers.masking_utils import sliding_window_causal_mask_function as sliding
-    >>> read(Asked(sliding(4), 1, 9, 9, 0, 0, None, False, "cpu"))
+    >>> to_mask(MaskRequest(sliding(4), 1, 9, 9, 0, 0, None, False, "cpu"))
     Causal() & Window(left=4)
 
     ```
     """
-    mask = _words(asked.function, asked)
-    return _all_of([mask, _padding(asked, mask)])
+    mask = _convert(request.function, request)
+    return _all_of([mask, _padding(request, mask)])
 
 
-def _words(function: Predicate, asked: Asked) -> Mask | None:
+def _convert(function: Predicate, request: MaskRequest) -> Mask | None:
     reader = _READERS.get(_name(function))
-    return _unknown(function, asked) if reader is None else reader(function, asked)
+    return _unknown(function, request) if reader is None else reader(function, request)
 
 
 def _name(function: Predicate) -> str:
@@ -86,80 +86,85 @@ def _name(function: Predicate) -> str:
     return getattr(function, "__qualname__", "").partition(".")[0]
 
 
-def _held(function: Predicate) -> dict[str, Any]:
-    """The variables that a closure holds, by name."""
+def _closure(function: Predicate) -> dict[str, Any]:
+    """The variables of a closure, by name."""
     return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
 
 
 def _all_of(masks: Iterable[Mask | None]) -> Mask | None:
-    said = sorted((m for m in masks if m is not None), key=lambda m: not isinstance(m, Causal))  # reads better
-    return functools.reduce(operator.and_, said) if said else None
+    parts = sorted((m for m in masks if m is not None), key=lambda m: not isinstance(m, Causal))  # Causal() first
+    return functools.reduce(operator.and_, parts) if parts else None
 
 
-def _and(function: Predicate, asked: Asked) -> Mask | None:
-    parts: tuple[Predicate, ...] = _held(function)["mask_functions"]
+def _and(function: Predicate, request: MaskRequest) -> Mask | None:
+    parts: tuple[Predicate, ...] = _closure(function)["mask_functions"]
     if [_name(part) for part in parts] == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        return _packed(function, asked)
-    return _all_of([_words(part, asked) for part in parts])
+        return _packed(function, request)
+    return _all_of([_convert(part, request) for part in parts])
 
 
-def _or(function: Predicate, asked: Asked) -> Mask | None:
-    said = [_words(part, asked) for part in _held(function)["mask_functions"]]
-    kept = [m for m in said if m is not None]
-    return functools.reduce(operator.or_, kept) if len(kept) == len(said) else None
+def _or(function: Predicate, request: MaskRequest) -> Mask | None:
+    parts = [_convert(part, request) for part in _closure(function)["mask_functions"]]
+    masks = [m for m in parts if m is not None]
+    return functools.reduce(operator.or_, masks) if len(masks) == len(parts) else None
 
 
-def _window(left: int | None, right: int | None, asked: Asked) -> Mask | None:
-    """The window, without the sides that are out of reach: a plainer mask is open to more engines.
+def _window(left: int | None, right: int | None, request: MaskRequest) -> Mask | None:
+    """The window, without the sides that no pair of the call reaches: more backends take a simpler mask.
 
-    What is out of reach at one step of a static cache is so at all of them: then one graph serves them all.
+    A side that is out of reach at one step of a static cache is so at all steps, so one graph serves them all.
     """
-    farthest_back, farthest_ahead = asked.positions - 1, asked.keys - 1 - asked.offset
+    farthest_back, farthest_ahead = request.positions - 1, request.keys - 1 - request.offset
     left = None if left is None or left > farthest_back else left
     right = None if right is None or right > farthest_ahead else right
     return None if left is None and right is None else Window(left, right)
 
 
-def _sliding(function: Predicate, asked: Asked) -> Mask | None:
-    return _window(_held(function)["sliding_window"], None, asked)  # key > query - size
+def _sliding(function: Predicate, request: MaskRequest) -> Mask | None:
+    return _window(_closure(function)["sliding_window"], None, request)  # key > query - size
 
 
-def _sliding_both_ways(function: Predicate, asked: Asked) -> Mask | None:
-    size = _held(function)["sliding_window"] + 1  # |query - key| <= size there; `<` here
-    return _window(size, size, asked)
+def _sliding_both_ways(function: Predicate, request: MaskRequest) -> Mask | None:
+    size = _closure(function)["sliding_window"] + 1  # |query - key| <= size there; `<` here
+    return _window(size, size, request)
 
 
-def _chunks(function: Predicate, asked: Asked) -> Mask:
+def _chunks(function: Predicate, request: MaskRequest) -> Mask:
     """Chunks of equal size, counted from the first token that is no padding: documents."""
-    held = _held(function)
-    left: Tensor = held["left_padding"]
-    at = torch.arange(asked.positions, device=left.device) + asked.kv_offset if asked.packed is None else asked.packed
-    return Documents((at - left[:, None]) // held["chunk_size"])
+    variables = _closure(function)
+    left: Tensor = variables["left_padding"]
+    at = (
+        torch.arange(request.positions, device=left.device) + request.kv_offset
+        if request.packed is None
+        else request.packed
+    )
+    return Documents((at - left[:, None]) // variables["chunk_size"])
 
 
-def _blocks(function: Predicate, asked: Asked) -> Mask:
+def _blocks(function: Predicate, request: MaskRequest) -> Mask:
     """Spans (images) that see all of themselves; tokens of no span have -1."""
-    ids: Tensor = _held(function)["block_sequence_ids"][:, asked.kv_offset :]
-    return Documents(ids) & TensorMask(ids[:, None, None, : asked.keys] >= 0)
+    ids: Tensor = _closure(function)["block_sequence_ids"][:, request.kv_offset :]
+    return Documents(ids) & TensorMask(ids[:, None, None, : request.keys] >= 0)
 
 
-def _documents(function: Predicate, asked: Asked) -> Mask:
-    return Documents(_held(function)["packed_sequence_mask"])
+def _documents(function: Predicate, request: MaskRequest) -> Mask:
+    return Documents(_closure(function)["packed_sequence_mask"])
 
 
-def _packed(function: Predicate, asked: Asked) -> Mask | None:
-    """Packed documents, the inner mask asked at positions counted from each document's start.
+def _packed(function: Predicate, request: MaskRequest) -> Mask | None:
+    """Packed documents; the inner mask takes positions that are counted from the start of each document.
 
-    Within a document those run on by ones, so masks of distances say the same of positions in the row.
+    Within a document these increase by one, so masks of distances are the same for positions in the row.
     """
-    documents, remapped = _held(function)["mask_functions"]
-    ids: Tensor = _held(documents)["packed_sequence_mask"]
-    held = _held(remapped)
-    run_on = ((held["position_ids"].diff() == 1) & (ids.diff() == 0)) | (ids.diff() > 0)
-    inner = _words(held["mask_function"], replace(asked, packed=held["position_ids"]))
-    if run_on.all() and _of_distances(inner):
+    documents, remapped = _closure(function)["mask_functions"]
+    ids: Tensor = _closure(documents)["packed_sequence_mask"]
+    variables = _closure(remapped)
+    positions = variables["position_ids"]
+    by_one = ((positions.diff() == 1) & (ids.diff() == 0)) | (ids.diff() > 0)
+    inner = _convert(variables["mask_function"], replace(request, packed=positions))
+    if by_one.all() and _of_distances(inner):
         return _all_of([inner, Documents(ids)])
-    return _unknown(function, asked)
+    return _unknown(function, request)
 
 
 def _of_distances(mask: Mask | None) -> bool:
@@ -168,45 +173,45 @@ def _of_distances(mask: Mask | None) -> bool:
     return mask is None or isinstance(mask, Causal | Window | Documents)  # Documents: chunks of the packed positions
 
 
-def _unknown(function: Predicate, asked: Asked) -> Mask:
-    """A function that is not known by name.
+def _unknown(function: Predicate, request: MaskRequest) -> Mask:
+    """A function with an unknown name.
 
-    Those that transformers itself vmaps may hold for scalars only: they are tabulated, as transformers does. The others
-    broadcast. transformers asks for head 0 alone, so that is what is asked here.
+    Functions that transformers itself vmaps may be defined for scalars only: they are tabulated, as transformers does.
+    The others broadcast. transformers evaluates them for head 0 alone, and so does regard.
     """
-    if asked.by_vmap:
-        return TensorMask(_table(function, asked))
-    q0 = k0 = asked.kv_offset
+    if request.by_vmap:
+        return TensorMask(_table(function, request))
+    q0 = k0 = request.kv_offset
     return MaskFunction(lambda b, h, q, k: function(b, torch.zeros_like(h), q + q0, k + k0))
 
 
-def _table(function: Predicate, asked: Asked) -> Tensor:
-    """bool [batch, 1, queries, keys], by transformers' own hand."""
+def _table(function: Predicate, request: MaskRequest) -> Tensor:
+    """bool [batch, 1, queries, keys], made by transformers."""
     table = sdpa_mask(
-        batch_size=asked.batch,
-        q_length=asked.queries,
-        kv_length=asked.keys,
-        q_offset=asked.q_offset,
-        kv_offset=asked.kv_offset,
+        batch_size=request.batch,
+        q_length=request.queries,
+        kv_length=request.keys,
+        q_offset=request.q_offset,
+        kv_offset=request.kv_offset,
         mask_function=function,
         allow_is_causal_skip=False,
-        use_vmap=asked.by_vmap,
-        device=asked.device,
+        use_vmap=request.by_vmap,
+        device=request.device,
     )
     assert table is not None  # only None where a skip is allowed
     return table
 
 
-def _padding(asked: Asked, mask: Mask | None) -> Mask | None:
+def _padding(request: MaskRequest, mask: Mask | None) -> Mask | None:
     """The padding mask: a length per row where it is to the right, its complement to the left, else dense.
 
-    Keys that a causal mask hides anyway (those of a static cache that are still to come) do not count.
+    Keys that a causal mask hides anyway (slots of future tokens in a static cache) do not count.
     """
-    if asked.padding is None:
+    if request.padding is None:
         return None
-    kept = asked.padding[:, asked.kv_offset : asked.kv_offset + asked.keys]
-    kept = torch.nn.functional.pad(kept, (0, asked.keys - kept.shape[1]))
-    seen = kept[:, : asked.offset + asked.queries] if _is_causal(mask) else kept
+    kept = request.padding[:, request.kv_offset : request.kv_offset + request.keys]
+    kept = torch.nn.functional.pad(kept, (0, request.keys - kept.shape[1]))
+    seen = kept[:, : request.offset + request.queries] if _is_causal(mask) else kept
     if bool(seen.all()):
         return None
     count, at = seen.sum(-1), torch.arange(seen.shape[1], device=seen.device)
@@ -223,9 +228,9 @@ def _is_causal(mask: Mask | None) -> bool:
     return isinstance(mask, Causal)
 
 
-_READERS: dict[str, Callable[[Predicate, Asked], Mask | None]] = {
-    "causal_mask_function": lambda function, asked: Causal(),
-    "bidirectional_mask_function": lambda function, asked: None,
+_READERS: dict[str, Callable[[Predicate, MaskRequest], Mask | None]] = {
+    "causal_mask_function": lambda function, request: Causal(),
+    "bidirectional_mask_function": lambda function, request: None,
     "and_masks": _and,
     "or_masks": _or,
     "sliding_window_overlay": _sliding,

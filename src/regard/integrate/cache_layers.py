@@ -1,39 +1,43 @@
-"""The layers of a `RegardCache`: what transformers asks of one layer's cache, answered by a `KVCache`.
+"""The layers of a `RegardCache`: what transformers calls on one layer's cache, computed by a `KVCache`.
 
-    update(k, v)                what attention reads: tensors, or handles where the model only hands them on
-    get_mask_sizes(queries)     how many keys that will be, and at which position the first of them stands
-    crop, reorder_cache ...     drafts that were not accepted, beams
+    update(k, v)                what attention reads: tensors, or lazy tensors whose source is read in place
+    get_mask_sizes(queries)     how many keys that will be, and the position of the first of them
+    crop, reorder_cache ...     rejected drafts, beams
 
-Those that forget tokens stand in `cache_forgetting.py`, those of latents in `latent.py`.
+Layers with an eviction policy are in `cache_evicting.py`, those of a fixed capacity in `cache_fixed.py`, those of
+latents in `cache_latent.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, StaticLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache.kv_cache import KVCache
-from regard.cache.store import CachedTensor, describe_tensor
+from regard.cache.store import CachedTensor
 from regard.errors import ProblemError
 from regard.integrate.cache_move import move
+from regard.integrate.lazy import LazyTensor
 from regard.storage.stored import Contiguous, Rolling, StoredTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(method: F) -> F:
-    """A method at which a graph of `torch.compile` ends: what it gives has no fixed shape, as a `FixedLayer`'s has."""
+    """A method at which `torch.compile` breaks the graph: shapes that it returns change from call to call."""
     return cast(F, torch.compiler.disable(method))
 
 
-class KeptLayer(CacheLayerMixin):
+class StoredLayer(CacheLayerMixin):
     """One layer's keys and values in a `KVCache`.
 
     Args:
-        make: gives the `KVCache`, empty.
-        takes_handles: asked at each update: whether what reads the cache takes `StoredTensor` handles.
+        make: makes the `KVCache`, empty.
+        is_read_by_regard: is called at each update: whether regard computes the model's attention. If not, `update`
+            returns tensors alone.
     """
 
     is_compileable = False
@@ -41,10 +45,12 @@ class KeptLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, make: Callable[[], KVCache], takes_handles: Callable[[], bool]) -> None:
+    def __init__(self, make: Callable[[], KVCache], is_read_by_regard: Callable[[], bool]) -> None:
         # transformers' own __init__ sets `keys` and `values`, which are read out of the KVCache here.
-        self.kv, self._make, self._takes_handles = make(), make, takes_handles
-        self._like: tuple[Tensor, Tensor] | None = None  # no tokens, of the form of those that came
+        self.kv, self._make, self._is_read_by_regard = make(), make, is_read_by_regard
+        self._like: tuple[Tensor, Tensor] | None = None  # keys and values of no tokens, of the form of the first ones
+        self.first_use: str | None = None
+        """The line of the model's code that computed with keys or values before attention did; None: there is none."""
 
     # ---- what attention reads ---------------------------------------------------------------------------------------
 
@@ -53,19 +59,19 @@ class KeptLayer(CacheLayerMixin):
 
     @untraced
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Keep the keys and values of new tokens; all that are kept come back, tensors or `StoredTensor` handles."""
+        """Append the keys and values of new tokens, and return all that are kept: tensors, or `LazyTensor`s."""
         found = self._append(key_states, value_states)
         if self._like is None:
             k, v = (t.new_empty((*t.shape[:2], 0, t.shape[3])) for t in (key_states, value_states))
             self._like, self.batch_size = (k, v), key_states.shape[0]
-        return self._handles(found) if self._takes_handles() else self._tensors(found)
+        return self._lazy(found) if self._is_read_by_regard() else self._dense(found)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys that the next update hands out, position of the first of them)."""
+        """(keys that the next update returns, position of the first of them)."""
         return self.kv.tokens + query_length, 0
 
     def get_seq_length(self) -> int:
-        """How many tokens were seen: the position of the next one."""
+        """How many tokens were appended: the position of the next one."""
         return self.kv.tokens_seen
 
     def get_max_length(self) -> int:
@@ -76,7 +82,7 @@ class KeptLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything was kept."""
+        """Whether there are any tokens."""
         return self.kv.tokens_seen > 0
 
     @property
@@ -98,10 +104,10 @@ class KeptLayer(CacheLayerMixin):
             kv.check_crop(max(kv.tokens_seen + tokens_to_remove, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last tokens, given as a negative number.
+        """Remove the last tokens; their count is a negative number.
 
         Raises:
-            ProblemError: a positive number; or tokens that the next one would look back on are no longer there.
+            ProblemError: a positive number; or the next token would look back on tokens that are no longer kept.
         """
         self.check_crop(tokens_to_remove)
         if tokens_to_remove and self.kv.tokens_seen:
@@ -117,24 +123,24 @@ class KeptLayer(CacheLayerMixin):
             self._select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """These rows only: numbers, or a bool for each."""
+        """Keep these rows only: their indices, or a bool for each row."""
         if self.kv.tokens_seen:
             self._select(torch.arange(self.batch_size)[indices.cpu()])
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.kv.reset()
         self._like = None
         if hasattr(self, "batch_size"):  # as transformers asks
             del self.batch_size
 
     def offload(self) -> None:
-        """Move what is kept to the memory of the CPU."""
+        """Move all tokens to the memory of the CPU."""
         if self._like is not None:
             move(self.kv, "cpu")
 
     def prefetch(self) -> None:
-        """Move it back to where its keys came from."""
+        """Move all tokens back to the device that their keys came from."""
         if self._like is not None:
             move(self.kv, self._like[0].device)
 
@@ -143,25 +149,36 @@ class KeptLayer(CacheLayerMixin):
 
     @property
     def caches(self) -> list[KVCache]:
-        """What it keeps its tokens in."""
+        """The caches that hold the tokens."""
         return [self.kv]
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Any, Any]:
-        return self._stored(self.kv, k, v)
+        return self._append_to(self.kv, k, v)
 
-    def _stored(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[CachedTensor, CachedTensor]:
+    def _append_to(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[CachedTensor, CachedTensor]:
         return kv.append(k, v)
 
-    def _handles(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+    def _sources(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+        """What the attention function reads."""
         return found
 
-    def _tensors(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+    def _lazy(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+        """Tensors as they are, and stored tensors as lazy ones."""
+        if not any(isinstance(t, StoredTensor) for t in found):
+            return found
+        k, v = (LazyTensor(t, t.shape, t, functools.partial(dense, t), self._note_use) for t in found)
+        return k, v
+
+    def _dense(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return dense(found[0]), dense(found[1])
 
+    def _note_use(self, line: str) -> None:
+        self.first_use = self.first_use or line
+
     def _read(self, side: int) -> Tensor | None:
-        return None if self._like is None else self._tensors(self._append(*self._like))[side]
+        return None if self._like is None else self._dense(self._append(*self._like))[side]
 
     def _select(self, rows: Tensor) -> None:
         self.kv.select(rows)
@@ -171,26 +188,26 @@ class KeptLayer(CacheLayerMixin):
             self._like = k, v
 
 
-class WindowLayer(KeptLayer):
+class WindowLayer(StoredLayer):
     """A layer whose attention looks back over a window: the last tokens that a next one may see are kept, exactly.
 
-    While drafts are tried out (`activate_past_recording`), what leaves the window waits until `crop` has said how many
-    of them stay.
+    While drafts are tried (`activate_past_recording`), tokens that leave the window are kept until `crop` has removed
+    the rejected drafts.
 
     Args:
-        window: tokens that a query sees, itself among them.
+        window: tokens that a query sees, itself included.
     """
 
     is_sliding = True
 
-    def __init__(self, window: int, make: Callable[[Any], KVCache], takes_handles: Callable[[], bool]) -> None:
-        super().__init__(lambda: make(Rolling(window, sinks=0)), takes_handles)
+    def __init__(self, window: int, make: Callable[[Any], KVCache], is_read_by_regard: Callable[[], bool]) -> None:
+        super().__init__(lambda: make(Rolling(window, sinks=0)), is_read_by_regard)
         self.window, self.sliding_window = window - 1, window
         self._make_whole = lambda: make(Contiguous())
         self.record_past, self._before = False, 0
 
     def activate_past_recording(self) -> None:
-        """From now on, wait for `crop` before what leaves the window is forgotten."""
+        """From now on, keep what leaves the window until the next `crop`."""
         self.record_past = True
 
     def get_seq_length(self) -> int:
@@ -209,9 +226,9 @@ class WindowLayer(KeptLayer):
         gone, left = seen - self.kv.tokens, seen + tokens_to_remove
         if gone and 0 < left < gone + self.window:
             raise ProblemError(
-                f"crop({tokens_to_remove}): of the {seen} tokens that were seen the first {gone} have left the "
-                f"window of {self.sliding_window}, so at most {seen - gone - self.window} can be removed. Call "
-                "activate_past_recording() before tokens that may be taken back, or start anew with reset()."
+                f"crop({tokens_to_remove}): the first {gone} of {seen} tokens have left the window of "
+                f"{self.sliding_window}, so at most {seen - gone - self.window} can be removed. Call "
+                "activate_past_recording() before you append tokens that may be removed again, or call reset()."
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -233,7 +250,7 @@ class WindowLayer(KeptLayer):
 
     @property
     def is_recording(self) -> bool:
-        """Whether all tokens are kept just now."""
+        """Whether all tokens are kept at present."""
         return isinstance(self.kv.layout, Contiguous)
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Any, Any]:
@@ -246,84 +263,24 @@ class WindowLayer(KeptLayer):
         return keys, values
 
     def _move(self, other: KVCache) -> None:
-        """Go on in another cache, with what of this one may still be seen."""
+        """Continue in another cache, with the tokens of this one that later queries may see."""
         seen = self.get_seq_length()
         kept = min(self.kv.tokens, self.window)
         if kept and self._like is not None:
-            keys, values = (dense(found)[:, :, -kept:] for found in self.kv.append(*self._like))
+            keys, values = (dense(t)[:, :, -kept:] for t in self.kv.append(*self._like))
             other.append(keys, values)
         self.kv, self._before = other, seen - other.tokens_seen
 
 
-class FixedLayer(StaticLayer):
-    """One layer's keys and values in memory of a fixed size, as `torch.compile` needs it; says so when it is full.
-
-    It is transformers' own otherwise. Slots of tokens still to come are handed out as well; the mask hides them.
-    """
-
-    is_croppable = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new tokens in place; the whole memory comes back, [batch, kv_heads, capacity, dim].
-
-        Raises:
-            ProblemError: there is no room for them; the cache is as it was. Looked at on the CPU, outside of graphs.
-        """
-        check_form(self, key_states, value_states)
-        if not torch.compiler.is_compiling() and key_states.device.type == "cpu":
-            check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
-        return super().update(key_states, value_states)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last tokens, given as a negative number: the next are written over them."""
-        check_crop(tokens_to_remove)
-        self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, in new memory."""
-        if self.is_initialized:
-            self.reorder_cache(cast(Any, torch.arange(cast(Tensor, self.keys).shape[0]).repeat_interleave(repeats)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """These rows only, in new memory."""
-        if self.is_initialized:
-            self.reorder_cache(cast(Any, torch.arange(cast(Tensor, self.keys).shape[0])[indices.cpu()]))
-
-    def __repr__(self) -> str:
-        return f"FixedLayer({int(self.cumulative_length):,} tokens of {self.max_cache_len:,})"
-
-
-def dense(found: CachedTensor) -> Tensor:
-    """What a cache hands out, as a tensor."""
-    return found.dense() if isinstance(found, StoredTensor) else found
+def dense(t: CachedTensor) -> Tensor:
+    """Keys or values of a cache as a tensor."""
+    return t.dense() if isinstance(t, StoredTensor) else t
 
 
 def check_crop(tokens_to_remove: int) -> None:
-    """Raise `ProblemError` for a positive number: transformers took it for the length to keep once."""
+    """Raise `ProblemError` for a positive number: older versions of transformers took it for the length to keep."""
     if tokens_to_remove > 0:
         raise ProblemError(
             f"crop({tokens_to_remove}): expected how many tokens to remove, as a negative number: "
             f"crop(-{tokens_to_remove})."
-        )
-
-
-def check_form(layer: StaticLayer, k: Tensor, v: Tensor) -> None:
-    """Raise `ProblemError` unless new tokens have the form that a layer of a fixed size has memory for."""
-    if not layer.is_initialized:
-        return
-    for name, new, memory in (("k", k, layer.keys), ("v", v, layer.values)):
-        form = cast(Tensor, memory)
-        if (*new.shape[:2], new.shape[3], new.dtype) != (*form.shape[:2], form.shape[3], form.dtype):
-            raise ProblemError(
-                f"{name} is {describe_tensor(new)}, and the cache has memory for {describe_tensor(form)}: only the "
-                "number of tokens may differ. A new batch needs a new cache."
-            )
-
-
-def check_room(stored: int, new: int, capacity: int) -> None:
-    """Raise `ProblemError` where a cache of a fixed size is full."""
-    if stored + new > capacity:
-        raise ProblemError(
-            f"the cache has room for {capacity:,} tokens, and {stored:,} + {new:,} are {stored + new:,}: make it with "
-            f"Contiguous(capacity={stored + new}) or more, or with Contiguous(), which grows."
         )

@@ -1,0 +1,71 @@
+"""A layer of a cache in memory of a fixed size, as `torch.compile` needs it: transformers' own, with checks."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+from regard.cache.store import describe_tensor
+from regard.errors import ProblemError
+from regard.integrate.cache_layers import check_crop
+
+
+class FixedLayer(StaticLayer):
+    """One layer's keys and values in memory of a fixed size; an error says when it is full.
+
+    `update` returns the slots of future tokens as well; the mask hides them.
+    """
+
+    is_croppable = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new tokens in place and return the whole memory, [batch, kv_heads, capacity, dim].
+
+        Raises:
+            ProblemError: they exceed the capacity; the cache is unchanged. Checked on the CPU, outside of graphs.
+        """
+        check_form(self, key_states, value_states)
+        if not torch.compiler.is_compiling() and key_states.device.type == "cpu":
+            check_room(int(self.cumulative_length), key_states.shape[2], self.max_cache_len)
+        return super().update(key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, whose count is a negative number: the next tokens overwrite them."""
+        check_crop(tokens_to_remove)
+        self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, in new memory."""
+        if self.is_initialized:
+            self.reorder_cache(cast(Any, torch.arange(cast(Tensor, self.keys).shape[0]).repeat_interleave(repeats)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """These rows only, in new memory."""
+        if self.is_initialized:
+            self.reorder_cache(cast(Any, torch.arange(cast(Tensor, self.keys).shape[0])[indices.cpu()]))
+
+    def __repr__(self) -> str:
+        return f"FixedLayer({int(self.cumulative_length):,} tokens of {self.max_cache_len:,})"
+
+
+def check_form(layer: StaticLayer, k: Tensor, v: Tensor) -> None:
+    """Raise `ProblemError` unless new tokens have the shape and dtype that a layer of a fixed size was made for."""
+    if not layer.is_initialized:
+        return
+    for name, new, memory in (("k", k, layer.keys), ("v", v, layer.values)):
+        form = cast(Tensor, memory)
+        if (*new.shape[:2], new.shape[3], new.dtype) != (*form.shape[:2], form.shape[3], form.dtype):
+            raise ProblemError(
+                f"{name} is {describe_tensor(new)}, and the cache has memory for {describe_tensor(form)}: only the "
+                "number of tokens may differ. A new batch needs a new cache."
+            )
+
+
+def check_room(stored: int, new: int, capacity: int) -> None:
+    """Raise `ProblemError` where a cache of a fixed size is full."""
+    if stored + new > capacity:
+        raise ProblemError(
+            f"the cache has room for {capacity:,} tokens, and {stored:,} + {new:,} are {stored + new:,}: make it with "
+            f"Contiguous(capacity={stored + new}) or more, or with Contiguous(), which grows."
+        )

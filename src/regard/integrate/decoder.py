@@ -1,0 +1,120 @@
+"""What a cache needs to know about the model that it is for."""
+
+import functools
+import importlib
+import inspect
+from typing import Any, NamedTuple
+from weakref import ref
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from regard.errors import ProblemError
+from regard.integrate.implementation import implementation_of, is_regard
+from regard.integrate.latent import latent_modules, why_expanded
+
+
+class Decoder(NamedTuple):
+    """The decoder whose keys and values a cache keeps.
+
+    Attributes:
+        name: of the model.
+        config: of the decoder, with its sizes.
+        source: the config with the decoder's attention implementation; `use_regard` changes that.
+        is_latent: whether its attention expands latents (`expand_kv`).
+        expanding: the modules that do, as long as the model lives; none where only its config is known.
+    """
+
+    name: str
+    config: Any
+    source: Any
+    is_latent: bool
+    expanding: tuple[ref[Any], ...] = ()
+
+    @property
+    def is_read_by_regard(self) -> bool:
+        """Whether regard computes its attention."""
+        return is_regard(self.source)
+
+    @property
+    def why_expanded(self) -> str | None:
+        """Why latents are expanded at every step; None: they are not."""
+        if not self.is_read_by_regard:
+            return f"its attention is {implementation_of(self.source)}: use_regard(model)"
+        modules = (module() for module in self.expanding)
+        return next((why for why in map(why_expanded, filter(None, modules)) if why is not None), None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
+        """Itself: a copy of a cache is for the same model."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the modules, which another process does not have."""
+        return Decoder, (self.name, self.config, self.source, self.is_latent)
+
+
+def decoder_of(model: Any) -> Decoder:
+    """The decoder of a model, or of a config.
+
+    Raises:
+        ProblemError: no model or config of transformers, or one that takes no cache of keys and values.
+    """
+    module = model if isinstance(model, nn.Module) else None
+    config = getattr(model, "config", None) if module is not None else model
+    if not isinstance(config, PreTrainedConfig):
+        raise ProblemError(
+            f"regard_cache(model) got {type(model).__name__}: expected a model of transformers (a PreTrainedModel) or "
+            "its config. For a model of your own make a regard.cache.KVCache per layer."
+        )
+    text = config.get_text_config(decoder=True)
+    source = config if config.is_encoder_decoder and type(text) is type(config) else text
+    name = _name(config) if module is None else type(module).__name__
+    _check_takes_caches(model, type(module) if module is not None else _class_of(config), name)
+    if module is None:
+        return Decoder(name, text, source, any(hasattr(kind, "expand_kv") for kind in classes_of(source)))
+    expanding = latent_modules(module)
+    return Decoder(name, text, source, bool(expanding), tuple(ref(x) for x in expanding))
+
+
+@functools.cache
+def _modules_in(file: str) -> tuple[type[nn.Module], ...]:
+    try:
+        found = vars(importlib.import_module(file)).values()
+    except ImportError:
+        return ()
+    return tuple(x for x in found if inspect.isclass(x) and x.__module__ == file and issubclass(x, nn.Module))
+
+
+def classes_of(config: Any) -> tuple[type[nn.Module], ...]:
+    """The modules in the file of a model, by the model's config."""
+    return _modules_in(type(config).__module__.replace(".configuration_", ".modeling_"))
+
+
+def _check_takes_caches(model: Any, kind: type[Any] | None, name: str) -> None:
+    own = getattr(model, "_supports_default_dynamic_cache", None)  # there is no public way to ask
+    if own is not None and not own():
+        raise ProblemError(f"{name} has a cache of its own and takes no other: leave past_key_values out.")
+    takes = () if kind is None else inspect.signature(kind.forward).parameters
+    if "input_ids" in takes and "past_key_values" not in takes:  # a wrapper's forward names neither
+        raise ProblemError(
+            f"{name} takes no past_key_values: it keeps no keys and values, or in a way of its own. Leave "
+            "past_key_values out."
+        )
+
+
+def _class_of(config: Any) -> type[Any] | None:
+    """The model that transformers makes of a config; None where it knows none."""
+    for mapping in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_MAPPING,
+    ):
+        known: Any = mapping
+        if type(config) in known:
+            return known[type(config)]
+    return None
+
+
+def _name(config: Any) -> str:
+    return (config.architectures or [type(config).__name__.removesuffix("Config")])[0]
