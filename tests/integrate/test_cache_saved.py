@@ -137,9 +137,9 @@ def test_layers_that_share_a_pool_share_one_again(tmp_path: Path):
     for way in ("pickle", "file"):
         other = WAYS[way](cache, m, ids, tmp_path)
         first, second = (layer.kv.layout.pool for layer in other.layers)
-        assert first is second is other.words.layout.pool is not pool
+        assert first is second is other.options.layout.pool is not pool
         assert first.room.used == pool.room.used
-    assert copy.deepcopy(cache).words.layout.pool is pool
+    assert copy.deepcopy(cache).options.layout.pool is pool
 
 
 # ---- what a file is checked for -------------------------------------------------------------------------------------
@@ -218,12 +218,12 @@ def test_other_tokens_are_refused(saved: Path):
 def test_what_cannot_be_saved_says_why(tmp_path: Path):
     m, path = on_regard("llama"), tmp_path / "cache.safetensors"
     cache = regard_cache(m)
-    with pytest.raises(ProblemError, match="has seen no tokens"):
+    with pytest.raises(ProblemError, match="is empty: there is nothing to save"):
         cache.save(path, prompt())
     with torch.no_grad():
         m(prompt(), past_key_values=cache)
     for ids in (prompt()[:1], prompt()[:, :-1]):
-        with pytest.raises(ProblemError, match=r"the cache has seen 13 tokens of 2 rows: .* \[2, 13\]"):
+        with pytest.raises(ProblemError, match=r"the cache has read 13 tokens of 2 rows: .* \[2, 13\]"):
             cache.save(path, ids)
     for wrong in (tmp_path, tmp_path / "none" / "cache"):
         with pytest.raises(ProblemError, match="expected a file in a folder that is there"):
@@ -290,7 +290,7 @@ def test_a_policy_of_ones_own_is_pickled_and_not_saved(tmp_path: Path):
     cache = regard_cache(m, evict=Mine(9))
     with torch.no_grad():
         m(prompt(), past_key_values=cache)
-    assert pickle.loads(pickle.dumps(cache)).words.evict == Mine(9)
+    assert pickle.loads(pickle.dumps(cache)).options.evict == Mine(9)
     with pytest.raises(RefusalError, match=r"Mine cannot be saved to a file.*pickle, takes any"):
         cache.save(tmp_path / "cache", prompt())
 
