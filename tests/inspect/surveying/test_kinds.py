@@ -53,6 +53,11 @@ def test_a_head_is_named_after_the_first_score_that_stands_out(given, kind):
     assert kind_of(scores(**given)) == kind
 
 
+def test_a_lift_of_just_the_threshold_names_a_head():
+    at, below = ({"sink": Estimate(value, 0.0)} for value in (0.3, np.nextafter(0.3, 0.0)))
+    assert (kind_of(at), kind_of(below)) == ("sink", "mixed")
+
+
 def test_a_head_without_scores_is_mixed():
     assert kind_of({}) == kind_of({"entropy": Estimate(None)}) == "mixed"
 
