@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from regard.inspect.page import page
-from regard.inspect.page.budget import fitted, spent
+from regard.inspect.page.budget import fit_into, fit_size
 from tests.inspect.page.long import random_close
 from tests.inspect.page.parsed import Parsed, content
 from tests.inspect.reports import report
@@ -45,9 +45,9 @@ def test_close_ups_are_left_out_from_the_least_remarkable_on(made, part):
 
 def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
     small, large = (replace(random_close(tokens, 16), head=head) for head, tokens in enumerate((103, 403)))
-    room = spent(fitted(replace(made, pictures=(), closes=(small,)), 15e6)) + 1000
+    room = fit_size(fit_into(replace(made, pictures=(), close_ups=(small,)), 15e6)) + 1000
     unread = replace(small, head=2, q=None)  # packing it would fail
-    fit = fitted(replace(made, pictures=(), closes=(small, large, unread)), room)
+    fit = fit_into(replace(made, pictures=(), close_ups=(small, large, unread)), room)
     assert [close.caption["head"] for close in fit.closes] == ["0.0"]
     assert fit.closes_left_out == 2
 
@@ -69,7 +69,7 @@ def test_a_model_that_is_compared_with_takes_no_picture_from_this_one(made):
 
 
 def test_the_page_says_how_many_it_left_out(opened, made):
-    bare = fitted(made, 0)
+    bare = fit_into(made, 0)
     assert bare.closes_left_out == 12
     tab = opened(made, state=f"head={made.heads[-1].name}", budget=400_000)
     held = content(Parsed(page(made, 400_000)))

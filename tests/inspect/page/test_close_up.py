@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from regard.inspect.page.closes import stepped
+from regard.inspect.page.packing import quantise
 from regard.inspect.surveying.closeup import close_up_rows
 from tests.inspect.page.long import long_report
 from tests.inspect.page.tab import colours, settled, shown_pair, shown_weight, swatch, under
@@ -219,7 +219,7 @@ def test_a_head_without_its_close_up_says_so_and_shows_the_stored_picture(opened
 
 
 def test_the_page_says_how_exact_it_is(opened, middling):
-    q, k = (stepped(numbers) for numbers in (middling.close_ups[0].q, middling.close_ups[0].k))
+    q, k = (quantise(numbers) for numbers in (middling.close_ups[0].q, middling.close_ups[0].k))
     exact, stored = (
         weights_of(middling),
         np.tril(np.exp(q.values @ k.values.T - middling.close_ups[0].total[:, None])),

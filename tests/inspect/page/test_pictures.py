@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from regard.inspect.page import page
-from regard.inspect.page.pictures import blocks, is_causal, pack, unpack
+from regard.inspect.page.packing import blocks, is_causal, pack, unpack
 from tests.inspect.page.parsed import Parsed, content, scripts
 from tests.inspect.reports import report, weights
 

@@ -7,19 +7,17 @@ report -> scores and tokens as JSON  +  pictures and close-ups, deflated, in bas
 The same report gives the same bytes. A Content-Security-Policy in the file allows its own script and style, by hash,
 and nothing else: a token can be any text, is escaped in the JSON, and is only ever shown as text.
 
-| file | what stands in it |
+| file | content |
 |---|---|
-| `file.py` | the page put together and written; what the browser may do with it |
-| `content.py` | scores, tokens and captions, as the script reads them |
-| `pictures.py` | pictures packed layer by layer |
-| `closes.py` | close-ups packed head by head: any single weight can be computed from them |
-| `budget.py` | which close-ups and pictures fit; the page says what was left out |
-| `script.py` | view/ as one script and one style sheet |
-| `place.py` | whether a file can be written where it is to be |
-| `plain.py` | JSON that can stand in a page |
+| `file.py` | builds the page and writes it; what the browser allows it |
+| `data.py` | scores, tokens and captions, as JSON for the script |
+| `packing.py` | pictures and close-ups as compressed base64 |
+| `budget.py` | which pictures and close-ups are included; the page says what was left out |
+| `assets.py` | the files of view/: HTML, style, script, icon |
+| `bundle.py` | the modules of view/ joined into one script |
 """
 
+from regard.inspect.page.data import as_json, finite
 from regard.inspect.page.file import BUDGET, framed, page, write_page
-from regard.inspect.page.plain import as_json, finite
 
 __all__ = ["BUDGET", "as_json", "finite", "framed", "page", "write_page"]

@@ -11,16 +11,15 @@ from string import Template
 from regard.atomic_write import check_writable, write_whole
 from regard.errors import ProblemError
 from regard.inspect.page.assets import icon, script, style, view
-from regard.inspect.page.budget import close_blocks, fitted, spent
-from regard.inspect.page.content import content
-from regard.inspect.page.plain import as_json
+from regard.inspect.page.budget import close_blocks, fit_into, fit_size
+from regard.inspect.page.data import as_json, content
 from regard.inspect.surveying.report import Report
 
 BUDGET = 15e6
-"""Bytes of a page, unless more are allowed: what a mail or a repository still takes."""
+"""The default limit of a page in bytes: what a mail or a repository accepts."""
 
-APART = 150_000
-"""Bytes set aside for all but scores, pictures and close-ups: style, script and words, and the captions."""
+OVERHEAD = 150_000
+"""Bytes reserved for everything but scores, pictures and close-ups: HTML, style, script and captions."""
 
 
 def write_page(report: Report, path: str | os.PathLike[str], budget: float = BUDGET) -> int:
@@ -48,10 +47,10 @@ def page(report: Report, budget: float = BUDGET) -> str:
     if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(f"the report is {type(report).__name__}: expected what `survey` returns.")
     own, other = report, report.other
-    room = budget - APART - sum(len(as_json(r.to_dict())) for r in (own, other) if r is not None)
-    their_means = None if other is None else fitted(other, 0, "other-")
-    fit = fitted(own, room - (0 if their_means is None else spent(their_means)))
-    theirs = None if other is None else (other, fitted(other, room - spent(fit), "other-"))
+    room = budget - OVERHEAD - sum(len(as_json(r.to_dict())) for r in (own, other) if r is not None)
+    their_means = None if other is None else fit_into(other, 0, "other-")
+    fit = fit_into(own, room - (0 if their_means is None else fit_size(their_means)))
+    theirs = None if other is None else (other, fit_into(other, room - fit_size(fit), "other-"))
     fits = [fit] if theirs is None else [fit, theirs[1]]
     return Template(view("page.html")).substitute(
         policy=_policy(style(), script()),
