@@ -1,4 +1,4 @@
-"""The front door: `attend`, `attend_state`, `explain`, and the one place where calls can be watched."""
+"""The front door: `attend`, `attend_state`, `explain`, and the one place where calls can be observed."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.elsewhere import refuse_keywords
 from regard.describe.mask import Mask
@@ -19,8 +20,11 @@ from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
 from regard.dispatch.plan_cache import prepare
 from regard.errors import ProblemError
+from regard.plan.checks import check_readable
 from regard.plan.lower import gathered
-from regard.plan.problem import Operands, check_offset, check_readable, opened, pose
+from regard.plan.pose import pose
+from regard.plan.problem import Operands
+from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import is_any_autocast_enabled
@@ -28,10 +32,10 @@ from regard.torch_internals import is_any_autocast_enabled
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a watcher is told of one call: the tensors and words as they were run, the plan, and the results.
+    """One call, as observers get it: the tensors and specs that were computed with, the plan, and the results.
 
-    `mask` and `bias` stand in the call (their rows know their positions); `scale` and `offset` are numbers; `out` is
-    with the sink, `lse` without.
+    `mask` and `bias` are bound to the sizes of the call; `scale` and `offset` have their defaults filled in; `out`
+    includes the sink, `lse` does not.
     """
 
     q: Tensor
@@ -50,17 +54,17 @@ class Call:
     lse: Tensor
 
 
-Watchers = tuple[Callable[[Call], Tensor | None], ...]
-"""What is told of each call, in the order of entering; a tensor takes the place of the output."""
+Observers = tuple[Callable[[Call], Tensor | None], ...]
+"""Functions that get each call, in the order of entering; where one returns a tensor, it replaces the output."""
 
-_watchers: ContextVar[Watchers] = ContextVar("watchers", default=())
+_observers: ContextVar[Observers] = ContextVar("observers", default=())
 
 
 @contextmanager
-def observe_calls(tell: Callable[[Call], None]) -> Generator[None]:
-    """Tell `tell` of each call of `attend` and `attend_state` made inside, in this thread.
+def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
+    """Pass each call of `attend` and `attend_state` made inside, in this thread, to `observer`.
 
-    Calls that torch traces are not told, as they are not run.
+    Calls that torch traces are not passed, as they are not run.
 
     >>> import torch
     >>> from regard import attend
@@ -70,24 +74,24 @@ def observe_calls(tell: Callable[[Call], None]) -> Generator[None]:
     native (1, 2, 3)
     """
 
-    def told(call: Call) -> None:
-        tell(call)
+    def observe(call: Call) -> None:
+        observer(call)
 
-    with _entered(told):
+    with _entered(observe):
         yield
 
 
 @contextmanager
 def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
-    """Let `change` say what each call of `attend` made inside gives, in this thread: to ablate heads, or weigh them.
+    """Replace the output of each call of `attend` made inside, in this thread, by what `change` returns.
 
-    What it returns, [batch, heads, queries, v_dim] in the type of `call.out`, is what the caller of `attend` gets: the
-    output of each head before any output projection mixes them. Gradients flow through it. Watchers and changes come in
-    the order in which they were entered, and each sees the output as those before left it. Calls of `attend_state` are
-    altered as well: outputs of parts, which merge by their weights. Calls that torch traces are not.
+    For ablating heads, or weighting them. `change` returns [batch, heads, queries, v_dim] in the dtype of `call.out`:
+    the output of each head before any output projection mixes the heads. Gradients flow through it. Observers and
+    changes run in the order in which they were entered, and each sees the output as those before left it. Outputs of
+    `attend_state`, of parts that are merged later, are replaced as well. Calls that torch traces are not.
 
     Raises:
-        ProblemError: what it returns has another shape or type.
+        ProblemError: `change` returns another shape or dtype.
 
     >>> import torch
     >>> from regard import attend
@@ -101,12 +105,12 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
 
 
 @contextmanager
-def _entered(watcher: Callable[[Call], Tensor | None]) -> Generator[None]:
-    token = _watchers.set((*_watchers.get(), watcher))
+def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
+    token = _observers.set((*_observers.get(), observer))
     try:
         yield
     finally:
-        _watchers.reset(token)
+        _observers.reset(token)
 
 
 def attend(
@@ -122,8 +126,8 @@ def attend(
     sink: Float[Tensor, " heads"] | None = None,
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
-    backend: str | None = None,
-    **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
+    backend: str | Backend | None = None,
+    **unknown: None,  # refused, with the name that regard has for it
 ) -> Float[Tensor, "batch heads queries v_dim"]:
     """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
 
@@ -132,7 +136,7 @@ def attend(
     al. 2017, arXiv:1706.03762, §3.2.
 
     A query that may see no key gives 0, and gradients of 0. What is masked is never read into a result, be it NaN.
-    The compiled engine and torch's fused kernel can be differentiated once, `backend="reference"` any number of times.
+    The backends `native` and `sdpa` can be differentiated once, `backend="reference"` any number of times.
 
     Args:
         q: [batch, heads, queries, qk_dim].
@@ -148,14 +152,15 @@ def attend(
         dropout: the probability that a weight is dropped, drawn from torch's generator.
         offset: position of the first query, where keys start at 0; None puts the last query at the last key. An integer
             tensor of one element is read when the call runs: a graph of `torch.compile` then serves every position.
-        backend: an engine by name, which runs or raises; None lets regard choose, and `explain` tells how.
+        backend: a backend by name, or one of your own (`regard.backends`), which runs or raises; None lets regard
+            choose, and `explain` shows why.
 
     Returns:
         [batch, heads, queries, v_dim], of the type of q.
 
     Raises:
         ProblemError: the call makes no sense; a keyword of another library (`KeywordError`, which says what to write).
-        RefusalError: no engine, or not the one named, can run it.
+        RefusalError: no backend, or not the one that you chose, can run it.
 
     >>> import torch
     >>> from regard import attend, Causal, Window, Prefix
@@ -167,19 +172,7 @@ def attend(
         refuse_keywords(attend, unknown)
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    prepared = None if _is_traced() else prepare(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-        offset=offset, backend=backend, lse=bool(_watchers.get()),
-    )  # fmt: skip
-    if prepared is None:
-        return attend_traced(
-            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-            offset=offset, backend=backend, lse=False,
-        ).out  # fmt: skip
-    plan, operands = prepared
-    plan, state = execute(plan, operands, backend)
-    watchers = _watchers.get()
-    return _told(watchers, operands, score, plan, state) if watchers else state.out
+    return _run(Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)).out
 
 
 def attend_state(
@@ -193,8 +186,8 @@ def attend_state(
     scale: float | None = None,
     softcap: float | None = None,
     offset: int | Tensor | None = None,
-    backend: str | None = None,
-    **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
+    backend: str | Backend | None = None,
+    **unknown: None,  # refused, with the name that regard has for it
 ) -> State:
     """Attention over these keys as a `State`: `.out` and `.lse`, which merges with states over other keys by `|`.
 
@@ -213,19 +206,7 @@ def attend_state(
         refuse_keywords(attend_state, unknown)
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    prepared = None if _is_traced() else prepare(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0, offset=offset,
-        backend=backend, lse=True,
-    )  # fmt: skip
-    if prepared is None:
-        return attend_traced(
-            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=None, dropout=0.0,
-            offset=offset, backend=backend, lse=True,
-        )  # fmt: skip
-    plan, operands = prepared
-    plan, state = execute(plan, operands, backend)
-    watchers = _watchers.get()
-    return State(_told(watchers, operands, score, plan, state), state.lse) if watchers else state
+    return _run(Request(q, k, v, mask, bias, score, scale, softcap, None, 0.0, offset, backend, lse=True))
 
 
 def explain(
@@ -241,13 +222,13 @@ def explain(
     sink: Float[Tensor, " heads"] | None = None,
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
-    backend: str | None = None,
-    **unknown: None,  # whatever it is, it is refused, by a message that knows what others call things
+    backend: str | Backend | None = None,
+    **unknown: None,  # refused, with the name that regard has for it
 ) -> Plan:
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
     q, k and v may be meta tensors (`torch.empty(..., device="meta")`): then the plan is for this machine, its GPU if
-    it has one. `print` shows the problem, the engine, who was passed over and why, the tiles, GFLOP and MiB.
+    it has one. `print` shows the problem, the backend, which ones were passed over and why, the tiles, GFLOP and MiB.
 
     >>> import torch
     >>> from regard import explain, Causal, Window
@@ -260,23 +241,53 @@ def explain(
         refuse_keywords(explain, unknown)
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    offset = None if offset is None else check_offset(offset)
-    k, v, mask, stored = opened(k, v, mask, bias, offset)
-    problem, operands = pose(
-        q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-        offset=offset, lse=False, stored=stored,
-    )  # fmt: skip
+    request = Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)
+    problem, operands = pose(request.resolved())
     if problem.device == "meta":
         problem = replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
     return choose(problem, operands, backend)
 
 
+def _run(request: Request) -> State:
+    """The state of a call: of an operator where torch traces, else of the kernel that the plan says."""
+    if torch.compiler.is_compiling():
+        return attend_traced(request)
+    observers = _observers.get()
+    if is_counted() and not observers:
+        return attend_traced(request)
+    prepared = prepare(request._replace(lse=True), observed=True) if observers else prepare(request)
+    if prepared is None:
+        return attend_traced(request)
+    plan, state = execute(*prepared, request.backend)
+    return _observed(observers, request.score, plan, prepared[1], state) if observers else state
+
+
+def _observed(observers: Observers, score: Score | None, plan: Plan, operands: Operands, state: State) -> State:
+    """The state with the output that the observers leave."""
+    o, p = gathered(operands), plan.problem
+    numbers = (p.scale, p.softcap, o.sink, p.dropout, p.offset)
+    call = Call(o.q, o.k, o.v, o.mask, o.bias, score, *numbers, plan, state.out, state.lse)
+    for observer in observers:
+        if (out := observer(call)) is not None:
+            call = replace(call, out=_fitting(out, call.out))
+    return State(call.out, state.lse)
+
+
+def _fitting(out: Tensor, before: Tensor) -> Tensor:
+    if out.shape != before.shape or out.dtype != before.dtype:
+        raise ProblemError(
+            f"an output was replaced by {list(out.shape)} {out.dtype}: expected {list(before.shape)} {before.dtype}, "
+            "as `call.out` is."
+        )
+    return out
+
+
 def _autocast(
     q: Tensor, k: Tensor | StoredTensor, v: Tensor | StoredTensor
 ) -> tuple[Tensor, Tensor | StoredTensor, Tensor | StoredTensor]:
-    """The three in the type that `torch.autocast` asks for, where it is on; as torch's own attention does."""
-    whatever: tuple[Any, ...] = (q, k, v)
-    if not all(isinstance(t, Tensor | StoredTensor) for t in whatever) or not torch.amp.is_autocast_available(
+    """q, k and v in the dtype of `torch.autocast`, where it is on; as torch's own attention does."""
+    tensors: tuple[Any, ...] = (q, k, v)
+    if not all(isinstance(t, Tensor | StoredTensor) for t in tensors) or not torch.amp.is_autocast_available(
         q.device.type
     ):
         return q, k, v
@@ -287,29 +298,3 @@ def _autocast(
             check_readable(name, t)
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _is_traced() -> bool:
-    """Whether the call is to be seen by torch as one operator: it is traced, or counted and watched by nobody else."""
-    return torch.compiler.is_compiling() or (is_counted() and not _watchers.get())
-
-
-def _told(watchers: Watchers, operands: Operands, score: Score | None, plan: Plan, state: State) -> Tensor:
-    """The output, once all have been told of the call."""
-    o, p = operands, plan.problem
-    numbers = (p.scale, p.softcap, o.sink, p.dropout, p.offset)
-    o = gathered(o)
-    call = Call(o.q, o.k, o.v, o.mask, o.bias, score, *numbers, plan, state.out, state.lse)
-    for watcher in watchers:
-        if (out := watcher(call)) is not None:
-            call = replace(call, out=_fitting(out, call.out))
-    return call.out
-
-
-def _fitting(out: Tensor, before: Tensor) -> Tensor:
-    if out.shape != before.shape or out.dtype != before.dtype:
-        raise ProblemError(
-            f"an output was altered to {list(out.shape)} {out.dtype}: expected {list(before.shape)} {before.dtype}, "
-            "as `call.out` is."
-        )
-    return out

@@ -17,7 +17,7 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, TorchError
-from regard.plan.problem import check_readable
+from regard.plan.checks import check_readable
 
 
 def scaled_dot_product_attention(

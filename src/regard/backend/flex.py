@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.backend.contract import Ready
+from regard.backend.contract import Backend, Kernel
 from regard.describe.bias import Bias
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -32,7 +32,7 @@ KERNELS = 64
 
 
 @dataclass(frozen=True)
-class Flex:
+class Flex(Backend):
     """torch's FlexAttention."""
 
     name: str = "flex"
@@ -57,7 +57,7 @@ class Flex:
         lacking = _lacking() if cpu else None
         return [reason for reason, applies in found.items() if applies] + ([lacking] if lacking else [])
 
-    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
         return partial(_run, problem, schedule)
 
 

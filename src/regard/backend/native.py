@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard import native
-from regard.backend.contract import Ready
+from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import Listed, listed
 from regard.describe.bias import TensorBias
 from regard.errors import RefusalError
@@ -28,11 +28,15 @@ from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
+from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
 
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
+
+KEPT_STRUCTS = 16
+"""Numbers of queries for which a kernel keeps a struct."""
 
 KEPT_WORKSPACE = 1 << 20
 """Bytes of workspace that each thread of Python keeps from call to call; a call that needs more makes its own."""
@@ -50,7 +54,7 @@ LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "pa
 
 
 @dataclass(frozen=True)
-class Native:
+class Native(Backend):
     """The compiled library.
 
     Attributes:
@@ -62,6 +66,7 @@ class Native:
     tile: int = 64
     lowerings: tuple[Lowering, ...] = (gather_where_needed, turn, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
+    any_length: bool = True
     isa: str | None = None
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -70,12 +75,12 @@ class Native:
             f"it computes on cpu, and the tensors are on {p.device}": p.device != "cpu",
             f"the score {p.score} is not known to it": p.score is not None,
             "it has no vmap or forward-mode derivative": p.transformed,
-            "a tensor is lazily negated, or of a class that keeps its elements elsewhere": p.foreign,
+            "a tensor is lazily negated, or of a class with a __torch_dispatch__ of its own": p.opaque,
         }
         return ([absent] if absent else []) + [reason for reason, applies in found.items() if applies]
 
-    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
-        return _Ready(problem, schedule, -1 if self.isa == "plain" else native.isas().index(self.isa or _chosen()))
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+        return _Kernel(problem, schedule, -1 if self.isa == "plain" else native.isas().index(self.isa or _chosen()))
 
 
 @cache
@@ -106,33 +111,38 @@ class _Wanted(NamedTuple):
     bias: bool
 
 
-class _Ready:
-    """The engine for one problem: structs in which all is written that is the same in every call of it."""
+class _Struct(NamedTuple):
+    """A struct in which all is written that is the same for equal sizes."""
+
+    threads: int
+    queries: int
+    keys: int
+    packed: bytes
+    workspace: int  # bytes
+    arrays: list[np.ndarray]  # of the schedule; the struct has their addresses
+
+
+class _Kernel:
+    """The library for one problem: structs in which all is written that is the same in every call of it.
+
+    The numbers of queries and keys are those of the operands. Where they differ from the problem's, nothing is hidden.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule, isa: int) -> None:
         p = problem
         self.problem, self.schedule = problem, schedule
         self.wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         self.is_empty = not p.batch * p.heads * p.queries
-        # `torch.empty_like` of these, which hold one number, costs 0.4 us less than `torch.empty`
+        self.forward = _entry("regard_forward")
+        # `torch.empty_like` of these, which hold one element, costs 0.4 us less than `torch.empty`
         self.lse = torch.empty((), dtype=self.wide, device="cpu").expand(p.batch, p.heads, p.queries)
         self.out = torch.empty((), dtype=p.dtype, device="cpu").expand(p.batch, p.heads, p.queries, p.v_dim)
-        self.forward = native.Entry("regard_forward", native.CALL)
-        self.backward = native.Entry("regard_backward", native.GRADIENT)
         self.fields: dict[str, float] = {
-            **{name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "qk_dim", "v_dim")},
-            "isa": isa,
-            "dtype": native.DTYPES[p.dtype],
-            "scale": p.scale,
-            "softcap": p.softcap or 0.0,
-            "dropout": p.dropout,
-            "maps_batch": schedule.maps[0],
-            "maps_head": schedule.maps[1],
-            "seconds": SECONDS,
-        }
-        listed, self._lists = _listed("by_query", schedule, schedule.turned_patterns)
-        self.fields |= listed
-        self._calls: dict[int, tuple[bytes, int]] = {}  # by threads: the struct, and the bytes of workspace it needs
+            "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
+            "isa": isa, "dtype": native.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
+            "dropout": p.dropout, "seconds": SECONDS,
+        }  # fmt: skip
+        self._structs: dict[int, _Struct] = {}  # by queries: a step of decoding, and a prompt now and then
 
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
@@ -145,30 +155,44 @@ class _Ready:
 
     def compute(self, inputs: _Inputs, seed: int) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        out, lse = self._empty_out(inputs.q), torch.empty_like(self.lse)
+        out, lse = self._empty_out(inputs.q), self._empty_lse(inputs.q)
         if self.is_empty:
             return out, lse
-        threads = torch.get_num_threads()
-        if threads not in self._calls:
-            self._prepare(threads, inputs, out, lse)
-        packed, needed = self._calls[threads]
-        call = self.forward.opened(packed)
+        queries, keys, threads = inputs.q.shape[2], inputs.k.shape[2], torch.get_num_threads()
+        struct = self._structs.get(queries)
+        if struct is None or struct.keys != keys or struct.threads != threads:
+            struct = self._prepare(threads, inputs, out, lse)
+        call = self.forward.opened(struct.packed)
         parts = _write(call, inputs, out, lse, seed)
-        memory = _workspaces.take(needed)
+        memory = _workspaces.take(struct.workspace)
         call[WORKSPACE] = memory.address
         self.forward(call)
         del parts  # they were needed until now
         _workspaces.give(memory)
         return out, lse
 
-    def _prepare(self, threads: int, inputs: _Inputs, out: Tensor, lse: Tensor) -> None:
-        """Keep the struct for so many threads. The workspace depends on no address, but only a whole struct is told."""
-        fields = self.fields | {"threads": threads}
-        whole = self.forward.opened(self.forward.packed(fields))
-        parts = _write(whole, inputs, out, lse, 0)
-        needed = self.forward.workspace(whole)
+    def _prepare(self, threads: int, inputs: _Inputs, out: Tensor, lse: Tensor) -> _Struct:
+        """Make and keep the struct for these sizes. The bytes of workspace are those that a whole struct needs."""
+        queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+        fields, arrays = self._fields(threads, queries, keys)
+        call = self.forward.opened(self.forward.packed(fields))
+        packed = self.forward.opened(bytes(call))
+        parts = _write(call, inputs, out, lse, 0)
+        packed[WORKSPACE_BYTES] = needed = self.forward.workspace(call)
         del parts
-        self._calls[threads] = self.forward.packed(fields | {"workspace_bytes": needed}), needed
+        if len(self._structs) >= KEPT_STRUCTS:
+            self._structs.clear()
+        self._structs[queries] = struct = _Struct(threads, queries, keys, bytes(packed), needed, arrays)
+        return struct
+
+    def _fields(self, threads: int, queries: int, keys: int) -> tuple[dict[str, float], list[np.ndarray]]:
+        """The fields that are the same for equal sizes, and the arrays whose addresses are among them."""
+        s = self.schedule
+        if (queries, keys) != (s.queries, s.keys):
+            s = schedule(None, batch=s.batch, heads=s.heads, queries=queries, keys=keys, offset=0, tile=s.tile)
+        maps = {"maps_batch": s.maps[0], "maps_head": s.maps[1]}
+        lists, arrays = _lists("by_query", s)
+        return {**self.fields, **maps, **lists, "threads": threads, "queries": queries, "keys": keys}, arrays
 
     def gradients(
         self, inputs: _Inputs, wanted: _Wanted, state: State, seed: int, dout: Tensor, dlse: Tensor | None
@@ -180,17 +204,19 @@ class _Ready:
             return _Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
         ddistance = _zeros(i.distance) if wanted.distance else None
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
-        delta = torch.empty_like(self.lse)
-        call = self.backward.opened(self.backward.packed(self.fields | {"threads": torch.get_num_threads()}))
+        delta = self._empty_lse(i.q)
+        backward = _entry("regard_backward")
+        fields, _arrays = self._fields(torch.get_num_threads(), i.q.shape[2], i.k.shape[2])
+        call = backward.opened(backward.packed(fields))
         _write(call, i, state.out, state.lse, seed)
         call[GRADIENTS] = (
             *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
             _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
         )  # fmt: skip
-        call[WORKSPACE_BYTES] = needed = self.backward.workspace(call)
+        call[WORKSPACE_BYTES] = needed = backward.workspace(call)
         memory = _workspaces.take(needed)
         call[WORKSPACE] = memory.address
-        self.backward(call)
+        backward(call)
         _workspaces.give(memory)
         dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
         return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
@@ -205,11 +231,17 @@ class _Ready:
         return _Inputs(o.q, o.k, o.v, self._sink(o), self._distance(o), self._bias(o), o.stored)
 
     def _empty_out(self, q: Tensor) -> Tensor:
-        """Token by token in memory if q lies so, else head by head."""
-        _, between_heads, between_tokens, _ = q.stride()
+        """[batch, heads, queries, v_dim], in memory token by token if q is, else head by head."""
+        out, (_, between_heads, between_tokens, _) = self.out, q.stride()
+        if q.shape[2] != out.shape[2]:
+            out = out[:, :, :1].expand(-1, -1, q.shape[2], -1)
         if between_heads < between_tokens:
-            return torch.empty_like(self.out.transpose(1, 2)).transpose(1, 2)
-        return torch.empty_like(self.out)
+            return torch.empty_like(out.transpose(1, 2)).transpose(1, 2)
+        return torch.empty_like(out)
+
+    def _empty_lse(self, q: Tensor) -> Tensor:
+        """[batch, heads, queries]."""
+        return torch.empty_like(self.lse if q.shape[2] == self.lse.shape[2] else self.lse[:, :, :1].expand(q.shape[:3]))
 
     def _seed(self) -> int:
         return int(torch.randint(1 << 62, (), device="cpu")) if self.problem.dropout else 0
@@ -240,19 +272,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ready: _Ready, state: State | None, seed: int, *parts: Tensor | None
+        ctx: Any, kernel: _Kernel, state: State | None, seed: int, *parts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         inputs = _Inputs(*cast(Any, parts))
-        out, lse = ready.compute(inputs, seed) if state is None else (state.out.detach(), state.lse.detach())
+        out, lse = kernel.compute(inputs, seed) if state is None else (state.out.detach(), state.lse.detach())
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.ready, ctx.seed = ready, seed
+        ctx.kernel, ctx.seed = kernel, seed
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         wanted = _Wanted(*ctx.needs_input_grad[3:])
-        return None, None, None, *cast(Any, _Gradient.apply(ctx.ready, wanted, ctx.seed, *grads, *ctx.saved_tensors))
+        return None, None, None, *cast(Any, _Gradient.apply(ctx.kernel, wanted, ctx.seed, *grads, *ctx.saved_tensors))
 
 
 class _Gradient(torch.autograd.Function):
@@ -260,13 +292,13 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ready: _Ready, wanted: _Wanted, seed: int, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+        ctx: Any, kernel: _Kernel, wanted: _Wanted, seed: int, dout: Tensor | None, dlse: Tensor | None, *saved: Any
     ) -> tuple[Any, ...]:
         *parts, out, lse = saved
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        return ready.gradients(_Inputs(*cast(Any, parts)), wanted, State(out, lse), seed, dout, dlse)
+        return kernel.gradients(_Inputs(*cast(Any, parts)), wanted, State(out, lse), seed, dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -319,14 +351,21 @@ def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> "tuple
     return parts
 
 
-def _listed(name: str, schedule: Schedule, patterns: np.ndarray) -> tuple[dict[str, float], list[np.ndarray]]:
+def _lists(name: str, schedule: Schedule) -> tuple[dict[str, float], list[np.ndarray]]:
     """A schedule as the fields of that name, and the arrays whose addresses are among them."""
-    lists = {field: getattr(schedule, field) for field in LISTS}
-    arrays: dict[str, np.ndarray] = {field: np.ascontiguousarray(x, dtype=np.int64) for field, x in lists.items()}
-    arrays["patterns"] = np.ascontiguousarray(patterns, dtype=np.uint8)
-    fields: dict[str, float] = {f"{name}.{field}": values.ctypes.data for field, values in arrays.items()}
-    fields |= {f"{name}.rows": schedule.query_tiles, f"{name}.pattern_count": len(patterns)}
-    return fields, list(arrays.values())
+    arrays: list[np.ndarray] = [np.ascontiguousarray(getattr(schedule, field), dtype=np.int64) for field in LISTS]
+    arrays.append(np.ascontiguousarray(schedule.turned_patterns, dtype=np.uint8))
+    fields: dict[str, float] = {
+        f"{name}.{field}": values.__array_interface__["data"][0]
+        for field, values in zip((*LISTS, "patterns"), arrays, strict=True)
+    }
+    fields |= {f"{name}.rows": schedule.query_tiles, f"{name}.pattern_count": len(schedule.patterns)}
+    return fields, arrays
+
+
+@cache
+def _entry(name: str) -> native.Entry:
+    return native.Entry(name, native.CALL if name == "regard_forward" else native.GRADIENT)
 
 
 def _placed(t: Tensor) -> tuple[int, int, int, int]:

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from regard.backend.contract import Ready
+from regard.backend.contract import Backend, Kernel
 from regard.describe.mask_by_rule import Causal
 from regard.plan.lower import Lowering, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -22,13 +22,14 @@ from regard.torch_internals import flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
-class Sdpa:
+class Sdpa(Backend):
     """torch's fused CPU attention."""
 
     name: str = "sdpa"
     tile: int = 128
     lowerings: tuple[Lowering, ...] = (gather, prepare_score, pack)
     hides_by_zero: bool = True
+    any_length: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
@@ -51,7 +52,7 @@ class Sdpa:
         }
         return [reason for reason, applies in found.items() if applies]
 
-    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
         return partial(_run, problem)
 
 

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.backend.contract import Ready
+from regard.backend.contract import Backend, Kernel
 from regard.backend.tile_products import products, weighted_values
 from regard.describe.score import Score
+from regard.plan.checks import is_finite
 from regard.plan.lower import Lowering, gather, prepare_score
-from regard.plan.problem import Operands, Problem, is_finite
+from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
 
@@ -42,7 +43,7 @@ REMEMBERED = 1 << 22
 
 
 @dataclass(frozen=True)
-class Tiled:
+class Tiled(Backend):
     """Computes every problem: in float64 for float64 operands, else in float32."""
 
     name: str = "reference"
@@ -53,7 +54,7 @@ class Tiled:
     def refusals(self, problem: Problem) -> list[str]:
         return []
 
-    def ready(self, problem: Problem, schedule: Schedule) -> Ready:
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
         return partial(self._run, problem, schedule)
 
     def _run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:

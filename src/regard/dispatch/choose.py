@@ -1,14 +1,14 @@
-"""The choice of an engine, and the plan: what will run, why, and what it costs. `str(plan)` is what `explain` prints.
+"""The choice of a backend, and the plan: what will run, why, and what it costs. `str(plan)` is what `explain` prints.
 
-When no engine is named, the first of the device's row in `ORDER` that refuses nothing is taken. An engine that is
-named runs or raises its reasons; it never gives way to another.
+Without `backend=`, the first backend in the device's row of `ORDER` that refuses nothing is chosen. A backend that the
+caller chose runs, or raises with its reasons; no other takes its place.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from regard.backend.contract import Backend, Ready
+from regard.backend.contract import Backend, Kernel
 from regard.backend.flex import Flex
 from regard.backend.native import Native
 from regard.backend.sdpa import Sdpa
@@ -27,13 +27,13 @@ from regard.state import State
 _EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
 
 ENGINES: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Tiled(), _EXACT)}
-"""Every engine, by the name that `backend=` takes."""
+"""Every backend, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "reference"),
     "cuda": ("flex", "reference"),
 }
-"""The engines tried on each device, best first; elsewhere only the reference."""
+"""The backends tried on each device, best first; on other devices only the reference."""
 
 ASIDE = {
     ("cpu", "flex"): "on cpu it is used only by name: it compiles for seconds, and has no gradients and no log-sum-exp",
@@ -41,7 +41,7 @@ ASIDE = {
     ("cuda", "native"): "it computes on cpu",
     ("cuda", "reference64"): "it is used only by name: float64 costs many times the time",
 }
-"""Why an engine is not in the row of its device."""
+"""Why a backend is not in the row of a device."""
 
 KEPT_BYTES = 256 << 20
 """Of schedules, alone and in plans."""
@@ -53,32 +53,41 @@ class Plan:
 
     Attributes:
         asked: the problem as it was posed.
-        problem: as the engine gets it, after the lowering steps.
+        problem: the problem as the backend gets it, after the lowering steps.
         schedule: the tiles.
         steps: what lowering did.
-        backend: the engine's name.
-        passed_over: the engines that were not taken, with their reasons.
+        engine: the backend.
+        passed_over: the backends that were not chosen, by name, with their reasons.
     """
 
     asked: Problem
     problem: Problem
     schedule: Schedule
     steps: tuple[Step, ...]
-    backend: str
+    engine: Backend
     passed_over: dict[str, list[str]] = field(hash=False)
 
     @property
-    def engine(self) -> Backend:
-        """The engine itself."""
-        return ENGINES[self.backend]
+    def backend(self) -> str:
+        """The name of the backend."""
+        return self.engine.name
 
     @cached_property
-    def ready(self) -> Ready:
-        """The engine, ready for this problem."""
-        return self.engine.ready(self.problem, self.schedule)
+    def kernel(self) -> Kernel:
+        """What the backend compiled for this problem."""
+        return self.engine.compile(self.problem, self.schedule)
+
+    @cached_property
+    def is_for_any_length(self) -> bool:
+        """Whether the same plan serves calls that differ from this one only in their numbers of queries and keys.
+
+        Where the mask hides nothing in them either.
+        """
+        p = self.problem
+        return self.engine.any_length and p.mask is None and p.bias is None and p.queries > 0 and p.keys > 0
 
     def changed(self, operands: Operands) -> Operands:
-        """The operands as the engine gets them: what the steps do to those of each call."""
+        """The operands as the backend gets them, after the lowering steps."""
         for change in self._changes:
             operands = change(operands)
         return operands
@@ -88,7 +97,7 @@ class Plan:
         return tuple(step.apply for step in self.steps if step.apply is not None)
 
     def finished(self, state: State) -> State:
-        """The state as it is asked for: what the steps do to that which the engine gives."""
+        """The state as the caller gets it: the lowering steps undone on that of the backend."""
         for finish in self._finishes:
             state = finish(state)
         return state
@@ -99,7 +108,7 @@ class Plan:
 
     @cached_property
     def is_careful(self) -> bool:
-        """Whether the data must be looked at before the engine runs: it would carry NaN past the mask."""
+        """Whether the data must be read before the backend runs, as it would carry NaN past the mask."""
         return self.problem.mask is not None and self.engine.hides_by_zero
 
     @property
@@ -135,33 +144,53 @@ class Plan:
         return "\n".join(lines)
 
 
-def choose(problem: Problem, operands: Operands, named: str | None, without: tuple[tuple[str, str], ...] = ()) -> Plan:
+def choose(
+    problem: Problem, operands: Operands, backend: str | Backend | None, without: tuple[tuple[str, str], ...] = ()
+) -> Plan:
     """The plan of a problem.
 
     Args:
-        named: the engine asked for; None takes the first that refuses nothing.
-        without: engines that refused at run time, with their reasons.
+        backend: what the caller chose; None takes the first that refuses nothing.
+        without: names of backends that refused at run time, with their reasons.
 
     Raises:
-        ProblemError: no engine has that name.
-        RefusalError: the named engine, or every engine, refuses.
+        ProblemError: no backend has that name.
+        RefusalError: the backend of the caller, or every backend, refuses.
     """
-    check_engine(named)
-    key = (problem, named, without)
+    check_backend(backend)
+    key = (problem, backend, without)
     plan = _plans.get(key)
     if plan is None:
-        plan = _made(problem, operands.mask, named, dict(without))
+        plan = _made(problem, operands.mask, backend, dict(without))
         if _can_be_kept(problem):
             _plans.put(key, plan)
     return plan
 
 
-def check_engine(named: object) -> None:
-    """Raise `ProblemError` unless it is the name of an engine, or None."""
-    if named is not None and (not isinstance(named, str) or named not in ENGINES):
+def check_backend(backend: object) -> None:
+    """Raise `ProblemError` unless it is a `Backend`, the name of one, or None."""
+    if backend is None or (isinstance(backend, str) and backend in ENGINES):
+        return
+    if not isinstance(backend, Backend):
         raise ProblemError(
-            f"backend {named!r} is not known: expected one of {', '.join(ENGINES)}, or None to let regard choose."
+            f"backend {backend!r} is not known: expected one of {', '.join(ENGINES)}, an object of a class that "
+            "subclasses regard.backends.Backend, or None to let regard choose."
         )
+    if type(backend).__hash__ is None:
+        raise ProblemError(
+            f"backend {backend.name!r} is not hashable, and plans are cached by it: make its class a frozen dataclass."
+        )
+
+
+def register(backend: Backend) -> None:
+    """Let `backend=` take this backend by its name, in this process; `torch.compile` needs that.
+
+    Raises:
+        ProblemError: another backend has its name.
+    """
+    check_backend(backend)
+    if ENGINES.setdefault(backend.name, backend) != backend:
+        raise ProblemError(f"another backend is named {backend.name!r}: give yours another name.")
 
 
 def forget_plans() -> None:
@@ -170,17 +199,17 @@ def forget_plans() -> None:
     _schedules.clear()
 
 
-def _made(asked: Problem, mask: Mask | None, named: str | None, without: dict[str, str]) -> Plan:
+def _made(asked: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
+    chosen = ENGINES[backend] if isinstance(backend, str) else backend
     passed: dict[str, list[str]] = {}
-    for name in (named,) if named else ORDER.get(asked.device, ("reference",)):
-        engine = ENGINES[name]
+    for engine in [chosen] if chosen else [ENGINES[name] for name in ORDER.get(asked.device, ("reference",))]:
         tiles = _schedule(asked, mask, engine.tile)
         problem, steps = _lowered(asked, tiles, engine)
-        reasons = [without[name]] if name in without else engine.refusals(problem)
+        reasons = [without[engine.name]] if engine.name in without else engine.refusals(problem)
         if not reasons:
-            return Plan(asked, problem, tiles, steps, name, passed | ({} if named else _aside(asked.device)))
-        passed[name] = reasons
-    raise RefusalError(_refused(asked, passed, named))
+            return Plan(asked, problem, tiles, steps, engine, passed | ({} if chosen else _aside(asked.device)))
+        passed[engine.name] = reasons
+    raise RefusalError(refused(asked, passed, chosen))
 
 
 def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
@@ -196,7 +225,7 @@ def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
 
 
 def _can_be_kept(problem: Problem) -> bool:
-    """Whether its words tell when they change."""
+    """Whether the fingerprints of its specs tell when the specs change."""
     return all(word is None or word.can_be_kept for word in (problem.mask, problem.bias, problem.score))
 
 
@@ -212,14 +241,15 @@ def _aside(device: str) -> dict[str, list[str]]:
     return {engine: [why] for (place, engine), why in ASIDE.items() if place == device}
 
 
-def _refused(problem: Problem, passed: dict[str, list[str]], named: str | None) -> str:
-    head = f"The backend {named!r} cannot run this." if named else "No backend can run this."
-    hint = "\n  Leave backend=None to let regard choose." if named else ""
+def refused(problem: Problem, passed: dict[str, list[str]], chosen: Backend | None) -> str:
+    """The message of a `RefusalError`: the problem, and each backend's reasons."""
+    head = f"The backend {chosen.name!r} cannot run this." if chosen else "No backend can run this."
+    hint = "\n  Leave backend=None to let regard choose." if chosen else ""
     reasons = "".join(f"\n  {name}: {reason}" for name, found in passed.items() for reason in found)
     return f"{head}\n  {problem}{reasons}{hint}"
 
 
 _plans: Recent[object, Plan] = Recent(entries=256, nbytes=KEPT_BYTES, size=lambda plan: plan.schedule.nbytes)
 _schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
-"""Both hold outlines and no tensors, so nothing of the user's is kept alive. A schedule is a fact about the mask alone:
-calls of another type or with another bias share it."""
+"""Both hold fingerprints and no tensors, so no tensor of a caller is kept alive. A schedule depends on the mask and the
+sizes alone: calls of another type or with another bias share it."""

@@ -1,8 +1,8 @@
-"""From a plan to the state: run its engine, on data that it cannot carry past the mask.
+"""From a plan to the state: run the kernel, on data that it cannot carry past the mask.
 
-Some engines hide a key by multiplying it with a weight of 0, and 0 * NaN is NaN. Before such an engine runs under a
-mask its keys and values are looked at. If some are not finite it gets them as zeros, which changes no bit of the rows
-that do not see them; the rows that do are taken from the next engine, one that selects instead of multiplying.
+Some backends hide a key by multiplying with a weight of 0, and 0 * NaN is NaN. Before such a backend runs under a mask,
+keys and values are checked. Those that are not finite are replaced by zeros, which changes no bit of the rows that do
+not see them; the rows that do are computed by the next backend, one that selects instead of multiplying.
 """
 
 from dataclasses import replace
@@ -10,31 +10,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.dispatch.choose import Plan, choose
+from regard.backend.contract import Backend
+from regard.dispatch.choose import Plan, choose, refused
 from regard.errors import RefusalError
+from regard.plan.checks import is_finite
 from regard.plan.lower import gathered
-from regard.plan.problem import Operands, Problem, is_finite
+from regard.plan.problem import Operands, Problem
 from regard.state import State
 from regard.torch_internals import is_any_autocast_enabled
 
 LEAKS = "keys, values or (where gradients flow) queries hold NaN or inf, which it would carry past the mask"
 
 
-def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, State]:
+def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tuple[Plan, State]:
     """The plan that ran and its state.
 
     Args:
-        named: the engine that was asked for.
+        backend: what the caller chose.
 
     Raises:
-        RefusalError: the named engine, or every engine, refuses, for reasons of the data.
+        RefusalError: the backend of the caller, or every backend, refuses, for reasons of the data.
     """
     if plan.problem.storage is None:
         operands = gathered(operands)
     if not plan.is_careful or _clean(plan.problem, operands):
         return plan, _run(plan, operands)
-    if named is not None:
-        raise RefusalError(f"The backend {named!r} cannot run this.\n  {plan.asked}\n  {named}: {LEAKS}")
+    if backend is not None:
+        raise RefusalError(refused(plan.asked, {plan.backend: [LEAKS]}, plan.engine))
     exact = choose(plan.asked, operands, None, without=((plan.backend, LEAKS),))
     if plan.problem.grad and not is_finite(operands.q):
         return exact, _run(exact, operands)
@@ -49,9 +51,9 @@ def execute(plan: Plan, operands: Operands, named: str | None) -> tuple[Plan, St
 
 def _run(plan: Plan, operands: Operands) -> State:
     if not is_any_autocast_enabled():
-        return plan.finished(plan.ready(plan.changed(operands)))
+        return plan.finished(plan.kernel(plan.changed(operands)))
     with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
-        return plan.finished(plan.ready(plan.changed(operands)))
+        return plan.finished(plan.kernel(plan.changed(operands)))
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:

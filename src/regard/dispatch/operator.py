@@ -1,59 +1,105 @@
 """The operator that torch sees: `regard::attend`, with a schema, a fake kernel, autograd and vmap.
 
 What torch traces (`torch.compile`, `torch.export`, meta and fake tensors) it sees as this one operator, so a graph is
-whole whatever engine runs in it. Words pass through it as a text and a list of tensors (`describe/spec.py`). A call
-that is not traced does not come here: it runs its engine directly, which costs less, and which the reference can
-differentiate twice. Only where a dispatch mode is on does it come here too, so that torch's FLOP counter sees it.
+whole whatever backend runs in it. Specs pass through it as a text and a list of tensors (`describe/spec.py`). A call
+that is not traced does not pass here: its kernel runs directly, which costs less, and which the reference can
+differentiate twice. Only where a dispatch mode is on does it pass here, so that torch's FLOP counter sees it.
 
 The operator plans when it runs: it reads the tensors of masks, and an offset that is a tensor, on the host. So one
 graph serves every step of decoding, and no CUDA graph may be captured around it.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from regard.backend.contract import Resumable
+from regard.backend.contract import ResumableKernel
 from regard.cost import attention as cost
-from regard.describe.bias import Bias
 from regard.describe.mask import And, CallSizes, Mask, Not, Or
 from regard.describe.mask_by_table import MaskFunction, TensorMask
-from regard.describe.score import Dot, Score
+from regard.describe.score import Dot
 from regard.describe.spec import deserialize
 from regard.describe.tensors import is_without_data
-from regard.dispatch.choose import check_engine
+from regard.dispatch.choose import ENGINES, check_backend
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
 from regard.errors import RefusalError
-from regard.plan.problem import (
+from regard.plan.checks import (
     check_numbers,
     check_offset,
     check_offset_tensor,
     check_sink,
+    check_specs,
     check_tensors,
-    check_words,
-    handles,
 )
+from regard.plan.request import Request, stored_pair
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import dispatch_modes, in_forward_mode
 
-_ARGUMENTS = (  # `carried` are the words' tensors; where offset is None, the last of them is the offset
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] carried, SymInt[] numbers, str mask, str bias, str score, "
-    "float? scale, float? softcap, float dropout, Tensor? seed, SymInt? offset, str? backend, bool wants_lse"
+
+class _Arguments(NamedTuple):
+    """The arguments of the operator, each with its type in torch's schema language.
+
+    `carried` are the tensors of the specs; where `offset` is None, the last of them is the offset. `numbers` are the
+    ints of the specs, and `mask`, `bias` and `score` are their texts, "" for None.
+    """
+
+    q: Annotated[Tensor, "Tensor"]
+    k: Annotated[Tensor, "Tensor"]
+    v: Annotated[Tensor, "Tensor"]
+    sink: Annotated[Tensor | None, "Tensor?"]
+    carried: Annotated[Sequence[Tensor], "Tensor[]"]
+    numbers: Annotated[Sequence[int], "SymInt[]"]
+    mask: Annotated[str, "str"]
+    bias: Annotated[str, "str"]
+    score: Annotated[str, "str"]
+    scale: Annotated[float | None, "float?"]
+    softcap: Annotated[float | None, "float?"]
+    dropout: Annotated[float, "float"]
+    seed: Annotated[Tensor | None, "Tensor?"]
+    offset: Annotated[int | None, "SymInt?"]
+    backend: Annotated[str | None, "str?"]
+    wants_lse: Annotated[bool, "bool"]
+
+    def spec(self, text: str) -> Any:
+        """The spec that was serialized to this text, None for an empty one."""
+        return deserialize(text, self.carried, self.numbers) if text else None
+
+    def request(self) -> Request:
+        """The call that the operator runs."""
+        return Request(
+            self.q, self.k, self.v, self.spec(self.mask), self.spec(self.bias), self.spec(self.score), self.scale,
+            self.softcap, self.sink, self.dropout, self.carried[-1] if self.offset is None else self.offset,
+            self.backend, self.wants_lse,
+        )  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v, the sink if there is one, and what is carried."""
+        return [self.q, self.k, self.v, *([] if self.sink is None else [self.sink]), *self.carried]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "_Arguments":
+        """The same with other tensors, in the order of `tensors`."""
+        q, k, v, *more = tensors
+        sink = None if self.sink is None else more.pop(0)
+        return self._replace(q=q, k=k, v=v, sink=sink, carried=more)
+
+
+_SCHEMA = ", ".join(
+    f"{hint.__metadata__[0]} {name}" for name, hint in get_type_hints(_Arguments, include_extras=True).items()
 )
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 _library = torch.library.Library("regard", "DEF")
-_library.define(f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(f"attend({_SCHEMA}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
-    f"attend_backward(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_ARGUMENTS}) "
+    f"attend_backward(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, {_SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dmore)",
     tags=_TAGS,
 )
@@ -64,37 +110,23 @@ def is_counted() -> bool:
     return dispatch_modes() > 0
 
 
-def attend_traced(
-    q: Tensor,
-    k: Tensor | StoredTensor,
-    v: Tensor | StoredTensor,
-    *,
-    mask: Mask | None,
-    bias: Bias | None,
-    score: Score | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    dropout: float,
-    offset: int | Tensor | None,
-    backend: str | None,
-    lse: bool,
-) -> State:
-    """The state of a call, its `out` with the sink, as one operator; its words are taken apart while torch traces."""
+def attend_traced(request: Request) -> State:
+    """The state of a call, its `out` with the sink, as one operator; its specs are taken apart while torch traces."""
     if in_forward_mode():
         raise RefusalError(
             "forward-mode derivatives (jvp) of a traced call are not known: leave torch.compile out, or differentiate "
             "backward."
         )
-    check_words(mask, bias, score)
+    q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend, lse, _ = request
+    check_specs(mask, bias, score)
     check_numbers(scale, softcap, dropout)
-    check_engine(backend)
+    backend = _name(backend)
     if isinstance(offset, Tensor):
         check_offset_tensor(offset)
     elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
     if isinstance(k, StoredTensor) or isinstance(v, StoredTensor):  # an operator takes tensors
-        mask, (stored_k, stored_v) = handles(k, v, mask, bias, offset)
+        mask, (stored_k, stored_v) = stored_pair(k, v, mask, bias, offset)
         k, v = stored_k.dense(), stored_v.dense()
     check_tensors(q, k, v)
     check_sink(sink, q.shape[1], q)
@@ -118,6 +150,19 @@ def attend_traced(
     )  # fmt: skip
 
 
+def _name(backend: Any) -> str | None:
+    """The name by which an operator takes a backend."""
+    check_backend(backend)
+    if backend is None or isinstance(backend, str):
+        return backend
+    if ENGINES.get(backend.name) is not backend:
+        raise RefusalError(
+            f"The backend {backend.name!r} is an object, and a traced call takes names: call "
+            "regard.backends.register(backend) once, before."
+        )
+    return backend.name
+
+
 def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     """The mask with each `MaskFunction` evaluated: functions cannot pass through an operator. User specs too."""
     if isinstance(mask, And | Or):
@@ -133,153 +178,108 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     )
 
 
-def _run(
-    before: State | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any
-) -> State:
-    """The state of a call; `before` is what it gave, from which an engine that can do so goes on to its gradients."""
-    numbers, mask, bias, score, scale, softcap, dropout, seed, offset, backend, wants_lse = rest
-    prepared = prepare(
-        q, k, v,
-        mask=cast(Mask, deserialize(mask, carried, numbers)) if mask else None,
-        bias=cast(Bias, deserialize(bias, carried, numbers)) if bias else None,
-        score=_score(score, carried, numbers),
-        scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-        offset=carried[-1] if offset is None else offset, backend=backend, lse=wants_lse,
-    )  # fmt: skip
+def _run(a: _Arguments, before: State | None = None) -> State:
+    """The state of a call; `before` is its state of an earlier run, which a resumable kernel differentiates."""
+    prepared = prepare(a.request())
     assert prepared is not None  # the operator runs on data, or its fake kernel does
     plan, operands = prepared
-    with torch.random.fork_rng(enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(int(seed))
-        if before is not None and isinstance(plan.ready, Resumable):
-            return plan.ready.resume(plan.changed(operands), before)
-        return execute(plan, operands, backend)[1]
+    with torch.random.fork_rng(enabled=a.seed is not None):
+        if a.seed is not None:
+            torch.manual_seed(int(a.seed))
+        if before is not None and isinstance(plan.kernel, ResumableKernel):
+            return plan.kernel.resume(plan.changed(operands), before)
+        return execute(plan, operands, a.backend)[1]
 
 
-def _score(text: str, carried: Sequence[Tensor], numbers: Sequence[int]) -> Score | None:
-    return cast(Score, deserialize(text, carried, numbers)) if text else None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        state = _run(None, q, k, v, *rest)
+        state = _run(_Arguments(*arguments))
     return state.out.contiguous(), state.lse.contiguous()
 
 
-def _attend_fake(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any
-) -> tuple[Tensor, Tensor]:
+def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    a = _Arguments(*arguments)
+    q, k, v = a.q, a.k, a.v
     check_tensors(q, k, v)
-    (_score(rest[3], carried, rest[0]) or Dot()).dim(q.shape[3], k.shape[3])
+    _score_dim(a)
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse)
 
 
 def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    carried: Sequence[Tensor],
-    *rest: Any,
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of q, k, v and of [sink, *carried].
 
-    An engine that can differentiate from `out` and `lse` does; else the call is run again with autograd watching it.
+    A resumable kernel differentiates from `out` and `lse`; else the call is run again under autograd.
     """
-    given = [q, k, v, *([] if sink is None else [sink]), *carried]
+    a = _Arguments(*arguments)
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
-        more = leaves[3:]
-        sunk = more.pop(0) if sink is not None else None
-        state = _run(State(out, lse), leaves[0], leaves[1], leaves[2], sunk, more, *rest)
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in a.tensors()]
+        state = _run(a.with_tensors(leaves), State(out, lse))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        outputs = {state.out: grad_out} | ({state.lse: grad_lse} if rest[-1] else {})
+        outputs = {state.out: grad_out} | ({state.lse: grad_lse} if a.wants_lse else {})
         flowing = {out: grad for out, grad in outputs.items() if out.requires_grad}
         grads = torch.autograd.grad(
             list(flowing), wanted, list(flowing.values()), allow_unused=True, materialize_grads=True
         )
-    found = iter(grads)
-    flowed = [next(found).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
-    return flowed[0], flowed[1], flowed[2], flowed[3:]
+    each = iter(grads)
+    whole = [next(each).contiguous() if leaf.requires_grad else torch.empty_like(leaf) for leaf in leaves]
+    return whole[0], whole[1], whole[2], whole[3:]
 
 
 def _backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    carried: Sequence[Tensor],
-    *rest: Any,
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    given = [q, k, v, *([] if sink is None else [sink]), *carried]
-    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
+    like = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _Arguments(*arguments).tensors()]
     return like[0], like[1], like[2], like[3:]
 
 
-def _attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
-    return cost.flops(_counted(q, k, *rest), qk_dim=_score_dim(q, k, *rest), v_dim=v.shape[3])
+def _attend_flops(*arguments: Any, out_val: Any = None) -> int:
+    a = _Arguments(*arguments)
+    return cost.flops(_counted(a), qk_dim=_score_dim(a), v_dim=a.v.shape[3])
 
 
 def _backward_flops(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *rest: Any,
-    out_val: Any = None,
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any, out_val: Any = None
 ) -> int:
-    return cost.gradient_flops(_counted(q, k, *rest), qk_dim=_score_dim(q, k, *rest), v_dim=v.shape[3])
+    a = _Arguments(*arguments)
+    return cost.gradient_flops(_counted(a), qk_dim=_score_dim(a), v_dim=a.v.shape[3])
 
 
-def _counted(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> Schedule:
+def _counted(a: _Arguments) -> Schedule:
     """The schedule of a call, whose pairs are counted; of all pairs, if the mask's tensors have no data."""
-    numbers, text, offset = rest[0], rest[1], rest[8]
-    sizes = {"batch": q.shape[0], "heads": q.shape[1], "queries": q.shape[2], "keys": k.shape[2]}
-    if not text or any(map(is_without_data, carried)):
+    sizes = {"batch": a.q.shape[0], "heads": a.q.shape[1], "queries": a.q.shape[2], "keys": a.k.shape[2]}
+    if not a.mask or any(map(is_without_data, a.carried)):
         return schedule(None, tile=128, offset=0, **sizes)
-    sizes["offset"] = int(carried[-1]) if offset is None else offset
-    mask = cast(Mask, deserialize(text, carried, numbers))
+    sizes["offset"] = int(a.carried[-1]) if a.offset is None else a.offset
+    mask = cast(Mask, a.spec(a.mask))
     return schedule(mask.bind(CallSizes(**sizes)), tile=128, **sizes)
 
 
-def _score_dim(q: Tensor, k: Tensor, sink: Tensor | None, carried: Sequence[Tensor], *rest: Any) -> int:
-    score = _score(rest[3], carried, rest[0])
-    return q.shape[3] if score is None else score.dim(q.shape[3], k.shape[3])
+def _score_dim(a: _Arguments) -> int:
+    return (a.spec(a.score) or Dot()).dim(a.q.shape[3], a.k.shape[3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sink, carried, *rest = inputs
-    ctx.save_for_backward(*output, q, k, v, *([] if sink is None else [sink]), *carried)
-    ctx.rest, ctx.sunk, ctx.floats = rest, sink is not None, [t.is_floating_point() for t in carried]
+    a = _Arguments(*inputs)
+    ctx.save_for_backward(*output, *a.tensors())
+    ctx.arguments = a.with_tensors([cast(Any, None)] * len(a.tensors()))  # the tensors are saved apart
+    ctx.floats = [t.is_floating_point() for t in a.carried]
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    out, lse, q, k, v, *more = ctx.saved_tensors
-    sink, carried = (more[0], more[1:]) if ctx.sunk else (None, more)
-    dq, dk, dv, dmore = torch.ops.regard.attend_backward(
-        grad_out, grad_lse, out, lse, q, k, v, sink, carried, *ctx.rest
-    )
-    dsink, dcarried = (dmore[0], dmore[1:]) if ctx.sunk else (None, dmore)
+    out, lse, *tensors = ctx.saved_tensors
+    a = ctx.arguments.with_tensors(tensors)
+    dq, dk, dv, dmore = torch.ops.regard.attend_backward(grad_out, grad_lse, out, lse, *a)
+    dsink, dcarried = (None, dmore) if a.sink is None else (dmore[0], dmore[1:])
     flowing = [grad if flows else None for grad, flows in zip(dcarried, ctx.floats, strict=True)]
-    numbers, *others = ctx.rest
-    nothing = None if numbers else []  # torch takes an empty list for one of tensors
-    return dq, dk, dv, dsink, flowing, nothing, *([None] * len(others))
+    numbers = None if a.numbers else []  # torch takes an empty list for one of tensors
+    return dq, dk, dv, dsink, flowing, numbers, *([None] * (len(a) - 6))
 
 
 def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """vmap: call by call, since words with tensors say other things of other slices."""
+    """vmap: call by call, since a spec with tensors differs from slice to slice."""
 
     def at(i: int, x: Any, dim: Any) -> Any:
         if isinstance(x, list):

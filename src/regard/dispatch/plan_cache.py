@@ -1,106 +1,77 @@
 """Calls that are known again: from the arguments straight to the plan.
 
-Posing a problem and choosing its engine looks at sizes, types, flags and words, and never at elements of q, k and v.
-So when all that it looks at is as it was in an earlier call, the plan is that call's, and no check need be made again.
-A key is a tuple of all of it: making and finding it costs 3 us. Posing, and choosing a plan that is kept, cost 30; a
-new plan costs some 300.
+A plan depends on sizes, types, flags and specs, never on elements of q, k and v. So where all of these are as in an
+earlier call, the plan is that call's, and no check need be made again. Of calls that differ only in their numbers of
+queries and keys, all those in which nothing is hidden share one plan, if the backend can (`Backend.any_length`): so a
+decoding loop makes one plan, not one for each token.
 """
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import TypeVar, cast
 from weakref import ref
-
-import torch
-from torch import Tensor
 
 from regard import native
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
-from regard.describe.score import Dot, Score
-from regard.describe.spec import Spec
+from regard.describe.score import Dot
 from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch.choose import Plan, choose, forget_plans
-from regard.plan.problem import Operands, check_offset, in_transform, opened, pose
-from regard.storage.stored import StoredTensor
+from regard.plan.checks import in_transform
+from regard.plan.lower import hides_nothing
+from regard.plan.pose import pose
+from regard.plan.problem import Operands
+from regard.plan.request import Request, Sizes
 
-KEPT = 1024
-"""Calls that are remembered. They hold no plan and no tensor: a plan goes when `regard.dispatch.choose` lets it go."""
+K = TypeVar("K")
+V = TypeVar("V")
+
+KEPT = 256
+"""Forms of calls that are remembered, and sizes of each. They hold no plan and no tensor: `choose.py` keeps plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A call made before: its plan, and its words as they stand in the call if they are constant."""
+    """A call made before: its plan, and its mask and bias as they are bound to its sizes if they are constant."""
 
     plan: ref[Plan]
     mask: Mask | None
     bias: Bias | None
 
 
-_calls: dict[Any, _Known] = {}
+_calls: dict[object, dict[Sizes | None, _Known]] = {}
+"""By form, then by sizes; under None, the plan for every length."""
+
 _lock = Lock()
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor | StoredTensor,
-    v: Tensor | StoredTensor,
-    *,
-    mask: Mask | None,
-    bias: Bias | None,
-    score: Score | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    dropout: float,
-    offset: int | Tensor | None,
-    backend: str | None,
-    lse: bool,
-) -> tuple[Plan, Operands] | None:
-    """`pose` and `choose` in one, by memory where the call is known; None if the tensors have no data to compute with.
+def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands] | None:
+    """`pose` and `choose` in one, from memory where the call is known; None if the tensors have no data.
+
+    Args:
+        observed: whether the plan will be looked at, so that its sizes must be those of the call.
 
     Raises:
         ProblemError: anything about the call that makes no sense.
-        RefusalError: the named engine, or every engine, refuses.
+        RefusalError: the backend of the caller, or every backend, refuses.
     """
-    if isinstance(offset, Tensor):
-        if is_without_data(offset):
-            return None
-        offset = check_offset(offset)
-    k, v, mask, stored = opened(k, v, mask, bias, offset)
-    try:
-        key = None if in_transform() else (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),
-            q.__class__, k.__class__, v.__class__, q.is_neg(), k.is_neg(), v.is_neg(),
-            q.layout, k.layout, v.layout,
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            None if mask is None else _of_mask(mask), None if bias is None else _of_tensors(bias),
-            None if score is None else _of_tensors(score), None if sink is None else _of_tensor(sink),
-            scale, scale.__class__, softcap, softcap.__class__, dropout, dropout.__class__, offset, offset.__class__,
-            backend, lse, None if stored is None else (stored[0].plan_key, stored[1].plan_key),
-        )  # fmt: skip
-        known = _calls.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # `pose` will say what is wrong
-        key = known = None
-    if known is not None and (plan := known.plan()) is not None:
-        if mask is not None:
-            mask = known.mask if known.mask is not None else mask.bind(_call_sizes(plan))
-        if bias is not None:
-            bias = known.bias if known.bias is not None else bias.bind(_call_sizes(plan))
-        return plan, Operands(q, k, v, mask, bias, sink, None if isinstance(score, Dot) else score, stored)
-    if is_without_data(q) or is_without_data(k) or is_without_data(v):
+    if is_without_data(request.offset):
+        return None
+    request = request.resolved()
+    key = None if observed or in_transform() else request.key()
+    if key is not None and (alike := _calls.get(key[0])) is not None:
+        known = alike.get(key[1]) or _of_any_length(alike, request, key[1])
+        if known is not None and (plan := known.plan()) is not None:
+            return plan, _operands(request, known, plan)
+    if is_without_data(request.q) or is_without_data(request.k) or is_without_data(request.v):
         return None
     with unchanged():
-        problem, operands = pose(
-            q, k, v, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-            offset=offset, lse=lse, stored=stored,
-        )  # fmt: skip
-        plan = choose(problem, operands, backend)
+        problem, operands = pose(request)
+        plan = choose(problem, operands, request.backend)
     if plan.passed_over.get("native") == [native.absence()]:  # nothing else was against it
         native.warn_of_absence()
     if key is not None:
-        _remember(key, plan, operands)
+        _remember(*key, plan, operands)
     return plan, operands
 
 
@@ -111,22 +82,32 @@ def forget() -> None:
     forget_plans()
 
 
-def _of_mask(mask: Mask) -> Any:
-    if not mask.is_known() or not (fingerprint := mask.fingerprint()).can_be_kept:
-        raise TypeError
-    return fingerprint
+def _of_any_length(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> _Known | None:
+    """What serves every length, if it serves these."""
+    known = alike.get(None)
+    if known is None or not sizes.queries or not sizes.keys or sizes.keys != sizes.values:
+        return None
+    if request.mask is None:
+        return known
+    batch, heads = request.q.shape[:2]
+    offset = sizes.keys - sizes.queries if request.offset is None else request.offset
+    call = CallSizes(batch, heads, sizes.queries, sizes.keys, offset)
+    if not hides_nothing(request.mask.bind(call), call):
+        return None
+    _put(alike, sizes, known)
+    return known
 
 
-def _of_tensors(word: Spec) -> Any:
-    """A bias or score: a plan depends on the types, sizes and gradients of its tensors, and on no element."""
-    if not word.is_known() or not (form := word.form()).can_be_kept:
-        raise TypeError
-    return form, *(_of_tensor(t) for t in word.tensors())
-
-
-def _of_tensor(t: Tensor) -> Any:
-    wants = t.requires_grad and torch.is_grad_enabled()
-    return t.shape, t.dtype, t.device, t.__class__, t.is_neg(), t.layout, wants
+def _operands(request: Request, known: _Known, plan: Plan) -> Operands:
+    mask, bias, score = request.mask, request.bias, request.score
+    if mask is not None:
+        mask = known.mask if known.mask is not None or plan.problem.mask is None else mask.bind(_call_sizes(plan))
+    if bias is not None:
+        bias = known.bias if known.bias is not None else bias.bind(_call_sizes(plan))
+    return Operands(
+        request.q, request.k, request.v, mask, bias, request.sink, None if isinstance(score, Dot) else score,
+        request.stored,
+    )  # fmt: skip
 
 
 def _call_sizes(plan: Plan) -> CallSizes:
@@ -134,11 +115,18 @@ def _call_sizes(plan: Plan) -> CallSizes:
     return CallSizes(p.batch, p.heads, p.queries, p.keys, p.offset)
 
 
-def _remember(key: Any, plan: Plan, operands: Operands) -> None:
-    o, asked = operands, plan.asked
-    mask = o.mask if asked.mask is not None and asked.mask.is_constant else None
-    bias = o.bias if asked.bias is not None and asked.bias.is_constant else None
+def _remember(form: object, sizes: Sizes, plan: Plan, operands: Operands) -> None:
+    mask, bias = (None if spec is None or not spec.fingerprint().is_constant else spec for spec in operands[3:5])
     with _lock:
-        while len(_calls) >= KEPT:
-            _calls.pop(next(iter(_calls)))
-        _calls[key] = _Known(ref(plan), mask, bias)
+        alike = _calls.pop(form, {})
+        _put(_calls, form, alike)
+    _put(alike, sizes, _Known(ref(plan), cast("Mask | None", mask), cast("Bias | None", bias)))
+    if plan.is_for_any_length:
+        alike[None] = _Known(ref(plan), None, None)
+
+
+def _put(kept: dict[K, V], key: K, value: V) -> None:
+    """Keep a value; the first one put in goes where there are too many."""
+    while len(kept) >= KEPT:
+        kept.pop(next(iter(kept)), None)
+    kept[key] = value

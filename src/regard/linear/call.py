@@ -13,7 +13,7 @@ from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
 from regard.linear.state import LinearResult, LinearState, check_words
 from regard.linear.stretch import Carry, Run
-from regard.plan.problem import check_device, check_tensors, in_transform
+from regard.plan.checks import check_device, check_tensors, in_transform
 
 FORMS = ("chunked", "parallel", "recurrent")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.linear.call import Call
 from regard.linear.stretch import Carry
-from regard.plan.problem import can_be_read, is_finite
+from regard.plan.checks import can_be_read, is_finite
 
 
 def numbers(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.describe.spec import Spec, spec
 from regard.errors import ProblemError
-from regard.plan.problem import can_be_read
+from regard.plan.checks import can_be_read
 
 
 class Rule(Spec):

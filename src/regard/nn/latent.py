@@ -23,7 +23,7 @@ from regard.nn.multi_head import both, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import SpecModule, as_module
-from regard.plan.problem import check_numbers, check_words
+from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Latent, Rolling, StoredTensor
 
 
@@ -134,7 +134,7 @@ class LatentAttention(nn.Module):
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
         self.position, self.mask = as_module(position), as_module(mask)
-        check_words(None if self.mask is None else self.mask.spec, None, None)
+        check_specs(None if self.mask is None else self.mask.spec, None, None)
         self._check_sizes()
 
         def linear(wide: int, narrow: int, bias: bool = False) -> nn.Linear | None:

@@ -23,7 +23,7 @@ from regard.describe.spec import Spec
 from regard.errors import ProblemError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
-from regard.plan.problem import check_numbers, check_words
+from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Rolling
 
 W = TypeVar("W", bound=Spec)
@@ -113,7 +113,7 @@ class MultiHeadAttention(nn.Module):
             )
         check_numbers(scale, softcap, dropout)
         self.scale, self.softcap, self.dropout, self.backend = scale, softcap, dropout, backend
-        check_words(*(one.spec if isinstance(one, SpecModule) else one for one in (mask, bias, score)))
+        check_specs(*(one.spec if isinstance(one, SpecModule) else one for one in (mask, bias, score)))
         _check_rope(position.spec if isinstance(position, SpecModule) else position, self.head_dim)
         self.position, self.mask, self.bias, self.score = (
             as_module(position),

@@ -23,7 +23,7 @@ from regard.errors import ProblemError
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.rope_pairs import RopePairs
-from regard.plan.problem import is_finite
+from regard.plan.checks import is_finite
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from regard.describe.bias import Bias, Sum, TensorBias
+from regard.describe.mask import CallSizes, Mask, Rectangles
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint
@@ -66,6 +67,15 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
     return problem, None
 
 
+def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
+    """Whether a mask that is bound to a call of these sizes surely keeps every pair; its bounds tell."""
+    if mask.broadcast_shape() != (1, 1):
+        return False
+    q0, keys = sizes.offset, sizes.keys
+    whole = Rectangles(*np.array([[0], [0], [q0], [q0 + sizes.queries], [0], [keys]]))
+    return bool(mask.bounds(whole)[1][0])
+
+
 def gather(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     """Make tensors of keys and values that are stored in pages or codes."""
     if problem.storage is None:
@@ -106,12 +116,11 @@ def widen(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Copy the tensors in which the numbers of a token do not lie side by side."""
-    if not problem.gapped:
+    """Copy those of q, k and v whose last dimension is not contiguous."""
+    if not problem.non_contiguous:
         return problem, None
-    names, one = " and ".join(problem.gapped), len(problem.gapped) == 1
-    did = f"{names} {'is' if one else 'are'} copied, as the numbers of a token lie apart in {'it' if one else 'them'}"
-    return replace(problem, gapped=()), Step("pack", did, partial(_packed, problem.gapped))
+    did = f"{', '.join(problem.non_contiguous)} copied: last dimension not contiguous"
+    return replace(problem, non_contiguous=()), Step("pack", did, partial(_packed, problem.non_contiguous))
 
 
 def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:

@@ -235,11 +235,6 @@ class StoredTensor:
         return (*(part.encoding for part in self.parts), *(("rotated",) if self.rotated else ()), *rows)
 
     @cached_property
-    def plan_key(self) -> tuple[object, ...]:
-        """What two handles must share for calls on them to be planned alike."""
-        return self.encodings, self.row_lengths, self.nbytes
-
-    @cached_property
     def placeholder(self) -> Tensor:
         """A tensor of this shape, type and device that holds nothing: what checks look at."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)

@@ -1,0 +1,249 @@
+"""Checks of what a call was given: every one raises `ProblemError` with what was received and what was expected.
+
+`plan/pose.py` makes them all; modules and the traced operator make some of them earlier.
+"""
+
+import math
+import sys
+from typing import Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias
+from regard.describe.elsewhere import mask_for
+from regard.describe.mask import Mask
+from regard.describe.score import Score
+from regard.describe.spec import Spec
+from regard.describe.tensors import is_without_data
+from regard.errors import ProblemError
+from regard.torch_internals import (
+    DisabledTorchFunction,
+    FakeTensor,
+    FunctionalTensor,
+    current_func_transform,
+    in_forward_mode,
+    is_batched,
+)
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+FARTHEST = 1 << 62
+"""The largest position: from here, the distance between a query and a key still fits into 64 bits."""
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise `ProblemError` unless the three have shapes, a type and a device that make one call."""
+    for name, t, axes in (
+        ("q", q, "heads, queries, qk_dim"),
+        ("k", k, "kv_heads, keys, qk_dim"),
+        ("v", v, "kv_heads, keys, v_dim"),
+    ):
+        check_readable(name, t, f"a tensor [batch, {axes}]")
+        if t.ndim != 4:
+            raise ProblemError(f"{name} has shape {list(t.shape)}: expected [batch, {axes}].")
+        if t.dtype not in DTYPES:
+            raise ProblemError(f"{name} is {t.dtype}: expected float64, float32, bfloat16 or float16.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}: they must be of one type; convert with .to(q.dtype)."
+        )
+    if not q.device == k.device == v.device:
+        raise ProblemError(f"q is on {q.device}, k on {k.device} and v on {v.device}: they must be on one device.")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ProblemError(
+            f"q has {q.shape[0]} batch rows, k {k.shape[0]} and v {v.shape[0]}: they must agree; "
+            "k.expand repeats without a copy."
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ProblemError(
+            f"k has {k.shape[1]} heads and {k.shape[2]} keys, v has {v.shape[1]} and {v.shape[2]}: a value "
+            "belongs to each key."
+        )
+    if (k.shape[1] == 0 and q.shape[1] > 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
+        raise ProblemError(
+            f"q has {q.shape[1]} heads and k has {k.shape[1]}: query heads must be a whole multiple of key heads "
+            f"(grouped-query attention shares each key head among a group of {q.shape[1]} / {k.shape[1]} query heads)."
+        )
+
+
+def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> None:
+    """Raise `ProblemError` unless it is a tensor of one shape whose elements are what torch's operators read.
+
+    A class with a `__torch_function__` of its own may mean anything: torch's `CausalBias` is a tensor that nothing was
+    ever written to. A class with a `__torch_dispatch__` of its own says what each operator does, and is computed so.
+    """
+    if not isinstance(t, Tensor):
+        raise ProblemError(f"{name} is {type(t).__name__}: expected {expected}.")
+    if t.is_nested:
+        raise ProblemError(
+            f"{name} is a nested tensor: expected {expected}. Pad its rows with torch.nested.to_padded_tensor and hide "
+            "the padding with mask=KeyLengths(lengths), or put the rows one behind another, as one row, and keep them "
+            "apart with mask=Documents(ids)."
+        )
+    kind = type(t)
+    if not _has_ordinary_functions(kind):
+        raise ProblemError(
+            f"{name} is of the class {kind.__name__}, which has a __torch_function__ of its own, so its elements may "
+            f"mean anything: expected {expected}. If they are what they seem, pass it .as_subclass(torch.Tensor)."
+        )
+    if t.layout is not torch.strided:
+        raise ProblemError(f"{name} has the layout {t.layout}: expected {expected} that is strided; call .to_dense().")
+
+
+def _has_ordinary_functions(kind: Any) -> bool:
+    """Whether functions of torch do with tensors of the class what they do with any."""
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return True
+    own = next(base for base in kind.__mro__ if "__torch_function__" in base.__dict__)
+    return own is Tensor or own.__torch_function__ is DisabledTorchFunction
+
+
+def check_specs(mask: object, bias: object, score: object) -> None:
+    """Raise `ProblemError` unless each is a word of its kind, or None."""
+    for name, given, kind in (("mask", mask, Mask), ("bias", bias, Bias), ("score", score, Score)):
+        if given is None or isinstance(given, kind):
+            _check_spec(name, given)
+            continue
+        called = given if isinstance(given, str) else type(given).__name__
+        if name == "mask" and (here := mask_for(called)):
+            what = f"the text {given!r}" if isinstance(given, str) else f"a {called}"
+            raise ProblemError(f"mask is {what}: expected a regard Mask; say mask={here}.")
+        what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
+        hint = {
+            "mask": "wrap a bool tensor as TensorMask(mask) (True keeps), a float one as bias=TensorBias(mask)",
+            "bias": "wrap a tensor as TensorBias(bias)",
+            "score": "leave it out for the dot product, or see regard.describe.score",
+        }[name]
+        if isinstance(given, type) and issubclass(given, Spec):
+            raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
+        wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Spec) else ""
+        raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
+
+
+def _check_spec(name: str, given: Spec | None) -> None:
+    if given is None:
+        return
+    if not given.is_known():
+        raise ProblemError(
+            f"{name} is a {type(given).__name__}, a class that regard does not know; see MaskFunction and TensorBias."
+        )
+    for t in given.tensors():
+        check_readable(f"a tensor in {name}", t)
+        if isinstance(given, Mask):
+            _check_mask_tensor(given, t)
+
+
+def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
+    """Raise `ProblemError` unless the tensor can be looked at before anything runs, as schedules are made of masks."""
+    if is_batched(t):
+        raise ProblemError(
+            f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
+        )
+    if has_own_operators(t) and not isinstance(t, FunctionalTensor):
+        raise ProblemError(
+            f"a tensor in mask is of the class {type(t).__name__}, which keeps its elements elsewhere, and masks are "
+            "looked at before attention is computed: expected a torch.Tensor."
+        )
+
+
+def check_has_data(mask: Mask) -> None:
+    """Raise `ProblemError` unless the elements of the mask's tensors can be read."""
+    if any(map(is_without_data, mask.tensors())):
+        raise ProblemError(
+            f"{mask!r} has a tensor that has no data, and masks are looked at before attention is computed or "
+            "explained: expected a tensor on the CPU or a GPU. (q, k and v may be meta tensors in explain.)"
+        )
+
+
+def check_numbers(scale: object, softcap: object, dropout: object) -> None:
+    """Raise `ProblemError` unless the numbers are numbers and make sense."""
+    for name, given in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if isinstance(given, Tensor):
+            raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
+            raise ProblemError(f"{name} is {given!r}: expected a number.")
+        if isinstance(given, int) and abs(given) > sys.float_info.max:
+            raise ProblemError(f"{name} is {given}: expected a number up to {sys.float_info.max}, as floats are.")
+    if isinstance(scale, int | float) and not -math.inf < scale < math.inf:  # isfinite cannot be traced
+        raise ProblemError(f"scale is {scale}: expected a finite number, or None for qk_dim ** -0.5.")
+    if isinstance(softcap, int | float) and not 0 < softcap < math.inf:
+        raise ProblemError(f"softcap is {softcap}: expected a finite number above 0, or None for no cap.")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ProblemError(f"dropout is {dropout}: expected a probability, 0 <= dropout < 1.")
+
+
+def check_sink(sink: object, heads: int, q: Tensor) -> None:
+    """Raise `ProblemError` unless it is a logit per head beside q, or None."""
+    if sink is None:
+        return
+    if isinstance(sink, Tensor):
+        check_readable("sink", sink)
+    if not isinstance(sink, Tensor) or sink.shape != (heads,) or not sink.is_floating_point():
+        what = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
+        raise ProblemError(f"sink is {what}: expected a float tensor with a logit per query head, [{heads}].")
+    if sink.device != q.device:
+        raise ProblemError(f"sink is on {sink.device} and q on {q.device}: they must be on one device.")
+
+
+def check_offset(offset: object) -> int:
+    """The offset as an int; one in a tensor is read, and one on a GPU waited for.
+
+    Raises:
+        ProblemError: it is none, or positions would not fit in 64 bits.
+    """
+    try:
+        index = None if isinstance(offset, bool) else cast(SupportsIndex, offset).__index__()
+    except (AttributeError, TypeError):  # a tensor has an index only if it is one int
+        index = None
+    if index is None:
+        raise _no_offset(repr(offset))
+    if abs(index) > FARTHEST:
+        raise ProblemError(
+            f"offset is {index}: expected an int from -2**62 to 2**62, as positions and the distances between them are "
+            "computed in 64 bits."
+        )
+    return index
+
+
+def check_offset_tensor(offset: Tensor) -> None:
+    """Raise `ProblemError` unless it is an integer tensor of one element, which is not read."""
+    if offset.numel() != 1 or offset.is_floating_point() or offset.is_complex():
+        raise _no_offset(f"{offset.dtype} {list(offset.shape)}")
+
+
+def _no_offset(given: str) -> ProblemError:
+    return ProblemError(
+        f"offset is {given}: expected an int, an integer tensor of one element, or None to put the last query at the "
+        "last key."
+    )
+
+
+def check_device(word: Spec, q: Tensor) -> None:
+    """Raise `ProblemError` unless the tensors of the word are where q is."""
+    for t in word.tensors():
+        if t.device != q.device and q.device.type != "meta":
+            raise ProblemError(
+                f"{word!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
+            )
+
+
+def in_transform() -> bool:
+    """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is at work."""
+    return current_func_transform() is not None or in_forward_mode()
+
+
+def can_be_read(*tensors: Tensor) -> bool:
+    """Whether code may look at the numbers of these now: torch does not trace, transform or stand in for them."""
+    return not (torch.compiler.is_compiling() or in_transform() or any(map(is_without_data, tensors)))
+
+
+def is_finite(t: Tensor) -> bool:
+    """Whether all of a tensor is finite: its extremes tell, in one pass and without a tensor of bools."""
+    return not t.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(t.detach()))
+
+
+def has_own_operators(t: Tensor) -> bool:
+    """Whether its class says what operators do with it, so that its elements need not be at its address."""
+    kind: Any = type(t)
+    return kind.__torch_dispatch__ is not cast(Any, Tensor).__torch_dispatch__ and not isinstance(t, FakeTensor)

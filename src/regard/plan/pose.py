@@ -1,0 +1,89 @@
+"""`pose`: check a request, and take it apart into its problem and its operands. Every error of input is raised here."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from regard.describe.mask import CallSizes
+from regard.describe.score import Dot
+from regard.plan.checks import (
+    check_device,
+    check_has_data,
+    check_numbers,
+    check_offset,
+    check_sink,
+    check_specs,
+    check_tensors,
+    has_own_operators,
+    in_transform,
+)
+from regard.plan.problem import Operands, Problem, Storage
+from regard.plan.request import Request
+from regard.torch_internals import current_func_transform
+
+
+def pose(request: Request) -> tuple[Problem, Operands]:
+    """The problem and the operands of a request.
+
+    Raises:
+        ProblemError: anything about the call that makes no sense.
+    """
+    q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, _, lse, stored = request
+    check_tensors(q, k, v)
+    (batch, heads, queries, qk_dim), (kv_heads, keys), v_dim = q.shape, k.shape[1:3], v.shape[3]
+    check_specs(mask, bias, score)
+    if mask is not None:
+        check_has_data(mask)
+    compared = score or Dot()
+    score_dim = compared.dim(qk_dim, k.shape[3])
+    score = None if isinstance(compared, Dot) else compared.bind(heads, kv_heads)
+    check_numbers(scale, softcap, dropout)
+    check_sink(sink, heads, q)
+    offset = keys - queries if offset is None else check_offset(offset)
+    sizes = CallSizes(batch, heads, queries, keys, offset)
+    mask, bias = None if mask is None else mask.bind(sizes), None if bias is None else bias.bind(sizes)
+    specs = [spec for spec in (bias, score) if spec is not None]
+    for spec in specs:
+        check_device(spec, q)
+    tensors = (q, k, v, *([] if sink is None else [sink]), *(t for spec in specs for t in spec.tensors()))
+    transformed = _is_transformed(tensors)
+    opaque = not transformed and any(has_own_operators(t) or t.is_neg() for t in tensors)
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=queries,
+        keys=keys,
+        qk_dim=qk_dim,
+        k_dim=k.shape[3],
+        v_dim=v_dim,
+        dtype=q.dtype,
+        device=q.device.type,
+        mask=None if mask is None else mask.fingerprint(),
+        bias=None if bias is None else bias.form(),
+        score=None if score is None else score.form(),
+        score_dim=score_dim,
+        scale=compared.default_scale(qk_dim) if scale is None else float(scale),
+        softcap=softcap,
+        sink=sink is not None,
+        dropout=float(dropout),
+        offset=offset,
+        grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        lse=lse,
+        transformed=transformed,
+        non_contiguous=() if transformed or opaque else _non_contiguous(*((q,) if stored else (q, k, v))),
+        opaque=opaque,
+        storage=None if stored is None else Storage.of(*stored),
+    )
+    return problem, Operands(q, k, v, mask, bias, sink, score, stored)
+
+
+def _non_contiguous(*tensors: Tensor) -> tuple[str, ...]:
+    """Which of q, k and v, in this order, have a last dimension (of 2 or more) whose stride is not 1."""
+    return tuple(name for name, t in zip("qkv", tensors, strict=False) if t.stride(3) != 1 and t.shape[3] > 1)
+
+
+def _is_transformed(tensors: tuple[Tensor, ...]) -> bool:
+    if current_func_transform() is not None:
+        return True
+    return in_transform() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
