@@ -157,5 +157,5 @@ def test_watchers_and_changes_come_in_the_order_of_entering():
 )
 def test_a_change_of_another_shape_or_type_is_an_error(change):
     q = torch.randn(1, 2, 3, 7)
-    with replace_outputs(change), pytest.raises(ProblemError, match="was altered to"):
+    with replace_outputs(change), pytest.raises(ProblemError, match="was replaced by"):
         attend(q, q, q)

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.attention import attend
+from regard.backend.contract import Backend
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.errors import ProblemError
@@ -26,7 +27,7 @@ def nadaraya_watson(
     *,
     kernel: Score | None = None,
     mask: Mask | None = None,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> Float[Tensor, "..."]:
     """Kernel regression: where keys are observed points and values what was observed there, the estimate at queries.
 

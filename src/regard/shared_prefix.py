@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.attention import attend, attend_state
+from regard.backend.contract import Backend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
@@ -36,7 +37,7 @@ def attend_shared(
     scale: float | None = None,
     softcap: float | None = None,
     sink: Float[Tensor, " heads"] | None = None,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> Float[Tensor, "batch heads queries v_dim"]:
     """What `attend` gives over each row's whole sequence; what rows have in common is computed once for all of them.
 

@@ -7,6 +7,7 @@ from regard import Causal, Mask, RefusalError, TensorBias, Window, attend, atten
 from regard.dispatch.choose import ENGINES
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
+from regard.plan.request import Request
 from tests.conformance import CASES, computes_the_formula
 from tests.oracle import Case, dense, worst
 
@@ -104,8 +105,7 @@ def test_the_reference_needs_no_memory_for_all_scores():
             return result
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
-        words = dict.fromkeys(("bias", "score", "scale", "softcap", "sink", "offset"))
-        prepared = prepare(q, k, v, mask=mask, dropout=0.0, backend="reference", lse=False, **words)
+        prepared = prepare(Request(q, k, v, mask, backend="reference"))
         assert prepared is not None
         plan, operands = prepared
         return execute(plan, operands, "reference")[1].out  # not through `attend`: a mode is shown that as one operator

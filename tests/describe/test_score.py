@@ -311,9 +311,9 @@ def test_additive_attention_needs_no_memory_for_all_pairs():
     assert plan.backend == "reference"
     from regard.dispatch.execute import execute
     from regard.dispatch.plan_cache import prepare
+    from regard.plan.request import Request
 
-    words = dict.fromkeys(("bias", "scale", "softcap", "sink", "offset"))
-    prepared = prepare(q, k, v, mask=Causal(), score=score, dropout=0.0, backend=None, lse=False, **words)
+    prepared = prepare(Request(q, k, v, Causal(), score=score))
     assert prepared is not None
     with Largest() as largest:
         execute(*prepared, None)[1].out.sum().backward()

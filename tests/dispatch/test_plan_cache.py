@@ -21,13 +21,18 @@ from regard import (
     attend,
     attend_state,
     explain,
+    observe_calls,
 )
+from regard.backend.reference import Reference
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
+from regard.describe.score import Bilinear
 from regard.describe.spec import spec
 from regard.dispatch import choose
 from regard.dispatch import plan_cache as known
-from regard.plan import problem
+from regard.plan import request
+from regard.plan.request import Request
+from regard.scores import Cosine
 from regard.storage.stored import Part, StoredTensor
 from tests.oracle import Case, dense
 
@@ -41,10 +46,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch):
 
 
 def posed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Filled with a word for every call that is posed."""
+    """The masks of the calls that are posed."""
     times: list[Any] = []
     pose = known.pose
-    monkeypatch.setattr(known, "pose", lambda *a, **k: times.append(k["mask"]) or pose(*a, **k))
+    monkeypatch.setattr(known, "pose", lambda request: times.append(request.mask) or pose(request))
     return times
 
 
@@ -66,7 +71,7 @@ def test_a_mask_made_anew_is_known_by_its_words(monkeypatch: pytest.MonkeyPatch)
 
 def test_rows_of_different_lengths_get_their_mask_once(monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
-    monkeypatch.setattr(problem, "Ragged", lambda *a: made.append(a) or Ragged(*a))
+    monkeypatch.setattr(request, "Ragged", lambda *a: made.append(a) or Ragged(*a))
     k, v = (
         StoredTensor((Part(9, t, row_ends=ENDS),), (2, 2, 9, 8), t.dtype, ENDS) for t in (K.repeat(2, 1, 1, 1),) * 2
     )
@@ -79,7 +84,7 @@ def test_rows_of_different_lengths_get_their_mask_once(monkeypatch: pytest.Monke
 CHANGES: dict[str, Any] = {
     "fewer keys": lambda: (Q, K[:, :, 1:], V[:, :, 1:], {}),
     "another type": lambda: (Q.double(), K.double(), V.double(), {}),
-    "a gap between the numbers of a token": lambda: (Q, K.mT.contiguous().mT, V, {}),
+    "a last dimension that is not contiguous": lambda: (Q, K.mT.contiguous().mT, V, {}),
     "a scale": lambda: (Q, K, V, {"scale": 0.5}),
     "a cap": lambda: (Q, K, V, {"softcap": 0.5}),
     "an offset": lambda: (Q, K, V, {"offset": 0}),
@@ -175,8 +180,6 @@ def test_no_tensor_is_kept_alive_and_calls_are_counted():
 
 
 def test_watchers_autocast_and_transforms_are_noticed_after_the_same_call():
-    from regard import observe_calls
-
     expected = attend(Q, K, V)
     calls: list[Any] = []
     with observe_calls(calls.append):
@@ -402,3 +405,84 @@ def test_tensors_in_a_tuple_are_not_kept_alive():
     del held, mask
     gc.collect()
     assert ghost() is None
+
+
+FULL = Request(
+    torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), Window(3), Alibi(2), Cosine(), 0.5, 2.0,
+    torch.zeros(2), 0.1, 1, "reference", True,
+    tuple(StoredTensor.of(torch.randn(1, 2, 9, 8)) for _ in range(2)),
+)  # fmt: skip
+ALTERED: dict[str, list[Any]] = {
+    "q": [FULL.q[:, :, :2], FULL.q.double(), FULL.q[:, :1], FULL.q[..., :4], FULL.q.mT.contiguous().mT,
+          FULL.q.clone().requires_grad_(), FULL.q.to("meta"), torch.nn.Parameter(FULL.q, requires_grad=False)],
+    "k": [FULL.k[:, :, :8], FULL.k.bfloat16()],
+    "v": [FULL.v[:, :, :8], FULL.v[..., :4]],
+    "mask": [None, Window(4), Causal(), KeyLengths(torch.tensor([3]))],
+    "bias": [None, TensorBias(torch.zeros(3, 9)), TensorBias(torch.zeros(3, 9).requires_grad_())],
+    "score": [None, Bilinear(torch.eye(8))],
+    "scale": [None, 1.0, 1, True],
+    "softcap": [None, 3.0, 2],
+    "sink": [None, torch.zeros(2).double(), torch.zeros(2).requires_grad_()],
+    "dropout": [0.0, 0, False],
+    "offset": [None, 0, True],
+    "backend": [None, "native", Reference()],
+    "lse": [False],
+    "stored": [None, tuple(StoredTensor.of(torch.randn(1, 2, 9, 8).double()) for _ in range(2))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", Request._fields)
+def test_whatever_field_is_altered_the_key_is_another(field: str):
+    keys = [FULL.key(), *(FULL._replace(**{field: value}).key() for value in ALTERED[field])]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert FULL._replace(q=FULL.q.clone(), mask=Window(3), bias=Alibi(2)).key() == keys[0]
+    with torch.no_grad():
+        assert FULL.key() != keys[0]
+
+
+def test_a_growing_cache_has_one_plan_where_nothing_is_hidden(monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 300, 8), torch.randn(2, 2, 300, 6)
+    for mask in (None, Causal(), Causal() & Window(300), Window(300, 300)):
+        times.clear()
+        for keys in (1, 63, 64, 65, 299, 2, 300):
+            few = k[:, :, :keys], v[:, :, :keys]
+            found = attend(q, *few, mask=mask)
+            assert torch.allclose(found.double(), dense(Case(q, *few, {}))[0], atol=1e-5)
+            known.forget()
+            assert torch.equal(found, attend(q, *few, mask=mask))  # the same bits as with a plan of its own
+            assert explain(q, *few, mask=mask).schedule.keys == keys
+        attend(q, k[:, :, :9], v[:, :, :9], mask=mask)
+        times.clear()
+        for keys in (10, 200):
+            attend(q, k[:, :, :keys], v[:, :, :keys], mask=mask)
+        assert not times
+        if mask is not None:
+            windowed = Causal() & Window(50)
+            attend(q, k[:, :, :40], v[:, :, :40], mask=windowed)
+            for keys in (49, 50, 51, 200):
+                found = attend(q, k[:, :, :keys], v[:, :, :keys], mask=windowed)
+                first = max(0, keys - 50)
+                assert torch.allclose(found, attend(q, k[:, :, first:keys], v[:, :, first:keys]), atol=1e-6)
+
+
+def test_one_plan_serves_ever_longer_prompts_with_gradients_and_errors_are_as_before():
+    k, v = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
+    for n in (7, 64, 65, 100):
+        q, keys, values = (t[:, :, :n].clone().requires_grad_() for t in (k, k, v))
+        found = torch.autograd.grad(attend(q, keys, values).sin().sum(), (q, keys, values))
+        expected = torch.autograd.grad(attend(q, keys, values, backend="reference").sin().sum(), (q, keys, values))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ProblemError, match="a value belongs to each key"):
+        attend(k, k, v[:, :, :50])
+    assert not attend(k[:, :, :3], k[:, :, :0], v[:, :, :0]).any()
+
+
+def test_observers_get_the_plan_of_their_own_call():
+    plans: list[Any] = []
+    attend_state(Q[:, :, :1], K, V)
+    with observe_calls(lambda call: plans.append(call.plan)):
+        for keys in (4, 7):
+            attend(Q[:, :, :1], K[:, :, :keys], V[:, :, :keys], mask=Causal())
+    assert [plan.schedule.keys for plan in plans] == [4, 7]

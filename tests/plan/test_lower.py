@@ -17,9 +17,9 @@ def steps(*tensors: Tensor, **words: object) -> list[str]:
 def test_a_tensor_with_gaps_is_copied_and_the_plan_says_so():
     k = K.mT.contiguous().mT
     assert steps(Q, K, V) == []
-    assert steps(Q, k, V) == ["pack: k is copied, as the numbers of a token lie apart in it"]
+    assert steps(Q, k, V) == ["pack: k copied: last dimension not contiguous"]
     both = steps(Q[..., ::2], K[..., ::2], V[..., :4])
-    assert both == ["pack: q and k are copied, as the numbers of a token lie apart in them"]
+    assert both == ["pack: q, k copied: last dimension not contiguous"]
     assert torch.allclose(attend(Q, k, V), attend(Q, K, V), atol=1e-6)
     assert steps(Q[..., :1], k[..., :1], V[..., :1]) == []  # one number has no gaps
 

@@ -27,11 +27,11 @@ from regard import (
 )
 from regard.cache import StoredTensor
 from regard.describe.score import Bilinear
-from regard.plan.problem import pose
+from regard.plan.pose import pose
+from regard.plan.request import Request
 from regard.scores import Cosine
 
 Q, K, V = torch.zeros(2, 32, 5, 8), torch.zeros(2, 8, 7, 8), torch.zeros(2, 8, 7, 6)
-NONE: dict[str, Any] = {"mask": None, "bias": None, "score": None, "scale": None, "softcap": None, "sink": None}
 
 WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "not a tensor": (([1.0], K, V), {}, r"q is list: expected a tensor \[batch, heads, queries, qk_dim\]"),
@@ -232,24 +232,24 @@ def test_a_mask_is_read_so_its_tensors_have_their_elements_at_their_address():
 
 def test_a_problem_holds_no_tensor_and_is_equal_by_value():
     lengths = torch.tensor([3, 7])
-    asked = {**NONE, "mask": Causal() & KeyLengths(lengths), "dropout": 0.0, "offset": None, "lse": False}
-    first, second = pose(Q, K, V, **asked)[0], pose(Q.clone(), K.clone(), V.clone(), **asked)[0]
+    mask = Causal() & KeyLengths(lengths)
+    first, second = pose(Request(Q, K, V, mask))[0], pose(Request(Q.clone(), K.clone(), V.clone(), mask))[0]
     assert first == second
     assert hash(first) == hash(second)
     assert not any(isinstance(getattr(first, name), torch.Tensor) for name in first.__slots__)
     lengths[0] = 4
-    assert pose(Q, K, V, **asked)[0] != first
+    assert pose(Request(Q, K, V, mask))[0] != first
 
 
 def test_defaults_are_resolved():
-    problem = pose(Q, K, V, **NONE, dropout=0.0, offset=None, lse=False)[0]
+    problem = pose(Request(Q, K, V))[0]
     assert problem.scale == 8**-0.5
     assert problem.offset == 2
     assert not problem.grad
 
 
 def test_a_problem_is_printed_in_a_line():
-    problem = pose(Q, K, V, **{**NONE, "bias": Alibi(32), "softcap": 5.0}, dropout=0.0, offset=0, lse=False)[0]
+    problem = pose(Request(Q, K, V, bias=Alibi(32), softcap=5.0, offset=0))[0]
     assert str(problem) == (
         "q [2, 32, 5, 8] · kv [2, 8, 7, 8|6] float32 on cpu, mask None, bias Alibi(heads=32), softcap 5.0, offset 0"
     )

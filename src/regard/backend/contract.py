@@ -15,7 +15,7 @@ from regard.state import State
 class Kernel(Protocol):
     """What runs one problem: it is called with the operands of each call."""
 
-    def __call__(self, operands: Operands) -> State:
+    def __call__(self, operands: Operands, /) -> State:
         """The state over all keys: dropout applied, the sink folded into `out` (before it is rounded), not into `lse`.
 
         Differentiable in all operands if the problem says that gradients flow (`Problem.grad`).

@@ -134,7 +134,7 @@ def attend_traced(request: Request) -> State:
     numbers: list[int] = []
     start = k.shape[2] - q.shape[2] if offset is None else offset
     if mask is not None:
-        mask = _tabulated(mask, q, k.shape[2], start)
+        mask = _tabulated(mask, q, k.shape[2], cast("int | Tensor", start))
     mask_text = "" if mask is None else mask.serialize(carried, numbers)
     bias_text = "" if bias is None else bias.serialize(carried, numbers)
     score_text = "" if score is None else score.serialize(carried, numbers)
@@ -264,7 +264,7 @@ def _score_dim(a: _Arguments) -> int:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     a = _Arguments(*inputs)
     ctx.save_for_backward(*output, *a.tensors())
-    ctx.arguments = a.with_tensors([cast(Any, None)] * len(a.tensors()))  # the tensors are saved apart
+    ctx.arguments = a.with_tensors([cast(Any, ...)] * len(a.tensors()))  # the tensors are saved apart
     ctx.floats = [t.is_floating_point() for t in a.carried]
 
 

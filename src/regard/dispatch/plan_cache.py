@@ -55,14 +55,20 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
         ProblemError: anything about the call that makes no sense.
         RefusalError: the backend of the caller, or every backend, refuses.
     """
-    if is_without_data(request.offset):
+    if request.offset is not None and is_without_data(request.offset):
         return None
     request = request.resolved()
     key = None if observed or in_transform() else request.key()
-    if key is not None and (alike := _calls.get(key[0])) is not None:
-        known = alike.get(key[1]) or _of_any_length(alike, request, key[1])
-        if known is not None and (plan := known.plan()) is not None:
-            return plan, _operands(request, known, plan)
+    if key is not None:
+        form, sizes = key
+        try:
+            alike = _calls.get(form)
+        except TypeError:  # what is not hashable is wrong, and `pose` or `choose` say so
+            alike = key = None
+        if alike is not None:
+            known = alike.get(sizes) or _of_any_length(alike, request, sizes)
+            if known is not None and (plan := known.plan()) is not None:
+                return plan, _operands(request, known, plan)
     if is_without_data(request.q) or is_without_data(request.k) or is_without_data(request.v):
         return None
     with unchanged():
@@ -84,14 +90,14 @@ def forget() -> None:
 
 def _of_any_length(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> _Known | None:
     """What serves every length, if it serves these."""
-    known = alike.get(None)
-    if known is None or not sizes.queries or not sizes.keys or sizes.keys != sizes.values:
+    known, (queries, keys, values, _) = alike.get(None), sizes
+    if known is None or not queries or not keys or keys != values:
         return None
     if request.mask is None:
         return known
     batch, heads = request.q.shape[:2]
-    offset = sizes.keys - sizes.queries if request.offset is None else request.offset
-    call = CallSizes(batch, heads, sizes.queries, sizes.keys, offset)
+    offset = keys - queries if request.offset is None else request.offset
+    call = CallSizes(batch, heads, queries, keys, offset)
     if not hides_nothing(request.mask.bind(call), call):
         return None
     _put(alike, sizes, known)

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend
+from regard.backend.contract import Backend
 from regard.cache import KVCache
 from regard.cache.latent import leading
 from regard.cache.store import CachedTensor
@@ -82,7 +83,7 @@ class LatentAttention(nn.Module):
         softcap: the cap of the scores; None for none.
         sink: whether each head has a learned logit that takes weight and gives no value.
         dropout: the probability that a weight is dropped, in training only.
-        backend: an engine by name; None lets regard choose.
+        backend: as in `attend`.
         device: where the weights are made.
         dtype: the type of the weights.
 
@@ -123,7 +124,7 @@ class LatentAttention(nn.Module):
         softcap: float | None = None,
         sink: bool = False,
         dropout: float = 0.0,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend
+from regard.backend.contract import Backend
 from regard.cache import KVCache
 from regard.describe.bias import Bias
 from regard.describe.heads import Heads
@@ -63,7 +64,7 @@ class MultiHeadAttention(nn.Module):
         sink: whether each head has a learned logit that takes weight and gives no value, 0 at first: that is the
             softmax with 1 added to its denominator. Agarwal et al. 2025, arXiv:2508.10925, §2.2.
         dropout: the probability that a weight is dropped, in training only.
-        backend: an engine by name; None lets regard choose.
+        backend: as in `attend`.
         device: where the weights are made.
         dtype: the type of the weights.
 
@@ -99,7 +100,7 @@ class MultiHeadAttention(nn.Module):
         softcap: float | None = None,
         sink: bool = False,
         dropout: float = 0.0,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -1,9 +1,10 @@
 """The request: the arguments of a call as its caller gave them, and the key by which a call is known again.
 
 A plan depends on sizes, types, flags and specs, never on elements of q, k and v. So a field enters the key by what a
-plan may depend on: the annotation of each field says how, and a field without an annotation is an error at import.
+plan may depend on: the annotation of each field says how, and a field without one is an error at import.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import torch
@@ -23,55 +24,41 @@ class NoKeyError(Exception):
     """Nothing tells when the value changes, or it is of the wrong type: the call is posed, and nothing is kept."""
 
 
-def by_form(t: Any) -> Any:
-    """Of q, k and v: all but the elements, the numbers of tokens (see `Sizes`) and strides that no plan depends on."""
-    batch, heads, _, dim = t.shape
-    return (
-        batch, heads, dim, t.stride(3) == 1 or dim < 2, t.dtype, t.is_cpu or t.device, t.__class__, t.is_neg(),
-        t.layout, t.requires_grad,
-    )  # fmt: skip
+class By(NamedTuple):
+    """How a field enters the key: by Python expressions of its name, and statements before them.
+
+    Texts, as they become one function (`_compiled`): a call per field would take half the time of a known call.
+    """
+
+    entries: str
+    before: str = ""
 
 
-def by_tensor(t: Tensor | None) -> Any:
-    """Of other tensors: all but the elements and the strides."""
-    return t if t is None else (t.shape, t.dtype, t.device, t.__class__, t.is_neg(), t.layout, t.requires_grad)
+FORM = By(
+    "{0}_batch, {0}_heads, {0}_dim, {0}.stride()[3] == 1 or {0}_dim < 2, {0}.dtype, {0}.is_cpu or {0}.device, "
+    "{0}.__class__, {0}.is_neg(), {0}.layout, {0}.requires_grad",
+    "{0}_batch, {0}_heads, {0}_tokens, {0}_dim = {0}.shape",
+)
+"""Of q, k and v: all but the elements, the numbers of tokens (see `Sizes`) and strides that no plan depends on."""
+
+VALUE = By("{0}, {0}.__class__")
+"""The value and its type: True equals 1, and is an error where 1 is none."""
+
+CONTENT = By("None if {0} is None else _content({0})")
+"""Of a mask: the fingerprint, as schedules are made of the elements of its tensors."""
+
+TENSORS = By("None if {0} is None else _tensors({0})")
+"""Of a bias or score: types and sizes of its tensors. So a bias that is learned keeps its plan."""
+
+TENSOR = By("None if {0} is None else _tensor({0})")
+"""Of other tensors: all but the elements and the strides."""
+
+ENCODINGS = By("None if {0} is None else ({0}[0].encodings, {0}[0].row_lengths, {0}[1].encodings)")
+"""Of stored keys and values: how their parts are written."""
 
 
-def by_content(mask: Mask | None) -> Any:
-    """Of a mask: the fingerprint, as schedules are made of the elements of its tensors."""
-    if mask is None:
-        return None
-    if not mask.is_known() or not (fingerprint := mask.fingerprint()).can_be_kept:
-        raise NoKeyError
-    return fingerprint
-
-
-def by_tensors(spec: Spec | None) -> Any:
-    """Of a bias or score: types and sizes of its tensors. So a bias that is learned keeps its plan."""
-    if spec is None:
-        return None
-    if not spec.is_known() or not (form := spec.form()).can_be_kept:
-        raise NoKeyError
-    return form, *[by_tensor(t) for t in spec.tensors()]
-
-
-def by_value(value: object) -> Any:
-    """The value and its type: True equals 1, and is an error where 1 is none."""
-    return value if value is None else (value, value.__class__)
-
-
-def by_forms(stored: tuple[StoredTensor, StoredTensor] | None) -> Any:
-    """Of stored keys and values: how their parts are written."""
-    return stored if stored is None else (stored[0].encodings, stored[0].row_lengths, stored[1].encodings)
-
-
-class Sizes(NamedTuple):
-    """What differs between calls of equal form: numbers of tokens, and the bytes of stored keys and values."""
-
-    queries: int
-    keys: int
-    values: int
-    nbytes: int = 0
+Sizes = tuple[int, int, int, int]
+"""What differs between calls of equal form: the numbers of queries, keys and values, and the bytes of stored ones."""
 
 
 class Request(NamedTuple):
@@ -82,20 +69,20 @@ class Request(NamedTuple):
         stored: keys and values where either is stored; then `k` and `v` are tensors of their shape without content.
     """
 
-    q: Annotated[Tensor, by_form]
-    k: Annotated[Any, by_form]  # a Tensor; a StoredTensor until the request is resolved
-    v: Annotated[Any, by_form]
-    mask: Annotated[Mask | None, by_content] = None
-    bias: Annotated[Bias | None, by_tensors] = None
-    score: Annotated[Score | None, by_tensors] = None
-    scale: Annotated[float | None, by_value] = None
-    softcap: Annotated[float | None, by_value] = None
-    sink: Annotated[Tensor | None, by_tensor] = None
-    dropout: Annotated[float, by_value] = 0.0
-    offset: Annotated[Any, by_value] = None  # an int or None; a Tensor until the request is resolved
-    backend: Annotated[Any, by_value] = None  # a name or an engine, which `plan` does not know
-    lse: Annotated[bool, by_value] = False
-    stored: Annotated[tuple[StoredTensor, StoredTensor] | None, by_forms] = None
+    q: Annotated[Tensor, FORM]
+    k: Annotated[Any, FORM]  # a Tensor; a StoredTensor until the request is resolved
+    v: Annotated[Any, FORM]
+    mask: Annotated[Mask | None, CONTENT] = None
+    bias: Annotated[Bias | None, TENSORS] = None
+    score: Annotated[Score | None, TENSORS] = None
+    scale: Annotated[float | None, VALUE] = None
+    softcap: Annotated[float | None, VALUE] = None
+    sink: Annotated[Tensor | None, TENSOR] = None
+    dropout: Annotated[float, VALUE] = 0.0
+    offset: Annotated[Any, VALUE] = None  # an int or None; a Tensor until the request is resolved
+    backend: Annotated[Any, VALUE] = None  # a name or an engine, which `plan` does not know
+    lse: Annotated[bool, VALUE] = False
+    stored: Annotated[tuple[StoredTensor, StoredTensor] | None, ENCODINGS] = None
 
     def resolved(self) -> "Request":
         """The same request with an offset in a tensor read, and stored keys and values unpacked.
@@ -112,17 +99,47 @@ class Request(NamedTuple):
         return request
 
     def key(self) -> tuple[object, Sizes] | None:
-        """(what equal plans share, the sizes); None where nothing may be kept, or something is wrong."""
+        """(what calls of one form share, their sizes); None where nothing may be kept, or something is wrong."""
         try:
-            form = tuple([enters(value) for enters, value in zip(_ENTERS, self, strict=True)])
-            hash(form)  # an unhashable value is wrong
+            return _key(*self)
         except (AttributeError, IndexError, NoKeyError, RuntimeError, TypeError, ValueError):
             return None
-        nbytes = 0 if self.stored is None else self.stored[0].nbytes + self.stored[1].nbytes
-        return (torch.is_grad_enabled(), form), Sizes(self.q.shape[2], self.k.shape[2], self.v.shape[2], nbytes)
 
 
-_ENTERS = tuple(hint.__metadata__[0] for hint in get_type_hints(Request, include_extras=True).values())
+def _compiled() -> Callable[..., tuple[object, Sizes]]:
+    """The function from the fields of a request to its key, made of their annotations."""
+    fields = {name: hint.__metadata__[0] for name, hint in get_type_hints(Request, include_extras=True).items()}
+    before = "".join(f"    {by.before.format(name)}\n" for name, by in fields.items() if by.before)
+    entries = ", ".join(by.entries.format(name) for name, by in fields.items())
+    nbytes = "0 if stored is None else stored[0].nbytes + stored[1].nbytes"
+    source = (
+        f"def key({', '.join(fields)}):\n{before}"
+        f"    return (is_grad_enabled(), {entries}), (q_tokens, k_tokens, v_tokens, {nbytes})"
+    )
+    scope: dict[str, Any] = {
+        "is_grad_enabled": torch.is_grad_enabled, "_content": _content, "_tensors": _tensors, "_tensor": _tensor,
+    }  # fmt: skip
+    exec(source, scope)  # noqa: S102  # as namedtuple and dataclass make their methods
+    return scope["key"]
+
+
+def _content(mask: Mask) -> object:
+    if not mask.is_known() or not (fingerprint := mask.fingerprint()).can_be_kept:
+        raise NoKeyError
+    return fingerprint
+
+
+def _tensors(spec: Spec) -> object:
+    if not spec.is_known() or not (form := spec.form()).can_be_kept:
+        raise NoKeyError
+    return form, *[_tensor(t) for t in spec.tensors()]
+
+
+def _tensor(t: Tensor) -> object:
+    return t.shape, t.dtype, t.device, t.__class__, t.is_neg(), t.layout, t.requires_grad
+
+
+_key = _compiled()
 
 
 def stored_pair(

@@ -140,6 +140,23 @@ class Schedule:
         """Pattern `number` as a bool tensor [tile, tile]."""
         return self._unpacked[number]
 
+    def keep(self) -> torch.Tensor:
+        """The mask in full, bool [batch or 1, heads or 1, queries, keys]: for small calls and for tests.
+
+        >>> from regard import Causal
+        >>> from regard.plan.tiling import schedule
+        >>> schedule(Causal(), batch=1, heads=1, queries=2, keys=3, offset=0, tile=64).keep().int().tolist()
+        [[[[1, 0, 0], [1, 1, 0]]]]
+        """
+        tile, rows = self.tile, self.maps[0] * self.maps[1] * self.query_tiles
+        kept = torch.zeros(rows, tile, -(-self.keys // tile) * tile, dtype=torch.bool, device="cpu")
+        for t in range(rows):
+            for run in self.runs(t):
+                kept[t, :, run.start : run.stop] = True
+            for patch in self.patches(t):
+                kept[t, :, patch.start : patch.start + tile] = self.pattern(patch.pattern)
+        return kept.view(*self.maps, self.query_tiles * tile, -1)[:, :, : self.queries, : self.keys]
+
     @cached_property
     def _unpacked(self) -> torch.Tensor:
         return torch.from_numpy(self._bits.view(np.bool_))

@@ -130,7 +130,7 @@ def test_outside_the_block_nothing_is_seen_and_attend_takes_no_lse(monkeypatch):
     asked, prepare = [], front_door.__globals__["prepare"]
 
     def spy(*args, **kwargs):
-        asked.append(kwargs["lse"])
+        asked.append(args[0].lse)
         return prepare(*args, **kwargs)
 
     monkeypatch.setitem(front_door.__globals__, "prepare", spy)

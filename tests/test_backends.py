@@ -1,0 +1,92 @@
+"""Backends of users: taken wherever a name is, never replaced by another, shown by `explain`."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from regard import Causal, MultiHeadAttention, ProblemError, RefusalError, State, attend, attend_state, explain
+from regard.backends import Backend, Kernel, Operands, Problem, Schedule, register
+from regard.dispatch.choose import ENGINES
+
+Q, K = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 9, 8)
+
+
+@dataclass(frozen=True)
+class Counting(Backend):
+    """Computes every small call by the formula, and counts what it compiles."""
+
+    name: str = "counting"
+    any_length: bool = False
+    compiled: tuple[list[int], ...] = ()
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def refusals(self, problem: Problem) -> list[str]:
+        return ["it has no softcap"] if problem.softcap is not None else []
+
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+        for keys in self.compiled:
+            keys.append(problem.keys)
+
+        def kernel(o: Operands) -> State:
+            scores = problem.scale * o.q @ o.k.repeat_interleave(2, 1).mT
+            if problem.mask is not None:
+                scores = scores.masked_fill(~schedule.keep(), -torch.inf)
+            return State(scores.softmax(-1) @ o.v.repeat_interleave(2, 1), scores.logsumexp(-1))
+
+        return kernel
+
+
+def test_an_engine_is_taken_wherever_a_name_is():
+    mine = Counting()
+    assert torch.allclose(attend(Q, K, K, mask=Causal(), backend=mine), attend(Q, K, K, mask=Causal()), atol=1e-6)
+    assert torch.allclose(attend_state(Q, K, K, backend=mine).lse, attend_state(Q, K, K).lse, atol=1e-6)
+    assert "runs on counting" in str(explain(Q, K, K, backend=mine))
+    module, x = MultiHeadAttention(16, 4, kv_heads=2, backend=mine), torch.randn(1, 5, 16)
+    found = module(x)
+    module.backend = None
+    assert torch.allclose(found, module(x), atol=1e-6)
+
+
+def test_an_engine_that_refuses_is_not_replaced():
+    for call in (attend, explain):
+        with pytest.raises(RefusalError, match=r"(?s)The backend 'counting' cannot run this.*it has no softcap"):
+            call(Q, K, K, softcap=2.0, backend=Counting())
+
+
+def test_one_kernel_serves_every_length_only_if_the_engine_says_so():
+    for any_length, expected in ((False, [9, 8, 7]), (True, [9])):
+        compiled: list[int] = []
+        mine = Counting(f"counting {any_length}", any_length, (compiled,))
+        for keys in (9, 8, 7):
+            few = K[:, :, :keys]
+            found = attend(Q[:, :, :1], few, few, mask=Causal(), backend=mine)
+            assert torch.allclose(found, attend(Q[:, :, :1], few, few), atol=1e-6)
+        assert compiled == expected
+
+
+def test_what_is_no_engine_is_an_error():
+    class Mutable(Counting):
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    for wrong, says in ((Counting, "is not known"), (3, "is not known"), (Mutable(), "is not hashable")):
+        with pytest.raises(ProblemError, match=says):
+            attend(Q, K, K, backend=wrong)
+
+
+def test_a_traced_call_takes_a_registered_engine():
+    mine = Counting()
+    compiled = torch.compile(lambda q: attend(q, K, K, backend=mine), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"regard\.backends\.register"):
+        compiled(Q)
+    register(mine)
+    try:
+        torch.compiler.reset()
+        assert torch.equal(compiled(Q), attend(Q, K, K, backend="counting"))
+        register(mine)
+        with pytest.raises(ProblemError, match="another backend is named 'counting'"):
+            register(Counting(any_length=True))
+    finally:
+        del ENGINES["counting"]
