@@ -28,7 +28,6 @@ from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
-from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
 
@@ -44,13 +43,12 @@ KEPT_WORKSPACE = 1 << 20
 
 _AT = {name: number for number, name in enumerate(native.GRADIENT)}
 SEED, SINK, WORKSPACE, WORKSPACE_BYTES = (_AT[name] for name in ("seed", "sink", "workspace", "workspace_bytes"))
+THREADS, QUERIES, KEYS = (_AT[name] for name in ("threads", "queries", "keys"))
+LISTED = slice(_AT["by_query.rows"], _AT["workspace"])
 TENSORS, DISTANCE = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["distance"], _AT["bias"])
 PARTS, LSE = slice(_AT["k_parts"], _AT["lse"]), _AT["lse"]
 BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), len(native.GRADIENT))
-"""Where fields stand in the structs: those that differ from call to call."""
-
-LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern")
-"""What a schedule lists, by the same names there and in the struct."""
+"""Indexes of fields in the structs: those that differ from call to call."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class _Struct(NamedTuple):
     keys: int
     packed: bytes
     workspace: int  # bytes
-    arrays: list[np.ndarray]  # of the schedule; the struct has their addresses
+    memory: object  # of the schedule; the struct has addresses in it
 
 
 class _Kernel:
@@ -135,13 +133,14 @@ class _Kernel:
         self.is_empty = not p.batch * p.heads * p.queries
         self.forward = _entry("regard_forward")
         # `torch.empty_like` of these, which hold one element, costs 0.4 us less than `torch.empty`
-        self.lse = torch.empty((), dtype=self.wide, device="cpu").expand(p.batch, p.heads, p.queries)
-        self.out = torch.empty((), dtype=p.dtype, device="cpu").expand(p.batch, p.heads, p.queries, p.v_dim)
+        self.lse = _element(self.wide).expand(p.batch, p.heads, p.queries)
+        self.out = _element(p.dtype).expand(p.batch, p.heads, p.queries, p.v_dim)
         self.fields: dict[str, float] = {
             "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
             "isa": isa, "dtype": native.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
-            "dropout": p.dropout, "seconds": SECONDS,
+            "dropout": p.dropout, "seconds": SECONDS, "maps_batch": schedule.maps[0], "maps_head": schedule.maps[1],
         }  # fmt: skip
+        self.packed = self.forward.packed(self.fields)
         self._structs: dict[int, _Struct] = {}  # by queries: a step of decoding, and a prompt now and then
 
     def __call__(self, operands: Operands) -> State:
@@ -158,9 +157,9 @@ class _Kernel:
         out, lse = self._empty_out(inputs.q), self._empty_lse(inputs.q)
         if self.is_empty:
             return out, lse
-        queries, keys, threads = inputs.q.shape[2], inputs.k.shape[2], torch.get_num_threads()
-        struct = self._structs.get(queries)
-        if struct is None or struct.keys != keys or struct.threads != threads:
+        threads = torch.get_num_threads()
+        struct = self._structs.get(inputs.q.shape[2])
+        if struct is None or struct.keys != inputs.k.shape[2] or struct.threads != threads:
             struct = self._prepare(threads, inputs, out, lse)
         call = self.forward.opened(struct.packed)
         parts = _write(call, inputs, out, lse, seed)
@@ -172,27 +171,28 @@ class _Kernel:
         return out, lse
 
     def _prepare(self, threads: int, inputs: _Inputs, out: Tensor, lse: Tensor) -> _Struct:
-        """Make and keep the struct for these sizes. The bytes of workspace are those that a whole struct needs."""
+        """Make and keep the struct for these sizes. Only of a whole struct the library tells the workspace it needs."""
         queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-        fields, arrays = self._fields(threads, queries, keys)
-        call = self.forward.opened(self.forward.packed(fields))
-        packed = self.forward.opened(bytes(call))
+        call, memory = self._sized(self.forward, threads, queries, keys)
+        packed = bytes(call)
         parts = _write(call, inputs, out, lse, 0)
-        packed[WORKSPACE_BYTES] = needed = self.forward.workspace(call)
+        needed = self.forward.workspace(call)
         del parts
+        call = self.forward.opened(packed)
+        call[WORKSPACE_BYTES] = needed
         if len(self._structs) >= KEPT_STRUCTS:
             self._structs.clear()
-        self._structs[queries] = struct = _Struct(threads, queries, keys, bytes(packed), needed, arrays)
+        self._structs[queries] = struct = _Struct(threads, queries, keys, bytes(call), needed, memory)
         return struct
 
-    def _fields(self, threads: int, queries: int, keys: int) -> tuple[dict[str, float], list[np.ndarray]]:
-        """The fields that are the same for equal sizes, and the arrays whose addresses are among them."""
+    def _sized(self, entry: native.Entry, threads: int, queries: int, keys: int) -> tuple[Any, object]:
+        """A struct with all that is the same for equal sizes, and the memory that it has addresses of."""
         s = self.schedule
-        if (queries, keys) != (s.queries, s.keys):
-            s = schedule(None, batch=s.batch, heads=s.heads, queries=queries, keys=keys, offset=0, tile=s.tile)
-        maps = {"maps_batch": s.maps[0], "maps_head": s.maps[1]}
-        lists, arrays = _lists("by_query", s)
-        return {**self.fields, **maps, **lists, "threads": threads, "queries": queries, "keys": keys}, arrays
+        call = entry.opened(entry.packed(self.fields) if entry is not self.forward else self.packed)
+        call[THREADS], call[QUERIES], call[KEYS] = threads, queries, keys
+        is_as_planned = (queries, keys) == (s.queries, s.keys)
+        call[LISTED], memory = _lists(s) if is_as_planned else _all_tiles(s.maps[0] * s.maps[1], s.tile, queries, keys)
+        return call, memory
 
     def gradients(
         self, inputs: _Inputs, wanted: _Wanted, state: State, seed: int, dout: Tensor, dlse: Tensor | None
@@ -206,8 +206,7 @@ class _Kernel:
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
         delta = self._empty_lse(i.q)
         backward = _entry("regard_backward")
-        fields, _arrays = self._fields(torch.get_num_threads(), i.q.shape[2], i.k.shape[2])
-        call = backward.opened(backward.packed(fields))
+        call, _memory = self._sized(backward, torch.get_num_threads(), i.q.shape[2], i.k.shape[2])
         _write(call, i, state.out, state.lse, seed)
         call[GRADIENTS] = (
             *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
@@ -351,16 +350,34 @@ def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> "tuple
     return parts
 
 
-def _lists(name: str, schedule: Schedule) -> tuple[dict[str, float], list[np.ndarray]]:
-    """A schedule as the fields of that name, and the arrays whose addresses are among them."""
-    arrays: list[np.ndarray] = [np.ascontiguousarray(getattr(schedule, field), dtype=np.int64) for field in LISTS]
-    arrays.append(np.ascontiguousarray(schedule.turned_patterns, dtype=np.uint8))
-    fields: dict[str, float] = {
-        f"{name}.{field}": values.__array_interface__["data"][0]
-        for field, values in zip((*LISTS, "patterns"), arrays, strict=True)
-    }
-    fields |= {f"{name}.rows": schedule.query_tiles, f"{name}.pattern_count": len(schedule.patterns)}
-    return fields, arrays
+def _lists(s: Schedule) -> tuple[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
+    """A schedule as the library reads it, in the order of `LISTED`; and the memory that the addresses are in."""
+    lists = s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern
+    whole = np.concatenate(lists, dtype=np.int64)
+    patterns = np.ascontiguousarray(s.turned_patterns, dtype=np.uint8)
+    addresses, address = list[int](), int(whole.__array_interface__["data"][0])
+    for one in lists:
+        addresses.append(address)
+        address += 8 * len(one)
+    found = (s.query_tiles, *addresses, int(patterns.__array_interface__["data"][0]), len(patterns))
+    return found, (whole, patterns)
+
+
+def _all_tiles(maps: int, tile: int, queries: int, keys: int) -> tuple[tuple[int, ...], np.ndarray]:
+    """The same of a schedule that lists every tile: in each row of tiles one run of all."""
+    each = -(-queries // tile)
+    rows = maps * each
+    memory = np.zeros(4 * rows + 2, np.int64)
+    memory[: rows + 1] = np.arange(rows + 1)  # run_start
+    memory[2 * rows + 1 : 3 * rows + 1] = -(-keys // tile)  # run_length
+    start = int(memory.__array_interface__["data"][0])
+    run_tile, run_length, patch_start = (start + 8 * (n * rows + 1) for n in (1, 2, 3))
+    return (each, start, run_tile, run_length, patch_start, start, start, start, 0), memory
+
+
+@cache
+def _element(dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device="cpu")
 
 
 @cache

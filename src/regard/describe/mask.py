@@ -137,7 +137,10 @@ class Pair(Mask):
         return max(batch_a, batch_b), max(heads_a, heads_b)
 
     def bind(self, sizes: CallSizes) -> Mask:
-        return type(self)(self.a.bind(sizes), self.b.bind(sizes))  # pyright: ignore[reportCallIssue]
+        a, b = self.a.bind(sizes), self.b.bind(sizes)
+        if a is self.a and b is self.b:  # so the fingerprint that is kept stays
+            return self
+        return type(self)(a, b)  # pyright: ignore[reportCallIssue]
 
 
 @spec

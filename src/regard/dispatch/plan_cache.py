@@ -19,7 +19,7 @@ from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.plan.checks import in_transform
 from regard.plan.lower import hides_nothing
-from regard.plan.pose import pose
+from regard.plan.pose import pose, pose_like
 from regard.plan.problem import Operands
 from regard.plan.request import Request, Sizes
 
@@ -55,6 +55,7 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
         ProblemError: anything about the call that makes no sense.
         RefusalError: the backend of the caller, or every backend, refuses.
     """
+    like = None
     if request.offset is not None and is_without_data(request.offset):
         return None
     request = request.resolved()
@@ -69,10 +70,11 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
             known = alike.get(sizes) or _of_any_length(alike, request, sizes)
             if known is not None and (plan := known.plan()) is not None:
                 return plan, _operands(request, known, plan)
+            like = _plan_like(alike, request, sizes)
     if is_without_data(request.q) or is_without_data(request.k) or is_without_data(request.v):
         return None
     with unchanged():
-        problem, operands = pose(request)
+        problem, operands = pose(request) if like is None else pose_like(like.asked, request)
         plan = choose(problem, operands, request.backend)
     if plan.passed_over.get("native") == [native.absence()]:  # nothing else was against it
         native.warn_of_absence()
@@ -102,6 +104,13 @@ def _of_any_length(alike: dict[Sizes | None, _Known], request: Request, sizes: S
         return None
     _put(alike, sizes, known)
     return known
+
+
+def _plan_like(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> Plan | None:
+    """A plan of a call that differs in sizes alone, whose checks need not be made again."""
+    if request.bias is not None or request.score is not None or sizes[1] != sizes[2]:
+        return None
+    return next((plan for known in reversed(alike.values()) if (plan := known.plan()) is not None), None)
 
 
 def _operands(request: Request, known: _Known, plan: Plan) -> Operands:

@@ -51,17 +51,19 @@ Lowering = Callable[[Problem, Schedule], tuple[Problem, Step | None]]
 
 
 def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Say the mask in a simpler word if, in this call, it hides nothing or just what `Causal()` hides.
+    """Replace the mask by none, or by `Causal()`, where it keeps the same pairs in this call; the schedule tells.
 
-    A window that is longer than the sequence, lengths that are all full, one decoded token: the schedule tells.
+    A window that is longer than the sequence, lengths that are all full, one decoded token.
 
     Returns:
         the problem, and what was done, None if nothing.
     """
     if problem.mask is None:
         return problem, None
-    if tiles.pairs == problem.batch * problem.heads * problem.queries * problem.keys:
+    if not len(tiles.patch_tile) and tiles.pairs == problem.batch * problem.heads * problem.queries * problem.keys:
         return replace(problem, mask=None), Step("simplify_mask", f"{problem.mask} hides nothing here")
+    if problem.offset >= problem.keys - 1:  # `Causal()` would hide nothing
+        return problem, None
     if problem.mask != _CAUSAL and tiles.maps == (1, 1) and _is_triangle(tiles):
         return replace(problem, mask=_CAUSAL), Step("simplify_mask", f"{problem.mask} is Causal() here")
     return problem, None

@@ -1,5 +1,7 @@
 """`pose`: check a request, and take it apart into its problem and its operands. Every error of input is raised here."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -76,6 +78,29 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         storage=None if stored is None else Storage.of(*stored),
     )
     return problem, Operands(q, k, v, mask, bias, sink, score, stored)
+
+
+def pose_like(asked: Problem, request: Request) -> tuple[Problem, Operands]:
+    """`pose`, of a request that differs from the one of `asked` in sizes alone and has neither bias nor score.
+
+    Nothing but the sizes need be checked then.
+
+    Raises:
+        ProblemError: a mask that does not fit the sizes.
+    """
+    q, k, v, mask, _, _, _, _, sink, _, offset, _, _, stored = request
+    queries, keys = q.shape[2], k.shape[2]
+    offset = keys - queries if offset is None else offset
+    mask = None if mask is None else mask.bind(CallSizes(asked.batch, asked.heads, queries, keys, offset))
+    problem = replace(
+        asked,
+        queries=queries,
+        keys=keys,
+        offset=offset,
+        mask=None if mask is None else mask.fingerprint(),
+        storage=None if stored is None else Storage.of(*stored),
+    )
+    return problem, Operands(q, k, v, mask, None, sink, None, stored)
 
 
 def _non_contiguous(*tensors: Tensor) -> tuple[str, ...]:
