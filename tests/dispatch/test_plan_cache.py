@@ -23,7 +23,7 @@ from regard import (
     explain,
     observe_calls,
 )
-from regard.backend.reference import Reference
+from regard.backend.tiled import Tiled
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Bilinear
@@ -425,7 +425,7 @@ ALTERED: dict[str, list[Any]] = {
     "sink": [None, torch.zeros(2).double(), torch.zeros(2).requires_grad_()],
     "dropout": [0.0, 0, False],
     "offset": [None, 0, True],
-    "backend": [None, "native", Reference()],
+    "backend": [None, "native", Tiled()],
     "lse": [False],
     "stored": [None, tuple(StoredTensor.of(torch.randn(1, 2, 9, 8).double()) for _ in range(2))],
 }  # fmt: skip
