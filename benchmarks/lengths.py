@@ -1,0 +1,118 @@
+"""What a call costs whose length is new: a decoding loop, prompts of any length, masks written inline; beside torch.
+
+`python -m benchmarks.lengths` prints the table; `--threads 1` computes on one thread, `--cpu` counts the CPU time of
+the calling thread, which a busy machine disturbs less than the time of the clock.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.report import machine, table
+from regard import Causal, KeyLengths, Mask, Prefix, Window, attend
+from regard.bench.rounds import on_threads
+from regard.dispatch.plan_cache import forget
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+LENGTHS = 64
+"""New lengths in a round, one after the other."""
+
+ROUNDS = 9
+GOAL = 1.5
+"""Of torch's time, for one query against 512 keys."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A loop of calls: `first` keys, then one more at each call.
+
+    Attributes:
+        queries: 0 for as many as keys.
+        mask: called for each call; what it returns is the mask.
+        goal: whether the goal is for this row.
+        same: whether every call has the sizes of the first, for comparison.
+    """
+
+    name: str
+    first: int
+    mask: Callable[[], Mask | None]
+    queries: int = 1
+    goal: bool = True
+    same: bool = False
+
+
+_CAUSAL, _WINDOW = Causal(), Causal() & Window(512)
+_LENGTHS = KeyLengths(torch.tensor([480]))
+
+ROWS = (
+    Row("decode, the same length", 512, lambda: None, same=True, goal=False),
+    Row("decode, no mask", 512, lambda: None),
+    Row("decode, causal", 512, lambda: _CAUSAL),
+    Row("decode, causal, inline", 512, Causal),
+    Row("decode, window 512, nothing hidden, inline", 440, lambda: Causal() & Window(512)),
+    Row("decode, window 512", 513, lambda: _WINDOW),
+    Row("decode, window 512, inline", 513, lambda: Causal() & Window(512)),
+    Row("decode, window 512 + 4 sinks, inline", 517, lambda: Causal() & (Window(512) | Prefix(4))),
+    Row("decode, key lengths", 512, lambda: _LENGTHS),
+    Row("prompts, no mask", 64, lambda: None, queries=0, goal=False),
+    Row("prompts, causal, inline", 64, Causal, queries=0, goal=False),
+    Row("prompts, window 32, inline", 64, lambda: Causal() & Window(32), queries=0, goal=False),
+)
+
+
+def run(clock: Callable[[], float], rounds: int = ROUNDS) -> str:
+    """The table, in Markdown."""
+    rows: list[tuple[str, ...]] = []
+    for row in ROWS:
+        ours, theirs = measure(row, clock, rounds)
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        reached = ("yes" if ratio <= GOAL else "no") if row.goal else ""
+        cells = (f"{1e6 * statistics.median(times):.0f}" for times in (ours, theirs))
+        rows.append((row.name, *cells, f"{ratio:.2f}", reached))
+    return table(("one call", "regard, us", "torch, us", "regard / torch", f"at most {GOAL}"), rows)
+
+
+def measure(row: Row, clock: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of one call by regard and by torch, in each round; every length is new to regard."""
+    keys = [row.first + (0 if row.same else i) for i in range(LENGTHS)]
+    calls = [(torch.randn(1, HEADS, row.queries or n, DIM), torch.randn(1, KV_HEADS, n, DIM)) for n in keys]
+
+    def ours(q: Tensor, k: Tensor) -> Tensor:
+        return attend(q, k, k, mask=row.mask())
+
+    def theirs(q: Tensor, k: Tensor) -> Tensor:
+        is_causal = not row.queries and row.mask() is not None
+        return F.scaled_dot_product_attention(q, k, k, is_causal=is_causal, enable_gqa=True)
+
+    found: tuple[list[float], list[float]] = [], []
+    for _ in range(rounds):
+        for way, times in zip((ours, theirs), found, strict=True):
+            forget()
+            way(*(t[:, :, :1] for t in calls[0]))  # the libraries are awake
+            way(*calls[0])
+            start = clock()
+            for q, k in calls:
+                way(q, k)
+            times.append((clock() - start) / len(calls))
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="./bench lengths", description="What a call of a new length costs.")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu", action="store_true", help="count the CPU time of the calling thread")
+    asked = parser.parse_args()
+    with torch.no_grad(), on_threads(asked.threads):
+        print(f"on {machine()}, {asked.threads} threads, {HEADS}/{KV_HEADS} heads, d {DIM}, float32\n")
+        print(run(time.thread_time if asked.cpu else time.perf_counter))
+
+
+if __name__ == "__main__":
+    main()
