@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from regard import Causal, MultiHeadAttention, ProblemError, RefusalError, State, attend, attend_state, explain
-from regard.backends import Backend, Kernel, Operands, Problem, Schedule, register
 from regard.dispatch.choose import ENGINES
+from regard.extend import Backend, Kernel, Operands, Problem, Schedule, register_backend
 
 Q, K = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 9, 8)
 
@@ -79,14 +79,14 @@ def test_what_is_no_engine_is_an_error():
 def test_a_traced_call_takes_a_registered_engine():
     mine = Counting()
     compiled = torch.compile(lambda q: attend(q, K, K, backend=mine), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"regard\.backends\.register"):
+    with pytest.raises(Exception, match=r"regard\.extend\.register_backend"):
         compiled(Q)
-    register(mine)
+    register_backend(mine)
     try:
         torch.compiler.reset()
         assert torch.equal(compiled(Q), attend(Q, K, K, backend="counting"))
-        register(mine)
+        register_backend(mine)
         with pytest.raises(ProblemError, match="another backend is named 'counting'"):
-            register(Counting(any_length=True))
+            register_backend(Counting(any_length=True))
     finally:
         del ENGINES["counting"]

@@ -152,7 +152,7 @@ def attend(
         dropout: the probability that a weight is dropped, drawn from torch's generator.
         offset: position of the first query, where keys start at 0; None puts the last query at the last key. An integer
             tensor of one element is read when the call runs: a graph of `torch.compile` then serves every position.
-        backend: a backend by name, or one of your own (`regard.backends`), which runs or raises; None lets regard
+        backend: a backend by name, or one of your own (`regard.extend.Backend`), which runs or raises; None lets regard
             choose, and `explain` shows why.
 
     Returns:

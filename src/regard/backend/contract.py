@@ -1,7 +1,4 @@
-"""What a backend is: a name, what it refuses, and `compile`, which makes a kernel for a problem. Nothing else.
-
-`regard.backends` shows a whole one.
-"""
+"""What a backend is: a name, what it refuses, and `compile`, which makes a kernel for a problem. Nothing else."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol, runtime_checkable
@@ -33,7 +30,12 @@ class ResumableKernel(Kernel, Protocol):
 
 
 class Backend(ABC):
-    """What computes attention; to be subclassed. It must be hashable, as plans are cached by it.
+    """What computes attention; to be subclassed.
+
+    An object of the subclass goes where the name of a backend goes: it runs or raises `RefusalError` with its reasons,
+    and no other backend takes its place. `Problem` has all that it may refuse or depend on, `Operands` all that differs
+    from call to call, and `Schedule` lists the tiles that are not hidden. It must be hashable, as plans are cached by
+    it: a class without state, or a frozen dataclass. `torch.compile` needs it by its name: see `register_backend`.
 
     Attributes:
         name: how errors and `explain` call it, and how users do once it is registered.
@@ -44,6 +46,45 @@ class Backend(ABC):
             finite keys and values only.
         any_length: whether its kernels, where a problem has neither mask nor bias, take the numbers of queries and keys
             (1 or more) from the operands: then one plan serves every length.
+
+    >>> import torch
+    >>> from regard import Causal, State, attend, explain
+    >>> from regard.extend import Backend, Kernel, Operands, Problem, Schedule
+    >>> class Plain(Backend):
+    ...     name = "plain"
+    ...
+    ...     def refusals(self, problem: Problem) -> list[str]:
+    ...         reasons = {
+    ...             "it has no bias": problem.bias is not None,
+    ...             "it has no softcap": problem.softcap is not None,
+    ...             "it has no sink": problem.sink,
+    ...             "it has no dropout": problem.dropout > 0,
+    ...             "it shares no key heads": problem.heads != problem.kv_heads,
+    ...         }
+    ...         return [reason for reason, applies in reasons.items() if applies]
+    ...
+    ...     def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+    ...         keep = schedule.keep()  # [batch or 1, heads or 1, queries, keys]
+    ...
+    ...         def kernel(operands: Operands) -> State:
+    ...             scores = problem.scale * operands.q @ operands.k.mT
+    ...             scores = scores.masked_fill(~keep, -torch.inf)
+    ...             return State(scores.softmax(-1).nan_to_num() @ operands.v, scores.logsumexp(-1))
+    ...
+    ...         return kernel
+
+    >>> q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    >>> plain = Plain()
+    >>> torch.allclose(attend(q, k, v, mask=Causal(), backend=plain), attend(q, k, v, mask=Causal()), atol=1e-6)
+    True
+    >>> explain(q, k, v, backend=plain).backend
+    'plain'
+    >>> attend(q, k, v, softcap=5.0, backend=plain)
+    Traceback (most recent call last):
+    regard.errors.RefusalError: The backend 'plain' cannot run this.
+      q [1, 2, 5, 8] · kv [1, 2, 5, 8|8] float32 on cpu, mask None, bias None, softcap 5.0
+      plain: it has no softcap
+      Leave backend=None to let regard choose.
     """
 
     name: str

@@ -73,7 +73,7 @@ class Window(Mask):
             raise ProblemError("Window(None, None) limits nothing: give a left or a right size, or leave the mask out.")
         for side in ("left", "right"):
             size = getattr(self, side)
-            if size is None or (type(size) is int and size > 0):
+            if size is None or (type(size) is int and 0 < size < 1 << 62):
                 continue
             size = whole(size, f"Window({side})")
             if size < 1:

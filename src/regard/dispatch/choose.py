@@ -174,7 +174,7 @@ def check_backend(backend: object) -> None:
     if not isinstance(backend, Backend):
         raise ProblemError(
             f"backend {backend!r} is not known: expected one of {', '.join(ENGINES)}, an object of a class that "
-            "subclasses regard.backends.Backend, or None to let regard choose."
+            "subclasses regard.extend.Backend, or None to let regard choose."
         )
     if type(backend).__hash__ is None:
         raise ProblemError(
@@ -182,7 +182,7 @@ def check_backend(backend: object) -> None:
         )
 
 
-def register(backend: Backend) -> None:
+def register_backend(backend: Backend) -> None:
     """Let `backend=` take this backend by its name, in this process; `torch.compile` needs that.
 
     Raises:

@@ -158,7 +158,7 @@ def _name(backend: Any) -> str | None:
     if ENGINES.get(backend.name) is not backend:
         raise RefusalError(
             f"The backend {backend.name!r} is an object, and a traced call takes names: call "
-            "regard.backends.register(backend) once, before."
+            "regard.extend.register_backend(backend) once, before."
         )
     return backend.name
 
