@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -500,24 +499,29 @@ def test_a_template_that_fails(tmp_path, capsys):
 # ---- how it ends ----------------------------------------------------------------------------------------------------
 
 
-def ended_by(number, monkeypatch, after=5):
-    """The signal comes after so many pieces of text, also where this process was started to ignore it."""
+def after_pieces(monkeypatch, count, act):
+    """Act once `count` pieces of text were printed."""
     pieces = []
-    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.getsignal(number))
     make = generate_text._printer
 
-    def shower(*, quiet):
+    def printer(*, quiet):
         show = make(quiet=quiet)
 
-        def shown(piece):
+        def print_piece(piece):
             show(piece)
             pieces.append(piece)
-            if len(pieces) == after:
-                signal.raise_signal(number)
+            if len(pieces) == count:
+                act()
 
-        return shown
+        return print_piece
 
-    monkeypatch.setattr(generate_text, "_printer", shower)
+    monkeypatch.setattr(generate_text, "_printer", printer)
+
+
+def ended_by(number, monkeypatch):
+    """The signal comes after five pieces of text, also where this process was started to ignore it."""
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.getsignal(number))
+    after_pieces(monkeypatch, 5, lambda: signal.raise_signal(number))
 
 
 def test_control_c_leaves_what_was_written_and_its_numbers(folder, capsys, monkeypatch, tmp_path):
@@ -550,15 +554,14 @@ def test_a_request_to_end_is_obeyed(folder, capsys, monkeypatch):
     assert end.value.code == 143
 
 
-def test_a_reader_that_has_enough_is_no_error(folder):
-    command = [sys.executable, "-m", "regard", "generate", PROMPT, "--model", folder, "--window", "64", "--ignore-eos"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, "--max-new-tokens", "100000"], env=environment, **streams) as ran:
-        ran.stdout.read(1)
-        ran.stdout.close()
-        err = ran.stderr.read()
-    assert (ran.returncode, err) == (0, b"")
+def test_a_reader_that_has_enough_is_no_error(folder, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    after_pieces(monkeypatch, 1, lambda: os.close(reader))
+    options = ["--window", "64", "--ignore-eos", "--max-new-tokens", "100000"]
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["generate", PROMPT, "--model", folder, *options]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.model

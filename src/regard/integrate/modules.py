@@ -189,7 +189,7 @@ def _fill(projection: nn.Linear | None, weight: Tensor, bias: Tensor | None) -> 
 
 
 @torch.no_grad()
-def _fill_norm(norm: RMSNorm | None, given: Any) -> None:
+def _fill_norm(norm: RMSNorm | None, source: Any) -> None:
     assert norm is not None
-    norm.weight.copy_(given.weight)
-    norm.eps = given.variance_epsilon
+    norm.weight.copy_(source.weight)
+    norm.eps = source.variance_epsilon
