@@ -103,6 +103,20 @@ def test_rows_of_different_lengths_are_as_each_alone(mask: Mask | None, engine: 
         assert torch.equal(found[row : row + 1], alone) if engine is None else torch.allclose(found[row], alone[0])
 
 
+@pytest.mark.parametrize("engine", [None, "reference"])
+def test_a_part_behind_rows_of_different_lengths_begins_where_each_row_ends(engine: str | None) -> None:
+    lengths = torch.tensor([83, 40])
+    k, v = (
+        StoredTensor((*s.parts, plain(t[:, :, :7])), (*t.shape[:2], 90, t.shape[3]), t.dtype, lengths + 7)
+        for s, t in zip(ragged([83, 40]), (K, V), strict=True)
+    )
+    found = attend(Q, k, v, backend=engine)
+    for row, length in enumerate((83, 40)):
+        of_row = [torch.cat([t[row : row + 1, :, :length], t[row : row + 1, :, :7]], 2) for t in (K, V)]
+        alone = attend(Q[row : row + 1], of_row[0], of_row[1], backend=engine)
+        assert torch.allclose(found[row], alone[0], atol=1e-6)
+
+
 def test_a_traced_call_is_the_same() -> None:
     for k, v in (STORED["int8"], ragged([83, 40])):
 

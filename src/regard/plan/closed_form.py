@@ -73,7 +73,7 @@ class _Cells(NamedTuple):
 
 def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     """The schedule of a call, of at least one query and key, that keeps a union of intervals for all heads."""
-    intervals = [Interval(*map(_near, x)) for x in intervals]
+    intervals = [Interval(*(_near(edge, grid.maps[0]) for edge in x)) for x in intervals]
     covered, at = _covered_and_mixed(intervals, grid)
     row, column = np.divmod(at, grid.across)
     if not len(at):
@@ -91,8 +91,11 @@ def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     return _scheduled(grid, covered, row, column, bits)
 
 
-def _near(edge: Edge) -> Edge:
-    return max(-FAR, min(edge, FAR)) if isinstance(edge, int) else edge
+def _near(edge: Edge, rows: int) -> Edge:
+    """The edge, cut to the distance FAR, or to the first batch rows where the call has fewer than the mask."""
+    if isinstance(edge, np.ndarray):
+        return edge[:rows]
+    return edge if edge is None else max(-FAR, min(edge, FAR))
 
 
 def _covered_and_mixed(intervals: list[Interval], grid: Grid) -> tuple[Bools, Ints]:
