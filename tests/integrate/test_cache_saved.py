@@ -206,7 +206,7 @@ def test_another_model_is_refused(saved: Path):
 def test_other_tokens_are_refused(saved: Path):
     m, other = model("llama"), prompt()
     other[1, 7] += 1
-    with pytest.raises(ProblemError, match=rf"at 7 of row 1 it has seen {int(other[1, 7]) - 1}, and the text has"):
+    with pytest.raises(ProblemError, match=rf"at 7 of row 1 it has {int(other[1, 7]) - 1}, and the text has"):
         load_cache(m, saved, tokens=other)
     for text in (prompt()[:1], prompt()[:, :-1]):
         with pytest.raises(ProblemError, match="expected a text that begins with those"):
@@ -297,9 +297,9 @@ def test_a_policy_of_ones_own_is_pickled_and_not_saved(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["os.system", "regard.cache.kv_cache.copy", "regard.cache.store.importlib", "KVCache"])
 def test_a_file_names_no_class_that_is_not_regards(name: str):
-    with pytest.raises(ProblemError, match="none of regard's caches or words"):
+    with pytest.raises(ProblemError, match="no class of regard's caches"):
         Reader({}, torch.device("cpu")).read({"class": name, "state": {"dict": []}})
-    with pytest.raises(ProblemError, match="none of regard's caches or words"):
+    with pytest.raises(ProblemError, match="no class of regard's caches"):
         Reader({}, torch.device("cpu")).read({"tuple": [], "class": "regard.cache.kv_cache.KVCache"})
     with pytest.raises(ProblemError, match="which torch does not have"):
         Reader({}, torch.device("cpu")).read({"dtype": "load"})

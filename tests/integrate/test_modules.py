@@ -192,7 +192,7 @@ def test_the_word_has_the_frequencies_and_the_factor_of_transformers(said, token
     ("said", "why"),
     [
         ({"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 1.0}}, "expected one rotation"),
-        ({"rope_theta": 500.0, "rope_type": "spiral"}, "rope_type 'spiral' has no word"),
+        ({"rope_theta": 500.0, "rope_type": "spiral"}, "rope_type 'spiral' is not known"),
     ],
 )
 def test_a_rotation_without_a_word_is_refused(said, why):

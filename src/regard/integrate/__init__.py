@@ -1,4 +1,4 @@
-"""regard inside other libraries: the attention and the caches of transformers' models, and checkpoints to try it on.
+"""regard inside transformers: the attention and the KV cache of its models, and a model to try them on.
 
 ```python
 from regard.integrate import regard_cache, use_regard
@@ -7,8 +7,8 @@ use_regard(model)
 model.generate(**inputs, past_key_values=regard_cache(model, codec=Int8()))
 ```
 
-Nothing else in regard imports this room, and `import regard` does not load it. transformers is loaded when one of these
-names is first asked for.
+Nothing else in regard imports this room, and `import regard` does not load it. transformers is imported when one of
+these names is first used.
 """
 
 import importlib

@@ -110,7 +110,7 @@ class RegardCache(DynamicCache):
 
     Attributes:
         decoder: of the model that it is for.
-        options: as they were given.
+        options: the layout, codec and policies, as passed to `regard_cache`.
         ids: int64 [batch, tokens], the ids of the tokens in a cache that `load_cache` read; None: it was not read.
         model: a weak reference to the model, where it is known.
     """

@@ -1,12 +1,13 @@
 """A model's cache as a safetensors file: written whole or not at all, and checked when it is loaded.
 
 ```
-tokens          int64 [batch, tokens]: the ids that the cache has seen
-00001 ...       what the layers keep, codes as codes
-metadata        what they belong to (`cache_tree.py`), the model's name, its config, a digest of its weights, one of all
+tokens          int64 [batch, tokens]: the ids of the tokens in the cache
+00001 ...       keys and values of the layers, codes as codes
+metadata        the objects with these tensors (`cache_tree.py`), the model's name and config, digests of its weights
+                and of everything
 ```
 
-Nothing in the file is run when it is read.
+Reading the file runs no code in it.
 """
 
 import hashlib
@@ -27,31 +28,31 @@ from regard.errors import ProblemError
 from regard.integrate.cache_tree import Reader, Writer
 
 FORMAT, VERSION = "regard cache", "1"
-"""The version is raised when what a cache keeps changes its names or meaning."""
+"""Increased when attributes of caches change their names or meaning."""
 
 PASSING = {
     "architectures", "dtype", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
-"""Fields of a config that change nothing in keys and values."""
+"""Fields of a config that do not affect keys and values."""
 
 HEADER_BYTES = 100_000_000
 """The longest header of a safetensors file."""
 
 SAMPLES = 16
-"""Elements of each weight that tell one model's weights from another's."""
+"""Elements of each weight that identify the weights of a model."""
 
 
 def write_cache(
-    path: str | os.PathLike[str], kept: object, config: Any, model: nn.Module | None, tokens: Tensor
+    path: str | os.PathLike[str], state: object, config: Any, model: nn.Module | None, tokens: Tensor
 ) -> None:
-    """Write a file of what a cache keeps.
+    """Write the state of a cache to a file.
 
     Args:
         path: of the file; a saved cache that is there is replaced.
-        kept: what `read_cache` is to give back, of regard's caches, words and plain values.
+        state: what `read_cache` returns: objects of regard's caches, options and plain values.
         config: of the model.
-        model: that it is for; None: its weights are not known, and not compared.
+        model: None: its weights are not known, and not compared.
         tokens: int64 [batch, tokens].
 
     Raises:
@@ -61,7 +62,7 @@ def write_cache(
     target = Path(path).resolve()  # a link stays, the file that it leads to is replaced
     _check_target(target)
     writer = Writer()
-    state = json.dumps(writer.write(kept))
+    text = json.dumps(writer.write(state))
     tensors = writer.tensors | {"tokens": tokens.cpu().contiguous()}
     metadata = {
         "format": FORMAT,
@@ -69,7 +70,7 @@ def write_cache(
         "model": _named(config),
         "config": json.dumps(_fields(config), sort_keys=True, default=str),
         "weights": "" if model is None else _weights(model),
-        "state": state,
+        "state": text,
     }
     metadata["digest"] = _digest(metadata, tensors)
     _put(target, lambda part: save_file(tensors, part, metadata))
@@ -78,7 +79,7 @@ def write_cache(
 def read_cache(
     path: str | os.PathLike[str], config: Any, model: nn.Module | None, device: torch.device
 ) -> tuple[Any, Tensor]:
-    """What `write_cache` was given, on a device, and the ids of its tokens.
+    """The state that `write_cache` wrote, on a device, and the ids of its tokens.
 
     Raises:
         ProblemError: no such file, one that is damaged or of something else, or that is of another model.
@@ -109,15 +110,15 @@ def check_ids(path: str | os.PathLike[str], ids: Tensor, text: Tensor) -> None:
     count = ids.shape[1]
     if len(text) != len(ids) or text.shape[1] < count:
         raise ProblemError(
-            f"tokens are {list(text.shape)}, and {path} has seen {list(ids.shape)}: expected a text that begins with "
-            "those."
+            f"tokens are {list(text.shape)}, and {path} has tokens {list(ids.shape)}: expected a text that begins "
+            "with those."
         )
     other = (text[:, :count].cpu() != ids).nonzero()
     if len(other):
         row, at = other[0].tolist()
         raise ProblemError(
-            f"tokens are not those of {path}: at {at} of row {row} it has seen {int(ids[row, at])}, and the text has "
-            f"{int(text[row, at])}. Make the cache anew."
+            f"tokens are not those of {path}: at {at} of row {row} it has {int(ids[row, at])}, and the text has "
+            f"{int(text[row, at])}. Compute the cache again."
         )
 
 
@@ -152,7 +153,7 @@ def _check_model(path: str | os.PathLike[str], metadata: dict[str, str], config:
     if metadata["weights"] and model is not None and metadata["weights"] != _weights(model):
         raise ProblemError(
             f"{path} is the cache of {metadata['model']} with other weights: its keys and values are not those of this "
-            "model. Make it anew from its tokens."
+            "model. Compute it again from its tokens."
         )
 
 
@@ -209,7 +210,7 @@ def _is_cache(path: Path) -> bool:
 
 
 def _put(target: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written beside `target`, flushed to the disk, and take its name; an error leaves what was there."""
+    """Write a file beside `target`, flush it to the disk, and rename it; an error leaves the old file as it was."""
     try:
         with atomic_write(target) as part:
             part.touch()

@@ -1,4 +1,4 @@
-"""`load_cache`: a model's cache out of the file that its `save` wrote."""
+"""`load_cache`: a model's cache from the file that its `save` wrote."""
 
 import os
 from typing import Any
@@ -13,14 +13,14 @@ from regard.integrate.decoder import decoder_of
 
 
 def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | None = None) -> RegardCache:
-    """A cache that `cache.save(path, tokens)` wrote; it goes on with the same bits, on the device of the model.
+    """A cache that `cache.save(path, tokens)` wrote; it continues with the same bits, on the device of the model.
 
     Args:
-        model: the model, or its config: the one that the cache was made with, wherever it was loaded from. With the
-            model its weights are compared, by a few of each, and with the config nothing but the config.
-        path: of the file. Nothing in it is run.
-        tokens: the ids of the text that is to go on, [batch, tokens] or [tokens]: it must begin with what the cache has
-            seen. None: not compared; `cache.ids` has them.
+        model: the model that the cache was made with, or its config. Of a model the weights are compared, a few
+            elements of each, of a config only the config.
+        path: of the file. No code in it is run.
+        tokens: the ids of the text to continue, [batch, tokens] or [tokens]: it must begin with the tokens in the
+            cache. None: not compared; `cache.ids` has them.
 
     Raises:
         ProblemError: no such file, a damaged one, one of another model, or of other tokens.

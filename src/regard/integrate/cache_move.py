@@ -1,7 +1,7 @@
-"""Moving what a `KVCache` keeps to another device and back, as it is: codes stay codes, views of one memory stay so.
+"""Moving a `KVCache` to another device and back: codes remain codes, and views of one memory remain views of one.
 
-A cache is a tree of objects of `regard.cache` with tensors in it. Each memory is copied once, and every tensor that
-looks into it is made anew over the copy, so a store finds its rooms, tables and views as it left them.
+A cache is a tree of objects of `regard.cache` with tensors in it. Each memory is copied once, and every view of it is
+made again over the copy, so block tables and views are as before.
 """
 
 from typing import Any, cast
@@ -13,15 +13,15 @@ from regard.errors import RefusalError
 
 
 def move(kept: object, device: torch.device | str, *, anew: bool = False) -> None:
-    """Move all tensors that an object of `regard.cache` holds, and what it knows of their device, in place.
+    """Move all tensors in an object of `regard.cache`, and its record of their device, in place.
 
     Args:
         kept: a `KVCache`.
         device: where to.
-        anew: whether what is there already is copied as well.
+        anew: whether tensors that are on the device already are copied as well.
 
     Raises:
-        RefusalError: it holds pages of a pool that others use as well.
+        RefusalError: it uses pages of a pool that other caches use as well.
 
     >>> from regard.cache import KVCache
     >>> cache, k = KVCache(), torch.randn(1, 2, 3, 4)
@@ -39,15 +39,15 @@ def move(kept: object, device: torch.device | str, *, anew: bool = False) -> Non
 
 
 class _Move:
-    """One move: what was met already, by identity."""
+    """One move, with the objects that it has met, by identity."""
 
     def __init__(self, device: torch.device, anew: bool) -> None:
         self.device, self.anew = device, anew
-        self.memories: dict[int, tuple[Any, Any]] = {}  # of a memory's address: it, so that it lives on, and its copy
+        self.memories: dict[int, tuple[Any, Any]] = {}  # by address: a memory, which must not be freed, and its copy
         self.met: dict[int, object] = {}
 
     def into(self, kept: object) -> None:
-        """Everything below an object of ours."""
+        """Everything below an object of regard's."""
         if id(kept) in self.met:
             return
         self.met[id(kept)] = kept
@@ -59,7 +59,7 @@ class _Move:
                     object.__setattr__(kept, name, new)
 
     def moved(self, value: Any) -> Any:
-        """What stands in a value's place; itself where nothing in it moves."""
+        """What replaces a value; itself where nothing in it moves."""
         if isinstance(value, Tensor):
             return self.tensor(value)
         if isinstance(value, torch.device):
@@ -78,7 +78,7 @@ class _Move:
         return value
 
     def tensor(self, old: Tensor) -> Tensor:
-        """The same look into the copy of a memory."""
+        """The same view of the copy of a memory."""
         if old.device == self.device and not self.anew:
             return old
         memory = old.untyped_storage()

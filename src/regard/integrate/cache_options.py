@@ -1,4 +1,4 @@
-"""What a model's cache is asked to do, and whether that goes with the model."""
+"""The layout, codec and policies of a model's cache, and whether they go with the model."""
 
 import functools
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def options_for(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> Ca
 
     Args:
         decoder: of the model.
-        options: as they were given.
+        options: as passed to `regard_cache`.
         kinds: of its layers, as transformers names them.
 
     Raises:

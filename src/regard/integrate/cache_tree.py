@@ -1,8 +1,8 @@
-"""What a cache keeps as JSON and tensors, and back: what a file has that runs no code when it is read.
+"""A cache as JSON and tensors, and back, for a file that runs no code when it is read.
 
-A cache is a tree of objects of `regard.cache` and of words. An object is written as the name of its class and its state
-(`__getstate__`, as a pickle has it); reading makes objects of classes of regard alone, and calls nothing but their
-`__setstate__`. What is met twice is written once.
+A cache is a tree of objects of regard. An object is written as the name of its class and its state (`__getstate__`, as
+in a pickle); reading makes objects of regard's classes alone, and calls only their `__setstate__`. An object that
+occurs twice is written once.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.errors import ProblemError, RefusalError
 
 HOMES = ("regard.cache.", "regard.describe.", "regard.storage.")
-"""Where the classes of a tree may be defined."""
+"""Where classes of objects in a tree may be defined."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -25,7 +25,7 @@ class Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._met: dict[int, int] = {}
-        self._alive: list[object] = []  # so that no other object gets the identity of one that was met
+        self._alive: list[object] = []  # else the id of a freed object could be that of another
 
     def write(self, value: Any) -> Any:
         """JSON that `Reader.read` reads.
@@ -55,7 +55,7 @@ class Writer:
         self._alive.append(value)
         if not isinstance(value, Tensor):
             return {"class": _name(cast("type[Any]", type(value))), "state": self.write(value.__getstate__())}
-        order = sorted(range(value.ndim), key=lambda axis: -value.stride(axis))  # memory as it lies
+        order = sorted(range(value.ndim), key=lambda axis: -value.stride(axis))  # as in memory
         self.tensors[f"{number:05d}"] = value.detach().permute(order).contiguous().cpu()
         return {"tensor": f"{number:05d}", "order": order}
 
@@ -72,13 +72,13 @@ class Reader:
         self._tensors, self._device = tensors, device
         self._met: list[Any] = []
 
-    def read(self, said: Any) -> Any:
+    def read(self, data: Any) -> Any:
         """The value.
 
         Raises:
             ProblemError: a class that is not regard's.
         """
-        match said:
+        match data:
             case {"dtype": name}:
                 return _dtype(name)
             case {"device": _}:
@@ -97,7 +97,7 @@ class Reader:
             case {"class": name, "state": state}:
                 return self._object(_class(name), state)
             case _:
-                return said
+                return data
 
     def _tensor(self, name: str, order: list[int]) -> Tensor:
         back = sorted(range(len(order)), key=order.__getitem__)
@@ -106,10 +106,10 @@ class Reader:
         self._met.append(made)
         return made
 
-    def _object(self, kind: type[Any], said: Any) -> Any:
+    def _object(self, kind: type[Any], data: Any) -> Any:
         made = object.__new__(kind)
         self._met.append(made)  # before its state, which may refer to it
-        state = self.read(said)
+        state = self.read(data)
         if hasattr(made, "__setstate__"):
             made.__setstate__(state)
         else:
@@ -120,7 +120,7 @@ class Reader:
 def _name(kind: type[Any]) -> str:
     if not kind.__module__.startswith(HOMES):
         raise RefusalError(
-            f"a cache with a {kind.__module__}.{kind.__qualname__} cannot be saved to a file: expected words and "
+            f"a cache with a {kind.__module__}.{kind.__qualname__} cannot be saved to a file: expected objects and "
             "policies of regard alone. torch.save, or pickle, takes any."
         )
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -137,5 +137,5 @@ def _class(name: str, base: type[Any] = object) -> type[Any]:
     module, _, own = name.rpartition(".")
     found = getattr(importlib.import_module(module), own, None) if module.startswith(HOMES) else None
     if not isinstance(found, type) or found.__module__ != module or not issubclass(found, base):
-        raise ProblemError(f"the file names a class {name!r}, which is none of regard's caches or words.")
+        raise ProblemError(f"the file names a class {name!r}, which is no class of regard's caches.")
     return found

@@ -88,7 +88,7 @@ def _devices() -> str:
 
 
 def config_of(name: str | None) -> Any:
-    """The config of a model that lies here, in a package, a directory or the cache, without its weights: milliseconds.
+    """The config of a model on this machine, in a package, a directory or the cache, without its weights: milliseconds.
 
     None where it is not known before `load`: of a model on the hub, of an encoder-decoder (which is two models), and
     where there is none that can be read, which `load` then says.
@@ -175,7 +175,7 @@ def _from_directory(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _cached(name: str) -> str | None:
-    """The directory of a model in the Hugging Face cache; loaded from there, nothing asks the network."""
+    """The directory of a model in the Hugging Face cache; loading from there needs no network."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -255,8 +255,8 @@ def _one_line(what: str) -> Generator[None]:
     except ProblemError:
         raise
     except Exception as error:  # noqa: BLE001  OSError, ValueError, KeyError, SafetensorError ...: all mean this
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ProblemError(f"{what}: {said if len(said) <= 160 else said[:157] + '...'}") from None
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise ProblemError(f"{what}: {message if len(message) <= 160 else message[:157] + '...'}") from None
 
 
 @contextmanager

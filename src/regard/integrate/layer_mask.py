@@ -1,8 +1,8 @@
-"""The mask as it travels through a transformers model, from where it is made to the attention of every layer.
+"""A mask that passes through a transformers model, from where it is made to the attention of every layer.
 
-transformers hands on, untouched, whatever a mask function returns, if it passes for a mask that is ready: a tensor, or
-torch's `BlockMask`, of four dimensions. `LayerMask` is such a BlockMask by type alone: it holds words. A model that
-computes with its masks (slices them, joins two) is given the dense bool tensor the moment it does.
+transformers passes the result of a mask function on as it is, if that counts as a finished mask: a tensor, or torch's
+`BlockMask`, of four dimensions. `LayerMask` is a BlockMask by type alone: it contains a regard mask. A model that
+computes with its masks (slices them, joins two) gets the dense bool tensor at that moment.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ _BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImport
 
 
 class LayerMask(DenseOnUse, _BlockMask):
-    """A mask in words and the call that it is for; one for all layers of a kind in a forward pass.
+    """A mask and the sizes of its call; one for all layers of a kind in a forward pass.
 
     Args:
-        mask: the words; None keeps everything.
+        mask: None keeps everything.
         shape: (batch, 1, queries, keys) of the call.
         offset: position of the first query, the first key being at 0.
         device: where the model computes.
@@ -51,7 +51,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         device: torch.device | str,
         padding: Tensor | None = None,
     ) -> None:
-        # BlockMask's own __init__ wants the tables of blocks that this mask does without.
+        # BlockMask's own __init__ wants block tables that this mask does not need.
         self.mask, self._shape, self.offset, self._device, self.padding = mask, shape, offset, device, padding
         self.offset_tensor = torch.tensor(offset, device="cpu")  # read on the host
         self._dense: Tensor | None = None
@@ -63,15 +63,15 @@ class LayerMask(DenseOnUse, _BlockMask):
 
     @property
     def ndim(self) -> int:
-        """4: GPT-2 asks, and needs no dense mask for it."""
+        """4, for GPT-2, which needs no dense mask for that."""
         return 4
 
     def contiguous(self) -> "LayerMask":
-        """Itself: `generate` asks masks for this."""
+        """Itself: `generate` calls it."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> "LayerMask":
-        """Itself: the words' few tensors follow the queries and keys."""
+        """Itself: the few tensors in a mask are moved with the queries and keys."""
         return self
 
     def dense(self) -> Tensor:

@@ -38,14 +38,14 @@ SUPPORTED = (*SEPARATE, *FUSED, *LATENT)
 def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAttention:
     """A module with copies of the weights of an attention layer of transformers, that computes the same.
 
-    Causal, with the layer's window if it has one. It is given the tokens that the layer is given, after the norm.
+    Causal, with the layer's window if it has one. Its input is that of the layer, after the norm.
 
     Args:
         layer: such as `model.model.layers[0].self_attn`, or `model.gpt_neox.layers[0].attention`.
         config: of the model, `model.config`.
 
     Raises:
-        ProblemError: a model type that is not among `SUPPORTED`, or a rotation that has no word.
+        ProblemError: a model type that is not among `SUPPORTED`, or a rotation that no `Rope` computes.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> model = LlamaModel(LlamaConfig(
@@ -64,62 +64,63 @@ def rope_of(config: Any) -> Rope:
     """The rotation that `config.rope_parameters` describes.
 
     Raises:
-        ProblemError: a type that has no word, or a rotation of its own for each type of layers.
+        ProblemError: an unknown type, or a rotation for each type of layers.
 
     >>> from transformers import LlamaConfig
     >>> rope_of(LlamaConfig(head_dim=64, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}))
     Rope(dim=64, base=500.0, scaling=Linear(factor=4.0))
     """
-    said: dict[str, Any] = dict(config.rope_parameters)
-    if "rope_theta" not in said:
+    parameters: dict[str, Any] = dict(config.rope_parameters)
+    if "rope_theta" not in parameters:
         raise ProblemError(
-            f"rope_parameters of {config.model_type} hold {list(said)}: expected one rotation for all layers."
+            f"rope_parameters of {config.model_type} are {list(parameters)}: expected one rotation for all layers."
         )
     latent = config.model_type in LATENT
     interleaved = latent and bool(getattr(config, "rope_interleave", True))
     dim = config.qk_rope_head_dim if latent else _head_dim(config)
-    fraction = said.get("partial_rotary_factor") or Rope.fraction
-    return Rope(dim, float(said["rope_theta"]), scaling_of(said, config), fraction, interleaved)
+    fraction = parameters.get("partial_rotary_factor") or Rope.fraction
+    return Rope(dim, float(parameters["rope_theta"]), scaling_of(parameters, config), fraction, interleaved)
 
 
-def scaling_of(said: dict[str, Any], config: Any) -> Scaling | None:
+def scaling_of(parameters: dict[str, Any], config: Any) -> Scaling | None:
     """The scaling that `rope_parameters` describe; None for none.
 
     Raises:
-        ProblemError: a type that has no word.
+        ProblemError: an unknown type.
     """
-    kind = said.get("rope_type", "default")
+    kind = parameters.get("rope_type", "default")
     if kind == "default":
         return None
     if kind == "linear":
-        return Linear(said["factor"])
+        return Linear(parameters["factor"])
     if kind == "dynamic":
-        return DynamicNTK(said["factor"], config.max_position_embeddings)
+        return DynamicNTK(parameters["factor"], config.max_position_embeddings)
     if kind == "llama3":
-        original = said["original_max_position_embeddings"]
-        return Llama3(said["factor"], said["low_freq_factor"], said["high_freq_factor"], original)
+        original = parameters["original_max_position_embeddings"]
+        return Llama3(parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"], original)
     if kind == "yarn":
-        return _yarn(said, config)
+        return _yarn(parameters, config)
     if kind == "longrope":
-        original = said["original_max_position_embeddings"]
+        original = parameters["original_max_position_embeddings"]
         return LongRope(
-            tuple(said["short_factor"]), tuple(said["long_factor"]), original,
-            max(1.0, said.get("factor") or config.max_position_embeddings / original), said.get("attention_factor"),
+            tuple(parameters["short_factor"]), tuple(parameters["long_factor"]), original,
+            max(1.0, parameters.get("factor") or config.max_position_embeddings / original),
+            parameters.get("attention_factor"),
         )  # fmt: skip
-    raise ProblemError(f"rope_type {kind!r} has no word: expected default, linear, dynamic, yarn, llama3 or longrope.")
+    raise ProblemError(f"rope_type {kind!r} is not known: expected default, linear, dynamic, yarn, llama3 or longrope.")
 
 
-def _yarn(said: dict[str, Any], config: Any) -> Yarn:
-    original = said["original_max_position_embeddings"]
-    factor = said.get("factor") or config.max_position_embeddings / original
-    given, mscale, all_dim = (said.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is None and not (mscale and all_dim):  # one alone counts for nothing here
-        given, mscale, all_dim = 0.1 * math.log(factor) + 1.0, None, None
-    elif given is not None:
+def _yarn(parameters: dict[str, Any], config: Any) -> Yarn:
+    original = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or config.max_position_embeddings / original
+    scale, mscale, all_dim = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if scale is None and not (mscale and all_dim):  # transformers ignores one of the two alone
+        scale, mscale, all_dim = 0.1 * math.log(factor) + 1.0, None, None
+    elif scale is not None:
         mscale = all_dim = None
     return Yarn(
-        factor, original, said.get("beta_fast") or 32.0, said.get("beta_slow") or 1.0, given, mscale, all_dim,
-        said.get("truncate", True),
+        factor, original, parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0,
+        scale, mscale, all_dim, parameters.get("truncate", True),
     )  # fmt: skip
 
 

