@@ -4,7 +4,7 @@
 
 ```
 python docs/refresh.py            # all; on a quiet machine, since it measures
-python docs/refresh.py demo       # one of: explain, demo, schedules
+python docs/refresh.py demo       # one of: explain, demo, generate, schedules, speed
 ```
 """
 
@@ -53,6 +53,12 @@ def schedules() -> str:
     return (ROOT / "docs" / "schedules.md").read_text().split("\n", 2)[2].strip()
 
 
+def speed() -> None:
+    """docs/speed.svg, from the tables of docs/performance.md: the README shows it."""
+    drawn = [sys.executable, "-m", "benchmarks.speed_picture"]
+    _output([*drawn, ROOT / "docs" / "performance.md", ROOT / "docs" / "speed.svg"])
+
+
 def _output(command: list[str | Path], **environment: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True)
     return done.stdout
@@ -61,7 +67,10 @@ def _output(command: list[str | Path], **environment: str) -> str:
 def main() -> None:
     """Put each part between its marks in the README."""
     parts = {"explain": explain, "demo": demo, "generate": generate, "schedules": schedules}
-    for name in sys.argv[1:] or parts:
+    for name in sys.argv[1:] or (*parts, "speed"):
+        if name == "speed":
+            speed()
+            continue
         text = parts[name]()
         marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
         whole = marked.sub(

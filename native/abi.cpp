@@ -23,11 +23,16 @@ struct Named {
 
 constexpr Named built[] = {
     {"portable", &portable},
-#if defined(__x86_64__)
+#if REGARD_WITH_AVX2
     {"avx2", &avx2},
+#endif
+#if REGARD_WITH_AVX512
     {"avx512", &avx512},
+#endif
+#if REGARD_WITH_AVX512BF16
     {"avx512bf16", &avx512bf16},
-#elif defined(__aarch64__)
+#endif
+#if REGARD_WITH_NEON
     {"neon", &neon},
 #endif
 };
@@ -193,11 +198,7 @@ int regard_abi_version() { return REGARD_ABI_VERSION; }
 
 const char *const *regard_isas() { return regard::isas(); }
 
-const char *regard_isa() {
-    const char *const *isa = regard_isas();
-    while (isa[1]) ++isa;
-    return *isa;
-}
+const char *regard_best_isa() { return regard::best_isa(); }
 
 int64_t regard_workspace(const regard_call *call) {
     if (!call) return REGARD_BAD_POINTER;

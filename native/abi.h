@@ -154,11 +154,13 @@ struct regard_sweep {
 // The version of this interface that the library was built with.
 REGARD_API int regard_abi_version();
 
-// The fastest instruction set that is built in and that this machine runs: the last of regard_isas().
-REGARD_API const char *regard_isa();
-
-// Every such instruction set, plainest first, ended by a null pointer: {"portable", "avx2", nullptr}.
+// The instruction sets that this library has kernels for and this machine runs, plainest first, ended by a null
+// pointer:
+// {"portable", "avx2", nullptr}.
 REGARD_API const char *const *regard_isas();
+
+// The best instruction set of this machine; not among regard_isas() where it was not compiled.
+REGARD_API const char *regard_best_isa();
 
 // The bytes of workspace that the call needs; a regard_status below 0 if the call makes no sense.
 REGARD_API int64_t regard_workspace(const regard_call *call);

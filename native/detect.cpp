@@ -4,7 +4,8 @@
 // oldest machine of its family and keeps it out of link-time optimisation. Otherwise an old machine dies of an illegal
 // instruction before anybody could ask. (ggml states the same caution in its ggml-cpu/CMakeLists.txt.)
 //
-// A kernel is compiled with exactly the features that its row names, and with no others.
+// A kernel is compiled with exactly the features that its row names, and with no others. Which rows are compiled is
+// chosen when regard is installed: CMakeLists.txt defines REGARD_WITH_... as 1 or leaves it undefined (detect.h).
 #include "detect.h"
 
 namespace regard {
@@ -13,6 +14,7 @@ namespace {
 struct Isa {
     const char *name;
     bool (*runs_here)();
+    bool built;  // whether this library has kernels for it
 };
 
 bool always() { return true; }
@@ -35,31 +37,39 @@ bool avx512bf16() {
 
 // Plainest first; on one family, whoever runs a row runs all rows above it.
 constexpr Isa table[] = {
-    {"portable", always},
+    {"portable", always, true},
 #if defined(__x86_64__)
-    {"avx2", avx2},
-    {"avx512", avx512},
-    {"avx512bf16", avx512bf16},
+    {"avx2", avx2, REGARD_WITH_AVX2},
+    {"avx512", avx512, REGARD_WITH_AVX512},
+    {"avx512bf16", avx512bf16, REGARD_WITH_AVX512BF16},
 #elif defined(__aarch64__)
-    {"neon", always},  // every 64-bit ARM has it
+    {"neon", always, REGARD_WITH_NEON},  // every 64-bit ARM has it
 #endif
 };
 
 struct Found {
     const char *names[sizeof table / sizeof *table + 1] = {};
+    const char *best = nullptr;
 
     Found() {
         const char **next = names;
-        for (const Isa &isa : table)
-            if (isa.runs_here()) *next++ = isa.name;
+        for (const Isa &isa : table) {
+            if (!isa.runs_here()) continue;
+            best = isa.name;
+            if (isa.built) *next++ = isa.name;
+        }
     }
 };
 
+const Found &found() {
+    static const Found once;
+    return once;
+}
+
 }  // namespace
 
-const char *const *isas() {
-    static const Found found;
-    return found.names;
-}
+const char *const *isas() { return found().names; }
+
+const char *best_isa() { return found().best; }
 
 }  // namespace regard

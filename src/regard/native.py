@@ -4,8 +4,10 @@ The library stands beside this file. It is C++ behind a C interface (native/abi.
 every torch, and regard works without it: then `available()` is False, `absence()` says why, and the first call that it
 would have computed warns of that (`SlowWarning`), unless the environment variable `REGARD_QUIET` is set.
 
-Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512bf16" on x86 or "neon" on 64-bit ARM. The
-last one that the machine has is used, unless the environment variable `REGARD_ISA` names another.
+Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512bf16" on x86 or "neon" on 64-bit ARM. An
+installation from source compiles "portable" and the best one of the machine; with the environment variable
+`REGARD_ISAS=all` it compiles all of them, as wheels do. A call uses the best compiled one that the machine runs, unless
+the environment variable `REGARD_ISA` names another.
 
 A call is a struct whose every field has 8 bytes. `CALL` and `GRADIENT` name the fields in order; an `Entry`
 writes and runs it.
@@ -111,15 +113,20 @@ def absence() -> str | None:
 
 def warn_of_absence() -> None:
     """Give a `SlowWarning` if there is no compiled library: once in a process, and not if `REGARD_QUIET` is set."""
-    if os.environ.get("REGARD_QUIET", "0") in ("", "0") and (absent := absence()) is not None:
-        _warn(absent)
+    if (absent := absence()) is not None:
+        warn_once(f"Attention on the CPU is several times slower than it could be: {absent}")
+
+
+def warn_once(slow: str) -> None:
+    """Give a `SlowWarning` with this sentence: once in a process, and not if `REGARD_QUIET` is set."""
+    if os.environ.get("REGARD_QUIET", "0") in ("", "0"):
+        _warn(slow)
 
 
 @cache
-def _warn(absent: str) -> None:
+def _warn(slow: str) -> None:
     warnings.warn(
-        f"Attention on the CPU is several times slower than it could be: {absent} To silence this: "
-        'warnings.filterwarnings("ignore", category=regard.SlowWarning), or REGARD_QUIET=1.',
+        f'{slow} To silence this: warnings.filterwarnings("ignore", category=regard.SlowWarning), or REGARD_QUIET=1.',
         SlowWarning,
         stacklevel=_outside(),
     )
@@ -145,6 +152,9 @@ def isas() -> tuple[str, ...]:
 def isa() -> str:
     """The instruction set to use: what `REGARD_ISA` names, else the best of `isas()`.
 
+    Warns once (`SlowWarning`) if this machine has a better one that was not compiled, as in an image that was built on
+    an older machine.
+
     Raises:
         RefusalError: there is no compiled library.
         ProblemError: `REGARD_ISA` names one that does not exist or that this machine lacks.
@@ -153,6 +163,11 @@ def isa() -> str:
     if not here:
         raise RefusalError(absence())
     if not asked:
+        if (best := best_isa()) != here[-1]:
+            warn_once(
+                f"Attention on the CPU is slower than it could be: this machine runs {best}, and regard was compiled "
+                f"for {', '.join(here)}. Install regard again on this machine, or with REGARD_ISAS=all."
+            )
         return here[-1]
     if asked not in here:
         raise ProblemError(
@@ -160,6 +175,12 @@ def isa() -> str:
             f"to use {here[-1]}."
         )
     return asked
+
+
+def best_isa() -> str | None:
+    """The best instruction set of this machine, compiled or not; None when there is no library."""
+    loaded = _load(_find())
+    return loaded.regard_best_isa().decode() if isinstance(loaded, ctypes.CDLL) else None
 
 
 class Entry:
@@ -249,6 +270,7 @@ def _load(path: str) -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(path)
         version = int(library.regard_abi_version())
+        library.regard_best_isa.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         return f"regard's compiled library cannot be used ({error}). Install regard again on this machine."
     if version != ABI:
