@@ -16,7 +16,7 @@
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
 
-// How the numbers of a part are written: plain, as one of regard_dtype says, or as codes. A number is then
+// How the elements of a part are stored: plain, in a type of regard_dtype, or as codes. An element is then
 // float(code) * scale + low, in float32 and so in one rounding, rounded to the dtype of the call; a kernel may leave
 // out the rounding to bf16.
 enum regard_form : int64_t { REGARD_INT8 = 4, REGARD_INT4 = 5, REGARD_FP8 = 6 };  // -127 to 127; 0 to 15; e4m3
@@ -38,7 +38,7 @@ struct regard_tensor {
     int64_t batch, head, token;
 };
 
-// A stretch of the tokens of every batch row, in pages. Token t of the part (from 0 on) stands in slot skip + t of the
+// Consecutive tokens of every batch row, in pages. Token t of the part (from 0 on) is in slot skip + t of the
 // row's pages, `page` slots each.
 //
 //     plain   [pages][heads][page][dim]              step: from token to token
@@ -48,7 +48,7 @@ struct regard_tensor {
 //     (low
 //                                                    bits), 2u + 1; step: from tile to tile
 //
-// Scales are bf16, `low` lies as they do: of rows [pages][heads][page][dims / group]; of tiles a number for each dim
+// Scales are bf16, `low` has their layout: of rows [pages][heads][page][dims / group]; of tiles one for each dim
 // and `group` tokens, [pages][heads][page / group][dim], or, if per_token, for each token, [pages][heads][page].
 struct regard_part {
     int64_t form;         // a regard_dtype or a regard_form
@@ -66,7 +66,7 @@ struct regard_part {
 };
 
 // Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of queries;
-// rows of all maps stand one after another.
+// rows of all maps follow one another.
 struct regard_schedule {
     int64_t rows;                                             // tiles of queries in each map
     const int64_t *run_start, *run_tile, *run_length;         // FULL tiles
@@ -79,7 +79,7 @@ struct regard_call {
     int64_t bytes;    // sizeof(regard_call), sizeof(regard_gradient) or sizeof(regard_sweep): which of them this is
     int64_t isa;      // an index into regard_isas(); -1: the plain loops that every kernel must equal
     int64_t dtype;    // of q, k, v, out and their gradients
-    int64_t threads;  // at most so many
+    int64_t threads;  // at most
 
     int64_t batch, heads, kv_heads, queries, keys, qk_dim, v_dim;
 
@@ -92,12 +92,12 @@ struct regard_call {
     regard_tensor out;
     const regard_part *k_parts, *v_parts;  // in place of k and v: one after another they hold the keys; forward only.
     int64_t k_count, v_count;              // 0: k, v. Keys of a row beyond its parts read as 0
-    // "wide" numbers are float64 for float64, else float32.
+    // "wide" is float64 for float64, else float32.
     void *lse;         // wide [batch, heads, queries], without the sink
     const void *sink;  // wide [heads], or null: its column is folded into out, not into lse
     const void
         *distance;  // wide: added to the score of row i and key j is distance[h * distance_head + keys - 1 + i - j],
-    int64_t distance_head;  // so a head has queries + keys - 1 numbers; 0: all heads share them. Null: none
+    int64_t distance_head;  // a head has queries + keys - 1 values; 0: all heads share them. Null: none
     const void *bias;       // added to the score: any dtype, any strides, 0 where it broadcasts. Null: none
     int64_t bias_dtype;
     int64_t bias_batch, bias_head, bias_row, bias_key;
@@ -125,7 +125,7 @@ struct regard_gradient {
     int64_t bias_sizes[4];     // of dbias
 };
 
-// Distances are counted in so many bins: bin 0 is distance 0, bin b is 2^(b-1) and more, below 2^b; the last has no
+// The number of bins of distances: bin 0 is distance 0, bin b is 2^(b-1) and more, below 2^b; the last has no
 // end.
 constexpr int64_t REGARD_BINS = 24;
 
@@ -174,7 +174,7 @@ REGARD_API int64_t regard_backward(regard_gradient *gradient);
 // All that a regard_sweep asks for.
 REGARD_API int64_t regard_gather(regard_sweep *sweep);
 
-// FLOP/s of products of that dtype that never leave the registers, measured for about so many seconds on so many
+// FLOP/s of products of that dtype that never leave the registers, measured for about `seconds` seconds on `threads`
 // threads: what no kernel of that instruction set can exceed. A regard_status below 0 if the question makes no sense.
 REGARD_API double regard_products(int64_t isa, int64_t dtype, int64_t threads, double seconds);
 

@@ -3,7 +3,7 @@
 // For a tile of queries and a block of keys, from the log-sum-exp that the forward pass gave:
 //     p = exp(score - lse)    dp = v . dout    ds = p * (dp - delta), where delta = sum(dout * out)
 //     dq += ds . k            dk += ds . q     dv += p . dout
-// That is five products, and one sweep over 128 x 64 numbers between the second and the third. dq is summed with
+// That is five products, and one sweep over 128 x 64 values between the second and the third. dq is summed with
 // queries in lanes, as the forward pass sums its output; dk and dv in rows, [keys][64 dims], from rows of ds and p
 // and copies of the rows of q and dout. So a pair is visited once, and no thread writes what another one writes
 // (division.h). (Dao et al. 2022, arXiv:2205.14135, algorithm 4, with queries outside: there dq is summed in memory,
@@ -149,7 +149,7 @@ struct Backward {
     void fetch(const regard_tensor &t, const Lanes &lanes, Near<K> &near) {
         const auto row = [&](int lane) { return row_at(t, lanes, lane); };
         const auto row_or_none = [&](int lane) { return lane < lanes.count ? row(lane) : nullptr; };
-        // rows first: they are read as they lie in memory
+        // rows first: they are read in place
         for (int lane = 0; lane < LANES; lane += PAIR) copy_rows(row_or_none(lane), row_or_none(lane + 1), lane, near);
         if constexpr (K::pairs) {
             gather_lanes<Unit, Unit>(row, lanes.count, near.dim / 2, near.lanes);
@@ -260,7 +260,7 @@ struct Backward {
 
         Part(const Block &b, const Lanes &l, int64_t keys) : block(b), lanes(l) {
             lane_bits(block, lanes, bits);
-            // lanes that stand for no query are hidden like those that do not see a key
+            // lanes without a query are masked like those that do not see a key
             const uint64_t real = lanes.count == LANES ? ~uint64_t(0) : (uint64_t(1) << lanes.count) - 1;
             for (int i = 0; i < 2; ++i) {
                 masked[i] = block.half[i].bits || lanes.count < LANES;
@@ -410,7 +410,7 @@ struct Backward {
         return distance + part.lanes.first - part.block.first - j;
     }
 
-    // A vector of which perhaps only the first `count` numbers may be read.
+    // A vector of which perhaps only the first `count` elements may be read.
     static REGARD_INLINE V some(const T *p, int count) {
         if (count >= W) return load(p);
         V v{};
@@ -586,7 +586,7 @@ struct Backward {
     // A weight or change as products have it.
     static T as_multiplied(T x) { return T(widen(narrow<Weight>(x))); }
 
-    // to += by * row, in groups of 64 dims that are `step` numbers apart.
+    // to += by * row, in groups of 64 dims that are `step` elements apart.
     static void add_row(T by, const S *row, int64_t dim, int64_t step, T *to) {
         for (int64_t low = 0; low < dim; low += LANES, row += LANES, to += step) {
             const int64_t some = dim - low < LANES ? dim - low : int64_t(LANES);
@@ -630,7 +630,7 @@ struct Backward {
         }
     }
 
-    // dbias gains the changes; numbers that several pairs share are summed in the order of lanes, then keys.
+    // dbias gains the changes; elements that several pairs share are summed in the order of lanes, then keys.
     void add_bias(const Part &part) const {
         const bool along_keys = g.bias_sizes[3] > 1;
         for (int i = 0; i < part.n; ++i) {
@@ -647,7 +647,7 @@ struct Backward {
         }
     }
 
-    // Where the numbers of a lane begin, for keys from `first` on.
+    // Where the elements of a lane begin, for keys from `first` on.
     T *bias_row(const Lanes &lanes, int lane, int64_t first) const {
         const int64_t *n = g.bias_sizes;
         const int64_t b = n[0] > 1 ? lanes.batch : 0, h = n[1] > 1 ? lanes.head_of(lane) : 0;

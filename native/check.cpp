@@ -54,7 +54,7 @@ regard_status tensor(const regard_tensor &t, int64_t dtype, int64_t batch, int64
 
 bool is_code(int64_t form) { return form >= REGARD_INT8 && form <= REGARD_FP8; }
 
-// Codes of `dim` numbers: their sizes, and where they and their scales lie.
+// Codes of `dim` elements: their sizes, and the addresses of codes and scales.
 regard_status codes(const regard_part &p, int64_t heads, int64_t dim) {
     const bool nibbles = p.form == REGARD_INT4, shared = p.tiled && !p.per_token;  // scales, among tokens
     if (p.group < 1 || !is_axis(p.group)) return REGARD_BAD_SIZE;
@@ -82,7 +82,7 @@ regard_status plain_numbers(const regard_part &p, int64_t heads, int64_t dim) {
     return elements && !p.data ? REGARD_BAD_POINTER : REGARD_DONE;
 }
 
-// Whether the tokens from `begin` to `end` of a batch row stand in slots of pages that there are.
+// Whether the tokens from `begin` to `end` of a batch row are in slots of existing pages.
 bool has_pages(const regard_part &p, int64_t row, int64_t begin, int64_t end) {
     if (begin >= end) return true;
     const int64_t last = (p.skip + end - begin - 1) / p.page;
@@ -157,7 +157,7 @@ regard_status biases(const regard_call &c) {
     return s.fit ? REGARD_DONE : REGARD_BAD_SIZE;
 }
 
-// Whether the runs and patches of a row lie in the lists, and their tiles in the call, each beyond the one before.
+// Whether the runs and patches of a row are within the lists, and their tiles within the call, in ascending order.
 bool ascends(const regard_schedule &s, int64_t row, int64_t runs, int64_t patches, int64_t across) {
     int64_t run = s.run_start[row], patch = s.patch_start[row], from = 0;
     const int64_t last_run = s.run_start[row + 1], last_patch = s.patch_start[row + 1];

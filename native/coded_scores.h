@@ -71,7 +71,7 @@ class CodedScores {
     const bf16 *scale_ = nullptr;
     Fixed fixed_{};
 
-    // bf16 from a place on as numbers: even ones, then odd ones. Without any: all 1.
+    // bf16 scales widened: even ones, then odd ones. Null: all 1.
     REGARD_INLINE void widened(const bf16 *from, int64_t d, F &even, F &odd) const {
         if (!from) {
             even = odd = broadcast(1.0f);

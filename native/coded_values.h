@@ -4,8 +4,8 @@
 // written relative to the largest of a segment: the tokens of one part within a block, in whole stretches of 32. So
 // which are written together follows from positions; tokens that are not listed, or hidden, weigh nothing.
 //
-// Four tokens side by side in a lane meet four weights. So 16 bytes of four rows at a time are turned into a vector,
-// 64 bytes of each row and all tokens of the segment before the next 64.
+// Four tokens side by side in a lane meet four weights. So 16 bytes of four rows at a time are transposed into a
+// vector, 64 bytes of each row and all tokens of the segment before the next 64.
 #pragma once
 
 #include "fixed.h"
@@ -51,7 +51,7 @@ class CodedValues {
     }
 
     // The segments among the tokens of a stretch, in the block at `first`; at most 4. Tokens beyond all parts, which
-    // read as 0, may stand behind them.
+    // read as 0, may follow them.
     static int segments(const Stretch &stretch, int64_t first, int64_t dim, Segment (&found)[4]) {
         const regard_part *of[4] = {};
         bool fit[4] = {};
@@ -120,7 +120,7 @@ class CodedValues {
     bool nibbles = false;
     int64_t group = 0, groups = 0;
     int count = 0;              // groups of 16 tokens that are listed
-    int at_[GROUPS_OF_TOKENS];  // where they stand
+    int at_[GROUPS_OF_TOKENS];  // their places
     const uint8_t *row_[BLOCK];
     uint16_t kept_[FEW_ROWS][GROUPS_OF_TOKENS];  // if some scale is not finite
 
@@ -156,7 +156,7 @@ class CodedValues {
         if (part->low) spread(scales_of(*part, part->low, page, head, slot), some, low_ + place);
     }
 
-    // Scales [tokens][groups] as numbers [groups][tokens].
+    // Scales [tokens][groups], widened, as [groups][tokens].
     void spread(const bf16 *from, int some, float *to) const {
         const int64_t step = part->scale_step;
         if (some == 16 && step == 1 && groups == 1) return store(to, load_wide(from));
@@ -262,7 +262,7 @@ class CodedValues {
 
     // ---- products --------------------------------------------------------------------------------------------------
 
-    // R rows with columns that were turned.
+    // R rows with transposed columns.
     template <int R>
     __attribute__((noinline)) void mix(int64_t column, int some, int r, int pass, Lines &lines) const {
         for (int c = 0; c < some; c += nibbles ? 1 : 2) {

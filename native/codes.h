@@ -1,4 +1,4 @@
-// Codes of 8 and 4 bits as numbers: a vector of those that stand side by side. What they say is in abi.h (regard_part).
+// Codes of 8 and 4 bits, decoded: a vector of adjacent ones. abi.h (regard_part) defines them.
 #pragma once
 
 #include "abi.h"
@@ -18,7 +18,7 @@ inline float fp8_number(uint8_t code) {
     return code & 128 ? -size : size;
 }
 
-// The number that a code stands for.
+// The value of a code.
 inline float coded(int64_t form, int code) {
     return form == REGARD_FP8 ? fp8_number(uint8_t(code)) : form == REGARD_INT8 ? float(int8_t(code)) : float(code);
 }
@@ -145,7 +145,7 @@ struct Fp8 : OfBytes<Fp8> {
         return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
     }
 #else
-    // As f16 with the exponent 8 too small, whose subnormal numbers every machine converts exactly.
+    // As f16 with the exponent 8 too small, whose subnormals every machine converts exactly.
     static REGARD_INLINE F at(const uint8_t *p) {
 #if defined(__AVX512F__)
         const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));

@@ -3,11 +3,11 @@
 // Here lanes are keys for the scores, and dims for the output, so that no lane is idle: 16 keys are transposed in
 // registers (4 shuffles for each vector of them), and then meet every row. Each sum is made in the order in which
 // forward.h makes it, so a row gets the same bits from either: scores dim after dim, outputs key after key, weights in
-// trees of 16, running sums rescaled at blocks and started anew at spans. Spans are what threads share: the split
+// trees of 16, running sums rescaled at blocks and restarted at spans. Spans are what threads share: the split
 // depends on positions alone.
 //
-// Every line is asked for once, a block ahead (or, at the end of a span, for the span that this thread probably gets
-// next) and in the order in which lines lie: into the first cache, since into the second took 1.4 times as long.
+// Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
+// next) and in the order of memory: into the first cache, since into the second took 1.4 times as long.
 #pragma once
 
 #include "decode_values.h"
@@ -68,7 +68,7 @@ struct Decode {
         return {out, out + FEW * wide(c), out + FEW * (wide(c) + 1)};
     }
 
-    // The sums of one span. `next`: rows and a span that come later, for which memory is asked.
+    // The sums of one span. `next`: rows and a span that come later, which are prefetched.
     regard_status run(const Lanes &lanes, int64_t row, int64_t span, const Part &into, const Lanes *next = nullptr,
                       int64_t next_span = 0) {
         for (int r = 0; r < lanes.count; ++r) into.top[r] = NEVER, into.total[r] = 0;
@@ -92,7 +92,7 @@ struct Decode {
         return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
     }
 
-    // A block of keys that something is to be computed of, and where they lie.
+    // A block of keys to compute, and where they are stored.
     struct Todo {
         Block block;
         Bits128 bits;
@@ -293,7 +293,7 @@ struct Decode {
         return total;
     }
 
-    // Makes one number of `each` that stand side by side in n vectors.
+    // Sums each `each` adjacent lanes of n vectors.
     template <int n, int each>
     static REGARD_INLINE void add_neighbours(V *x) {
         if constexpr (each > 1) {

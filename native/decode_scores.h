@@ -40,7 +40,7 @@ struct DecodeScores {
         Found found;
         find_rows(keys, stretch, first, listed, found);
         found.tiles = found.count;
-        // behind the rows, whose lanes may lie over theirs
+        // behind the rows, whose lanes may overlap theirs
         for (int i = 0; i < stretch.count; ++i)
             if (is_tiled(stretch.run[i]) && !as_integers(stretch.run[i]))
                 find_tiles(keys, stretch.run[i], first, found);
@@ -69,7 +69,7 @@ struct DecodeScores {
     }
 
   private:
-    // W keys: how their numbers are had, their column, and which lanes are theirs.
+    // W keys: how their elements are read, their column, and which lanes are theirs.
     struct Keys;
     using Fill = void (*)(const Keys &keys, int64_t dim, int64_t u, Unit (*block)[W]);
     struct Keys {
@@ -97,7 +97,7 @@ struct DecodeScores {
     }
     bool as_integers(const Run &run) const { return K::pairs && is_tiled(run) && run.part->form != REGARD_FP8; }
 
-    // Plain numbers of a narrower type, which are widened as they are loaded.
+    // Elements of a narrower type, which are widened as they are loaded.
     static bool is_narrow(const Run &run) {
         return is_same<S, float> && run.part && (run.part->form == REGARD_BF16 || run.part->form == REGARD_F16);
     }
@@ -251,7 +251,7 @@ struct DecodeScores {
         else return widen(row[u]);
     }
 
-    // ---- tiles of codes, whose numbers meet the queries as they are made -------------------------------------------
+    // ---- tiles of codes, multiplied with the queries as they are decoded -------------------------------------------
 
     // Products with the first tile, or with two of one group of tokens; how many they were.
     template <int R>
@@ -272,7 +272,7 @@ struct DecodeScores {
         else tile_set<R, 1, Code, false>(keys, r, lines);
     }
 
-    // Scales and lows as wide numbers: of the tokens of a tile, or of W units of its channels.
+    // Scales and lows, widened: of the tokens of a tile, or of W units of its channels.
     struct Scales {
         alignas(64) float scale[CHANNELS], low[CHANNELS] = {};
 

@@ -1,7 +1,7 @@
 // The outputs of a few rows: weights times the values of a block, lanes are dims.
 //
 // 32 tokens at a time for all dims, so that lines are read nearly in order; of these the output of R rows and N vectors
-// of dims is held in registers. Values of the call's type and codes in rows are read where they lie; others, and tokens
+// of dims is in registers. Values of the call's type and codes in rows are read in place; others, and tokens
 // of unlike parts side by side, are written down as rows first.
 #pragma once
 
@@ -87,7 +87,7 @@ struct DecodeValues {
     template <int N>
     using Of = int64_t[N];
 
-    // Whether its rows can be read where they lie: a vector of dims has one scale.
+    // Whether its rows can be read in place: a vector of dims has one scale.
     bool in_place(const Run &run) const {
         if (!run.part) return false;
         const regard_part &p = *run.part;
@@ -116,7 +116,7 @@ struct DecodeValues {
         return found;
     }
 
-    // The tokens of a run, which stand from place j on.
+    // The tokens of a run, which begin at place j.
     void take(const Source<K> &values, const Run &run, int j, bool in_place, Found &found) const {
         const char **row = found.row + j;
         if (!in_place) {
@@ -210,7 +210,7 @@ struct DecodeValues {
             for (int n = 0; n < N; ++n) store(to + i * width + n * W, sum[i][n]);
     }
 
-    // Vectors of dims from d on of token j, as wide numbers; those of codes not yet rounded.
+    // Vectors of dims from d on of token j, widened; those of codes not yet rounded.
     template <int N, bool tail, typename Form>
     REGARD_INLINE void wide(const Found &found, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
         const char *row = found.row[j];
@@ -265,7 +265,7 @@ struct DecodeValues {
         }
     }
 
-    // From wide numbers, two vectors at a time: more would not stay in registers.
+    // From wide values, two vectors at a time: more would not stay in registers.
     template <int N, bool tail, typename Form>
     REGARD_INLINE void pairs_of(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
         constexpr int step = N % 2 ? 1 : 2;

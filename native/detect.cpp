@@ -35,7 +35,7 @@ bool avx512bf16() {
 }
 #endif
 
-// Plainest first; on one family, whoever runs a row runs all rows above it.
+// Plainest first; a machine that runs a row runs all rows above it.
 constexpr Isa table[] = {
     {"portable", always, true},
 #if defined(__x86_64__)

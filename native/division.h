@@ -3,7 +3,7 @@
 // A unit is a key head: all query tiles of its group, one after another, add to one dk and dv. So that few key heads
 // occupy many threads, the tiles are cut into segments, whose sums are added in order. How many segments there are
 // follows from the sizes of a head alone, so that the bits are the same whatever the batch and the threads; only
-// where the sums stand meanwhile does not.
+// where the sums are stored meanwhile does not.
 #pragma once
 
 #include "rows.h"
@@ -16,17 +16,17 @@ constexpr int64_t SEGMENT_TILES = 16, SEGMENTS_AT_MOST = 8;
 // A key head with one tile of rows and few keys: then there may be no pair but such as largest.h sees to, and each tile
 // of half precision is computed once more, for delta alone, with products of float32.
 constexpr int64_t SMALL_KEYS = 512;
-constexpr int64_t SUMS_AT_MOST = int64_t(1) << 30;  // bytes of dk and dv of all segments, where they stand side by side
+constexpr int64_t SUMS_AT_MOST = int64_t(1) << 30;  // bytes of dk and dv of all segments, stored side by side
 
 // How the work is cut.
 struct Division {
-    int64_t group, at_once, parts, tiles;  // at_once heads of a group share a tile of lanes, in so many parts
+    int64_t group, at_once, parts, tiles;  // at_once heads of a group share a tile of lanes, in `parts` parts
     int64_t units;                         // key heads of all batch rows
     int64_t segments;                      // of each unit
     bool apart;                            // segments are units of their own, whose sums wait for the second half
     bool small;                            // so few rows and keys that each is computed twice
     int64_t sum_bytes;                     // of dk and dv of a unit: [groups of 64 dims][keys][64] each
-    int64_t distances;                     // numbers of a head's ddistance, and lanes that may hang over its end
+    int64_t distances;                     // values of a head's ddistance, and lanes that may hang over its end
 
     explicit Division(const regard_call &c) {
         group = c.kv_heads ? c.heads / c.kv_heads : 0;

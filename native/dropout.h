@@ -38,7 +38,7 @@ REGARD_INLINE T dropout_bits(T row, T column) {
     return dropout_mixed(T(row ^ column));
 }
 
-// A probability as the share of all 32-bit numbers.
+// A probability as the share of all 32-bit integers.
 REGARD_INLINE uint32_t dropout_threshold(double probability) {
     const double share = probability * 0x1p32 + 0.5;
     return share >= 0x1p32 - 1 ? 0xffffffffu : uint32_t(share);

@@ -17,7 +17,7 @@ namespace REGARD_ISA {
 constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 constexpr float INFINITE = __builtin_huge_valf();
 
-// How exactly weights are needed: as wide numbers, or to be rounded to bf16.
+// How exactly weights are needed: in the wide type, or to be rounded to bf16.
 enum class Precision { wide, rough };
 
 template <Precision how>
@@ -116,7 +116,7 @@ REGARD_INLINE D tanh(D x) {
     return size < 0.1 ? p * x : (x < 0.0 ? -far : far);
 }
 
-// The natural logarithm of normal numbers above 0: 2^e * m with m around 1, and log m by the series of atanh. NaN
+// The natural logarithm of normal values above 0: 2^e * m with m around 1, and log m by the series of atanh. NaN
 // stays.
 template <typename T>
 REGARD_INLINE typename Vec<T>::type natural_log(typename Vec<T>::type x) {

@@ -1,11 +1,11 @@
 // Numbers in fixed point, which meet codes of 8 and 4 bits as integers.
 //
-// x0 c0 + x1 c1 + ... with codes c asks for no code as a float: the numbers x are written as whole multiples of 1/32639
+// x0 c0 + x1 c1 + ... with codes c needs no code as a float: the values x are stored as whole multiples of 1/32639
 // of the largest of them, cut into two bytes with signs, 256 h + l, and an instruction multiplies 64 codes with 64
 // bytes and adds the products by fours. Integers are exact, so a sum has the same bits in whatever order it is made;
 // what is lost is at most half a step of each number, 2^-16 of the largest, where bf16 loses 2^-9 of each.
 //
-// Rows come in fours, whose sums share shuffles. NaN or infinity among the numbers makes every sum of theirs NaN.
+// Rows come in fours, whose sums share shuffles. NaN or infinity among the values makes each of their sums NaN.
 #pragma once
 
 #include "codes.h"
@@ -17,7 +17,7 @@ namespace REGARD_ISA {
 constexpr float STEPS = 127 * 256 + 127;
 constexpr float SMALLEST = 0x1p-111f;  // what is largest counts as no less, so that STEPS of it are finite
 
-// Of four rows: how their numbers were written, and what sums of their products with codes are to become.
+// Of four rows: the scales of their fixed-point values, and what sums of their products with codes are to become.
 struct Fixed {
     alignas(16) float steps[4], unit[4];  // in 1, and of one
     alignas(16) float added[4];           // to sums
@@ -37,7 +37,7 @@ REGARD_INLINE __m512i merged(const V (&rows)[4], Op op) {
     return op(all, _mm512_shuffle_i32x4(all, all, 0xb1));
 }
 
-// The sizes of numbers as integers, in which NaN is larger than infinity.
+// The magnitudes as integers, in which NaN is larger than infinity.
 REGARD_INLINE I larger_size(I most, F x) { return (I)_mm512_max_epi32((__m512i)most, (__m512i)((I)x & 0x7fffffff)); }
 
 REGARD_INLINE void take_sizes(const I (&most)[4], Fixed &fixed) {
@@ -74,9 +74,9 @@ REGARD_INLINE void start_sums(const Fixed &fixed, I (&high)[R][N], I (&low)[R][N
         }
 }
 
-// 32 numbers in steps, 16 bits each: of even places those of the one, of odd places those of the other.
+// 32 values in steps, 16 bits each: even places from the one, odd places from the other.
 REGARD_INLINE __m512i in_steps(F even, F odd, F steps) {
-    const F whole = broadcast(0x1.8p23f);  // the nearest integer stands in the lowest bits
+    const F whole = broadcast(0x1.8p23f);  // the nearest integer is in the lowest bits
     const __m512i a = (__m512i)fma(even, steps, whole), b = (__m512i)fma(odd, steps, whole);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
 }

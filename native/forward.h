@@ -3,7 +3,7 @@
 // For each tile of queries: scores of a block [key][query] from keys read in place and queries transposed once; the
 // running maximum; weights 2^(score - maximum); the output [v_dim][query] gains weights x values. Every sum is a chain
 // of its own lane, so nothing is shuffled, and a row's bits depend on its own query and keys only: on their positions,
-// since running sums are rescaled at blocks (multiples of 128) and started anew at spans (multiples of 1,024; walk.h).
+// since running sums are rescaled at blocks (multiples of 128) and restarted at spans (multiples of 1,024; walk.h).
 // decode.h makes the same sums in the same order.
 //
 // Blocking: scores 128 x 64 floats = 32 KiB and queries 64 x d floats = 16 KiB at d 64 stay in L1 and L2; keys and
@@ -135,7 +135,7 @@ struct Forward {
         return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
     }
 
-    // All spans merged in order; they stand `stride` bytes apart.
+    // All spans merged in order; they are `stride` bytes apart.
     void finish_spans(const Lanes &lanes, char *parts, int64_t stride, int64_t spans) {
         bool first = true;
         for (int64_t s = 0; s < spans; ++s) {

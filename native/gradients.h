@@ -87,7 +87,7 @@ struct Gradients {
         return sums + (unit * division.segments + segment) * (division.sum_bytes / int64_t(sizeof(T)));
     }
 
-    // each(start, numbers) for the stretches of sums that stand for these keys.
+    // each(start, count) for the ranges of sums of these keys.
     template <typename Each>
     void each_group(const Range &range, Each each) const {
         const int64_t n = (range.high - range.low) * LANES;

@@ -6,7 +6,7 @@
 // (Its forward pass rounds p as well: so delta from an output that is not rounded would be off as far.)
 //
 // Both are known when the tile is done: a row's ds add up to 0 if its delta is right, so their sum says how wrong it
-// was, and rounding can be repeated. So the pairs with a p above 1/32 are written down with their numbers in full, and
+// was, and rounding can be repeated. So the pairs with a p above 1/32 are stored with their values in full, and
 // afterwards what they lack is added (backward.h). They are at most 31 of a row, and mostly two or three; of 2,048
 // weights that are alike, none.
 //

@@ -30,7 +30,7 @@ struct Stream {
     const Kernels &kernels;
     const char *data;
     int64_t slice;
-    std::atomic<int64_t> threads{0};  // those that came: a pool may have fewer than it was asked for
+    std::atomic<int64_t> threads{0};  // threads that ran: a pool may have fewer than requested
     std::atomic<uint64_t> kept{0};    // so that what is read must be read
 
     static void work(void *self, int64_t thread) {

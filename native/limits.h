@@ -13,7 +13,7 @@ namespace regard {
 namespace REGARD_ISA {
 
 // Sums that do not wait for one another. Two multiply-adds begin in every cycle and each takes 4 to 6, so that 12 keep
-// the machine busy; as many as there are registers for are steadier. Two operands stand beside them.
+// the machine busy; as many as there are registers for are steadier. Two operands take registers beside them.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int SUMS = 24;
 #else
@@ -35,7 +35,7 @@ REGARD_INLINE double repeated(int64_t rounds, Step step) {
     return double(sums[0][0]);
 }
 
-// Does `rounds` rounds of multiply-adds with numbers of that type, and gives the FLOPs that it did. bf16 has products
+// Does `rounds` rounds of multiply-adds of that type, and returns the FLOPs. bf16 has products
 // of its own where there are such; else it is, as f16 always is, computed in floats.
 inline double products(int64_t dtype, int64_t rounds) {
     volatile double kept;  // what is written here must be computed

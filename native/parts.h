@@ -1,4 +1,4 @@
-// Keys and values that lie in parts: where a token is, and what its numbers are. Pages and codecs are known here and in
+// Keys and values in parts: where a token is, and what its elements are. Pages and codecs are known here and in
 // codes.h, and nowhere else.
 #pragma once
 
@@ -18,7 +18,7 @@ struct Parts {
 REGARD_INLINE Parts keys_of(const regard_call &c) { return {c.k_parts, c.k_count}; }
 REGARD_INLINE Parts values_of(const regard_call &c) { return {c.v_parts, c.v_count}; }
 
-// Tokens that stand side by side in one page of a part, from `first` on, counted in the row. Beyond all parts: no part.
+// Adjacent tokens in one page of a part, from `first` on, counted in the row. Beyond all parts: no part.
 struct Run {
     const regard_part *part;
     int64_t page, slot;
@@ -57,7 +57,7 @@ class Runs {
     int64_t begin_ = 0, at_, last_;
 };
 
-// ---- numbers, one by one -------------------------------------------------------------------------------------------
+// ---- elements, one by one -------------------------------------------------------------------------------------------
 
 // The scales, or lows, of a slot of codes in rows, or of its tile: of dims or groups of them; per_token: of the slot
 // and those after it.
@@ -86,7 +86,7 @@ inline float coded_number(const regard_part &p, int64_t page, int64_t head, int6
     return fma(number, widen(scale[of]), low ? widen(low[of]) : 0.0f);
 }
 
-// ---- numbers in rows -----------------------------------------------------------------------------------------------
+// ---- elements in rows -----------------------------------------------------------------------------------------------
 
 // The first `count` lanes, rounded to S.
 template <typename S>
@@ -116,7 +116,7 @@ void plain_rows(const Run &run, int64_t head, int64_t dim, S *to) {
     }
 }
 
-// Dims d to `end` of a row, which have one scale, N vectors at a time as long as there are so many; where it stopped.
+// Dims d to `end` of a row, which have one scale, N vectors at a time while there are N; returns where it stopped.
 template <int N, typename S, typename Code>
 REGARD_INLINE int64_t code_dims(const uint8_t *codes, int64_t d, int64_t end, F scale, F low, S *to) {
     constexpr int W = Vec<float>::lanes;
@@ -163,7 +163,7 @@ void code_rows(const Run &run, int64_t head, int64_t dim, S *to) {
         for (int64_t d = 0; d < dim; ++d) to[d] = narrow<S>(coded_number(p, run.page, head, slot, d));
 }
 
-// bf16 as numbers, as many as a vector has lanes or fewer; none: 0.
+// bf16 widened, as many as a vector has lanes or fewer; none: 0.
 REGARD_INLINE F widened(const bf16 *from, int64_t count) {
     constexpr int W = Vec<float>::lanes;
     if (!from) return F{};
@@ -202,7 +202,7 @@ void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
     }
 }
 
-// The tokens of a run as rows of S, `dim` numbers each, side by side.
+// The tokens of a run as contiguous rows of `dim` elements of S.
 template <typename S>
 __attribute__((noinline)) void decode(const Run &run, int64_t head, int64_t dim, S *to) {
     if (!run.part) {

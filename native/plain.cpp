@@ -1,7 +1,7 @@
 // The plain loops that every kernel must equal: attention pair by pair, as the formula says it.
 //
 // All is computed in double, whatever the type, and rounded where it is stored: so a difference is the kernel's.
-// Nothing here is fast, and nothing is clever: scores are computed anew wherever they are needed.
+// Nothing here is fast, and nothing is clever: scores are recomputed wherever they are needed.
 #define REGARD_ISA plain_loops
 
 #include <cmath>

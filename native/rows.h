@@ -34,7 +34,7 @@ struct Rows {
 };
 
 #if defined(REGARD_PAIRS)
-// 32 numbers of two rows of bf16 side by side, as pairs.
+// 32 elements of two rows of bf16, interleaved as pairs.
 REGARD_INLINE void pair_words(__m512i even, __m512i odd, U &first, U &second) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -61,7 +61,7 @@ REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uin
     for (; i < dim; ++i) out[i] = uint32_t(even[i].bits) | (odd ? uint32_t(odd[i].bits) << 16 : 0u);
 }
 
-// The tokens of one head of one batch row, from token `begin` on, that lie with equal strides.
+// The tokens of one head of one batch row, from token `begin` on, with one stride.
 template <typename K>
 struct Tokens {
     const typename K::Stored *data;

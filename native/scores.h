@@ -12,7 +12,7 @@ struct Piece {
     int low, high, first, last;
 };
 
-// The numbers of a call that scores need. A score is kept as it comes from the product if nothing but a scale above 0
+// The parameters of a call that scores need. A score is the product itself if nothing but a scale above 0
 // is to be done, and multiplied by `unit` where it is used; else it is made whole, and `unit` is 1.
 template <typename T>
 struct Scoring {

@@ -4,9 +4,9 @@
 // everything that a kernel uses lives in that namespace and is compiled for it. Nothing from the standard library that
 // could be emitted as a shared symbol may be used here: the linker would keep one copy of it, perhaps the newest.
 //
-// `Vec<T>::type` is a vector of `Vec<T>::lanes` numbers as the compiler knows it (+ - * / and comparisons are its own).
-// Products that are added are fused where the machine can (`fma`), and never otherwise: -ffp-contract=off, so that two
-// kernels that must agree to the bit do.
+// `Vec<T>::type` is a vector of `Vec<T>::lanes` elements as the compiler knows it (+ - * / and comparisons are its
+// own). Products that are added are fused where the machine can (`fma`), and never otherwise: -ffp-contract=off, so
+// that two kernels that must agree to the bit do.
 #pragma once
 
 #include <cstdint>
@@ -190,7 +190,7 @@ REGARD_INLINE auto largest(V x) {
 #endif
 }
 
-// a * b + c of single numbers, rounded as the lanes of `fma` are.
+// a * b + c of scalars, rounded as the lanes of `fma` are.
 #if defined(__AVX2__) || defined(__aarch64__)
 REGARD_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 REGARD_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -199,7 +199,7 @@ REGARD_INLINE float fma(float a, float b, float c) { return a * b + c; }
 REGARD_INLINE double fma(double a, double b, double c) { return a * b + c; }
 #endif
 
-// ---- 16-bit numbers ------------------------------------------------------------------------------------------------
+// ---- 16-bit types -------------------------------------------------------------------------------------------------
 
 REGARD_INLINE float widen(float x) { return x; }
 REGARD_INLINE double widen(double x) { return x; }
@@ -217,7 +217,7 @@ REGARD_INLINE float widen(f16 x) {
     memcpy(&h, &x.bits, 2);
     return float(h);
 #else
-    // exponents rebased by a product with 2^112, which is exact, also for subnormal numbers
+    // exponents rebased by a product with 2^112, which is exact, also for subnormals
     uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
     uint32_t special = (x.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;
     float wide;
@@ -279,7 +279,7 @@ REGARD_INLINE f16 narrow<f16>(double x) {
 #endif
 }
 
-// A vector of wide numbers from as many stored ones, and back.
+// A vector of wide elements from as many stored ones, and back.
 REGARD_INLINE F load_wide(const float *p) { return load(p); }
 REGARD_INLINE D load_wide(const double *p) { return load(p); }
 REGARD_INLINE F load_wide(const bf16 *p) {
@@ -362,7 +362,7 @@ REGARD_INLINE U broadcast_pair(uint32_t x) { return (U)_mm512_set1_epi32(int(x))
 REGARD_INLINE void transpose_16(__m512i *x) {
     __m512i a[16], b[16];
 #pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {  // in each quarter: numbers of two rows
+    for (int i = 0; i < 16; i += 2) {  // in each quarter: elements of two rows
         a[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
         a[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
     }
@@ -397,7 +397,7 @@ REGARD_INLINE void transpose(typename Vec<T>::type (&block)[Vec<T>::lanes]) {
     constexpr int n = Vec<T>::lanes;
     using V = typename Vec<T>::type;
     using M = IntVec<T>;
-    // log2(n) rounds: in each, rows whose numbers differ in one bit exchange the lanes whose numbers differ in it
+    // log2(n) rounds: in each, rows whose indices differ in one bit exchange the lanes whose indices differ in it
 #pragma GCC unroll 4
     for (int step = 1; step < n; step *= 2) {
         M first{}, second{};

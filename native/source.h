@@ -1,4 +1,4 @@
-// The tokens of one head of one batch row, wherever they lie: a tensor is one plain part among others.
+// The tokens of one head of one batch row, however they are stored: a tensor is one plain part.
 #pragma once
 
 #include "rows.h"
@@ -12,7 +12,7 @@ struct Stretch {
     Run run[BLOCK];
 };
 
-// Memory that will be read, asked for line by line in the order in which it lies, a few lines at a time and evenly:
+// Memory that will be read, prefetched line by line in the order of addresses, a few lines at a time and evenly:
 // bursts come later.
 class Lines {
   public:
@@ -26,7 +26,7 @@ class Lines {
         spots_[count_++] = {at, at + bytes};
         lines_ += (bytes + 63) / 64;
     }
-    // All of them in so many times.
+    // All of them in this many calls.
     void share(int64_t times) { place_.pace = times > 0 ? int((lines_ * WHOLE + times - 1) / times) : 0; }
 
     // Where it got to, for loops that keep that in registers.
@@ -75,10 +75,10 @@ struct Source {
         : tensor(whole(t)), parts(p ? p : Parts{&tensor, 1}), batch(b), head(h), dim(d) {}
     Source(const Source &) = delete;
 
-    // What `some` may need for so many tokens.
+    // What `some` may need for `count` tokens.
     static int64_t bytes(int64_t dim, int64_t tokens) { return up(tokens * dim * int64_t(sizeof(S)), 64); }
 
-    // Tokens first to first + count: where they lie, if they lie side by side; else in `scratch`.
+    // Tokens first to first + count: in place if they are contiguous, else in `scratch`.
     Tokens<K> some(int64_t first, int64_t count, char *scratch) const {
         S *rows = reinterpret_cast<S *>(scratch);
         Run run;
@@ -96,7 +96,7 @@ struct Source {
         for (Runs runs(parts, batch, first, last); runs.next(found.run[found.count]);) ++found.count;
     }
 
-    // Rows from a token on, to be asked for ahead; none if they are no tensor.
+    // Rows from a token on, to be prefetched; none if they are no tensor.
     Ahead ahead(int64_t token, bool more = true) const {
         const int64_t item = sizeof(S);
         if (parts.all != &tensor) return {nullptr, 0, 0};
@@ -105,10 +105,10 @@ struct Source {
         return {row, more ? tensor.data_step * item : 0, dim * item};
     }
 
-    // Plain numbers of the call's type.
+    // Plain elements of the call's type.
     static bool is_own(const Run &run) { return run.part && run.part->form == K::form; }
 
-    // Token j of a run of plain numbers.
+    // Token j of a run of plain elements.
     const char *row(const Run &run, int64_t j) const {
         const regard_part &p = *run.part;
         const int64_t at = run.page * p.data_page + head * p.data_head + (run.slot + j) * p.data_step;

@@ -174,7 +174,7 @@ struct Sweep {
             if (is_own(row)) clear(own_cells(row));
     }
 
-    // ---- pictures: a row of cells belongs to the unit that has all of its queries, or lies at an edge ----
+    // ---- pictures: a row of cells belongs to the unit that has all of its queries, or is at an edge ----
 
     struct Cells {
         T *sum, *most;
@@ -228,8 +228,8 @@ struct Sweep {
 
     int64_t row_of(int i) const { return head * c.queries + lanes.first + i; }
 
-    // What is taken from scores, in two numbers: the log of what rows are divided by has more digits than one holds,
-    // and where scores are large the last ones are digits of all weights.
+    // What is subtracted from scores, in two floats: the log of what rows are divided by has more digits than one
+    // holds, and where scores are large the last ones are digits of all weights.
     void begin() {
         memset(static_cast<void *>(lane), 0, sizeof(Lane));
         memset(static_cast<void *>(alongs), 0, size_t(s.vector_count) * LANES * sizeof(double));
@@ -354,7 +354,7 @@ struct Sweep {
         return bin < int(REGARD_BINS) ? bin : int(REGARD_BINS) - 1;
     }
 
-    // The mass of a stretch to the bin that all of it lies in, or pair by pair to several.
+    // The mass of a range of keys to the bin that it is in, or pair by pair to several.
     REGARD_INLINE void add_bin(int v, int low, int high, int64_t first, V sum) {
         const int64_t position = s.offset + lanes.first + v * W;
         const int64_t nearest = position - (first + high - 1), farthest = position + W - 1 - (first + low);
@@ -427,7 +427,7 @@ struct Sweep {
         cell_most = lane->cell_most + (column - cell_first) * LANES;
     }
 
-    // The sums and the largest of lanes, to the cells that their queries lie in: W columns at a time, turned so that
+    // The sums and the largest of lanes, to the cells of their queries: W columns at a time, transposed so that
     // they are the lanes.
     void put_cells() {
         int64_t row = lanes.first / s.cell, end = (row + 1) * s.cell - lanes.first;

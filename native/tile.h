@@ -1,13 +1,13 @@
 // The inner loops: products of a few rows with 64 lanes, in registers.
 //
-// A tile has 64 lanes (queries), in vectors side by side. Of the other operand single elements are read where they lie
+// A tile has 64 lanes (queries), in vectors side by side. Of the other operand single elements are read in place
 // and broadcast. Both products of attention have this form:
 //
 //     scores   out[r] =  sum_i  rows[r][i] * lanes[i]     r: keys, i: dims     across: i runs along a row
 //     mixing   out[r] += sum_i  rows[i][r] * lanes[i]     r: dims, i: keys     down: i runs down a column
 //
 // In each lane a sum is one chain of multiply-adds in the order of i, whatever the other lanes do and however the rows
-// are grouped: a row's bits are its own. Blocking: R rows by N vectors are held in registers, 6 x 4 of 32, 6 x 2 of 16.
+// are grouped: a row's bits are its own. Blocking: R rows by N vectors are in registers, 6 x 4 of 32, 6 x 2 of 16.
 #pragma once
 
 #include "exp.h"
@@ -18,7 +18,7 @@ namespace REGARD_ISA {
 
 constexpr int LANES = 64;
 
-// A product: what is broadcast (Unit), how many numbers of a row that is (pair), what a multiply-add is.
+// A product: what is broadcast (Unit), how many elements of a row that is (pair), what a multiply-add is.
 template <typename T>
 struct Fused {
     using Wide = T;
@@ -55,7 +55,7 @@ enum class Along { across, down };
 // `score`: they start from zero and are made whole scores at the end.
 enum class Start { zero, out, added, score };
 
-// What makes a product a whole score: product * scale + from[lane], `from` moving on by `row` numbers from row to row.
+// What makes a product a whole score: product * scale + from[lane], `from` moving on by `row` elements from row to row.
 template <typename T>
 struct Adds {
     const T *from;
@@ -73,7 +73,7 @@ constexpr int VECTORS = 2;
 constexpr int rows_at_once(int) { return 6; }
 #endif
 
-// Lines of rows that will be read, asked for in order.
+// Lines of rows that will be read, prefetched in order.
 struct Ahead {
     const char *row;
     int64_t stride, bytes, at = 0;
