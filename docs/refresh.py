@@ -1,11 +1,16 @@
-"""Makes what the README shows, with the real commands: the demo's output, the page's picture, the schedules.
-
-`./bench --write` writes docs/performance.md itself.
+"""Makes what the documents show, with the real commands.
 
 ```
-python docs/refresh.py            # all; on a quiet machine, since it measures
+python docs/refresh.py            # all parts; on a quiet machine, since some measure
 python docs/refresh.py demo       # one of: explain, demo, generate, schedules, speed
 ```
+
+| part | shown in |
+|---|---|
+| explain | README.md |
+| demo, generate | docs/command.md; demo also makes docs/page.png |
+| schedules | docs/schedules.md |
+| speed | docs/speed.svg, drawn from docs/performance.md, which `./bench --write` measures |
 """
 
 # a script, not a part of a package
@@ -18,43 +23,41 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+README, COMMAND = ROOT / "README.md", ROOT / "docs" / "command.md"
+REGARD = Path(sys.executable).parent / "regard"
 
 
-def explain() -> str:
+def explain() -> None:
     """What the README's first example prints."""
     first = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert first is not None
-    return f"```\n{_output([sys.executable, '-c', first.group(1)]).strip()}\n```"
+    _show(README, "explain", _output([sys.executable, "-c", first.group(1)]))
 
 
-def demo() -> str:
+def demo() -> None:
     """What `regard inspect` prints, and docs/page.png, a picture of the page that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "regard.html"
-        command = [Path(sys.executable).parent / "regard", "inspect", "--html", page]
-        shown = _output(command, COLUMNS="100").replace(str(page), "regard.html")
+        shown = _output([REGARD, "inspect", "--html", page], COLUMNS="100").replace(str(page), "regard.html")
         picture = [sys.executable, ROOT / "docs" / "screenshot.py", page, ROOT / "docs" / "page.png"]
         _output([*picture, "--state", "head=18.6", "--scale", "1.25"])
-    return f"```\n{shown.strip()}\n```"
+    _show(COMMAND, "demo", shown)
 
 
-def generate() -> str:
-    """What `regard generate` prints: the text, and its report on stderr."""
-    regard = Path(sys.executable).parent / "regard"
-    command = [regard, "generate", "Why is the sky blue?", "--cache", "int8"]
+def generate() -> None:
+    """What `regard generate` writes to stdout and stderr."""
+    command = [REGARD, "generate", "Why is the sky blue?", "--cache", "int8"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
-    return f"```\n{done.stdout.strip()}\n```"
+    _show(COMMAND, "generate", done.stdout)
 
 
-def schedules() -> str:
-    """The tables of `./bench schedules`, also written to docs/schedules.md."""
+def schedules() -> None:
+    """The tables of `python -m benchmarks.schedules`."""
     _output([sys.executable, "-m", "benchmarks.schedules", "--write"])
-    return (ROOT / "docs" / "schedules.md").read_text().split("\n", 2)[2].strip()
 
 
 def speed() -> None:
-    """docs/speed.svg, from the tables of docs/performance.md: the README shows it."""
+    """The picture in the README, from the tables of docs/performance.md."""
     drawn = [sys.executable, "-m", "benchmarks.speed_picture"]
     _output([*drawn, ROOT / "docs" / "performance.md", ROOT / "docs" / "speed.svg"])
 
@@ -64,20 +67,15 @@ def _output(command: list[str | Path], **environment: str) -> str:
     return done.stdout
 
 
-def main() -> None:
-    """Put each part between its marks in the README."""
-    parts = {"explain": explain, "demo": demo, "generate": generate, "schedules": schedules}
-    for name in sys.argv[1:] or (*parts, "speed"):
-        if name == "speed":
-            speed()
-            continue
-        text = parts[name]()
-        marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
-        whole = marked.sub(
-            lambda _, text=text, name=name: f"<!-- {name} -->\n{text}\n<!-- /{name} -->", README.read_text()
-        )
-        README.write_text(whole)
+def _show(document: Path, name: str, output: str) -> None:
+    """Put an output between its marks in a document."""
+    marked = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
+    block = f"<!-- {name} -->\n```\n{output.strip()}\n```\n<!-- /{name} -->"
+    document.write_text(marked.sub(lambda _: block, document.read_text()))
 
+
+PARTS = {"explain": explain, "demo": demo, "generate": generate, "schedules": schedules, "speed": speed}
 
 if __name__ == "__main__":
-    main()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()

