@@ -270,7 +270,8 @@ def _load(path: str) -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(path)
         version = int(library.regard_abi_version())
-        library.regard_best_isa.restype = ctypes.c_char_p
+        if version == ABI:
+            library.regard_best_isa.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         return f"regard's compiled library cannot be used ({error}). Install regard again on this machine."
     if version != ABI:
