@@ -1,6 +1,7 @@
 """What the room's README shows is so."""
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,13 @@ def test_the_examples_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "page.html").stat().st_size > 100_000
 
 
-def test_every_file_of_the_room_stands_in_its_readme():
+def test_the_readme_names_every_file_and_room_and_no_other():
     room = Path(regard.inspect.__file__).parent
     text = room.joinpath("README.md").read_text()
-    missing = [file.name for file in room.glob("*.py") if file.name != "__init__.py" and f"`{file.name}`" not in text]
-    assert missing == []
+    files = {file.name for file in room.glob("*.py")} - {"__init__.py"}
+    rooms = {f"{file.parent.name}/" for file in room.glob("*/__init__.py")}
+    assert len(files) >= 3
+    assert len(rooms) >= 7
+    assert {name for name in files | rooms if f"`{name}`" not in text} == set()
+    named = set(re.findall(r"`(?:\w+/)*(\w+\.py)`", text)) | set(re.findall(r"\]\((?:\w+/)*(\w+\.py)\)", text))
+    assert {name for name in named if not any(room.rglob(name))} == set()

@@ -64,11 +64,6 @@ class Measured:
             tuple(scores),
         )
 
-    def __repr__(self) -> str:
-        layers, heads = self.value.shape
-        best = ", ".join(f"{name} {value:.3f}" for name, value in self.top(3))
-        return f"Measured({self.measure.key}, {layers} layers x {heads} heads, largest: {best})"
-
     def top(self, count: int) -> list[tuple[str, float]]:
         """The heads with the greatest scores, as ("18.6", score)."""
         flat = self.value.nan_to_num(-torch.inf).flatten()

@@ -1,0 +1,122 @@
+"""`measure`: some measures of every head of a model, a user's own among them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from regard.errors import ProblemError
+from regard.inspect import Measure, measure, observe, survey
+from regard.nn import Decoder
+from tests.inspect.small import TEXT, llama, words
+
+
+def two_back(tokens):
+    return torch.arange(2, len(tokens)), torch.arange(len(tokens) - 2)
+
+
+TWO_BACK = Measure.of_pattern("two_back", two_back)
+KEYS = ["sink", "entropy", "induction", "best_shift", "copying", "value_weighted", "sink_output", "rarest_hits"]
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    torch.manual_seed(0)
+    return Decoder(97, 32, layers=2, heads=4)
+
+
+def test_scores_are_those_of_a_survey():
+    model, tokenizer = llama(), words()
+    report = survey(model, tokenizer, TEXT, measures=KEYS, new_tokens=0, compare_eager=False)
+    found = measure(model, TEXT, KEYS, tokenizer=tokenizer)
+    assert list(found) == KEYS
+    for key, measured in found.items():
+        assert measured.value.shape == (3, 6), key
+        for head in report.heads:
+            value, chance, low, _ = head.score(key)
+            assert measured.value[head.layer, head.head].item() == pytest.approx(value, abs=1e-6), key
+            assert measured.chance[head.layer, head.head].item() == pytest.approx(chance, abs=1e-6), key
+            own = measured.low[head.layer, head.head].item()
+            assert own == pytest.approx(float("nan") if low is None else low, abs=1e-5, nan_ok=True) or low == 0, key
+    at = found["best_shift"].at
+    assert at is not None
+    assert all(head.value("best_shift_at") == at[head.layer, head.head].item() for head in report.heads)
+
+
+def test_a_survey_takes_a_measure_of_the_user():
+    made = survey(llama(), words(), TEXT, measures=["sink", TWO_BACK], new_tokens=0, compare_eager=False)
+    assert "two_back" in made.measures
+    assert made.to_dict()["definitions"]["two_back"]["source"] == "a pattern of the user"
+    assert "two_back_low" in made.to_csv().splitlines()[0].split(",")
+    found = measure(llama(), TEXT, TWO_BACK, tokenizer=words())["two_back"]
+    name, value = found.top(1)[0]
+    assert made.head(name).value("two_back") == pytest.approx(value, abs=1e-6)
+
+
+def test_a_pattern_is_the_mass_on_its_pairs(decoder):
+    """Of pairs, of the same pairs as a matrix, and by the dense weights."""
+    ids = torch.randint(97, (2, 23))
+    by_matrix = Measure.of_pattern("matrix", lambda tokens: torch.ones(23, 23).tril(-2).triu(-2) > 0)
+    found = measure(decoder, ids, [TWO_BACK, by_matrix])
+    assert torch.equal(found["two_back"].value, found["matrix"].value)
+    with torch.no_grad(), observe(decoder, lambda look: look.weights.dense()) as seen:
+        decoder.eval()(ids)
+    for layer, of in enumerate(seen):
+        expected = of.value.diagonal(-2, dim1=2, dim2=3).mean(-1).mean(0)
+        torch.testing.assert_close(found["two_back"].value[layer], expected.double(), atol=1e-6, rtol=0)
+    assert found["two_back"].chance[0, 0].item() == pytest.approx(sum(1 / (i + 1) for i in range(2, 23)) / 21)
+
+
+def test_pairs_that_a_pattern_names_twice_count_once(decoder):
+    ids = torch.arange(23)
+    twice = Measure.of_pattern("twice", lambda tokens: tuple(side.repeat(2) for side in two_back(tokens)))
+    found = measure(decoder, ids, [TWO_BACK, twice])
+    torch.testing.assert_close(found["twice"].value, found["two_back"].value)
+
+
+def test_a_pattern_may_be_defined_on_repeats(decoder):
+    def same(tokens):
+        return (tokens[:, None] == tokens).tril(-1)
+
+    own = Measure.of_pattern("same", same, on="repeats")
+    found = measure(decoder, torch.arange(9), [own, "duplicate"])
+    torch.testing.assert_close(found["same"].value, found["duplicate"].value, atol=1e-6, rtol=0)
+
+
+def test_layers_and_modes(decoder):
+    decoder.train()
+    found = measure(decoder, torch.arange(9), "sink", layers=[1])["sink"]
+    assert found.layers == (1,)
+    assert decoder.training
+    decoder.eval()
+
+
+def test_what_is_shown_is_short(decoder):
+    found = measure(decoder, torch.arange(9), ["sink"])["sink"]
+    long = replace(found, value=torch.rand(30, 9))
+    assert repr(long).startswith("Measured(measure=Measure(key='sink', unit='mass'), value=float32 [30, 9], chance=")
+    assert found._repr_html_().count("<tr>") == 1 + 8
+    name, value = found.top(1)[0]
+    layer, head = map(int, name.split("."))
+    assert found.value[layer, head].item() == value == found.value.max().item()
+
+
+@pytest.mark.parametrize(
+    ("text", "measures", "message"),
+    [
+        ("a text", ["sink"], "a text was given without a tokenizer"),
+        (torch.tensor([3]), ["sink"], r"the text is \[1, 1\] tokens"),
+        (torch.arange(9), ["sinks"], "measures has 'sinks': expected some of sink, "),
+        (torch.arange(9), 3, "measures is 3: expected a list"),
+        (torch.arange(9), [Measure.of_pattern("p", lambda t: t)], r"pattern returned torch.int64 \[9\] for 9 tokens"),
+        (torch.arange(9), [Measure.of_pattern("p", lambda t: (t, t + 1))], "whole numbers .* from 0 to 8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(decoder, text, measures, message):
+    with pytest.raises(ProblemError, match=message):
+        measure(decoder, text, measures)
+
+
+def test_a_key_of_the_library_is_not_given_to_another_measure():
+    with pytest.raises(ProblemError, match="one of your own named 'sink'"):
+        survey(llama(), words(), TEXT, measures=[Measure.of_pattern("sink", two_back)])
