@@ -199,3 +199,27 @@ def test_the_strongest_pairs_leave_out_the_first_token_and_the_token_itself(monk
     assert strongest(close, 1, from_key=0)[0][:2] == (2, 0)
     assert strongest(close, 0) == []
     assert isinstance(found[0], Pair)
+
+
+def test_the_strongest_pairs_of_a_window_compute_what_the_window_keeps(monkeypatch):
+    tokens, computed = 4001, []
+    weights = closeup._log_weights
+
+    def counted(close, rows, keys):
+        computed.append((rows.stop - rows.start) * (keys.stop - keys.start))
+        return weights(close, rows, keys)
+
+    monkeypatch.setattr(closeup, "_log_weights", counted)
+    q, k = torch.randn(1, 1, tokens, 5), torch.randn(1, 1, tokens, 5)
+    close = close_up(Weights.of(called(q, k, mask=Causal() & (Window(256) | Prefix(3)))), 0, 0)
+    assert close is not None
+    computed.clear()
+    found = strongest(close, 9)
+    assert sum(computed) < 2.1 * 256 * tokens
+    everything = close_up_rows(close, 0, tokens)
+    everything[:, 0] = 0
+    np.fill_diagonal(everything, 0)
+    assert [pair.weight for pair in found] == pytest.approx(np.sort(everything, axis=None)[:-10:-1].tolist(), rel=1e-5)
+    assert {(pair.query, pair.key): pair.weight for pair in found} == pytest.approx(
+        {(pair.query, pair.key): everything[pair.query, pair.key] for pair in found}, rel=1e-5
+    )

@@ -23,6 +23,9 @@ from regard.inspect.weights.spans import kept_columns
 WRONG_BY = 0.001
 """How far a weight of a close-up may be from the exact one: q, k and totals in float32 say scores of 1,000 to that."""
 
+BLOCK = 256
+"""Rows of a block of `strongest` at most: a window of 1,024 keys then computes a fifth more than it keeps."""
+
 CHECKED = 16
 """Rows at which a close-up is compared with the exact weights."""
 
@@ -55,13 +58,7 @@ def close_up(weights: Weights, layer: int, head: int, known: dict[object, Runs |
 
 def close_up_rows(close: CloseUp, start: int, stop: int) -> NDArray[np.float32]:
     """The weights of rows start <= i < stop, [rows, tokens]: what the page computes, for tests and for the terminal."""
-    i, j = np.arange(start, stop)[:, None], np.arange(len(close.k))[None]
-    scores = close.scale * (close.q[start:stop] @ close.k.T)
-    bias = None if close.distance_bias is None else torch.from_numpy(close.distance_bias[len(close.k) - 1 + i - j])
-    scores = cap_and_bias(torch.from_numpy(scores), close.softcap, bias).numpy()
-    first, last = close.first[start:stop, None], close.last[start:stop, None]
-    seen = (j < last) & ((j >= first) | (j < close.prefix))
-    return np.where(seen, np.exp(np.where(seen, scores - close.total[start:stop, None], 0)), 0)
+    return np.exp(_log_weights(close, slice(start, stop), slice(0, len(close.k))))
 
 
 class Pair(NamedTuple):
@@ -73,20 +70,52 @@ class Pair(NamedTuple):
 
 
 def strongest(close: CloseUp, count: int, *, from_key: int = 1) -> list[Pair]:
-    """The pairs of different tokens with the greatest weights, a key from `from_key` on; in O(n) memory.
+    """The pairs of different tokens with the greatest weights, a key from `from_key` on, the greatest first.
 
-    The first token is left out by default: the mass on it is what the sink score says, and would fill the list.
+    The first token is left out by default: its mass is the sink score, and it would fill the list. O(visible pairs) in
+    time, in blocks of `TILE` weights: columns that no row of a block sees are skipped.
     """
-    best: list[Pair] = []
-    rows = max(1, TILE // len(close.k))
-    for start in range(0, len(close.q), rows):
-        weights = close_up_rows(close, start, min(start + rows, len(close.q)))
-        weights[np.arange(len(weights)), np.arange(start, start + len(weights))] = 0
-        weights[:, :from_key] = 0
-        found = np.argsort(weights, axis=None)[-count:] if count else []
-        best += [Pair(start + int(at) // len(close.k), int(at) % len(close.k), float(weights.flat[at])) for at in found]
+    best, least = list[Pair](), -np.inf
+    for rows, keys in _blocks(close, from_key) if count else ():
+        logs = _log_weights(close, rows, keys)
+        i, j = (logs > least).nonzero()
+        different = i + rows.start != j + keys.start
+        i, j = i[different], j[different]
+        if len(i) > count:
+            order = np.argsort(-logs[i, j], kind="stable")[:count]
+            i, j = i[order], j[order]
+        weights = np.exp(logs[i, j])
+        best += [
+            Pair(int(r) + rows.start, int(c) + keys.start, float(w)) for r, c, w in zip(i, j, weights, strict=True)
+        ]
         best = sorted(best, key=lambda pair: -pair.weight)[:count]
+        least = float(np.log(best[-1].weight)) if len(best) == count and best[-1].weight > 0 else -np.inf
     return [pair for pair in best if pair.weight > 0]
+
+
+def _blocks(close: CloseUp, from_key: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of at most about `TILE` weights that have every visible pair with a key from `from_key` on, each once."""
+    start, tokens = 0, len(close.q)
+    while start < tokens:
+        visible = max(1, int((close.last - close.first)[start : start + BLOCK].max()))
+        rows = slice(start, min(start + max(1, min(BLOCK, TILE // visible)), tokens))
+        first = max(from_key, int(close.first[rows].min()))
+        last = int(close.last[rows].max())
+        for keys in (slice(from_key, min(close.prefix, first, last)), slice(first, last)):
+            if keys.start < keys.stop:
+                yield rows, keys
+        start = rows.stop
+
+
+def _log_weights(close: CloseUp, rows: slice, keys: slice) -> NDArray[np.float32]:
+    """The logarithms of the weights of some rows on some keys, -inf where the mask hides a key."""
+    i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)[None]
+    scores = close.scale * (close.q[rows] @ close.k[keys].T)
+    bias = None if close.distance_bias is None else torch.from_numpy(close.distance_bias[len(close.k) - 1 + i - j])
+    scores = cap_and_bias(torch.from_numpy(scores), close.softcap, bias).numpy() - close.total[rows, None]
+    first, last = close.first[rows, None], close.last[rows, None]
+    scores[(j >= last) | ((j < first) & (j >= close.prefix))] = -np.inf
+    return scores
 
 
 def visible_runs(weights: Weights, head: int) -> Runs | None:
