@@ -8,9 +8,8 @@ import torch
 from regard import Causal, attend
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_order, greedy
-from regard.inspect.intervene.effect import Effect
-from regard.inspect.intervene.instead import Resample, mean_outputs, outputs_of
-from regard.inspect.intervene.loss import next_token_loss
+from regard.inspect.intervene.loss import Effect, next_token_loss
+from regard.inspect.intervene.replacement import Resample, mean_outputs, outputs_of
 from regard.integrate.transformers import use_regard
 from tests.inspect.intervene.models import decoder, texts
 from tests.integrate import zoo

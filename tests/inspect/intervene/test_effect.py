@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.inspect.intervene.effect import Effect, bootstrap
+from regard.inspect.intervene.loss import Effect, bootstrap
 
 
 def test_intervals_hold_the_mean_as_often_as_they_say():

@@ -5,8 +5,8 @@ import torch
 
 from regard import Causal, attend
 from regard.errors import ProblemError
-from regard.inspect.intervene.gates import slopes
 from regard.inspect.intervene.heads import altered
+from regard.inspect.intervene.importance import slopes
 from regard.inspect.intervene.loss import next_token_loss
 from regard.integrate.transformers import use_regard
 from tests.inspect.intervene.models import decoder, texts

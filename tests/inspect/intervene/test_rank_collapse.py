@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from regard.errors import ProblemError
+from regard.inspect.intervene.blocks import VARIANTS
 from regard.inspect.intervene.rank_collapse import rank_collapse, residual
-from regard.inspect.intervene.variants import VARIANTS
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, MultiHeadAttention
 from regard.nn.transformer import Block

@@ -5,7 +5,7 @@ import torch
 
 from regard import Causal, attend
 from regard.errors import ProblemError
-from regard.inspect.intervene.rollout import rollout
+from regard.inspect.intervene.relevance import rollout
 from regard.inspect.observing.observe import observe
 from regard.integrate.transformers import use_regard
 from tests.inspect.intervene.memory import Largest, small_tiles

@@ -2,21 +2,19 @@
 
 from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_order, greedy
 from regard.inspect.intervene.adversary import Adversary, adversary
-from regard.inspect.intervene.effect import Effect, Interval
+from regard.inspect.intervene.blocks import VARIANTS, Variant
 from regard.inspect.intervene.gradient import gradient_attention
 from regard.inspect.intervene.heads import Site, altered, heads_of
 from regard.inspect.intervene.importance import Importance, importance
-from regard.inspect.intervene.instead import Mean, Resample, Zero, mean_outputs, outputs_of
 from regard.inspect.intervene.integrated import Integrated, integrated
-from regard.inspect.intervene.loss import next_token_loss
+from regard.inspect.intervene.loss import Effect, Interval, next_token_loss
 from regard.inspect.intervene.permute import Permuted, permuted
 from regard.inspect.intervene.prune import PruneCurve, prune_curve
 from regard.inspect.intervene.random_stacks import Stack, random_rank_collapse
 from regard.inspect.intervene.rank_collapse import RankCollapse, rank_collapse, residual
-from regard.inspect.intervene.relevance import Relevance
-from regard.inspect.intervene.rollout import rollout
+from regard.inspect.intervene.relevance import Relevance, rollout
+from regard.inspect.intervene.replacement import Mean, Resample, Zero, mean_outputs, outputs_of
 from regard.inspect.intervene.value_zeroing import ValueZeroing, value_zeroing
-from regard.inspect.intervene.variants import VARIANTS, Variant
 from regard.inspect.names import HeadName
 
 __all__ = [

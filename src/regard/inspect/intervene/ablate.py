@@ -1,7 +1,7 @@
 """Taking heads out: `ablated`, what that does to the loss, and in which order heads can best be spared.
 
-A head is replaced at the input of the output projection, where heads still lie side by side, in every family of models.
-Behind the projection they are mixed, and its output cut into as many parts as there are heads holds no head at all.
+A head is replaced at the input of the output projection, where heads are still separate, in every family of models.
+The projection mixes them: a slice of its output is no head.
 
 One head at a time understates what heads do: where four do the same, each can be spared and all four cannot. So take
 out groups too.
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from regard.attention import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.effect import Effect
 from regard.inspect.intervene.heads import Site, Sites, altered
-from regard.inspect.intervene.instead import By, ByBatch, checked_by, instead_of
-from regard.inspect.intervene.loss import LossOf, all_of, losses
+from regard.inspect.intervene.loss import Effect, LossOf, all_of, losses
+from regard.inspect.intervene.replacement import By, ByBatch, as_replacement, check_replacement
 from regard.inspect.names import HeadName, Heads, read_heads
 
 
@@ -48,7 +47,7 @@ def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator
     >>> torch.equal(logits, model(ids))
     False
     """
-    named, instead = read_heads(heads), instead_of(by)
+    named, replacement = read_heads(heads), as_replacement(by)
     sites = Sites(named)
 
     def change(site: Site, call: Call) -> Tensor | None:
@@ -56,7 +55,7 @@ def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator
             return None
         gone = torch.zeros(call.out.shape[1], dtype=torch.bool)
         gone[own] = True
-        return torch.where(gone.to(call.out.device)[:, None, None], instead.outputs(site, call), call.out)
+        return torch.where(gone.to(call.out.device)[:, None, None], replacement.outputs(site, call), call.out)
 
     with altered(model, change, named):
         yield
@@ -85,7 +84,7 @@ def ablation_effects(
     >>> [(effect.heads, effect.losses.shape) for effect in effects]
     [(((0, 1),), torch.Size([8])), (((1, 0), (1, 1)), torch.Size([8]))]
     """
-    batches, by = all_of(batches), checked_by(by)
+    batches, by = all_of(batches), check_replacement(by)
     named = None if groups is None else [read_heads(group) for group in groups]
 
     def effects() -> Iterator[Effect]:
@@ -120,7 +119,7 @@ def greedy(
     >>> len(first.heads), len(second.heads), second.heads[:1] == first.heads
     (1, 2, True)
     """
-    batches, by, chosen = all_of(batches), checked_by(by), None if heads is None else read_heads(heads)
+    batches, by, chosen = all_of(batches), check_replacement(by), None if heads is None else read_heads(heads)
 
     def steps() -> Iterator[Effect]:
         base, all_heads = measured(model, batches, loss_of, chosen or ())

@@ -117,7 +117,7 @@ class _Best:
     def __init__(self, subject: Unchanged, epsilon: float) -> None:
         self.epsilon = epsilon
         self.weights = {site: own.weights.clone() for site, own in subject.own.items()}
-        self.divergence = torch.zeros(subject.batch, dtype=torch.float64, device=subject.said.device)
+        self.divergence = torch.zeros(subject.batch, dtype=torch.float64, device=subject.log_probs.device)
         self.distance = torch.zeros_like(self.divergence)
 
     def offer(self, weights: Mapping[Site, Tensor], divergence: Tensor, distance: Tensor) -> None:

@@ -4,7 +4,7 @@ Chefer, Gur & Wolf 2021, *Generic attention-model explainability*, arXiv:2103.15
 
     R = I;   for each layer from the first on:   R <- R + M R,     M = mean over heads of (dy/dA * A)^+
 
-with y the number that is to be explained and ^+ what lies above 0. dy/dA[i, j] is dO[i] . v[j], with dO the gradient in
+with y the scalar to explain and ^+ the positive part. dy/dA[i, j] is dO[i] . v[j], with dO the gradient in
 the head's output, so M is made tile by tile of q, k, v, lse and dO, and of R only chosen rows are kept.
 """
 

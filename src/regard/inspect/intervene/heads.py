@@ -36,7 +36,7 @@ class Site(NamedTuple):
 
 
 class Sites:
-    """The layers that attended, each with the number of its heads; heads that were asked for are held against them."""
+    """The layers that attended, each with the number of its heads; named heads are checked against them."""
 
     def __init__(self, named: Heads = ()) -> None:
         self.named = read_heads(named)
@@ -77,7 +77,7 @@ class Sites:
         )
 
     def columns(self, name: HeadName) -> list[int]:
-        """Where a head stands among `names()`, whichever way it is named; several places if its module runs often."""
+        """The indices of a head in `names()`, by number or by path; several if its module runs several times."""
         every = ((site, head) for site, heads in self.heads.items() for head in range(heads))
         return [place for place, (site, head) in enumerate(every) if site.is_named(name[0]) and head == name[1]]
 
@@ -102,7 +102,7 @@ def altered(
     Args:
         model: numbers the layers, as in `observe`. None numbers the calls as they come, from 0 at the start of the
             block: run the function once per block.
-        change: is told the layer and the call, and returns what stands in for `call.out`, or None.
+        change: takes the layer and the call, and returns the replacement of `call.out`, or None.
         named: the heads that are meant; heads that do not exist are an error.
 
     Raises:
@@ -168,7 +168,7 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def by_layer(heads: Iterable[HeadName]) -> Mapping[Layer, list[int]]:
-    """Where the heads of each layer stand in a row of heads: {layer: places}."""
+    """The indices of the heads of each layer in a list of heads: {layer: indices}."""
     places: dict[Layer, list[int]] = {}
     for place, (layer, _) in enumerate(heads):
         places.setdefault(layer, []).append(place)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError, RefusalError
 from regard.inspect.intervene.ablate import measured
-from regard.inspect.intervene.gates import slopes
 from regard.inspect.intervene.heads import Site, Sites
+from regard.inspect.intervene.importance import slopes
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 from regard.inspect.names import HeadName, Heads, read_heads
 

@@ -1,25 +1,30 @@
-"""What is measured when heads are changed: the loss of each example.
+"""The loss of each example, and the effect of an intervention on it.
 
-Every intervention takes `batches`, whatever `loss_of` understands, and `loss_of(batch)`, which runs the model and
-gives the loss of each example of the batch, [examples]. One number per example, not one for all: so differences can be
-paired example by example, and the absolute value of Michel's importance taken where it belongs. (Ablation alone takes
-any parts of a batch: the losses of the tokens of one long text, say.)
+Every intervention takes `batches`, any values that `loss_of` takes, and `loss_of(batch)`, which runs the model and
+returns the loss of each example of the batch, [examples]. One loss per example, not their mean: then differences are
+paired example by example, and the absolute value of Michel's importance is taken per example. (Ablation alone takes
+other parts of a batch as well, such as the losses of the tokens of one long text.)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.errors import ProblemError
+from regard.inspect.brief import brief
+from regard.inspect.measures.score import student_quantile
+from regard.inspect.names import HeadName
 
 LossOf = Callable[[Any], Tensor]
-"""batch -> the loss of each of its examples, [examples]; nats where it is a cross-entropy."""
+"""batch -> the loss of each of its examples, [examples]; in nats for a cross-entropy."""
 
 Tick = Callable[[], None]
-"""Called each time that the model has run, to show progress; what it raises ends the work, and changes are undone."""
+"""Called after each run of the model, to show progress; an exception ends the work, and all changes are undone."""
 
 
 def next_token_loss(model: nn.Module) -> LossOf:
@@ -113,3 +118,65 @@ def all_of(batches: Any) -> tuple[Any, ...]:
     if not kept:
         raise ProblemError("there are no batches: pass at least one.")
     return kept
+
+
+class Interval(NamedTuple):
+    """A confidence interval of a mean; NaN from a single example."""
+
+    low: float
+    high: float
+
+
+@brief
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """The losses with some heads changed, beside those of the model as it is.
+
+    Args:
+        heads: which were changed.
+        base, losses: of each example without and with the change; float64 [examples].
+
+    >>> Effect(((0, 1),), base=torch.tensor([1.0, 2.0]), losses=torch.tensor([1.5, 2.0])).change
+    0.25
+    """
+
+    heads: tuple[HeadName, ...]
+    base: Tensor
+    losses: Tensor
+
+    @property
+    def change(self) -> float:
+        """The mean change of the loss; above 0 the heads were of use."""
+        return (self.losses - self.base).mean().item()
+
+    def interval(self, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
+        """A bootstrap interval of the change: over examples, in pairs.
+
+        >>> Effect((), torch.zeros(4), torch.tensor([1.0, 1, 1, 1])).interval()
+        Interval(low=1.0, high=1.0)
+        """
+        return bootstrap(self.losses - self.base, level, draws, seed)
+
+
+def bootstrap(values: Tensor, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
+    """The percentile interval of the mean of `values`, [examples], Efron & Tibshirani 1993, chapter 13, widened.
+
+    The draws of few values vary too little, by sqrt((examples - 1) / examples), and their spread is an estimate as
+    well: the interval is widened as Student's interval is against that of a normal distribution of known spread.
+    Hesterberg 2015, arXiv:1411.5279, §3.2.
+
+    Raises:
+        ProblemError: a level that is not between 0 and 1, or no draws.
+    """
+    if not 0 < level < 1 or draws < 1:
+        raise ProblemError(f"level is {level} and draws {draws}: expected a level between 0 and 1, and 1 draw or more.")
+    if len(values) < 2:
+        return Interval(float("nan"), float("nan"))
+    random = torch.Generator().manual_seed(seed)
+    means = values.double()[torch.randint(len(values), (draws, len(values)), generator=random)].mean(1)
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    middle, count = values.double().mean(), len(values)
+    students_t = student_quantile((1 + level) / 2, count - 1)
+    wider = students_t / NormalDist().inv_cdf((1 + level) / 2) * (count / (count - 1)) ** 0.5
+    low, high = (middle + wider * (means.quantile(ends) - middle)).tolist()
+    return Interval(low, high)

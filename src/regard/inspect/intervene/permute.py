@@ -1,4 +1,4 @@
-"""The permutation test: does it matter at all on which tokens a head's weights lie?
+"""The permutation test: does it matter at all which tokens have the weights of a head?
 
 Jain & Wallace 2019, arXiv:1902.10186, §4.2.1: shuffle the weights of chosen rows among the tokens that they may see,
 and take the median, over shuffles, of how far the prediction moves. Near 0, the head's choice of tokens is of no

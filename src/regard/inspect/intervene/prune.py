@@ -1,8 +1,8 @@
 """Pruning curves: the loss over the share of heads taken out, in an order, beside what random orders do.
 
-An order (by importance, by ablation, greedy, or your own) is made on some text and fits it; what it is worth shows on
-other text. And a model may stand the loss of many heads in any order, so a curve says something only where it leaves
-the band of random orders. Michel et al. 2019, arXiv:1905.10650, §4.
+An order (by importance, by ablation, greedy, or your own) is made on some text and fits it; its value shows on other
+text. A model may tolerate the removal of many heads in any order, so a curve says something only where it leaves the
+band of random orders. Michel et al. 2019, arXiv:1905.10650, §4.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.ablate import losses_without, measured
-from regard.inspect.intervene.instead import ByBatch, checked_by
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
+from regard.inspect.intervene.replacement import ByBatch, check_replacement
 from regard.inspect.names import HeadName, Heads, read_heads
 
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
@@ -120,7 +120,7 @@ def prune_curve(
         raise ProblemError(f"at is {tuple(at)}: expected shares from 0 to 1.")
     if draws < 1:
         raise ProblemError(f"draws is {draws}: a curve is read beside at least one random order.")
-    counts, by = tuple(round(share * len(order)) for share in at), checked_by(by)
+    counts, by = tuple(round(share * len(order)) for share in at), check_replacement(by)
     texts = all_of(held_out), None if made_on is None else all_of(made_on)
     known = {(0, frozenset[HeadName]()): measured(model, texts[0], loss_of, order)[0]}
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.branches import branches, first_tokens
+from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, first_tokens, running
 from regard.inspect.intervene.heads import altered, module_at, whole_layer
-from regard.inspect.intervene.variants import VARIANTS, Variant, running
 from regard.inspect.observing.layers import track_layers
 
 

@@ -1,8 +1,14 @@
-"""Rows of a product of matrices of weights, layer by layer, and never a matrix: what rollout and gradients share.
+"""Products of the layers' matrices, row by row, and attention rollout.
 
-Both methods multiply one tokens x tokens matrix per layer. Of the product, m chosen rows are wanted, and they are a row
-vector times the last layer's matrix, times the one before, and so on: m x tokens numbers, while the matrices pass by in
-tiles, made of q, k and lse. O(tokens^2 + m tokens^2) time a layer, O(m tokens) memory beside the tile.
+A row of the product is a vector times the matrix of the last layer, times that of the layer before, and so on: m x
+tokens elements in memory, while each matrix is computed in tiles of the weights and never stored.
+
+Abnar & Zuidema 2020, *Quantifying attention flow in transformers*, arXiv:2005.00928, §3: with the skip connection as
+half of each layer,
+
+    R = B_L ... B_2 B_1,     B_l = 1/2 (mean over heads of A_l + I)
+
+R[i, j] is the share of token j in row i after the last layer. Rows sum to 1, minus the shares of learned sinks.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +19,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
+from regard.inspect.intervene.loss import Tick
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Tile
@@ -21,12 +28,12 @@ from regard.inspect.weights.tiles import Tile
 @brief
 @dataclass(frozen=True, eq=False)
 class Relevance:
-    """How much each token is said to matter to chosen rows.
+    """How much each token matters to chosen rows.
 
     Args:
         rows: which rows.
         values: [batch, rows, tokens].
-        caveat: what must be said where they are shown.
+        caveat: a warning to show beside the values.
 
     >>> print(Relevance((2,), torch.tensor([[[0.1, 0.6, 0.3]]]), "Weights are not importance."))
     sequence 0, row 2: token 1 0.600, token 2 0.300, token 0 0.100
@@ -87,3 +94,39 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
     units = torch.zeros(len(rows), tokens, dtype=weights[0].dtype, device=weights[0].q.device)
     units[range(len(rows)), counted] = 1.0
     return counted, units.expand(batch, -1, -1).clone()
+
+
+ROLLOUT_CAVEAT = (
+    "Rollout follows attention weights, which are not importance: values, output projections, MLPs and the real share "
+    "of the skip connections are left out."
+)
+
+
+def rollout(weights: Sequence[Weights], rows: Sequence[int], tick: Tick | None = None) -> Relevance:
+    """Rows of the rollout through all of these layers. O(tokens^2) time a layer, O(m tokens) memory.
+
+    Args:
+        weights: of each layer from the first on, as `observe(model, lambda look: look.weights)` keeps them; fewer
+            layers give the rollout up to there.
+        rows: the tokens asked about; -1 is the last.
+        tick: called after each layer.
+
+    >>> import torch
+    >>> from regard import Causal, attend
+    >>> from regard.inspect.observing.observe import observe
+    >>> q = torch.zeros(1, 2, 3, 4)  # even attention, twice
+    >>> with observe(each=lambda look: look.weights) as seen:
+    ...     _ = attend(q, q, q, mask=Causal()), attend(q, q, q, mask=Causal())
+    >>> rollout([one.value for one in seen], [-1]).values[0, 0]  # (1/6, 1/6, 2/3) of the first layer
+    tensor([0.3194, 0.2361, 0.4444])
+    """
+    counted, found = chosen_rows(rows, weights)
+    for layer in reversed(weights):
+        found = (found + through(found, layer, _mean_of_heads)) / 2
+        if tick is not None:
+            tick()
+    return Relevance(counted, found, ROLLOUT_CAVEAT)
+
+
+def _mean_of_heads(tile: Tile) -> Tensor:
+    return tile.weights.mean(1)

@@ -22,7 +22,7 @@ from regard.inspect.weights.lazy import Weights
 CAVEAT = (
     "Attention weights are not importance. That other weights give the same output shows that these weights alone do "
     "not explain it (Jain & Wallace 2019); it does not show that the heads do nothing, and such weights may be out of "
-    "reach of any trained model (Wiegreffe & Pinter 2019). Heads that stand in for one another can each be turned "
+    "reach of any trained model (Wiegreffe & Pinter 2019). Heads that replace one another can each be turned "
     "around freely: test them together as well, and beside permuted weights."
 )
 
@@ -54,12 +54,12 @@ class Unchanged:
     heads: tuple[HeadName, ...]
     rows: tuple[int, ...]
     own: Mapping[Site, OwnRows]
-    said: Tensor
+    log_probs: Tensor
 
     @property
     def batch(self) -> int:
         """Examples, each compared by itself."""
-        return self.said.shape[0]
+        return self.log_probs.shape[0]
 
 
 def observed(model: nn.Module | None, predict: Predict, heads: Heads, rows: Sequence[int]) -> Unchanged:
@@ -82,13 +82,13 @@ def observed(model: nn.Module | None, predict: Predict, heads: Heads, rows: Sequ
         own[site] = _own(call, chosen, rows)
 
     with torch.no_grad(), altered(model, look, named):
-        said = predict()
+        logits = predict()
     if not own:
         raise ProblemError("predict called no attention of regard's.")
     batch = next(iter(own.values())).weights.shape[0]
-    if said.ndim < 2 or said.shape[0] != batch:
-        raise ProblemError(f"predict gave {list(said.shape)}: expected logits [{batch}, ..., classes].")
-    return Unchanged(model, predict, named, tuple(rows), own, said.double().log_softmax(-1))
+    if logits.ndim < 2 or logits.shape[0] != batch:
+        raise ProblemError(f"predict gave {list(logits.shape)}: expected logits [{batch}, ..., classes].")
+    return Unchanged(model, predict, named, tuple(rows), own, logits.double().log_softmax(-1))
 
 
 def _own(call: Call, heads: list[int], rows: Sequence[int]) -> OwnRows:
@@ -127,8 +127,8 @@ def moved(subject: Unchanged, other: Mapping[Site, Tensor]) -> Tensor:
     1/2 sum over classes of |p - p'|; where a prediction has several rows, the one that moved furthest counts.
     """
     with with_rows(subject, other):
-        said = subject.predict().double().softmax(-1)
-    apart = (said - subject.said.exp()).abs().sum(-1) / 2
+        probs = subject.predict().double().softmax(-1)
+    apart = (probs - subject.log_probs.exp()).abs().sum(-1) / 2
     return apart.flatten(1).amax(1) if apart.ndim > 1 else apart
 
 

@@ -1,4 +1,4 @@
-"""One pass over all weights of a call, for every measure that needs them all; nothing of size n x n is held.
+"""One pass over all weights of a call, for every measure that needs them all; nothing of size n x n is stored.
 
 Measures that are sums over O(n) pairs need no sweep: `Weights.pairs` has those. Entropy, column masses, profiles by
 distance, the largest weight of a row and pictures need every weight, and all get theirs from the same pass: by the
@@ -29,7 +29,7 @@ def sweep(
     Args:
         weights: of a call.
         picture: cells per side of a picture, at most; None for none.
-        along: finite numbers of each key, [batch or 1, m, keys]: each row gets their means by its weights, such as
+        along: finite values of each key, [batch or 1, m, keys]: each row gets their means by its weights, such as
             the mean position that it looks at, or the mean rarity of what it sees.
         tick: called every now and then while the sweep is made.
 
@@ -51,7 +51,7 @@ def sweep(
         raise ProblemError(f"picture={picture}: expected cells per side, at least 1, or None for no picture.")
     if along is not None and (along.ndim != 3 or along.shape[0] not in (1, batch) or along.shape[2] != keys):
         raise ProblemError(
-            f"along is {list(along.shape)}: expected numbers of each key, [batch or 1, m, keys] = "
+            f"along is {list(along.shape)}: expected values of each key, [batch or 1, m, keys] = "
             f"[{batch} or 1, m, {keys}]."
         )
     engine = by_native if by_native.takes(weights) else by_torch

@@ -135,7 +135,7 @@ class _Inputs:
         return self._kept[-1].data_ptr()
 
     def _place(self, name: str, t: Tensor) -> None:
-        """A tensor [.., .., tokens, dim], read where it lies if the numbers of a token lie side by side."""
+        """A tensor [.., .., tokens, dim], read in place if its last dimension is contiguous."""
         if t.stride(3) != 1:
             t = t.contiguous()
         self._kept.append(t)

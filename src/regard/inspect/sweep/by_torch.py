@@ -27,7 +27,7 @@ def swept(weights: Weights, picture: int | None, along: Tensor | None, tick: Cal
 
 
 class _Rows:
-    """Tiles gathered into numbers of rows and columns."""
+    """Tiles summed by row and by column."""
 
     def __init__(self, weights: Weights, along: Tensor | None) -> None:
         batch, heads, queries, keys = weights.shape

@@ -1,4 +1,4 @@
-"""What one sweep over all weights of a call gathers: numbers of rows, columns and cells, never the weights."""
+"""The result of one sweep over all weights of a call: sums by row, by column and by cell."""
 
 from dataclasses import dataclass
 

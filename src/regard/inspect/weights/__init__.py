@@ -1,1 +1,11 @@
-"""The weights of one call as a lazy map: see `lazy.py`."""
+"""The weights of one call as a lazy map.
+
+| file | content |
+|---|---|
+| `lazy.py` | `Weights`: rows, columns, pairs, tiles, pictures |
+| `scores.py` | the scores before the softmax: the formula |
+| `tiles.py` | sums, pictures and largest weights over tiles |
+| `spans.py` | which keys some rows may see, from the bounds of the mask |
+| `some_heads.py` | mask and bias for some heads |
+| `index.py` | checked indices |
+"""

@@ -1,4 +1,4 @@
-"""Numbers of heads, layers and tokens, as people give them: Python's own, numpy's, or of a tensor with one element."""
+"""Indices of heads, layers and tokens: integers of Python or NumPy, or tensors with one element."""
 
 import operator
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Indices = Tensor | Sequence[int]
 
 
 def index_of(value: object) -> int | None:
-    """The whole number that a value is, by `__index__`; None for what is none, and for truth values.
+    """A value as an integer, by `__index__`; None for other values, and for booleans.
 
     >>> import numpy as np
     >>> index_of(np.int64(3)), index_of(torch.tensor(3)), index_of(1.5), index_of(True)
@@ -34,7 +34,7 @@ def index_pairs(
     """Rows and keys of pairs, int64 [pairs] each, if a call of this shape has them.
 
     Raises:
-        ProblemError: no whole numbers [pairs], or rows or keys that are not there.
+        ProblemError: indices of another shape or type, or out of range.
     """
     i, j = (torch.as_tensor(given, device=device) for given in (rows, keys))
     whole = not any(index.is_floating_point() or index.dtype == torch.bool for index in (i, j) if index.numel())
@@ -54,7 +54,7 @@ def counted_rows(kind: str, rows: Sequence[int], of: int) -> tuple[int, ...]:
     """Rows, or tokens, counted from the first; -1 is the last.
 
     Raises:
-        ProblemError: there are no such, or that is no whole number.
+        ProblemError: an index is out of range, or no integer.
 
     >>> counted_rows("row", [0, -1], of=5)
     (0, 4)

@@ -1,4 +1,4 @@
-"""The words of a call, said of some of its query heads: masks and biases may differ by head."""
+"""The mask and the bias of a call for some of its query heads: they may differ by head."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class OfHeads(Mask):
         return self.mask.broadcast_shape()[0], len(self.heads)
 
     def bind(self, sizes: Any) -> Mask:
-        """Itself, as the mask within stands in its call already."""
+        """Itself, as the inner mask is bound to its call already."""
         return self
 
     def _there(self, r: Rectangles) -> Rectangles:
@@ -73,7 +73,7 @@ def mask_of_heads(mask: Mask | None, heads: Tensor) -> Mask | None:
 
 
 def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:
-    """The bias of a call, for these of its query heads; tables keep their kind, which engines know."""
+    """The bias of a call for these query heads; tables stay tables, which engines support."""
     if bias is None:
         return None
     if isinstance(bias, Sum):
@@ -85,13 +85,13 @@ def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:
         return T5Bias(bias.table[:, heads.to(bias.table.device)], bias.bidirectional, bias.max_distance)
     if isinstance(bias, TensorBias):
         table = bias.tensor
-        told_apart = table.ndim >= 3 and table.shape[-3] > 1
-        return TensorBias(table.index_select(-3, heads.to(table.device)), bias.offset) if told_apart else bias
+        by_head = table.ndim >= 3 and table.shape[-3] > 1
+        return TensorBias(table.index_select(-3, heads.to(table.device)), bias.offset) if by_head else bias
     return BiasOfHeads(bias, tuple(heads.tolist()))
 
 
 def chosen_heads(index: int | Sequence[int] | Tensor, heads: int) -> Tensor:
-    """Numbers of query heads, int64 [chosen]. Raises `ProblemError` unless all are among so many.
+    """Indices of query heads, int64 [chosen]. Raises `ProblemError` unless all are below `heads`.
 
     >>> chosen_heads(np.int64(3), 6), chosen_heads(range(2), 6)
     (tensor([3]), tensor([0, 1]))

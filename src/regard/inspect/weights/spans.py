@@ -100,7 +100,7 @@ def _counted(call: CallScores, mask: Mask, row: slice, chunk: int) -> Tensor:
 def _bounds(call: CallScores, mask: Mask, row: slice, chunk: int) -> tuple[Bools, Bools]:
     """(some, all) of the rows times each chunk of keys: [batch, heads, chunks], where the mask tells those apart."""
     keys = call.shape[3]
-    batch, heads = (min(told, here) for told, here in zip(mask.broadcast_shape(), call.shape[:2], strict=True))
+    batch, heads = (min(size, here) for size, here in zip(mask.broadcast_shape(), call.shape[:2], strict=True))
     starts = _edges(keys, chunk)[:-1]
     b, h, k0 = (a.ravel() for a in np.meshgrid(np.arange(batch), np.arange(heads), starts, indexing="ij"))
     q0, q1 = (np.full_like(k0, end + call.offset) for end in (row.start, row.stop))

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 
 class Cells:
-    """Where the weights of a call stand in a picture of at most size x size cells.
+    """The cells of a picture of at most size x size cells, and the part of a tile in each.
 
     >>> cells = Cells(10, 7, 4)
     >>> cells.cell, cells.shape

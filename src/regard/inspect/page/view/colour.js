@@ -70,26 +70,26 @@ function pixel(points, t, vivid) {
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-// A colour as the canvas understands it, for the theme of the moment: by its name in the style sheet, or in its words.
+// A colour as the canvas understands it, for the theme of the moment: by its name in the style sheet, or as a CSS colour.
 const probe = document.body.appendChild(make("span", { hidden: true }));
 const cssCache = new Map();
 export const colour = (name) => cssColour(`var(--${name})`);
-export function cssColour(words) {
-  const key = theme() + words;
+export function cssColour(text) {
+  const key = theme() + text;
   if (!cssCache.has(key)) {
-    probe.style.color = words;
+    probe.style.color = text;
     cssCache.set(key, getComputedStyle(probe).color);
   }
   return cssCache.get(key);
 }
 
-export const pixelToCss = (word) => `rgb(${word & 255} ${(word >> 8) & 255} ${(word >> 16) & 255})`;
+export const pixelToCss = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
 export const theme = () => document.documentElement.dataset.theme;
 
 // A kind of heads has the colour of its name in the style sheet, in every report.
 export const kindColour = (kind) => `var(--kind-${kind.replaceAll(" ", "-")}, var(--kind-mixed))`;
 
-// A picture shrunk to `side` pixels. The fourth root of the mean fourth power lies between mean and maximum, so that a
+// A picture shrunk to `side` pixels. The fourth root of the mean fourth power is between mean and maximum, so that a
 // line one token wide stays visible; and a little more, for so small a picture looks paler than it is. 0 marks pixels
 // where nothing may be seen, 1..255 the rest.
 export function thumbnail(picture, side, by) {

@@ -41,14 +41,14 @@ function stripLabel({ key, label }) {
   const order = headsWith(heads, key).sort((a, b) => valueOf(a, key) - valueOf(b, key));
   if (!order.length) return `${label}: no head has it`;
   const at = (part) => order[round(part * (order.length - 1))];
-  const said = [
+  const parts = [
     ["lowest", 0],
     ["median", 0.5],
     ["highest", 1],
-  ].map(([word, part]) => `${word} ${formatNumber(valueOf(at(part), key))}`);
+  ].map(([name, part]) => `${name} ${formatNumber(valueOf(at(part), key))}`);
   const { chance } = scoreOf(at(1), key);
   const even = chance === null ? "" : `, chance ${formatNumber(chance)}`;
-  return `${label} of ${order.length} heads: ${said.join(", ")} (head ${at(1).name})${even}. Arrows move, Enter opens.`;
+  return `${label} of ${order.length} heads: ${parts.join(", ")} (head ${at(1).name})${even}. Arrows move, Enter opens.`;
 }
 
 export function drawDistributions() {

@@ -4,7 +4,7 @@ export const $ = (id) => document.getElementById(id);
 export const stopEvent = (event) => (event.preventDefault(), event.stopPropagation());
 export const on = (node, event, act, options) => node.addEventListener(event, act, options);
 
-// An element: make("span.dim", "words", otherElement, { title: "a property" }).
+// An element: make("span.dim", "text", otherElement, { title: "a property" }).
 export function make(what, ...inside) {
   const [tag, ...names] = what.split(".");
   const node = document.createElement(tag);

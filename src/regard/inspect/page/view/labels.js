@@ -24,10 +24,10 @@ const { ceil, max, floor, log10, round, min, sign, sqrt, abs } = Math;
 let keyTokensPerCell = 0; // tokens a cell that the key speaks of
 
 const lineHeight = 11.5; // pixels that a label needs
-const maxTokensPerLabel = 32; // tokens a label, 600 tokens on a phone: of more, a number says more of the place than a word
+const maxTokensPerLabel = 32; // tokens per label, 600 tokens on a phone: beyond, positions are clearer than tokens
 
 // Tokens beside every row and above every column, as many as there is room for; where one label is for many tokens,
-// their numbers.
+// their positions.
 function forEachLabel(start, from, to, s, draw) {
   const room = ceil(lineHeight / s),
     worded = room <= maxTokensPerLabel,
@@ -48,7 +48,7 @@ function roundUp(n) {
   return ten * [1, 2, 5, 10].find((step) => step * ten >= n);
 }
 
-// The corner above the rows belongs to the first columns, whose words are wider than their cells.
+// The corner above the rows belongs to the first columns, whose labels are wider than their cells.
 export function drawRowLabels({ y, s, high }) {
   clearRect(0, gutter(), gutter(), high);
   forEachLabel(y, topEdge(), high, s, rowLabel);

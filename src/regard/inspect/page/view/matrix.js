@@ -123,7 +123,7 @@ export function drawMatrix() {
   viewport.place = state.at;
 }
 
-// ---- what is looked at ----------------------------------------------------------------------------------------------
+// ---- panels ---------------------------------------------------------------------------------------------------------
 
 function updatePanels(head) {
   const [second, minus] = comparedHead(head);
@@ -170,8 +170,8 @@ function meanByKey(shares, size) {
 function measureLabels() {
   context.font = font(650);
   const few = Array.from({ length: min(tokens.length, 400) }, (_, n) => labelText(floor((n * tokens.length) / 400), 1));
-  const numbers = viewport.look.pooled > 1 ? [tokenIndex(viewport.look.size - 1, viewport.look.pooled)] : [];
-  viewport.look.margin = ceil(max(24, ...[...few, ...numbers].map((text) => context.measureText(text).width))) + 12;
+  const positions = viewport.look.pooled > 1 ? [tokenIndex(viewport.look.size - 1, viewport.look.pooled)] : [];
+  viewport.look.margin = ceil(max(24, ...[...few, ...positions].map((text) => context.measureText(text).width))) + 12;
 }
 
 function savePicture() {

@@ -56,10 +56,12 @@ export function drawRun() {
 
 // How many heads have a sink at the first token, by both published thresholds; of two models each by name.
 function drawSinks() {
-  const told = [report, ...(otherReport ? [otherReport] : [])].filter(({ sinks }) => sinks.length);
+  const sources = [report, ...(otherReport ? [otherReport] : [])].filter(({ sinks }) => sinks.length);
   $("sinks").title = definitions.sink_shares?.formula ?? "";
   $("sinks").replaceChildren(
-    ...told.map((source) => make("span", `${told.length > 1 ? `${source.run.model}: ` : ""}${sinkText(source)} `)),
+    ...sources.map((source) =>
+      make("span", `${sources.length > 1 ? `${source.run.model}: ` : ""}${sinkText(source)} `),
+    ),
   );
 }
 
@@ -93,7 +95,7 @@ export function drawNotes() {
     "The pictures hold each weight w as one byte, 255·√w: no weight is off by more than 0.004. The scores were " +
     `measured on the full weights, not on the pictures.${note}`;
   $("held").textContent = closeUpText();
-  $("remarks").replaceChildren(...(run.notes ?? []).map((words) => make("p", words)));
+  $("remarks").replaceChildren(...(run.notes ?? []).map((note) => make("p", note)));
   const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
   const times = Object.entries(run.seconds).map(([name, seconds]) => `${name} ${formatNumber(seconds, 1)} s`);
   $("made").textContent = [run.model, run.machine, ...versions, ...times].join(" · ");

@@ -82,7 +82,7 @@ function restingText() {
   return `${which}In each picture a row is a query and a column a key it reads. Point at one, or click to open it.`;
 }
 
-// ---- where each head stands -----------------------------------------------------------------------------------------
+// ---- layout of the thumbnails ---------------------------------------------------------------------------------------
 
 let arrangedFor = "";
 

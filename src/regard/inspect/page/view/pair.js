@@ -86,8 +86,8 @@ function pairText(at) {
       : colourOf(viewport.look, weight, size),
   );
   const note = viewport.look.by === "max" && size > 1 ? "at most" : evenRatioText(weight, i, j, size);
-  const words = [token(i), " → ", token(j), swatch, make("b", weightText(weight)), make("span.dim", note)];
-  return [...words, ...comparedText(i * size, j * size, weight)];
+  const parts = [token(i), " → ", token(j), swatch, make("b", weightText(weight)), make("span.dim", note)];
+  return [...parts, ...comparedText(i * size, j * size, weight)];
 }
 
 const differenceAt = (q, k) => viewport.panels[0].parts.map((part) => valueAt(part, q, k)).reduce((a, b) => a - b);
@@ -121,9 +121,9 @@ export const errorText = ({ error }) =>
   `to within about ${max(0.01, ceil(1e4 * error) / 100)} % of any weight above 0.0001`;
 
 function missingText() {
-  const held = report.closes.length,
+  const included = report.closes.length,
     dropped = report.left_out.closes;
-  const there = held ? `It holds those of ${held} of ${heads.length} heads` : "It holds those of no head";
+  const there = included ? `It includes those of ${included} of ${heads.length} heads` : "It includes those of no head";
   return `${there}${dropped ? `; ${dropped} more did not fit` : ""}. Ask for this head by --heads ${state.head}.`;
 }
 

@@ -54,8 +54,8 @@ function ablationText() {
   const { ablations } = report;
   if (!ablations) return "";
   const { how, loss, tokens: predicted, caveat } = ablations;
-  const told = `Without the head (${how === "mean" ? "its mean" : how} in its place) the loss of ${formatNumber(loss)} nats`;
-  return `${told} over ${formatCount(predicted)} tokens changes by delta loss. ${caveat}`;
+  const text = `Without the head (${how === "mean" ? "its mean" : how} in its place) the loss of ${formatNumber(loss)} nats`;
+  return `${text} over ${formatCount(predicted)} tokens changes by delta loss. ${caveat}`;
 }
 
 function scoreRow(head, { key, label }, against) {
@@ -143,6 +143,6 @@ function drawDistance() {
     `% of attention, by tokens ${causal ? "back" : "away"} (2 = 2 to 3, 4 = 4 to 7 …)${line}`,
   );
   $("distance").replaceChildren(make("div.columns-chart", ...bars), note);
-  const told = bins.map((bin) => `${from(bin)} tokens ${causal ? "back" : "away"}: ${percent(bin)} percent`);
-  $("distance").setAttribute("aria-label", told.join("; "));
+  const texts = bins.map((bin) => `${from(bin)} tokens ${causal ? "back" : "away"}: ${percent(bin)} percent`);
+  $("distance").setAttribute("aria-label", texts.join("; "));
 }

@@ -35,13 +35,13 @@ export const redraw = () => listeners.forEach((draw) => draw());
 
 function addressText() {
   const { pin, first, head } = state;
-  const words = {
+  const fields = {
     ...state,
     pin: pin && (pin.k === null ? `${pin.q}` : `${pin.q}-${pin.k}`),
     first: first ? "" : "hidden",
     at: head === null ? "" : state.at,
   };
-  const parts = Object.entries(words)
+  const parts = Object.entries(fields)
     .filter(([name, value]) => value && value !== defaults[name])
     .map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
   return parts.length ? `#${parts.join("&")}` : "";
@@ -49,24 +49,24 @@ function addressText() {
 
 // Read the address; what it does not know, or what this report does not have, is left out.
 export function readAddress() {
-  const words = new URLSearchParams(location.hash.slice(1));
-  const known = (name, allowed) => (allowed.includes(words.get(name)) ? words.get(name) : defaults[name]);
-  const number = (name) => (words.get(name) && Number.isFinite(Number(words.get(name))) ? words.get(name) : "");
+  const fields = new URLSearchParams(location.hash.slice(1));
+  const known = (name, allowed) => (allowed.includes(fields.get(name)) ? fields.get(name) : defaults[name]);
+  const number = (name) => (fields.get(name) && Number.isFinite(Number(fields.get(name))) ? fields.get(name) : "");
   const names = measures.map((measure) => measure.key);
   Object.assign(state, {
-    head: byName.has(words.get("head")) ? words.get("head") : null,
+    head: byName.has(fields.get("head")) ? fields.get("head") : null,
     colour: known("colour", [...names, "pair"]),
     order: known("order", names),
     kind: known("kind", kinds),
     where: known("where", names),
     least: number("least"),
     most: number("most"),
-    pin: parsePin(words.get("pin")),
-    first: words.get("first") !== "hidden",
+    pin: parsePin(fields.get("pin")),
+    first: fields.get("first") !== "hidden",
     by: known("by", ["max"]),
-    vs: byName.has(words.get("vs")) ? words.get("vs") : known("vs", otherReport ? ["other"] : []),
+    vs: byName.has(fields.get("vs")) ? fields.get("vs") : known("vs", otherReport ? ["other"] : []),
     how: known("how", ["difference"]),
-    at: /^\d+-\d+-\d+$/.test(words.get("at") ?? "") ? words.get("at") : "",
+    at: /^\d+-\d+-\d+$/.test(fields.get("at") ?? "") ? fields.get("at") : "",
     theme: known("theme", ["light", "dark"]),
   });
 }

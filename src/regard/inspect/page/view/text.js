@@ -38,9 +38,9 @@ function showPage(n) {
   const pieces = tokens.slice(from, to).flatMap((token, at) => tokenNodes(token, from + at));
   $("text").replaceChildren(...pieces);
   $("leaves").hidden = to - from === tokens.length;
-  const leafAt = (start, words) =>
+  const leafAt = (start, label) =>
     Object.assign(
-      makeButton(words, () => (showPage(start), colourText())),
+      makeButton(label, () => (showPage(start), colourText())),
       { disabled: start < 0 || start >= tokens.length },
     );
   $("leaves").replaceChildren(
@@ -185,8 +185,8 @@ function strongestList(title, className, weights, pinOf) {
     const bar = make("i", { ariaHidden: "true" });
     bar.style.width = `${100 * min(1, weights[n])}%`;
     const button = makeButton("", () => update({ pin: pinOf(n) }));
-    const words = tokenLabel(tokenName(n / span, span), tokenIndex(n / span, span), n);
-    button.append(words, make("b", formatNumber(weights[n])), bar);
+    const label = tokenLabel(tokenName(n / span, span), tokenIndex(n / span, span), n);
+    button.append(label, make("b", formatNumber(weights[n])), bar);
     return make("li", button);
   });
   return make(`div.${className}`, make("h3", title), make("ol", ...items));

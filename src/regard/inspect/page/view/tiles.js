@@ -10,7 +10,7 @@ import { cellWeights, runToEnd } from "./weights.js";
 const { max, floor, min, hypot, log } = Math;
 
 export const cellsAcross = 64;
-const maxTiles = 500; // 16 KB of numbers and 16 KB of pixels each
+const maxTiles = 500; // 16 KB of weights and 16 KB of pixels each
 let missingTiles = []; // { panel, grain, row, column, name } that are in view and not computed
 let currentTile = null; // the one being computed
 let timer = 0;

@@ -95,7 +95,7 @@ export function resizeScroller() {
   $("key").style.right = `${max(0, panelWidth() - extent) + 10}px`; // in the picture's corner
 }
 
-// The key stands in the empty half of a picture, unless there is none: then it has a line of its own.
+// The key is in the empty half of a causal picture; otherwise it has a line of its own.
 export const placeKey = (level) =>
   $("stage").classList.toggle("aside", !causal || level > 1.05 || viewport.panels.length > 1);
 

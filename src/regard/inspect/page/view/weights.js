@@ -22,7 +22,7 @@ function bytesOf(id) {
   return inflated.get(id);
 }
 
-// The file is read to its end: what stands behind the script is there.
+// Resolved when the whole file is read: the close-ups come after the script.
 const documentReady = new Promise((ready) =>
   document.readyState === "loading" ? on(document, "DOMContentLoaded", ready) : ready(),
 );
@@ -44,7 +44,7 @@ export async function loadWeights(head) {
   head.close = { ...caption, n, q, k, total, first, last, bias, rest, pooled: head.picture?.pooled ?? 1 };
 }
 
-// Numbers of so many bytes, that lie as planes of bytes: all lowest bytes first.
+// Elements of `size` bytes, stored as byte planes: all lowest bytes first.
 function reader(bytes) {
   let at = 0;
   return (count, size) => {

@@ -1,18 +1,25 @@
-"""Where the branches of a block are: what its attention and its MLP add to the tokens, found by looking at a run.
+"""Blocks of a model: the modules whose outputs are their branches, and runs without skip connections or MLPs.
 
-A block gives x + a + m, with a what its attention adds and m its MLP. Where these stand differs from family to family:
+A block gives x + a + m, where a is the output of its attention and m that of its MLP. The order differs by family:
 
-    one after the other    x1 = x + a,  y = x1 + m      m is made of x1; norms stand before branches, or behind too
-    side by side           y = x + a + m                m is made of x
+    sequential     x1 = x + a,  y = x1 + m      m is computed from x1; norms are before the branches, or after as well
+    parallel       y = x + a + m                m is computed from x
 
-No family is known by name: of one run, the tensors that go into and come out of the modules of a block are held against
-these sums. What fits none (norms after the sum, branches that are scaled, cross-attention) is not guessed at.
+No family is recognised by name: in one run, the inputs and outputs of the modules of a block are compared with these
+sums. A block that fits none (norms after the sum, scaled branches, cross-attention) is refused. The variants:
+
+    as it is         y = x + a(x) + m(x + a(x))
+    without MLPs     y = x + a(x)
+    without skips    y = m(a(x))                    in parallel blocks: a(x) + m(x)
+    without both     y = a(x)                       attention alone
+
+Norms remain, within the branches a and m; the weights of the model do not change.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +39,8 @@ class Branches:
     Args:
         attention: whose output is added first.
         mlp: whose output is added last; None for a block without an MLP.
-        entrance: which is given the tokens with the attention added, on their way to the MLP; None where the MLP stands
-            beside the attention, or there is none.
+        entrance: which is given the tokens with the attention added, on their way to the MLP; None in a
+            parallel block, or without an MLP.
     """
 
     attention: str
@@ -50,7 +57,7 @@ class Passed(NamedTuple):
 
 
 def branches(model: nn.Module, run: Callable[[], Any], blocks: Mapping[str, Sequence[str]]) -> dict[str, Branches]:
-    """The branches of each block, by one run. One block's tensors are held at a time.
+    """The branches of each block, by one run. The tensors of one block are in memory at a time.
 
     Args:
         blocks: paths of blocks, each with those of its modules that attend.
@@ -156,3 +163,73 @@ def _is_sum(total: Tensor, *terms: Tensor) -> bool:
     eps = max(torch.finfo(one.dtype).eps for one in (total, *terms))
     exact = torch.stack([term.double() for term in terms])
     return bool(((total.double() - exact.sum(0)).abs() <= eps * exact.abs().sum(0)).all())
+
+
+Variant = Literal["as it is", "without MLPs", "without skips", "without both"]
+
+VARIANTS: tuple[Variant, ...] = ("as it is", "without MLPs", "without skips", "without both")
+
+
+@contextmanager
+def running(model: nn.Module, blocks: Mapping[str, Branches], variant: Variant) -> Generator[None]:
+    """Within the block, the model runs as this variant. MLPs that are left out are still computed, for nothing."""
+    with ExitStack() as hooks:
+        for path, parts in () if variant == "as it is" else blocks.items():
+            running = _Running(skips=variant == "without MLPs", mlps=variant == "without skips", parts=parts)
+            whole = module_at(model, path)
+            hooks.callback(whole.register_forward_pre_hook(running.enter, with_kwargs=True).remove)
+            for branch in (parts.attention, parts.mlp):
+                if branch is not None:
+                    hooks.callback(module_at(model, branch).register_forward_hook(running.keeping(branch)).remove)
+            if parts.entrance is not None and not running.skips:
+                entrance = module_at(model, parts.entrance)
+                hooks.callback(entrance.register_forward_pre_hook(running.without_skip, with_kwargs=True).remove)
+            hooks.callback(whole.register_forward_hook(running.leave).remove)
+        yield
+
+
+class _Running:
+    """A block while it runs: what went in, and what its branches gave."""
+
+    def __init__(self, *, skips: bool, mlps: bool, parts: Branches) -> None:
+        self.skips, self._mlps, self._parts = skips, mlps, parts
+        self._x = torch.empty(0)
+        self._gave: dict[str, Tensor] = {}
+
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = first_tokens((*arguments, *named.values()))
+        assert given is not None  # it had some when its branches were found
+        self._x, self._gave = given.clone(), {}
+
+    def keeping(self, branch: str) -> Callable[..., None]:
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            given = first_tokens(output, FLAT)
+            assert given is not None
+            self._gave[branch] = given.clone().view_as(self._x)
+
+        return keep
+
+    def without_skip(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The MLP gets what the attention gave, and not the tokens with that added."""
+        old = first_tokens((*arguments, *named.values()), FLAT)
+        if old is None or self._parts.attention not in self._gave:  # a norm that is also before the attention
+            return None
+        new = self._gave[self._parts.attention].view_as(old)
+        changed = {name: new if value is old else value for name, value in named.items()}
+        return tuple(new if value is old else value for value in arguments), changed
+
+    def leave(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """What the block gives in this variant, in place of what it gave."""
+        new = self._tokens()
+        if isinstance(output, Tensor):
+            return new
+        old = first_tokens(output)
+        return tuple(new if value is old else value for value in output)
+
+    def _tokens(self) -> Tensor:
+        a, mlp = self._gave[self._parts.attention], self._parts.mlp
+        if self.skips:
+            return self._x + a
+        if mlp is None or not self._mlps:
+            return a
+        return self._gave[mlp] if self._parts.entrance is not None else a + self._gave[mlp]

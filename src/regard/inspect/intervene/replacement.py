@@ -1,4 +1,4 @@
-"""What stands in for the output of a head that is ablated: zero, its mean, or what it gave on other inputs."""
+"""Replacements for the output of an ablated head: zero, its mean, or its output on other inputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -15,20 +15,20 @@ from regard.inspect.intervene.heads import Site, altered
 from regard.inspect.intervene.loss import each_of
 
 Outputs = Mapping[Site, Tensor]
-"""What the heads of each layer gave."""
+"""The outputs of the heads of each layer."""
 
 
-class Instead(ABC):
-    """What the output of an ablated head is replaced by."""
+class Replacement(ABC):
+    """A replacement for the output of an ablated head."""
 
     @abstractmethod
     def outputs(self, site: Site, call: Call) -> Tensor:
-        """For all heads of the call; broadcasts to its output, [batch, heads, queries, v_dim]."""
+        """The replacement for all heads of the call; broadcasts to its output, [batch, heads, queries, v_dim]."""
 
 
 @dataclass(frozen=True)
-class Zero(Instead):
-    """Nothing, as if the head had no value to give. Michel et al. 2019, arXiv:1905.10650, §2.3."""
+class Zero(Replacement):
+    """Zero, as if all values of the head were zero. Michel et al. 2019, arXiv:1905.10650, §2.3."""
 
     def outputs(self, site: Site, call: Call) -> Tensor:
         return call.out.new_zeros(())
@@ -36,11 +36,11 @@ class Zero(Instead):
 
 @brief
 @dataclass(frozen=True, eq=False)
-class Mean(Instead):
-    """Its mean over a dataset; `mean_outputs` computes it.
+class Mean(Replacement):
+    """The mean output over a dataset; `mean_outputs` computes it.
 
-    What every input has in common stays, so the rest of the model gets what it is used to: zero can hurt a model merely
-    because it never saw it.
+    The mean keeps what all inputs have in common. Zero can hurt a model merely because the model never received it in
+    training.
 
     Args:
         of: for each layer [heads, v_dim], the mean over all tokens; or [heads, positions, v_dim], per position.
@@ -63,14 +63,14 @@ class Mean(Instead):
 
 @brief
 @dataclass(frozen=True, eq=False)
-class Resample(Instead):
-    """What it gave on another input; `outputs_of` records it.
+class Resample(Replacement):
+    """The output on another input; `outputs_of` records it.
 
-    Mean and zero may both be unlike anything that the model has seen; this is not. Of a pair of inputs that differ in
-    one thing, it removes what the head knows of that thing. Texts must have the same length.
+    Mean and zero may both be unlike any output of the head; a real output is not. For two inputs that differ in one
+    thing, it removes the information of the head on that thing. The texts must have the same length.
 
     Args:
-        of: for each layer [batch, heads, queries, v_dim]; a batch of 1 stands in for every example.
+        of: for each layer [batch, heads, queries, v_dim]; a batch of 1 is used for every example.
     """
 
     of: Outputs
@@ -86,25 +86,25 @@ class Resample(Instead):
         return other.to(call.out)
 
 
-By = Literal["zero"] | Instead
+By = Literal["zero"] | Replacement
 """How heads are ablated: `"zero"`, or a `Mean` or `Resample`."""
 
 ByBatch = By | Callable[[Any], By]
-"""The same, or a function that says it for each batch."""
+"""The same, or a function that returns it for each batch."""
 
 
-def instead_of(by: By) -> Instead:
-    """The replacement that was asked for. Raises `ProblemError` for what is none."""
-    if isinstance(by, Instead):
+def as_replacement(by: By) -> Replacement:
+    """The replacement that `by` names. Raises `ProblemError` for other values."""
+    if isinstance(by, Replacement):
         return by
     if by == "zero":
         return Zero()
     raise ProblemError(f"by is {by!r}: expected 'zero', mean_outputs(...) or Resample(outputs_of(...)).")
 
 
-def checked_by(by: ByBatch) -> ByBatch:
-    """The same. Raises `ProblemError` for what is none."""
-    return by if callable(by) else instead_of(by)
+def check_replacement(by: ByBatch) -> ByBatch:
+    """`by`, if it is one. Raises `ProblemError` for other values."""
+    return by if callable(by) else as_replacement(by)
 
 
 @torch.no_grad()
@@ -161,10 +161,10 @@ def mean_outputs(
 
 @torch.no_grad()
 def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
-    """What every head gives while `run` runs, for each layer [batch, heads, queries, v_dim].
+    """The output of every head while `run` runs, for each layer [batch, heads, queries, v_dim].
 
     Raises:
-        ProblemError: a layer attended more than once, as in generation: which of its outputs is meant?
+        ProblemError: a layer attended more than once, as in generation.
 
     >>> from regard.inspect.intervene import Resample, ablated, outputs_of
     >>> from regard.nn import Decoder

@@ -7,7 +7,7 @@ import torch
 
 from regard.errors import ProblemError
 from regard.inspect.intervene.ablate import ablated
-from regard.inspect.intervene.instead import Resample, mean_outputs, outputs_of
+from regard.inspect.intervene.replacement import Resample, mean_outputs, outputs_of
 from regard.nn import Decoder
 from tests.inspect.intervene.models import decoder, texts
 
