@@ -93,7 +93,7 @@ def rank_collapse(
         run: runs the model on a text; a cache must start empty in it, as transformers' own does.
         rows: bool [batch, tokens], which tokens count; None: all.
         variants: which to run. Other than "as it is" they need blocks that add attention, and an MLP if there is one,
-            to what they are given, one after the other or side by side (`branches.py`): so most decoders do.
+            to what they are given, one after the other or side by side (`blocks.py`): so most decoders do.
 
     Raises:
         ProblemError: attention that is not regard's, layers that give no tensors, or whose branches are not found.
