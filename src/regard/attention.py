@@ -12,9 +12,9 @@ from torch import Tensor
 
 from regard.backend.contract import Backend
 from regard.describe.bias import Bias
-from regard.describe.elsewhere import refuse_keywords
 from regard.describe.mask import Mask
 from regard.describe.score import Score
+from regard.describe.suggestions import refuse_keywords
 from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.describe.content import Unknown, content
+from regard.describe.content import Untraceable, content
 
 Change = tuple[Callable[..., Any], Callable[[], object]]
 """A function, and what changes something that it reads."""
@@ -177,7 +177,7 @@ def test_a_function_is_another_once_something_that_it_reads_has_changed(make: Ca
     before = content(function)
     assert content(function) == before
     assert hash(content(function)) == hash(before)
-    assert not isinstance(before, Unknown)
+    assert not isinstance(before, Untraceable)
     change()
     assert content(function) != before
 
@@ -234,5 +234,5 @@ UNKNOWN: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_followed_equals_nothing(name: str):
-    assert isinstance(content(UNKNOWN[name]), Unknown)
+    assert isinstance(content(UNKNOWN[name]), Untraceable)
     assert content(UNKNOWN[name]) != content(UNKNOWN[name])

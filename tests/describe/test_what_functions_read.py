@@ -1,4 +1,4 @@
-"""What hides from one who reads along with a function: each is followed, or the function is `Unknown`."""
+"""What hides from one who reads along with a function: each is followed, or the function is `Untraceable`."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.describe.content import Unknown, content
+from regard.describe.content import Untraceable, content
 
 Change = tuple[Callable[..., Any], Callable[[], object]]
 """A function, and what changes something that it reads."""
@@ -346,7 +346,7 @@ def test_what_hides_is_seen_to_change(make: Callable[[], Change]):
 
 def assert_is_seen_to_change(function: Callable[..., Any], change: Callable[[], object]) -> None:
     before = content(function)
-    assert not isinstance(before, Unknown)
+    assert not isinstance(before, Untraceable)
     assert content(function) == before
     assert hash(content(function)) == hash(before)
     change()
@@ -384,7 +384,7 @@ OUT_OF_SIGHT: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", OUT_OF_SIGHT)
 def test_what_is_out_of_sight_is_unknown(name: str):
-    assert isinstance(content(OUT_OF_SIGHT[name]), Unknown)
+    assert isinstance(content(OUT_OF_SIGHT[name]), Untraceable)
 
 
 def test_content_keeps_no_class_of_a_tensor_alive():
@@ -397,5 +397,5 @@ def test_content_keeps_no_class_of_a_tensor_alive():
     del Table
     tables.clear()
     gc.collect()
-    assert not isinstance(found, Unknown)
+    assert not isinstance(found, Untraceable)
     assert [ghost() for ghost in ghosts] == [None, None]

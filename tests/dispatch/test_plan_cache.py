@@ -235,7 +235,7 @@ def test_a_class_that_is_corrected_is_another_mask():
     torch.compiler.reset()
     wrong, corrected = near(9), near(4)
     assert wrong() == wrong()
-    assert wrong().fingerprint().can_be_kept
+    assert wrong().fingerprint().is_cacheable
     for call in (attend, torch.compile(attend, backend="eager", fullgraph=True)):
         for kind, length in ((wrong, 9), (corrected, 4), (wrong, 9)):
             expected = attend(Q, K[:, :, :length], V[:, :, :length])

@@ -8,7 +8,7 @@ a function is used again only while nothing that the function reads has changed.
 Objects are followed as a whole, modules only as far as any code of the walk names their attributes. No code of the
 user runs meanwhile: what an object has is read by Python's own descriptors, past its `__getattr__` and `__iter__`.
 
-What cannot be followed is `Unknown`, and nothing may be kept for it: objects of C extensions, generators, what
+What cannot be followed is `Untraceable`, and nothing may be kept for it: objects of C extensions, generators, what
 `functools.lru_cache` keeps, `eval`, `getattr`, clocks and random numbers. Python's own library, numpy, torch and regard
 are taken as constant.
 """
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from regard.describe.tensors import ClassRef, Unknown, content_key, is_without_data
+from regard.describe.tensors import ClassRef, Untraceable, content_key, is_without_data
 
 LIBRARIES = sys.stdlib_module_names | {"numpy", "regard", "torch"}
 """Packages that do not change while a program runs."""
@@ -86,19 +86,19 @@ class _UnfollowableError(Exception):
 
 
 def content(thing: object) -> Hashable:
-    """What a function, or any object, is by content; `Unknown` if that cannot be followed.
+    """What a function, or any object, is by content; `Untraceable` if that cannot be followed.
 
     >>> def mask(limit):
     ...     return lambda b, h, q, k: k < limit
     >>> content(mask(3)) == content(mask(3)), content(mask(3)) == content(mask(4))
     (True, False)
-    >>> isinstance(content(iter([3])), Unknown)
+    >>> isinstance(content(iter([3])), Untraceable)
     True
     """
     try:
         return _Walk().whole(thing)
     except (_UnfollowableError, RecursionError):
-        return Unknown()
+        return Untraceable()
 
 
 class _Reads(NamedTuple):
@@ -365,7 +365,7 @@ def _tensor(tensor: Tensor) -> Hashable:
     if is_without_data(tensor):
         return None
     made = content_key(tensor)
-    return None if isinstance(made.content, Unknown) else made
+    return None if isinstance(made.content, Untraceable) else made
 
 
 values |= {Tensor: _tensor, np.ndarray: _array, np.generic: lambda x: _array(np.asarray(x))}

@@ -1,12 +1,12 @@
 """Masks: which query may look at which key.
 
-A mask answers two questions about *positions* (query i of a call stands at `offset + i`, key j at j):
+A mask answers two questions about *positions* (query i of a call is at position `offset + i`, key j at j):
 
 - `keep(b, h, q, k)`: is the pair kept? Exact, pointwise, broadcasting.
-- `bounds(rectangles)`: is *some* pair of the rectangle kept, are *all*? Sound (an undecided rectangle is some and not
-  all), never exact by duty. The schedule splits only what is undecided, so its cost follows the mask's boundary.
+- `bounds(rectangles)`: is *some* pair of the rectangle kept, are *all*? Sound: an undecided rectangle is some and not
+  all. They need not be exact. The schedule splits only what is undecided, so its cost follows the mask's boundary.
 
-`&`, `|` and `~` combine masks; their bounds follow by Kleene's three-valued logic. The words themselves are in
+`&`, `|` and `~` combine masks; their bounds follow by Kleene's three-valued logic. The masks themselves are in
 `mask_by_rule.py` (arithmetic on positions) and `mask_by_table.py` (what needs data).
 """
 
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.describe.elsewhere import mask_for
 from regard.describe.interval import Union, complement, intersection, union
 from regard.describe.spec import Fingerprint, Spec, spec
+from regard.describe.suggestions import mask_for
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -29,7 +29,7 @@ Positions = int | Tensor
 """A position, or an int64 tensor of positions; the four of a `keep` broadcast."""
 
 NONE, ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
-"""What stands in a signature for a mask that keeps nothing, or everything, of a rectangle."""
+"""In a signature: the mask keeps nothing, or everything, of the rectangle."""
 
 
 class Rectangles(NamedTuple):
@@ -54,12 +54,12 @@ class CallSizes(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """One past the last position that a query stands at."""
+        """One past the position of the last query."""
         return self.offset + self.queries
 
 
 class Mask(Spec):
-    """Which query may look at which key; abstract, see the words for what there is.
+    """Which query may look at which key; abstract.
 
     ```
     >>> from regard import Causal, Window, Prefix, draw
@@ -100,7 +100,7 @@ class Mask(Spec):
         return 1, 1
 
     def bind(self, sizes: CallSizes) -> "Mask":
-        """This mask in a call: words laid out by the rows of the call (`TensorMask`, `Tree`) learn where those stand.
+        """This mask in a call: masks of the call's rows (`TensorMask`, `Tree`) get the positions of those.
 
         Raises:
             ProblemError: the mask does not fit the call (its data has other sizes).
@@ -218,7 +218,7 @@ class Not(Mask):
 
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
-    """The mask's signature, with ALL or NONE where its bounds decide, since there its own numbers do not matter."""
+    """The mask's signature, with ALL or NONE where its bounds decide, since the signature does not matter there."""
     (some, every), own = mask.bounds(r), mask.signature(r)
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 

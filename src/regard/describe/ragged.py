@@ -1,4 +1,4 @@
-"""`Ragged`: a mask over rows of different lengths, each of whose last query stands at its own last key."""
+"""`Ragged`: a mask over rows of different lengths, with the last query of each row at its own last key."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -16,18 +16,18 @@ from regard.errors import ProblemError
 
 @spec
 class Ragged(Mask):
-    """Row b has the first `lengths[b]` keys, and its queries stand so that the last one is at the last of them.
+    """Row b has the first `lengths[b]` keys, and its last query is at the last of them.
 
-    A batch of sequences that were begun at different times, as serving has them: `attend` says this word by itself
+    A batch of sequences that began at different times, as in serving: `attend` adds this mask by itself
     where stored keys have lengths (`StoredTensor.lengths`).
 
     Args:
         inner: what the queries of a row see of its keys; None for all.
         lengths: keys of each row.
-        keys: those of the call; None until the mask stands in one.
+        keys: those of the call; None until the mask is bound to a call.
 
     Raises:
-        ProblemError: the inner mask is laid out by the rows of a call (Dense, Tree, ...), which stand elsewhere here.
+        ProblemError: the inner mask is defined by the rows of a call (`TensorMask`, `Tree`, ...), not by positions.
 
     >>> from regard import Causal, draw
     >>> print(draw(Ragged(Causal(), (2, 4)), 2, 4, batch=0))

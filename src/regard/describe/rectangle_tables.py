@@ -1,7 +1,7 @@
 """Tables that answer questions about whole rectangles at once: the bounds of masks that hold data.
 
 Both round a rectangle outward to blocks of tokens, so their answers are sound and not always exact, and both are small
-beside the data: `RangeExtremes` n / 64 * log2(n / 64) numbers, `BlockCounts` one pair of counts per 64 x 64 pairs.
+beside the data: `RangeExtremes` n / 64 * log2(n / 64) elements, `BlockCounts` one pair of counts per 64 x 64 pairs.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class BlockCounts:
 
     @staticmethod
     def of_layout(layout: Bools, size: int) -> "BlockCounts":
-        """Of a layout, whose entries stand for blocks of size x size tokens."""
+        """Of a layout, with an entry for each block of size x size tokens."""
         sums = _running(layout)
         return BlockCounts(sums, sums, size, size)
 

@@ -1,12 +1,12 @@
-"""A word: one frozen value of a description (a mask, a bias, a score), and the two forms it takes besides itself.
+"""Specs: masks, biases and scores as frozen values, with a fingerprint and a serialised form.
 
-- Its **outline** is the same value with every tensor and function replaced by a ticket of its content: hashable,
-  comparable, printable, and it keeps nothing alive. Plans are cached by outlines.
-- Its **spelling** is a JSON text, a list of tensors and a list of ints, which may be symbolic while torch traces: what
-  passes through a torch operator, which takes nothing else.
+- The **fingerprint** of a spec is the same value with a `ContentKey` in place of each tensor and function. It is
+  hashable, comparable and printable, and keeps no tensor alive. Plans are cached by fingerprints.
+- The **serialised form** is a JSON text, a list of tensors and a list of ints (symbolic while torch traces): a torch
+  operator takes nothing else.
 
-Words are frozen dataclasses, made with `@word`; equal outlines are equal words. A word is known by its class itself,
-not by the name of the class: the name is for spelling only.
+Specs are frozen dataclasses, made with `@spec`; specs with equal fingerprints are equal. The class itself is part of
+the fingerprint. The name of the class is used in the serialised form only.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from regard.describe.content import Unknown, content, values
+from regard.describe.content import Untraceable, content, values
 from regard.describe.tensors import ContentKey, content_key, form
 
 W = TypeVar("W", bound="type[Spec]")
 
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
-"""Types of fields that are the same in an outline."""
+"""Types of fields that a fingerprint has as they are."""
 
 
-_REMEMBERED = ("_fingerprint", "_known")
-"""Attributes in which a word remembers what is made of it."""
+_CACHED = ("_fingerprint", "_registered")
+"""Attributes in which a spec caches what is computed from it."""
 
 
 class _Kind(ref["type[Spec]"]):
-    """A class of words, as outlines have it: a class may hold tensors, and an outline keeps nothing alive.
+    """A weak reference to the class of a spec: a class may have tensors, and a fingerprint keeps nothing alive.
 
     Attributes:
         name: of the class.
-        is_own: whether regard wrote it; what others write is known by its content, too.
+        is_own: whether the class is one of regard's; of other classes the content is part of the fingerprint, too.
     """
 
     __slots__ = ("is_own", "name")
@@ -56,10 +56,10 @@ class _Kind(ref["type[Spec]"]):
 
 
 class Fingerprint:
-    """A word without its tensors.
+    """A spec without its tensors.
 
     Attributes:
-        parts: the values of the fields, in order; outlines for words, tickets for tensors and functions.
+        parts: the values of the fields, in order; fingerprints of specs, content keys of tensors and functions.
 
     ```
     >>> from regard import Causal, Window
@@ -75,13 +75,13 @@ class Fingerprint:
         self.parts = parts
         self._kind = kind._kind  # pyright: ignore[reportPrivateUsage]
         self._behaviour: Hashable = () if self._kind.is_own else content([kind, more])  # more: besides the fields
-        self._hash: int | None = None  # kept, as every call looks its plan up by outlines
+        self._hash: int | None = None  # cached, as every call looks up its plan by fingerprints
         self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
-        """Whether nothing in the word can change: it carries no tensor and no function, and regard wrote its class."""
+        """Whether nothing in the spec can change: no tensor, no function, and a class of regard."""
 
     @property
     def kind(self) -> "type[Spec]":
-        """The class of the word."""
+        """The class of the spec."""
         kind = self._kind()
         assert kind is not None, f"the class {self._kind.name} is gone"
         return kind
@@ -100,13 +100,15 @@ class Fingerprint:
         return self._hash
 
     @property
-    def can_be_kept(self) -> bool:
-        """Whether the outline tells when the word changes; if not, nothing may be kept for it."""
-        return self.is_constant or (not isinstance(self._behaviour, Unknown) and all(map(_tells, self.parts)))
+    def is_cacheable(self) -> bool:
+        """Whether the fingerprint changes whenever the spec does; if not, nothing may be cached by it."""
+        return self.is_constant or (
+            not isinstance(self._behaviour, Untraceable) and all(map(_is_cacheable, self.parts))
+        )
 
     @property
     def text(self) -> str:
-        """How the word is printed."""
+        """The spec as it is printed."""
         kind = self._kind()
         return f"{self._kind.name}(...)" if kind is None else kind.written(self.parts)
 
@@ -115,7 +117,7 @@ class Fingerprint:
 
 
 class Spec:
-    """The root of masks, biases and scores. Subclasses are made with `@word` and are final or abstract."""
+    """The root of masks, biases and scores. Subclasses are made with `@spec` and are final or abstract."""
 
     _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
@@ -123,21 +125,18 @@ class Spec:
     _kind: ClassVar[_Kind]
 
     def fingerprint(self) -> Fingerprint:
-        """This word with its tensors and functions replaced by tickets of their content.
-
-        Made once for a word that is constant.
-        """
+        """This spec with a content key in place of each tensor and function; computed once for a constant spec."""
         kept = self.__dict__.get("_fingerprint")
         if kept is not None:
             return kept
-        parts = tuple([p if type(p) in _PLAIN else _outlined(p) for p in self.parts()])
+        parts = tuple([p if type(p) in _PLAIN else _fingerprinted(p) for p in self.parts()])
         made = Fingerprint(type(self), parts, self._more())
         if made.is_constant:
             self.__dict__["_fingerprint"] = made
         return made
 
     def form(self) -> Fingerprint:
-        """The outline with only type and shape of each tensor: a plan depends on no more of biases and scores."""
+        """The fingerprint with type and shape of each tensor only: a plan depends on no more of biases and scores."""
         return Fingerprint(type(self), tuple([_formed(part) for part in self.parts()]), self._more())
 
     def parts(self) -> tuple[Any, ...]:
@@ -146,7 +145,7 @@ class Spec:
 
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
-        """A word of these parts as it is written in Python, defaults left out, tensors as type and shape."""
+        """A spec of these parts as Python code, without defaults, with type and shape in place of tensors."""
         fields = dataclasses.fields(cast(Any, cls))
         given = (
             f"{f.name}={part!r}"
@@ -155,31 +154,31 @@ class Spec:
         )
         return f"{cls.__name__}({', '.join(given)})"
 
-    def serialize(self, tensors: list[Tensor], numbers: list[int]) -> str:
+    def serialize(self, tensors: list[Tensor], ints: list[int]) -> str:
         """The spec as JSON, tensors and ints appended to the lists; `deserialize` reads it. Floats keep every bit."""
-        parts = [_serialized(part, tensors, numbers) for part in self.parts()]
+        parts = [_serialized(part, tensors, ints) for part in self.parts()]
         return "[" + ", ".join(['"' + self._serial_name + '"', *parts]) + "]"
 
     def can_be_serialized(self) -> bool:
-        """Whether its fields say all that it is, and a spelling has a form for each."""
+        """Whether its fields are all that it has, and each can be serialised."""
         return not self._more() and all(map(_can_be_serialized, self.parts()))
 
     def _more(self) -> dict[str, Any]:
-        """What a word of others has besides its fields, such as what its `__post_init__` made of them."""
+        """The attributes besides the fields, of a class that is not regard's: `__post_init__` may have set them."""
         if self._kind.is_own:
             return {}
-        return {name: held for name, held in self.__dict__.items() if name not in self._fields + _REMEMBERED}
+        return {name: value for name, value in self.__dict__.items() if name not in self._fields + _CACHED}
 
-    def is_known(self) -> bool:
-        """Whether this and the words in it were made with `@word`."""
-        if "_known" not in self.__dict__:
-            self.__dict__["_known"] = "_serial_name" in type(self).__dict__ and all(
-                part.is_known() for part in self.parts() if isinstance(part, Spec)
+    def is_registered(self) -> bool:
+        """Whether the classes of this spec and of the specs in it were made with `@spec`."""
+        if "_registered" not in self.__dict__:
+            self.__dict__["_registered"] = "_serial_name" in type(self).__dict__ and all(
+                part.is_registered() for part in self.parts() if isinstance(part, Spec)
             )
-        return self.__dict__["_known"]
+        return self.__dict__["_registered"]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the word carries, in the order of its spelling."""
+        """The tensors in the spec, in the order of its serialised form."""
         found: list[Tensor] = []
         for part in self.parts():
             if isinstance(part, Tensor):
@@ -190,7 +189,7 @@ class Spec:
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields: what else is kept beside them is made anew, and refers to classes of this process."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_fingerprint", "_known")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fingerprint", "_registered")}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.fingerprint() == other.fingerprint()
@@ -204,29 +203,29 @@ class Spec:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def spec(cls: W) -> W:
-    """Make a class a word: a frozen dataclass, compared and printed by its outline, unspelled by its name.
+    """Make a class a spec: a frozen dataclass, compared and printed by its fingerprint, deserialised by its name.
 
-    Classes of one name, as a notebook makes them whose cell is run again, are spelled apart.
+    Classes of the same name get different names in the serialised form: a notebook defines one whenever its cell runs.
     """
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     kind = _Kind.of(made)
     plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
-    spellings = (plain if not i else f"{plain}#{i}" for i in itertools.count())
-    name = next(name for name in spellings if name not in Spec._serialized)  # pyright: ignore[reportPrivateUsage]
+    names = (plain if not i else f"{plain}#{i}" for i in itertools.count())
+    name = next(name for name in names if name not in Spec._serialized)  # pyright: ignore[reportPrivateUsage]
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
     made._serial_name, made._kind = name, kind  # pyright: ignore[reportPrivateUsage]
     Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
 
 
-def deserialize(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Spec:
-    """The word that `Spec.serialize` wrote.
+def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Spec:
+    """The spec that `Spec.serialize` wrote.
 
     >>> from regard import Window
-    >>> tensors, numbers = [], []
-    >>> Window(4).serialize(tensors, numbers), numbers
+    >>> tensors, ints = [], []
+    >>> Window(4).serialize(tensors, ints), ints
     ('["Window", {"number": 0}, null]', [4])
-    >>> deserialize('["Window", {"number": 0}, null]', tensors, numbers)
+    >>> deserialize('["Window", {"number": 0}, null]', tensors, ints)
     Window(left=4)
     """
 
@@ -235,7 +234,7 @@ def deserialize(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) ->
             ((kind, value),) = cast("dict[str, Any]", node).items()
             if kind == "float":
                 return float.fromhex(value)
-            return {"tensor": tensors, "number": numbers}[kind][value] if kind != "tuple" else tuple(map(read, value))
+            return {"tensor": tensors, "number": ints}[kind][value] if kind != "tuple" else tuple(map(read, value))
         if isinstance(node, list):
             name, *parts = cast("list[Any]", node)
             return Spec._serialized[name](*map(read, parts))  # pyright: ignore[reportPrivateUsage]
@@ -244,14 +243,14 @@ def deserialize(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) ->
     return read(json.loads(text))
 
 
-def _serialized(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
+def _serialized(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
     if isinstance(part, Spec):
-        return part.serialize(tensors, numbers)
+        return part.serialize(tensors, ints)
     if isinstance(part, Tensor):
         tensors.append(part)
         return '{"tensor": ' + str(len(tensors) - 1) + "}"
     if isinstance(part, tuple):
-        inner = [_serialized(p, tensors, numbers) for p in cast("tuple[Any, ...]", part)]
+        inner = [_serialized(p, tensors, ints) for p in cast("tuple[Any, ...]", part)]
         return '{"tuple": [' + ", ".join(inner) + "]}"
     if part is None:
         return "null"
@@ -259,8 +258,8 @@ def _serialized(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
         return "true" if part else "false"
     if isinstance(part, float):
         return '{"float": "' + part.hex() + '"}'  # every bit; of the texts of a float, the one that torch can trace
-    numbers.append(part)
-    return '{"number": ' + str(len(numbers) - 1) + "}"
+    ints.append(part)
+    return '{"number": ' + str(len(ints) - 1) + "}"
 
 
 def _can_be_serialized(part: Any) -> bool:
@@ -271,7 +270,7 @@ def _can_be_serialized(part: Any) -> bool:
     return part is None or isinstance(part, bool | int | float | str | torch.SymInt | Tensor)
 
 
-def _outlined(part: Any) -> Any:
+def _fingerprinted(part: Any) -> Any:
     if isinstance(part, Spec):
         return part.fingerprint()
     return content_key(part) if isinstance(part, Tensor) else _described(part)
@@ -284,7 +283,7 @@ def _formed(part: Any) -> Any:
 
 
 def _described(part: Any) -> Any:
-    """A ticket for what may change or hold tensors, such as a function or a list; the rest as it is."""
+    """A content key of what may change or have tensors, such as a function or a list; other values as they are."""
     if _never_changes(part):
         return part
     is_named = isinstance(part, type | FunctionType | BuiltinFunctionType)
@@ -303,16 +302,18 @@ def _is_constant(part: Any) -> bool:
     return part.is_constant if isinstance(part, Fingerprint) else not isinstance(part, ContentKey)
 
 
-def _tells(part: Any) -> bool:
+def _is_cacheable(part: Any) -> bool:
     """Whether a part of an outline tells when it changes."""
     return (
-        part.can_be_kept if isinstance(part, Fingerprint) else not isinstance(getattr(part, "content", None), Unknown)
+        part.is_cacheable
+        if isinstance(part, Fingerprint)
+        else not isinstance(getattr(part, "content", None), Untraceable)
     )
 
 
-def _kept_outline(part: Spec) -> Fingerprint | None:
+def _cacheable_fingerprint(part: Spec) -> Fingerprint | None:
     fingerprint = part.fingerprint()
-    return fingerprint if fingerprint.can_be_kept else None
+    return fingerprint if fingerprint.is_cacheable else None
 
 
-values[Spec] = _kept_outline
+values[Spec] = _cacheable_fingerprint

@@ -7,7 +7,7 @@ made another description. Reading them costs little: 16 MiB take 0.4 ms (`./benc
 Elsewhere (CUDA, ...) a digest would wait for the device, so a tensor there is known by identity and by the version that
 in-place operations raise. **On a GPU, never write to a mask's tensor through `.data`: torch counts no version there.**
 
-A ticket keeps no tensor alive, so neither does a cache whose keys have tickets.
+A content key keeps no tensor alive, so neither does a cache whose keys have content keys.
 """
 
 import itertools
@@ -40,10 +40,10 @@ _serial_of = WeakIdKeyDictionary()
 _derived = WeakIdKeyDictionary()
 
 _read: ContextVar[dict[int, tuple[Tensor, "ContentKey"]] | None] = ContextVar("read", default=None)
-"""The tensors read within `unchanged`, and their tickets."""
+"""The tensors read within `unchanged`, and their content keys."""
 
 
-class Unknown:
+class Untraceable:
     """The content of what cannot be followed: equal to no other, so nothing that is kept for it is found again."""
 
 
@@ -71,10 +71,10 @@ class ClassRef(ref[type]):
 
 @dataclass(frozen=True, slots=True)
 class ContentKey:
-    """Represents a tensor or a function in an outline; equal tickets mean equal content.
+    """Represents a tensor or a function in a fingerprint; equal keys mean equal content.
 
     Attributes:
-        content: a digest, identity and version, or the content of a function (`content.py`); `Unknown` if nothing
+        content: a digest, identity and version, or the content of a function (`content.py`); `Untraceable` if nothing
             tells when the elements change.
         text: how it is printed.
     """
@@ -92,12 +92,12 @@ def is_without_data(t: object) -> bool:
 
 
 def form(tensor: Tensor) -> ContentKey:
-    """A ticket that says the type and shape of a tensor, and nothing of its elements."""
+    """The content key of the type and shape of a tensor, without its elements."""
     return ContentKey("form", _text(tensor))
 
 
 def content_key(tensor: Tensor) -> ContentKey:
-    """The ticket of a tensor: by content on the CPU, elsewhere by identity and version."""
+    """The content key of a tensor: a digest on the CPU, elsewhere identity and version."""
     read = _read.get()
     if read is not None and id(tensor) in read:
         return read[id(tensor)][1]
@@ -109,7 +109,7 @@ def content_key(tensor: Tensor) -> ContentKey:
 
 @contextmanager
 def unchanged() -> Generator[None]:
-    """Inside, in this thread, every tensor is read for its ticket once: nobody writes to it meanwhile."""
+    """Inside, in this thread, every tensor is read once for its content key: no code writes to it meanwhile."""
     token = _read.set(_read.get() or {})
     try:
         yield
@@ -150,13 +150,13 @@ def _content(tensor: Tensor) -> Hashable:
     if (
         tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided
     ):  # they have several tensors inside
-        return Unknown()
+        return Untraceable()
     if is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor):
         return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor)
     try:
         return digest(tensor), ClassRef(type(tensor))
     except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that is made of other tensors
-        return Unknown()
+        return Untraceable()
 
 
 def _is_on_host(tensor: Tensor) -> bool:

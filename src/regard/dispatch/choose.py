@@ -162,7 +162,7 @@ def choose(
     plan = _plans.get(key)
     if plan is None:
         plan = _made(problem, operands.mask, backend, dict(without))
-        if _can_be_kept(problem):
+        if _is_cacheable(problem):
             _plans.put(key, plan)
     return plan
 
@@ -219,14 +219,14 @@ def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
     if tiles is None:
         with unchanged():
             tiles = schedule(mask, tile=tile, **sizes)
-        if _can_be_kept(asked):
+        if _is_cacheable(asked):
             _schedules.put(key, tiles)
     return tiles
 
 
-def _can_be_kept(problem: Problem) -> bool:
+def _is_cacheable(problem: Problem) -> bool:
     """Whether the fingerprints of its specs tell when the specs change."""
-    return all(word is None or word.can_be_kept for word in (problem.mask, problem.bias, problem.score))
+    return all(word is None or word.is_cacheable for word in (problem.mask, problem.bias, problem.score))
 
 
 def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias
-from regard.describe.elsewhere import mask_for
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.describe.spec import Spec
+from regard.describe.suggestions import mask_for
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 from regard.torch_internals import (
@@ -124,7 +124,7 @@ def check_specs(mask: object, bias: object, score: object) -> None:
 def _check_spec(name: str, given: Spec | None) -> None:
     if given is None:
         return
-    if not given.is_known():
+    if not given.is_registered():
         raise ProblemError(
             f"{name} is a {type(given).__name__}, a class that regard does not know; see MaskFunction and TensorBias."
         )

@@ -124,13 +124,13 @@ def _compiled() -> Callable[..., tuple[object, Sizes]]:
 
 
 def _content(mask: Mask) -> object:
-    if not mask.is_known() or not (fingerprint := mask.fingerprint()).can_be_kept:
+    if not mask.is_registered() or not (fingerprint := mask.fingerprint()).is_cacheable:
         raise NoKeyError
     return fingerprint
 
 
 def _tensors(spec: Spec) -> object:
-    if not spec.is_known() or not (form := spec.form()).can_be_kept:
+    if not spec.is_registered() or not (form := spec.form()).is_cacheable:
         raise NoKeyError
     return form, *[_tensor(t) for t in spec.tensors()]
 

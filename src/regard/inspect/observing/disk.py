@@ -138,7 +138,7 @@ def is_serializable(spec: Spec) -> bool:
     (True, False)
     """
     parts = spec.parts()
-    return spec.is_known() and all(is_serializable(p) if isinstance(p, Spec) else not callable(p) for p in parts)
+    return spec.is_registered() and all(is_serializable(p) if isinstance(p, Spec) else not callable(p) for p in parts)
 
 
 def _read_parts(path: Path, mask: Mask | None, bias: Bias | None) -> Parts:

@@ -24,7 +24,7 @@ MASKS = {
     "Causal() & Dilated(step)": ("dilated", "strided"),
     "Tree(parents)": ("tree", "speculative"),
 }
-"""What is said here, and the names that it goes by elsewhere."""
+"""What to write for regard, and the names that other libraries have for it."""
 
 WINDOW = "say mask=Causal() & Window(n), which counts the query itself"
 TENSOR = "say mask=TensorMask(t) for a tensor of bools (True keeps), bias=TensorBias(t) for one that is added"
@@ -37,7 +37,7 @@ KEYWORDS = {
     "attn_mask": TENSOR,
     "attention_mask": TENSOR,
     "key_padding_mask": "say mask=KeyLengths(lengths), the number of tokens of each batch row",
-    "block_mask": "say mask=, in words such as Causal() & Window(n), Blocks(layout, size) or MaskFunction(fn)",
+    "block_mask": "give mask=, such as Causal() & Window(n), Blocks(layout, size) or MaskFunction(fn)",
     "window": WINDOW,
     "window_size": WINDOW,
     "sliding_window": WINDOW,
@@ -93,9 +93,9 @@ def refuse_keywords(function: Callable[..., Any], unknown: Collection[str]) -> N
     """
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    said = "; nor ".join(f"{name}: {KEYWORDS.get(name) or _nearest(name, known)}" for name in unknown)
+    reasons = "; nor ".join(f"{name}: {KEYWORDS.get(name) or _nearest(name, known)}" for name in unknown)
     drop_in = " All of torch's names are those of regard.scaled_dot_product_attention." if TORCHS & {*unknown} else ""
-    raise KeywordError(f"{function.__name__} does not know {said}.{drop_in}")
+    raise KeywordError(f"{function.__name__} does not know {reasons}.{drop_in}")
 
 
 def _nearest(name: str, known: list[str]) -> str:

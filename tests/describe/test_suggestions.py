@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import regard
 from regard import Causal, Mask, ProblemError, RegardError, attend, attend_state, explain
-from regard.describe.elsewhere import KEYWORDS, MASKS, mask_for
+from regard.describe.suggestions import KEYWORDS, MASKS, mask_for
 
 Q = torch.randn(1, 2, 5, 8)
 OURS = set(inspect.signature(attend).parameters)
