@@ -60,12 +60,12 @@ def shown(value: Any) -> str:
 
 
 def _fields(value: Any) -> str:
-    told = (f"{field.name}={shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
-    return f"{type(value).__name__}({', '.join(told)})"
+    shown_fields = (f"{field.name}={shown(getattr(value, field.name))}" for field in fields(value) if field.repr)
+    return f"{type(value).__name__}({', '.join(shown_fields)})"
 
 
-def _members(told: Iterable[str], count: int) -> str:
-    return ", ".join(told) if count <= FEW else ", ".join([*islice(told, 3), f"... {count:,} in all"])
+def _members(texts: Iterable[str], count: int) -> str:
+    return ", ".join(texts) if count <= FEW else ", ".join([*islice(texts, 3), f"... {count:,} in all"])
 
 
 def _array(value: Any) -> str:

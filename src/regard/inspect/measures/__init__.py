@@ -1,4 +1,4 @@
-"""Measures of heads: what each head looks at, as numbers with their chance value.
+"""Measures of heads: what each head looks at, with its chance value.
 
 Every measure is exact and gives `HeadScores`: a value for each sequence and head, its *chance* value (what uniform
 attention over the same mask scores, without which no score means anything: on 5 tokens, uniform causal attention

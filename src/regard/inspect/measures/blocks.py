@@ -21,7 +21,7 @@ MOST = 80.0
 
 
 def chunks(weights: Weights, blocks: int, pairs: int) -> Iterator[slice]:
-    """Runs of blocks of so many pairs each that together are about `AT_ONCE` weights of all heads."""
+    """Ranges of blocks, each of `pairs` pairs, that together are about `AT_ONCE` weights of all heads."""
     batch, heads = weights.shape[:2]
     step = max(1, AT_ONCE // max(1, batch * heads * pairs))
     return (slice(start, start + step) for start in range(0, blocks, step))
@@ -30,7 +30,7 @@ def chunks(weights: Weights, blocks: int, pairs: int) -> Iterator[slice]:
 def scaled_queries(weights: Weights, rows: Tensor) -> Tensor:
     """scale * q at `rows`, int64 [blocks, r], in the order of `dots`: [batch, kv_heads, blocks, group, r, qk_dim]."""
     q = weights.q.unflatten(1, (weights.k.shape[1], -1))
-    return _gathered(q, rows[:, None]).to(weights.dtype) * weights.scale  # so many fewer numbers than its products
+    return _gathered(q, rows[:, None]).to(weights.dtype) * weights.scale  # q is smaller than its products
 
 
 def dots(weights: Weights, q: Tensor, keys: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def summed(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def by_head(found: Tensor) -> Tensor:
-    """What stands as [batch, kv_heads, blocks, group, ...], as [batch, heads, blocks, ...]."""
+    """[batch, kv_heads, blocks, group, ...] as [batch, heads, blocks, ...]."""
     return found.movedim(3, 2).flatten(1, 2)
 
 
@@ -103,7 +103,7 @@ class WholeRows(NamedTuple):
 
 
 def whole_rows(weights: Weights, rows: Tensor) -> WholeRows:
-    """The weights of rows of a batch of one, int64 [rows], wherever they stand. For few: they are built in full."""
+    """The weights of rows of a batch of one, int64 [rows], for a few rows: they are built in full."""
     keys = torch.arange(weights.shape[3], device=rows.device)[None]
     i, j = rows[None, :, None], keys[:, None]
     visible = kept(weights, i, j)
@@ -119,7 +119,7 @@ def rows_at_once(weights: Weights) -> int:
 def _gathered(t: Tensor, index: Tensor) -> Tensor:
     """Tokens of [batch, kv_heads, group, tokens, dim] at [blocks, 1, ...]: [batch, kv_heads, blocks, group, ..., dim].
 
-    As whole rows of memory, whether heads or tokens come first there; what lies otherwise is laid out once.
+    As whole rows of memory, whether heads or tokens come first there; other layouts are copied once.
     """
     batch, kv_heads, group, tokens, dim = t.shape
     heads = kv_heads * group

@@ -76,7 +76,7 @@ MEASURES: tuple[Measure, ...] = (
         "best_offset",
         "best offset",
         "mass",
-        "mean over rows of A[i,i-o] at the o of 1 to 8 where it is furthest above chance: the largest of eight numbers",
+        "mean over rows of A[i,i-o] at the o of 1 to 8 where it is furthest above chance: the largest of eight",
         f"{OLSSON}; the scan is ours",
         f"{ONE_IN_SEEN}, at the same o",
         lambda x: best({offset: x.offsets[offset] for offset in OFFSETS[1:]}),

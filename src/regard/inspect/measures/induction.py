@@ -102,7 +102,7 @@ def induction_scan(
 def best(scan: dict[int, HeadScores]) -> HeadScores:
     """Each head's score where it is furthest above chance, in the mean over sequences; `at` tells the shift or offset.
 
-    The largest of several numbers is large by chance too: it is a reason to look, not the strength of a circuit.
+    The largest of several is large by chance too: it is a reason to look, not the strength of a circuit.
 
     Raises:
         ProblemError: the scan is empty.
@@ -145,9 +145,9 @@ class _Matched:
     def __init__(self, weights: Weights, shifts: tuple[int, ...], tokens: Tensor) -> None:
         self._weights, self._shifts = weights, torch.tensor(shifts, device=tokens.device)
         _, heads, queries, _ = weights.shape
-        told_apart = 1 if weights.mask is None or weights.mask.broadcast_shape()[1] == 1 else heads
+        mask_heads = 1 if weights.mask is None or weights.mask.broadcast_shape()[1] == 1 else heads
         self.mass = torch.zeros((1, heads, queries, len(shifts)), dtype=weights.dtype, device=tokens.device)
-        self.visible = self.mass.new_zeros((1, told_apart, queries, len(shifts)))
+        self.visible = self.mass.new_zeros((1, mask_heads, queries, len(shifts)))
         self.matched = torch.zeros((1, queries, len(shifts)), dtype=torch.int64, device=tokens.device)
         for blocks in occurrences(tokens):
             for some in chunks(weights, len(blocks.spans), blocks.size**2 * len(shifts)):
@@ -169,6 +169,6 @@ class _Matched:
         at = rows[here]
         self.mass.index_add_(2, at, by_head(summed(a, visible))[:, :, here])
         self.matched.index_add_(1, at, pair.any(-1)[here][None].to(self.matched.dtype))
-        told_apart = self.visible.shape[1]
-        seen = by_head(visible.sum(-1))[:, :told_apart]  # a table with one entry for all heads answers for each
-        self.visible.index_add_(2, at, seen[:, :, here].expand(1, told_apart, -1, -1))
+        mask_heads = self.visible.shape[1]
+        seen = by_head(visible.sum(-1))[:, :mask_heads]  # a table with one entry for all heads answers for each
+        self.visible.index_add_(2, at, seen[:, :, here].expand(1, mask_heads, -1, -1))

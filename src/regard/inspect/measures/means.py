@@ -66,17 +66,17 @@ def token_ids(tokens: Tokens) -> Tensor:
     return ids
 
 
-def per_key(weights: Weights, numbers: Tensor, what: str) -> Tensor:
-    """Numbers of the keys of a call, [batch, keys].
+def per_key(weights: Weights, values: Tensor, what: str) -> Tensor:
+    """Values of the keys of a call, [batch, keys].
 
     Raises:
         ProblemError: they are not [batch, keys].
     """
     batch, _, _, keys = weights.shape
-    if tuple(numbers.shape) != (batch, keys):
-        came, expected = list(numbers.shape), [batch, keys]
+    if tuple(values.shape) != (batch, keys):
+        came, expected = list(values.shape), [batch, keys]
         raise ProblemError(f"{what} is {came}: expected one at each key, [batch, keys] = {expected}.")
-    return numbers.to(weights.q.device)
+    return values.to(weights.q.device)
 
 
 def key_of(weights: Weights, token: int) -> int:

@@ -20,10 +20,10 @@ BEYOND = 2**40
 
 
 class Occurrences(NamedTuple):
-    """Blocks of rows and keys at which the same token stands, size x size of each.
+    """Blocks of rows and keys that hold the same token, size x size of each.
 
     Each pair of a position and an earlier one with the same token is in one block. Blocks are kept as spans of `order`,
-    four numbers each, and become positions when they are looked at.
+    four integers each, and become positions when they are read.
     """
 
     order: Tensor  # int64 [tokens], positions, those of a token together and ascending
@@ -90,7 +90,7 @@ def matches(tokens: Tensor, shift: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def paired(rows: Tensor, keys: Tensor, shifts: Tensor) -> Tensor:
-    """Which pairs of a block count: the occurrence is earlier, and what stands `shift` behind it no later than the row.
+    """Which pairs of a block count: the occurrence is earlier, and the key `shift` after it no later than the row.
 
     Returns:
         bool [blocks, r, shifts, c].

@@ -99,8 +99,8 @@ def _score(weights: Weights, mass: Tensor, offset: int, rows: Tensor | None) -> 
 def _band(weights: Weights, offsets: list[int]) -> Tensor:
     """A[i, p_i - offset] for ascending offsets less than SPAN apart, [batch, heads, queries, offsets].
 
-    A block is ROWS rows times the keys that any of them asks for; the diagonals wanted are gathered from it. What no
-    key stands at, or the mask hides, is anything.
+    A block is ROWS rows times the keys that any of them asks for; the diagonals wanted are gathered from it. Where
+    there is no key, or the mask hides it, the value is arbitrary.
     """
     queries, keys = weights.shape[2:]
     device, furthest = weights.q.device, offsets[-1]

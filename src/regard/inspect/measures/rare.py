@@ -18,8 +18,8 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
         tokens: int64 ids.
         frequency: how often each id of the vocabulary occurs, [vocabulary]; what never occurs counts as once. None
             takes the id for the rank and ln(1 + id) for the rarity (Zipf's law): byte-pair vocabularies list frequent
-            pieces first. That is a stand-in, up to a constant that no measure here depends on; count a corpus where it
-            matters.
+            pieces first. That is an approximation, up to a constant that no measure here depends on; count a corpus
+            where it matters.
 
     Raises:
         ProblemError: ids that are no whole numbers, or that frequency does not count.

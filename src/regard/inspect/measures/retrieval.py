@@ -28,7 +28,7 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     Args:
         calls: the call of one layer, or its calls in decoding, a step each.
         tokens: integer [batch, tokens], prompt and answer.
-        needle: bool [batch, tokens], the tokens to be copied, where they stand in the prompt.
+        needle: bool [batch, tokens], the tokens to be copied, in the prompt.
         since: the position of the first token that the model wrote.
 
     Raises:

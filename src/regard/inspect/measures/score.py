@@ -30,7 +30,7 @@ BLOCKS = 32
 
 
 class Interval(NamedTuple):
-    """Where a score lies, [heads] each; `over` is what it was made of: "sequences", "blocks of rows" or "nothing"."""
+    """The ends of an interval, [heads] each; `over` is its sample: "sequences", "blocks of rows" or "nothing"."""
 
     low: Tensor
     high: Tensor
@@ -182,9 +182,9 @@ def _drawn(of: int, draws: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _normal(of: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Normal weights [draws, of], and sums of 1, 2, ... squares of other normal numbers [draws, of - 1]; float64.
+    """Normal weights [draws, of], and sums of 1, 2, ... squares of other normal values [draws, of - 1]; float64.
 
-    Every weight comes with its opposite, so that the draws lie evenly around their mean.
+    Every weight comes with its opposite, so that the draws are symmetric around their mean.
     """
     random = torch.Generator().manual_seed(seed)
     half = torch.randn((-(-draws // 2), 2 * of - 1), generator=random, dtype=torch.float64)

@@ -50,7 +50,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Jittered:
-    """Random tokens repeated `times` times, each time so many of them as are drawn: from `shortest` to `longest`.
+    """Random tokens repeated `times` times, each time a random number of them, from `shortest` to `longest`.
 
     The distance from a token to its last occurrence is the length of the repetition that it stood in, drawn evenly for
     each repetition of each sequence: 15 to 35, around the 25 of `Repeats`. All sequences are cut to the length

@@ -24,7 +24,7 @@ def uniform(weights: Weights, *, whole_batch: bool = False) -> Weights:
             [0.3333, 0.3333, 0.3333]])
     """
     queries, keys = weights.shape[2:]
-    batch, heads = _told_apart(weights)
+    batch, heads = _mask_sizes(weights)
     batch = weights.shape[0] if whole_batch else batch
     seen = weights.visible[:batch, :heads].expand(batch, heads, queries)
     q = torch.zeros((batch, heads, queries, 1), dtype=weights.dtype, device=weights.q.device)
@@ -34,7 +34,7 @@ def uniform(weights: Weights, *, whole_batch: bool = False) -> Weights:
 
 
 def looks_ahead(weights: Weights) -> bool:
-    """Whether some row sees a key that stands after it.
+    """Whether some row sees a later key.
 
     Asked of the mask's bounds, a rectangle per row; rows that those leave undecided are looked at pair by pair.
 
@@ -58,7 +58,7 @@ def looks_ahead(weights: Weights) -> bool:
 
 def _some_later(weights: Weights, mask: Mask, rows: Ints) -> Bools:
     """Of each row whether the bounds say that some head may see a later key."""
-    batch, heads = _told_apart(weights)
+    batch, heads = _mask_sizes(weights)
     b, h, i = (axis.ravel() for axis in np.meshgrid(np.arange(batch), np.arange(heads), rows, indexing="ij"))
     at = i + weights.offset
     keys = np.full_like(i, weights.shape[3])
@@ -66,7 +66,7 @@ def _some_later(weights: Weights, mask: Mask, rows: Ints) -> Bools:
     return np.logical_or.reduce(some.reshape(batch * heads, len(rows)), axis=0)
 
 
-def _told_apart(weights: Weights) -> tuple[int, int]:
+def _mask_sizes(weights: Weights) -> tuple[int, int]:
     """Batch rows and heads that the mask tells apart, of those of the call."""
     if weights.mask is None:
         return 1, 1

@@ -173,7 +173,7 @@ def _check_call(weights: Weights, v: Tensor, out: Tensor, w_o: Tensor) -> None:
 
 
 def _norms(x: Tensor, w_o: Tensor) -> Tensor:
-    """||x W_O|| of [batch, heads, tokens, v_dim], by the products of W_O's rows: d_model numbers of none are built."""
+    """||x W_O|| of [batch, heads, tokens, v_dim], by the products of W_O's rows: nothing of width d_model is built."""
     w = w_o.detach().to(torch.float64)
     gram = w @ w.mT  # [heads, v_dim, v_dim]
     x = x.detach().to(torch.float64)

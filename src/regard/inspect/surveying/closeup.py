@@ -1,8 +1,8 @@
 """One head to the last weight: kept in O(n) bytes instead of n x n, and read again.
 
-q and k say every score, `total` says what each row is divided by, and the mask is said by two numbers a row
-where a row sees one run of keys and perhaps the first few of all (causal, windows, windows with sinks, padding, none).
-Before a close-up is handed out it is read at some rows, in float64, and must show the softmax of the call's scores.
+q and k determine every score, `total` is the log of what each row is divided by, and the mask is two integers per row
+where a row sees one range of keys and perhaps the first few of all (causal, windows, windows with sinks, padding,
+none). Before a close-up is returned some of its rows are compared, in float64, with the softmax of the call's scores.
 """
 
 from collections.abc import Iterator
@@ -30,20 +30,22 @@ CHECKED = 16
 """Rows at which a close-up is compared with the exact weights."""
 
 
-class Runs(NamedTuple):
-    """The keys that each row sees: first <= j < last, and the first `prefix` keys as far as they stand before last."""
+class KeyRanges(NamedTuple):
+    """The keys that each row sees: first <= j < last, and of the first `prefix` keys those before last."""
 
     first: NDArray[np.int32]
     last: NDArray[np.int32]
     prefix: int
 
 
-def close_up(weights: Weights, layer: int, head: int, known: dict[object, Runs | None] | None = None) -> CloseUp | None:
-    """The close-up of one head of a call, or None where it cannot be told so: another mask, a bias by pair.
+def close_up(
+    weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None] | None = None
+) -> CloseUp | None:
+    """The close-up of one head of a call, or None where this form does not fit: another mask, a bias by pair.
 
     Args:
         weights: of one sequence over itself, [1, heads, tokens, tokens].
-        known: what was found of masks, to be used again: a mask whose bounds decide nothing takes O(n^2).
+        known: the key ranges of masks read before: a mask whose bounds decide nothing takes O(n^2).
     """
     group = weights.shape[1] // weights.k.shape[1]
     bias = _distance_bias(weights, head)
@@ -118,13 +120,13 @@ def _log_weights(close: CloseUp, rows: slice, keys: slice) -> NDArray[np.float32
     return scores
 
 
-def visible_runs(weights: Weights, head: int) -> Runs | None:
+def visible_runs(weights: Weights, head: int) -> KeyRanges | None:
     """The keys that each row of a head sees, or None where they are no such runs."""
     own = weights.heads(head)
     parts = [_runs(kept, edges) for _, kept, edges in _kept(own)]
     prefix = max((int(part[2].max(initial=0)) for part in parts), default=0)
     first, last = (np.concatenate([part[side] for part in parts]).astype(np.int32) for side in (0, 1))
-    runs = Runs(first, last, prefix)
+    runs = KeyRanges(first, last, prefix)
     for row, kept, edges in _kept(own):
         if any((kept != _seen(runs, row, keys)).any() for keys in (edges[:-1], edges[1:] - 1)):  # both ends of a column
             return None
@@ -154,7 +156,7 @@ def _exact_row(weights: Weights, row: int) -> NDArray[np.float64]:
     return columns.softmax(-1).nan_to_num(0.0)[: len(scores)].cpu().numpy()
 
 
-def _known_runs(weights: Weights, head: int, known: dict[object, Runs | None]) -> Runs | None:
+def _known_runs(weights: Weights, head: int, known: dict[object, KeyRanges | None]) -> KeyRanges | None:
     mask = weights.mask
     key = mask, head if mask is not None and mask.broadcast_shape()[1] > 1 else 0, weights.shape[2:], weights.sequence
     if key not in known:
@@ -162,7 +164,7 @@ def _known_runs(weights: Weights, head: int, known: dict[object, Runs | None]) -
     return known[key]
 
 
-def _seen(runs: Runs, row: slice, keys: Ints) -> NDArray[np.bool_]:
+def _seen(runs: KeyRanges, row: slice, keys: Ints) -> NDArray[np.bool_]:
     j = keys[None]
     return (j < runs.last[row, None]) & ((j >= runs.first[row, None]) | (j < runs.prefix))
 

@@ -1,4 +1,4 @@
-"""The scores of a layer's heads as plain numbers: what is kept of its tensors."""
+"""The scores of a layer's heads as plain floats: what is kept of its tensors."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class LayerScores:
     drawn: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
 
     def add(self, measure: Measure, score: HeadScores) -> None:
-        """Keep a score as plain numbers; where it is the best of several also which, as `positional_at`."""
+        """Keep a score as plain floats; where it is the best of several also which one, as `positional_at`."""
         draws = score.draws(DRAWS).double().cpu().numpy()
         self.of[measure.key] = list(_estimates(score, draws, bounded=measure.unit in SHARES))
         if measure.key in NAMERS:

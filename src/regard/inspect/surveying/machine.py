@@ -9,7 +9,7 @@ import torch
 
 
 def machine(device: torch.device) -> str:
-    """The device in a few words, such as `AMD EPYC 9B45, 2 threads, 23 GiB`."""
+    """A short description of the device, such as `AMD EPYC 9B45, 2 threads, 23 GiB`."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"

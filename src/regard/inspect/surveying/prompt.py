@@ -26,7 +26,7 @@ class Prompt:
 
 
 def prompt_of(model: SurveyedModel, tokenizer: Any, text: str, tokens: int | None, new_tokens: int) -> Prompt:
-    """The tokens of the text, so many of them at most, if the model can take them.
+    """The first `tokens` tokens of the text, if the model can take them.
 
     Raises:
         ProblemError: the text is empty or a single token, or too long for a model that has learned its positions.

@@ -72,7 +72,7 @@ class CloseUp:
         A[i, j] = exp(cap(scale * q[i] . k[j]) + distance_bias[tokens - 1 + i - j] - total[i])
 
     with cap(x) = softcap * tanh(x / softcap), for the keys that row i sees: first[i] <= j < last[i], and the first
-    `prefix` keys as far as they stand before last[i] (attention sinks). The other weights are 0.
+    `prefix` keys before last[i] (attention sinks). The other weights are 0.
     """
 
     layer: int
@@ -100,7 +100,7 @@ class Ablations:
     """What became of the loss when a head was taken out: `deltas` by (layer, head), in nats a token.
 
     `how` is "zero" or "mean": what took the place of the head's output. `loss` is the loss of the whole model on the
-    text, `tokens` how many were predicted for it. One head at a time understates: heads stand in for each other.
+    text, `tokens` how many were predicted for it. One head at a time understates: heads replace each other.
     """
 
     how: str
@@ -142,7 +142,7 @@ class Report:
 
     Args:
         close_ups: the heads that can be read to the last weight, most remarkable first.
-        profiles: by (layer, head), how the mass of a mean row lies by distance |i - j|: bin 0 is distance 0, bin b the
+        profiles: by (layer, head), the mass of a mean row by distance |i - j|: bin 0 is distance 0, bin b the
             distances from 2 ** (b - 1) to 2 ** b - 1.
         other: what this one is compared with, a report on the same text.
         ablations: None where no head was ablated.
@@ -201,7 +201,7 @@ class Report:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the pictures and the close-ups, as what `json.dumps` takes, with the definitions of the numbers."""
+        """All but the pictures and the close-ups, as what `json.dumps` takes, with the definitions of all values."""
         return {
             "run": asdict(self.run),
             "text": self.text,

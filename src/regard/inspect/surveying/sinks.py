@@ -56,7 +56,7 @@ def sink_shares(heads: Iterable[Head]) -> tuple[SinkShare, ...]:
 
 
 def spans(layers: Iterable[int]) -> str:
-    """Numbers in order, in words.
+    """Ascending numbers as text, ranges joined.
 
     >>> spans((3, 4, 5, 9, 12, 13))
     '3-5, 9, 12-13'

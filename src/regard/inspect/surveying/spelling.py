@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, cast
 
 PART = "⋯"
-"""What stands for a token that holds only the first bytes of a character; the token that completes it shows it."""
+"""Shown for a token that has only the first bytes of a character; the token that completes it shows the character."""
 
 
 def readable(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
@@ -57,9 +57,9 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (Radford et al. 2019, GPT-2's encoder).
+    """The byte that each character of a byte-level vocabulary encodes (Radford et al. 2019, GPT-2's encoder).
 
-    Printable bytes of Latin-1 stand for themselves; the others are numbered from U+0100 on, in order.
+    Printable bytes of Latin-1 are themselves; the others are numbered from U+0100 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

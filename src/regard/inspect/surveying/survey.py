@@ -20,7 +20,7 @@ from regard.inspect.measures.stimulus import plain_tokens
 from regard.inspect.observing.observe import Look, Seen
 from regard.inspect.surveying.ablation import ablations
 from regard.inspect.surveying.clock import Clock, Progress
-from regard.inspect.surveying.closest import Closest
+from regard.inspect.surveying.closest import CloseUpCollector
 from regard.inspect.surveying.inputs import (
     InputReader,
     is_causal,
@@ -71,7 +71,7 @@ def survey(
         heads: names such as "18.6", or pairs (layer, head): `Report.close_ups` has every weight of these.
         tokens: the most tokens of the text to read; None for all of it.
         new_tokens: tokens to continue by, greedily; fewer where the model ends the text before. With 0 the text is read
-            once, and no speed is told.
+            once, and no speed is reported.
         compare_eager: also run transformers' own eager attention, on at most the first 1,024 tokens, and report the
             largest absolute difference of the outputs (logits, or hidden states of a model without).
         ablate: "zero" or "mean": also take out each head by itself, and say what that does to the loss on the prompt.
@@ -227,9 +227,12 @@ def _read_layers(
     ids: Tensor,
     repeats: list[LayerScores] | None,
     clock: Clock,
-) -> tuple[list[Layer], Closest]:
+) -> tuple[list[Layer], CloseUpCollector]:
     """Every layer of self-attention over the text, in the order of the forward pass, and the close-ups of heads."""
-    close_ups, layers = Closest(selection.heads, others=ids.shape[1] > PICTURE and selection.sweep), list[Layer]()
+    close_ups, layers = (
+        CloseUpCollector(selection.heads, others=ids.shape[1] > PICTURE and selection.sweep),
+        list[Layer](),
+    )
 
     def each(look: Look) -> bool:
         inputs = reader.inputs(look, ids, PICTURE)
