@@ -47,7 +47,7 @@ class Rule:
 
     policy: Any
     press: str
-    words: dict[str, Any]
+    options: dict[str, Any]
 
 
 RULES = (
@@ -106,7 +106,7 @@ def pressed(model: Any, press: Any) -> Generator[None]:
 @torch.no_grad()
 def by_kvpress(model: Any, rule: Rule, ids: Tensor, prompt: int) -> float:
     """As `ours`, with what kvpress keeps, in transformers' attention."""
-    press = getattr(importlib.import_module("kvpress"), rule.press)(compression_ratio=0.5, **rule.words)
+    press = getattr(importlib.import_module("kvpress"), rule.press)(compression_ratio=0.5, **rule.options)
     cache, tokens = DynamicCache(config=model.config), ids[:, :prompt]
     model.set_attn_implementation("sdpa")
     with pressed(model, press):
@@ -138,7 +138,7 @@ def measured(
     return plain, found
 
 
-def said(found: dict[str, tuple[float, float | None]]) -> str:
+def results_table(found: dict[str, tuple[float, float | None]]) -> str:
     """The table of these."""
     rows = [(f"`{name}`", f"{own:.2f}", "" if peer is None else f"{peer:.2f}") for name, (own, peer) in found.items()]
     return table(("policy", "regard", "kvpress"), rows)
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, load: Callable[[], tuple[Any, Any, str]] | Non
         samples="from its beginning" if args.samples == 1 else f"{args.samples} samples, spread over it",
         kvpress=version() or "(not installed)",
     )  # fmt: skip
-    command.publish_part(args.write, PAGE, PART, f"{about}\n\n{said(found)}")
+    command.publish_part(args.write, PAGE, PART, f"{about}\n\n{results_table(found)}")
     return 0
 
 

@@ -139,7 +139,7 @@ def _stored(cache: Any) -> int:
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def said(found: dict[str, Growth]) -> str:
+def results_table(found: dict[str, Growth]) -> str:
     """The table of these."""
     rows = [(name, *(f"{n / 2**20:.0f}" for n in growth)) for name, growth in found.items()]
     return table(("cache", "peak of the prompt", "after the prompt", f"after {STEPS} more tokens", "stored"), rows)
@@ -172,7 +172,9 @@ def run(args: argparse.Namespace) -> int:
         machine=f"{machine()}, transformers {transformers.__version__}", threads=args.threads,
         tokens=TOKENS, steps=STEPS, budget=BUDGET, s="s" * (args.threads != 1),
     )  # fmt: skip
-    command.publish_part(args.write, PAGE, PART, said(found) if args.only else f"{about}\n\n{said(found)}")
+    command.publish_part(
+        args.write, PAGE, PART, results_table(found) if args.only else f"{about}\n\n{results_table(found)}"
+    )
     return 0
 
 

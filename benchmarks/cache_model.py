@@ -37,26 +37,26 @@ class Kind:
     """A cache of the whole model: how it is made, and whose attention reads it.
 
     Attributes:
-        words: of `regard_cache`; None where transformers makes it.
+        options: of `regard_cache`; None where transformers makes it.
         quantised: whether it is written in fewer bits, and must not be slower than `DENSE`.
     """
 
     name: str
-    words: dict[str, Any] | None
+    options: dict[str, Any] | None
     made: Callable[[Any], Any] | None = None
     quantised: bool = False
 
     @property
     def attention(self) -> str:
         """The attention implementation, by transformers' names."""
-        return "sdpa" if self.words is None else "regard"
+        return "sdpa" if self.options is None else "regard"
 
     def make(self, config: Any) -> Any:
         """An empty one for the model of this config."""
-        if self.words is None:
+        if self.options is None:
             assert self.made is not None
             return self.made(config)
-        return regard_cache(config, **self.words)
+        return regard_cache(config, **self.options)
 
 
 OURS = (
@@ -175,7 +175,7 @@ def _step(model: Any, kind: Kind, tokens: int) -> Measure:
     return once
 
 
-def said(lines: Sequence[Line]) -> str:
+def results_table(lines: Sequence[Line]) -> str:
     """The table of these."""
     rows = [
         (
@@ -200,7 +200,7 @@ class Bytes(NamedTuple):
     resident: int
 
 
-def formula(config: Any, words: dict[str, Any], tokens: int, dtype: torch.dtype = torch.float32) -> int:
+def formula(config: Any, options: dict[str, Any], tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """2 * layers * kv_heads * head_dim * tokens * bytes, and scales.
 
     With a codec, of each key and value: the codes, a scale of 2 bytes for `group` tokens of a key's channel, and one
@@ -208,11 +208,11 @@ def formula(config: Any, words: dict[str, Any], tokens: int, dtype: torch.dtype 
     tokens and the last ones as they came.
     """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    each, codec = config.num_hidden_layers * config.num_key_value_heads, words.get("codec")
+    each, codec = config.num_hidden_layers * config.num_key_value_heads, options.get("codec")
     if not isinstance(codec, Codec):
         width = (codec or dtype).itemsize
         return 2 * each * dim * tokens * width
-    page = words["layout"].page if isinstance(words.get("layout"), Paged) else codec.group
+    page = options["layout"].page if isinstance(options.get("layout"), Paged) else codec.group
     first, group = -(-codec.sinks // page) * page, min(codec.group, page)
     coded = (tokens - first - codec.residual) // page * page
     numbers = 1 + (codec.kind == "int4")  # of a scale
@@ -241,7 +241,7 @@ def _measured(tokens: int, names: Sequence[str]) -> dict[str, Bytes]:
         cache = filled(config, kind, tokens)
         kept = [layer.kv for layer in cache.layers]
         stored, held = sum(kv.bytes for kv in kept), sum(kv.allocated_bytes for kv in kept)
-        found[kind.name] = Bytes(formula(config, kind.words or {}, tokens), stored, held, _resident() - before)
+        found[kind.name] = Bytes(formula(config, kind.options or {}, tokens), stored, held, _resident() - before)
         del cache, kept
     return found
 
@@ -254,7 +254,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_said(found: dict[str, Bytes]) -> str:
+def memory_table(found: dict[str, Bytes]) -> str:
     """The table of these."""
     rows: list[tuple[str, ...]] = []
     for name, b in found.items():

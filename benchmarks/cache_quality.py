@@ -56,7 +56,7 @@ FULL, QUICK = Size(10), Size(2, 768, 192)
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache, by the words that `regard_cache` takes, how it is fed, and what must be reached.
+    """A cache, by the options that `regard_cache` takes, how it is fed, and what must be reached.
 
     Attributes:
         most: of perplexity beyond the plain cache's.
@@ -64,7 +64,7 @@ class Kind:
     """
 
     name: str
-    words: dict[str, Any]
+    options: dict[str, Any]
     feed: Feed
     most: float | None = None
     times: float | None = None
@@ -133,7 +133,7 @@ def measured(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind], tell: 
                 print(f"\r{name}: {done:,} of {total:,} tokens ", end="", file=sys.stderr, flush=True)
 
         def make(kind: Kind = kind) -> Any:
-            return regard_cache(model, **kind.words)
+            return regard_cache(model, **kind.options)
 
         found[kind.name], states = predicted(model, ids, scored, make, kind.feed, plain, told)
         plain = states if plain is None else plain
@@ -160,7 +160,7 @@ def errors(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind]) -> dict[
 
 
 def _error(call: Call, kind: Kind, scored: int) -> float:
-    cache, outs = KVCache(**kind.words), list[Tensor]()
+    cache, outs = KVCache(**kind.options), list[Tensor]()
     for piece in kind.feed.pieces(call.q.shape[2]):
         q, k, v = (t[:, :, piece] for t in (call.q, call.k, call.v))
         outs.append(attend(q, *cache.append(k, v), mask=Causal(), scale=call.scale))

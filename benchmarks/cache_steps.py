@@ -34,7 +34,7 @@ class Way:
     """A way to store, the type of queries and of what is appended, sizes, and what must be reached.
 
     Attributes:
-        words: of `KVCache`.
+        options: of `KVCache`.
         share: of the memory's bandwidth, at least.
         faster: than `BESIDE`, at least.
         within: (the name of another way, how many times its time at most).
@@ -42,7 +42,7 @@ class Way:
     """
 
     name: str
-    words: dict[str, Any]
+    options: dict[str, Any]
     dtype: torch.dtype = BF16
     heads: int = 32
     kv_heads: int = 8
@@ -89,7 +89,7 @@ LATENTS = (
 
 
 @dataclass
-class Held:
+class FilledCaches:
     """A way with its caches, enough of them for keys and values to be out of every processor's cache."""
 
     way: Way
@@ -100,32 +100,32 @@ class Held:
     turn: int = field(default=0)
 
     @staticmethod
-    def of(way: Way, tokens: int = TOKENS, cold: int = COLD) -> "Held":
+    def of(way: Way, tokens: int = TOKENS, cold: int = COLD) -> "FilledCaches":
         """Fill them, `cold` bytes in all."""
-        layout = way.words.get("layout")
+        layout = way.options.get("layout")
         if isinstance(layout, Paged) and way.alone:
-            caches = [KVCache(**way.words)]
+            caches = [KVCache(**way.options)]
             while way.append(caches[-1], tokens) and sum(cache.bytes for cache in caches) < cold:
-                caches.append(KVCache(**way.words))
+                caches.append(KVCache(**way.options))
         elif isinstance(layout, Paged):
             caches = _sharing_a_pool(way, layout, tokens, cold)
         else:
-            first = KVCache(**way.words)
+            first = KVCache(**way.options)
             way.append(first, tokens)
             caches = [first, *(copy.deepcopy(first) for _ in range(min(64, math.ceil(cold / first.bytes))))]
-        return Held(way, caches, [way.append(cache, 1) for cache in caches])
+        return FilledCaches(way, caches, [way.append(cache, 1) for cache in caches])
 
     @property
     def nbytes(self) -> int:
         """Bytes that a step reads: of keys and values as they are stored."""
         k, v = self.found[0]
-        own = k.nbytes if isinstance(self.way.words.get("layout"), Latent) else k.nbytes + v.nbytes
+        own = k.nbytes if isinstance(self.way.options.get("layout"), Latent) else k.nbytes + v.nbytes
         return int(own)
 
     def attending(self, queries: int) -> Callable[[], Tensor]:
         """Attention of so many queries to what the next cache holds."""
         q = self.way.new(self.way.heads, queries)
-        scale = 192**-0.5 if isinstance(self.way.words.get("layout"), Latent) else None
+        scale = 192**-0.5 if isinstance(self.way.options.get("layout"), Latent) else None
 
         def run() -> Tensor:
             self.turn = (self.turn + 1) % len(self.caches)
@@ -136,7 +136,7 @@ class Held:
     def stepping(self) -> Callable[[], Tensor]:
         """A whole step: a token is appended to the next cache, and attended from."""
         k, v = (self.way.new(self.way.kv_heads, 1) for _ in range(2))
-        is_latent = isinstance(self.way.words.get("layout"), Latent)
+        is_latent = isinstance(self.way.options.get("layout"), Latent)
         attending = self.attending(1)
 
         def run() -> Tensor:
@@ -150,9 +150,9 @@ class Held:
 def _sharing_a_pool(way: Way, layout: Paged, tokens: int, cold: int) -> list[KVCache]:
     """Caches in one pool that grow in turns, so that the pages of each are scattered over it."""
     each = 2 * tokens * way.kv_heads * way.dim * way.dtype.itemsize  # no less than it will be
-    pool = PagePool(page=layout.page, codec=way.words.get("codec"))
-    words: dict[str, Any] = {**way.words, "layout": Paged(layout.page, pool)}
-    caches = [KVCache(**words) for _ in range(1 + math.ceil(cold / each))]
+    pool = PagePool(page=layout.page, codec=way.options.get("codec"))
+    options: dict[str, Any] = {**way.options, "layout": Paged(layout.page, pool)}
+    caches = [KVCache(**options) for _ in range(1 + math.ceil(cold / each))]
     for _ in range(-(-tokens // layout.page)):
         for cache in caches:
             way.append(cache, layout.page)
@@ -201,20 +201,20 @@ class Line(NamedTuple):
         return "yes" if all(found) else "**no**"
 
 
-def steps(held: list[Held], beside: str, threads: int, effort: Effort) -> list[Line]:
+def steps(filled: list[FilledCaches], beside: str, threads: int, effort: Effort) -> list[Line]:
     """One query against each of these, in the same rounds."""
     measures: dict[str, Measure] = {}
-    for one in held:
+    for one in filled:
         measures[one.way.name] = timed(one.attending(1))
         measures[f"{one.way.name}, step"] = timed(one.stepping())
     if limits.stream(threads) is not None:
         measures["limit"] = lambda: limits.stream(threads) or math.nan
     rounds = interleaved(measures, effort)
-    return [_line(one, rounds, beside) for one in held]
+    return [_line(one, rounds, beside) for one in filled]
 
 
-def _line(held: Held, rounds: Rounds, beside: str) -> Line:
-    way, nbytes = held.way, held.nbytes
+def _line(filled: FilledCaches, rounds: Rounds, beside: str) -> Line:
+    way, nbytes = filled.way, filled.nbytes
     seconds, step = (_median(rounds, lambda t: t, name) for name in (way.name, f"{way.name}, step"))
     return Line(
         way, seconds, step, nbytes, nbytes / seconds,
@@ -229,7 +229,7 @@ def _median(rounds: Rounds, of: Callable[..., float], *names: str) -> float:
     return math.nan if found is None else found
 
 
-def said(lines: list[Line], beside: str) -> str:
+def results_table(lines: list[Line], beside: str) -> str:
     """The table of these."""
     head = ["stored as", "MiB", "attend", "read", "of bandwidth", f"{beside} / this", "append + attend"]
     rows = [
@@ -248,14 +248,14 @@ def said(lines: list[Line], beside: str) -> str:
 # ---- a few queries --------------------------------------------------------------------------------------------------
 
 
-def chunks(held: list[Held], beside: str, effort: Effort) -> str:
+def chunks(filled: list[FilledCaches], beside: str, effort: Effort) -> str:
     """The table of 16 and of 64 queries against each of these."""
     measures = {
-        f"{one.way.name}, {queries}": timed(one.attending(queries)) for one in held for queries in CHUNKS
+        f"{one.way.name}, {queries}": timed(one.attending(queries)) for one in filled for queries in CHUNKS
     }  # fmt: skip
     rounds = interleaved(measures, effort)
     rows: list[list[str]] = []
-    for one in held:
+    for one in filled:
         row = [one.way.name]
         for queries in CHUNKS:
             names = f"{beside}, {queries}", f"{one.way.name}, {queries}"

@@ -93,7 +93,7 @@ def _error(out: Tensor, first: _Block, before: _Block, block: _Block, window: in
     return float((out - exact).norm() / exact.norm())
 
 
-def said(marks: Sequence[Mark]) -> str:
+def results_table(marks: Sequence[Mark]) -> str:
     """The table of these."""
     rows = [
         (

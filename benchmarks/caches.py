@@ -73,8 +73,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How much is to be measured."""
+class Settings:
+    """How much is measured."""
 
     effort: Effort
     positions: int
@@ -85,50 +85,52 @@ class Asked:
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _steps(found: Found, asked: Asked) -> None:
-    held = [cache_steps.Held.of(way) for way in cache_steps.WAYS]
-    found.steps = cache_steps.steps(held, cache_steps.BESIDE, asked.threads, asked.effort)
-    pages = " and ".join(dict.fromkeys(str(w.words["layout"].page) for w in cache_steps.WAYS if "layout" in w.words))
-    text = cache_steps.said(found.steps, cache_steps.BESIDE)
+def _steps(found: Found, settings: Settings) -> None:
+    filled = [cache_steps.FilledCaches.of(way) for way in cache_steps.WAYS]
+    found.steps = cache_steps.steps(filled, cache_steps.BESIDE, settings.threads, settings.effort)
+    pages = " and ".join(
+        dict.fromkeys(str(w.options["layout"].page) for w in cache_steps.WAYS if "layout" in w.options)
+    )
+    text = cache_steps.results_table(found.steps, cache_steps.BESIDE)
     found.sections["A step by how it is stored"] = f"{STEP.format(pages=pages)}\n\n{text}"
-    few = [one for one in held if one.way.dtype == cache_steps.BF16]
-    text = cache_steps.chunks(few, cache_steps.BESIDE, asked.effort)
+    few = [one for one in filled if one.way.dtype == cache_steps.BF16]
+    text = cache_steps.chunks(few, cache_steps.BESIDE, settings.effort)
     found.sections["A few queries at once"] = f"{CHUNK}\n\n{text}"
 
 
-def _latent(found: Found, asked: Asked) -> None:
-    held = [cache_steps.Held.of(way) for way in cache_steps.LATENTS]
-    first = held[0].way.name
-    lines = cache_steps.steps(held, first, asked.threads, asked.effort)
-    found.sections["Latents"] = f"{LATENT}\n\n{cache_steps.said(lines, first)}"
+def _latent(found: Found, settings: Settings) -> None:
+    filled = [cache_steps.FilledCaches.of(way) for way in cache_steps.LATENTS]
+    first = filled[0].way.name
+    lines = cache_steps.steps(filled, first, settings.threads, settings.effort)
+    found.sections["Latents"] = f"{LATENT}\n\n{cache_steps.results_table(lines, first)}"
 
 
-def _batches(found: Found, asked: Asked) -> None:
-    text = cache_batches.ragged(cache_batches.LENGTHS, asked.effort)
+def _batches(found: Found, settings: Settings) -> None:
+    text = cache_batches.ragged(cache_batches.LENGTHS, settings.effort)
     found.sections["Rows of different lengths"] = f"{RAGGED}\n\n{text}"
-    text = cache_batches.shared(cache_batches.SHARERS, cache_batches.PREFIX, cache_batches.OWN, asked.effort)
+    text = cache_batches.shared(cache_batches.SHARERS, cache_batches.PREFIX, cache_batches.OWN, settings.effort)
     found.sections["A prefix that many share"] = f"{SHARED}\n\n{text}"
 
 
-def _model(found: Found, asked: Asked) -> None:
+def _model(found: Found, settings: Settings) -> None:
     model, _, label = load()
     kinds = [*cache_model.theirs(), *cache_model.OURS]
-    found.tokens = cache_model.steps(model, kinds, cache_model.TOKENS, asked.effort)
-    found.sections["A whole model"] = f"{MODEL.format(model=label)}\n\n{cache_model.said(found.tokens)}"
+    found.tokens = cache_model.steps(model, kinds, cache_model.TOKENS, settings.effort)
+    found.sections["A whole model"] = f"{MODEL.format(model=label)}\n\n{cache_model.results_table(found.tokens)}"
 
 
-def _stream(found: Found, asked: Asked) -> None:
-    marks = [mark for mark in cache_stream.MARKS if mark <= asked.positions] or cache_stream.MARKS[:1]
-    text = cache_stream.said(cache_stream.stream(marks))
+def _stream(found: Found, settings: Settings) -> None:
+    marks = [mark for mark in cache_stream.MARKS if mark <= settings.positions] or cache_stream.MARKS[:1]
+    text = cache_stream.results_table(cache_stream.stream(marks))
     found.sections["A long stream"] = f"{STREAM.format(tokens=max(marks))}\n\n{text}"
 
 
-def _memory(found: Found, asked: Asked) -> None:
-    text = cache_model.memory_said(cache_model.memory(cache_model.TOKENS))
+def _memory(found: Found, settings: Settings) -> None:
+    text = cache_model.memory_table(cache_model.memory(cache_model.TOKENS))
     found.sections["Memory"] = f"{MEMORY}\n\n{text}"
 
 
-PARTS: dict[str, Callable[[Found, Asked], None]] = {
+PARTS: dict[str, Callable[[Found, Settings], None]] = {
     "steps": _steps,
     "latent": _latent,
     "batches": _batches,
@@ -157,7 +159,7 @@ def picture(found: Found) -> str:
         for line in found.steps
     ]
     tokens = [
-        Bar(line.kind.name, 1e3 * line.attention, duration(line.attention), line.kind.words is not None)
+        Bar(line.kind.name, 1e3 * line.attention, duration(line.attention), line.kind.options is not None)
         for line in found.tokens
     ]
     return cache_pictures.bars(
@@ -207,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
         raise ProblemError("--write writes all parts: leave --only out.")
     command.check_part(args.write, PAGE, PART)
     found, threads = Found(), args.threads or torch.get_num_threads()
-    how = Asked(
+    how = Settings(
         Effort(seconds=args.seconds, least=3), args.positions, threads, lambda line: print(line, file=sys.stderr)
     )
     with on_threads(threads):

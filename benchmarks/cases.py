@@ -81,7 +81,7 @@ def _square(name: str, tokens: int, **more: object) -> Case:
     return Case(name, tokens, tokens, **more)  # pyright: ignore[reportArgumentType]
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------
+# ---- masks ----------------------------------------------------------------------------------------------------------
 
 
 def _t5(_: torch.dtype) -> Bias:
@@ -117,7 +117,7 @@ _MILD = _goals(Goal(cost=1.10), Goal(cost=1.12))
 
 PREFILL = Section(
     "Prompts",
-    "All queries at once, 8 heads unless two numbers of them are named (query heads / key heads).",
+    "All queries at once, 8 heads unless two counts are named (query heads / key heads).",
     (
         *(
             Row(_square(f"{name}, {n:,}, d {d}", n, dim=d, mask=mask), _LARGE if n > 2048 else _2048)
@@ -146,7 +146,7 @@ PREFILL = Section(
 )
 
 WORDS = Section(
-    "What words cost",
+    "What masks and biases cost",
     "`cost` is the time for each kept pair, by that of a causal call of the same length and heads in the same rounds;"
     " for packed documents as a batch, by that of 8 causal rows of 512.",
     (
@@ -242,7 +242,7 @@ _ONE = [
 FIXED = Section(
     "What a call costs before it computes",
     "One query of 8 heads against 64 keys on one thread, which is next to nothing to compute. The plan is known from "
-    "an earlier call of the same sizes, types and words, or it is new: made once, for all layers of a model, and in "
+    "an earlier call of the same sizes, types and masks, or it is new: made once, for all layers of a model, and in "
     "decoding once a step, as there is one key more. `cost` is the time with a new plan by that with a known one, in "
     "the same rounds. The schedule in the plan of a long prompt takes longer ([schedules](schedules.md)).",
     (

@@ -6,14 +6,16 @@ the calling thread, which a busy machine disturbs less than the time of the cloc
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import command
 from benchmarks.report import machine, table
 from regard import Causal, KeyLengths, Mask, Prefix, Window, attend
 from regard.bench.rounds import on_threads
@@ -103,16 +105,26 @@ def measure(row: Row, clock: Callable[[], float], rounds: int) -> tuple[list[flo
     return found
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="./bench lengths", description="What a call of a new length costs.")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, the process's own if None, and return its exit code."""
+    return command.main(_parser, show, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command.parser("lengths", "What a call of a new length costs.")
     parser.add_argument("--cpu", action="store_true", help="count the CPU time of the calling thread")
-    asked = parser.parse_args()
-    with torch.no_grad(), on_threads(asked.threads):
-        print(f"on {machine()}, {asked.threads} threads, {HEADS}/{KV_HEADS} heads, d {DIM}, float32\n")
-        print(run(time.thread_time if asked.cpu else time.perf_counter))
+    return parser
+
+
+@torch.no_grad()
+def show(args: argparse.Namespace) -> int:
+    """Measure, and print the table."""
+    threads = args.threads or torch.get_num_threads()
+    with on_threads(threads):
+        print(f"on {machine()}, {threads} threads, {HEADS}/{KV_HEADS} heads, d {DIM}, float32\n")
+        print(run(time.thread_time if args.cpu else time.perf_counter))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Pages of docs/ of which commands write parts: `./bench caches` and `./bench cache-quality` one each of caches.md.
 
-A part stands between two marks, which do not show. What stands outside of them is written by hand.
+A part is between two marks, which are HTML comments. The rest of the page is written by hand.
 """
 
 from collections.abc import Mapping
@@ -35,12 +35,10 @@ def with_part(page: Path, name: str, text: str) -> str:
         ProblemError: it is not there, or lacks the marks.
     """
     if not page.is_file():
-        raise ProblemError(f"there is no {page}, into which this part is put: name the folder of the page with --docs.")
+        raise ProblemError(f"there is no {page}, into which this part is put: name its folder with --write FOLDER.")
     first, last = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     before, begun, rest = page.read_text(encoding="utf-8").partition(first)
     _, ended, after = rest.partition(last)
     if not begun or not ended:
-        raise ProblemError(
-            f"{page.name} has no part between {first} and {last}: put these two lines where it shall stand."
-        )
+        raise ProblemError(f"{page.name} has no part between {first} and {last}: add these two lines to the page.")
     return f"{before}{first}\n\n{text.strip()}\n\n{last}{after}"

@@ -1,4 +1,4 @@
-"""What was measured, said: a line for each case and type, with its goal; as tables for terminals and as a page."""
+"""The results: a line for each case and type, with its goal; as tables for terminals and as a page."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ TYPES = {"float32": "fp32", "bfloat16": "bf16"}
 METHOD = """\
 Every time is a median over rounds. A round measures regard, torch's `scaled_dot_product_attention` and the machine's
 limit once each (short calls as often as fill 5 ms), and ratios are taken within a round, so that a busy machine slows
-all alike. torch is given the call in every way that says it (`is_causal`, a mask of bools, a mask of numbers), and
+all alike. torch gets the call in every equivalent form (`is_causal`, a bool mask, an additive mask), and
 the one that is fastest in a first measurement counts. Plans are known: a first call has made them. Speeds count kept
 pairs only. The limit is what registers can multiply and add, or what memory can be read, whichever takes longer for
 what the case needs at least."""
@@ -71,7 +71,7 @@ class Line:
 
 
 def machine() -> str:
-    """Where and with what the numbers were measured."""
+    """The machine and the versions of the measurement."""
     library = native.isa() if native.available() else "without the compiled library"
     day = datetime.now(UTC).date()
     python = platform.python_version()
@@ -179,7 +179,7 @@ def page(lines: Sequence[Line], where: str, picture: str) -> str:
     engines = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
     parts = [
         "# Performance",
-        f"Measured by `./bench` on {where}; engine: {engines}. `regard bench` does the same for shapes of one's own.",
+        f"Measured by `./bench` on {where}; backend: {engines}. `regard bench` does the same for shapes of one's own.",
         METHOD,
         *unrest(lines),
         f"![Share of the machine's limit that regard and torch reach]({picture})",

@@ -48,11 +48,11 @@ def test_a_press_of_the_same_rule_predicts_the_same(monkeypatch: pytest.MonkeyPa
     assert peer is not None
     assert own == pytest.approx(peer, rel=1e-5)
     assert abs(own - plain) > 1e-3
-    assert cache_kvpress.said(found).endswith(f"| {own:.2f} | {peer:.2f} |")
+    assert cache_kvpress.results_table(found).endswith(f"| {own:.2f} | {peer:.2f} |")
 
 
 def test_where_kvpress_is_not_installed_its_column_is_empty(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache_kvpress, "version", lambda: None)
     _, found = cache_kvpress.measured(on_regard("llama"), tokens(1, 33), 16, [RULE], lambda line: None)
-    assert cache_kvpress.said(found).endswith("|  |")
+    assert cache_kvpress.results_table(found).endswith("|  |")
     assert math.isfinite(next(iter(found.values()))[0])

@@ -138,7 +138,7 @@ def windowed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, 
 def test_a_window_predicts_what_its_definition_says(sinks):
     made, tokens = regarded(), ids()
     kind = Kind("", {"layout": Rolling(WINDOW, sinks)}, Feed(WINDOW, 1))
-    streamed = found(made, tokens, 29, kind.words, kind.feed)
+    streamed = found(made, tokens, 29, kind.options, kind.feed)
     ours, kept = streamed.nll, streamed.kept
     assert kept in (WINDOW, WINDOW - 1)
     transformers.AttentionInterface.register("windowed", windowed)
@@ -156,15 +156,15 @@ def test_a_window_predicts_what_its_definition_says(sinks):
 def test_every_policy_forgets_all_the_time(kind):
     made, tokens = regarded(), ids(2, 160)
     small = dataclasses.replace(
-        kind.words["evict"], budget=61, **({"recent": 8} if kind.name in ("H2O", "Knorm") else {})
+        kind.options["evict"], budget=61, **({"recent": 8} if kind.name in ("H2O", "Knorm") else {})
     )
     assert found(made, tokens, 29, {"evict": small}, Feed(70, 4)).kept <= 61 + 4
-    assert kind.words["evict"].budget == cache_quality.BUDGET == kind.feed.first
+    assert kind.options["evict"].budget == cache_quality.BUDGET == kind.feed.first
 
 
 def test_every_window_is_fed_token_by_token_from_when_it_is_full():
     for kind in cache_quality.WINDOWS:
-        assert kind.feed == Feed(kind.words["layout"].window, 1)
+        assert kind.feed == Feed(kind.options["layout"].window, 1)
 
 
 def test_divergence_and_agreement_are_those_of_the_distributions():

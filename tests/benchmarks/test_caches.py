@@ -12,7 +12,7 @@ import transformers
 from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream, caches
 from benchmarks.cache_model import DENSE, DYNAMIC, OURS, Kind
 from benchmarks.cache_pictures import Bar, Dot
-from benchmarks.cache_steps import BESIDE, LATENTS, PLAIN, WAYS, Held
+from benchmarks.cache_steps import BESIDE, LATENTS, PLAIN, WAYS, FilledCaches
 from regard.bench.rounds import Effort
 from regard.integrate.cache import regard_cache
 from regard.storage.codec import Int4, Int8
@@ -41,36 +41,38 @@ def test_a_step_attends_to_all_that_the_next_cache_holds(way, monkeypatch):
         return attend(q, k, v, **words)
 
     monkeypatch.setattr(cache_steps, "attend", watched)
-    held = Held.of(replace(way, dim=way.dim if way in LATENTS else 32), tokens=160, cold=400_000)
-    assert len(held.caches) > 1
-    first, count, dim = held.turn, len(held.caches), 576 if way in LATENTS else 32
-    step = held.stepping()
+    filled = FilledCaches.of(replace(way, dim=way.dim if way in LATENTS else 32), tokens=160, cold=400_000)
+    assert len(filled.caches) > 1
+    first, count, dim = filled.turn, len(filled.caches), 576 if way in LATENTS else 32
+    step = filled.stepping()
     for _ in range(2 * count):
         step()
     assert seen == [(162, dim)] * count + [(163, dim)] * count
-    assert held.turn == first
-    out = held.attending(3)()
+    assert filled.turn == first
+    out = filled.attending(3)()
     assert out.shape == (1, way.heads, 3, 512 if way in LATENTS else 32)
     assert out.dtype == way.dtype
 
 
 def test_bytes_that_a_step_reads_are_those_of_what_is_stored():
     plain, coded = (next(way for way in WAYS if way.name == name) for name in (BESIDE, "Int8()"))
-    assert Held.of(plain, tokens=159, cold=1).nbytes == 2 * 160 * 8 * 128 * 2
+    assert FilledCaches.of(plain, tokens=159, cold=1).nbytes == 2 * 160 * 8 * 128 * 2
     # 160 tokens: 32 sinks, 32 of the residual, 96 codes; a scale for a channel of 32 keys, and one for each value
-    assert Held.of(coded, tokens=159, cold=1).nbytes == 8 * (64 * 2 * 128 * 2 + 96 * 2 * 128 + 3 * 128 * 2 + 96 * 2)
-    latent = Held.of(LATENTS[1], tokens=159, cold=1)
+    assert FilledCaches.of(coded, tokens=159, cold=1).nbytes == 8 * (
+        64 * 2 * 128 * 2 + 96 * 2 * 128 + 3 * 128 * 2 + 96 * 2
+    )
+    latent = FilledCaches.of(LATENTS[1], tokens=159, cold=1)
     assert latent.nbytes == 160 * 576 * 2  # once: values are a part of keys
 
 
 def test_pages_of_a_cache_are_scattered_over_the_pool():
     paged = next(way for way in WAYS if way.name == "Paged(16), bf16")
-    held = Held.of(paged, tokens=160, cold=1_000_000)
-    k = held.found[0][0]
+    filled = FilledCaches.of(paged, tokens=160, cold=1_000_000)
+    k = filled.found[0][0]
     assert isinstance(k, StoredTensor)
     table = k.parts[0].table
     assert table is not None
-    assert (table[0, 1:10].diff() >= len(held.caches)).all()
+    assert (table[0, 1:10].diff() >= len(filled.caches)).all()
 
 
 def lines(seconds: dict[str, float], limit: float) -> dict[str, Any]:
@@ -78,8 +80,8 @@ def lines(seconds: dict[str, float], limit: float) -> dict[str, Any]:
     ways = [way for way in WAYS if way.name in seconds]
     found = {name: time for way in ways for name, time in _times(way.name, seconds)}
     rounds = cache_steps.Rounds([found | {"limit": limit}])
-    held: list[Any] = [SimpleNamespace(way=way, nbytes=1000) for way in ways]
-    return {one.way.name: cache_steps._line(one, rounds, BESIDE) for one in held}
+    filled: list[Any] = [SimpleNamespace(way=way, nbytes=1000) for way in ways]
+    return {one.way.name: cache_steps._line(one, rounds, BESIDE) for one in filled}
 
 
 def _times(name: str, seconds: dict[str, float]) -> list[tuple[str, float]]:
@@ -98,13 +100,13 @@ def test_goals_are_shares_of_the_bandwidth_and_times_of_others():
     }
     assert lines(seconds, limit=313.0)[PLAIN].reached() == "**no**"
     assert found["Int8()"].step == 2.5
-    text = cache_steps.said(list(found.values()), BESIDE)
+    text = cache_steps.results_table(list(found.values()), BESIDE)
     assert "| Int4() | 0.0 | 1,000 ms | 0 GB/s | 323 % | 2.00x | 2,000 ms | ≥ 2.4x | **no** |" in text
 
 
 def test_a_few_queries_are_measured_against_each():
-    held = [Held.of(replace(way, heads=4, kv_heads=2, dim=16), tokens=64, cold=1) for way in WAYS[1:3]]
-    text = cache_steps.chunks(held, BESIDE, ONCE)
+    filled = [FilledCaches.of(replace(way, heads=4, kv_heads=2, dim=16), tokens=64, cold=1) for way in WAYS[1:3]]
+    text = cache_steps.chunks(filled, BESIDE, ONCE)
     assert text.count("\n") == 3
     assert "64 queries" in text
 
@@ -146,7 +148,7 @@ def test_a_token_is_measured_with_each_cache():
     dense = next(line for line in found if line.kind.name == DENSE)
     assert dense.beside == 1.0
     assert all(line.seconds > 0 for line in found)
-    text = cache_model.said(found)
+    text = cache_model.results_table(found)
     assert text.count("\n") == 1 + len(kinds)
 
 
@@ -202,8 +204,8 @@ def test_memory_is_that_of_the_process():
 
 
 def test_memory_that_is_more_than_the_formula_is_said():
-    assert "| **no** |" in cache_model.memory_said({"": cache_model.Bytes(100, 106, 0, 0)})
-    assert "| yes |" in cache_model.memory_said({"": cache_model.Bytes(100, 105, 0, 0)})
+    assert "| **no** |" in cache_model.memory_table({"": cache_model.Bytes(100, 106, 0, 0)})
+    assert "| yes |" in cache_model.memory_table({"": cache_model.Bytes(100, 105, 0, 0)})
 
 
 # ---- a stream -------------------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def test_a_stream_is_exact_and_holds_the_same_at_every_mark(monkeypatch):
     assert [mark.tokens for mark in marks] == [300, 1000]
     assert marks[0].held == marks[1].held
     assert all(mark.error < 1e-5 for mark in marks)
-    assert cache_stream.said(marks).count("\n") == 3
+    assert cache_stream.results_table(marks).count("\n") == 3
 
 
 def test_a_stream_that_forgot_something_else_would_be_seen(monkeypatch):
@@ -259,8 +261,8 @@ def test_dots_stand_in_the_order_of_their_numbers():
 def small(monkeypatch, tmp_path):
     """The command with sizes that take no time, and a folder with a page."""
     monkeypatch.setattr(cache_steps, "TOKENS", 80)
-    of = Held.of
-    monkeypatch.setattr(Held, "of", staticmethod(lambda way: of(way, tokens=80, cold=1)))
+    of = FilledCaches.of
+    monkeypatch.setattr(FilledCaches, "of", staticmethod(lambda way: of(way, tokens=80, cold=1)))
     monkeypatch.setattr(cache_batches, "LENGTHS", (16, 37))
     monkeypatch.setattr(cache_batches, "PREFIX", 32)
     monkeypatch.setattr(cache_stream, "MARKS", (2000,))

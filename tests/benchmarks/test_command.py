@@ -10,6 +10,7 @@ from benchmarks import (
     caches,
     command,
     inspect,
+    lengths,
     linear,
     modules,
     schedules,
@@ -26,7 +27,7 @@ def test_nothing_is_written_unless_it_is_asked_for(module, tmp_path):
     assert parser.parse_args(["--write", str(tmp_path)]).write == tmp_path
 
 
-@pytest.mark.parametrize("module", [*WRITING, modules])
+@pytest.mark.parametrize("module", [*WRITING, lengths, modules])
 def test_arguments_that_a_command_does_not_have_are_refused_in_one_line(module, capsys):
     with pytest.raises(SystemExit) as end:
         module.main(["--nothing"])

@@ -1,6 +1,6 @@
-"""Words from a line of text: `Causal() & Window(512)`, as one would write it in Python.
+"""Masks and biases from a line of text: `Causal() & Window(512)`, as in Python.
 
-The text is parsed and walked, never evaluated: only regard's own words, `& | ~ +`, numbers and lists are understood.
+The text is parsed, never evaluated: only regard's masks and biases, `& | ~ +`, numbers and lists are accepted.
 """
 
 import ast
@@ -32,7 +32,7 @@ MASKS: tuple[type[Spec], ...] = (
     TensorMask,
 )
 BIASES: tuple[type[Spec], ...] = (Alibi, T5Bias, TensorBias)
-WORDS = {word.__name__: word for word in MASKS + BIASES}
+SPECS = {kind.__name__: kind for kind in MASKS + BIASES}
 
 TENSORS: dict[type[Spec], torch.dtype] = {
     KeyLengths: torch.int64,
@@ -43,7 +43,7 @@ TENSORS: dict[type[Spec], torch.dtype] = {
     T5Bias: torch.float32,
     TensorBias: torch.float32,
 }
-"""Words whose lists are tensors, and of what."""
+"""Classes whose lists become tensors, and the type of the tensor."""
 
 PAIRED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
@@ -52,19 +52,19 @@ PAIRED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
 }
 LONGEST = 1 << 24
-"""Numbers in a list."""
+"""Most elements of a list."""
 
 
 def mask(text: str) -> Mask:
     """The mask that the text says.
 
     Raises:
-        ProblemError: it is no expression, or not of masks, or one of its words refuses what it is given.
+        ProblemError: it is no expression of masks, or a mask refuses its arguments.
 
     >>> mask("Causal() & (Window(512) | Prefix(4))")
     Causal() & (Window(left=512) | Prefix(size=4))
     """
-    return _word(text, Mask, MASKS)
+    return _parse(text, Mask, MASKS)
 
 
 def bias(text: str) -> Bias:
@@ -73,10 +73,10 @@ def bias(text: str) -> Bias:
     >>> bias("Alibi(8)")
     Alibi(heads=8)
     """
-    return _word(text, Bias, BIASES)
+    return _parse(text, Bias, BIASES)
 
 
-def _word(text: str, kind: type[W], known: tuple[type[Spec], ...]) -> W:
+def _parse(text: str, kind: type[W], known: tuple[type[Spec], ...]) -> W:
     what = kind.__name__.lower()
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
@@ -101,18 +101,18 @@ def _value(node: ast.expr) -> Any:
             return _applied(node, operator.invert, (Mask,), _value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in PAIRED:
             return _paired(node, PAIRED[type(op)], _value(left), _value(right))
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=named) if name in WORDS:
-            return _made(node, WORDS[name], given, named)
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=named) if name in SPECS:
+            return _make(node, SPECS[name], arguments, named)
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise ProblemError(_unknown(name))
         case _:
             raise ProblemError(
-                f"{_short(ast.unparse(node))} is not understood: expected words, & | ~ +, numbers, lists."
+                f"{_short(ast.unparse(node))} is not understood: expected masks or biases, & | ~ +, numbers, lists."
             )
 
 
 def _unknown(name: str) -> str:
-    if name in WORDS:
+    if name in SPECS:
         return f"{name} is not understood: expected {name}() with its parentheses."
     can = f"{_names(MASKS)} for a mask; {_names(BIASES)} for a bias"
     if name == MaskFunction.__name__:
@@ -120,13 +120,13 @@ def _unknown(name: str) -> str:
     return f"{name} is not understood: expected one of {can}."
 
 
-def _names(words: tuple[type[Spec], ...]) -> str:
-    return ", ".join(word.__name__ for word in words)
+def _names(kinds: tuple[type[Spec], ...]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)
 
 
 def _applied(node: ast.expr, op: Callable[[Any], Any], kinds: tuple[type, ...], value: Any) -> Any:
     if not isinstance(value, kinds):
-        raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the sign does not go with what follows it.")
+        raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the operator does not take this operand.")
     return op(value)
 
 
@@ -135,27 +135,29 @@ def _paired(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> An
     if lists and (len(a) * b if isinstance(b, int) else len(a) + len(b)) > LONGEST:
         raise ProblemError(f"{_short(ast.unparse(node))} makes a list of more than {LONGEST:,} numbers.")
     if not lists and not (isinstance(a, Spec) and isinstance(b, Spec)):
-        raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the sign joins two words, or lists.")
+        raise ProblemError(
+            f"{_short(ast.unparse(node))} is not understood: the operator takes two masks, two biases, or lists."
+        )
     try:
         return op(a, b)
     except TypeError:
         raise ProblemError(
-            f"{_short(ast.unparse(node))} is not understood: the sign does not join these two."
+            f"{_short(ast.unparse(node))} is not understood: the operator does not take these two."
         ) from None
 
 
-def _made(node: ast.expr, word: type[Spec], given: list[ast.expr], named: list[ast.keyword]) -> Spec:
-    read = lambda part: _tensor(word, _value(part))  # noqa: E731
+def _make(node: ast.expr, kind: type[Spec], arguments: list[ast.expr], named: list[ast.keyword]) -> Spec:
+    read = lambda part: _tensor(kind, _value(part))  # noqa: E731
     try:
-        return word(*map(read, given), **{str(part.arg): read(part.value) for part in named})
+        return kind(*map(read, arguments), **{str(part.arg): read(part.value) for part in named})
     except ProblemError:
         raise
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, OverflowError) as error:
         raise ProblemError(f"{_short(ast.unparse(node))} cannot be made: {error}.") from None
 
 
-def _tensor(word: type[Spec], value: Any) -> Any:
-    return torch.tensor(value, dtype=TENSORS[word]) if isinstance(value, list) and word in TENSORS else value
+def _tensor(kind: type[Spec], value: Any) -> Any:
+    return torch.tensor(value, dtype=TENSORS[kind]) if isinstance(value, list) and kind in TENSORS else value
 
 
 def _short(text: str) -> str:

@@ -1,50 +1,50 @@
-"""Tokens as text, piece by piece as they come.
+"""Tokens decoded to text while they are generated.
 
-A token is not a piece of text: the bytes of one character may stand in several, and what a token reads as may depend on
-the one before it. So a few tokens are decoded together with some that were shown already, and what is new of that is
-given out, but for a character that is not whole yet:
+A token is not a piece of text: the bytes of one character may be spread over several tokens, and the text of a token
+may depend on the token before it. So new tokens are decoded together with a few earlier ones, and the new end of that
+text is returned, except for an incomplete character:
 
     tokens   " caf" | C3 | A9 | " au"
     decoded  " caf" | " caf\ufffd" | " café" | " café au"
-    given    " caf" | ""   | "é" | " au"
+    returned " caf" | ""   | "é" | " au"
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\ufffd"
-"""What bytes that are no character decode to; at the end, they may be the first of one. It may stand for each byte of a
-run that is not whole yet, so all of them wait, not three at most."""
+"""The text of bytes that are no character. At the end of a text they may be the first bytes of a character, and each
+byte of it may be decoded to one of these, so all of them wait."""
 
 BEHIND = 6
 """Tokens of the prompt that are decoded with the first new ones: a word at the very start would lose its space."""
 
 FAR = 64
-"""Tokens without an end in sight after which the text is given out as it is, so that each costs the same."""
+"""Tokens of incomplete text after which it is returned as it is, so that the cost per token is bounded."""
 
 
 class TextStream:
-    """The text that tokens make.
+    """The text of a sequence of tokens.
 
     Args:
         tokenizer: of transformers.
-        before: the tokens in front of the first, that is the prompt; their text is not given out.
-        stops: texts that end it; what is given out ends before the first of them.
+        before: the tokens of the prompt; their text is not returned.
+        stops: texts that end the stream; the returned text ends before the first of them.
 
     Attributes:
-        text: all that was given out.
-        stopped: whether one of `stops` has come.
+        text: all text that was returned.
+        stopped: whether one of `stops` was reached.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._context, self._new = self._beginning(list(before)), list[int]()
         self._shown = len(self._decoded(self._context))
-        self._held = ""  # may be the beginning of a stop
+        self._waiting = ""  # may be the beginning of a stop
         self.text, self.stopped = "", False
 
     def put(self, token: int) -> str:
-        """The text that can be given out now that this token has come; none after a stop."""
+        """The text that is complete with this token; none after a stop."""
         if self.stopped:
             return ""
         self._new.append(token)
@@ -55,27 +55,27 @@ class TextStream:
         if far or (piece and ready == text):
             self._context, self._new = self._new, []
             self._shown = len(self._decoded(self._context))
-        return self._given(piece)
+        return self._release(piece)
 
     def end(self) -> str:
-        """What was held back, when nothing more comes."""
+        """The text that waited, at the end of the stream."""
         if self.stopped:
             return ""
-        given = self._given(self._decoded(self._context + self._new)[self._shown :])
+        text = self._release(self._decoded(self._context + self._new)[self._shown :])
         self._context, self._new, self._shown = [], [], 0
-        rest, self._held = "" if self.stopped else self._held, ""
+        rest, self._waiting = "" if self.stopped else self._waiting, ""
         self.text += rest
-        return given + rest
+        return text + rest
 
-    def _given(self, piece: str) -> str:
-        """What of the text up to here stands before a stop, and cannot be the beginning of one."""
-        text = self._held + piece
-        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if found:
-            self.stopped, self._held, text = True, "", text[: min(found)]
+    def _release(self, piece: str) -> str:
+        """The text up to here that is before a stop, and cannot be the beginning of one."""
+        text = self._waiting + piece
+        starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
+        if starts:
+            self.stopped, self._waiting, text = True, "", text[: min(starts)]
         else:
             kept = max((_overlap(text, stop) for stop in self._stops), default=0)
-            text, self._held = text[: len(text) - kept], text[len(text) - kept :]
+            text, self._waiting = text[: len(text) - kept], text[len(text) - kept :]
         self.text += text
         return text
 
