@@ -44,7 +44,7 @@ def cache_memory(cache: Any) -> CacheMemory:
     """The memory of a `RegardCache`, or of the growing part of a `PairedCache`."""
     own = getattr(cache, "self_attention_cache", cache)
     layers = [layer for layer in own.layers if hasattr(layer, "kv")]
-    parts = [repr(own.words.layout), *(str(part) for part in own.words[1:] if part is not None)]
+    parts = [repr(own.options.layout), *(str(part) for part in own.options[1:] if part is not None)]
     return CacheMemory(
         spec=", ".join(parts).replace("torch.", ""),
         layers=cache.explain().split("\n  ")[1:],
