@@ -54,7 +54,7 @@ export function drawCompare() {
   $("vs-note").textContent =
     !head || state.vs !== "other" || sameTokens
       ? ""
-      : `${otherReport.run.model} cut the text into other tokens: its pictures cannot be laid beside these.`;
+      : `${otherReport.run.model} cut the text into other tokens: its pictures cannot be shown beside these.`;
 }
 
 // How the two models differ as a whole.

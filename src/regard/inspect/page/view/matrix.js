@@ -55,7 +55,7 @@ export function makeMatrix() {
   new ResizeObserver(() => requestAnimationFrame(drawPlot)).observe(matrix);
 }
 
-// The wheel zooms where the pointer is. At full view it scrolls the page as everywhere, unless it would zoom in from
+// The wheel zooms at the pointer. At full view it scrolls the page, unless it would zoom in from
 // the page's top; with Shift it pans.
 function wheel(event) {
   if (!viewport.look || event.shiftKey) return;

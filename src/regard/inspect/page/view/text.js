@@ -169,9 +169,9 @@ function scrollToSpan(span) {
 
 function drawHint(pin) {
   const line = $("hint");
-  if (!pin) return line.replaceChildren("Click a token to see whom it looks at and who looks at it.");
+  if (!pin) return line.replaceChildren("Click a token to see which tokens it attends to, and which attend to it.");
   const legend = [make("span.legend.given", "looks at"), make("span.legend.got", "is looked at by")];
-  line.replaceChildren(tokenLabel(visibleText(tokens[pin.q]), pin.q, pin.q), ...legend, makeButton("let go", unpin));
+  line.replaceChildren(tokenLabel(visibleText(tokens[pin.q]), pin.q, pin.q), ...legend, makeButton("unpin", unpin));
 }
 
 export const unpin = () => update({ pin: null, colour: state.colour === "pair" ? "" : state.colour });

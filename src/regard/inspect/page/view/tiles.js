@@ -15,7 +15,7 @@ let missingTiles = []; // { panel, grain, row, column, name } that are in view a
 let currentTile = null; // the one being computed
 let timer = 0;
 
-// The tiles of a panel that are in view, as far as they are there; the others are asked for.
+// The computed tiles of a panel that are in view; the others are added to the missing ones.
 export function tilesInView(panel, size, frame) {
   const span = cellsAcross * size,
     s = pixelsPerToken();

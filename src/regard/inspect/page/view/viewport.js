@@ -63,7 +63,7 @@ export function cellAt(event) {
 
 // ---- zooming --------------------------------------------------------------------------------------------------------
 
-// Zoom to a level, so that what is at (x, y) of the box stays there.
+// Zoom to a level; the point at (x, y) of the box stays where it is.
 export function zoomTo(level, x = leftOf(0) + panelWidth() / 2, y = (topEdge() + matrix.clientHeight) / 2) {
   if (!viewport.look) return;
   const before = pixelsPerToken(),

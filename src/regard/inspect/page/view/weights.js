@@ -159,7 +159,7 @@ export function runToEnd(steps) {
   }
 }
 
-// All that token q gives, and all that it gets: a row and a column, to the single weight.
+// All weights of query q and all weights on key q: a row and a column.
 export function rowAndColumn(close, q) {
   const gives = weightsOf(close, q, 0, close.n, new Float64Array(close.n)).map((w) => w || 0);
   const one = new Float64Array(1);
