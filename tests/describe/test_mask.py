@@ -148,11 +148,11 @@ WRONG = {
     ),
     "a predicate of one shape": (
         lambda: draw(MaskFunction(lambda b, h, q, k: torch.ones(5, 9, dtype=torch.bool)), 2, 2),
-        "gave bool .5, 9. for positions that broadcast to .2, 2.",
+        "returned bool .5, 9. for positions that broadcast to .2, 2.",
     ),
     "a predicate of one axis too many": (
         lambda: draw(MaskFunction(lambda b, h, q, k: (q >= k)[None]), 2, 2),
-        "gave bool .1, 2, 2. for positions that broadcast to .2, 2.",
+        "returned bool .1, 2, 2. for positions that broadcast to .2, 2.",
     ),
     "a predicate that is none": (lambda: MaskFunction(3), "expected a function"),  # pyright: ignore[reportArgumentType]
     "a predicate of two": (lambda: MaskFunction(lambda i, j: i >= j), r"<lambda>\(i, j\), called with four: too many"),

@@ -1,13 +1,12 @@
-"""Heads: how many there are, what they share, and what that costs in parameters and in cached numbers.
+"""Heads: how many there are, what they share, and what that costs in parameters and cached elements.
 
 A query head of its own for each key head is MHA, one key head for all is MQA, anything between is GQA; latent heads
 (MLA) keep neither keys nor values but a short vector of which both are made. These values only count: the formulas are
 those of the papers, and the modules of `regard.nn` have as many parameters, besides gates, norms of heads and sinks.
 """
 
-from typing import cast
-
 from regard.describe.spec import Spec, spec
+from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
 
@@ -34,13 +33,11 @@ class Heads(Spec):
 
     heads: int
     kv_heads: int | None = None
-    qk_dim: int = 0  # must be said: no number is right for all
+    qk_dim: int = 0  # required: no default is right for all models
     v_dim: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {name: cast(object, getattr(self, name)) for name in self._fields}
-        optional = ("kv_heads", "v_dim")
-        _check_counts("Heads", {name: n for name, n in counts.items() if n is not None or name not in optional})
+        _check_counts(self, optional=("kv_heads", "v_dim"))
         if self.heads % self.key_heads:
             raise ProblemError(
                 f"Heads(heads={self.heads}, kv_heads={self.kv_heads}): heads must be a whole multiple of kv_heads, so "
@@ -95,7 +92,7 @@ class Heads(Spec):
         return weights + qkv_bias * (q + k + v) + out_bias * d_model
 
     def cache_elements(self, tokens: int = 1) -> int:
-        """Numbers that a cache keeps of so many tokens, per layer and batch row: `tokens g (qk + v)`."""
+        """Elements in the cache of `tokens` tokens, per layer and batch row: `tokens g (qk + v)`."""
         return tokens * self.key_heads * (self.qk_dim + self.value_dim)
 
 
@@ -131,8 +128,7 @@ class LatentHeads(Spec):
     v_dim: int
 
     def __post_init__(self) -> None:
-        counts = {name: cast(object, getattr(self, name)) for name in self._fields}
-        _check_counts("LatentHeads", {name: n for name, n in counts.items() if n is not None or name != "q_rank"})
+        _check_counts(self, optional=("q_rank",))
 
     @property
     def kind(self) -> str:
@@ -170,11 +166,12 @@ class LatentHeads(Spec):
         )
 
     def cache_elements(self, tokens: int = 1) -> int:
-        """Numbers that a cache keeps of so many tokens, per layer and batch row: `tokens (kv_rank + rope_dim)`."""
+        """Elements in the cache of `tokens` tokens, per layer and batch row: `tokens (kv_rank + rope_dim)`."""
         return tokens * (self.kv_rank + self.rope_dim)
 
 
-def _check_counts(owner: str, counts: dict[str, object]) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ProblemError(f"{owner}({name}={count!r}): expected an int of at least 1.")
+def _check_counts(owner: Heads | LatentHeads, optional: tuple[str, ...]) -> None:
+    """Make every field an int of at least 1; optional ones may be None."""
+    for name in owner._fields:  # pyright: ignore[reportPrivateUsage]
+        if name not in optional or getattr(owner, name) is not None:
+            whole_field(owner, name, "heads" if name.endswith("heads") else "dimensions", least=1)

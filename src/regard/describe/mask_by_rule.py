@@ -1,4 +1,4 @@
-"""Masks that are arithmetic on positions (and at most a number per batch row), with exact bounds.
+"""Masks that are arithmetic on positions (and at most one int per batch row), with exact bounds.
 
 In the pictures a row is a query, a column a key; █ is kept.
 """
@@ -159,7 +159,7 @@ class KeyLengths(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.lengths), Tensor):
-            given = f"{self.lengths!r}: expected an integer tensor [batch]; for the same number in every row, Prefix."
+            given = f"{self.lengths!r}: expected an integer tensor [batch]; for the same length in every row, Prefix."
             raise ProblemError(f"KeyLengths(lengths) is {given}")
         _checked_sizes(self.lengths, "KeyLengths(lengths)")
 

@@ -1,4 +1,4 @@
-"""Masks that hold data: ids, layouts, trees, dense tensors, predicates.
+"""Masks with data: ids, layouts, trees, tensors, functions.
 
 Their bounds come from small tables made once per tensor (`rectangle_tables.py`); data on a GPU is copied to the host
 once.
@@ -319,7 +319,7 @@ class MaskFunction(Mask):
         kept = cast(object, self.fn(*as_tensors(b, h, q, k)))  # whatever the user's function returns
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
             what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
-            raise ProblemError(f"Where: fn(b, h, q, k) gave {what}; expected a bool tensor.")
+            raise ProblemError(f"MaskFunction: fn(b, h, q, k) returned {what}; expected a bool tensor.")
         _check_broadcasts(kept, b, h, q, k)
         return kept
 
@@ -347,9 +347,9 @@ def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
     given = (1,) * (len(sizes) - kept.ndim) + tuple(kept.shape)
     if len(given) != len(sizes) or any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
         raise ProblemError(
-            f"Where: fn(b, h, q, k) gave bool {list(kept.shape)} for positions that broadcast to {list(sizes)}: "
-            "expected that shape, or one that broadcasts to it. The function is called tile by tile: compute with b, "
-            "h, q and k, and index tables by them, such as table[q, k]."
+            f"MaskFunction: fn(b, h, q, k) returned bool {list(kept.shape)} for positions that broadcast to "
+            f"{list(sizes)}: expected that shape, or one that broadcasts to it. The function is called tile by tile: "
+            "compute with b, h, q and k, and index tables by them, such as table[q, k]."
         )
 
 
@@ -397,7 +397,7 @@ def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor], query: int) -> tuple[
 
 
 def _check_tensor(given: object, name: str, axes: tuple[int, ...], expected: str, *, integers: bool = False) -> None:
-    """Raise `ProblemError` unless it is a tensor of so many axes, of integers or else of bools."""
+    """Raise `ProblemError` unless it is a tensor with one of these numbers of axes, of integers or else of bools."""
     table = given_tensor(given, name, expected)
     fits = not (table.is_floating_point() or table.is_complex()) if integers else table.dtype == torch.bool
     if not fits or table.ndim not in axes:

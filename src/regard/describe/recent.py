@@ -1,4 +1,4 @@
-"""What was made lately and may be wanted again: a dictionary that forgets what was not asked for longest."""
+"""A cache of the most recently used values, limited by entries and bytes."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -10,13 +10,13 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A dictionary of at most so many entries and bytes; it keeps the last one put in whatever its size.
+    """A least-recently-used cache; the entry put in last stays whatever its size.
 
     Safe to use from several threads.
 
     Args:
-        entries: how many are kept at most.
-        nbytes: how many bytes they may have together.
+        entries: the greatest number of entries.
+        nbytes: the greatest sum of their bytes.
         size: the bytes of an entry.
 
     >>> recent = Recent(entries=2, nbytes=100, size=len)
@@ -43,7 +43,7 @@ class Recent(Generic[K, V]):
             return self._kept.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Keep an entry, in place of one with the same key."""
+        """Add an entry, or replace the one with the same key; drop what was not used for longest."""
         with self._lock:
             if key in self._kept:
                 self.nbytes -= self._size(self._kept.pop(key))
