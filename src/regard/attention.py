@@ -191,8 +191,8 @@ def attend_state(
 ) -> State:
     """Attention over these keys as a `State`: `.out` and `.lse`, which merges with states over other keys by `|`.
 
-    The arguments and errors are those of `attend`. The keys of a part start at position 0 as everywhere: say with
-    `offset` where the queries stand as seen from the part's first key.
+    The arguments and errors are those of `attend`. The keys of a part start at position 0, as everywhere: `offset` is
+    then the position of the first query relative to the first key of the part.
 
     >>> import torch
     >>> from regard import attend, attend_state, Causal
@@ -258,15 +258,18 @@ def _run(request: Request) -> State:
     prepared = prepare(request._replace(lse=True), observed=True) if observers else prepare(request)
     if prepared is None:
         return attend_traced(request)
-    plan, state = execute(*prepared, request.backend)
-    return _observed(observers, request.score, plan, prepared[1], state) if observers else state
+    plan, operands = prepared
+    plan, state = execute(plan, operands, request.backend)
+    return _observed(observers, request.score, plan, operands, state) if observers else state
 
 
 def _observed(observers: Observers, score: Score | None, plan: Plan, operands: Operands, state: State) -> State:
     """The state with the output that the observers leave."""
     o, p = gathered(operands), plan.problem
-    numbers = (p.scale, p.softcap, o.sink, p.dropout, p.offset)
-    call = Call(o.q, o.k, o.v, o.mask, o.bias, score, *numbers, plan, state.out, state.lse)
+    call = Call(
+        o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
+        state.lse,
+    )  # fmt: skip
     for observer in observers:
         if (out := observer(call)) is not None:
             call = replace(call, out=_fitting(out, call.out))

@@ -1,7 +1,7 @@
 """The compiled library `libregard`: found, loaded, and asked which instruction sets this machine has.
 
-The library stands beside this file. It is C++ behind a C interface (native/abi.h), so one build serves every Python and
-every torch, and regard works without it: then `available()` is False, `absence()` says why, and the first call that it
+The library is a file beside this one: C++ behind a C interface (native/abi.h), so one build serves every Python and
+every torch. regard works without it: then `available()` is False, `absence()` says why, and the first call that it
 would have computed warns of that (`SlowWarning`), unless the environment variable `REGARD_QUIET` is set.
 
 Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512bf16" on x86 or "neon" on 64-bit ARM. An
@@ -228,7 +228,7 @@ def _wrong(status: int) -> NoReturn:
 
 
 def products(dtype: torch.dtype, threads: int, seconds: float) -> float:
-    """FLOP/s of products that never leave the registers, measured for about so many seconds; see native/limits.h."""
+    """FLOP/s of products that never leave the registers, measured for about `seconds`; see native/limits.h."""
     measured = _measuring("regard_products", ctypes.c_int64, ctypes.c_int64, ctypes.c_double)
     return _positive(measured(isas().index(isa()), DTYPES[dtype], threads, seconds))
 

@@ -23,7 +23,7 @@ from regard.state import State
 from regard.storage.stored import Part, StoredTensor
 
 LEAST = 64
-"""Tokens that a shared stretch must have to be worth a call of its own."""
+"""Tokens of the shortest shared prefix that is worth a call of its own."""
 
 
 def attend_shared(
@@ -41,16 +41,16 @@ def attend_shared(
 ) -> Float[Tensor, "batch heads queries v_dim"]:
     """What `attend` gives over each row's whole sequence; what rows have in common is computed once for all of them.
 
-    Exact but for the order of sums. What is shared is either said, as `prefix`, or found: handles of a `PagePool`, or
-    of `KVCache(Paged())`, say which pages rows have in common, and rows may share more with some than with others.
-    Each row's last query stands at its last key.
+    Exact but for the order of sums. The shared tokens are given as `prefix`, or found in the block tables of stored
+    tensors (of a `PagePool`, or of `KVCache(Paged())`), where rows may share more with some than with others. The last
+    query of each row is at its last key.
 
     Args:
         q: [batch, heads, queries, qk_dim].
         k: [batch, kv_heads, keys, qk_dim]: with `prefix` what each row has behind it, of any lengths if it is a handle;
             without, handles of all keys.
         v: [batch, kv_heads, keys, v_dim], likewise.
-        prefix: keys [1, kv_heads, keys, qk_dim] and values [1, kv_heads, keys, v_dim] that stand before those of every
+        prefix: keys [1, kv_heads, keys, qk_dim] and values [1, kv_heads, keys, v_dim] before those of every
             row; tensors or handles.
         mask: None or `Causal()`: every query sees all that is shared. With several queries, what is found shared ends
             before the first of them.
@@ -78,7 +78,7 @@ def attend_shared(
             f"mask is {mask!r}: expected None or Causal(), by which every query sees all that is shared. For others "
             "use attend, which reads shared keys once for each row."
         )
-    words: dict[str, Any] = {"score": score, "scale": scale, "softcap": softcap, "backend": backend}
+    options: dict[str, Any] = {"score": score, "scale": scale, "softcap": softcap, "backend": backend}
     before = q.shape[2] - 1 if mask is not None and isinstance(q, Tensor) and q.ndim == 4 else 0  # pyright: ignore[reportUnnecessaryIsInstance]
     if prefix is not None:
         _check_prefix(q, k, prefix, before)
@@ -86,10 +86,10 @@ def attend_shared(
     else:
         k, v, shared = _found(k, v, before)
         if not shared:
-            return attend(q, cast(Tensor, k), cast(Tensor, v), mask=mask, sink=sink, **words)
-    state = attend_state(q, cast(Tensor, k), cast(Tensor, v), mask=mask, **words)
+            return attend(q, cast(Tensor, k), cast(Tensor, v), mask=mask, sink=sink, **options)
+    state = attend_state(q, cast(Tensor, k), cast(Tensor, v), mask=mask, **options)
     for one in shared:
-        state |= one.attend(q, words)
+        state |= one.attend(q, options)
     return state.out if sink is None else state.with_sink(sink)
 
 
@@ -101,14 +101,14 @@ class _Shared:
     k: Tensor | StoredTensor
     v: Tensor | StoredTensor
 
-    def attend(self, q: Tensor, words: dict[str, Any]) -> State:
+    def attend(self, q: Tensor, options: dict[str, Any]) -> State:
         """The state of all rows over these keys: of the others, which see none of them, it is empty."""
         batch, heads, queries, _ = q.shape
         count, is_all = len(self.rows), len(self.rows) == batch
         rows = None if is_all else torch.tensor(self.rows, device=q.device)
         ours = q if rows is None else q[rows]
         side = ours.transpose(0, 1).reshape(1, heads, count * queries, q.shape[3])
-        state = attend_state(side, cast(Tensor, self.k), cast(Tensor, self.v), **words)
+        state = attend_state(side, cast(Tensor, self.k), cast(Tensor, self.v), **options)
         out = state.out.view(heads, count, queries, -1).transpose(0, 1)
         lse = state.lse.view(heads, count, queries).transpose(0, 1)
         if rows is None:
@@ -278,7 +278,7 @@ def _unless_alike(ends: Tensor) -> Tensor | None:
 
 
 def _lies_alike(k: StoredTensor, v: StoredTensor) -> bool:
-    """Whether keys and values of a token lie on pages of the same numbers."""
+    """Whether the keys and values of a token are on pages of the same index."""
     return len(k.parts) == len(v.parts) and all(
         ours.table is theirs.table
         or (ours.table is not None and theirs.table is not None and torch.equal(ours.table, theirs.table))
@@ -300,5 +300,5 @@ def _check_prefix(q: object, k: Tensor | StoredTensor, prefix: object, before: i
     if least < before:
         raise ProblemError(
             f"{q.shape[2]} queries, and a row with {least} keys behind the prefix: with Causal() the first query would "
-            f"stand within the prefix, whose last keys it may not see. Give {before} keys behind it or more."
+            f"be inside the prefix, whose last keys it may not see. Give {before} keys behind it or more."
         )

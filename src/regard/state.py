@@ -78,6 +78,6 @@ class State:
         return self._weighed(share).to(self.out.dtype)
 
     def _weighed(self, weight: Tensor) -> Tensor:
-        """weight * out in the precision of lse, and 0 where no key was seen, whatever stands there."""
+        """weight * out in the precision of lse, and 0 where no key was seen, even if `out` is NaN there."""
         empty = (self.lse == -torch.inf)[..., None]
         return weight[..., None] * torch.where(empty, 0.0, self.out.to(self.lse.dtype))

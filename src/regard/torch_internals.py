@@ -18,6 +18,7 @@ __all__ = ["FakeTensor", "FunctionalTensor"]
 
 _C: Any = getattr(torch, "_C")  # noqa: B009
 _functorch: Any = _C._functorch
+_forward_ad: Any = forward_ad
 
 is_any_autocast_enabled: Callable[[], bool] = _C._is_any_autocast_enabled
 """Whether `torch.autocast` is on for any device, in 50 ns; torch 1.13."""
@@ -52,7 +53,7 @@ dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is at work (`forward_ad._current_level`; torch 1.10)."""
-    return cast(Any, forward_ad)._current_level >= 0
+    return _forward_ad._current_level >= 0
 
 
 def version(tensor: Tensor) -> int:

@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
         attn_mask: bool (True keeps) or float (added), broadcastable to [..., queries, keys]; or what torch's
             `causal_upper_left` and `causal_lower_right` (`torch.nn.attention.bias`) give.
         dropout_p: applied whenever it is not 0, as torch does; 1 drops every weight, so the output is 0.
-        is_causal: query i sees keys 0 to i, whatever their numbers (corner at the top left).
+        is_causal: query i sees keys 0 to i, also where there are more keys than queries (corner at the top left).
         scale: None for `qk_dim ** -0.5`; a tensor of no axes is taken for its number.
         enable_gqa: let heads be a whole multiple of kv_heads.
 
@@ -99,7 +99,7 @@ def _attended(
 
 
 def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None, Bias | None]:
-    check_readable("attn_mask", attn_mask, "a tensor, as torch does (attend takes masks in words)")
+    check_readable("attn_mask", attn_mask, "a tensor, as torch does (`attend` takes regard masks)")
     four = _mask_four(attn_mask, lead)
     return (TensorMask(four), None) if attn_mask.dtype == torch.bool else (None, TensorBias(four))
 

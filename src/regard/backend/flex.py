@@ -2,7 +2,7 @@
 
 It is fed by our schedule, not by `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles become its
 `BlockMask`, and inside PARTIAL tiles it looks up the schedule's bits. So the compiled kernel is the same for every
-mask, whatever its words; a bias is a vector over k - q per head, or a tensor, and there is one kernel for each of
+mask; a bias is a vector over k - q per head, or a tensor, and there is one kernel for each of
 these forms.
 """
 
@@ -168,7 +168,7 @@ def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Mod
 
 
 def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
-    """A bias as a look-up by the numbers of query and key: in a vector over k - q per head, or in the whole table."""
+    """A bias as a look-up by the indexes of query and key: in a vector over k - q per head, or in the whole table."""
     bias = bias.widened(torch.float32)  # its gradient is summed in float32
     h = torch.arange(problem.heads, device=device)
     if bias.per_distance():

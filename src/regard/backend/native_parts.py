@@ -67,7 +67,7 @@ def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tu
 
 
 def _scales(part: Part, kept: list[Tensor]) -> tuple[int, ...]:
-    """Where the scales lie, and what is added, with the same strides."""
+    """Addresses of the scales and zero points, and their strides."""
     scale, low = part.scale, part.zero_point
     if scale is None:
         return 0, 0, 0, 0, 0
@@ -82,7 +82,7 @@ def _scales(part: Part, kept: list[Tensor]) -> tuple[int, ...]:
 
 
 def _whole(t: Tensor, kept: list[Tensor]) -> Tensor:
-    """Integers [..., n] as int64 that lie side by side."""
+    """Integers [..., n] as int64, last dimension contiguous."""
     if t.dtype == torch.int64 and t.stride(-1) == 1:
         return t
     kept.append(t.to(torch.int64).contiguous())

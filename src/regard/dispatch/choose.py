@@ -226,7 +226,7 @@ def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
 
 def _is_cacheable(problem: Problem) -> bool:
     """Whether the fingerprints of its specs tell when the specs change."""
-    return all(word is None or word.is_cacheable for word in (problem.mask, problem.bias, problem.score))
+    return all(spec is None or spec.is_cacheable for spec in (problem.mask, problem.bias, problem.score))
 
 
 def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:

@@ -119,10 +119,9 @@ def _operands(request: Request, known: _Known, plan: Plan) -> Operands:
         mask = known.mask if known.mask is not None or plan.problem.mask is None else mask.bind(_call_sizes(plan))
     if bias is not None:
         bias = known.bias if known.bias is not None else bias.bind(_call_sizes(plan))
-    return Operands(
-        request.q, request.k, request.v, mask, bias, request.sink, None if isinstance(score, Dot) else score,
-        request.stored,
-    )  # fmt: skip
+    if score is not None and isinstance(score, Dot):
+        score = None
+    return Operands(request.q, request.k, request.v, mask, bias, request.sink, score, request.stored)
 
 
 def _call_sizes(plan: Plan) -> CallSizes:

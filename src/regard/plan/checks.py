@@ -100,7 +100,7 @@ def _has_ordinary_functions(kind: Any) -> bool:
 
 
 def check_specs(mask: object, bias: object, score: object) -> None:
-    """Raise `ProblemError` unless each is a word of its kind, or None."""
+    """Raise `ProblemError` unless each is a spec of its kind, or None."""
     for name, given, kind in (("mask", mask, Mask), ("bias", bias, Bias), ("score", score, Score)):
         if given is None or isinstance(given, kind):
             _check_spec(name, given)
@@ -157,7 +157,7 @@ def check_has_data(mask: Mask) -> None:
 
 
 def check_numbers(scale: object, softcap: object, dropout: object) -> None:
-    """Raise `ProblemError` unless the numbers are numbers and make sense."""
+    """Raise `ProblemError` unless each is a number in its range."""
     for name, given in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if isinstance(given, Tensor):
             raise ProblemError(f"{name} is a tensor: expected a number. To learn a scale, multiply q by it.")
@@ -219,12 +219,12 @@ def _no_offset(given: str) -> ProblemError:
     )
 
 
-def check_device(word: Spec, q: Tensor) -> None:
-    """Raise `ProblemError` unless the tensors of the word are where q is."""
-    for t in word.tensors():
+def check_device(spec: Spec, q: Tensor) -> None:
+    """Raise `ProblemError` unless the tensors of the spec are on the device of q."""
+    for t in spec.tensors():
         if t.device != q.device and q.device.type != "meta":
             raise ProblemError(
-                f"{word!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
+                f"{spec!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
             )
 
 
@@ -234,7 +234,7 @@ def in_transform() -> bool:
 
 
 def can_be_read(*tensors: Tensor) -> bool:
-    """Whether code may look at the numbers of these now: torch does not trace, transform or stand in for them."""
+    """Whether code may read the elements of these now: torch neither traces nor transforms them, and they have data."""
     return not (torch.compiler.is_compiling() or in_transform() or any(map(is_without_data, tensors)))
 
 

@@ -1,8 +1,8 @@
-"""Lowering: small named steps that say the same problem in words that more engines know.
+"""Lowering: small named steps that rewrite a problem in terms that more backends support.
 
-A lowering takes a problem and its schedule, and returns another problem with the same answer and the `Step` that led
-there: what it did in words, which the plan keeps and `explain` shows, and what it does to the operands of every call.
-`simplify_mask` serves all engines; each engine lists the others that it wants, in order.
+A lowering takes a problem and its schedule, and returns a problem with the same answer and the `Step` between the two:
+a sentence, which the plan keeps and `explain` shows, and a function of the operands of every call. `simplify_mask`
+serves all backends; each backend lists the others that it wants, in order.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ class Step:
 
     Attributes:
         name: of the lowering.
-        did: what it did, in words.
-        apply: what is to be done to the operands of each call, differentiably; None for nothing. It holds no tensor.
-        finish: what is to be done to the state that the engine gives; None for nothing.
+        did: what it did, as a sentence.
+        apply: maps the operands of each call, differentiably; None for nothing. It keeps no tensor.
+        finish: maps the state that the backend returns; None for nothing.
     """
 
     name: str
@@ -87,12 +87,12 @@ def gather(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def gather_where_needed(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Make tensors of stored keys and values where gradients are wanted, or keys are compared as no product can."""
+    """Make tensors of stored keys and values where gradients are wanted, or the score is no dot product."""
     return gather(problem, tiles) if problem.grad or problem.score is not None else (problem, None)
 
 
 def turn(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Turn the queries as the stored keys were turned, and the outputs back as the values were."""
+    """Rotate the queries as the stored keys are rotated, and the outputs back."""
     if problem.storage is None or "rotated" not in problem.storage.k:
         return problem, None
     did = "q is turned by a Hadamard rotation as the stored keys are, and the output turned back as the values are"
@@ -100,7 +100,7 @@ def turn(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Do once per token what a score asks for: most are then the dot product, which every engine knows."""
+    """Apply the part of a score that is once per token: most are then the dot product, which every backend has."""
     if problem.score is None:
         return problem, None
     prepared = cast("type[Score]", problem.score.kind).prepared(problem.score)
@@ -111,7 +111,7 @@ def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
 
 
 def widen(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Make queries, keys and values float64, so that all that is done to them is done exactly."""
+    """Make queries, keys and values float64."""
     if problem.dtype == torch.float64:
         return problem, None
     return problem, Step("widen", "q, k and v are made float64", _widened)
@@ -126,7 +126,7 @@ def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Add the tensors among the biases into one, as exactly as scores are; what is a vector over k - q stays."""
+    """Add the tensors among the biases into one, in the precision of scores; biases by distance stay vectors."""
     parts = [] if problem.bias is None else _terms(problem.bias)
     tensors = [part for part in parts if part.kind is TensorBias]
     if len(tensors) < 2:
@@ -142,7 +142,7 @@ _CAUSAL = Causal().fingerprint()
 
 
 def gathered(operands: Operands) -> Operands:
-    """The operands with keys and values as tensors, if they are not."""
+    """The operands with stored keys and values as tensors."""
     if operands.stored is None:
         return operands
     k, v = operands.stored
