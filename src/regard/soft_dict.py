@@ -50,7 +50,7 @@ class SoftDict:
 
     def __post_init__(self) -> None:
         for name, t in (("keys", self.keys), ("values", self.values)):
-            _check_tensor(f"SoftDict({name})", t, self.keys, "[keys, numbers]", (2,))
+            _check_tensor(f"SoftDict({name})", t, self.keys, "[keys, dim]", (2,))
         if len(self.keys) != len(self.values) or not len(self.keys):
             raise ProblemError(
                 f"SoftDict has {len(self.keys)} keys and {len(self.values)} values: expected a value for each key, and "
@@ -61,9 +61,9 @@ class SoftDict:
         _check_temperature(self.temperature)
 
     def __repr__(self) -> str:
-        said = [f"keys {list(self.keys.shape)}", f"values {list(self.values.shape)}"]
-        said += [] if self.temperature is None else [f"temperature={self.temperature}"]
-        return f"SoftDict({', '.join(said + ([] if self.score is None else [f'score={self.score!r}']))})"
+        shown = [f"keys {list(self.keys.shape)}", f"values {list(self.values.shape)}"]
+        shown += [] if self.temperature is None else [f"temperature={self.temperature}"]
+        return f"SoftDict({', '.join(shown + ([] if self.score is None else [f'score={self.score!r}']))})"
 
     def look_up(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries v_dim"]:
         """The blend of values for each query, [v_dim] for one query [dim], or [queries, v_dim].

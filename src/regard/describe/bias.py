@@ -1,4 +1,4 @@
-"""Biases: numbers added to the scores, after the softcap and before the mask.
+"""Biases: what is added to the scores, after the softcap and before the mask.
 
 A bias answers `value(b, h, q, k)` for positions, as a mask does, differentiably in the tensors that it carries. `a + b`
 adds two, each as exact as it is: engines add them in the type that they compute in.
@@ -21,7 +21,7 @@ class Bias(Spec):
     """What is added to the scores; abstract, see `Alibi`, `T5Bias`, `TensorBias`."""
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        """The number added to the score of query position q and key position k in head h of batch row b."""
+        """What is added to the score of query position q and key position k in head h of batch row b."""
         raise NotImplementedError(f"{type(self).__name__}.value")
 
     def bind(self, sizes: CallSizes) -> "Bias":

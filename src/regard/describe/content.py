@@ -82,7 +82,7 @@ values: dict[type, Callable[[Any], Hashable]] = {}
 
 
 class _UnfollowableError(Exception):
-    """Something is read whose content cannot be told."""
+    """The code reads something whose content cannot be followed."""
 
 
 def content(thing: object) -> Hashable:
@@ -157,7 +157,7 @@ _BARE = frozenset({OrderedDict, dict, list, tuple, deque, set, frozenset})
 
 
 def _members(kind: type) -> list[Any]:
-    return [held for held in vars(kind).values() if type(held) is types.MemberDescriptorType]
+    return [member for member in vars(kind).values() if type(member) is types.MemberDescriptorType]
 
 
 _MEMBERS = {kind: _members(kind) for kind in _FOLLOWED}
@@ -211,9 +211,9 @@ class _Walk:
     def _inside(self, x: Any, kind: type) -> Hashable:
         for known, value in values.items():
             if issubclass(kind, known):  # not isinstance: it would ask the object
-                if (said := value(x)) is None:
+                if (made := value(x)) is None:
                     raise _UnfollowableError
-                return (said, self._of_instance(kind), self.of(_attributes(x))) if known is Tensor else said
+                return (made, self._of_instance(kind), self.of(_attributes(x))) if known is Tensor else made
         if issubclass(kind, _CONSTANT):
             return x
         if kind is types.FunctionType:
@@ -271,7 +271,7 @@ class _Walk:
         if type(elements) in _ATOMS:
             return self.of(elements)
         listed = list(elements)
-        if _ATOMS.issuperset(map(type, listed)):  # 1,000 numbers take 20 us
+        if _ATOMS.issuperset(map(type, listed)):  # 1,000 elements take 20 us
             return _short(marshal.dumps(listed, 2))
         return self._each(listed)
 

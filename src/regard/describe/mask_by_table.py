@@ -203,7 +203,7 @@ class Tree(Mask):
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         start = self.start or 0
-        context = (r.k1 <= start) | (r.q1 <= start)  # causal there: a tree's token stands after all of the context
+        context = (r.k1 <= start) | (r.q1 <= start)  # causal there: the tree's tokens come after the context
         return r.k0 <= r.q1 - 1, context & (r.k1 - 1 <= r.q0)
 
     def bind(self, sizes: CallSizes) -> Mask:
@@ -295,7 +295,7 @@ class MaskFunction(Mask):
     cannot be followed (a generator, `eval`, an object of a C extension) makes a new schedule at each call.
 
     Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Masks
-    that say the same in words cost next to nothing. Under `torch.compile` it is tabulated as a `TensorMask` mask.
+    with bounds, such as `Causal()`, cost next to nothing. Under `torch.compile` it is tabulated as a `TensorMask` mask.
 
     >>> from regard import draw
     >>> print(draw(MaskFunction(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
@@ -428,7 +428,7 @@ def _four(table: Tensor) -> Bools:
 
 
 def _stretches(ids: Ints) -> tuple[Ints, Ints] | None:
-    """(start, stop) of the document of each position [batch, tokens]; None where the tokens of one lie apart."""
+    """(start, stop) of the document of each position [batch, tokens]; None if a document is in several pieces."""
     rows, tokens = ids.shape
     begins = np.ones(ids.shape, dtype=bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]

@@ -1,9 +1,9 @@
 """The schedule: which tiles of the queries x keys rectangle are computed, and how.
 
 For every tile of queries it lists runs of consecutive FULL key tiles (every pair kept, no mask needed) and PARTIAL
-key tiles, each with the number of its bit pattern; equal patterns are stored once. What is not listed holds no kept
-pair. It is a fact about the mask alone: it knows no engine, and costs, engines and rings all take their loops from it.
-`tiling.py` finds it.
+key tiles, each with the index of its bit pattern; equal patterns are stored once. What is not listed holds no kept
+pair. It depends on the mask alone, and on no backend: backends, costs and rings take their loops from it.
+`tiling.py` makes it.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """A PARTIAL key tile: keys start <= k < stop, and the number of its pattern in `Schedule.patterns`."""
+    """A PARTIAL key tile: keys start <= k < stop, and the index of its pattern in `Schedule.patterns`."""
 
     start: int
     stop: int
@@ -39,10 +39,9 @@ class Patch(NamedTuple):
 class Schedule:
     """The tiles of a call.
 
-    Batch rows and heads that the mask does not tell apart share a map: there are `maps[0] * maps[1]` of them. The
-    query tiles of all maps stand one after another; query tile t has the runs `run_start[t]` to `run_start[t + 1]` of
-    FULL tiles and the patches `patch_start[t]` to `patch_start[t + 1]` of PARTIAL ones, in order of keys (compressed
-    sparse rows).
+    Batch rows and heads with the same mask share a map: there are `maps[0] * maps[1]` of them. The query tiles of all
+    maps are counted one after another. Query tile t has the runs `run_start[t]` to `run_start[t + 1]` of FULL tiles and
+    the patches `patch_start[t]` to `patch_start[t + 1]` of PARTIAL ones, in order of keys (compressed sparse rows).
 
     Attributes:
         batch, heads, queries, keys, offset: the call.
@@ -81,7 +80,7 @@ class Schedule:
 
     @cached_property
     def covered(self) -> int:
-        """Pairs inside the listed tiles, over all batch rows and heads: what an engine of whole tiles computes."""
+        """Pairs inside the listed tiles, over all batch rows and heads: what a backend of whole tiles computes."""
         patched = np.repeat(self._rows, np.diff(self.patch_start)) * self._patch_keys
         return (self._full_pairs + int(patched.sum())) * self.shared
 
@@ -94,7 +93,7 @@ class Schedule:
 
     @cached_property
     def keys_read(self) -> int:
-        """Keys that lie in some listed tile, counted once per map."""
+        """Keys in any listed tile, counted once per map."""
         m, across = self.maps[0] * self.maps[1], -(-self.keys // self.tile)
         edges = np.zeros((m, across + 1), dtype=np.int64)  # +1 where tiles begin to be listed, -1 where they end
         for start, tile, length in (
@@ -110,7 +109,7 @@ class Schedule:
 
     @property
     def nbytes(self) -> int:
-        """What the schedule takes of memory, in bytes, with what engines make of it: turned, and unpacked."""
+        """Bytes of the schedule in memory, with the transposed and unpacked patterns that backends make of it."""
         lists = (self.run_start, self.run_tile, self.run_length, self.patch_start, self.patch_tile, self.patch_pattern)
         return sum(x.nbytes for x in lists) + 10 * self.patterns.nbytes
 

@@ -1,7 +1,8 @@
-"""How a schedule is found: ask `mask.bounds` of rectangles, and split only those that are undecided.
+"""How a schedule is made: in closed form for intervals (`closed_form.py`), else by splitting rectangles.
 
-All rectangles of a level are asked at once, as arrays, so the cost follows the mask's boundary and not the square of
-the length. Tiles that stay undecided are looked into pair by pair, one tile for each signature (`Mask.signature`).
+`mask.bounds` is evaluated for rectangles of tiles, and only those that are undecided are split. All rectangles of a
+level are evaluated at once, as arrays, so the cost follows the mask's boundary and not the square of the length. Tiles
+that stay undecided are evaluated pair by pair, one tile for each signature (`Mask.signature`).
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ bytes."""
 
 
 def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: int, offset: int, tile: int) -> Schedule:
-    """The schedule of a mask that stands in its call (`mask.at`), or of none.
+    """The schedule of a mask that is bound to its call (`mask.bind`), or of no mask.
 
     Args:
         offset: position of the first query.
@@ -128,7 +129,7 @@ def _patterns(mask: Mask | None, grid: Grid, cells: Ints) -> tuple[Ints, Ints, I
     """Look into the undecided tiles, once per signature.
 
     Returns: runs of the tiles that turn out to be full, the PARTIAL tiles [n, (row, key tile)], their patterns'
-        numbers, the patterns.
+        indices, the patterns.
     """
     nothing = np.zeros((0, grid.tile, grid.tile // 8), dtype=np.uint8)
     if mask is None or not len(cells):
