@@ -218,6 +218,7 @@ def test_hooks_on_the_projection_are_called():
     assert not close(hooked, plain)
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_a_compiled_graph_writes_the_same():
     m, ids, mask = latent("deepseek_v3"), prompt(), padding("left")
     use_regard(m)

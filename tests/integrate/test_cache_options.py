@@ -286,6 +286,7 @@ def test_a_copy_goes_its_own_way():
     assert torch.equal(kept(cache), before)
 
 
+@pytest.mark.exhaustive
 def test_in_memory_of_a_fixed_size_a_model_can_be_compiled():
     m, ids, mask = on_regard("gemma3"), prompt(), padding("left")
     stock, _ = written(m, ids, None, attention_mask=mask, max_new_tokens=4)
