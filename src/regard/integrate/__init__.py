@@ -7,8 +7,8 @@ use_regard(model)
 model.generate(**inputs, past_key_values=regard_cache(model, codec=Int8()))
 ```
 
-Nothing else in regard imports this room, and `import regard` does not load it. transformers is imported when one of
-these names is first used.
+`regard.inspect` and the commands import this room, `import regard` does not. transformers is imported when one of these
+names is first used.
 """
 
 import importlib

@@ -38,10 +38,9 @@ from regard.integrate.cache_file import ids_of, write_cache
 from regard.integrate.cache_fixed import FixedLayer, check_form
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
-from regard.integrate.cache_options import SLIDING, CacheOptions, options_for
+from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
 from regard.integrate.decoder import Decoder, decoder_of
 from regard.integrate.latent import pass_latents
-from regard.integrate.ranges import ranges
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Layout
 

@@ -17,9 +17,9 @@ import torch
 from regard.integrate.cache_fixed import FixedLayer
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
+from regard.integrate.cache_options import ranges
 from regard.integrate.decoder import Decoder
 from regard.integrate.implementation import implementation_of
-from regard.integrate.ranges import ranges
 from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Paged
 

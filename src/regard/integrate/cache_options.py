@@ -1,7 +1,7 @@
 """The layout, codec and policies of a model's cache, and whether they go with the model."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -11,8 +11,7 @@ from regard.describe.position import Rope
 from regard.errors import ProblemError
 from regard.integrate.cache_rope import rope_for
 from regard.integrate.decoder import Decoder
-from regard.integrate.ranges import ranges
-from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from regard.storage.stored import Contiguous, Latent, Layout, Rolling
 
 SLIDING = {"sliding_attention", "chunked_attention"}
 """Kinds of layers whose attention looks back over a window."""
@@ -51,11 +50,6 @@ class CacheOptions(NamedTuple):
         is_plain = self.codec is None and not self.policies
         return self.layout.capacity if is_plain and isinstance(self.layout, Contiguous) else None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether attention reads tensors that are views of the memory of the cache."""
-        return self.codec is None and not isinstance(self.layout, Paged)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "CacheOptions":
         """Itself: copies of a cache share the pool in it."""
         return self
@@ -76,6 +70,21 @@ def _policies(evict: Any) -> str:
         if policy is not None:
             layers.setdefault(repr(policy), []).append(index)
     return ", ".join(f"{policy} in layers {ranges(indices)}" for policy, indices in layers.items())
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """Indices in order, with runs in short.
+
+    >>> ranges([0, 1, 2, 3, 5])
+    '0-3, 5'
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def options_for(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> CacheOptions:

@@ -26,8 +26,7 @@ from regard.attention import attend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Window
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.implementation import implementation_of
-from regard.integrate.keywords import check_keywords, sink_of
+from regard.integrate.implementation import check_keywords, implementation_of, sink_of
 from regard.integrate.transformers import check_model
 
 NAME = "paged|eager"

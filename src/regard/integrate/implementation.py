@@ -1,9 +1,41 @@
-"""The name under which transformers knows regard's attention, and which models use it."""
+"""The attention implementation "regard": its name, and the keywords that models pass to their attention function."""
 
+import inspect
+import sys
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import RefusalError
 
 NAME = "regard"
 """transformers looks for "flash" and "sdpa" inside names of attention implementations: not in this one."""
+
+WITHOUT_EFFECT = {
+    "position_ids": "positions are in the queries and keys (RoPE) and in the mask already",
+    "position_embeddings": "the same",
+    "sliding_window": "the mask carries the window; stock eager and sdpa ignore it as well",
+    "use_cache": "the keys have been through the cache",
+    "past_key_values": "the same",
+    "cu_seq_lens_q": "the mask carries packed documents, from position_ids; eager ignores it as well",
+    "cu_seq_lens_k": "the same",
+    "max_length_q": "the same",
+    "max_length_k": "the same",
+    "deterministic": "a switch of flash-attention's backward; ours is",
+    "num_items_in_batch": "the trainer's, for the loss",
+    "return_dict": "the form of the model's result",
+    "output_hidden_states": "the same",
+    "output_router_logits": "the same, of experts",
+}
+"""Keywords that models pass to their attention function and that change nothing in it, and why."""
+
+UNSUPPORTED = {
+    "indices": "keys chosen by an indexer (DeepSeek sparse attention)",
+    "block_indices": "blocks of keys chosen by an indexer",
+    "cache": "a paged cache, of continuous batching",
+}
+"""Keywords that change the result: refused, never ignored, by an attention function that has no such parameter."""
 
 
 def implementation_of(config: Any) -> str:
@@ -14,3 +46,43 @@ def implementation_of(config: Any) -> str:
 def is_regard(config: Any) -> bool:
     """Whether regard computes the attention of the model that has this config."""
     return implementation_of(config) == NAME
+
+
+def check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse keywords that a model's own eager attention applies and regard's does not; models pass on unknown ones.
+
+    Raises:
+        RefusalError: there is one.
+    """
+    for name, value in kwargs.items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        if name in UNSUPPORTED or name in _read_by_eager(type(module).__module__):
+            raise not_supported(type(module), name)
+
+
+def not_supported(module: type[nn.Module], name: str) -> RefusalError:
+    """The error for a keyword of an attention class that regard does not apply."""
+    what = UNSUPPORTED.get(name, "its own eager attention applies it")
+    return RefusalError(
+        f"{module.__name__} passes {name}= to its attention ({what}), which regard does not apply. Use "
+        'model.set_attn_implementation("eager") for this model.'
+    )
+
+
+@torch.compiler.assume_constant_result  # dynamo would trace into `inspect`
+def _read_by_eager(file: str) -> tuple[str, ...]:
+    """The named parameters of `eager_attention_forward` in a model's file, which defines its attention."""
+    eager = getattr(sys.modules.get(file), "eager_attention_forward", None)
+    parameters = inspect.signature(eager).parameters.values() if eager is not None else ()
+    return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+def sink_of(logits: Tensor | None) -> Tensor | None:
+    """The logits of sinks, one per head. Raises `RefusalError` for logits of another shape."""
+    if logits is not None and logits.ndim != 1:
+        raise RefusalError(
+            f"the sinks of this model are {list(logits.shape)}: regard takes one logit per head, [heads]. Use "
+            'attn_implementation="eager" for it.'
+        )
+    return logits

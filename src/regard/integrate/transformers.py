@@ -40,8 +40,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.integrate.cache_evicting import EvictingLayer, take_latest
 from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
-from regard.integrate.implementation import NAME
-from regard.integrate.keywords import UNSUPPORTED, check_keywords, not_supported, sink_of
+from regard.integrate.implementation import NAME, UNSUPPORTED, check_keywords, not_supported, sink_of
 from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, pass_latents, sizes_of
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
