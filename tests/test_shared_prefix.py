@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Causal, ProblemError, Window, attend, observe_calls, shared_prefix
-from regard.cache.forget import keep
+from regard.cache.keep_tokens import keep_tokens
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.scores import Dot
@@ -192,7 +192,7 @@ def test_nothing_is_shared_behind_a_page_that_is_part_empty():
     pool = PagePool(page=16, codec=Int8(keys="token", residual=96, sinks=0))
     first = pool.sequence()
     pool.append([first], *tokens_of(220))
-    keep(pool.room, [first], torch.arange(20, 220).expand(1, 2, 200))
+    keep_tokens(pool.storage, [first], torch.arange(20, 220).expand(1, 2, 200))
     k, v = pool.append([first, first.fork()], *tokens_of(1, batch=2))
     q = torch.randn(2, 2, 1, QK)
     out, seen = calls(lambda: attend_shared(q, k, v, mask=Causal()))

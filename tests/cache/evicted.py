@@ -59,7 +59,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def inside(cache: KVCache) -> tuple[Any, Store]:
     """What the policy has seen, and the store."""
     assert cache._store is not None
-    return cache._watch, cache._store
+    return cache._policy_state, cache._store
 
 
 def kept_by(word: Eviction, s: Stream, sizes: Iterable[int]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import Causal, KeyLengths, ProblemError, Window
 from regard.cache import column_sums as room
-from regard.cache.column_sums import Asked, column_sums
+from regard.cache.column_sums import QueryWindow, column_sums
 from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
 
@@ -118,7 +118,7 @@ def test_a_part_of_the_queries_keeps_its_places():
     q, k = made(17, 29)
     keep = torch.rand(17, 29) > 0.4
     for mask, kept in ((None, causal(17, 29)), (TensorMask(keep), keep)):
-        whole = Asked.of(q, 29, mask)
+        whole = QueryWindow.last(q, 29, mask)
         some = whole.between(3, 11).column_sums(k)[:, :, :29]
         torch.testing.assert_close(some, dense_sums(q[:, :, 3:11], k, kept[3:11]))
         cropped = whole.cropped(20)  # the queries of tokens 12 to 19
@@ -131,7 +131,7 @@ def test_rows_that_were_selected_keep_their_rows_of_the_mask():
     q, k = made(7, 7)
     keep = torch.rand(2, 1, 7, 7) > 0.4
     rows = torch.tensor([1, 0, 1])
-    found = Asked.of(q, 7, TensorMask(keep)).selected(rows).column_sums(k[rows])
+    found = QueryWindow.last(q, 7, TensorMask(keep)).selected(rows).column_sums(k[rows])
     torch.testing.assert_close(found, dense_sums(q[rows], k[rows], keep[rows]))
 
 

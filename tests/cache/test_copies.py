@@ -186,8 +186,8 @@ def test_a_pool_travels_whole_with_its_sequences(way: str):
         assert all(torch.equal(a.dense(), b.dense()) for a, b in zip(found, expected, strict=True))
     held = pool.free_pages
     del copies
-    assert other.room.used == 0
-    assert (pool.free_pages, pool.room.used > 0) == (held, True)
+    assert other.storage.used == 0
+    assert (pool.free_pages, pool.storage.used > 0) == (held, True)
 
 
 @pytest.mark.parametrize("way", ["pickle", "torch.save"])
@@ -198,9 +198,9 @@ def test_caches_that_share_a_pool_share_one_again(way: str):
         Step(21).into(cache)
     first, second = WAYS[way](caches)
     assert first.layout.pool is second.layout.pool is not pool
-    assert first.layout.pool.room.used == pool.room.used
+    assert first.layout.pool.storage.used == pool.storage.used
     alone = WAYS[way](caches[0])  # its pool comes along; what only others held there is free
-    assert alone.layout.pool.room.used == pool.room.used // 2
+    assert alone.layout.pool.storage.used == pool.storage.used // 2
     step = Step(5)
     found = [step.into(cache) for cache in (caches[0], first, alone)]
     assert same(found[0], found[1])
@@ -211,12 +211,12 @@ def test_a_deep_copy_shares_the_pool_and_parts_where_it_is_written_to():
     pool = PagePool(page=16)
     cache = KVCache(Paged(16, pool))
     Step(21).into(cache)
-    used = pool.room.used
+    used = pool.storage.used
     other = copy.deepcopy(cache)
-    assert (other.layout, pool.room.used) == (cache.layout, used)
+    assert (other.layout, pool.storage.used) == (cache.layout, used)
     before = Step(0).into(cache)
     Step(1).into(other)
-    assert pool.room.used == used + 2
+    assert pool.storage.used == used + 2
     assert same(Step(0).into(cache), before)
 
 

@@ -87,7 +87,7 @@ def test_it_says_how_much_it_holds():
     cache = KVCache()
     cache.append(*tokens_of(3))
     assert cache.bytes == 3 * 2 * 3 * (5 + 7) * 4
-    assert repr(cache) == ("KVCache(3 tokens, k [2, 3, 3, 5], v [2, 3, 3, 7], float32: 864 bytes, 18,432 held)")
+    assert repr(cache) == ("KVCache(3 tokens, k [2, 3, 3, 5], v [2, 3, 3, 7], float32: 864 bytes, 18,432 allocated)")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_keys_and_values_must_belong_together():
 
 def test_it_serves_inference_and_says_so_where_gradients_would_flow():
     k, v = (t.requires_grad_() for t in tokens_of(4))
-    with pytest.raises(ProblemError, match=r"serves inference.*torch\.no_grad"):
+    with pytest.raises(ProblemError, match=r"is for inference.*torch\.no_grad"):
         KVCache().append(k, v)
     with torch.no_grad():
         assert append(KVCache(), k, v)[0].shape == k.shape

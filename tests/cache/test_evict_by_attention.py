@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard import Causal, KeyLengths, ProblemError, Window
-from regard.cache import hearing
+from regard.cache import query_observer
 from regard.cache.column_sums import column_sums as sums_of_weights
 from regard.cache.evict import Eviction, Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
@@ -71,7 +71,7 @@ def test_half_of_what_is_not_sinks_is_recent():
 def test_a_prompt_in_chunks_gives_the_sums_of_one_shot(sizes: list[int], wait: int):
     s = stream(sum(sizes) + 1, batch=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hearing, "WAIT", wait)
+        patch.setattr(query_observer, "BUFFERED", wait)
         sums = []
         for steps in (sizes, [sum(sizes)]):
             cache = KVCache(evict=H2O(5))
@@ -104,8 +104,10 @@ def test_what_waits_counts_as_it_was_asked():
 def test_small_steps_wait_for_one_another(monkeypatch: pytest.MonkeyPatch):
     """A step costs no product of its own before it is needed, and then one serves all that waited."""
     asked = list[int]()
-    count = hearing.Asked.column_sums
-    monkeypatch.setattr(hearing.Asked, "column_sums", lambda one, k: asked.append(one.queries) or count(one, k))
+    count = query_observer.QueryWindow.column_sums
+    monkeypatch.setattr(
+        query_observer.QueryWindow, "column_sums", lambda one, k: asked.append(one.queries) or count(one, k)
+    )
     cache, s = KVCache(evict=H2O(101, every=40)), stream(300)
     feed(cache, s, [90] + [1] * 51)
     assert asked == [90, 32]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import KVCache
-from regard.cache.latent import leading
+from regard.cache.latent import leading_channels
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Latent, Paged, Part, StoredTensor
 
@@ -68,7 +68,7 @@ def test_what_is_no_entry_is_refused():
     x = entries_of(3)
     with pytest.raises(ProblemError, match=r"v float32 \[2, 1, 3, 17\].*append\(entries\)"):
         KVCache(Latent(RANK)).append(x, x)
-    with pytest.raises(ProblemError, match=r"entries of 17 numbers.*rank=18"):
+    with pytest.raises(ProblemError, match=r"entries have 17 dimensions.*rank=18"):
         KVCache(Latent(18)).append(x)
     with pytest.raises(ProblemError, match=r"Int8.*rotate=True.*Latent\(rank=13\).*rotate=False"):
         KVCache(Latent(RANK), Int8(rotate=True))
@@ -83,9 +83,9 @@ def test_what_is_no_entry_is_refused():
 def test_the_first_channels_of_pages_lie_in_pages():
     cache, x = KVCache(Paged(16), Int8(16, 5)), entries_of(101)
     found = append(cache, x, x)[0]
-    first = leading(found, RANK)
+    first = leading_channels(found, RANK)
     assert isinstance(first, StoredTensor)
     assert torch.equal(first.dense(), found.dense()[..., :RANK])
     turned = StoredTensor((Part(3, x),), (BATCH, 1, 3, 17), torch.float32, rotated=True)
     with pytest.raises(ProblemError, match="rotated"):
-        leading(turned, RANK)
+        leading_channels(turned, RANK)

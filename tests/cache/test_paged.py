@@ -155,7 +155,7 @@ def test_a_first_append_that_fails_leaves_nothing_behind():
     cache = KVCache(Paged(pool=pool))
     with pytest.raises(ProblemError, match="4 pages of 16 tokens are wanted"):
         cache.append(*tokens_of(17))
-    assert (cache.tokens, pool.free_pages, len(pool.room.sequences)) == (0, 3, 0)
+    assert (cache.tokens, pool.free_pages, len(pool.storage.tables)) == (0, 3, 0)
 
 
 def test_eviction_gives_whole_pages_back():
@@ -164,7 +164,7 @@ def test_eviction_gives_whole_pages_back():
     store = store_of(cache)
     index = torch.stack([torch.stack([torch.randperm(100)[:20].sort().values for _ in range(3)]) for _ in range(2)])
     store.keep(index)
-    assert (store.tokens, store.tokens_seen, store.pool.room.used) == (20, 100, 2 * 2)
+    assert (store.tokens, store.tokens_seen, store.pool.storage.used) == (20, 100, 2 * 2)
     assert store.bytes == 2 * 20 * 3 * (QK + V) * 4
     for t, old in zip(cache.append(*tokens_of(0)), (k, v), strict=True):
         assert torch.equal(dense(t), old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
@@ -204,9 +204,9 @@ def test_it_works_in_and_out_of_inference_mode():
 
 def test_what_does_not_fit_a_pool_is_refused():
     pool = PagePool(pages=9, page=32, codec=Int8())
-    with pytest.raises(ProblemError, match=r"pages are of 32 tokens, so say Paged\(page=32"):
+    with pytest.raises(ProblemError, match=r"pages of its pool have 32 tokens: expected Paged\(page=32"):
         KVCache(Paged(pool=pool), Int8()).append(*tokens_of(1))
-    with pytest.raises(ProblemError, match="give both the same"):
+    with pytest.raises(ProblemError, match="Give both the same codec"):
         KVCache(Paged(32, pool)).append(*tokens_of(1))
     with pytest.raises(ProblemError, match=r"expected a regard\.cache\.PagePool"):
         KVCache(Paged(pool=3)).append(*tokens_of(1))
@@ -241,7 +241,7 @@ def test_eviction_moves_codes_as_they_are(codec: Codec):
             assert (now - exact).abs().max() < (0.5 if codec.bits == 4 else 0.2)
             assert (now == old).all(-1).float().mean() > 0.5
         assert store.bytes <= sum(t.numel() for t in given) * 4
-        room = store.pool.room
+        room = store.pool.storage
         assert room.used * 16 <= 2 * (tokens - 30 + 3 * 15)
         new = tokens_of(11 + 7 * round_)
         found = [torch.cat([dense(t), one], 2) for t, one in zip(after, new, strict=True)]

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend
-from regard.cache import forget
+from regard.cache import keep_tokens
 from regard.cache import pool as pool_module
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
@@ -69,8 +69,8 @@ class Pool(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(self.pages, self.page, self.codec)
         self.all: list[Plain] = []
-        self.codes = self.pool.room.codec
-        self.first = self.pool.room.sinks
+        self.codes = self.pool.storage.codec
+        self.first = self.pool.storage.sink_pages
 
     def one(self, data: st.DataObject) -> Plain:
         return data.draw(st.sampled_from(self.all), "which")
@@ -175,7 +175,7 @@ class Pool(RuleBasedStateMachine):
             s.k, s.v = s.k.clone(), s.v.clone()
             s.k[:, place], s.v[:, place] = mine
 
-    @precondition(lambda self: self.all and self.codes is None and self.pool.room.form is not None)
+    @precondition(lambda self: self.all and self.codes is None and self.pool.storage.form is not None)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         s = self.one(data)
@@ -183,7 +183,7 @@ class Pool(RuleBasedStateMachine):
         index = torch.stack([torch.randperm(len(s.ids))[:count].sort().values for _ in range(HEADS)])
         before = self.look()
         try:
-            forget.keep(self.pool.room, [s.real], index[None])
+            keep_tokens.keep_tokens(self.pool.storage, [s.real], index[None])
         except ProblemError as problem:
             self.refused(problem, before)
             return
@@ -210,8 +210,12 @@ class Pool(RuleBasedStateMachine):
 
     def look(self) -> list[object]:
         """All that may not change when something is refused."""
-        pages = [(p.number, p.holders) for p in (*self.pool.room.plain.all, *self.pool.room.coded.all) if p.holders]
-        rows = [(len(s.real), [*s.real.plain], [*s.real.coded], [*s.real.ids], s.real.named) for s in self.all]
+        pages = [
+            (p.index, p.references)
+            for p in (*self.pool.storage.plain.pages, *self.pool.storage.coded.pages)
+            if p.references
+        ]
+        rows = [(len(s.real), [*s.real.plain], [*s.real.coded], [*s.real.ids], s.real.indexed) for s in self.all]
         return [pages, rows, self.pool.free_pages, self.pool.bytes]
 
     def wanted(self, s: Plain) -> tuple[Tensor, Tensor]:
@@ -234,24 +238,24 @@ class Pool(RuleBasedStateMachine):
     def every_sequence_holds_its_own(self) -> None:
         for s in self.all:
             assert len(s.real) == len(s.ids)
-            if self.pool.room.form is not None:
+            if self.pool.storage.form is not None:
                 empty = torch.zeros(1, HEADS, 0, QK), torch.zeros(1, HEADS, 0, V)
                 self.compare([s], self.pool.append([s.real], *empty))
 
     @invariant()
     def no_page_is_lost(self) -> None:
-        room = self.pool.room
+        storage = self.pool.storage
         held = Counter(page for s in self.all for page in (*s.real.plain, *s.real.coded))
-        for pages in (room.plain, room.coded):
-            assert [page.number for page in pages.all] == [*range(len(pages.all))]
-            for page in pages.all:
-                assert page.holders == held[page]
-                assert (page in pages.spare) == (not page.holders)
-                assert page.prefix is None or page.prefix.pages[pages] is page
+        for allocator in (storage.plain, storage.coded):
+            assert [page.index for page in allocator.pages] == [*range(len(allocator.pages))]
+            for page in allocator.pages:
+                assert page.references == held[page]
+                assert (page in allocator.free) == (not page.references)
+                assert page.node is None or page.node.pages[allocator] is page
                 assert page.twin is None or page.twin.twin is page
-        assert room.used == len(held) <= self.pages
+        assert storage.used == len(held) <= self.pages
         assert self.pool.free_pages == self.pages - len(held)
-        assert len(room.sequences) == len(self.all)
+        assert len(storage.tables) == len(self.all)
 
 
 class PoolOfCodes(Pool):
@@ -324,7 +328,7 @@ def test_equal_prompts_share_all_their_pages_but_the_last():
     assert pool.sequence([7, *ids]).tokens == 0
     second = filled(pool, [*ids[:8], 1, 2, 3, 4, 5])
     assert second.plain[:2] == first.plain[:2]
-    assert pool.room.used == 4 + 2
+    assert pool.storage.used == 4 + 2
 
 
 def test_equal_tokens_behind_different_ones_are_not_taken_for_equal():
@@ -360,7 +364,7 @@ def test_generated_tokens_can_be_found_if_their_ids_are_told():
         pool.append([first], *tokens_of(1), tokens=torch.tensor([[token]]))
     assert pool.sequence([*range(1, 10)]).tokens == 8
     pool.append([first], *tokens_of(1))
-    with pytest.raises(ProblemError, match="behind 9 tokens of row 0, of which only 8 have ids"):
+    with pytest.raises(ProblemError, match="after 9 tokens of row 0, of which only 8 have ids"):
         pool.append([first], *tokens_of(1), tokens=torch.tensor([[1]]))
     second = pool.sequence([7, 8, 9])
     with pytest.raises(ProblemError, match=r"tokens of row 0 are \[7, 9\], and its prompt goes on with \[7, 8\]"):
@@ -382,7 +386,7 @@ def test_what_is_no_longer_anywhere_is_forgotten():
     filled(pool, [*range(16)]).free()
     row = pool.sequence()
     pool.append([row], *tokens_of(16))
-    assert not pool.room.root.later
+    assert not pool.storage.root.children
 
 
 def test_the_pages_of_one_are_found_when_those_of_another_that_were_named_first_are_gone():
@@ -423,7 +427,7 @@ def test_codes_of_a_page_are_not_taken_for_its_own_once_they_are_written_over():
     second = first.fork()
     pool.append([first], k[:, :, 16:], v[:, :, 16:])
     first.free()
-    others = [pool.sequence() for _ in range(len(pool.room.coded.all))]
+    others = [pool.sequence() for _ in range(len(pool.storage.coded.pages))]
     pool.append(others, *tokens_of(32, rows=len(others)))
     found = pool.append([second], k[:, :, 16:], v[:, :, 16:])
     assert (found[0].dense() - k).abs().max() < 0.1
@@ -435,10 +439,10 @@ def test_pages_are_found_in_the_order_of_their_forms():
     first, (k, v) = pool.sequence(ids), (t[None] for t in numbers(ids))
     for start in range(0, 64, 16):
         pool.append([first], k[:, :, start : start + 16], v[:, :, start : start + 16])
-    first.coded[0].forget()
+    first.coded[0].invalidate()
     second = pool.sequence(ids)
     found = pool.append([second], k[:, :, second.tokens :], v[:, :, second.tokens :])
-    assert second.named >= 1
+    assert second.indexed >= 1
     assert (found[0].dense() - k).abs().max() < 0.1
 
 
@@ -484,11 +488,11 @@ def test_a_page_that_two_share_becomes_codes_once():
     pool.append([first], *tokens_of(1))
     pool.append([second], *tokens_of(1))
     assert first.coded == second.coded
-    assert first.coded[0].holders == 2
+    assert first.coded[0].references == 2
     third = first.fork()
     pool.append([first, third], *tokens_of(16, rows=2))
     assert first.coded[1:] == third.coded[1:] != []
-    assert pool.room.used == 1 + 1 + 1 + 2  # the first; another; the second's tail; the others' tails
+    assert pool.storage.used == 1 + 1 + 1 + 2  # the first; another; the second's tail; the others' tails
 
 
 def test_one_row_too_many_changes_none():
@@ -510,7 +514,7 @@ def test_numbers_that_codes_cannot_hold_change_nothing():
     k[0, 0, 7] = torch.nan
     with pytest.raises(ProblemError, match="NaN"):
         pool.append([row], k, v)
-    assert (len(row), pool.room.used) == (20, 2)
+    assert (len(row), pool.storage.used) == (20, 2)
 
 
 def test_a_sequence_that_nobody_refers_to_gives_its_pages_back():
@@ -520,17 +524,17 @@ def test_a_sequence_that_nobody_refers_to_gives_its_pages_back():
     fork = row.fork()
     assert pool.free_pages == 5
     del row
-    assert (pool.free_pages, len(pool.room.sequences)) == (5, 1)
+    assert (pool.free_pages, len(pool.storage.tables)) == (5, 1)
     del fork
-    assert (pool.free_pages, len(pool.room.sequences)) == (8, 0)
+    assert (pool.free_pages, len(pool.storage.tables)) == (8, 0)
 
 
 def test_steps_of_one_token_change_pages_only_when_a_page_is_full(monkeypatch: pytest.MonkeyPatch):
     pool, times = PagePool(page=16), []
     rows = [pool.sequence() for _ in range(8)]
     pool.append(rows, *tokens_of(64, rows=8))
-    lengthen = pool_module.lengthen
-    monkeypatch.setattr(pool_module, "lengthen", lambda *given: (times.append(1), lengthen(*given)))
+    append_tokens = pool_module.append_tokens
+    monkeypatch.setattr(pool_module, "append_tokens", lambda *given: (times.append(1), append_tokens(*given)))
     for _ in range(64):
         pool.append(rows, *tokens_of(1, rows=8))
     assert len(times) == 4
@@ -551,8 +555,8 @@ def test_memory_is_made_at_once_where_there_is_a_limit_and_doubles_where_there_i
     assert held == {16, 32, 64}
     assert repr(row) == "Sequence(200 tokens in 50 pages, 0 shared)"
     assert repr(pool) == (
-        "PagePool(14 made pages of 4 tokens free, 1 sequences: k [tokens, 2, 3], v [tokens, 2, 5] float32: 12,800 "
-        "bytes, 16,384 held)"
+        "PagePool(14 allocated pages of 4 tokens free, 1 sequences: k [tokens, 2, 3], v [tokens, 2, 5] float32: 12,800 "
+        "bytes, 16,384 allocated)"
     )
 
 
@@ -562,28 +566,28 @@ def test_codes_take_the_bytes_that_they_should():
     pool.append([row], *tokens_of(160))
     scales = 10 * HEADS * QK * 2 + 160 * HEADS * 2
     assert (len(row), pool.bytes) == (160, 160 * HEADS * (QK + V) + scales)
-    assert not pool.room.plain.used
+    assert not pool.storage.plain.used
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda pool, row: PagePool(pages=0), "pages=0"),
-        (lambda pool, row: PagePool(page=True), "page=True"),
+        (lambda pool, row: PagePool(pages=0), r"PagePool\(pages\) is 0"),
+        (lambda pool, row: PagePool(page=True), r"PagePool\(page\) is True"),
         (lambda pool, row: PagePool(codec="int8"), "expected Int8"),
         (lambda pool, row: PagePool(page=24, codec=Int8()), "multiple of 16 tokens: 32 would do"),
         (lambda pool, row: pool.append([], *tokens_of(1)), "one sequence or more"),
         (lambda pool, row: pool.append(row, *tokens_of(1)), "sequences are Sequence"),
-        (lambda pool, row: pool.append(None, *tokens_of(1)), "sequences are NoneType None"),
+        (lambda pool, row: pool.append(None, *tokens_of(1)), "sequences are None"),
         (
             lambda pool, row: PagePool(codec=Int8()).write([row], tokens_of(1)[0], tokens_of(1)[1][..., :0]),
-            "keys 3 wide and values 0",
+            "keys have 3 dimensions and values 0",
         ),
-        (lambda pool, row: pool.append([row, row], *tokens_of(1, rows=2)), "stands in two rows"),
+        (lambda pool, row: pool.append([row, row], *tokens_of(1, rows=2)), "is in two rows"),
         (lambda pool, row: pool.append([PagePool().sequence()], *tokens_of(1)), "a sequence of another pool"),
-        (lambda pool, row: pool.append([3], *tokens_of(1)), "row 0 is int 3"),
+        (lambda pool, row: pool.append([3], *tokens_of(1)), "row 0 is 3"),
         (lambda pool, row: pool.append([row], *tokens_of(1, rows=2)), "for 1 sequences"),
-        (lambda pool, row: pool.append([row], tokens_of(1)[0], None), "v NoneType None"),
+        (lambda pool, row: pool.append([row], tokens_of(1)[0], None), "v None"),
         (lambda pool, row: pool.append([row], *(t.double() for t in tokens_of(1))), "a pool is for one layer"),
         (lambda pool, row: pool.append([row], *(t.requires_grad_() for t in tokens_of(1))), "gradients"),
         (lambda pool, row: pool.append([row], *tokens_of(2), tokens=torch.tensor([[1]])), r"\[1, 2\]"),

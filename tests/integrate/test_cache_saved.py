@@ -138,7 +138,7 @@ def test_layers_that_share_a_pool_share_one_again(tmp_path: Path):
         other = WAYS[way](cache, m, ids, tmp_path)
         first, second = (layer.kv.layout.pool for layer in other.layers)
         assert first is second is other.options.layout.pool is not pool
-        assert first.room.used == pool.room.used
+        assert first.storage.used == pool.storage.used
     assert copy.deepcopy(cache).options.layout.pool is pool
 
 

@@ -1,4 +1,4 @@
-"""What a `KVCache` takes: words that go together, and keys and values of one form. Everything else is named."""
+"""Checks of what a `KVCache` and a `PagePool` are given: options that work together, and keys and values that fit."""
 
 import dataclasses
 
@@ -6,49 +6,36 @@ import torch
 from torch import Tensor
 
 from regard.cache.expected_attention import ExpectedAttention
-from regard.cache.pool import PagePool
-from regard.cache.room import check_pages
-from regard.cache.store import Form, Policy, Store, describe_tensor, has_store
+from regard.cache.store import Form, Policy, Store, describe_tensor
 from regard.errors import ProblemError
-from regard.storage.codec import Codec
-from regard.storage.stored import Latent, Layout, Paged, Rolling
+from regard.storage.codec import TILE, Codec
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 
-def formed(layout: Layout, k: object, v: object) -> Form:
-    """The form of what is kept from now on; raises where k and v make none."""
+def form_of(k: object, v: object, layout: Layout | None = None) -> Form:
+    """The shape and dtype of the tokens in k and v.
+
+    Raises:
+        ProblemError: k and v are not keys and values of the same tokens.
+    """
     latent = isinstance(layout, Latent)
     if not isinstance(k, Tensor) or not isinstance(v, Tensor if not latent else type(None)):
         expected = "entries and no values, append(entries)" if latent else "append(k, v)"
-        raise ProblemError(f"k is {_named(k)} and v {_named(v)}: expected {expected}, tensors.")
+        raise ProblemError(f"k is {name_of(k)} and v {name_of(v)}: expected {expected}, tensors.")
     w = k if v is None else v
     if (
         k.ndim != 4 or w.ndim != 4 or k.shape[:3] != w.shape[:3] or k.dtype != w.dtype or k.device != w.device
         or not k.is_floating_point()
     ):  # fmt: skip
         raise ProblemError(
-            f"k is {_named(k)} and v {_named(v)}: expected [batch, kv_heads, tokens, dim] with the same batch, "
+            f"k is {name_of(k)} and v {name_of(v)}: expected [batch, kv_heads, tokens, dim] with the same batch, "
             "kv_heads and tokens, of one float type and on one device."
         )
     return Form(k.shape[0], k.shape[1], k.shape[3], None if v is None else v.shape[3], k.dtype, k.device)
 
 
-def refuse(k: object, v: object, store: Store, layout: Layout) -> None:
-    """Raise what is wrong with k and v, unless it is nothing."""
-    given, form = formed(layout, k, v), store.form
-    if given == form:
-        return
-    for name, t, dim, theirs in (("k", k, form.qk_dim, given.qk_dim), ("v", v, form.v_dim, given.v_dim)):
-        if (*given[:2], theirs, *given[4:]) != (*form[:2], dim, *form[4:]):
-            shape = [form.batch, form.kv_heads, store.tokens, dim]
-            raise ProblemError(
-                f"{name} is {_named(t)}, and the cache holds {str(form.dtype).removeprefix('torch.')} {shape} on "
-                f"{form.device}: only the number of tokens may differ. A new sequence needs a new cache, or "
-                "reset()."
-            )
-
-
 def fits(k: Tensor, v: Tensor | None, form: Form) -> bool:
-    """Whether k and v are of the form; quick, for it is asked every step."""
+    """Whether k and v have the form; quick, because every step calls it."""
     if type(k) is not Tensor:
         return False
     batch, heads, qk_dim, v_dim, dtype, device = form
@@ -62,65 +49,95 @@ def fits(k: Tensor, v: Tensor | None, form: Form) -> bool:
     return type(v) is Tensor and v.shape == (batch, heads, shape[2], v_dim) and v.dtype == dtype and v.device == device
 
 
-def check_words(layout: object, codec: object, evict: object) -> None:
-    """Raise `ProblemError` unless they are words, and go together."""
-    if not has_store(layout):
-        raise ProblemError(f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank).")
-    if not (codec is None or isinstance(codec, Codec) or (isinstance(codec, torch.dtype) and codec.is_floating_point)):
+def check_fits(k: object, v: object, store: Store, layout: Layout) -> None:
+    """Raise `ProblemError` unless k and v have the form of what is stored; says which of them does not."""
+    given, form = form_of(k, v, layout), store.form
+    if given == form:
+        return
+    for name, t, dim, theirs in (("k", k, form.qk_dim, given.qk_dim), ("v", v, form.v_dim, given.v_dim)):
+        if (*given[:2], theirs, *given[4:]) != (*form[:2], dim, *form[4:]):
+            shape = [form.batch, form.kv_heads, store.tokens, dim]
+            raise ProblemError(
+                f"{name} is {name_of(t)}, and the cache stores {str(form.dtype).removeprefix('torch.')} {shape} on "
+                f"{form.device}: only the number of tokens may differ. A new sequence needs a new cache, or "
+                "reset()."
+            )
+
+
+def check_inference(k: Tensor, v: Tensor | None, owner: str) -> None:
+    """Raise `ProblemError` if k or v require gradients: in-place writes would break the graph of earlier steps."""
+    if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
         raise ProblemError(
-            f"codec is {codec!r}: expected Int8(), Int4(), Fp8(), a float type as torch.bfloat16, or None."
+            f"keys or values that require gradients were appended to a {owner}, which is for inference: run under "
+            "torch.no_grad() or torch.inference_mode(), or train on the whole sequence without a cache."
         )
+
+
+def check_options(layout: object, codec: object, evict: object) -> None:
+    """Raise `ProblemError` unless they are a layout, a codec and a policy that work together."""
+    if type(layout) not in (Contiguous, Rolling, Paged, Latent):
+        raise ProblemError(f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank).")
+    check_codec(codec, "codec")
     if evict is not None and (isinstance(evict, type) or not isinstance(evict, Policy)):
         raise ProblemError(f"evict is {evict!r}: expected a policy of regard.cache.evict with a budget, or None.")
     if evict is not None and isinstance(layout, Rolling):
         raise ProblemError(
-            f"{layout!r} forgets by itself, so it takes no evict={evict!r}: leave one of the two out, or take "
+            f"{layout!r} evicts tokens by itself, so it takes no evict={evict!r}: leave one of the two out, or take "
             "Contiguous() with the policy."
         )
     if isinstance(codec, Codec) and codec.keys == "channel" and evict is not None:
         raise ProblemError(
-            f'{codec!r} with evict={evict!r}: tokens that share scales cannot go one by one; with keys="token" (or '
-            "None, which chooses) each has a scale of its own."
+            f'{codec!r} with evict={evict!r}: tokens that share scales cannot be evicted one by one; with keys="token" '
+            "(or None, which chooses) each token has its own scale."
         )
-    if isinstance(layout, Paged):
-        _check_paged(layout, resolved(codec, evict))
-    if isinstance(codec, Codec) and codec.rotate and isinstance(layout, Latent):
+    if isinstance(layout, Paged) and layout.pool is None:
+        check_page(layout.page, codec)
+    if isinstance(layout, Latent):
+        _check_latent(layout, codec, evict)
+
+
+def check_codec(codec: object, name: str) -> None:
+    """Raise `ProblemError` unless it is a codec, a float dtype or None."""
+    if codec is None or isinstance(codec, Codec) or (isinstance(codec, torch.dtype) and codec.is_floating_point):
+        return
+    raise ProblemError(
+        f"{name} is {codec!r}: expected Int8(), Int4(), Fp8(), a float type such as torch.bfloat16, or None."
+    )
+
+
+def check_page(page: int, codec: object) -> None:
+    """Raise `ProblemError` unless a page of `page` tokens holds whole groups of the codec."""
+    if isinstance(codec, Codec) and page % TILE:
         raise ProblemError(
-            f"{codec!r} with {layout!r}: a rotation would mix the latent with the rotated key behind it, and values "
-            "are the latent alone: rotate=False."
+            f"pages of {page} tokens with {codec!r}: the codes of {TILE} tokens are interleaved, so a page must be "
+            f"a multiple of {TILE} tokens: {page + -page % TILE} would do."
         )
-    if isinstance(evict, ExpectedAttention) and evict.values and isinstance(layout, Latent):
+    if isinstance(codec, torch.dtype) and codec.itemsize < 2:
         raise ProblemError(
-            f"{evict!r} with {layout!r}: it looks at the norms of values, and latents have none of their own: "
-            "values=False."
+            f"pages of {codec}: expected a float type of 16 bits or more. Take codec=Fp8(), which has scales as well."
         )
 
 
-def resolved(codec: Codec | torch.dtype | None, evict: object) -> Codec | torch.dtype | None:
-    """The codec with its `keys` decided."""
+def resolve_keys(codec: Codec | torch.dtype | None, evict: object) -> Codec | torch.dtype | None:
+    """The codec with `keys` chosen: "token" where a policy evicts single tokens, else "channel"."""
     if not isinstance(codec, Codec) or codec.keys is not None:
         return codec
     return dataclasses.replace(codec, keys="channel" if evict is None else "token")
 
 
-def _check_paged(layout: Paged, codec: Codec | torch.dtype | None) -> None:
-    pool = layout.pool
-    if pool is None:
-        check_pages(layout.page, codec)
-        return
-    if not isinstance(pool, PagePool):
-        raise ProblemError(f"{layout!r}: expected a regard.cache.PagePool, or None for one of its own.")
-    room = pool.room
-    if room.page != layout.page:
-        raise ProblemError(
-            f"{layout!r}: its pages are of {room.page} tokens, so say Paged(page={room.page}, pool=...)."
-        )
-    if room.kept_as != codec:
-        raise ProblemError(
-            f"the cache has codec={codec!r} and its pool codec={room.kept_as!r}: what lies in one pool is written in "
-            "one way; give both the same."
-        )
-
-
-def _named(t: object) -> str:
+def name_of(t: object) -> str:
+    """A tensor's dtype, shape and device, None, or the type of anything else, for messages."""
     return describe_tensor(t) if isinstance(t, Tensor) else repr(t) if t is None else type(t).__name__
+
+
+def _check_latent(layout: Latent, codec: object, evict: object) -> None:
+    if isinstance(codec, Codec) and codec.rotate:
+        raise ProblemError(
+            f"{codec!r} with {layout!r}: a rotation would mix the latent with the rotated key behind it, and values "
+            "are the latent alone: rotate=False."
+        )
+    if isinstance(evict, ExpectedAttention) and evict.values:
+        raise ProblemError(
+            f"{evict!r} with {layout!r}: it reads the norms of values, and latents have no values of their own: "
+            "values=False."
+        )

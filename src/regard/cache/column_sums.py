@@ -1,12 +1,12 @@
-"""How much attention each key got: the column sums of the weights, a tile of queries at a time.
+"""How much attention each key received: the column sums of the weights, a tile of queries at a time.
 
     sums[j] = sum over queries i of A[i, j],     A[i, :] = softmax over the keys that i may see
 
-A tile is so many rows of A that they stay in the caches, whole rows, so each knows what it is divided by; then it is
-summed over its rows and forgotten. No n x n is held: memory is one tile, whatever the number of queries.
+A tile is a few whole rows of A, which fit into the CPU caches. Whole rows, so that the softmax of each is known; the
+tile is summed over its rows and dropped. No n x n matrix is stored: memory is one tile for any number of queries.
 
-Where earlier tokens have been evicted, keys are places in the cache and not positions: every key that was kept is
-visible to every new query, and among the new tokens the mask decides. Queries at the last keys say just that.
+Where earlier tokens were evicted, keys have indices in the cache and not positions: every stored key is visible to
+every new query, and among the new tokens the mask decides. This is a causal mask with the queries at the last keys.
 """
 
 from typing import NamedTuple
@@ -22,20 +22,20 @@ TILE = 2**20
 """Weights in a tile: 4 MiB of float32."""
 
 ROWS = 16
-"""Queries of a tile below which its heads are done one by one, in more rows each: a product of few rows is slow."""
+"""Queries per tile below which heads are computed one by one, with more rows each: a product of few rows is slow."""
 
 
-class Asked(NamedTuple):
-    """Queries, and where they stood among the keys of a cache.
+class QueryWindow(NamedTuple):
+    """Consecutive queries, and their place among the keys of a cache.
 
     Attributes:
         q: [batch, heads, queries, qk_dim].
-        mask: standing in its call; None: `Causal()`.
+        mask: bound to its call; None: `Causal()`.
         scale: of the scores.
-        first: place of the first query among the keys.
-        tokens: how many keys there were.
-        forgotten: tokens that had been evicted before, so query i is of token `forgotten + first + i` of the sequence.
-        rows: int64 [batch], the batch rows that q has in the mask.
+        first: the index of the first query among the keys.
+        tokens: keys in the cache when the queries were observed.
+        evicted: tokens that were evicted before, so query i is token `evicted + first + i` of the sequence.
+        rows: int64 [batch], the batch rows of the mask that the rows of q have.
     """
 
     q: Tensor
@@ -43,12 +43,14 @@ class Asked(NamedTuple):
     scale: float
     first: int
     tokens: int
-    forgotten: int
+    evicted: int
     rows: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, tokens: int, mask: Mask | None = None, scale: float | None = None, seen: int = 0) -> "Asked":
-        """Queries of the last ones of `tokens` keys.
+    def last(
+        cls, q: Tensor, tokens: int, mask: Mask | None = None, scale: float | None = None, seen: int = 0
+    ) -> "QueryWindow":
+        """Queries at the last of `tokens` keys.
 
         Args:
             seen: tokens of the sequence so far, evicted ones included; 0: `tokens`.
@@ -67,37 +69,37 @@ class Asked(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """How many."""
+        """How many queries."""
         return self.q.shape[2]
 
-    def between(self, start: int, stop: int) -> "Asked":
+    def between(self, start: int, stop: int) -> "QueryWindow":
         """Its queries start <= i < stop."""
         return self._replace(q=self.q[:, :, start:stop], first=self.first + start)
 
-    def cropped(self, tokens: int) -> "Asked":
-        """Its queries that are of the first `tokens` keys, among those; there is one at least."""
-        asked = self.between(0, tokens - self.first) if tokens < self.first + self.queries else self
-        return asked._replace(tokens=min(self.tokens, tokens))
+    def cropped(self, tokens: int) -> "QueryWindow":
+        """Its queries among the first `tokens` keys; there is at least one."""
+        window = self.between(0, tokens - self.first) if tokens < self.first + self.queries else self
+        return window._replace(tokens=min(self.tokens, tokens))
 
-    def selected(self, rows: Tensor) -> "Asked":
-        """Of these batch rows."""
+    def selected(self, rows: Tensor) -> "QueryWindow":
+        """The queries of these batch rows."""
         return self._replace(q=self.q[rows], rows=self.rows[rows])
 
-    def moved(self, gone: int) -> "Asked":
-        """After so many tokens before its first query were evicted. It must have no mask: that knows the old places."""
-        return self._replace(first=self.first - gone, tokens=self.tokens - gone, forgotten=self.forgotten + gone)
+    def shifted(self, evicted: int) -> "QueryWindow":
+        """The window after an eviction of tokens before it. It must have no mask, which would have the old indices."""
+        return self._replace(first=self.first - evicted, tokens=self.tokens - evicted, evicted=self.evicted + evicted)
 
-    def copied(self) -> "Asked":
-        """With memory of its own, so that a few queries keep no whole prompt alive."""
+    def copied(self) -> "QueryWindow":
+        """With memory of its own, so that a few queries do not keep a whole prompt in memory."""
         return self._replace(q=self.q.clone())
 
-    def follows(self, other: "Asked") -> bool:
-        """Whether the two are one: the queries of the next tokens, in a causal row."""
-        is_next = (self.scale, self.first, self.forgotten) == (other.scale, other.tokens, other.forgotten)
+    def follows(self, other: "QueryWindow") -> bool:
+        """Whether its queries come right after those of the other, both with a causal mask."""
+        is_next = (self.scale, self.first, self.evicted) == (other.scale, other.tokens, other.evicted)
         return self.mask is other.mask is None and is_next
 
-    def is_text(self) -> Tensor:
-        """Whether a query sees its own token, as all do but padding: bool, broadcasts to [batch, heads, queries]."""
+    def is_not_padding(self) -> Tensor:
+        """Whether a query sees its own token, as all do except padding: bool, broadcasts to [batch, heads, queries]."""
         own = torch.arange(self.first, self.first + self.queries, device=self.q.device)
         if self.mask is None:
             return torch.ones_like(own, dtype=torch.bool)[None, None]
@@ -106,7 +108,7 @@ class Asked(NamedTuple):
         return kept[(None,) * (3 - kept.ndim)]
 
     def column_sums(self, k: Tensor) -> Tensor:
-        """As the function `column_sums`; of the keys, the first `tokens` are looked at."""
+        """As the function `column_sums`; only the first `tokens` keys are read."""
         k = k[:, :, : self.tokens]
         (batch, kv_heads, keys, _), group = k.shape, self.q.shape[1] // k.shape[1]
         dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
@@ -126,17 +128,17 @@ class Asked(NamedTuple):
         return sums / group
 
     def _tile(self, k: Tensor, batch: slice, heads: slice, start: int, stop: int) -> Tensor:
-        """The column sums of queries start <= i < stop of some heads, summed over those that share a key head."""
+        """The column sums of queries start <= i < stop of some heads, summed over the query heads of each key head."""
         q = self.q[batch, heads, start:stop].to(k.dtype) * self.scale
-        s = q.reshape(*k.shape[:2], -1, k.shape[3]) @ k.mT  # the rows of all heads of a group, one after the other
+        s = q.reshape(*k.shape[:2], -1, k.shape[3]) @ k.mT  # rows of all query heads of a group
         self._hide(s.view(*q.shape[:3], -1), batch, heads, start)
-        peak = s.amax(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)  # a row that sees nothing: exp gives 0
+        peak = s.amax(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)  # a row without visible keys: exp gives 0
         weights = s.sub_(peak).exp_()
         total = weights.sum(-1).clamp_min(1.0)  # the largest is exp(0) = 1, so this changes empty rows alone
         return (total.reciprocal()[:, :, None] @ weights)[:, :, 0]
 
     def _hide(self, s: Tensor, batch: slice, heads: slice, start: int) -> None:
-        """Put -inf where the mask hides a pair: [batch, heads, rows, keys], rows from query `start` on."""
+        """Write -inf where the mask hides a pair: [batch, heads, rows, keys], rows from query `start` on."""
         rows, keys = s.shape[2:]
         if self.mask is None and rows > 1:
             later = torch.ones(rows, rows, dtype=torch.bool, device=s.device).triu(1)
@@ -149,12 +151,12 @@ class Asked(NamedTuple):
 
 
 def column_sums(q: Tensor, k: Tensor, mask: Mask | None = None, scale: float | None = None) -> Tensor:
-    """How much weight each key got: sums over the queries, means over the query heads that share a key head.
+    """How much attention each key received: sums over queries, means over the query heads that share a key head.
 
     Args:
         q: [batch, heads, queries, qk_dim], of the last tokens.
         k: [batch, kv_heads, keys, qk_dim].
-        mask: as `attend` has it; None: `Causal()`.
+        mask: as for `attend`; None: `Causal()`.
         scale: of the scores; None: `qk_dim ** -0.5`.
 
     Returns:
@@ -167,4 +169,4 @@ def column_sums(q: Tensor, k: Tensor, mask: Mask | None = None, scale: float | N
     >>> column_sums(q, k, scale=1.0)[0, 0]  # of [[1, 0, 0], [0.2689, 0.7311, 0], [0.2119, 0.2119, 0.5761]]
     tensor([1.4809, 0.9430, 0.5761])
     """
-    return Asked.of(q, k.shape[2], mask, scale).column_sums(k)
+    return QueryWindow.last(q, k.shape[2], mask, scale).column_sums(k)

@@ -1,8 +1,7 @@
-"""`Contiguous`, plain: keys and values side by side, in memory that grows by doubling.
+"""`Contiguous`, plain: keys and values in contiguous memory that grows by doubling.
 
-What `append` returns are views, so a step costs its own tokens and nothing per token before them; joining tensors
-anew each step would copy all of them every time. Where numbers are kept in another type than they come in, it returns
-handles of one part instead.
+`append` returns views, so a step copies only its own tokens; concatenating tensors at each step would copy all earlier
+tokens every time. If elements are stored in another dtype than they arrive in, `append` returns handles of one part.
 """
 
 import itertools
@@ -11,34 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.store import CachedTensor, Form, memory
-from regard.errors import ProblemError
+from regard.cache.store import CachedTensor, Form, allocate, check_capacity
 from regard.storage.codec import Codec
 from regard.storage.stored import Contiguous, Part, StoredTensor
 
-LEAST = 64
-"""Tokens for which room is made at first, and at least."""
+MIN_TOKENS = 64
+"""Tokens that memory is allocated for at first, and at least."""
 
 
 class DenseStore:
     """Keys [batch, kv_heads, capacity, qk_dim] and values [batch, kv_heads, capacity, v_dim], filled from the front.
 
-    What was given out stays true, also after `reset`: memory that was given out is written again beyond its last token
-    only, and after `crop`.
+    Returned views stay valid, also after `reset`: memory is written only after the last returned token, except after
+    `crop`.
     """
 
     def __init__(self, layout: Contiguous, codec: Codec | torch.dtype | None, form: Form) -> None:
         self.form, self.limit = form, layout.capacity
-        self._type = codec if isinstance(codec, torch.dtype) else form.dtype
+        self._dtype = codec if isinstance(codec, torch.dtype) else form.dtype
         self._tokens = self._seen = self._capacity = 0
-        self._rooms: tuple[Tensor, ...] = ()
+        self._memory: tuple[Tensor, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without room for tokens to come, which may be as much again, unless it is of a fixed size."""
+        """Without the memory for later tokens, which may double the size, unless the capacity is fixed."""
         if self.limit is not None:
             return self.__dict__
-        rooms = tuple(self._kept(room).contiguous() for room in self._rooms) if self._tokens else ()
-        return self.__dict__ | {"_rooms": rooms, "_capacity": self._tokens}
+        memory = tuple(self._stored(t).contiguous() for t in self._memory) if self._tokens else ()
+        return self.__dict__ | {"_memory": memory, "_capacity": self._tokens}
 
     @property
     def tokens(self) -> int:
@@ -54,75 +52,70 @@ class DenseStore:
 
     @property
     def bytes(self) -> int:
-        return sum(room.nbytes // self._capacity for room in self._rooms) * self._tokens
+        return sum(t.nbytes // self._capacity for t in self._memory) * self._tokens
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(room.nbytes for room in self._rooms)
+        return sum(t.nbytes for t in self._memory)
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         start, new = self._tokens, k.shape[2]
         end = start + new
-        if end > self._capacity or not self._rooms:
+        if end > self._capacity or not self._memory:
             self._grow(end)
-        rooms = self._rooms
+        memory = self._memory
         if new:
-            rooms[0].narrow(2, start, new).copy_(k)
+            memory[0].narrow(2, start, new).copy_(k)
             if v is not None:
-                rooms[1].narrow(2, start, new).copy_(v)
+                memory[1].narrow(2, start, new).copy_(v)
         self._tokens, self._seen = end, self._seen + new
-        return self._found(rooms[0]), self._found(rooms[-1])
+        return self._cached(memory[0]), self._cached(memory[-1])
 
     def crop(self, tokens: int) -> None:
         self._tokens, self._seen = self._tokens - (self._seen - tokens), tokens
 
     def reset(self) -> None:
-        self._rooms, self._tokens, self._seen, self._capacity = (), 0, 0, 0
+        self._memory, self._tokens, self._seen, self._capacity = (), 0, 0, 0
 
     def select(self, rows: Tensor) -> None:
-        made = self._made(len(rows), self._capacity)
-        for old, new in zip(self._rooms, made, strict=True):
-            torch.index_select(self._kept(old), 0, rows, out=self._kept(new))
-        self._rooms, self.form = made, self.form._replace(batch=len(rows))
+        selected = self._allocate(len(rows), self._capacity)
+        for old, new in zip(self._memory, selected, strict=True):
+            torch.index_select(self._stored(old), 0, rows, out=self._stored(new))
+        self._memory, self.form = selected, self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:
         kept = index.shape[2]
-        made = self._made(self.form.batch, self.limit or max(LEAST, kept + kept // 8))
-        for old, new in zip(self._rooms, made, strict=True):
-            if old.is_cpu:  # whole tokens are copied at once, 20 times faster than `gather` number by number
+        memory = self._allocate(self.form.batch, self.limit or max(MIN_TOKENS, kept + kept // 8))
+        for old, new in zip(self._memory, memory, strict=True):
+            if old.is_cpu:  # copies whole tokens, 20 times faster than `gather`, which copies single elements
                 for b, h in itertools.product(range(old.shape[0]), range(old.shape[1])):
                     torch.index_select(old[b, h], 0, index[b, h], out=new[b, h, :kept])
             else:
                 new.narrow(2, 0, kept).copy_(old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
-        self._rooms, self._tokens = made, kept
-        self._capacity = made[0].shape[2]
+        self._memory, self._tokens = memory, kept
+        self._capacity = memory[0].shape[2]
 
     def keys(self) -> Tensor:
-        return self._kept(self._rooms[0]).to(self.form.dtype)
+        return self._stored(self._memory[0]).to(self.form.dtype)
 
-    def _kept(self, room: Tensor) -> Tensor:
-        return room.narrow(2, 0, self._tokens)
+    def _stored(self, t: Tensor) -> Tensor:
+        return t.narrow(2, 0, self._tokens)
 
-    def _found(self, room: Tensor) -> CachedTensor:
-        if room.dtype == self.form.dtype:
-            return self._kept(room)
-        batch, heads, _, dim = room.shape
-        return StoredTensor((Part(self._tokens, room),), (batch, heads, self._tokens, dim), self.form.dtype)
+    def _cached(self, t: Tensor) -> CachedTensor:
+        if t.dtype == self.form.dtype:
+            return self._stored(t)
+        batch, heads, _, dim = t.shape
+        return StoredTensor((Part(self._tokens, t),), (batch, heads, self._tokens, dim), self.form.dtype)
 
     def _grow(self, tokens: int) -> None:
-        """Make room for so many tokens, and bring what is there."""
-        if self.limit is not None and tokens > self.limit:
-            raise ProblemError(
-                f"{tokens - self._tokens} tokens more than the {self._tokens} that are stored make {tokens}, and "
-                f"Contiguous(capacity={self.limit}) has no room for them: nothing was changed. Take a larger capacity, "
-                "or none."
-            )
-        capacity = self.limit or max(tokens, 2 * self._capacity, LEAST)
-        made = self._made(self.form.batch, capacity)
-        for old, new in zip(self._rooms, made, strict=False):
-            self._kept(new).copy_(self._kept(old))
-        self._rooms, self._capacity = made, capacity
+        """Have memory for `tokens` tokens, and copy those that are stored."""
+        check_capacity(self.limit, self._tokens, tokens - self._tokens)
+        capacity = self.limit or max(tokens, 2 * self._capacity, MIN_TOKENS)
+        memory = self._allocate(self.form.batch, capacity)
+        for old, new in zip(self._memory, memory, strict=False):
+            self._stored(new).copy_(self._stored(old))
+        self._memory, self._capacity = memory, capacity
 
-    def _made(self, batch: int, capacity: int) -> tuple[Tensor, ...]:
+    def _allocate(self, batch: int, capacity: int) -> tuple[Tensor, ...]:
         form = self.form
-        return tuple(memory((batch, form.kv_heads, capacity, dim), self._type, form.device) for dim in form.dims)
+        return tuple(allocate((batch, form.kv_heads, capacity, dim), self._dtype, form.device) for dim in form.dims)

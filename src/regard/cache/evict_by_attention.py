@@ -1,4 +1,4 @@
-"""Eviction by attention that was given: H2O, TOVA and SnapKV. See `evict.py` for what policies share.
+"""Eviction by the attention that keys received: H2O, TOVA and SnapKV. See `evict.py` for what policies share.
 
 They need the queries of each step, after they went to `attend`:
 
@@ -6,7 +6,7 @@ They need the queries of each step, after they went to `attend`:
     out = attend(q, k, v, mask=Causal())
     cache.observe(q)
 
-A mask that is not causal is told as well, `cache.observe(q, mask)`, as it went to `attend`.
+A mask that is not causal is passed as well, as it went to `attend`: `cache.observe(q, mask)`.
 """
 
 from dataclasses import dataclass, field
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from regard.cache.column_sums import Asked
-from regard.cache.evict import Eviction, Tally, check_bool, check_whole
-from regard.cache.hearing import Folding, Recalling, latest
+from regard.cache.column_sums import QueryWindow
+from regard.cache.evict import Eviction, EvictionState, check_bool, check_whole
+from regard.cache.query_observer import QueryAccumulator, RecentQueries, last_queries
 from regard.cache.store import Store
 from regard.errors import ProblemError
 
 
 @dataclass(frozen=True)
 class H2O(Eviction):
-    """Heavy hitters, the keys that got the most attention so far, and recent ones. Zhang et al. 2023, arXiv:2306.14048.
+    """Heavy hitters: the keys that received the most attention, and recent ones. Zhang et al. 2023, arXiv:2306.14048.
 
         score[j] = sum over queries i that were observed of A[i, j]            (Algorithm 1)
 
-    Sums start when a token comes and stay with it. What queries gave to tokens that are gone by now is gone with those.
+    The sum of a token starts when it is stored and is dropped when it is evicted.
 
     Args:
-        recent: so many of the last tokens always stay; None: half of what is not sinks, as in the paper.
+        recent: how many of the last tokens always stay; None: half of the tokens that are not sinks, as in the paper.
 
     >>> H2O(1024)
     H2O(budget=1024, sinks=4, every=1, recent=510)
@@ -48,26 +48,26 @@ class H2O(Eviction):
     def last(self, kept: int) -> int:
         return max(0, kept - self.sinks) // 2 if self.recent is None else self.recent
 
-    def start(self) -> "Tally[H2O]":
-        return _Sums(self)
+    def start(self) -> "EvictionState[H2O]":
+        return _SumState(self)
 
 
-class _Sums(Folding[H2O]):
-    def fold(self, asked: list[Asked], store: Store) -> None:
+class _SumState(QueryAccumulator[H2O]):
+    def accumulate(self, windows: list[QueryWindow], store: Store) -> None:
         k = store.keys()
-        for one in asked:
-            new = one.column_sums(k)
-            self._parts = [pad(old, (0, one.tokens - old.shape[2])) + new for old in self._parts] or [new]
+        for window in windows:
+            new = window.column_sums(k)
+            self._parts = [pad(old, (0, window.tokens - old.shape[2])) + new for old in self._parts] or [new]
 
     def scores(self, store: Store) -> Tensor:
-        self.check_heard(store)
-        self.settle(store)
-        return self.numbers
+        self.check_observed(store)
+        self.flush(store)
+        return self.values
 
 
 @dataclass(frozen=True)
 class TOVA(Eviction):
-    """The keys that the last query attends to, all heads asked together. Oren et al. 2024, arXiv:2401.06104, §4.
+    """The keys that the last query attends to, averaged over all heads. Oren et al. 2024, arXiv:2401.06104, §4.
 
         score[j] = mean over heads of A[last query, j]
 
@@ -79,14 +79,14 @@ class TOVA(Eviction):
 
     @property
     def recent(self) -> int:
-        """0: no token stays for being recent."""
+        """0: recent tokens have no special place."""
         return 0
 
-    def start(self) -> "Tally[TOVA]":
-        return _Last(self)
+    def start(self) -> "EvictionState[TOVA]":
+        return _LastQueryState(self)
 
 
-class _Last(Recalling[TOVA]):
+class _LastQueryState(RecentQueries[TOVA]):
     def scores(self, store: Store) -> Tensor:
         return self.votes(store).mean(1, keepdim=True)
 
@@ -98,16 +98,16 @@ class SnapKV(Eviction):
         votes[j] = sum over the last `window` queries i of A[i, j]
         score[j] = mean of the votes for the `kernel` keys around j
 
-    The window's own tokens always stay. It is done once, when the prompt is over: before the first append of one token,
-    or of fewer than `window`, to those that are there (so a prompt may come in chunks), and what is generated then adds
-    to the budget, as in the paper. `KVCache.forget`, which the layers of a transformers model call when their attention
-    has read a prompt, takes what is there for the prompt: one that comes in chunks is cut down after each. A crop of
-    all that was generated lets the prompt go on. The paper speaks of pooling; the mean is what its authors' code takes.
+    The tokens of the window always stay. Eviction happens once, after the prefill: before the first append of one
+    token, or of fewer than `window` tokens (so a prompt may be prefilled in chunks). Generated tokens then add to the
+    budget, as in the paper. `KVCache.forget`, which the layers of a transformers model call when their attention has
+    read a prompt, takes the stored tokens for the whole prompt: with chunked prefill it evicts after each chunk. After
+    a crop of all generated tokens the prompt may go on. The paper speaks of pooling; its authors' code takes the mean.
 
     Args:
         window: queries that vote; fewer if fewer were observed, or if a crop of many tokens leaves fewer.
         kernel: keys that a vote is spread over, an odd number.
-        once: False: whenever the cache is over its budget instead, as the other policies do.
+        once: False: evict whenever the cache is over its budget, as the other policies do.
 
     >>> SnapKV(1024, kernel=7)
     SnapKV(budget=1024, sinks=4, every=1, window=32, kernel=7, once=True)
@@ -132,17 +132,17 @@ class SnapKV(Eviction):
     def last(self, kept: int) -> int:
         return self.window
 
-    def start(self) -> "Tally[SnapKV]":
-        return _Votes(self)
+    def start(self) -> "EvictionState[SnapKV]":
+        return _VoteState(self)
 
 
-class _Votes(Recalling[SnapKV]):
+class _VoteState(RecentQueries[SnapKV]):
     def __init__(self, policy: SnapKV) -> None:
         super().__init__(policy)
         self.need = policy.window
         self._tokens = 0
         self._prompt: int | None = None
-        """So many of the tokens are the prompt's; None: it is not over."""
+        """Tokens of the prompt; None: it may go on."""
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
         if self._prompt is None and self._tokens and self._is_step(k.shape[2]):
@@ -161,12 +161,12 @@ class _Votes(Recalling[SnapKV]):
         return super().choose(store, coming)
 
     def _is_step(self, tokens: int) -> bool:
-        """Whether so many tokens are generated ones, and no chunk of a prompt."""
+        """Whether an append of this many tokens is a decode step, and not a chunk of a prompt."""
         return 0 < tokens < max(2, self.need)
 
-    def take(self, asked: Asked, store: Store) -> None:
+    def add(self, window: QueryWindow, store: Store) -> None:
         if not self.policy.once or self._prompt is None:
-            super().take(asked, store)
+            super().add(window, store)
 
     def scores(self, store: Store) -> Tensor:
         before = self.votes(store)[:, :, : -self.need]
@@ -174,8 +174,8 @@ class _Votes(Recalling[SnapKV]):
         return pad(pooled, (0, self.need))
 
     def keep(self, index: Tensor) -> None:
-        asked, gone = self.asked, self.heard - index.shape[2]
+        windows, evicted = self.windows, self.observed - index.shape[2]
         super().keep(index)
         self._tokens = index.shape[2]
-        if not self.policy.once:  # the window stays, so its queries have a vote the next time; a mask speaks of places
-            self.asked = [one.moved(gone) for one in latest(asked, self.need) if one.mask is None]
+        if not self.policy.once:  # the window's tokens stay, so its queries vote again; a mask has the old indices
+            self.windows = [w.shifted(evicted) for w in last_queries(windows, self.need) if w.mask is None]

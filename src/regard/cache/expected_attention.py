@@ -1,7 +1,7 @@
-"""Eviction by the attention that future queries are expected to give. See `evict.py` for what policies share.
+"""Eviction by the attention expected from future queries. See `evict.py` for what policies share.
 
-The scores of queries that are normally distributed are so as well, so the mean of their exponentials has a closed form
-(the moment generating function), and no future query need be known:
+If queries are normally distributed, so are their scores, and the mean of the exponentials of scores has a closed form
+(the moment generating function). So no future query is needed:
 
     E[exp(scale q . k)] = exp(scale mu . k + scale^2 / 2 k' Sigma k)        for q ~ N(mu, Sigma)
 """
@@ -12,63 +12,63 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.column_sums import TILE, Asked
-from regard.cache.evict import Eviction, Tally, check_bool, check_whole, norms
-from regard.cache.hearing import Folding
+from regard.cache.column_sums import TILE, QueryWindow
+from regard.cache.evict import Eviction, EvictionState, check_bool, check_whole, norms
+from regard.cache.query_observer import QueryAccumulator
 from regard.cache.store import Store
 from regard.describe.mask import Mask
 from regard.describe.position import Rope
 from regard.errors import ProblemError
 
 CHUNK = 1024
-"""Queries whose moments are taken at once."""
+"""Queries whose moments are computed at once."""
 
 AHEAD = 32
-"""Positions whose turns are added at once: 512 KiB for 64 dimensions, where 512 would take 8 MiB at every step."""
+"""Positions whose rotations are summed at once: 512 KiB for 64 dimensions; 512 would take 8 MiB at every step."""
 
 
 class Moments(NamedTuple):
-    """How queries lie: their number, their mean, and their covariance times their number, per query head.
+    """The distribution of queries per query head: count, mean, and covariance times count.
 
     Attributes:
-        number: [batch, heads, 1].
+        count: [batch, heads, 1].
         mean: [batch, heads, qk_dim].
-        spread: [batch, heads, qk_dim, qk_dim].
+        scatter: [batch, heads, qk_dim, qk_dim].
     """
 
-    number: Tensor
+    count: Tensor
     mean: Tensor
-    spread: Tensor
+    scatter: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, counts: Tensor) -> "Moments":
-        """Of queries [batch, heads, queries, qk_dim], those that count: broadcasts to [batch, heads, queries]."""
-        weights = counts.to(q.dtype).expand(q.shape[:3])[..., None]
+    def of(cls, q: Tensor, chosen: Tensor) -> "Moments":
+        """The moments of chosen queries, q [batch, heads, queries, qk_dim]; `chosen` broadcasts to all but the last."""
+        weights = chosen.to(q.dtype).expand(q.shape[:3])[..., None]
         count = weights.sum(2)
         mean = (q * weights).sum(2) / count.clamp_min(1)
-        apart = (q - mean[:, :, None]) * weights
-        return cls(count, mean, apart.mT @ apart)
+        centred = (q - mean[:, :, None]) * weights
+        return cls(count, mean, centred.mT @ centred)
 
     def __or__(self, other: "Moments") -> "Moments":
-        """Of both sets of queries. Chan et al. 1979, Updating formulae, STAN-CS-79-773."""
-        count = self.number + other.number
-        share = other.number / count.clamp_min(1)
-        apart = other.mean - self.mean
-        cross = (apart * (self.number * share))[..., None] * apart[..., None, :]
-        return Moments(count, self.mean + apart * share, self.spread + other.spread + cross)
+        """The moments of both sets of queries together. Chan et al. 1979, Updating formulae, STAN-CS-79-773."""
+        count = self.count + other.count
+        share = other.count / count.clamp_min(1)
+        difference = other.mean - self.mean
+        cross = (difference * (self.count * share))[..., None] * difference[..., None, :]
+        return Moments(count, self.mean + difference * share, self.scatter + other.scatter + cross)
 
     @property
     def covariance(self) -> Tensor:
         """[batch, heads, qk_dim, qk_dim]."""
-        return self.spread / self.number.clamp_min(1)[..., None]
+        return self.scatter / self.count.clamp_min(1)[..., None]
 
-    def turned(self, turn: Tensor) -> "Moments":
-        """Of the queries times a matrix, `q @ turn`: [qk_dim, qk_dim]."""
-        return Moments(self.number, self.mean @ turn, turn.mT @ self.spread @ turn)
+    def multiplied(self, matrix: Tensor) -> "Moments":
+        """The moments of the queries times a matrix [qk_dim, qk_dim], `q @ matrix`."""
+        return Moments(self.count, self.mean @ matrix, matrix.mT @ self.scatter @ matrix)
 
 
 def expected_scores(moments: Moments, k: Tensor, scale: float) -> Tensor:
-    """The log of the mean of `exp(scale * q . k)` over queries q that are normally distributed.
+    """The log of the mean of `exp(scale * q . k)` over normally distributed queries q.
 
     Args:
         moments: of the queries of each head.
@@ -96,26 +96,26 @@ def expected_scores(moments: Moments, k: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpectedAttention(Eviction):
-    """The keys of the most expected attention, times the norm of values. Devoto et al. 2025, arXiv:2510.00636.
+    """The keys with the highest expected attention times norm of the value. Devoto et al. 2025, arXiv:2510.00636.
 
         z[j] = exp(mu . k[j] / sqrt(d) + k[j]' Sigma k[j] / 2d),   score[j] = z[j] / sum z * |v[j]|
 
-    mu and Sigma are the mean and covariance of the queries that were observed, per query head, those of the sinks and
-    of padding left out, and `score` is the mean over the heads that share a key head. Where we differ from the paper:
-    the norm is that of the value itself and not of its projection by W_o, which a cache does not know.
+    mu and Sigma are the mean and covariance of the observed queries, per query head, without those of sinks and of
+    padding. `score` is the mean over the query heads that share a key head. A difference from the paper: the norm is
+    that of the value itself and not of its projection by W_o, which a cache does not know.
 
-    The paper takes the queries before their rotation and turns their moments by the mean rotation of the next `future`
-    positions; give `rope` for that, and the queries are turned back first. With rope=None the queries count as they
-    came, at the positions that they had: what turns fast averages out all the same, and what turns slowly is taken to
-    stay where it was. `regard_cache` and the models of `regard.nn` give theirs.
+    The paper takes the queries before their rotary embedding, and multiplies their moments by the mean rotation of the
+    next `future` positions. With `rope` this is done, after the rotation of the queries is undone. With rope=None the
+    queries count at the positions that they had: channels that rotate fast average out all the same, and channels that
+    rotate slowly are assumed not to move. `regard_cache` and the models of `regard.nn` pass their rope.
 
-    It costs 2 qk_dim^2 multiplications per key and query head whenever it evicts, so choose `every` of 32 or more.
+    It costs 2 qk_dim^2 multiplications per key and query head at each eviction, so choose `every` of 32 or more.
 
     Args:
-        recent: so many of the last tokens always stay; the paper keeps none.
+        recent: how many of the last tokens always stay; the paper keeps none.
         values: whether scores are multiplied by the norms of the values.
-        rope: what queries and keys were rotated by, token i of the sequence at position i.
-        future: positions that are looked ahead, with `rope`.
+        rope: the rotary embedding of queries and keys, token i of the sequence at position i.
+        future: how many future positions are averaged over, with `rope`.
 
     >>> ExpectedAttention(1024, every=32)
     ExpectedAttention(budget=1024, sinks=4, every=32, recent=0, values=True, rope=None, future=512)
@@ -135,19 +135,19 @@ class ExpectedAttention(Eviction):
         scaling = None if self.rope is None else self.rope.scaling
         if scaling is not None and scaling.looks_at_length():
             raise ProblemError(
-                f"ExpectedAttention(rope={self.rope!r}): {type(scaling).__name__} turns a query by the length that the "
-                "sequence had then, so queries cannot be turned back: rope=None takes them as they came."
+                f"ExpectedAttention(rope={self.rope!r}): {type(scaling).__name__} depends on the length that "
+                "the sequence had, so the rotation of queries cannot be undone: take rope=None."
             )
         super().__post_init__()
 
     def last(self, kept: int) -> int:
         return self.recent
 
-    def start(self) -> "Tally[ExpectedAttention]":
-        return _Expected(self)
+    def start(self) -> "EvictionState[ExpectedAttention]":
+        return _ExpectedState(self)
 
 
-class _Expected(Folding[ExpectedAttention]):
+class _ExpectedState(QueryAccumulator[ExpectedAttention]):
     def __init__(self, policy: ExpectedAttention) -> None:
         super().__init__(policy)
         self._moments: Moments | None = None
@@ -160,32 +160,32 @@ class _Expected(Folding[ExpectedAttention]):
     def observe(self, q: Tensor, store: Store, mask: Mask | None, scale: float | None) -> None:
         rope = self.policy.rope
         if rope is not None and rope.dim != q.shape[3]:
-            raise ProblemError(f"queries have {q.shape[3]} dimensions and {self.policy!r} turns {rope.dim}.")
+            raise ProblemError(f"queries have {q.shape[3]} dimensions, and {self.policy!r} rotates {rope.dim}.")
         super().observe(q, store, mask, scale)
 
-    def fold(self, asked: list[Asked], store: Store) -> None:
-        for one in asked:
-            self._scale = one.scale
-            for start in range(0, one.queries, CHUNK):
-                new = self._of(one.between(start, min(start + CHUNK, one.queries)))
+    def accumulate(self, windows: list[QueryWindow], store: Store) -> None:
+        for window in windows:
+            self._scale = window.scale
+            for start in range(0, window.queries, CHUNK):
+                new = self._moments_of(window.between(start, min(start + CHUNK, window.queries)))
                 self._moments = new if self._moments is None else self._moments | new
 
-    def _of(self, asked: Asked) -> Moments:
-        q = asked.q.to(torch.float64 if asked.q.dtype == torch.float64 else torch.float32)
-        places = torch.arange(asked.queries, device=q.device) + (asked.forgotten + asked.first)
-        counts = asked.is_text() & (places >= self.policy.sinks)
-        return Moments.of(q if self.policy.rope is None else _turned_back(q, places, self.policy.rope), counts)
+    def _moments_of(self, window: QueryWindow) -> Moments:
+        q = window.q.to(torch.float64 if window.q.dtype == torch.float64 else torch.float32)
+        positions = torch.arange(window.queries, device=q.device) + (window.evicted + window.first)
+        chosen = window.is_not_padding() & (positions >= self.policy.sinks)
+        return Moments.of(q if self.policy.rope is None else _unrotate(q, positions, self.policy.rope), chosen)
 
     def scores(self, store: Store) -> Tensor:
-        self.check_heard(store)
-        self.settle(store)
+        self.check_observed(store)
+        self.flush(store)
         assert self._moments is not None
         moments, rope, sinks = self._moments, self.policy.rope, self.policy.sinks
         if rope is not None:
-            moments = moments.turned(_mean_turn(rope, store.tokens_seen, self.policy.future, moments.mean))
+            moments = moments.multiplied(_mean_rotation(rope, store.tokens_seen, self.policy.future, moments.mean))
         scores = expected_scores(moments, store.keys()[:, :, sinks:], self._scale).softmax(-1).mean(2)
         if self.policy.values:
-            scores = scores * self.numbers[:, :, sinks:]
+            scores = scores * self.values[:, :, sinks:]
         return torch.nn.functional.pad(scores, (sinks, 0))
 
     def select(self, rows: Tensor) -> None:
@@ -194,15 +194,15 @@ class _Expected(Folding[ExpectedAttention]):
             self._moments = Moments(*(t[rows] for t in self._moments))
 
 
-def _turned_back(q: Tensor, places: Tensor, rope: Rope) -> Tensor:
-    """Queries before their rotation. Turning by -p is the inverse, but for the factor, which is multiplied in twice."""
-    back = rope.rotate(q, -places)
+def _unrotate(q: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Queries before their rotation, by a rotation to -position. It applies the attention factor a second time."""
+    back = rope.rotate(q, -positions)
     factor = rope.attention_factor() ** 2
     return back if factor == 1 else torch.cat([back[..., : rope.rotated] / factor, back[..., rope.rotated :]], dim=-1)
 
 
-def _mean_turn(rope: Rope, first: int, future: int, like: Tensor) -> Tensor:
-    """The mean over the next positions of the matrix that turns queries, `q @ turn`: [qk_dim, qk_dim]."""
+def _mean_rotation(rope: Rope, first: int, future: int, like: Tensor) -> Tensor:
+    """The mean over the next positions of the matrix that rotates queries, `q @ matrix`: [qk_dim, qk_dim]."""
     eye = torch.eye(rope.dim, dtype=like.dtype, device=like.device)[None, :, None]
     total = torch.zeros(rope.dim, rope.dim, dtype=like.dtype, device=like.device)
     for start in range(0, future, AHEAD):  # rows of eye are heads, copies of a row are tokens

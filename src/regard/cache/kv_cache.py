@@ -1,7 +1,7 @@
-"""`KVCache`: one layer's keys and values, kept in any layout, by any codec, under any policy of forgetting.
+"""`KVCache`: the keys and values of one attention layer, in any layout, with any codec and any eviction policy.
 
-It checks what comes in and leaves the keeping to a store (`store.py`), so that every store may trust what it gets, and
-whatever is refused changes nothing.
+It checks every argument and passes it on to a store (`store.py`), so a store may rely on what it receives, and a call
+that is refused changes nothing.
 """
 
 import copy
@@ -11,42 +11,48 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache.check import check_words, fits, formed, refuse, resolved
-from regard.cache.store import CachedTensor, Policy, Store, Watch, check_has_data, describe_tensor, store_for
+from regard.cache.check import check_fits, check_inference, check_options, fits, form_of, resolve_keys
+from regard.cache.dense import DenseStore
+from regard.cache.latent import LatentStore
+from regard.cache.paged import PagedStore, check_paged
+from regard.cache.quantised import QuantisedStore
+from regard.cache.rolling import RollingCodes, RollingStore
+from regard.cache.store import CachedTensor, Form, Policy, PolicyState, Store, check_has_data, describe_tensor
 from regard.describe.mask import Mask
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
-from regard.storage.stored import Contiguous, Layout, Rolling
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 
 
 class KVCache:
-    """One layer's keys and values, as many as came so far or as the layout keeps.
+    """The keys and values of one layer.
 
-    Append what a step adds, and attend to all that comes back; `attend` with `offset=None` puts the queries at the
-    last keys, which is where they stand:
+    Append the keys and values of new tokens, and attend to everything that comes back. With `offset=None`, `attend`
+    puts the queries at the last keys, which is their position:
 
     >>> import torch
     >>> from regard import Causal, attend
     >>> q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     >>> cache, out = KVCache(), []
-    >>> for step in (slice(0, 3), slice(3, 4), slice(4, 5)):  # a prompt of three tokens, then one at a time
+    >>> for step in (slice(0, 3), slice(3, 4), slice(4, 5)):  # prefill of three tokens, then decode one at a time
     ...     keys, values = cache.append(k[:, :, step], v[:, :, step])
     ...     out.append(attend(q[:, :, step], keys, values, mask=Causal()))
     >>> torch.equal(torch.cat(out, dim=2), attend(q, k, v, mask=Causal()))
     True
     >>> cache
-    KVCache(5 tokens, k [1, 2, 5, 8], v [1, 2, 5, 8], float32: 640 bytes, 8,192 held)
+    KVCache(5 tokens, k [1, 2, 5, 8], v [1, 2, 5, 8], float32: 640 bytes, 8,192 allocated)
 
-    Keys with a position are stored turned to it.
+    Keys with a rotary embedding are stored rotated.
 
     Args:
-        layout: how tokens lie: `Contiguous`, `Rolling`, `Paged`, `Latent`.
-        codec: how numbers are written: `Int8`, `Int4`, `Fp8`, or a float type; None: the type that they come in.
-        evict: which tokens are forgotten when there are more than its budget (`regard.cache.evict`); None: none.
+        layout: how tokens are arranged in memory: `Contiguous`, `Rolling`, `Paged`, `Latent`; None: `Contiguous()`.
+        codec: how elements are stored: `Int8`, `Int4`, `Fp8`, or a float type; None: the type of the first tokens.
+        evict: which tokens are evicted when there are more than its budget (`regard.cache.evict`); None: none.
 
     Raises:
-        ProblemError: no such word, or words that do not go together.
+        ProblemError: not a layout, codec or policy, or three that do not work together.
 
     >>> from regard.storage.codec import Int8
     >>> from regard.storage.stored import Rolling
@@ -59,105 +65,102 @@ class KVCache:
         self, layout: Layout | None = None, codec: Codec | torch.dtype | None = None, evict: Policy | None = None
     ) -> None:
         self.layout, self.codec, self.evict = Contiguous() if layout is None else layout, codec, evict
-        check_words(self.layout, codec, evict)
-        self._written = resolved(codec, evict)
-        self._is_turned = isinstance(codec, Codec) and codec.rotate
+        check_options(self.layout, codec, evict)
+        self._stored_as = resolve_keys(codec, evict)
+        if isinstance(self.layout, Paged):
+            check_paged(self.layout, self._stored_as)
+        self._is_rotated = isinstance(codec, Codec) and codec.rotate
         self._store: Store | None = None
-        self._watch: Watch | None = None
-        self._least = 0
+        self._policy_state: PolicyState | None = None
+        self._min_crop = 0
 
     @property
     def tokens(self) -> int:
-        """How many tokens are kept."""
+        """How many tokens are stored."""
         return 0 if self._store is None else self._store.tokens
 
     @property
     def tokens_seen(self) -> int:
-        """How many tokens were ever appended, and not cropped: the position of the next one."""
+        """How many tokens were appended and not cropped, evicted ones included: the position of the next token."""
         return 0 if self._store is None else self._store.tokens_seen
 
     @property
     def bytes(self) -> int:
-        """Bytes of what is stored, scales included."""
+        """Bytes of the stored tokens, scales included."""
         return 0 if self._store is None else self._store.bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory that are held for it, room for tokens to come included."""
+        """Bytes of allocated memory, space for later tokens included."""
         return 0 if self._store is None else self._store.allocated_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of every row as it came, before any codec; 0 before the first."""
+        """Bytes of one token of every row before any codec; 0 before the first token."""
         form = None if self._store is None else self._store.form
         return 0 if form is None else form.batch * form.kv_heads * sum(form.dims) * form.dtype.itemsize
 
     @property
     def min_crop(self) -> int:
-        """The fewest tokens that `crop` can leave, but for 0, which is `reset`: `Rolling` and policies forget for good.
+        """The fewest tokens that `crop` can leave, except 0, which is `reset`: `Rolling` and policies evict for good.
 
         >>> cache = KVCache(Rolling(window=4, sinks=1))
         >>> for count in (7, 1):
         ...     _ = cache.append(torch.randn(1, 2, count, 8), torch.randn(1, 2, count, 8))
-        >>> cache.tokens_seen, cache.min_crop  # a query behind 7 tokens sees 3 of them, and those are there
+        >>> cache.tokens_seen, cache.min_crop  # a query after 7 tokens sees 3 of them, and those are stored
         (8, 7)
         """
-        return 0 if self._store is None else max(self._least, self._store.min_crop)
+        return 0 if self._store is None else max(self._min_crop, self._store.min_crop)
 
     def keys_after(self, tokens: int) -> int:
-        """How many keys the next `append` of so many tokens hands out, its own included.
+        """How many keys the next `append` of `tokens` tokens returns, its own included.
 
-        Where a policy forgets, as many as if it forgot nothing.
+        With a policy, as many as if it evicted nothing.
 
         >>> cache = KVCache(Rolling(window=4, sinks=1))
         >>> _ = cache.append(torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8))
         >>> cache.tokens, cache.keys_after(1), cache.keys_after(2)
         (7, 4, 5)
         """
-        kept = self.tokens
+        stored = self.tokens
         if tokens and isinstance(self.layout, Rolling):
-            kept = min(kept, self.layout.window - 1)
-        return kept + tokens
+            stored = min(stored, self.layout.window - 1)
+        return stored + tokens
 
     def append(
         self,
         k: Float[Tensor, "batch kv_heads tokens qk_dim"],
         v: Float[Tensor, "batch kv_heads tokens v_dim"] | None = None,
     ) -> tuple[CachedTensor, CachedTensor]:
-        """Store the keys and values of new tokens; all that are kept come back, for `attend`.
+        """Store the keys and values of new tokens; returns all stored keys and values, for `attend`.
 
         Returns views where a strided tensor can describe the storage, else `StoredTensor` handles. They are valid until
         the next call of a method that changes the cache.
 
         Args:
             k: [batch, kv_heads, tokens, qk_dim]; tokens may be 0, to read what is stored.
-            v: [batch, kv_heads, tokens, v_dim]; None with `Latent` alone, whose values are a part of its keys.
+            v: [batch, kv_heads, tokens, v_dim]; None only with `Latent`, whose values are a part of its keys.
 
         Raises:
-            ProblemError: shapes, type or device that do not belong together or to what is stored; no room; or tensors
-                that gradients would flow to, for a cache serves inference: writing in place would break the graph of
-                the steps before.
+            ProblemError: shapes, dtypes or devices that do not fit one another or what is stored; a fixed capacity or
+                a pool that is full; or tensors that require gradients: a cache is for inference.
         """
         store = self._store
         if store is None:
-            store = store_for(self.layout, self._written, formed(self.layout, k, v))
+            store = _store_for(self.layout, self._stored_as, form_of(k, v, self.layout))
         elif not fits(k, v, store.form):
-            refuse(k, v, store, self.layout)
-        if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
-            raise ProblemError(
-                "keys or values that gradients flow to were appended to a cache, which serves inference: run under "
-                "torch.no_grad() or torch.inference_mode(), or train without a cache on the whole sequence."
-            )
-        if self._watch is not None and k.shape[2]:
-            self._forget(store, self._watch, k.shape[2])
-        if self._is_turned:
+            check_fits(k, v, store, self.layout)
+        check_inference(k, v, "cache")
+        if self._policy_state is not None and k.shape[2]:
+            self._evict(store, self._policy_state, k.shape[2])
+        if self._is_rotated:
             k, v = hadamard(k), None if v is None else hadamard(v)
-        found = store.append(k, v)
+        cached = store.append(k, v)
         if self._store is None:
-            self._store, self._watch = store, None if self.evict is None else self.evict.start()
-        if self._watch is not None:
-            self._watch.append(k, v)
-        return found
+            self._store, self._policy_state = store, None if self.evict is None else self.evict.start()
+        if self._policy_state is not None:
+            self._policy_state.append(k, v)
+        return cached
 
     def observe(
         self,
@@ -165,18 +168,13 @@ class KVCache:
         mask: Mask | None = None,
         scale: float | None = None,
     ) -> None:
-        """Show a policy of forgetting the queries of this step, as they went to `attend`; others need none.
-
-        Args:
-            q: [batch, heads, queries, qk_dim], those of the tokens that were appended last.
-            mask: as `attend` had it; None: `Causal()`.
-            scale: of the scores; None for `qk_dim ** -0.5`.
+        """Show a policy the queries of this step as they went to `attend`. Without a policy it does nothing.
 
         Raises:
             ProblemError: queries that do not fit what is stored.
         """
         store = self._store
-        if self._watch is None or store is None:
+        if self._policy_state is None or store is None:
             return
         form = store.form
         if not isinstance(cast(object, q), Tensor):
@@ -186,16 +184,16 @@ class KVCache:
                 f"q is {describe_tensor(q)}, and the cache stores keys [{form.batch}, {form.kv_heads}, tokens, "
                 f"{form.qk_dim}]: expected queries with the same batch size and dim, and a whole multiple of its heads."
             )
-        self._watch.observe(q.detach(), store, mask, scale)
+        self._policy_state.observe(q.detach(), store, mask, scale)
 
     def forget(self) -> None:
-        """Forget at once what the policy would forget before the next token, and give its memory back.
+        """Evict now what the policy would evict before the next token, and free its memory.
 
-        To be called when `attend` has read what the last `append` gave, and `observe` was told: so of a model's layers
-        one at a time holds a prompt whole. Without a policy, or within its budget, nothing happens.
+        Call it after `attend` has read the result of the last `append` and `observe` has its queries: then only one
+        layer of a model at a time stores a whole prompt. Without a policy, or within its budget, it does nothing.
 
         Raises:
-            ProblemError: the policy goes by queries, and did not see those of the last tokens.
+            ProblemError: the policy needs queries, and did not see those of the last tokens.
 
         >>> from regard.cache import SinksAndRecent
         >>> cache = KVCache(evict=SinksAndRecent(8))
@@ -203,20 +201,20 @@ class KVCache:
         >>> cache.forget()
         >>> cache
         KVCache(SinksAndRecent(budget=8, sinks=4, every=1), 8 tokens of 50, k [1, 2, 8, 8], v [1, 2, 8, 8], float32:
-                1,024 bytes, 8,192 held)
+                1,024 bytes, 8,192 allocated)
         """
-        if self._watch is not None and self._store is not None:
-            self._forget(self._store, self._watch, 1)
+        if self._policy_state is not None and self._store is not None:
+            self._evict(self._store, self._policy_state, 1)
 
     def crop(self, tokens: int) -> None:
-        """Forget all but the first `tokens` of all that were seen: a call that failed, drafts that were not accepted.
+        """Remove all but the first `tokens` of all tokens that were seen, for example drafts that were not accepted.
 
-        What was given out of the others before is written over by what comes next.
+        The next append may overwrite tensors and handles that `append` returned before.
 
         Raises:
-            ProblemError: fewer were seen; or what the next token would look back on is no longer there: `Rolling` and
-                policies forget for good (`least`).
+            ProblemError: fewer tokens were seen; or tokens that are visible after the crop were evicted (`min_crop`).
         """
+        tokens = whole(tokens, "the argument of crop")
         self.check_crop(tokens)
         store = self._store
         if store is None or tokens == self.tokens_seen:
@@ -225,80 +223,97 @@ class KVCache:
             self.reset()
             return
         store.crop(tokens)
-        if self._watch is not None:
-            self._watch.crop(store.tokens)
+        if self._policy_state is not None:
+            self._policy_state.crop(store.tokens)
 
     def check_crop(self, tokens: int) -> None:
         """Raise what `crop(tokens)` would raise, and change nothing."""
-        seen, least = self.tokens_seen, self.min_crop
-        if not isinstance(cast(object, tokens), int) or isinstance(tokens, bool) or not 0 <= tokens <= seen:
+        seen, min_crop = self.tokens_seen, self.min_crop
+        tokens = whole(tokens, "the argument of crop")
+        if not 0 <= tokens <= seen:
             raise ProblemError(f"crop({tokens!r}): expected a number from 0 to the {seen} tokens that were seen.")
-        if 0 < tokens < least:
-            word = "the policy" if self.evict is not None else repr(self.layout)
+        if 0 < tokens < min_crop:
+            owner = "the policy" if self.evict is not None else repr(self.layout)
             raise ProblemError(
-                f"crop({tokens}): expected a number from {least} to the {seen} tokens that were seen: of the tokens "
-                f"that the next token would look back on, some were forgotten by {word}. Start anew with reset()."
+                f"crop({tokens}): expected a number from {min_crop} to the {seen} tokens that were seen: some tokens "
+                f"visible to the next token were evicted by {owner}. Start anew with reset()."
             )
 
     def reset(self) -> None:
-        """Forget everything; the next `append` may be of other sizes."""
+        """Remove everything; the next `append` may have other sizes."""
         if self._store is not None:
             self._store.reset()
-        self._store, self._watch, self._least = None, None, 0
+        self._store, self._policy_state, self._min_crop = None, None, 0
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Make batch row i what row `rows[i]` is now: beams in a new order, or rows repeated or left out.
+        """Make batch row i a copy of row `rows[i]`: beams in a new order, or rows repeated or left out.
 
         Args:
-            rows: int64 [batch to be].
+            rows: int64 [new batch].
 
         Raises:
-            ProblemError: no such rows.
+            ProblemError: rows that do not exist.
         """
         store = self._store
         batch = None if store is None else store.form.batch
         if not isinstance(cast(object, rows), Tensor) or rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
             what = describe_tensor(rows) if isinstance(cast(object, rows), Tensor) else repr(rows)
-            raise ProblemError(f"select({what}): expected the numbers of batch rows, int64 [batch to be].")
+            raise ProblemError(f"select({what}): expected the indices of batch rows, int64 [new batch].")
         if store is None or batch is None:
             return
         check_has_data(rows, "select")
         if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= batch:
-            raise ProblemError(f"select({rows.tolist()}): expected numbers of the batch rows 0 to {batch - 1}.")
+            raise ProblemError(f"select({rows.tolist()}): expected indices of the batch rows 0 to {batch - 1}.")
         rows = rows.to(store.form.device, torch.int64)
         store.select(rows)
-        if self._watch is not None:
-            self._watch.select(rows)
+        if self._policy_state is not None:
+            self._policy_state.select(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """A cache of its own under the same words. A pool in them is shared, and its pages are copied on write."""
+        """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""
         other = KVCache(self.layout, self.codec, self.evict)
-        other._store, other._watch = copy.deepcopy((self._store, self._watch), memo)
-        other._least = self._least
+        other._store, other._policy_state = copy.deepcopy((self._store, self._policy_state), memo)
+        other._min_crop = self._min_crop
         return other
 
     def __repr__(self) -> str:
-        words = [] if self.layout == Contiguous() else [repr(self.layout)]
-        words += [] if self.codec is None else [str(self.codec).removeprefix("torch.")]
-        words += [] if self.evict is None else [repr(self.evict)]
-        words.append(
-            f"{self.tokens:,} tokens" + (f" of {self.tokens_seen:,}" if self.tokens != self.tokens_seen else "")
-        )
+        texts = [] if self.layout == Contiguous() else [repr(self.layout)]
+        texts += [] if self.codec is None else [str(self.codec).removeprefix("torch.")]
+        texts += [] if self.evict is None else [repr(self.evict)]
+        seen = f" of {self.tokens_seen:,}" if self.tokens != self.tokens_seen else ""
+        texts.append(f"{self.tokens:,} tokens{seen}")
         if self._store is None:
-            return f"KVCache({', '.join(words)})"
+            return f"KVCache({', '.join(texts)})"
         form = self._store.form
         sides = zip("kv", form.dims, strict=False)
-        words += [f"{name} {[form.batch, form.kv_heads, self.tokens, dim]}" for name, dim in sides if dim]
-        words.append(str(form.dtype).removeprefix("torch."))
-        return f"KVCache({', '.join(words)}: {self.bytes:,} bytes, {self.allocated_bytes:,} held)"
+        texts += [f"{name} {[form.batch, form.kv_heads, self.tokens, dim]}" for name, dim in sides if dim]
+        texts.append(str(form.dtype).removeprefix("torch."))
+        return f"KVCache({', '.join(texts)}: {self.bytes:,} bytes, {self.allocated_bytes:,} allocated)"
 
-    def _forget(self, store: Store, watch: Watch, coming: int) -> None:
+    def _evict(self, store: Store, state: PolicyState, coming: int) -> None:
         assert self.evict is not None
         if store.tokens <= self.evict.budget:
             return
-        index = watch.choose(store, coming)
+        index = state.choose(store, coming)
         if index is None:
             return
         store.keep(index)
-        watch.keep(index)
-        self._least = max(self._least, store.tokens_seen - (self.evict.recent or 0))
+        state.keep(index)
+        self._min_crop = max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
+
+
+def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) -> Store:
+    """An empty store of this layout."""
+    match layout:
+        case Paged():
+            return PagedStore(layout, codec, form)
+        case Latent():
+            return LatentStore(layout, codec, form)
+        case Rolling():
+            return RollingCodes(layout, codec, form) if isinstance(codec, Codec) else RollingStore(layout, codec, form)
+        case Contiguous():
+            return QuantisedStore(layout, codec, form) if isinstance(codec, Codec) else DenseStore(layout, codec, form)
+        case _:
+            raise ProblemError(
+                f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank)."
+            )

@@ -1,151 +1,152 @@
-"""Pages by number: who holds them, what stands in those that nobody holds, and which goes first when one is needed.
+"""The page allocator: which pages are in use and by how many sequences, and which free page is taken next.
 
-A page that no sequence holds is spare. If the tokens in it are known it can still be found, by the next prompt that
-begins alike, until it is taken for something else; those without names go first, then the one that was given up
-longest ago. Pages: Kwon et al. 2023, arXiv:2309.06180, §4. They are found in a tree of token ids, where what is equal
-is compared and not only hashed: SGLang, Zheng et al. 2024, arXiv:2312.07104, §3.
+Pages are the blocks of PagedAttention: Kwon et al. 2023, arXiv:2309.06180, §4. A page that no sequence refers to is
+free. If the tokens in a free page are known, the next prompt that begins with them can still find it, until the page is
+allocated for other tokens. Free pages without known tokens are allocated first, then the page that was released longest
+ago. Known pages are found in a tree of token ids, which compares ids and not only their hashes: SGLang, Zheng et al.
+2024, arXiv:2312.07104, §3.
 """
 
 from collections import OrderedDict
 
 
 class Page:
-    """Room for some tokens of one sequence, or of several that have the same tokens up to there.
+    """Memory for the tokens of one sequence, or of several sequences that have the same tokens up to there.
 
     Attributes:
-        home: the pages that it is one of.
-        number: which of them, from 0: where it lies in memory.
-        holders: how many sequences hold it; 0: it is spare.
-        prefix: the tokens in it, and all before them, where they are known.
-        twin: the page of the other form that holds the same tokens.
+        allocator: the allocator that it belongs to.
+        index: its index in the allocator and in memory, from 0.
+        references: how many sequences refer to it; 0: it is free.
+        node: its token ids and those of all pages before it, where they are known.
+        twin: the page with the same tokens in the other form (plain or codes), if there is one.
     """
 
-    __slots__ = ("holders", "home", "number", "prefix", "twin")
+    __slots__ = ("allocator", "index", "node", "references", "twin")
 
-    def __init__(self, home: "Pages", number: int) -> None:
-        self.home, self.number, self.holders = home, number, 0
-        self.prefix: Prefix | None = None
+    def __init__(self, allocator: "PageAllocator", index: int) -> None:
+        self.allocator, self.index, self.references = allocator, index, 0
+        self.node: PrefixNode | None = None
         self.twin: Page | None = None
 
-    def forget(self) -> None:
-        """What stood in it will be written over: nobody may find it any more."""
+    def invalidate(self) -> None:
+        """Make the page impossible to find, because its content will be overwritten."""
         if self.twin is not None:
             self.twin.twin = self.twin = None
-        if self.prefix is not None:
-            self.prefix.remove(self)
+        if self.node is not None:
+            self.node.remove(self)
 
     def __repr__(self) -> str:
-        return f"Page({self.number}, held by {self.holders})"
+        return f"Page({self.index}, {self.references} references)"
 
 
-class Prefix:
-    """A node of the tree of what is known: the ids of one page's tokens, behind those of its parent.
+class PrefixNode:
+    """A node in the tree of known token prefixes: the ids of one page, after the ids of its parent.
 
     Attributes:
-        later: the nodes behind it, by the ids of their tokens.
-        pages: where the tokens are to be found, one page of each form.
+        children: the nodes after this one, by their ids.
+        pages: the pages that store these tokens, one per allocator (plain, codes).
     """
 
-    __slots__ = ("ids", "later", "pages", "parent")
+    __slots__ = ("children", "ids", "pages", "parent")
 
-    def __init__(self, parent: "Prefix | None" = None, ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, parent: "PrefixNode | None" = None, ids: tuple[int, ...] = ()) -> None:
         self.parent, self.ids = parent, ids
-        self.later: dict[tuple[int, ...], Prefix] = {}
-        self.pages: dict[Pages, Page] = {}
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.pages: dict[PageAllocator, Page] = {}
 
     @property
-    def is_linked(self) -> bool:
-        """Whether it can be reached from the root: nodes that hold no page and lead to none are cut off."""
-        return self.parent is None or self.parent.later.get(self.ids) is self
+    def is_reachable(self) -> bool:
+        """Whether the node can be reached from the root: `prune` cuts off nodes that lead to no page."""
+        return self.parent is None or self.parent.children.get(self.ids) is self
 
-    def after(self, ids: tuple[int, ...]) -> "Prefix":
-        """The node of these ids behind this one, made if it is missing."""
-        found = self.later.get(ids)
-        if found is None:
-            found = self.later[ids] = Prefix(self, ids)
-        return found
+    def child(self, ids: tuple[int, ...]) -> "PrefixNode":
+        """The child with these ids; it is created if it is missing."""
+        child = self.children.get(ids)
+        if child is None:
+            child = self.children[ids] = PrefixNode(self, ids)
+        return child
 
     def add(self, page: Page) -> None:
-        """This page holds the tokens; the first that does is the one to be found."""
-        if page.prefix is None and page.home not in self.pages:
-            self.pages[page.home], page.prefix = page, self
+        """Record that the page stores these tokens; the first such page of an allocator is the one that is found."""
+        if page.node is None and page.allocator not in self.pages:
+            self.pages[page.allocator], page.node = page, self
 
     def remove(self, page: Page) -> None:
-        """This page holds them no longer."""
-        del self.pages[page.home]
-        page.prefix = None
+        """Record that the page no longer stores these tokens."""
+        del self.pages[page.allocator]
+        page.node = None
         self.prune()
 
     def prune(self) -> None:
-        """Cut off the node, and those before it, unless they hold a page or lead to one."""
+        """Cut off this node and its ancestors as far as they have no page and no child."""
         node = self
-        while (parent := node.parent) is not None and not node.pages and not node.later and node.is_linked:
-            del parent.later[node.ids]
+        while (parent := node.parent) is not None and not node.pages and not node.children and node.is_reachable:
+            del parent.children[node.ids]
             node = parent
 
 
-class Pages:
-    """All pages of one memory.
+class PageAllocator:
+    """All pages of one memory, with reference counts and a free list.
 
-    >>> pages = Pages()
-    >>> pages.grow(2)
-    >>> first, second = pages.take(), pages.take()
-    >>> pages.hold(second)
-    >>> pages.drop(second), pages.drop(first), pages.used, len(pages.spare)
+    >>> allocator = PageAllocator()
+    >>> allocator.grow(2)
+    >>> first, second = allocator.allocate(), allocator.allocate()
+    >>> allocator.retain(second)
+    >>> allocator.release(second), allocator.release(first), allocator.used, len(allocator.free)
     (None, None, 1, 1)
     """
 
     def __init__(self) -> None:
-        self.all: list[Page] = []
-        self.spare: OrderedDict[Page, None] = OrderedDict()  # in the order in which they are taken
+        self.pages: list[Page] = []
+        self.free: OrderedDict[Page, None] = OrderedDict()  # in the order of allocation
 
     @property
     def used(self) -> int:
-        """Pages that sequences hold."""
-        return len(self.all) - len(self.spare)
+        """Pages that sequences refer to."""
+        return len(self.pages) - len(self.free)
 
     def grow(self, count: int) -> None:
-        """Have so many, none of them fewer than now."""
-        made = [Page(self, number) for number in range(len(self.all), count)]
-        self.all += made
-        for page in reversed(made):  # before those that still hold something known, the lowest number first
-            self.spare[page] = None
-            self.spare.move_to_end(page, last=False)
+        """Have `count` pages, at least as many as now."""
+        added = [Page(self, index) for index in range(len(self.pages), count)]
+        self.pages += added
+        for page in reversed(added):  # in front of free pages with known tokens, the lowest index first
+            self.free[page] = None
+            self.free.move_to_end(page, last=False)
 
     def shrink(self, count: int) -> list[int]:
-        """Have so many, those that are held the first of them; what stood in the others is forgotten.
+        """Have `count` pages: those in use come first, the content of the free ones is invalidated.
 
         Returns:
-            The numbers that those that are held had, in the order of what they have now.
+            The former indices of the pages in use, in their new order.
         """
-        held = [page for page in self.all if page.holders]
-        for page in self.spare:
-            page.forget()
-        numbers = [page.number for page in held]
-        for number, page in enumerate(held):
-            page.number = number
-        self.all = held
-        self.spare.clear()
+        used = [page for page in self.pages if page.references]
+        for page in self.free:
+            page.invalidate()
+        indices = [page.index for page in used]
+        for index, page in enumerate(used):
+            page.index = index
+        self.pages = used
+        self.free.clear()
         self.grow(count)
-        return numbers
+        return indices
 
-    def take(self) -> Page:
-        """A spare page, for one holder; what stood in it is forgotten. The caller made sure that there is one."""
-        page, _ = self.spare.popitem(last=False)
-        page.forget()
-        page.holders = 1
+    def allocate(self) -> Page:
+        """Take a free page, with one reference. The caller has checked that there is one."""
+        page, _ = self.free.popitem(last=False)
+        page.invalidate()
+        page.references = 1
         return page
 
-    def hold(self, page: Page) -> None:
-        """One holder more; it may be spare."""
-        if not page.holders:
-            del self.spare[page]
-        page.holders += 1
+    def retain(self, page: Page) -> None:
+        """Add a reference; the page may be free."""
+        if not page.references:
+            del self.free[page]
+        page.references += 1
 
-    def drop(self, page: Page) -> None:
-        """One holder less; the last makes it spare."""
-        page.holders -= 1
-        if not page.holders:
-            self.spare[page] = None
-            if page.prefix is None and page.twin is None:
-                self.spare.move_to_end(page, last=False)
+    def release(self, page: Page) -> None:
+        """Remove a reference; without any, the page is free."""
+        page.references -= 1
+        if not page.references:
+            self.free[page] = None
+            if page.node is None and page.twin is None:
+                self.free.move_to_end(page, last=False)

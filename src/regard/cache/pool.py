@@ -1,8 +1,8 @@
-"""`PagePool`: the keys and values of many sequences, in pages that they share.
+"""`PagePool`: the KV cache of many sequences, in pages that sequences share.
 
-What sequences have in common is stored once: forks share their pages, prompts that begin alike find the pages of those
-before them, and a shared page is copied when one of its holders writes to it. Kwon et al. 2023, PagedAttention,
-arXiv:2309.06180, §4.
+A token prefix that several sequences have in common is stored once: forks share their pages, a prompt finds the pages
+of earlier sequences that begin with the same tokens, and a shared page is copied when one of its owners writes to it.
+Kwon et al. 2023, PagedAttention, arXiv:2309.06180, §4.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache.lengthen import lengthen
-from regard.cache.pages import Page
-from regard.cache.reuse import adopt
-from regard.cache.room import Room, check_pool
-from regard.cache.rows import rows_of
+from regard.cache.append_tokens import append_tokens
+from regard.cache.batch_table import batch_table
+from regard.cache.check import check_codec, check_inference, check_page, form_of, name_of
+from regard.cache.page_storage import PageStorage
 from regard.cache.sequence import Sequence
-from regard.cache.store import Form, describe_tensor
+from regard.cache.store import describe_tensor
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
@@ -27,7 +27,7 @@ from regard.storage.stored import StoredTensor
 
 
 class PagePool:
-    """Pages for one layer's keys and values, and the sequences in them.
+    """Pages for the keys and values of one layer, and the sequences that use them.
 
     >>> import torch
     >>> from regard import Causal, attend
@@ -44,55 +44,59 @@ class PagePool:
     >>> second.free()
     >>> pool
     PagePool(60 of 64 pages of 16 tokens free, 2 sequences: k [tokens, 2, 8], v [tokens, 2, 8] float32: 6,400 bytes,
-             131,072 held)
+             131,072 allocated)
 
     Args:
-        pages: so many at most, of both forms together; None: as many as are needed, memory grows by doubling. Without a
-            codec the memory of all is made when the first tokens come.
-        page: tokens of a page. With a codec a multiple of 16; keys then share a channel's scale among as many tokens as
-            divide both the page and `codec.group`.
-        codec: how numbers are written: `Int8`, `Int4`, `Fp8`, or a float type; None: the type that they come in. A page
-            is written as codes once, when all its tokens are older than `codec.residual` and none of them is one of the
-            first `codec.sinks` of the sequence.
+        pages: at most this many pages, plain pages and pages of codes together; None: no limit, memory grows by
+            doubling. With a limit and without a codec, all memory is allocated when the first tokens arrive.
+        page: tokens per page. With a codec a multiple of 16. The tokens of a page that share the scale of a key channel
+            are the greatest common divisor of `page` and `codec.group`.
+        codec: how elements are stored: `Int8`, `Int4`, `Fp8`, or a float type; None: the type of the first tokens. A
+            page is written as codes once, when all its tokens are older than `codec.residual` and none of them is one
+            of the first `codec.sinks` tokens of the sequence.
 
     Raises:
-        ProblemError: such a pool cannot be.
+        ProblemError: arguments out of range, or a page that the codec cannot fill with whole groups.
     """
 
     def __init__(self, pages: int | None = None, page: int = 16, codec: Codec | torch.dtype | None = None) -> None:
-        check_pool(pages, page, codec)
+        pages = None if pages is None else whole(pages, "PagePool(pages)", "pages", least=1)
+        page = whole(page, "PagePool(page)", least=1)
+        check_codec(codec, "PagePool(codec=...)")
+        check_page(page, codec)
         if isinstance(codec, Codec) and codec.keys is None:
             codec = dataclasses.replace(codec, keys="channel")
-        self.room = Room(pages, page, codec)
+        self.storage = PageStorage(pages, page, codec)
 
     @property
     def bytes(self) -> int:
-        """Bytes of what is stored: tokens as they are written, those in shared pages once, and scales."""
-        return stored_bytes(self.room, cast(list[Sequence], list(self.room.sequences)))
+        """Bytes of the stored tokens and their scales; tokens in shared pages count once."""
+        return self.storage.stored_bytes(self.storage.tables)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory that are held, free pages included."""
-        room = self.room
-        return (
-            0
-            if room.form is None
-            else room.numbers.allocated_bytes + (0 if room.codes is None else room.codes.allocated_bytes)
-        )
+        """Bytes of allocated memory, free pages included."""
+        storage = self.storage
+        if storage.form is None:
+            return 0
+        coded = 0 if storage.coded_memory is None else storage.coded_memory.allocated_bytes
+        return storage.plain_memory.allocated_bytes + coded
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds: of those that may be or, without a limit, of those there is memory for."""
-        room = self.room
-        return len(room.plain.spare) + len(room.coded.spare) if room.limit is None else room.limit - room.used
+        """Pages that no sequence refers to: up to the limit or, without a limit, in the memory allocated so far."""
+        storage = self.storage
+        if storage.limit is None:
+            return len(storage.plain.free) + len(storage.coded.free)
+        return storage.limit - storage.used
 
     def sequence(self, tokens: Iterable[int] | Int[Tensor, " tokens"] | None = None) -> Sequence:
         """A new sequence.
 
         Args:
-            tokens: the ids of its prompt. It then starts with the pages of earlier sequences that began with the same
-                ids, as many whole pages as there are, always less than the whole prompt: `sequence.tokens` of them are
-                there, and the keys and values of `tokens[sequence.tokens:]` are to be computed and appended.
+            tokens: the token ids of its prompt. The sequence then starts with the pages of earlier sequences that began
+                with the same ids: as many whole pages as there are, always less than the whole prompt. It has
+                `sequence.tokens` tokens then; compute and append the keys and values of `tokens[sequence.tokens:]`.
 
         Raises:
             ProblemError: tokens are not ids.
@@ -103,8 +107,8 @@ class PagePool:
         >>> pool.sequence(ids[:40] + [7, 7]).tokens
         32
         """
-        sequence = Sequence(self.room, None if tokens is None else _ids(tokens))
-        adopt(sequence)
+        sequence = Sequence(self.storage, None if tokens is None else _prompt_ids(tokens))
+        sequence.adopt_known_pages()
         return sequence
 
     def append(
@@ -114,163 +118,135 @@ class PagePool:
         v: Float[Tensor, "rows kv_heads new v_dim"],
         tokens: Int[Tensor, "rows new"] | None = None,
     ) -> tuple[StoredTensor, StoredTensor]:
-        """Put new tokens behind sequences, as many behind each; all tokens of these come back, for `attend`.
+        """Append new tokens to sequences, the same number to each; returns all their keys and values, for `attend`.
 
         Args:
             sequences: one for each batch row, of any lengths.
             k: [rows, kv_heads, new, qk_dim]; new may be 0, to read what is stored.
             v: [rows, kv_heads, new, v_dim].
-            tokens: the ids of the new tokens, [rows, new], so that their pages can be found by others; needed only for
-                those that were not in the prompt, and only if the ids of all before them are known.
+            tokens: the ids of the new tokens, [rows, new], so that other sequences can find their pages; needed only
+                for tokens that were not in the prompt, and only if the ids of all earlier tokens are known.
 
         Returns:
-            Keys and values of all tokens of these sequences. They stay true until something is next written.
+            Handles to the keys and values of all tokens of these sequences; valid until the pool is written to again.
 
         Raises:
-            ProblemError: what came does not fit, or the pool is full. Nothing was changed then.
+            ProblemError: the arguments do not fit, or the pool is full. Nothing was changed then.
         """
         if not isinstance(sequences, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"sequences are {_named(sequences)}: expected a list, one for each batch row.")
+            raise ProblemError(f"sequences are {name_of(sequences)}: expected a list, one for each batch row.")
         sequences = list(sequences)
-        self._check(sequences, k, v)
+        _check_sequences(self.storage, sequences)
+        self._check_elements(sequences, k, v)
         ids = None if tokens is None else _new_ids(sequences, tokens, k.shape[2])
-        if self.room.codec is not None and self.room.codec.rotate:
+        if self.storage.codec is not None and self.storage.codec.rotate:
             k, v = hadamard(k), hadamard(v)
         return self.write(sequences, k, v, ids)
 
     def write(
         self, sequences: list[Sequence], k: Tensor, v: Tensor, ids: list[list[int]] | None = None
     ) -> tuple[StoredTensor, StoredTensor]:
-        """`append` of what was checked, and turned where the codec rotates."""
-        room, new = self.room, k.shape[2]
-        if room.form is None:
-            room.settle(Form(k.shape[0], k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device))
-        rows = rows_of(room, sequences)
-        if ids is not None or new > rows.slack:
-            lengthen(room, rows, sequences, k, v, ids)
+        """`append` without checks, of keys and values that are rotated already where the codec rotates."""
+        storage, new = self.storage, k.shape[2]
+        if storage.form is None:
+            storage.set_form(form_of(k, v))
+        batch = batch_table(storage, sequences)
+        if ids is not None or new > batch.slack:
+            append_tokens(storage, batch, sequences, k, v, ids)
         elif new:
-            rows.extend(k, v)
+            batch.extend(k, v)
             for sequence in sequences:
                 sequence.tokens += new
-        return rows.stored()
+        return batch.stored()
 
     def select(self, sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
-        """Sequences in a new order, `rows` of those given: repeated ones are forks, left out ones are freed."""
-        table = rows_of(self.room, sequences) if self.room.form is not None else None
-        first: set[int] = set()
+        """`sequences[row]` for each row of `rows`: a repeated sequence is forked, a sequence not in `rows` is freed."""
+        batch = None if self.storage.form is None else batch_table(self.storage, sequences)
+        seen: set[int] = set()
         chosen: list[Sequence] = []
         for row in rows:
-            chosen.append(sequences[row].fork() if row in first else sequences[row])
-            first.add(row)
+            chosen.append(sequences[row].fork() if row in seen else sequences[row])
+            seen.add(row)
         for row, sequence in enumerate(sequences):
-            if row not in first:
+            if row not in seen:
                 sequence.free()
-        if table is not None:
-            table.select(self.room.tensor(rows), chosen)
+        if batch is not None:
+            batch.select(self.storage.index_tensor(rows), chosen)
         return chosen
 
     def __repr__(self) -> str:
-        room = self.room
-        free = f"{self.free_pages:,} of {room.limit:,}" if room.limit is not None else f"{self.free_pages:,} made"
-        codec = "" if room.kept_as is None else f", {str(room.kept_as).removeprefix('torch.')}"
-        said = f"PagePool({free} pages of {room.page} tokens free, {len(room.sequences)} sequences{codec}"
-        if room.form is None:
-            return f"{said})"
+        storage = self.storage
+        free = f"{self.free_pages:,}" + (" allocated" if storage.limit is None else f" of {storage.limit:,}")
+        codec = "" if storage.stored_as is None else f", {str(storage.stored_as).removeprefix('torch.')}"
+        text = f"PagePool({free} pages of {storage.page} tokens free, {len(storage.tables)} sequences{codec}"
+        if storage.form is None:
+            return f"{text})"
         sides = ", ".join(
-            f"{name} [tokens, {room.form.kv_heads}, {dim}]" for name, dim in zip("kv", room.form.dims, strict=True)
+            f"{name} [tokens, {storage.form.kv_heads}, {dim}]"
+            for name, dim in zip("kv", storage.form.dims, strict=True)
         )
-        kind = str(room.form.dtype).removeprefix("torch.")
-        return f"{said}: {sides} {kind}: {self.bytes:,} bytes, {self.allocated_bytes:,} held)"
+        dtype = str(storage.form.dtype).removeprefix("torch.")
+        return f"{text}: {sides} {dtype}: {self.bytes:,} bytes, {self.allocated_bytes:,} allocated)"
 
-    def _check(self, sequences: list[Sequence], k: object, v: object) -> None:
-        _check_sequences(self.room, sequences)
-        if not isinstance(k, Tensor) or not isinstance(v, Tensor):
-            raise ProblemError(f"k is {_named(k)} and v {_named(v)}: expected two tensors [rows, kv_heads, new, dim].")
-        if (
-            k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device
-            or not k.is_floating_point() or len(k) != len(sequences)
-        ):  # fmt: skip
+    def _check_elements(self, sequences: list[Sequence], k: Tensor, v: Tensor) -> None:
+        form, given = self.storage.form, form_of(k, v)
+        if given.batch != len(sequences):
             raise ProblemError(
-                f"k is {describe_tensor(k)} and v {describe_tensor(v)} for {len(sequences)} sequences: expected "
-                f"[{len(sequences)}, kv_heads, new, dim], a row for each, with the same kv_heads and new tokens, of "
-                "one float type and on one device."
+                f"k is {describe_tensor(k)} and v {describe_tensor(v)} for {len(sequences)} sequences: expected one "
+                f"batch row for each sequence, [{len(sequences)}, kv_heads, tokens, dim]."
             )
-        form = self.room.form
-        if form is not None and (k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device) != form[1:]:
+        if form is not None and given[1:] != form[1:]:
             raise ProblemError(
                 f"k is {describe_tensor(k)} and v {describe_tensor(v)}, and the pool stores "
-                f"{str(form.dtype).removeprefix('torch.')} keys [tokens, {form.kv_heads}, {form.qk_dim}] and "
-                f"values [tokens, {form.kv_heads}, {form.v_dim}] on "
-                f"{form.device}: a pool is for one layer; others need pools of their own."
+                f"{str(form.dtype).removeprefix('torch.')} keys [tokens, {form.kv_heads}, {form.qk_dim}] and values "
+                f"[tokens, {form.kv_heads}, {form.v_dim}] on {form.device}: a pool is for one layer. Give other layers "
+                "pools of their own."
             )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise ProblemError(
-                "keys or values that gradients flow to were appended to a pool, which serves inference: run under "
-                "torch.no_grad() or torch.inference_mode()."
-            )
+        check_inference(k, v, "pool")
 
 
-def _check_sequences(room: Room, sequences: list[Sequence]) -> None:
+def _check_sequences(storage: PageStorage, sequences: list[Sequence]) -> None:
     if not sequences:
         raise ProblemError("append([]): expected one sequence or more.")
     for row, sequence in enumerate(sequences):
         if not isinstance(sequence, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ProblemError(f"row {row} is {_named(sequence)}: expected a sequence that pool.sequence() made.")
-        if sequence.room is not room:
+            raise ProblemError(f"row {row} is {sequence!r}: expected a sequence that pool.sequence() made.")
+        if sequence.storage is not storage:
             raise ProblemError(f"row {row} is a sequence of another pool: its pages are there.")
-        sequence.check()
+        sequence.check_usable()
     if len(set(sequences)) < len(sequences):
-        raise ProblemError("a sequence stands in two rows: sequence.fork() makes another that begins alike.")
+        raise ProblemError("one sequence is in two rows: sequence.fork() makes another with the same tokens.")
 
 
-def _ids(tokens: object) -> list[int]:
-    """The ids of a prompt."""
+def _prompt_ids(tokens: object) -> list[int]:
+    """The ids of a prompt as a list."""
     if isinstance(tokens, Tensor):
         if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
             raise ProblemError(
                 f"tokens are {describe_tensor(tokens)}: expected the ids of one sequence, int64 [tokens]."
             )
         tokens = tokens.tolist()
-    found = list(tokens) if isinstance(tokens, Iterable) else [None]
-    if not all(isinstance(token, int) for token in found):
+    ids = list(tokens) if isinstance(tokens, Iterable) else [None]
+    if not all(isinstance(token, int) for token in ids):
         raise ProblemError(f"tokens are {tokens!r}: expected the ids of a prompt, whole numbers.")
-    return cast(list[int], found)
+    return cast(list[int], ids)
 
 
 def _new_ids(sequences: list[Sequence], tokens: object, new: int) -> list[list[int]]:
     """The ids of new tokens, row by row."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.shape != (len(sequences), new):
         raise ProblemError(
-            f"tokens are {_named(tokens)}: expected the ids of what is appended, [{len(sequences)}, {new}]."
+            f"tokens are {name_of(tokens)}: expected the ids of what is appended, [{len(sequences)}, {new}]."
         )
     ids = cast(list[list[int]], tokens.tolist())
     for row, (sequence, theirs) in enumerate(zip(sequences, ids, strict=True)):
         start = sequence.tokens
         if len(sequence.ids) < start:
             raise ProblemError(
-                f"tokens name what comes behind {start} tokens of row {row}, of which only {len(sequence.ids)} have "
-                "ids: leave tokens out, or name those before as well."
+                f"tokens are the ids after {start} tokens of row {row}, of which only {len(sequence.ids)} have ids: "
+                "leave tokens out, or give the ids of the earlier tokens as well."
             )
         known = sequence.ids[start : start + new]
         if known != theirs[: len(known)]:
             raise ProblemError(f"tokens of row {row} are {theirs}, and its prompt goes on with {known}.")
     return ids
-
-
-def stored_bytes(room: Room, sequences: Iterable[Sequence]) -> int:
-    """Bytes of the tokens of sequences, as they are written; those in shared pages once."""
-    if room.form is None:
-        return 0
-    filled: dict[Page, int] = {}
-    for sequence in sequences:
-        for page, tokens in sequence.filled():
-            filled[page] = max(filled.get(page, 0), tokens)
-    coded = 0 if room.codes is None else room.codes.page_bytes
-    return sum(
-        tokens * (room.numbers.page_bytes if page.home is room.plain else coded) // room.page
-        for page, tokens in filled.items()
-    )
-
-
-def _named(t: object) -> str:
-    return describe_tensor(t) if isinstance(t, Tensor) else f"{type(t).__name__} {t!r}"

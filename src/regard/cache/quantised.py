@@ -1,13 +1,13 @@
-"""`Contiguous` with codes: plain sinks, then codes, then the latest tokens, plain until a whole group is old enough.
+"""`Contiguous` with a codec: plain sinks, then codes, then the latest tokens, plain until a whole group is old enough.
 
 ```
 tokens   0 .. 31      32 .. 8,095                            8,096 .. 8,191
          sinks        codes, written a group at a time       tail: residual to residual + group - 1 tokens
-         plain        (one run, or more after a crop)        plain
+         plain        (one range, or more after a crop)      plain
 ```
 
-A step writes one row into the tail; once in `group` steps the oldest group of the tail becomes codes. A token becomes
-codes once: where a crop ends inside a group, what is left of the group stays as it is, in a run of its own.
+A step writes one row into the tail. Once in `group` steps the oldest group of the tail is encoded. A token is encoded
+once: where a crop ends inside a group, the rest of the group stays as it is, in a range of its own.
 """
 
 from typing import Any, NamedTuple
@@ -15,55 +15,85 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.runs import Run, first_of, span, tokens_of, without
-from regard.cache.side import Side, gathered
-from regard.cache.store import CachedTensor, Form, check_has_data, memory, picked
-from regard.errors import ProblemError
+from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens, without_first
+from regard.cache.store import (
+    CachedTensor,
+    Form,
+    allocate,
+    check_capacity,
+    check_has_data,
+    select_rows,
+    token_scales_error,
+)  # fmt: skip
 from regard.storage.codec import Codec, Codes
 from regard.storage.stored import Contiguous, Part, StoredTensor
 
 
-class _Mark(NamedTuple):
-    """Where everything stood before the last append; the plain tokens of then are still in the tail's memory.
+class _Memory:
+    """The memory of keys, or of values: plain sinks and tail [batch, kv_heads, slots, dim], and codes."""
 
-    `is_whole`: all new ones as well, behind those.
+    def __init__(self, codec: Codec, form: Form, dim: int, slots: tuple[int, int], *, tiled: bool) -> None:
+        self.dim = dim
+        self.sinks, self.tail = (
+            allocate((form.batch, form.kv_heads, n, dim), form.dtype, form.device) for n in slots
+        )  # fmt: skip
+        self.codes = CodedSlots(codec, form, dim, tiled=tiled)
+        self.fixed_parts: tuple[Part, ...] = ()
+        """The parts before the tail: they change only when sinks or codes change."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the parts, which refer to the same memory and are made anew."""
+        return self.__dict__ | {"fixed_parts": ()}
+
+    def oldest(self, begin: int, end: int, x: Tensor, skip: int, tokens: int) -> Tensor:
+        """The first `tokens` tokens of the tail, slots begin .. end - 1, followed by x from token `skip` on."""
+        left = end - begin
+        if tokens <= left:
+            return self.tail.narrow(2, begin, tokens)
+        new = x.narrow(2, skip, tokens - left)
+        return torch.cat((self.tail.narrow(2, begin, left), new), 2) if left else new
+
+
+class _Snapshot(NamedTuple):
+    """The state before the last append, whose plain tokens are still in the memory of the tail.
+
+    `has_new`: all tokens of that append are in the tail as well, after them.
     """
 
     seen: int
     sinks: int
-    runs: tuple[Run, ...]
+    ranges: tuple[SlotRange, ...]
     begin: int
     end: int
-    is_whole: bool
+    has_new: bool
 
 
 class QuantisedStore:
-    """Keys and values of which all but the first and the latest are codes.
+    """Keys and values as codes, except for the first and the latest tokens.
 
     Args:
-        sinks: how many of the first tokens stay plain; None: those of the codec, up to a whole group.
+        sinks: how many of the first tokens stay plain; None: those of the codec, rounded up to a whole group.
     """
 
     def __init__(self, layout: Contiguous, codec: Codec, form: Form, *, sinks: int | None = None) -> None:
         self.form, self.codec, self.limit = form, codec, layout.capacity
-        self._sinks_room = self._whole(codec.sinks) if sinks is None else sinks
-        self._room: int | None = None
-        """Slots for codes, where it is known how many will be wanted; None: they double."""
-        tail = 2 * (codec.residual + codec.group)  # what the last append began with, and what it added
+        self._sink_capacity = self._round_up(codec.sinks) if sinks is None else sinks
+        self._code_capacity: int | None = None
+        """Slots for codes, if it is known how many will be needed; None: the memory doubles."""
+        self._tail_capacity = 2 * (codec.residual + codec.group)  # the tail before the last append, and its tokens
+        slots = (self._sink_capacity, self._tail_capacity)
         dims = [dim for dim in form.dims if dim]
-        slots = (self._sinks_room, tail)
-        self._sides = [Side(codec, form, dim, slots, tiled=not i) for i, dim in enumerate(dims)]
-        self._tail_room = tail
+        self._memories = [_Memory(codec, form, dim, slots, tiled=not i) for i, dim in enumerate(dims)]
         self._seen = self._sinks = self._begin = self._end = 0
-        self._runs: tuple[Run, ...] = ()
-        self._coded = 0  # tokens in all runs
-        self._mark: _Mark | None = None
-        self._is_still = True  # whether the sides' `still` is of now
+        self._ranges: tuple[SlotRange, ...] = ()
+        self._coded = 0  # tokens in all ranges
+        self._before: _Snapshot | None = None
+        self._are_parts_valid = True
         if layout.capacity is not None:
-            self.hold(max(layout.capacity - self._sinks_room - codec.residual, 0))
+            self.reserve(max(layout.capacity - self._sink_capacity - codec.residual, 0))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_is_still": False}
+        return self.__dict__ | {"_are_parts_valid": False}
 
     @property
     def tokens(self) -> int:
@@ -80,221 +110,218 @@ class QuantisedStore:
     @property
     def bytes(self) -> int:
         form, plain = self.form, self._sinks + self._end - self._begin
-        wide = form.batch * form.kv_heads * form.dtype.itemsize
-        codes = sum(side.coded.size(run.tokens) for side in self._sides for run in self._runs)
-        return codes + sum(side.dim for side in self._sides) * wide * plain
+        width = form.batch * form.kv_heads * form.dtype.itemsize
+        codes = sum(m.codes.size(slots.tokens) for m in self._memories for slots in self._ranges)
+        return codes + sum(m.dim for m in self._memories) * width * plain
 
     @property
-    def sinks(self) -> Tensor:
-        """The keys that stay plain at the front, [batch, kv_heads, sinks, qk_dim]; written to by who turns them."""
-        return self._sides[0].sinks
+    def sink_keys(self) -> Tensor:
+        """The memory of the plain keys at the front, [batch, kv_heads, sinks, qk_dim]; the caller may write to it."""
+        return self._memories[0].sinks
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(side.sinks.nbytes + side.tail.nbytes + side.coded.allocated_bytes for side in self._sides)
+        return sum(m.sinks.nbytes + m.tail.nbytes + m.codes.allocated_bytes for m in self._memories)
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
         new = k.shape[2]
         if not new:
-            return self.found()
-        self._check_limit(new)
+            return self.cached()
+        check_capacity(self.limit, self.tokens, new)
         given, codec = (k,) if v is None else (k, v), self.codec
-        first = self._free_sinks(new)
-        left, rest = self._end - self._begin, new - first
-        count = max(left + rest - codec.residual, 0) // codec.group * codec.group
-        codes: list[Codes] = []
+        sinks = self._new_sinks(new)
+        left, rest = self._end - self._begin, new - sinks
+        count = max(left + rest - codec.residual, 0) // codec.group * codec.group  # tokens to encode
+        encoded: list[Codes] = []
         if count:
-            for side, x in zip(self._sides, given, strict=False):
-                codes.append(side.coded.encoded(side.source(self._begin, self._end, x, first, count)))
-            self._reserve(count)
-        # Nothing that counts was changed so far, and nothing is refused from here on.
-        over = max(count - left, 0)  # of the new ones, those that become codes at once
-        if self._end + rest - over > self._tail_room:
-            self._to_front()
-        self._mark = _Mark(self._seen, self._sinks, self._runs, self._begin, self._end, not over)
-        for side, x in zip(self._sides, given, strict=False):
-            if first:
-                side.sinks.narrow(2, self._sinks, first).copy_(x.narrow(2, 0, first))
+            for m, x in zip(self._memories, given, strict=False):
+                encoded.append(m.codes.encode(m.oldest(self._begin, self._end, x, sinks, count)))
+            self._grow_codes(count)
+        # Nothing was changed so far that matters, and nothing can fail from here on.
+        over = max(count - left, 0)  # new tokens that are encoded at once
+        if self._end + rest - over > self._tail_capacity:
+            self._move_tail_to_front()
+        self._before = _Snapshot(self._seen, self._sinks, self._ranges, self._begin, self._end, not over)
+        for m, x in zip(self._memories, given, strict=False):
+            if sinks:
+                m.sinks.narrow(2, self._sinks, sinks).copy_(x.narrow(2, 0, sinks))
             if rest > over:
-                written = x if rest - over == new else x.narrow(2, first + over, rest - over)
-                side.tail.narrow(2, self._end, rest - over).copy_(written)
-        if first or count:
-            self._sinks, self._is_still = self._sinks + first, False
+                written = x if rest - over == new else x.narrow(2, sinks + over, rest - over)
+                m.tail.narrow(2, self._end, rest - over).copy_(written)
+        if sinks or count:
+            self._sinks, self._are_parts_valid = self._sinks + sinks, False
         if count:
-            self._write(codes, count)
+            self._write_codes(encoded, count)
         self._begin = self._end if over else self._begin + count
         self._end += rest - over
         self._seen += new
-        return self.found()
+        return self.cached()
 
     def crop(self, tokens: int) -> None:
-        mark = self._mark
-        if mark is not None and tokens < mark.seen:
-            self._go_back(mark, mark.seen)
-            self._mark = None
-        elif mark is not None and (mark.is_whole or tokens == mark.seen):
-            self._go_back(mark, tokens)
+        before = self._before
+        if before is not None and tokens < before.seen:
+            self._restore(before, before.seen)
+            self._before = None
+        elif before is not None and (before.has_new or tokens == before.seen):
+            self._restore(before, tokens)
             return
-        over = self._seen - tokens - (self._end - self._begin)  # that are not in the tail
+        over = self._seen - tokens - (self._end - self._begin)  # tokens to remove that are not in the tail
         self._seen = tokens
         if over <= 0:
             self._end = self._begin - over
             return
         self._begin = self._end = 0
         self._sinks -= max(over - self._coded, 0)
-        self._runs = first_of(self._runs, max(self._coded - over, 0))
-        self._coded, self._mark, self._is_still = tokens_of(self._runs), None, False
+        self._ranges = first_tokens(self._ranges, max(self._coded - over, 0))
+        self._coded, self._before, self._are_parts_valid = _count(self._ranges), None, False
 
-    def _go_back(self, mark: _Mark, tokens: int) -> None:
-        """Be as if of the last append only those up to `tokens` had come: what the others made old enough is plain."""
-        new, coded, group = tokens - mark.seen, tokens_of(mark.runs), self.codec.group
-        first = min(new, self._sinks - mark.sinks)
-        left = mark.end - mark.begin + new - first
+    def _restore(self, before: _Snapshot, tokens: int) -> None:
+        """The state as if the last append had ended with token `tokens`; tokens encoded only after that are plain."""
+        new, coded, group = tokens - before.seen, _count(before.ranges), self.codec.group
+        sinks = min(new, self._sinks - before.sinks)
+        left = before.end - before.begin + new - sinks
         count = max(left - self.codec.residual, 0) // group * group if new else 0
-        self._seen, self._sinks = tokens, mark.sinks + first
-        self._begin, self._end = mark.begin + count, mark.end + new - first
-        self._runs, self._coded, self._is_still = first_of(self._runs, coded + count), coded + count, False
+        self._seen, self._sinks = tokens, before.sinks + sinks
+        self._begin, self._end = before.begin + count, before.end + new - sinks
+        self._ranges, self._coded = first_tokens(self._ranges, coded + count), coded + count
+        self._are_parts_valid = False
 
-    def rolled(self, k: Tensor, v: Tensor | None, gone: int) -> tuple[CachedTensor, CachedTensor]:
-        """Forget the first `gone` tokens behind the sinks, and append; or neither."""
-        if not gone:
+    def evict_and_append(self, k: Tensor, v: Tensor | None, count: int) -> tuple[CachedTensor, CachedTensor]:
+        """Evict the first `count` tokens after the sinks, and append; if the append fails, neither."""
+        if not count:
             return self.append(k, v)
-        before = self._runs, self._coded, self._begin, self._mark
-        codes = min(gone, self._coded)
-        if codes:
-            self._runs, self._coded, self._is_still = without(self._runs, codes), self._coded - codes, False
-        self._begin += gone - codes
+        state = self._ranges, self._coded, self._begin, self._before
+        coded = min(count, self._coded)
+        if coded:
+            self._ranges, self._coded = without_first(self._ranges, coded), self._coded - coded
+            self._are_parts_valid = False
+        self._begin += count - coded
         try:
             return self.append(k, v)
         except BaseException:
-            self._runs, self._coded, self._begin, self._mark = before
-            self._is_still = False
+            self._ranges, self._coded, self._begin, self._before = state
+            self._are_parts_valid = False
             raise
 
     def reset(self) -> None:
         self._seen = self._sinks = self._begin = self._end = self._coded = 0
-        self._runs, self._mark, self._is_still = (), None, False
+        self._ranges, self._before, self._are_parts_valid = (), None, False
 
     def select(self, rows: Tensor) -> None:
-        self.form, self._is_still = self.form._replace(batch=len(rows)), False
-        for side in self._sides:
-            side.sinks, side.tail = picked(side.sinks, rows), picked(side.tail, rows)
-            side.coded.select(rows, self._slot())
+        self.form, self._are_parts_valid = self.form._replace(batch=len(rows)), False
+        for m in self._memories:
+            m.sinks, m.tail = select_rows(m.sinks, rows), select_rows(m.tail, rows)
+            m.codes.select(rows, self._next_slot())
 
     def keep(self, index: Tensor) -> None:
         if self.codec.keys != "token":
-            raise ProblemError(
-                "tokens cannot be forgotten one by one where they share the scales of keys: "
-                f'{type(self.codec).__name__}(keys="token") gives each scales of its own.'
-            )
+            raise token_scales_error(self.codec)
         check_has_data(index, "a policy over codes")
-        kept, sinks, until = index.shape[2], self._sinks, self._sinks + self._coded
-        first, last = (int(some.sum(-1).min()) for some in (index < sinks, index >= until))
+        kept, sinks, tail = index.shape[2], self._sinks, self._sinks + self._coded
+        first, last = (int(some.sum(-1).min()) for some in (index < sinks, index >= tail))
         coded = index[:, :, first : kept - last]
-        # Where heads keep different numbers of plain tokens, those that some head has too many of become codes.
-        mixed = bool(coded.numel()) and (int(coded.min()) < sinks or int(coded.max()) >= until)
-        slots = torch.cat([torch.arange(*span(run)) for run in self._runs] or [index.new_empty(0)]).to(index.device)
-        found: list[list[Tensor]] = []
-        for side in self._sides:
-            plain = (side.sinks.narrow(2, 0, sinks), side.tail.narrow(2, self._begin, self._end - self._begin))
-            entries = side.coded.entries(slots, plain if mixed else ())
-            found.append([gathered(t, coded if mixed else coded - sinks) for t in entries])
-        for side, entries in zip(self._sides, found, strict=True):
-            begin = self._begin - until
-            side.sinks.narrow(2, 0, first).copy_(gathered(side.sinks, index[:, :, :first]))
-            side.tail.narrow(2, 0, last).copy_(gathered(side.tail, index[:, :, kept - last :] + begin))
-            side.coded.put(entries, self._room or self._whole(coded.shape[2] + coded.shape[2] // 8))
-        self._runs = (Run(0, coded.shape[2]),) if coded.shape[2] else ()
-        self._sinks, self._coded, self._begin, self._end = first, coded.shape[2], 0, last
-        self._mark, self._is_still = None, False
+        count = coded.shape[2]
+        # Heads may keep different numbers of plain tokens: where a head has more than another, the rest is encoded.
+        mixed = bool(coded.numel()) and (int(coded.min()) < sinks or int(coded.max()) >= tail)
+        slots = torch.cat([torch.arange(r.slot, r.end) for r in self._ranges] or [index.new_empty(0)]).to(index.device)
+        encoded: list[list[Tensor]] = []
+        for m in self._memories:
+            plain = (m.sinks.narrow(2, 0, sinks), m.tail.narrow(2, self._begin, self._end - self._begin))
+            entries = m.codes.entries(slots, plain if mixed else ())
+            encoded.append([_gather(t, coded if mixed else coded - sinks) for t in entries])
+        for m, entries in zip(self._memories, encoded, strict=True):
+            m.sinks.narrow(2, 0, first).copy_(_gather(m.sinks, index[:, :, :first]))
+            m.tail.narrow(2, 0, last).copy_(_gather(m.tail, index[:, :, kept - last :] + (self._begin - tail)))
+            m.codes.put(entries, self._code_capacity or self._round_up(count + count // 8))
+        self._ranges = (SlotRange(0, count),) if count else ()
+        self._sinks, self._coded, self._begin, self._end = first, count, 0, last
+        self._before, self._are_parts_valid = None, False
 
-    def hold(self, slots: int) -> None:
-        """Have room for so many codes from now on: more only while there are more."""
-        self._room = self._whole(slots)
-        for side in self._sides:
-            side.coded.move(self._room, 0, 0)
+    def reserve(self, slots: int) -> None:
+        """Have memory for this many codes from now on; it grows only while more are stored."""
+        self._code_capacity = self._round_up(slots)
+        for m in self._memories:
+            m.codes.move(self._code_capacity, 0, 0)
 
     def keys(self) -> Tensor:
-        found = self.found()[0]
-        assert isinstance(found, StoredTensor)
-        return found.dense()
+        keys = self.cached()[0]
+        assert isinstance(keys, StoredTensor)
+        return keys.dense()
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    def cached(self) -> tuple[CachedTensor, CachedTensor]:
+        """Handles to all keys and values."""
+        if not self._are_parts_valid:
+            self._update_parts()
+        form, tokens, left = self.form, self.tokens, self._end - self._begin
+        handles: list[StoredTensor] = []
+        for m in self._memories:
+            parts = m.fixed_parts
+            if left or not parts:
+                parts = (*parts, Part(left, m.tail, "plain", self._begin))
+            shape = (form.batch, form.kv_heads, tokens, m.dim)
+            handles.append(StoredTensor(parts, shape, form.dtype, None, self.codec.rotate))
+        if len(handles) == 1:  # latents, or values without channels
+            shape = (form.batch, form.kv_heads, tokens, 0)
+            return handles[0], handles[0] if form.v_dim is None else allocate(shape, form.dtype, form.device)
+        return handles[0], handles[1]
 
-    def _whole(self, tokens: int) -> int:
-        """Rounded up to whole groups."""
+    def _update_parts(self) -> None:
+        for m in self._memories:
+            sinks = (Part(self._sinks, m.sinks),) if self._sinks else ()
+            m.fixed_parts = (*sinks, *(m.codes.part(*slots) for slots in self._ranges))
+        self._are_parts_valid = True
+
+    def _round_up(self, tokens: int) -> int:
+        """To a whole number of groups."""
         return -(-tokens // self.codec.group) * self.codec.group
 
-    def _slot(self) -> int:
+    def _next_slot(self) -> int:
         """The slot that the next group is written to."""
-        return self._whole(sum(self._runs[-1])) if self._runs else 0
+        return self._round_up(self._ranges[-1].end) if self._ranges else 0
 
-    def _free_sinks(self, new: int) -> int:
-        """How many of the new tokens are sinks: the first ones of all."""
+    def _new_sinks(self, new: int) -> int:
+        """How many of the new tokens are sinks."""
         if self._coded or self._end > self._begin:
             return 0
-        return min(new, self._sinks_room - self._sinks)
+        return min(new, self._sink_capacity - self._sinks)
 
-    def _check_limit(self, new: int) -> None:
-        if self.limit is not None and self.tokens + new > self.limit:
-            raise ProblemError(
-                f"{new} tokens more than the {self.tokens} that are stored make {self.tokens + new}, and "
-                f"Contiguous(capacity={self.limit}) has no room for them: nothing was changed. Take a larger capacity, "
-                "or none."
-            )
-
-    def _to_front(self) -> None:
-        """Bring the tail to the front of its memory: once in some residual + group steps."""
+    def _move_tail_to_front(self) -> None:
+        """Copy the tail to the front of its memory: once in residual + group steps."""
         left = self._end - self._begin
-        for side in self._sides:
-            side.tail.narrow(2, 0, left).copy_(side.tail.narrow(2, self._begin, left).clone())
+        for m in self._memories:
+            m.tail.narrow(2, 0, left).copy_(m.tail.narrow(2, self._begin, left).clone())
         self._begin, self._end = 0, left
 
-    def _write(self, codes: list[Codes], count: int) -> None:
-        """Append codes to the last run, or where that ends inside a group, to a new one."""
-        slot = self._slot()
-        for side, new in zip(self._sides, codes, strict=True):
-            side.coded.write(slot, new)
-        *before, last = self._runs or (Run(0, 0),)
-        if sum(last) == slot:
-            self._runs = (*before, Run(last.slot, last.tokens + count))
+    def _write_codes(self, encoded: list[Codes], count: int) -> None:
+        """Append codes to the last range or, if that ends inside a group, in a new range."""
+        slot = self._next_slot()
+        for m, codes in zip(self._memories, encoded, strict=True):
+            m.codes.write(slot, codes)
+        *before, last = self._ranges or (SlotRange(0, 0),)
+        if last.end == slot:
+            self._ranges = (*before, SlotRange(last.slot, last.tokens + count))
         else:
-            self._runs = (*self._runs, Run(slot, count))
+            self._ranges = (*self._ranges, SlotRange(slot, count))
         self._coded += count
 
-    def _reserve(self, count: int) -> None:
-        """Have room for so many slots more; slots of tokens that were dropped are used again."""
-        capacity, end = self._sides[0].coded.capacity, self._slot()
-        begin = self._runs[0].slot // self.codec.group * self.codec.group if self._runs else 0
-        wanted = end - begin + count
-        is_too_large = self._room is not None and wanted <= self._room < capacity
+    def _grow_codes(self, count: int) -> None:
+        """Have memory for `count` more slots; slots of evicted tokens are used again."""
+        capacity, end = self._memories[0].codes.capacity, self._next_slot()
+        begin = self._ranges[0].slot // self.codec.group * self.codec.group if self._ranges else 0
+        wanted, known = end - begin + count, self._code_capacity
+        is_too_large = known is not None and wanted <= known < capacity
         if end + count <= capacity and not is_too_large:
             return
-        fits = self._room is not None and wanted <= self._room
-        grown = self._room if fits else max(wanted, 2 * capacity if self._room is None else 0)
-        assert grown is not None
-        for side in self._sides:
-            side.coded.move(grown, begin, end)
-        self._runs = tuple(Run(slot - begin, tokens) for slot, tokens in self._runs)
+        grown = max(wanted, 2 * capacity if known is None else known)
+        for m in self._memories:
+            m.codes.move(grown, begin, end)
+        self._ranges = tuple(SlotRange(slot - begin, tokens) for slot, tokens in self._ranges)
 
-    def found(self) -> tuple[CachedTensor, CachedTensor]:
-        """Keys and values, all that are kept."""
-        if not self._is_still:
-            self._settle()
-        form, tokens, begin = self.form, self.tokens, self._begin
-        left, rotated, found = self._end - begin, self.codec.rotate, []
-        for side in self._sides:
-            still = side.still
-            parts = (*still, Part(left, side.tail, "plain", begin)) if left or not still else still
-            found.append(StoredTensor(parts, (form.batch, form.kv_heads, tokens, side.dim), form.dtype, None, rotated))
-        if len(found) == 1:  # latents, and values without numbers
-            shape = (form.batch, form.kv_heads, tokens, 0)
-            return found[0], found[0] if form.v_dim is None else memory(shape, form.dtype, form.device)
-        return found[0], found[1]
 
-    def _settle(self) -> None:
-        """Say again how sinks and codes lie."""
-        for side in self._sides:
-            sinks = (Part(self._sinks, side.sinks),) if self._sinks else ()
-            side.still = (*sinks, *(side.coded.part(*run) for run in self._runs))
-        self._is_still = True
+def _count(ranges: tuple[SlotRange, ...]) -> int:
+    return sum(slots.tokens for slots in ranges)
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens `index` of each head, from x [batch, kv_heads, tokens, ...]."""
+    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))

@@ -1,11 +1,10 @@
-"""What stands behind a `KVCache`: a store, which keeps one layout, and a policy, which says what may be forgotten.
+"""The two interfaces behind a `KVCache`: a `Store` keeps one layout, a `Policy` chooses the tokens to evict.
 
-`KVCache` checks what comes in, once, for all of them; a store is handed what fits its `Form` and keeps it. So a store
-is short, and a new one is a class with these methods and a line in the table below.
+`KVCache` checks every argument, so a store may rely on arguments that fit its `Form`. A new store is a class with these
+methods and an entry in the table of `kv_cache.py`.
 """
 
-import importlib
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,14 +12,14 @@ from torch import Tensor
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
-from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
+from regard.storage.stored import StoredTensor
 
 CachedTensor = Tensor | StoredTensor
-"""Keys, or values, as `append` gives them: a tensor where a strided one can say how they lie, else a handle."""
+"""Keys, or values, as `append` returns them: a view where a strided tensor can describe the memory, else a handle."""
 
 
 class Form(NamedTuple):
-    """What a cache keeps of every token, as it came first. Latents have no values of their own: v_dim is None."""
+    """Shape, dtype and device of the tokens that a cache was given first. Latents have no values: v_dim is None."""
 
     batch: int
     kv_heads: int
@@ -31,177 +30,218 @@ class Form(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The widths of what is kept: keys, and values where there are any."""
+        """The dimensions of keys, and of values if there are any."""
         return (self.qk_dim,) if self.v_dim is None else (self.qk_dim, self.v_dim)
 
 
 class Store(Protocol):
-    """Keys and values in one layout. Made as `Class(layout, codec, form)` at the first `append`.
+    """Keys and values in one layout. Created as `Class(layout, codec, form)` at the first `append`.
 
-    Every method leaves the store as it was if it raises.
+    A method that raises leaves the store unchanged.
 
-    The codec is None, a float dtype, or a `Codec` whose `keys` is "channel" or "token", never None. Where
-    `codec.rotate`, what comes to `append` was turned by `hadamard` already, and handles say `rotated=True`.
+    The codec is None, a float dtype, or a `Codec` whose `keys` is "channel" or "token", never None. With
+    `codec.rotate`, `append` receives keys and values rotated by `hadamard`, and handles have `rotated=True`.
     """
 
-    form: Form
-    """As it is now: `select` may change the batch."""
+    @property
+    def form(self) -> Form:
+        """The current form: `select` may change the batch."""
+        ...
 
     @property
     def tokens(self) -> int:
-        """How many tokens the next `append` would hand out besides its own; where rows differ, of the longest."""
+        """Tokens that the next `append` returns besides its own; where rows differ, of the longest row."""
         ...
 
     @property
     def tokens_seen(self) -> int:
-        """How many were ever appended and not cropped: the position of the next."""
+        """Tokens that were appended and not cropped: the position of the next token."""
         ...
 
     @property
     def min_crop(self) -> int:
-        """The fewest tokens that `crop` can leave: what those would look back on is still there."""
+        """The fewest tokens that `crop` can leave so that all tokens visible to them are still stored."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Bytes of what is stored: tokens as they are written, and scales."""
+        """Bytes of the stored tokens and their scales."""
         ...
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory that are held for it."""
+        """Bytes of allocated memory."""
         ...
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
-        """Keep new tokens, [batch, kv_heads, tokens, dim] that fit the form; all that are kept come back."""
+        """Store new tokens, [batch, kv_heads, tokens, dim] that fit the form; returns all stored tokens."""
         ...
 
     def crop(self, tokens: int) -> None:
-        """Forget all but the first `tokens` of all that were ever seen; least <= tokens <= seen."""
+        """Remove all but the first `tokens` of all tokens that were seen; min_crop <= tokens <= tokens_seen."""
         ...
 
     def reset(self) -> None:
-        """Forget everything and give back what is held: the cache drops the store, and makes another when it must."""
+        """Remove all tokens and free the memory. The cache then drops the store."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """Make batch row i what row `rows[i]` is: int64 [batch to be] on the device, in range."""
+        """Make batch row i a copy of row `rows[i]`: int64 [new batch] on the device, in range."""
         ...
 
     def keep(self, index: Tensor) -> None:
-        """Forget all tokens but these: int64 [batch, kv_heads, kept], ascending, in range. `seen` stays.
+        """Evict all tokens but these: int64 [batch, kv_heads, kept], ascending, in range. `tokens_seen` stays.
 
         Raises:
-            ProblemError: tokens cannot go one by one here.
+            ProblemError: this store cannot evict single tokens.
         """
         ...
 
     def keys(self) -> Tensor:
-        """All keys as they were meant, [batch, kv_heads, tokens, qk_dim] of the form's type."""
+        """All keys, decoded, [batch, kv_heads, tokens, qk_dim] of the form's dtype."""
         ...
 
 
-class Watch(Protocol):
-    """What a policy has seen in one cache, per token that is kept; it follows what the cache does to its tokens."""
+class PolicyState(Protocol):
+    """What a policy knows about the tokens of one cache; it follows every change of the cache."""
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
-        """These were stored, as `Store.append` took them."""
+        """The store has appended these tokens, as `Store.append` received them."""
         ...
 
     def observe(self, q: Tensor, store: Store, mask: Any, scale: float | None) -> None:
-        """Look at the queries of this step, [batch, heads, queries, qk_dim], whose keys were just appended."""
+        """Receive the queries of this step, [batch, heads, queries, qk_dim]; their keys were just appended."""
         ...
 
     def choose(self, store: Store, coming: int) -> Tensor | None:
-        """The tokens to keep before `coming` new ones, int64 [batch, kv_heads, kept], ascending; None: all stay."""
+        """The tokens to keep before `coming` new ones, int64 [batch, kv_heads, kept], ascending; None: all tokens."""
         ...
 
     def keep(self, index: Tensor) -> None:
-        """The store keeps only these."""
+        """The store has evicted all tokens but these."""
         ...
 
     def crop(self, tokens: int) -> None:
-        """The store now has its first `tokens` tokens only, of those that it had."""
+        """The store has removed all but its first `tokens` tokens."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """As `Store.select`."""
+        """The store has selected batch rows, see `Store.select`."""
         ...
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A word that says which tokens go when there are more than `budget`; see `regard.cache.evict`.
+    """A value that says which tokens are evicted when there are more than `budget`; see `regard.cache.evict`.
 
-    `KVCache` asks at the start of each `append` that adds tokens, so what `append` hands out always holds all new ones.
+    `KVCache` evicts at the start of an `append` that adds tokens, so `append` always returns all new tokens.
     """
 
     @property
     def budget(self) -> int | float:
-        """Tokens that are kept from one append to the next; below 1, a share of those that were seen."""
+        """Tokens that stay from one append to the next; below 1, a share of the tokens that were seen."""
         ...
 
     @property
     def recent(self) -> int | None:
-        """So many of the last tokens are never forgotten, so they may be cropped; 0, None: nothing is promised."""
+        """How many of the last tokens are never evicted, so that they can be cropped; 0, None: no promise."""
         ...
 
-    def start(self) -> Watch:
-        """What one cache keeps of what the policy looks at, empty."""
+    def start(self) -> PolicyState:
+        """The state for one new cache."""
         ...
 
 
-_STORES: dict[tuple[type[Layout], bool], tuple[str, str]] = {
-    (Contiguous, False): ("regard.cache.dense", "DenseStore"),
-    (Contiguous, True): ("regard.cache.quantised", "QuantisedStore"),
-    (Rolling, False): ("regard.cache.rolling", "RollingStore"),
-    (Rolling, True): ("regard.cache.rolling_codes", "RollingCodes"),
-    (Latent, False): ("regard.cache.latent", "LatentStore"),
-    (Latent, True): ("regard.cache.latent", "LatentStore"),
-    (Paged, False): ("regard.cache.paged", "PagedStore"),
-    (Paged, True): ("regard.cache.paged", "PagedStore"),
-}
-"""The store of a layout, plain or with a codec that writes codes. Imported when first asked for."""
+S = TypeVar("S", bound=Store)
 
 
-def store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) -> Store:
-    """An empty store of this layout.
+class WrappedStore(Generic[S]):
+    """A store that keeps its tokens in another store; a subclass changes some of the methods."""
 
-    Raises:
-        ProblemError: the form does not fit the layout.
-    """
-    module, name = _STORES[type(layout), isinstance(codec, Codec)]
-    return getattr(importlib.import_module(module), name)(layout, codec, form)
+    def __init__(self, inner: S) -> None:
+        self._inner = inner
+
+    @property
+    def form(self) -> Form:
+        return self._inner.form
+
+    @property
+    def tokens(self) -> int:
+        return self._inner.tokens
+
+    @property
+    def tokens_seen(self) -> int:
+        return self._inner.tokens_seen
+
+    @property
+    def min_crop(self) -> int:
+        return self._inner.min_crop
+
+    @property
+    def bytes(self) -> int:
+        return self._inner.bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._inner.allocated_bytes
+
+    def crop(self, tokens: int) -> None:
+        self._inner.crop(tokens)
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def select(self, rows: Tensor) -> None:
+        self._inner.select(rows)
+
+    def keep(self, index: Tensor) -> None:
+        self._inner.keep(index)
+
+    def keys(self) -> Tensor:
+        return self._inner.keys()
 
 
-def has_store(layout: object) -> bool:
-    """Whether it is a layout that caches know."""
-    return (type(layout), False) in _STORES
-
-
-def memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that may be written to in and out of `torch.inference_mode`, whichever it is now. Nothing is in it yet."""
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory that can be written in and out of `torch.inference_mode`, whichever mode is active now."""
     if torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
     with torch.inference_mode(mode=False):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def picked(t: Tensor, rows: Tensor) -> Tensor:
-    """Batch rows of t, in memory as `memory` makes it."""
-    made = memory((len(rows), *t.shape[1:]), t.dtype, t.device)
-    return torch.index_select(t, 0, rows, out=made)
+def select_rows(t: Tensor, rows: Tensor) -> Tensor:
+    """A copy of batch rows of t, in memory from `allocate`."""
+    selected = allocate((len(rows), *t.shape[1:]), t.dtype, t.device)
+    return torch.index_select(t, 0, rows, out=selected)
 
 
 def describe_tensor(t: Tensor) -> str:
-    """Type, shape and device, as errors name them."""
+    """Dtype, shape and device, for messages."""
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
 
 
 def check_has_data(t: Tensor, what: str) -> None:
-    """Raise `ProblemError` unless the tensor holds numbers, which `what` goes by."""
+    """Raise `ProblemError` unless the tensor has elements to read, which `what` needs."""
     if is_without_data(t):
         raise ProblemError(
-            f"{what} goes by numbers, and a tensor on meta, or a fake one, has none: leave it out there, or take real "
+            f"{what} reads elements, and a tensor on meta, or a fake one, has none: leave it out there, or take real "
             "tensors."
         )
+
+
+def check_capacity(capacity: int | None, stored: int, new: int) -> None:
+    """Raise `ProblemError` if new tokens exceed the capacity of `Contiguous`."""
+    if capacity is not None and stored + new > capacity:
+        raise ProblemError(
+            f"{new} tokens more than the {stored} that are stored make {stored + new}, and "
+            f"Contiguous(capacity={capacity}) has no memory for them: nothing was changed. Take a larger capacity, "
+            "or none."
+        )
+
+
+def token_scales_error(codec: Codec) -> ProblemError:
+    """The error for evicting single tokens whose keys share scales."""
+    return ProblemError(
+        f"tokens cannot be evicted one by one where they share the scales of keys: {type(codec).__name__}"
+        '(keys="token") gives each token its own.'
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.cache import KVCache
-from regard.cache.latent import leading
+from regard.cache.latent import leading_channels
 from regard.cache.store import CachedTensor
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
@@ -274,7 +274,7 @@ class LatentAttention(nn.Module):
         if isinstance(keys, StoredTensor) and (keys.rotated or self.k_up is None):
             keys = keys.dense()
         if values.shape[3] != self.kv_rank or isinstance(keys, Tensor):
-            values = leading(keys, self.kv_rank)
+            values = leading_channels(keys, self.kv_rank)
         if self.k_up is None and isinstance(keys, Tensor):
             q, keys = q[..., self.kv_rank :], keys[..., self.kv_rank :]
         out = self._attend(q, keys, values, mask)

@@ -1,0 +1,148 @@
+"""`PageStorage`: what the sequences of a pool share: the page allocators, their memory, and the limit on pages."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from regard.cache.block_table import BlockTable
+from regard.cache.page_memory import CodedPageMemory, KeyScales, PlainPageMemory
+from regard.cache.pages import Page, PageAllocator, PrefixNode
+from regard.cache.pool_state import from_indices, to_indices
+from regard.cache.store import Form
+from regard.errors import ProblemError
+from regard.storage.codec import Codec
+
+MIN_TOKENS = 64
+"""Tokens that memory is allocated for at first, and at least."""
+
+
+class PageStorage:
+    """The pages of a pool.
+
+    A sequence that is written by a codec starts with `sink_pages` plain pages, then has pages of codes, then plain
+    pages again; without a codec all its pages are plain. Plain pages and pages of codes are in two memories, and each
+    grows on its own. `limit` applies to the pages in use of both together.
+
+    Attributes:
+        limit: pages that may be in use; None: no limit.
+        page: tokens per page.
+        stored_as: the codec or dtype that the pool was made with; None: the dtype of the first tokens.
+        codec: the codec that writes codes; None: every page is plain.
+        sink_pages: pages at the front of every sequence that stay plain.
+        residual: tokens at the end of a sequence that stay plain.
+        root: the root of the tree of known token prefixes.
+        form: shape and dtype of a token (the batch size in it is not used); None until the first tokens arrive.
+        tables: the block tables of all sequences that were not freed.
+    """
+
+    def __init__(self, limit: int | None, page: int, codec: Codec | torch.dtype | None) -> None:
+        self.limit, self.page, self.stored_as = limit, page, codec
+        self.codec = codec if isinstance(codec, Codec) else None
+        self.sink_pages = 0 if self.codec is None else -(-self.codec.sinks // page)
+        self.residual = 0 if self.codec is None else self.codec.residual
+        self.plain, self.coded, self.root = PageAllocator(), PageAllocator(), PrefixNode()
+        self.form: Form | None = None
+        self.tables: WeakSet[BlockTable] = WeakSet()
+        self.plain_memory: PlainPageMemory
+        self.coded_memory: CodedPageMemory | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pages, tree and block tables as indices (`pool_state.py`)."""
+        tables = list(self.tables)
+        state = {name: value for name, value in self.__dict__.items() if name not in ("plain", "coded", "root")}
+        return state | {"tables": tables, "indices": to_indices(self.plain, self.coded, self.root, tables)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tables, indices = state.pop("tables"), state.pop("indices")
+        self.__dict__.update(state)
+        self.tables = WeakSet(tables)
+        self.plain, self.coded, self.root = from_indices(indices, tables)
+
+    @property
+    def used(self) -> int:
+        """Pages in use, of both allocators."""
+        return self.plain.used + self.coded.used
+
+    def set_form(self, form: Form) -> None:
+        """Set the shape and dtype of tokens. Memory is allocated later, by `reserve`.
+
+        Raises:
+            ProblemError: a codec, and keys or values without elements.
+        """
+        if self.codec is not None and not all(form.dims):
+            raise ProblemError(
+                f"keys have {form.qk_dim} dimensions and values {form.v_dim}, and the pages store {self.codec.kind} "
+                "codes: a codec needs elements. Take codec=None."
+            )
+        dtype = self.stored_as if isinstance(self.stored_as, torch.dtype) else form.dtype
+        self.form, self.plain_memory = form, PlainPageMemory(form, self.page, dtype)
+        if self.codec is not None:
+            scales = KeyScales(self.page, math.gcd(self.codec.group, self.page), self.codec.keys == "token")
+            self.coded_memory = CodedPageMemory(form, self.codec, scales)
+
+    def coded_page_end(self, tokens: int) -> int:
+        """One past the last page that is written as codes, for a sequence of `tokens` tokens that was never cropped."""
+        return max(self.sink_pages, (tokens - self.residual) // self.page) if self.codec is not None else 0
+
+    def check_free(self, more: int, wanted: int) -> None:
+        """Raise `ProblemError` if the limit does not allow more pages in use.
+
+        Args:
+            more: pages in use afterwards, less those in use now.
+            wanted: pages to be allocated, for the message.
+        """
+        if self.limit is None or self.used + more <= self.limit:
+            return
+        raise ProblemError(
+            f"{wanted} pages of {self.page} tokens are wanted, and {self.limit - self.used} of {self.limit} are free; "
+            f"{len(self.tables)} sequences hold the others. Nothing was changed: free() or crop() a sequence, or "
+            "make a larger pool."
+        )
+
+    def reserve(self, plain: int, coded: int) -> None:
+        """Have memory for this many plain and coded pages in use; it grows by doubling."""
+        for pages, memory, used in ((self.plain, self.plain_memory, plain), (self.coded, self.coded_memory, coded)):
+            if memory is not None and used > memory.pages:
+                count = max(used, 2 * memory.pages, -(-MIN_TOKENS // self.page))
+                if self.limit is not None:
+                    count = self.limit if self.codec is None else min(count, self.limit)
+                memory.grow(count)
+                pages.grow(count)
+
+    def shrink(self) -> None:
+        """Free memory of which less than half is in use. Free pages there can no longer be found by their tokens."""
+        for pages, memory in ((self.plain, self.plain_memory), (self.coded, self.coded_memory)):
+            count = max(pages.used + pages.used // 8, -(-MIN_TOKENS // self.page))
+            if memory is None or memory.pages < 2 * count:
+                continue
+            memory.shrink(pages.shrink(count), count)
+            for table in self.tables:  # pages have new indices
+                table.batch = None
+
+    def page_bytes(self, plain: int, coded: int) -> int:
+        """Bytes of this many plain and coded pages."""
+        memory = 0 if self.coded_memory is None else coded * self.coded_memory.page_bytes
+        return plain * self.plain_memory.page_bytes + memory
+
+    def stored_bytes(self, tables: Iterable[BlockTable]) -> int:
+        """Bytes of the tokens of some sequences as they are stored; those in shared pages count once."""
+        if self.form is None:
+            return 0
+        tokens_of: dict[Page, int] = {}
+        for table in tables:
+            for page, tokens in table.page_tokens():
+                tokens_of[page] = max(tokens_of.get(page, 0), tokens)
+        plain_bytes, coded_bytes = self.page_bytes(1, 0), self.page_bytes(0, 1)
+        return sum(
+            tokens * (plain_bytes if page.allocator is self.plain else coded_bytes) // self.page
+            for page, tokens in tokens_of.items()
+        )
+
+    def index_tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        """int64, on the device of the memory."""
+        assert self.form is not None
+        return torch.tensor(values, dtype=torch.int64, device=self.form.device)
