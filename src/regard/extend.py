@@ -4,11 +4,12 @@
 - `Backend`: what computes attention, to be subclassed; `backend=` takes an object of it, or its name after
   `register_backend`. It compiles a `Kernel` from a `Problem` and a `Schedule`, which makes a `State` of `Operands`;
   a `Lowering`, such as `gather`, `prepare_score` and `pack`, simplifies a problem before.
-- `Eviction` and `Tally`: which tokens a KV cache drops, and what a policy remembers of them; `Store` has the tokens.
+- `Eviction` and `EvictionState`: which tokens a KV cache evicts, and what a policy observes of
+  them; `Store` has the tokens.
 """
 
 from regard.backend.contract import Backend, Kernel, ResumableKernel
-from regard.cache.evict import Eviction, Tally
+from regard.cache.evict import Eviction, EvictionState
 from regard.cache.store import Store
 from regard.describe.bias import Bias
 from regard.describe.check_mask import check_mask
@@ -26,6 +27,7 @@ __all__ = [
     "Bias",
     "CallSizes",
     "Eviction",
+    "EvictionState",
     "Interval",
     "Kernel",
     "Lowering",
@@ -38,7 +40,6 @@ __all__ = [
     "State",
     "Step",
     "Store",
-    "Tally",
     "check_mask",
     "gather",
     "pack",

@@ -121,7 +121,7 @@ def test_the_names_are_at_the_door_and_load_nothing_before():
         (LlamaConfig(), {"layout": Latent(8)}, r"Latent\(rank=8\) for Llama, which has no latents"),
         (LlamaConfig(), {"layout": "paged"}, "layout is 'paged': expected Contiguous"),
         (LlamaConfig(), {"codec": "int8"}, "codec is 'int8': expected Int8"),
-        (LlamaConfig(), {"layout": Rolling(9), "evict": Knorm(9)}, "forgets by itself"),
+        (LlamaConfig(), {"layout": Rolling(9), "evict": Knorm(9)}, "evicts tokens by itself"),
         (LlamaConfig(), {"codec": Int8(keys="channel"), "evict": Knorm(9)}, "tokens that share scales"),
     ],
     ids=["module", "name", "mamba", "latent", "layout", "codec", "twice", "channels"],

@@ -413,7 +413,7 @@ def test_a_call_that_makes_no_sense_is_named():
         cross(x, x)
     with pytest.raises(ProblemError, match=r"nothing depends on"):
         module(x, positions=3)
-    with pytest.raises(ProblemError, match="serves inference"):
+    with pytest.raises(ProblemError, match="is for inference"):
         module(x, cache=KVCache())
 
 
