@@ -97,7 +97,7 @@ def test_what_waits_counts_as_it_was_asked():
         cache.observe(q, mask, scale)
         expected[:, :, :start] += sums_of_weights(q, s.k[:, :, :start], mask, scale)
     watch, store = inside(cache)
-    assert sum(one.queries for one in watch.asked) == 26
+    assert sum(one.queries for one in watch.windows) == 26
     torch.testing.assert_close(watch.scores(store), expected[:, :, :start])
 
 
@@ -180,9 +180,9 @@ def test_it_votes_again_where_told_to(every: int):
 def test_after_the_prompt_no_query_is_held():
     s, cache = stream(60), KVCache(evict=SnapKV(17, window=5))
     feed(cache, s, [41])
-    assert inside(cache)[0].asked
+    assert inside(cache)[0].windows
     feed(cache, s, [1, 1], 41)
-    assert not inside(cache)[0].asked
+    assert not inside(cache)[0].windows
 
 
 @pytest.mark.parametrize("mask", [None, TensorMask(torch.ones(41, 41, dtype=torch.bool))], ids=["causal", "of places"])
@@ -194,7 +194,7 @@ def test_queries_with_a_mask_of_their_own_vote_once(mask: TensorMask | None):
     cache.observe(q, mask)
     _, k, v = s.tokens(41, 42)
     cache.append(k, v)
-    assert sum(one.queries for one in inside(cache)[0].asked) == (5 if mask is None else 0)
+    assert sum(one.queries for one in inside(cache)[0].windows) == (5 if mask is None else 0)
 
 
 def test_fewer_queries_than_the_window_have_the_vote_alone():
@@ -312,7 +312,7 @@ def test_far_back_the_queries_that_are_missing_are_shown_again_and_nothing_else(
     feed(cache, s, [60, 90])
     cache.crop(80)
     _, k, v = s.tokens(80, 81)
-    with pytest.raises(ProblemError, match=r"the last 20 tokens never came.* show those .* again"):
+    with pytest.raises(ProblemError, match=r"the last 20 tokens were not observed.* observe the queries .* again"):
         cache.append(k, v)
     assert (cache.tokens, cache.tokens_seen) == (80, 80)
     cache.observe(s.q[:, :, 60:80])
@@ -371,7 +371,7 @@ class TestQueriesMustCome:
         cache, s = KVCache(evict=word), stream(60)
         _, k, v = s
         cache.append(k[:, :, :23], v[:, :, :23])
-        with pytest.raises(ProblemError, match=r"the last 23 tokens never came: call cache.observe\(q\)"):
+        with pytest.raises(ProblemError, match=r"the last 23 tokens were not observed: call cache.observe\(q\)"):
             cache.append(k[:, :, 23:24], v[:, :, 23:24])
         assert (cache.tokens, cache.tokens_seen) == (23, 23)
         cache.observe(s.q[:, :, :23])
@@ -383,7 +383,7 @@ class TestQueriesMustCome:
         feed(cache, s, [5])
         _, k, v = s.tokens(5, 23)
         cache.append(k, v)
-        with pytest.raises(ProblemError, match="the last 18 tokens never came"):
+        with pytest.raises(ProblemError, match="the last 18 tokens were not observed"):
             cache.append(k[:, :, :1], v[:, :, :1])
 
     def test_queries_of_no_new_token_are_refused(self, word: Eviction):
@@ -405,7 +405,7 @@ class TestQueriesMustCome:
         cache.append(k, v)
         assert cache.tokens == 12
         cache.observe(s.q[:, :, :0])
-        with pytest.raises(ProblemError, match="the last 1 tokens never came"):
+        with pytest.raises(ProblemError, match="the last 1 tokens were not observed"):
             cache.append(k, v)
 
     def test_after_a_crop_beyond_what_is_held_they_may_come_again(self, word: Eviction):

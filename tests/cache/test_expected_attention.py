@@ -166,7 +166,7 @@ def test_with_a_rope_positions_are_those_of_the_sequence_after_tokens_went():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ProblemError, match="DynamicNTK turns a query by the length"):
+    with pytest.raises(ProblemError, match="DynamicNTK depends on the length"):
         ExpectedAttention(64, rope=Rope(8, scaling=DynamicNTK(2.0, original=64)))
     cache = KVCache(evict=ExpectedAttention(13, rope=Rope(16)))
     q, k, v = stream(60).tokens(0, 40)

@@ -264,9 +264,9 @@ def test_scalings_that_look_at_the_length_see_that_of_the_cache(codec: Codec | N
 
 
 def test_a_rope_of_another_width_is_refused():
-    with pytest.raises(ProblemError, match=r"rope=Rope\(dim=16.*expected Rope\(8\)"):
+    with pytest.raises(ProblemError, match=r"rope=Rope\(dim=16.*expected the Rope\(8\)"):
         KVCache(Rolling(23, 4, Rope(16))).append(*tokens_of(1))
-    with pytest.raises(ProblemError, match=r"rope=10000.*expected Rope\(8\)"):
+    with pytest.raises(ProblemError, match=r"rope=10000.*expected the Rope\(8\)"):
         KVCache(Rolling(23, 4, 10000)).append(*tokens_of(1))
 
 
