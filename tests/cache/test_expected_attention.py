@@ -171,7 +171,7 @@ def test_what_it_cannot_do_is_refused():
     cache = KVCache(evict=ExpectedAttention(13, rope=Rope(16)))
     q, k, v = stream(60).tokens(0, 40)
     cache.append(k, v)
-    with pytest.raises(ProblemError, match=r"queries have 8 dimensions and .* turns 16"):
+    with pytest.raises(ProblemError, match=r"queries have 8 dimensions, and .* rotates 16"):
         cache.observe(q)
 
 
