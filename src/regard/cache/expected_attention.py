@@ -31,12 +31,12 @@ class Moments(NamedTuple):
     """The distribution of queries per query head: count, mean, and covariance times count.
 
     Attributes:
-        count: [batch, heads, 1].
+        total: the count, [batch, heads, 1].
         mean: [batch, heads, qk_dim].
         scatter: [batch, heads, qk_dim, qk_dim].
     """
 
-    count: Tensor
+    total: Tensor
     mean: Tensor
     scatter: Tensor
 
@@ -51,20 +51,20 @@ class Moments(NamedTuple):
 
     def __or__(self, other: "Moments") -> "Moments":
         """The moments of both sets of queries together. Chan et al. 1979, Updating formulae, STAN-CS-79-773."""
-        count = self.count + other.count
-        share = other.count / count.clamp_min(1)
+        count = self.total + other.total
+        share = other.total / count.clamp_min(1)
         difference = other.mean - self.mean
-        cross = (difference * (self.count * share))[..., None] * difference[..., None, :]
+        cross = (difference * (self.total * share))[..., None] * difference[..., None, :]
         return Moments(count, self.mean + difference * share, self.scatter + other.scatter + cross)
 
     @property
     def covariance(self) -> Tensor:
         """[batch, heads, qk_dim, qk_dim]."""
-        return self.scatter / self.count.clamp_min(1)[..., None]
+        return self.scatter / self.total.clamp_min(1)[..., None]
 
     def multiplied(self, matrix: Tensor) -> "Moments":
         """The moments of the queries times a matrix [qk_dim, qk_dim], `q @ matrix`."""
-        return Moments(self.count, self.mean @ matrix, matrix.mT @ self.scatter @ matrix)
+        return Moments(self.total, self.mean @ matrix, matrix.mT @ self.scatter @ matrix)
 
 
 def expected_scores(moments: Moments, k: Tensor, scale: float) -> Tensor:
