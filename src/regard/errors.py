@@ -41,8 +41,8 @@ class RefusalError(RegardError, NotImplementedError):
 
 
 class SlowWarning(UserWarning):
-    """Attention on the CPU is computed without regard's compiled library, several times slower than with it.
+    """Attention on the CPU is slower than it could be: the compiled library, or its best kernels, are missing.
 
-    Given once in a process, at the first call of `attend` that the library would have computed. To silence it:
+    Given once in a process, at the first call of `attend` that they would have computed. To silence it:
     `warnings.filterwarnings("ignore", category=regard.SlowWarning)`, or the environment variable `REGARD_QUIET=1`.
     """
