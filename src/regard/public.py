@@ -6,7 +6,8 @@ from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.check_mask import check_mask
 from regard.describe.mask import Mask, draw
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
-from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
+from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
+from regard.describe.mask_function import MaskFunction
 from regard.describe.position import Learned, Position, Rope, Sinusoidal
 from regard.dispatch.choose import Plan
 from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning

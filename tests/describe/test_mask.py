@@ -155,7 +155,10 @@ WRONG = {
         "returned bool .1, 2, 2. for positions that broadcast to .2, 2.",
     ),
     "a predicate that is none": (lambda: MaskFunction(3), "expected a function"),  # pyright: ignore[reportArgumentType]
-    "a predicate of two": (lambda: MaskFunction(lambda i, j: i >= j), r"<lambda>\(i, j\), called with four: too many"),
+    "a predicate of two": (
+        lambda: MaskFunction(lambda i, j: i >= j),
+        r"\(i, j\), called with four arguments: too many",
+    ),
     "a predicate of five": (lambda: MaskFunction(lambda b, h, q, k, w: q - k < w), "a required argument: 'w'"),
     "a predicate of names": (lambda: MaskFunction(lambda b, h, q, k, *, w: q - k < w), "a required argument: 'w'"),
     "a predicate of floats": (lambda: draw(MaskFunction(lambda b, h, q, k: q * 1.0), 2, 2), "expected a bool tensor"),

@@ -13,7 +13,8 @@ import torch
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
-from regard.describe.mask_by_table import Blocks, Documents, MaskFunction, TensorMask, Tree
+from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
+from regard.describe.mask_function import MaskFunction
 from regard.describe.spec import Spec
 from regard.errors import ProblemError
 

@@ -1,26 +1,26 @@
-"""What a function does, as a value: its code, and the content of all that the code reads.
+"""The content of a function as a hashable value: its code, and the content of all that the code reads.
 
-A mask function is pure: its result follows from its arguments, its code, and what the code reads besides: closure,
-defaults, module globals, attributes of objects, and the same of each function that it calls. `content` follows all of
-these and makes a hashable value of them; equal values mean that the function does the same. So a plan that is kept for
-a function is used again only while nothing that the function reads has changed.
+A mask function is pure: its result depends on its arguments, its code, and what else the code reads: closure, defaults,
+module globals, attributes of objects, and the same for each function that it calls. `content` follows all of these and
+makes one hashable value of them; functions of equal value compute the same. So a cached plan of a function is used
+again only while nothing that the function reads has changed.
 
-Objects are followed as a whole, modules only as far as any code of the walk names their attributes. No code of the
-user runs meanwhile: what an object has is read by Python's own descriptors, past its `__getattr__` and `__iter__`.
+Objects are followed as a whole; of a module, only the attributes that some code of the walk names. No code of the user
+runs meanwhile: the state of an object is read by Python's own descriptors (`object_state.py`). `code_reads.py` finds
+the names that a code object reads.
 
-What cannot be followed is `Untraceable`, and nothing may be kept for it: objects of C extensions, generators, what
-`functools.lru_cache` keeps, `eval`, `getattr`, clocks and random numbers. Python's own library, numpy, torch and regard
-are taken as constant.
+What cannot be followed is `Untraceable`, and no plan may be cached for it: objects of C extensions, generators,
+functions under `functools.lru_cache`, `eval`, `getattr`, clocks and random generators. Python's own library, numpy,
+torch and regard are taken as constant.
 """
 
-import dis
 import marshal
 import sys
 import types
 from builtins import __dict__ as builtin_names
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from importlib.util import resolve_name
 from typing import Any, NamedTuple
 
@@ -29,56 +29,52 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
+from regard.describe.code_reads import (
+    CLOCKS,
+    LIBRARIES,
+    OPAQUE,
+    OPAQUE_ATTRIBUTES,
+    OPAQUE_OF_LIBRARIES,
+    Reads,
+    is_library_class,
+    reads_of,
+    root_package,
+)
+from regard.describe.object_state import (
+    ANNOTATIONS,
+    ELEMENTS,
+    IS_HEAP,
+    KNOWN_BASES,
+    MEMBERS,
+    WITHOUT_ATTRIBUTES,
+    has_python_state,
+    read_attributes,
+    read_cell,
+    read_slot,
+    slots,
+)
 from regard.describe.tensors import ClassRef, Untraceable, content_key, is_without_data
 
-LIBRARIES = sys.stdlib_module_names | {"numpy", "regard", "torch"}
-"""Packages that do not change while a program runs."""
-
-CLOCKS = {"datetime", "gc", "importlib", "inspect", "os", "random", "secrets", "time"}
-"""Modules whose functions give another answer at each call, or read what is outside of Python or of the code."""
-
-OPAQUE = {"__import__", "dir", "eval", "exec", "getattr", "globals", "input", "locals", "open", "vars"}
-"""Built-in functions that read what the code does not name."""
-
-OPAQUE_ATTRIBUTES = {
-    "__globals__", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
-    "uniform_",
-}  # fmt: skip
-"""Attributes that read what the code does not name, and methods that draw random numbers."""
-
-OPAQUE_OF_LIBRARIES = {
-    "numpy": {"random"},
-    "operator": {"attrgetter", "methodcaller"},
-    "sys": {"_getframe", "modules"},
-    "torch": {
-        "bernoulli", "dropout", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
-        "randn", "randn_like", "randperm",
-    },
-}  # fmt: skip
-"""Functions and modules of libraries that do so."""
-
 MOST = 10_000
-"""Objects that are followed for one function; one that reads more is not kept."""
+"""The most objects that are followed for one function; a function that reads more is `Untraceable`."""
 
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None), type(...)})
 _CONSTANT = (torch.device, torch.dtype, torch.layout, torch.memory_format, np.dtype)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _METHODS = (types.ClassMethodDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_ANNOTATIONS = {"__annotations__", "__annotate__", "__annotate_func__", "__doc__"}
-_PASSIVE = _ANNOTATIONS | {
+_PASSIVE = ANNOTATIONS | {
     "__dict__", "__module__", "__weakref__", "__slots__", "_abc_impl",
     "_kind",  # of `regard.describe.spec`
     "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__firstlineno__", "__static_attributes__",
     "__orig_bases__", "__parameters__", "__type_params__",
 }  # fmt: skip
 _MAKING = {"__init__", "__new__"}
-"""What only code that makes an instance runs; the instances that there are have their state, which is followed."""
+"""Methods that only run when an instance is made; of an existing instance the state is followed instead."""
 
 _FIELD_OF_NAMEDTUPLE = type(vars(NamedTuple("_Pair", [("a", int)]))["a"])
-_IS_HEAP = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: a class made while the program runs, as all of Python are
 
 values: dict[type, Callable[[Any], Hashable]] = {}
-"""Types whose instances say their content themselves; None where they cannot. `regard.describe.spec` adds its own."""
+"""The content of an instance, by type; None where it cannot be compared. `regard.describe.spec` adds an entry."""
 
 
 class _UnfollowableError(Exception):
@@ -86,7 +82,7 @@ class _UnfollowableError(Exception):
 
 
 def content(thing: object) -> Hashable:
-    """What a function, or any object, is by content; `Untraceable` if that cannot be followed.
+    """The content of a function or any other object; `Untraceable` if it cannot be followed.
 
     >>> def mask(limit):
     ...     return lambda b, h, q, k: k < limit
@@ -101,82 +97,20 @@ def content(thing: object) -> Hashable:
         return Untraceable()
 
 
-class _Reads(NamedTuple):
-    """What a code object names, its inner functions included; a relative module begins with dots."""
-
-    variables: frozenset[str]
-    attributes: frozenset[str]
-    modules: frozenset[str]
-
-
-_NAMED_BY = {
-    "LOAD_GLOBAL": 0, "LOAD_NAME": 0, "LOAD_FROM_DICT_OR_GLOBALS": 0,
-    "LOAD_ATTR": 1, "LOAD_METHOD": 1, "LOAD_SUPER_ATTR": 1, "IMPORT_FROM": 1,
-    "IMPORT_NAME": 2,
-}  # fmt: skip
-"""The field of `_Reads` that the argument of an instruction belongs to."""
-
-
-@lru_cache(maxsize=1024)
-def _reads(code: types.CodeType) -> _Reads:
-    own: tuple[set[str], ...] = set(), set(), set()
-    loaded: list[Any] = [0, 0]  # the last two: before a module is imported, how many dots, and the names in it
-    for step in dis.get_instructions(code):
-        if step.opname in _NAMED_BY:
-            dots = "." * loaded[0] if step.opname == "IMPORT_NAME" else ""
-            own[_NAMED_BY[step.opname]].add(dots + step.argval)
-        elif step.opname.startswith("LOAD_"):
-            loaded = [loaded[1], step.argval]
-    inner = [_reads(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return _Reads(*(frozenset().union(*sets) for sets in zip(own, *inner, strict=True)))
-
-
-_ELEMENTS: dict[type, Callable[[Any], Any]] = {
-    OrderedDict: lambda x: list(OrderedDict.items(x)),
-    dict: lambda x: (list(dict.keys(x)), list(dict.values(x))),
-    list: lambda x: tuple(list.__iter__(x)),
-    tuple: lambda x: tuple(tuple.__iter__(x)),
-    deque: lambda x: (deque.maxlen.__get__(x), list(deque.__iter__(x))),
-    float: float.__float__,
-    int: int.__int__,
-    str: str.__str__,
-    bytes: bytes.__bytes__,
-    complex: complex.__complex__,
-}
-"""What Python's own classes hold besides `__dict__` and member descriptors, whatever a subclass says of itself."""
-
-_FOLLOWED = frozenset({
-    *_ELEMENTS, object, set, frozenset, range, slice, partial, property, staticmethod, classmethod, types.MethodType,
-    defaultdict,
-})  # fmt: skip
-"""Classes not written in Python whose instances hold nothing else."""
-
-
-_BARE = frozenset({OrderedDict, dict, list, tuple, deque, set, frozenset})
-"""Those without attributes."""
-
-
-def _members(kind: type) -> list[Any]:
-    return [member for member in vars(kind).values() if type(member) is types.MemberDescriptorType]
-
-
-_MEMBERS = {kind: _members(kind) for kind in _FOLLOWED}
-
-
 class _Walk:
-    """One walk over what a function reads."""
+    """One walk over all that a function reads."""
 
     def __init__(self) -> None:
         self._met: dict[object, int] = {}
-        self._alive: list[object] = []  # an id is another's once its object is gone
+        self._alive: list[object] = []  # Python reuses the id of an object that is gone
         self._names: set[str] = set()  # attributes that the code of the walk names
         self._modules: list[types.ModuleType] = []
         self._kinds: list[type] = []  # of instances
         self._roots: set[str] = set()  # libraries
-        self._is_making = False  # whether the code may make an instance of the class of another
+        self._is_making = False  # whether the code may make an instance of the class of another object
 
     def whole(self, x: object) -> Hashable:
-        """The content of x, and of what its code reads of modules, which is known once all of the code is."""
+        """The content of x, and of the module attributes that its code reads: known after all of the code is walked."""
         found: list[Hashable] = [self.of(x)]
         read: set[tuple[int, str]] = set()
         while True:
@@ -199,7 +133,7 @@ class _Walk:
     def of(self, x: Any) -> Hashable:
         kind = type(x)
         if kind in _ATOMS:
-            return _short(marshal.dumps(x, 2))  # it tells 1, 1.0 and True apart, and 0.0 from -0.0
+            return _short(marshal.dumps(x, 2))  # the bytes differ for 1, 1.0 and True, and for 0.0 and -0.0
         if id(x) in self._met:
             return "met", self._met[id(x)]
         self._met[id(x)] = len(self._met)
@@ -210,10 +144,10 @@ class _Walk:
 
     def _inside(self, x: Any, kind: type) -> Hashable:
         for known, value in values.items():
-            if issubclass(kind, known):  # not isinstance: it would ask the object
+            if issubclass(kind, known):  # not isinstance, which reads `__class__` of the object
                 if (made := value(x)) is None:
                     raise _UnfollowableError
-                return (made, self._of_instance(kind), self.of(_attributes(x))) if known is Tensor else made
+                return (made, self._of_instance(kind), self.of(read_attributes(x))) if known is Tensor else made
         if issubclass(kind, _CONSTANT):
             return x
         if kind is types.FunctionType:
@@ -226,7 +160,7 @@ class _Walk:
             return self._builtin(x)
         if kind in _METHODS:
             return self._library_name(x.__objclass__), x.__name__
-        if kind is np.ufunc and getattr(np, x.__name__, None) is x:  # others may be made of functions
+        if kind is np.ufunc and getattr(np, x.__name__, None) is x:  # another ufunc may be made of a Python function
             return x.__name__
         if kind is cached_property:  # it may have a lock
             return self.of(x.func)
@@ -236,33 +170,33 @@ class _Walk:
 
     def _object(self, x: Any, kind: type) -> Hashable:
         """A container, with its elements, or an instance of a class written in Python, with its attributes."""
-        base = next(base for base in kind.__mro__ if base in _FOLLOWED)
-        members = _MEMBERS[base]
+        base = next(base for base in kind.__mro__ if base in KNOWN_BASES)
+        members = MEMBERS[base]
         if kind is not base:
-            slots = [slot for owner in kind.__mro__ if owner.__flags__ & _IS_HEAP for slot in _members(owner)]
-            if not _is_written_in_python(kind, base, len(slots)):
+            own_slots = [slot for owner in kind.__mro__ if owner.__flags__ & IS_HEAP for slot in slots(owner)]
+            if not has_python_state(kind, base, len(own_slots)):
                 raise _UnfollowableError
-            members = members + slots
+            members = members + own_slots
         elements: Hashable = None
         if base in (set, frozenset):  # sets of equal content may have different sizes
             elements = frozenset(Counter(self._each(base.__iter__(x))).items())
-        elif base in _ELEMENTS:
-            elements = self._elements(_ELEMENTS[base](x))
+        elif base in ELEMENTS:
+            elements = self._elements(ELEMENTS[base](x))
         elif base is defaultdict:
-            elements = self._elements(_ELEMENTS[dict](x))
-        if base in _BARE and kind is base:
+            elements = self._elements(ELEMENTS[dict](x))
+        if base in WITHOUT_ATTRIBUTES and kind is base:
             return elements
-        own = _attributes(x)
-        return self._of_instance(kind), elements, self._each([own, *[_member(m, x) for m in members]])
+        own = read_attributes(x)
+        return self._of_instance(kind), elements, self._each([own, *[read_slot(m, x) for m in members]])
 
     def _of_instance(self, kind: type) -> Hashable:
-        """The class of an instance, but for what only makes instances."""
+        """The content of the class of an instance, without the methods that only make instances."""
         key = "instance", id(kind)
         if key in self._met:
             return "met", self._met[key]
         self._met[key] = len(self._met)
         self._alive.append(kind)
-        if _is_library_class(kind):
+        if is_library_class(kind):
             return self._library_name(kind)
         self._kinds.append(kind)
         return self._body(kind, _MAKING)
@@ -279,19 +213,19 @@ class _Walk:
         return tuple([self.of(thing) for thing in things])
 
     def _function(self, f: types.FunctionType) -> Hashable:
-        cells = [_cell(cell) for cell in f.__closure__ or ()]
+        cells = [read_cell(cell) for cell in f.__closure__ or ()]
         given = (f.__defaults__, f.__kwdefaults__, f.__dict__)
         own = self._each((*cells, *(x or None for x in given)))
-        if self._is_library(f.__globals__.get("__name__")):  # `__module__` may be copied from what it wraps
+        if self._is_library(f.__globals__.get("__name__")):  # a wrapper may have copied `__module__`
             return f.__code__, own
-        reads = _reads(f.__code__)
+        reads = reads_of(f.__code__)
         self._names |= reads.attributes
         self._is_making |= "type" in reads.variables or "__class__" in reads.attributes
         if not OPAQUE_ATTRIBUTES.isdisjoint(reads.attributes):
             raise _UnfollowableError
         return f.__code__, own, self._variables(f.__globals__, reads)
 
-    def _variables(self, module: dict[str, Any], reads: _Reads) -> Hashable:
+    def _variables(self, module: dict[str, Any], reads: Reads) -> Hashable:
         found: list[tuple[str, Hashable]] = []
         for name in sorted(reads.variables):
             if name in module:
@@ -315,11 +249,11 @@ class _Walk:
         return name, self.of(vars(module).get("__getattr__"))
 
     def _class(self, kind: type) -> Hashable:
-        """A class: itself, and all that its body holds, as far as it is not a library's."""
-        return self._library_name(kind) if _is_library_class(kind) else self._body(kind, set())
+        """The class itself, and the content of its body if it is not a class of a library."""
+        return self._library_name(kind) if is_library_class(kind) else self._body(kind, set())
 
     def _body(self, kind: type, unread: set[str]) -> Hashable:
-        bodies = [vars(base) for base in kind.__mro__ if not _is_library_class(base)]
+        bodies = [vars(base) for base in kind.__mro__ if not is_library_class(base)]
         read = [
             (name, self.of(value))
             for body in bodies
@@ -335,14 +269,14 @@ class _Walk:
         return f.__qualname__, self.of(owner)
 
     def _library_name(self, thing: Any) -> Hashable:
-        """What is compiled, or a library's, is known by its name."""
+        """The name, which identifies what is compiled or belongs to a library."""
         module = thing.__module__ or "builtins"
-        if not self._is_library(module) or thing.__name__ in OPAQUE_OF_LIBRARIES.get(_root(module), ()):
+        if not self._is_library(module) or thing.__name__ in OPAQUE_OF_LIBRARIES.get(root_package(module), ()):
             raise _UnfollowableError
         return module, thing.__qualname__
 
     def _is_library(self, module: str | None) -> bool:
-        root = _root(module)
+        root = root_package(module)
         if root in CLOCKS:
             raise _UnfollowableError
         if root not in LIBRARIES:
@@ -352,7 +286,7 @@ class _Walk:
 
 
 def _array(array: Any) -> Hashable:
-    if array.dtype.hasobject or type(array) not in (np.ndarray, np.memmap):  # a masked array holds more than elements
+    if array.dtype.hasobject or type(array) not in (np.ndarray, np.memmap):  # a subclass may have more state
         return None
     return array.dtype, array.shape, xxh3_128_digest(np.ascontiguousarray(array).view(_raw(array.dtype)).data)
 
@@ -371,53 +305,5 @@ def _tensor(tensor: Tensor) -> Hashable:
 values |= {Tensor: _tensor, np.ndarray: _array, np.generic: lambda x: _array(np.asarray(x))}
 
 
-def _cell(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty: the function that would fill it has not come so far
-        return types.CellType
-
-
-def _attributes(x: Any) -> object:
-    try:
-        own = object.__getattribute__(x, "__dict__")
-    except AttributeError:
-        return None
-    if not _ANNOTATIONS.isdisjoint(own):
-        own = {name: value for name, value in own.items() if name not in _ANNOTATIONS}
-    return own or None
-
-
-def _member(member: Any, x: Any) -> object:
-    try:
-        return member.__get__(x)
-    except AttributeError:  # a slot that is not filled
-        return types.MemberDescriptorType
-
-
 def _short(data: bytes) -> bytes:
     return data if len(data) <= 64 else xxh3_128_digest(data)
-
-
-def _root(module: object) -> str:
-    return module.partition(".")[0] if isinstance(module, str) else ""
-
-
-def _is_library_class(kind: type) -> bool:
-    """Whether a library has it under its name; what `dataclasses.make_dataclass` makes has such a name, too."""
-    module = vars(kind).get("__module__", "builtins") if kind.__flags__ & _IS_HEAP else "builtins"
-    if _root(module) not in LIBRARIES:
-        return False
-    if not kind.__flags__ & _IS_HEAP:
-        return True
-    found: Any = sys.modules.get(module)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    return found is kind
-
-
-def _is_written_in_python(kind: type, base: type, slots: int) -> bool:
-    """Whether all that its instances hold, besides what `base` holds, is in `__dict__` and in its slots."""
-    has_dict = kind.__dictoffset__ > 0 or (kind.__itemsize__ and kind.__dictoffset__)  # else it is before the object
-    words = slots + bool(has_dict) + (kind.__weakrefoffset__ > 0)
-    return kind.__itemsize__ == base.__itemsize__ and kind.__basicsize__ <= base.__basicsize__ + 8 * words

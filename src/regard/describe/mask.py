@@ -7,7 +7,7 @@ A mask answers two questions about *positions* (query i of a call is at position
   all. They need not be exact. The schedule splits only what is undecided, so its cost follows the mask's boundary.
 
 `&`, `|` and `~` combine masks; their bounds follow by Kleene's three-valued logic. The masks themselves are in
-`mask_by_rule.py` (arithmetic on positions) and `mask_by_table.py` (what needs data).
+`mask_by_rule.py` (arithmetic on positions), `mask_by_table.py` (tensors) and `mask_function.py` (a Python function).
 """
 
 from typing import Any, NamedTuple, NoReturn

@@ -1,12 +1,11 @@
-"""Masks with data: ids, layouts, trees, tensors, functions.
+"""Masks with data: ids, layouts, trees, tensors.
 
-Their bounds come from small tables made once per tensor (`rectangle_tables.py`); data on a GPU is copied to the host
-once.
+Their bounds come from small tables, computed once per tensor (`rectangle_tables.py`). Data on a GPU is copied to the
+host once.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from regard.describe.spec import spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
-from regard.torch_internals import ignore_torch_function
 
 
 @spec
@@ -44,7 +42,7 @@ class Documents(Mask):
         _check_tensor(self.ids, "Documents(ids)", (1, 2), "integers [tokens] or [batch, tokens]", integers=True)
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        ids = _beside(self.ids, q, k)
+        ids = _on_device_of(self.ids, q, k)
         ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
         return ids[q] == ids[k] if ids.ndim == 1 else ids[b, q] == ids[b, k]
 
@@ -61,7 +59,7 @@ class Documents(Mask):
         return np.stack([r.b, one_q, one_k & ~one_q, row, column], axis=1)
 
     def intervals(self, sizes: CallSizes) -> Union:
-        found = derived(self.ids, "intervals", lambda t: _stretches(_numpy(t.reshape(-1, t.shape[-1]))))
+        found = derived(self.ids, "intervals", lambda t: _document_ranges(_numpy(t.reshape(-1, t.shape[-1]))))
         if found is None:
             return None
         queries = slice(sizes.offset, sizes.positions)
@@ -113,15 +111,15 @@ class Blocks(Mask):
         object.__setattr__(self, "size", whole(self.size, "Blocks(size)", "tokens a side", least=1))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return _looked_up(_beside(self.layout, q, k), b, h, q // self.size, k // self.size)
+        return _index_table(_on_device_of(self.layout, q, k), b, h, q // self.size, k // self.size)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        counts = derived(self.layout, f"blocks {self.size}", lambda t: BlockCounts.of_layout(_four(t), self.size))
+        counts = derived(self.layout, f"blocks {self.size}", lambda t: BlockCounts.of_layout(_in_4d(t), self.size))
         return counts.bounds(r)
 
     def signature(self, r: Rectangles) -> Ints:
-        """Where the rectangle begins within a block, and the layout of the blocks it meets, as bits of a number."""
-        table = derived(self.layout, "layout", _four)
+        """The rectangle's offset within its first block, and the layout of the blocks that it overlaps, as bits."""
+        table = derived(self.layout, "layout", _in_4d)
         top, left = r.q0 // self.size, r.k0 // self.size
         down, across = ((stop - 1) // self.size - start + 1 for stop, start in ((r.q1, top), (r.k1, left)))
         if not len(top) or down.max() * across.max() > 62:
@@ -136,7 +134,7 @@ class Blocks(Mask):
         return np.stack([r.q0 % self.size, r.k0 % self.size, met], axis=1)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return _four_sizes(self.layout)[:2]
+        return _sizes_in_4d(self.layout)[:2]
 
     def bind(self, sizes: CallSizes) -> Mask:
         rows, columns = (n * self.size for n in self.layout.shape[-2:])
@@ -153,8 +151,8 @@ class Blocks(Mask):
 class Tree(Mask):
     """Speculative decoding: a draft token sees its ancestors in the tree of drafts, itself, and the whole context.
 
-    The tree's tokens are the last `len(parents)` keys of the call; the keys before them are the context, which all of
-    the tree sees (and which is causal in itself). Miao et al. 2024, arXiv:2305.09781, §4.2.
+    The tree's tokens are the last `len(parents)` keys of the call. The keys before them are the context: all of the
+    tree sees it, and within itself it is causal. Miao et al. 2024, arXiv:2305.09781, §4.2.
 
     Args:
         parents: for each draft token the index of its parent in the tree, -1 or None for a root; a parent comes before
@@ -233,7 +231,7 @@ class TensorMask(Mask):
 
     Args:
         mask: bool, broadcastable to [batch, heads, queries, keys].
-        offset: position of its first row; None: the call's own offset (alone: the last row at the last column).
+        offset: position of its first row; None: the offset of the call (outside of a call: last row at last column).
 
     >>> from regard import draw
     >>> print(draw(TensorMask(torch.tensor([[True, False], [False, True]])), 2, 2))
@@ -251,23 +249,23 @@ class TensorMask(Mask):
             object.__setattr__(self, "offset", whole(self.offset, "TensorMask(offset)"))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return _looked_up(_beside(self.mask, q, k), b, h, q - self._first(), k)
+        return _index_table(_on_device_of(self.mask, q, k), b, h, q - self._first(), k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        counts = derived(self.mask, "dense", lambda t: BlockCounts.of_table(_four(t)))
+        counts = derived(self.mask, "dense", lambda t: BlockCounts.of_table(_in_4d(t)))
         return counts.bounds(r._replace(q0=r.q0 - self._first(), q1=r.q1 - self._first()))
 
     def signature(self, r: Rectangles) -> Ints:
-        batch, heads, rows, columns = _four_sizes(self.mask)
+        batch, heads, rows, columns = _sizes_in_4d(self.mask)
         moves = (batch > 1, heads > 1, rows > 1, columns > 1)
         return np.stack([x * moved for x, moved in zip((r.b, r.h, r.q0, r.k0), moves, strict=True)], axis=1)
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return _four_sizes(self.mask)[:2]
+        return _sizes_in_4d(self.mask)[:2]
 
     def bind(self, sizes: CallSizes) -> Mask:
         _check_rows("TensorMask", self, self.mask, sizes)
-        *_, rows, columns = _four_sizes(self.mask)
+        *_, rows, columns = _sizes_in_4d(self.mask)
         first = sizes.offset if self.offset is None else self.offset
         if columns not in (1, sizes.keys):
             raise ProblemError(f"{self!r} has {columns} columns and the call has {sizes.keys} keys.")
@@ -281,137 +279,26 @@ class TensorMask(Mask):
         return TensorMask(self.mask, first)
 
     def _first(self) -> int:
-        *_, rows, columns = _four_sizes(self.mask)
+        *_, rows, columns = _sizes_in_4d(self.mask)
         return columns - rows if self.offset is None else self.offset
 
 
-@spec
-class MaskFunction(Mask):
-    """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
-
-    The function is known by its code and by the content of all that its code reads: closure, defaults, module globals,
-    attributes of objects, other functions. When any of it changes, the mask is another one. Objects are read whole: a
-    function that uses `self.window` of a model reads all its weights at each call, so give it the window alone. What
-    cannot be followed (a generator, `eval`, an object of a C extension) makes a new schedule at each call.
-
-    Every tile is looked at, since nothing is known of the function: 32,768 x 32,768 take seconds, once. Masks
-    with bounds, such as `Causal()`, cost next to nothing. Under `torch.compile` it is tabulated as a `TensorMask` mask.
-
-    >>> from regard import draw
-    >>> print(draw(MaskFunction(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
-    █ ·
-    · █
-    """
-
-    fn: Callable[[Any, Any, Any, Any], Tensor]
-    batch: int = 1
-    heads: int = 1
-
-    def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise ProblemError(
-                f"MaskFunction(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor."
-            )
-        if not torch.compiler.is_compiling():  # what inspects a function cannot be traced
-            _check_takes_four(self.fn)
-
-    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        kept = cast(object, self.fn(*as_tensors(b, h, q, k)))  # whatever the user's function returns
-        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
-            what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
-            raise ProblemError(f"MaskFunction: fn(b, h, q, k) returned {what}; expected a bool tensor.")
-        _check_broadcasts(kept, b, h, q, k)
-        return kept
-
-    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        return np.ones_like(r.b, dtype=bool), np.zeros_like(r.b, dtype=bool)
-
-    def broadcast_shape(self) -> tuple[int, int]:
-        return self.batch, self.heads
-
-    def bind(self, sizes: CallSizes) -> Mask:
-        looked = _looked_at(self.fn, sizes.offset)
-        spread = sizes.batch if looked[0] else 1, sizes.heads if looked[1] else 1
-        return (
-            self if spread == self.broadcast_shape() else MaskFunction(self.fn, *spread)
-        )  # mostly itself: every call asks
-
-    @classmethod
-    def written(cls, parts: tuple[Any, ...]) -> str:
-        return f"MaskFunction({parts[0]})"
-
-
-def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
-    """Raise `ProblemError` unless what a predicate gave has a value for each position, and no more."""
-    sizes = torch.broadcast_shapes(*(p.shape for p in as_tensors(*positions)))
-    given = (1,) * (len(sizes) - kept.ndim) + tuple(kept.shape)
-    if len(given) != len(sizes) or any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
-        raise ProblemError(
-            f"MaskFunction: fn(b, h, q, k) returned bool {list(kept.shape)} for positions that broadcast to "
-            f"{list(sizes)}: expected that shape, or one that broadcasts to it. The function is called tile by tile: "
-            "compute with b, h, q and k, and index tables by them, such as table[q, k]."
-        )
-
-
-def _check_takes_four(fn: Callable[..., Any]) -> None:
-    """Raise `ProblemError` unless it can be called with b, h, q and k, as far as Python can tell."""
-    if inspect.isfunction(fn) and fn.__code__.co_argcount == 4 and not fn.__code__.co_kwonlyargcount:
-        return  # nearly every one; to inspect a signature takes as long as a small call of attend
-    try:
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # it is compiled: nobody knows before it is called
-        return
-    try:
-        signature.bind(*"bhqk")
-    except TypeError as error:
-        raise ProblemError(
-            f"MaskFunction(fn) is {getattr(fn, '__name__', type(fn).__name__)}{signature}, called with four: {error}. "
-            "Expected fn(b, h, q, k) -> bool tensor, of batch row, head, and the positions of query and key, such as "
-            "MaskFunction(lambda b, h, q, k: q - k < 4)."
-        ) from None
-
-
-class _Probe(torch.Tensor):
-    """A tensor that remembers whether anything was computed from it."""
-
-    looked = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(x: Any) -> Any:
-            if isinstance(x, _Probe):
-                x.looked = True
-                return x.as_subclass(torch.Tensor)
-            return type(x)(plain(y) for y in cast("Sequence[Any]", x)) if isinstance(x, tuple | list) else x
-
-        with ignore_torch_function():
-            return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
-
-
-def _looked_at(fn: Callable[[Any, Any, Any, Any], Tensor], query: int) -> tuple[bool, bool]:
-    """Whether fn looks at b, at h: found by calling it with tensors that notice."""
-    b, h = (torch.zeros((), dtype=torch.int64, device="cpu").as_subclass(_Probe) for _ in range(2))
-    q, k = torch.tensor(query, device="cpu"), torch.tensor(0, device="cpu")
-    fn(b, h, q, k)
-    return b.looked, h.looked
-
-
 def _check_tensor(given: object, name: str, axes: tuple[int, ...], expected: str, *, integers: bool = False) -> None:
-    """Raise `ProblemError` unless it is a tensor with one of these numbers of axes, of integers or else of bools."""
+    """Raise `ProblemError` unless it is a tensor of integers or else of bools, and its rank is one of `axes`."""
     table = given_tensor(given, name, expected)
     fits = not (table.is_floating_point() or table.is_complex()) if integers else table.dtype == torch.bool
     if not fits or table.ndim not in axes:
         raise ProblemError(f"{name} is {table.dtype} {list(table.shape)}: expected {expected}.")
 
 
-def _looked_up(table: Tensor, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+def _index_table(table: Tensor, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
     """table[b, h, q, k] for a table that may lack leading axes or broadcast along some."""
     index = (b, h, q, k)[4 - table.ndim :]
     return table[tuple(i * 0 if n == 1 else i for i, n in zip(index, table.shape, strict=True))]
 
 
 def _check_rows(name: str, mask: Mask, table: Tensor, sizes: CallSizes) -> None:
-    batch, heads = _four_sizes(table)[:2]
+    batch, heads = _sizes_in_4d(table)[:2]
     if batch not in (1, sizes.batch) or heads not in (1, sizes.heads):
         raise ProblemError(
             f"{mask!r} is for {batch} batch rows and {heads} heads, and the call has {sizes.batch} and "
@@ -419,16 +306,16 @@ def _check_rows(name: str, mask: Mask, table: Tensor, sizes: CallSizes) -> None:
         )
 
 
-def _four_sizes(table: Tensor) -> tuple[int, int, int, int]:
+def _sizes_in_4d(table: Tensor) -> tuple[int, int, int, int]:
     return cast("tuple[int, int, int, int]", (1,) * (4 - table.ndim) + tuple(table.shape))
 
 
-def _four(table: Tensor) -> Bools:
-    return cast(Bools, table.detach().cpu().numpy().reshape(_four_sizes(table)))
+def _in_4d(table: Tensor) -> Bools:
+    return cast(Bools, table.detach().cpu().numpy().reshape(_sizes_in_4d(table)))
 
 
-def _stretches(ids: Ints) -> tuple[Ints, Ints] | None:
-    """(start, stop) of the document of each position [batch, tokens]; None if a document is in several pieces."""
+def _document_ranges(ids: Ints) -> tuple[Ints, Ints] | None:
+    """(start, stop) of each position's document, [batch, tokens]; None if a document is in several pieces."""
     rows, tokens = ids.shape
     begins = np.ones(ids.shape, dtype=bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -444,7 +331,7 @@ def _numpy(ids: Tensor) -> Ints:
     return ids.detach().cpu().numpy().astype(np.int64)
 
 
-def _beside(table: Tensor, *positions: Positions) -> Tensor:
+def _on_device_of(table: Tensor, *positions: Positions) -> Tensor:
     """The table on the device of the positions."""
     device = next((p.device for p in positions if isinstance(p, Tensor)), table.device)
     return table.to(device)

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 from regard.backend.contract import ResumableKernel
 from regard.cost import attention as cost
 from regard.describe.mask import And, CallSizes, Mask, Not, Or
-from regard.describe.mask_by_table import MaskFunction, TensorMask
+from regard.describe.mask_by_table import TensorMask
+from regard.describe.mask_function import MaskFunction
 from regard.describe.score import Dot
 from regard.describe.spec import deserialize
 from regard.describe.tensors import is_without_data

@@ -21,7 +21,8 @@ from transformers.masking_utils import sdpa_mask
 
 from regard.describe.mask import And, Mask, Or
 from regard.describe.mask_by_rule import Causal, KeyLengths, Window
-from regard.describe.mask_by_table import Documents, MaskFunction, TensorMask
+from regard.describe.mask_by_table import Documents, TensorMask
+from regard.describe.mask_function import MaskFunction
 
 Predicate = Callable[..., Any]
 """`fn(batch, head, query, key) -> bool tensor`, on positions."""

@@ -1,0 +1,130 @@
+"""A mask given as a Python function.
+
+Its bounds are unknown, so its schedule comes from evaluating every tile. Which of batch rows and heads the function
+depends on is found by one call with tensors that record their use.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.describe.mask import Bools, CallSizes, Mask, Positions, Rectangles, as_tensors
+from regard.describe.spec import spec
+from regard.errors import ProblemError
+from regard.torch_internals import ignore_torch_function
+
+
+@spec
+class MaskFunction(Mask):
+    """Any predicate `fn(b, h, q, k)` on int64 tensors of positions, broadcasting, pure.
+
+    The function is identified by its code and by the content of all that its code reads: closure, defaults, module
+    globals, attributes of objects, other functions. When any of it changes, the mask is a different mask. Objects are
+    read as a whole: a function that uses `self.window` of a model reads all weights of the model in each call, so pass
+    the window alone. If the code reads what cannot be followed (a generator, `eval`, an object of a C extension), each
+    call makes a new schedule.
+
+    The function has no bounds, so every tile is evaluated: 32,768 x 32,768 take seconds, once. Masks with bounds, such
+    as `Causal()`, cost next to nothing. Under `torch.compile` the mask is tabulated as a `TensorMask`.
+
+    >>> from regard import draw
+    >>> print(draw(MaskFunction(lambda b, h, q, k: (q + k) % 2 == 0), 2, 2))
+    █ ·
+    · █
+    """
+
+    fn: Callable[[Any, Any, Any, Any], Tensor]
+    batch: int = 1
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ProblemError(
+                f"MaskFunction(fn) is {type(self.fn).__name__}: expected a function fn(b, h, q, k) -> bool tensor."
+            )
+        if not torch.compiler.is_compiling():  # torch cannot trace `inspect`
+            _check_takes_four(self.fn)
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        kept = cast(object, self.fn(*as_tensors(b, h, q, k)))  # a user's function may return anything
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+            what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
+            raise ProblemError(f"MaskFunction: fn(b, h, q, k) returned {what}; expected a bool tensor.")
+        _check_broadcasts(kept, b, h, q, k)
+        return kept
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return np.ones_like(r.b, dtype=bool), np.zeros_like(r.b, dtype=bool)
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return self.batch, self.heads
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        uses_batch, uses_heads = _find_uses(self.fn, sizes.offset)
+        shape = sizes.batch if uses_batch else 1, sizes.heads if uses_heads else 1
+        if shape == self.broadcast_shape():  # nearly always, and every call binds its mask
+            return self
+        return MaskFunction(self.fn, *shape)
+
+    @classmethod
+    def written(cls, parts: tuple[Any, ...]) -> str:
+        return f"MaskFunction({parts[0]})"
+
+
+def _check_broadcasts(kept: Tensor, *positions: Positions) -> None:
+    """Raise `ProblemError` unless the result of a predicate broadcasts to the shape of the positions."""
+    sizes = torch.broadcast_shapes(*(p.shape for p in as_tensors(*positions)))
+    shape = (1,) * (len(sizes) - kept.ndim) + tuple(kept.shape)
+    if len(shape) != len(sizes) or any(own not in (1, size) for own, size in zip(shape, sizes, strict=True)):
+        raise ProblemError(
+            f"MaskFunction: fn(b, h, q, k) returned bool {list(kept.shape)} for positions that broadcast to "
+            f"{list(sizes)}: expected that shape, or one that broadcasts to it. The function is called tile by tile: "
+            "compute with b, h, q and k, and index tables by them, such as table[q, k]."
+        )
+
+
+def _check_takes_four(fn: Callable[..., Any]) -> None:
+    """Raise `ProblemError` if the signature of the function does not take b, h, q and k."""
+    if inspect.isfunction(fn) and fn.__code__.co_argcount == 4 and not fn.__code__.co_kwonlyargcount:
+        return  # the usual case: inspecting a signature takes as long as a small call of attend
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # a compiled function without a signature
+        return
+    try:
+        signature.bind(*"bhqk")
+    except TypeError as error:
+        raise ProblemError(
+            f"MaskFunction(fn) is {getattr(fn, '__name__', type(fn).__name__)}{signature}, called with four arguments: "
+            f"{error}. Expected fn(b, h, q, k) -> bool tensor, of batch row, head, and the positions of query and key, "
+            "such as MaskFunction(lambda b, h, q, k: q - k < 4)."
+        ) from None
+
+
+class _Probe(torch.Tensor):
+    """A tensor that records whether anything was computed from it."""
+
+    used = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            if isinstance(x, _Probe):
+                x.used = True
+                return x.as_subclass(torch.Tensor)
+            return type(x)(plain(y) for y in cast("Sequence[Any]", x)) if isinstance(x, tuple | list) else x
+
+        with ignore_torch_function():
+            return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
+
+
+def _find_uses(fn: Callable[[Any, Any, Any, Any], Tensor], query: int) -> tuple[bool, bool]:
+    """Whether fn uses b, and whether it uses h: one call with tensors that record their use."""
+    b, h = (torch.zeros((), dtype=torch.int64, device="cpu").as_subclass(_Probe) for _ in range(2))
+    q, k = torch.tensor(query, device="cpu"), torch.tensor(0, device="cpu")
+    fn(b, h, q, k)
+    return b.used, h.used
