@@ -157,7 +157,7 @@ WRONG = {
     "a predicate that is none": (lambda: MaskFunction(3), "expected a function"),  # pyright: ignore[reportArgumentType]
     "a predicate of two": (
         lambda: MaskFunction(lambda i, j: i >= j),
-        r"\(i, j\), called with four arguments: too many",
+        r"<lambda>\(i, j\), called with four arguments: too many",
     ),
     "a predicate of five": (lambda: MaskFunction(lambda b, h, q, k, w: q - k < w), "a required argument: 'w'"),
     "a predicate of names": (lambda: MaskFunction(lambda b, h, q, k, *, w: q - k < w), "a required argument: 'w'"),

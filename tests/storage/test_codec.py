@@ -101,13 +101,13 @@ def test_fp8_reads_every_code_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_cannot_be_written_are_refused(bad: float) -> None:
+def test_elements_that_cannot_be_stored_are_refused(bad: float) -> None:
     x = normal(1, 32, 4)
     x[0, 3, 2] = bad
     for codec in CODECS[:3]:
-        with pytest.raises(ProblemError, match="cannot hold"):
+        with pytest.raises(ProblemError, match="cannot be stored"):
             encode_tiled(x, codec, per_token=False)
-        with pytest.raises(ProblemError, match="cannot hold"):
+        with pytest.raises(ProblemError, match="cannot be stored"):
             encode_rows(x, codec)
 
 

@@ -1,1 +1,1 @@
-"""Stored keys and values: codecs, and handles of what a cache keeps in pages and codes."""
+"""Stored keys and values: layouts, codecs, and handles to pages and codes."""

@@ -1,14 +1,14 @@
-"""Codecs: how the numbers of keys and values are written in fewer bits, and read again.
+"""Codecs: quantisation of keys and values to 8 or 4 bits, and back.
 
-Keys have channels that are large in every token, so a channel of a key shares its scale along *tokens*; values have no
-such channels, so each token has scales of its own (Liu et al. 2024, KIVI, arXiv:2402.02750, §3). Tokens wait in full
-precision until a whole group of them is there and older than the residual; then they are written once, never again.
+Keys have channels that are large in every token, so a key channel has one scale per group of *tokens*. Values have no
+such channels, so each token has its own scales (Liu et al. 2024, KIVI, arXiv:2402.02750, §3). Tokens stay in full
+precision until a whole group of them is older than the residual; then the group is quantised, once.
 
-A stored number is `code * scale + low`. Scales and `low` are bf16, rounded so that the range covers what came in; codes
-are chosen for the rounded ones, so that their rounding costs no accuracy. Where the range would then reach beyond the
-type that numbers came in, as of float16 it may (65,504 is the last), they are rounded the other way: what is read is
-finite like what was written. The product of a code and a scale is exact in float32, so whoever computes the number gets
-the same bits.
+A decoded element is `code * scale + zero_point`. Scale and zero point are bf16, rounded so that the codes cover the
+range of the input. Codes are computed with the rounded scale, so its rounding costs no accuracy. Where the largest code
+would then decode beyond the input's type (in float16 from 65,504 on), scale and zero point are rounded the other way:
+finite elements decode to finite elements. The product of code and scale is exact in float32, so every backend decodes
+to the same bits.
 """
 
 from dataclasses import dataclass
@@ -22,29 +22,28 @@ from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
 TILE = 16
-"""Tokens that stand side by side in the codes of keys: the lanes of a vector."""
+"""Tokens that are adjacent in the codes of keys: the lanes of a vector."""
 
 CHUNK = 32
-"""Channels whose int4 codes fill 16 bytes of a value: byte i holds channel i, and above it channel 16 + i."""
+"""Channels whose int4 codes fill 16 bytes of a value: byte i has channel i in its low, 16 + i in its high half."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How numbers are written; abstract, see `Int8`, `Int4`, `Fp8`.
+    """How keys and values are quantised; abstract, see `Int8`, `Int4`, `Fp8`.
 
     Args:
-        group: tokens that share the scale of a channel of their keys, a multiple of 16; for `Int4` also the channels
-            that share a scale of a value.
-        residual: so many of the latest tokens, at least, stay as they came.
-        sinks: so many of the first tokens stay as they came, rounded up to a whole group: models put much of their
-            attention there (Xiao et al. 2023, arXiv:2309.17453), so an error there is seen everywhere.
-        keys: what shares a scale among keys: "channel" (along tokens) or "token" (along channels). None: "channel",
-            or "token" where an eviction policy takes tokens out of groups.
-        rotate: whether keys and values are written after a Hadamard rotation of their channels, which spreads large
-            ones over all (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456, §3).
+        group: tokens per scale of a key channel, a multiple of 16; for `Int4` also channels per scale of a value.
+        residual: latest tokens that stay in full precision, at least.
+        sinks: first tokens that stay in full precision, rounded up to a whole group: models put much of their
+            attention there (Xiao et al. 2023, arXiv:2309.17453), so an error there affects every query.
+        keys: scales of keys are per "channel" (and group of tokens) or per "token". None: "channel", or "token" where
+            an eviction policy removes single tokens from groups.
+        rotate: whether keys and values are quantised after a Hadamard rotation of their channels, which spreads large
+            channels over all (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456, §3).
 
     Raises:
-        ProblemError: a number that makes no sense.
+        ProblemError: an argument is out of range.
     """
 
     group: int = 32
@@ -76,7 +75,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """Whole numbers from -127 to 127.
+    """Symmetric: integers from -127 to 127, no zero point.
 
     >>> Int8(residual=64)
     Int8(group=32, residual=64, sinks=4, keys=None, rotate=False)
@@ -89,7 +88,7 @@ class Int8(Codec):
 
 @dataclass(frozen=True)
 class Int4(Codec):
-    """Whole numbers from 0 to 15, counted from the smallest of their group (`low`)."""
+    """Asymmetric: integers from 0 to 15; the zero point is the smallest element of the group."""
 
     kind: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
@@ -101,7 +100,7 @@ class Int4(Codec):
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """Floating point in 8 bits, e4m3: 3 of fraction, the largest 448. Micikevicius et al. 2022, arXiv:2209.05433."""
+    """8-bit floating point, e4m3: 3 bits of fraction, largest 448. Micikevicius et al. 2022, arXiv:2209.05433."""
 
     kind: ClassVar[str] = "fp8"
     bits: ClassVar[int] = 8
@@ -109,7 +108,7 @@ class Fp8(Codec):
 
 
 class Codes(NamedTuple):
-    """Numbers as they are written: codes as bytes, bf16 scales, and what is added (None: nothing)."""
+    """Quantised elements: codes as bytes, bf16 scales and zero points (None: symmetric)."""
 
     data: Tensor
     scale: Tensor
@@ -117,119 +116,120 @@ class Codes(NamedTuple):
 
 
 def code_bytes(kind: str, dim: int, tiled: bool) -> int:
-    """The bytes that the codes of one token take: those of keys (tiled), or of values."""
+    """Bytes per token of the codes of keys (tiled) or of values."""
     if kind != "int4":
         return dim
     return (dim + 1) // 2 if tiled else (dim + CHUNK - 1) // CHUNK * CHUNK // 2
 
 
 def encode_tiled(x: Tensor, codec: Codec, *, per_token: bool, group: int | None = None) -> Codes:
-    """Codes of keys, 16 tokens of a channel side by side.
+    """Quantise keys; 16 tokens of a channel are adjacent.
 
     Args:
-        x: [..., tokens, dim], tokens a whole number of groups.
-        per_token: one scale for each token, instead of one for each channel and group of tokens.
-        group: tokens that share a channel's scale; None for the codec's.
+        x: [..., tokens, dim], tokens a multiple of the group.
+        per_token: one scale per token, instead of one per channel and group of tokens.
+        group: tokens per scale of a channel; None: the codec's.
 
     Returns:
-        data uint8 [..., tokens // 16, units, 16]; scale and low bf16 [..., tokens // group, dim], or [..., tokens].
+        data uint8 [..., tokens // 16, units, 16]; scale and zero_point bf16 [..., tokens // group, dim], or
+        [..., tokens].
 
     Raises:
-        ProblemError: a number is NaN or infinite.
+        ProblemError: an element is NaN or infinite.
     """
     group = group or codec.group
     wide, (tokens, dim), end = x.float(), x.shape[-2:], _end(x.dtype)
     if per_token:
-        scale, low = _range(wide, codec, -1, end)
-        numbers = _codes(wide, codec, scale[..., None], None if low is None else low[..., None])
+        scale, zero = _range(wide, codec, -1, end)
+        data = _codes(wide, codec, scale[..., None], None if zero is None else zero[..., None])
     else:
         grouped = wide.unflatten(-2, (tokens // group, group))
-        scale, low = _range(grouped, codec, -2, end)
-        over = None if low is None else low[..., None, :]
-        numbers = _codes(grouped, codec, scale[..., None, :], over).flatten(-3, -2)
+        scale, zero = _range(grouped, codec, -2, end)
+        over = None if zero is None else zero[..., None, :]
+        data = _codes(grouped, codec, scale[..., None, :], over).flatten(-3, -2)
     if codec.kind == "int4":
-        numbers = torch.nn.functional.pad(numbers, (0, dim % 2))
-        numbers = numbers[..., 0::2] | numbers[..., 1::2] << 4
-    tiles = numbers.unflatten(-2, (tokens // TILE, TILE)).transpose(-1, -2).contiguous()
-    return Codes(tiles, scale, low)
+        data = torch.nn.functional.pad(data, (0, dim % 2))
+        data = data[..., 0::2] | data[..., 1::2] << 4
+    tiles = data.unflatten(-2, (tokens // TILE, TILE)).transpose(-1, -2).contiguous()
+    return Codes(tiles, scale, zero)
 
 
 def encode_rows(x: Tensor, codec: Codec) -> Codes:
-    """Codes of values, token after token.
+    """Quantise values; the channels of a token are adjacent.
 
     Args:
         x: [..., tokens, dim].
 
     Returns:
-        data uint8 [..., tokens, units]; scale and low bf16 [..., tokens, groups of channels].
+        data uint8 [..., tokens, units]; scale and zero_point bf16 [..., tokens, groups of channels].
 
     Raises:
-        ProblemError: a number is NaN or infinite.
+        ProblemError: an element is NaN or infinite.
     """
     dim = x.shape[-1]
     group = codec.channels(dim)
     count = (dim + group - 1) // group
     padded = torch.nn.functional.pad(x.float(), (0, count * group - dim), mode="constant")
     grouped = padded.unflatten(-1, (count, group))
-    if count * group > dim:  # what is padded must not widen the range of the last group
+    if count * group > dim:  # padding must not widen the range of the last group
         grouped[..., -1, dim - count * group :] = grouped[..., -1, :1]
-    scale, low = _range(grouped, codec, -1, _end(x.dtype))
-    numbers = _codes(grouped, codec, scale[..., None], None if low is None else low[..., None]).flatten(-2)[..., :dim]
+    scale, zero = _range(grouped, codec, -1, _end(x.dtype))
+    data = _codes(grouped, codec, scale[..., None], None if zero is None else zero[..., None]).flatten(-2)[..., :dim]
     if codec.kind == "int4":
-        numbers = torch.nn.functional.pad(numbers, (0, -dim % CHUNK)).unflatten(-1, (-1, 2, CHUNK // 2))
-        numbers = (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(-2)
-    return Codes(numbers.contiguous(), scale, low)
+        data = torch.nn.functional.pad(data, (0, -dim % CHUNK)).unflatten(-1, (-1, 2, CHUNK // 2))
+        data = (data[..., 0, :] | data[..., 1, :] << 4).flatten(-2)
+    return Codes(data.contiguous(), scale, zero)
 
 
 def decode_tiled(codes: Codes, kind: str, *, dim: int, per_token: bool, group: int) -> Tensor:
-    """The numbers of `encode_tiled`, float32 [..., tokens, dim]."""
-    numbers = codes.data.transpose(-1, -2).flatten(-3, -2)
+    """The decoded elements of `encode_tiled`, float32 [..., tokens, dim]."""
+    data = codes.data.transpose(-1, -2).flatten(-3, -2)
     if kind == "int4":
-        numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)[..., :dim]
-    wide = _numbers(numbers, kind)
+        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)[..., :dim]
+    wide = _as_float(data, kind)
 
-    def spread(t: Tensor) -> Tensor:
+    def per_element(t: Tensor) -> Tensor:
         return t.float()[..., None] if per_token else t.float().repeat_interleave(group, dim=-2)
 
-    found = wide * spread(codes.scale)
-    return found if codes.zero_point is None else found + spread(codes.zero_point)
+    found = wide * per_element(codes.scale)
+    return found if codes.zero_point is None else found + per_element(codes.zero_point)
 
 
 def decode_rows(codes: Codes, kind: str, *, dim: int, group: int) -> Tensor:
-    """The numbers of `encode_rows`, float32 [..., tokens, dim]; `group` channels share a scale."""
-    numbers = codes.data
+    """The decoded elements of `encode_rows`, float32 [..., tokens, dim]; `group` channels share a scale."""
+    data = codes.data
     if kind == "int4":
-        halves = numbers.unflatten(-1, (-1, CHUNK // 2))
-        numbers = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)[..., :dim]
+        halves = data.unflatten(-1, (-1, CHUNK // 2))
+        data = torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)[..., :dim]
 
-    def spread(t: Tensor) -> Tensor:
+    def per_element(t: Tensor) -> Tensor:
         return t.float().repeat_interleave(group, dim=-1)[..., :dim]
 
-    found = _numbers(numbers, kind) * spread(codes.scale)
-    return found if codes.zero_point is None else found + spread(codes.zero_point)
+    found = _as_float(data, kind) * per_element(codes.scale)
+    return found if codes.zero_point is None else found + per_element(codes.zero_point)
 
 
 def _range(x: Tensor, codec: Codec, axis: int, end: float) -> tuple[Tensor, Tensor | None]:
-    """(scale, low) along an axis, bf16: together with the codes they reach all of x, and nothing beyond `end`."""
+    """(scale, zero point) along an axis, bf16: the codes cover the range of x and decode to nothing beyond `end`."""
     least, largest = x.amin(axis), x.amax(axis)
     if not is_without_data(x) and not bool(torch.isfinite(largest - least).all()):
         raise ProblemError(
-            f"NaN, infinite or too large numbers came to be stored as {codec.kind}, which cannot hold them: find where "
-            "they come from, or use a cache without a codec."
+            f"NaN, infinite or too large elements cannot be stored as {codec.kind}: find where they come from, or use "
+            "a cache without a codec."
         )
     if codec.kind != "int4":
         return _above(torch.maximum(largest, -least) / codec.most, end / codec.most), None
-    low = -_above(-least, end)
-    return _above((largest - low.float()) / codec.most, (end - low.float()) / codec.most), low
+    zero = -_above(-least, end)
+    return _above((largest - zero.float()) / codec.most, (end - zero.float()) / codec.most), zero
 
 
 def _end(dtype: torch.dtype) -> float:
-    """The largest number of a type, of those that float32 has."""
+    """The largest element of a type, at most that of float32."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def _above(x: Tensor, end: Tensor | float) -> Tensor:
-    """The nearest bf16 that is not less; where that is more than `end`, which is not less than x, the one before."""
+    """The smallest bf16 >= x; where that exceeds `end` (>= x), the bf16 before it."""
     near = x.bfloat16()
     short = near.float() < x
     step = torch.where(near.view(torch.int16) < 0, -1, 1).to(torch.int16)  # towards 0 from below
@@ -237,17 +237,17 @@ def _above(x: Tensor, end: Tensor | float) -> Tensor:
     return torch.where(found.float() > end, (found.view(torch.int16) - 1).view(torch.bfloat16), found)
 
 
-def _codes(x: Tensor, codec: Codec, scale: Tensor, low: Tensor | None) -> Tensor:
+def _codes(x: Tensor, codec: Codec, scale: Tensor, zero: Tensor | None) -> Tensor:
     wide = scale.float()
-    numbers = (x if low is None else x - low.float()) / torch.where(wide == 0, 1.0, wide)
+    quotient = (x if zero is None else x - zero.float()) / torch.where(wide == 0, 1.0, wide)
     if codec.kind == "fp8":
-        return numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return quotient.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     if codec.kind == "int8":
-        return numbers.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
-    return numbers.round().clamp(0, 15).to(torch.uint8)
+        return quotient.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    return quotient.round().clamp(0, 15).to(torch.uint8)
 
 
-def _numbers(codes: Tensor, kind: str) -> Tensor:
+def _as_float(codes: Tensor, kind: str) -> Tensor:
     if kind == "fp8":
         return codes.contiguous().view(torch.float8_e4m3fn).float()
     return codes.contiguous().view(torch.int8).float() if kind == "int8" else codes.float()

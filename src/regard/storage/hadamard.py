@@ -5,10 +5,11 @@ differences:
 
     a b c d  ->  a+c  a-c  b+d  b-d  ->  (a+c)+(b+d)  (a+c)-(b+d)  (a-c)+(b-d)  (a-c)-(b-d)
 
-Each stage joins the first half of a row with the second and writes sum beside difference, so all stages read and write
-alike (the constant geometry of Pease 1968, "An adaptation of the fast Fourier transform for parallel processing", §3).
-A number is always the same tree of additions, so a row has the same bits whatever rows are beside it and however
-many threads there are; a matrix product promises neither. Half precision is computed in float32 and rounded once.
+Each stage combines the first half of a row with the second and writes each sum next to its difference, so all stages
+have the same access pattern (the constant geometry of Pease 1968, "An adaptation of the fast Fourier transform for
+parallel processing", §3).
+An element is always the same tree of additions, so the bits of a row depend neither on the rows beside it nor on the
+count of threads; a matrix product guarantees neither. Half precision is computed in float32 and rounded once.
 """
 
 import numpy as np
@@ -19,16 +20,16 @@ from regard.describe.position_table import is_traced
 from regard.describe.rotation import is_watched
 
 PIECE = 1 << 17
-"""Elements rotated at a time: 512 KiB of float32, and as much twice for what is between, in a core's cache."""
+"""Elements rotated at a time: 512 KiB of float32 and two buffers of that size, in a core's cache."""
 
-FEW = 1 << 14
-"""Elements up to which numpy rotates, on the CPU: its calls cost a fifth of torch's, and decoding makes small ones."""
+SMALL = 1 << 14
+"""Elements up to which numpy rotates, on the CPU: its calls cost a fifth of torch's, and decode has small tensors."""
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., dim] rotated by the orthonormal Hadamard matrix, which undoes itself.
+    """x [..., dim] rotated by the orthonormal Hadamard matrix, its own inverse.
 
-    Where dim is no power of two, blocks of the largest power of two that divides it are rotated.
+    Where dim is not a power of two, blocks of the largest power of two that divides it are rotated.
 
     >>> x = torch.randn(3, 48)
     >>> torch.allclose(hadamard(hadamard(x)), x, atol=1e-6), torch.allclose(hadamard(x).norm(), x.norm())
@@ -41,8 +42,8 @@ def hadamard(x: Tensor) -> Tensor:
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if is_traced() or is_watched(wide) or (wide.requires_grad and torch.is_grad_enabled()):
         return _by_formula(wide, block).to(x.dtype)
-    if wide.device.type == "cpu" and wide.numel() <= FEW:
-        return _few(wide.detach(), block).to(x.dtype)
+    if wide.device.type == "cpu" and wide.numel() <= SMALL:
+        return _rotate_small(wide.detach(), block).to(x.dtype)
     out = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     if wide.numel():
         _in_pieces(wide.reshape(-1, block), out.view(-1, block))
@@ -50,7 +51,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def _by_formula(x: Tensor, block: int) -> Tensor:
-    """The same bits in plain functional torch."""
+    """The rotation in plain functional torch, with the same bits."""
     rows = x.unflatten(-1, (x.shape[-1] // block, block))
     for _ in range(block.bit_length() - 1):
         a, b = rows.chunk(2, -1)
@@ -58,11 +59,11 @@ def _by_formula(x: Tensor, block: int) -> Tensor:
     return (rows * block**-0.5).flatten(-2)
 
 
-def _few(x: Tensor, block: int) -> Tensor:
-    """The same bits by numpy."""
+def _rotate_small(x: Tensor, block: int) -> Tensor:
+    """The rotation in numpy, with the same bits."""
     rows, half = x.numpy().reshape(-1, block), block // 2
-    rooms = [np.empty(rows.shape, rows.dtype) for _ in range(2)]
-    places = [(room[:, :half], room[:, half:], room[:, 0::2], room[:, 1::2]) for room in rooms]
+    buffers = [np.empty(rows.shape, rows.dtype) for _ in range(2)]
+    places = [(buffer[:, :half], buffer[:, half:], buffer[:, 0::2], buffer[:, 1::2]) for buffer in buffers]
     a, b = rows[:, :half], rows[:, half:]
     stages = block.bit_length() - 1
     for stage in range(stages):
@@ -70,11 +71,11 @@ def _few(x: Tensor, block: int) -> Tensor:
         np.add(a, b, out=even)
         np.subtract(a, b, out=odd)
         a, b = first, second
-    return torch.from_numpy(rooms[(stages - 1) % 2] * rows.dtype.type(block**-0.5)).view(x.shape)
+    return torch.from_numpy(buffers[(stages - 1) % 2] * rows.dtype.type(block**-0.5)).view(x.shape)
 
 
 def _in_pieces(x: Tensor, out: Tensor) -> None:
-    """Rotate rows [rows, block] into `out`, as many at a time as fit a core's cache."""
+    """Rotate rows [rows, block] into `out`, in pieces that fit a core's cache."""
     rows, block = x.shape
     step = min(rows, max(PIECE // block, 1))
     between = torch.empty(2, step, block, dtype=x.dtype, device=x.device)
@@ -84,7 +85,7 @@ def _in_pieces(x: Tensor, out: Tensor) -> None:
 
 
 def _rotate(x: Tensor, between: Tensor, out: Tensor) -> None:
-    halves = [(*room.chunk(2, -1), room[:, 0::2], room[:, 1::2]) for room in between.unbind(0)]
+    halves = [(*buffer.chunk(2, -1), buffer[:, 0::2], buffer[:, 1::2]) for buffer in between.unbind(0)]
     a, b = x.chunk(2, -1)
     stages = x.shape[-1].bit_length() - 1
     for stage in range(stages):

@@ -1,13 +1,13 @@
-"""Storage: how the keys and values of a cache lie in memory.
+"""Layouts of a KV cache, and the handle of its stored keys and values.
 
-Words say how a cache shall keep them: `Contiguous`, `Rolling`, `Paged`, `Latent`, with a codec (`storage/codec.py`).
-What a cache then hands out is a tensor where a strided tensor can say how they lie, else a `StoredTensor` handle:
+`Contiguous`, `Rolling`, `Paged` and `Latent` are the layouts of a cache; a codec may come with each
+(`storage/codec.py`). A cache returns a tensor where a strided tensor can describe the storage, else a `StoredTensor`:
 
     tokens 0 .. 31        32 .. 8127                           8128 .. 8191
            plain pages    codes of int8 in pages of 64 tokens  plain pages
            part 0         part 1                               part 2
 
-`attend` takes either. The native engine reads the parts where they lie; the others are given `dense()`.
+`attend` takes either. The native backend reads the parts in place; the others get `dense()`.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from regard.storage.hadamard import hadamard
 
 @dataclass(frozen=True)
 class Layout:
-    """How tokens lie; abstract, see `Contiguous`, `Rolling`, `Paged`, `Latent`."""
+    """The memory layout of a cache; abstract, see `Contiguous`, `Rolling`, `Paged`, `Latent`."""
 
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
-    """Side by side, in memory that grows by doubling; what is handed out are views.
+    """One contiguous buffer that grows by doubling; the cache returns views of it.
 
     Args:
-        capacity: room for so many tokens, made at once and never more; None: it grows.
+        capacity: tokens that are allocated at once, a fixed limit; None: the buffer grows.
     """
 
     capacity: int | None = None
@@ -45,16 +45,16 @@ class Contiguous(Layout):
 
 @dataclass(frozen=True)
 class Rolling(Layout):
-    """The first `sinks` tokens and the last ones, `window` together: memory and time per token are constant.
+    """Keeps the first `sinks` tokens and the latest, `window` in all: memory and time per token are constant.
 
-    Positions count inside the cache: a query is as far from the sinks as the cache is long. Xiao et al. 2023,
+    Positions are counted within the cache: a query is as far from the sinks as the cache is long. Xiao et al. 2023,
     StreamingLLM, arXiv:2309.17453, §3.2.
 
     Args:
-        window: tokens that are kept, sinks included.
-        sinks: of the first tokens; 0 for none.
-        rope: the `Rope` that keys were turned by; their sinks are turned on as tokens between are forgotten. None: keys
-            carry no rotation.
+        window: tokens in the cache, sinks included.
+        sinks: first tokens that are never evicted; may be 0.
+        rope: the `Rope` that keys were rotated by; sinks are rotated further as the tokens after them are evicted.
+            None: keys are not rotated.
     """
 
     window: int
@@ -73,11 +73,11 @@ class Rolling(Layout):
 
 @dataclass(frozen=True)
 class Paged(Layout):
-    """In pages of a pool that many sequences share. Kwon et al. 2023, arXiv:2309.06180, §4.
+    """Pages of a pool that many sequences share. Kwon et al. 2023, arXiv:2309.06180, §4.
 
     Args:
-        page: tokens of a page.
-        pool: a `regard.cache.PagePool`; None: one for this cache alone, that grows.
+        page: tokens per page.
+        pool: a `regard.cache.PagePool`; None: a growing pool for this cache alone.
     """
 
     page: int = 16
@@ -89,12 +89,12 @@ class Paged(Layout):
 
 @dataclass(frozen=True)
 class Latent(Layout):
-    """Of each token one latent, which all heads' keys and values are made of, and one rotated key behind it.
+    """One latent per token, from which keys and values of all heads are computed, followed by one rotated key part.
 
-    Keys are both, values the latent alone, in the same memory. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
+    Keys are both, values are the latent alone, in the same memory. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
 
     Args:
-        rank: numbers of the latent.
+        rank: size of the latent.
     """
 
     rank: int
@@ -104,22 +104,22 @@ class Latent(Layout):
 
 
 class Part(NamedTuple):
-    """A stretch of tokens in one form.
+    """Consecutive tokens in one encoding.
 
-    Token t of the part stands in slot `first_slot + t` of a row's pages: page `slot // page`, place `slot % page`.
+    Token t of the part is in slot `first_slot + t` of a row's pages: page `slot // page`, place `slot % page`.
 
     Attributes:
-        tokens: how many tokens; where rows differ, those of the longest.
-        data: plain numbers [pages, kv_heads, page, dim] of any float type; or codes, uint8: tiled
+        tokens: count of tokens; where rows differ, that of the longest row.
+        data: plain elements [pages, kv_heads, page, dim] of any float type; or codes, uint8: tiled
             [pages, kv_heads, page // 16, units, 16] or rows [pages, kv_heads, page, units] (`storage/codec.py`).
         kind: "plain", "int8", "int4" or "fp8".
-        first_slot: slots before the first token.
-        table: int64 [batch, pages of a row]: the pages of a row, in order; None: row b is page b.
-        row_ends: int64 [batch], one past the part's last token, counted in the row; None where rows do not differ.
+        first_slot: slot of the first token.
+        table: block table, int64 [batch, pages of a row], in order; None: row b is page b.
+        row_ends: int64 [batch], index in the row one past the part's last token; None where rows do not differ.
         scale: bf16; tiled [pages, kv_heads, page // group, dim], or where `per_token` [pages, kv_heads, page]; rows
             [pages, kv_heads, page, dim / group rounded up].
-        zero_point: bf16, like scale; None for nothing to add.
-        tiled: 16 tokens of a channel stand side by side.
+        zero_point: bf16, like scale; None: symmetric codes.
+        tiled: 16 tokens of a channel are adjacent.
         group: tokens (tiled) or channels (rows) that share a scale.
     """
 
@@ -137,23 +137,23 @@ class Part(NamedTuple):
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self.data.shape[2] * (TILE if self.tiled else 1)
 
     @property
     def encoding(self) -> str:
-        """How it is written, in a word or two: "float32", "int8 tiled"."""
+        """Element type or codec, and pages: "float32", "int8 in pages of 64"."""
         kind = str(self.data.dtype).removeprefix("torch.") if self.kind == "plain" else self.kind
         return f"{kind} in pages of {self.page}" if self.table is not None else kind
 
     def pages(self, row: int) -> Tensor:
-        """The pages that hold the part's tokens in a row, by number; int64."""
+        """Indices of the pages of the part in a row, int64."""
         if self.table is None:
             return torch.tensor([row], device=self.data.device)
         return self.table[row, : -(-(self.first_slot + self.tokens) // self.page)]
 
     def decode(self, pages: Tensor, dim: int) -> Tensor:
-        """What these pages hold, [pages, kv_heads, page, dim]: float32 if it was decoded."""
+        """The elements of these pages, [pages, kv_heads, page, dim]; codes are decoded to float32."""
         data = self.data[pages]
         if self.kind == "plain":
             return data
@@ -165,17 +165,17 @@ class Part(NamedTuple):
 
 
 class StoredTensor:
-    """Keys or values where they lie: what `KVCache.append` hands out when a strided tensor cannot say it.
+    """A handle of stored keys or values: what `KVCache.append` returns when no strided tensor can describe them.
 
-    It has a tensor's shape, type and device, and goes to `attend` in a tensor's place. It stays true until the cache
-    is next written to.
+    It has a tensor's shape, type and device, and `attend` takes it in place of a tensor. It is valid until the next
+    write to the cache.
 
     Args:
-        parts: stretches of tokens, in the order of tokens.
+        parts: consecutive parts, in token order.
         shape: (batch, kv_heads, tokens, dim).
-        dtype: of the call that they are for, and of `dense()`.
-        lengths: int64 [batch], where rows have different numbers of tokens: row b has the first `lengths[b]`.
-        rotated: whether channels were turned by `hadamard` before they were written.
+        dtype: type of the call that takes the handle, and of `dense()`.
+        lengths: int64 [batch], where rows differ in length: row b has the first `lengths[b]` tokens.
+        rotated: whether channels were rotated by `hadamard` before storage.
 
     >>> part = Part(5, torch.arange(24.0).view(2, 1, 3, 4), table=torch.tensor([[1, 0]]))
     >>> stored = StoredTensor((part,), (1, 1, 5, 4), torch.float32)
@@ -202,7 +202,7 @@ class StoredTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the storage."""
         return self.parts[0].data.device
 
     @property
@@ -212,40 +212,40 @@ class StoredTensor:
 
     @classmethod
     def of(cls, t: Tensor) -> "StoredTensor":
-        """A tensor [batch, kv_heads, tokens, dim] as a single plain part, where it lies."""
+        """A tensor [batch, kv_heads, tokens, dim] as a single plain part, in place."""
         batch, heads, tokens, dim = t.shape
         data = t if t.stride(3) == 1 or dim < 2 else t.contiguous()
         return cls((Part(tokens, data),), (batch, heads, tokens, dim), t.dtype)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that its tokens take as they are stored."""
+        """Bytes of the stored tokens."""
         batch, heads, tokens, _ = self.shape
-        held = 0.0
+        total = 0.0
         for part in self.parts:
             of_page = sum(t[:1].nbytes for t in (part.data, part.scale, part.zero_point) if t is not None)
-            held += batch * part.tokens * of_page / part.page if part.page else 0
+            total += batch * part.tokens * of_page / part.page if part.page else 0
         share = 1.0 if self.row_lengths is None else sum(self.row_lengths) / max(1, batch * tokens)
-        return round(held * share) if heads else 0
+        return round(total * share) if heads else 0
 
     @cached_property
     def encodings(self) -> tuple[str, ...]:
-        """How the parts are written; two handles with equal ones differ in sizes and contents only."""
+        """The encodings of the parts; handles with equal encodings differ in sizes and contents only."""
         rows = ("rows of their own lengths",) if self.lengths is not None else ()
         return (*(part.encoding for part in self.parts), *(("rotated",) if self.rotated else ()), *rows)
 
     @cached_property
     def placeholder(self) -> Tensor:
-        """A tensor of this shape, type and device that holds nothing: what checks look at."""
+        """A tensor of this shape, type and device without data, for checks."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def to(self, dtype: torch.dtype) -> "StoredTensor":
-        """The same numbers, for calls of another type."""
+        """The same storage, for calls of another type."""
         shape = (self.shape[0], self.shape[1], self.shape[2], self.shape[3])
         return StoredTensor(self.parts, shape, dtype, self.lengths, self.rotated)
 
     def dense(self) -> Tensor:
-        """The tensor that it stands for, [batch, kv_heads, tokens, dim]: gathered, decoded, turned back.
+        """The tensor [batch, kv_heads, tokens, dim]: gathered, decoded, and rotated back.
 
         Tokens beyond a row's length are 0.
         """
@@ -265,15 +265,15 @@ class StoredTensor:
         return whole
 
     def _part(self, part: Part) -> Tensor:
-        """The tokens of a part whose rows are alike, [batch, kv_heads, tokens, dim]."""
+        """The tokens of a part whose rows have equal length, [batch, kv_heads, tokens, dim]."""
         if part.table is None and part.kind == "plain" and not self.rotated:
             return part.data[: self.shape[0], :, part.first_slot : part.first_slot + part.tokens].to(self.dtype)
         return torch.stack([self._row(part, row, part.tokens) for row in range(self.shape[0])])
 
     def _row(self, part: Part, row: int, tokens: int) -> Tensor:
-        numbers = part.decode(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
-        numbers = numbers[:, part.first_slot : part.first_slot + tokens]
-        return (hadamard(numbers.float()) if self.rotated else numbers).to(self.dtype)
+        data = part.decode(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
+        data = data[:, part.first_slot : part.first_slot + tokens]
+        return (hadamard(data.float()) if self.rotated else data).to(self.dtype)
 
     def __repr__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
