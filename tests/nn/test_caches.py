@@ -103,7 +103,7 @@ def test_a_rolling_cache_must_turn_its_sinks_as_the_module_turns_keys():
         MultiHeadAttention(WIDTH, 6)(x, cache=KVCache(Rolling(31, 4, Rope(8))))
     with pytest.raises(ProblemError, match=r"Rolling.*the last ones carry the position"):
         latent_attention()(x, cache=KVCache(Rolling(31)))
-    with pytest.raises(ProblemError, match=r"Latent\(rank=8\).*latents are of 16 numbers"):
+    with pytest.raises(ProblemError, match=r"Latent\(rank=8\).*latents have 16 dimensions"):
         latent_attention()(x, cache=KVCache(Latent(8)))
 
 

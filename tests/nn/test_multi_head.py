@@ -387,7 +387,7 @@ def test_it_shows_what_it_is():
         ({"heads": 5}, r"d_model=24.*heads=5.*head_dim="),
         ({"kv_heads": 4}, r"heads=6, kv_heads=4.*whole multiple"),
         ({"heads": 0}, r"heads=0"),
-        ({"position": Rope(8)}, r"rotates heads of 8 numbers, and these have 4"),
+        ({"position": Rope(8)}, r"rotates heads of 8 dimensions, and these have 4"),
         ({"position": Sinusoidal(24)}, r"added to embeddings"),
         ({"position": Alibi(6)}, r"position is Alibi.*added to scores: bias="),
         ({"position": 10000.0}, r"position is 10000\.0: expected a Rope\(4\)"),
@@ -407,11 +407,11 @@ def test_a_call_that_makes_no_sense_is_named():
     module, cross, x = MultiHeadAttention(24, 6), MultiHeadAttention(24, 6, context_dim=5), torch.randn(2, 7, 24)
     with pytest.raises(ProblemError, match=r"x has shape \[7, 24\].*\[batch, tokens, 24\]"):
         module(x[0])
-    with pytest.raises(ProblemError, match=r"context of width 5: pass context"):
+    with pytest.raises(ProblemError, match=r"need a context of width 5: pass context"):
         cross(x)
     with pytest.raises(ProblemError, match=r"context has shape \[2, 7, 24\].*\[2, context_tokens, 5\]"):
         cross(x, x)
-    with pytest.raises(ProblemError, match=r"nothing depends on"):
+    with pytest.raises(ProblemError, match=r"positions= needs a module with a position"):
         module(x, positions=3)
     with pytest.raises(ProblemError, match="is for inference"):
         module(x, cache=KVCache())

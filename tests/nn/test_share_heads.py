@@ -125,10 +125,10 @@ def test_weights_keep_their_type_and_are_rounded_once(dtype):
 @pytest.mark.parametrize(
     ("kv_heads", "how", "said"),
     [
-        (4, "mean", "6 key heads do not fall into 4 groups of one size: expected one of 1, 2, 3, 6"),
-        (12, "mean", "12 key heads are asked for and there are 6"),
-        (0, "mean", "0 key heads are asked for: expected 1 or more"),
-        (2, "median", "how='median' is no way to share heads"),
+        (4, "mean", "6 key heads do not divide into 4 groups of one size: expected one of 1, 2, 3, 6"),
+        (12, "mean", "kv_heads=12: the module has 6 key heads"),
+        (0, "mean", "kv_heads=0: expected 1 or more"),
+        (2, "median", "how='median': expected 'mean', 'first' or 'random'"),
     ],
 )
 def test_heads_that_cannot_be_shared_are_refused(kv_heads, how, said):
@@ -137,5 +137,5 @@ def test_heads_that_cannot_be_shared_are_refused(kv_heads, how, said):
 
 
 def test_rows_that_are_no_heads_are_refused():
-    with pytest.raises(ProblemError, match="7 rows are no 2 heads of one size"):
+    with pytest.raises(ProblemError, match="7 rows do not divide into 2 heads"):
         shared_rows(torch.zeros(7, 3), 2, 1)

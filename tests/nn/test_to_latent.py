@@ -212,9 +212,9 @@ def test_it_keeps_type_mode_mask_and_numbers_and_can_be_trained():
         ({"sink": True, "qkv_bias": True}, {}, "a sink and biases"),
         ({}, {"kv_rank": 33}, r"kv_rank=33: expected 1 to 32, the full rank of \[32, 48\]"),
         ({}, {"kv_rank": 0}, "kv_rank=0: expected 1 to 32"),
-        ({"position": Rope(8)}, {"rope_dim": 3}, "rope_dim=3: expected an even number from 0 to the 8 dims that turn"),
+        ({"position": Rope(8)}, {"rope_dim": 3}, "rope_dim=3: expected an even number from 0 to the 8 rotated dims"),
         ({"position": Rope(8)}, {"rope_dim": 10}, "rope_dim=10: expected an even number"),
-        ({}, {"rope_dim": 2}, "from 0 to the 0 dims that turn"),
+        ({}, {"rope_dim": 2}, "from 0 to the 0 rotated dims"),
         ({}, {"inputs": torch.zeros(3, 47)}, r"inputs have shape \[3, 47\]: expected \[tokens, 48\]"),
     ],
 )

@@ -144,7 +144,7 @@ def test_what_is_unknown_here_is_refused(words: dict[str, Any], said: str):
         ({"head_dim": 4}, "head_dim=4.* 5 wide"),
         ({"qkv_bias": True}, "both biases or neither"),
         ({"position": Rope(5 - 1), "head_dim": 4}, r"position=Rope\(dim=4\)"),
-        ({"mask": Causal() & Window(3)}, r"mask=Causal\(\) & Window\(left=3\).*hand a mask to its forward"),
+        ({"mask": Causal() & Window(3)}, r"mask=Causal\(\) & Window\(left=3\).*pass a mask to its forward"),
         ({"scale": 0.5}, r"scale=0\.5"),
         ({"softcap": 5.0}, r"softcap=5\.0"),
         ({"qk_norm": True, "gate": True}, r"(?s)qk_norm=True.*gate=True"),

@@ -1,4 +1,4 @@
-"""Modules: they hold weights and call `attend`, nothing more."""
+"""Modules: they own weights and call `attend`, nothing more."""
 
 from regard.nn.caches import Caches
 from regard.nn.latent import LatentAttention

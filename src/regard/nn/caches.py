@@ -1,4 +1,4 @@
-"""`Caches`: what a block of a whole model keeps of earlier tokens, made in one line for all, rolled back together."""
+"""`Caches`: the KV caches of a block. One call creates those of all blocks; a failed step rolls all of them back."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from regard.storage.stored import Layout, Rolling
 
 
 class Caches(NamedTuple):
-    """What a block keeps of earlier tokens: of its own, and of the context."""
+    """The KV caches of a block: `own` for self-attention, `cross` for the context."""
 
     own: KVCache
     cross: KVCache
@@ -25,29 +25,30 @@ class Caches(NamedTuple):
 def caches_for(
     attentions: Iterable[object], layout: Layout | None, codec: Codec | torch.dtype | None, evict: Policy | None
 ) -> list[Caches]:
-    """Empty caches for blocks with these attentions.
+    """Empty caches for blocks with these attention modules.
 
-    A `Rolling` layout, or `ExpectedAttention`, without a rope gets that of the module. A context is kept whole.
+    `Rolling` and `ExpectedAttention` without a rope get the module's. The cache of a context is contiguous and evicts
+    nothing.
 
     >>> from regard import Rope
     >>> caches_for([MultiHeadAttention(32, 4, position=Rope(8))], Rolling(64), None, None)[0].own.layout
     Rolling(window=64, sinks=4, rope=Rope(dim=8))
     """
     return [
-        Caches(KVCache(_with_rope(layout, one), codec, _told_rope(evict, one)), KVCache(codec=codec))
+        Caches(KVCache(_layout_with_rope(layout, one), codec, _policy_with_rope(evict, one)), KVCache(codec=codec))
         for one in attentions
     ]
 
 
-def _with_rope(layout: Layout | None, attention: object) -> Layout | None:
+def _layout_with_rope(layout: Layout | None, attention: object) -> Layout | None:
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
     if isinstance(layout, Rolling) and layout.rope is None and position is not None:
         return replace(layout, rope=position.spec)
     return layout
 
 
-def _told_rope(evict: Policy | None, attention: object) -> Policy | None:
-    """The policy; by angles that change with the length queries cannot be turned back, so they count as they came."""
+def _policy_with_rope(evict: Policy | None, attention: object) -> Policy | None:
+    """The policy with the module's rope, unless its angles change with the length: then queries cannot be unrotated."""
     position = attention.position if isinstance(attention, MultiHeadAttention) else None
     rope = None if position is None else position.spec
     if not isinstance(evict, ExpectedAttention) or evict.rope is not None or not isinstance(rope, Rope):
@@ -58,8 +59,8 @@ def _told_rope(evict: Policy | None, attention: object) -> Policy | None:
 
 
 @contextmanager
-def kept_on_failure(caches: Sequence[Caches]) -> Generator[None]:
-    """If what is done here fails, no cache knows more than before, and it can be done again."""
+def rollback_on_failure(caches: Sequence[Caches]) -> Generator[None]:
+    """If the body raises, remove the tokens that it appended, so that the caller can repeat it."""
     before = [(cache, cache.tokens_seen) for pair in caches for cache in pair]
     try:
         yield

@@ -1,4 +1,4 @@
-"""`LatentAttention`: multi-head latent attention (MLA), whose cache holds one short vector per token for all heads.
+"""`LatentAttention`: multi-head latent attention (MLA), which caches one short vector per token for all heads.
 
 DeepSeek-AI 2024, arXiv:2405.04434, §2.1; DeepSeek-AI 2024, arXiv:2412.19437, §2.1.1. In the papers' letters: h = x,
 c^KV = latent, W^DKV = kv_down, W^UK = k_up, W^UV = v_up, W^KR = k_rope, W^DQ = q_down, W^UQ and W^QR = q_up (or
@@ -29,50 +29,49 @@ from regard.storage.stored import Latent, Rolling, StoredTensor
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one call by either form, those that both share left out; a product and sum are 2."""
+    """FLOPs of one call in each form, without those that both forms share; a multiply-add is 2."""
 
     expanded: int
     absorbed: int
 
 
 class LatentAttention(nn.Module):
-    """Attention over latents: every head's keys and values are made of one vector per token.
+    """Attention over latents: keys and values of all heads are projections of one vector per token.
 
     ```
     x -- kv_down -- kv_norm -- latent [kv_rank] --+-- k_up --> the part of each key without position [nope_dim]
                                                   +-- v_up --> each value [v_dim]
-    x -- k_rope -- rotate -- [rope_heads * rope_dim], the part of the keys with position, shared by heads
+    x -- k_rope -- rotate -- [rope_heads * rope_dim], the part of each key with position, shared by heads
     x -- q_proj, or q_down -- q_norm -- q_up --> each query [nope_dim + rope_dim], its last part rotated
     ```
 
-    What a cache keeps of a token is the latent and the rotated key, `kv_rank + rope_heads * rope_dim` numbers. It can
-    be attended to in two forms that give the same:
+    The cache stores the latent and the rotated key of each token, `kv_rank + rope_heads * rope_dim` elements. Two forms
+    compute the same output:
 
-    - **expanded**: keys and values are made of all latents, and attended to as usual.
-    - **absorbed**: `q . (W_uk c) = (W_uk^T q) . c`, so queries go to the latents, which are keys and values at once,
-      shared by all heads (multi-query attention); `W_uv` is applied to what comes out. §2.1.2, its last paragraph.
+    - **expanded**: all latents are projected to keys and values, and attention is computed as usual.
+    - **absorbed**: `q . (W_uk c) = (W_uk^T q) . c`, so queries are projected instead, and the latents are both keys and
+      values, shared by all heads (multi-query attention); `W_uv` is applied to the result. §2.1.2, last paragraph.
 
-    With n queries on m keys, h heads of which g have keys of their own, c = kv_rank, R = rope_heads * rope_dim:
+    With n queries on m keys, h query heads, g key heads, c = kv_rank, R = rope_heads * rope_dim:
 
         expanded  2 m c g (nope + v)   + 2 h n m (nope + rope + v)
         absorbed  2 n c h (nope + v)   + 2 h n m (2 c + R)
 
-    The smaller is taken. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
+    The cheaper form runs. For DeepSeek-V3 (h = g = 128, c = 512, nope = v = 128, R = rope = 64) and one query on 4,096
     keys the absorbed form takes 1/117 of the expanded one; for a prompt of 4,096 tokens the expanded one takes 1/3.2 of
     the absorbed one. The absorbed form reads the weights of k_up and v_up: hooks on these two, and adapters around
-    them, act in the expanded form alone.
+    them, act in the expanded form only.
 
     Args:
         d_model: the width of x and of the output.
         heads: query heads.
-        kv_rank: numbers in the latent of keys and values.
-        nope_dim: numbers of a query and key without position; may be 0 if rope_dim is not.
-        rope_dim: numbers of a query and key with position; may be 0 if nope_dim is not.
-        v_dim: numbers in a value.
-        q_rank: numbers in the latent of queries; None: queries are made of x.
-        kv_heads: heads that keys and values are made for, of which heads is a whole multiple; None: heads, as in the
-            paper.
-        rope_heads: key parts with position, of which kv_heads is a whole multiple; 1 in the paper.
+        kv_rank: dimensions of the latent of keys and values.
+        nope_dim: dimensions of a query and key without position; may be 0 if rope_dim is not.
+        rope_dim: dimensions of a query and key with position; may be 0 if nope_dim is not.
+        v_dim: dimensions of a value.
+        q_rank: dimensions of the latent of queries; None: queries are projections of x.
+        kv_heads: key and value heads, of which heads is a whole multiple; None: heads, as in the paper.
+        rope_heads: heads of the key part with position, of which kv_heads is a whole multiple; 1 in the paper.
         position: rotates the parts with position: a `Rope` of rope_dim (DeepSeek's is interleaved), or `RopePairs`.
         norm: whether the latents are RMS-normalised (`RMSNorm`; §3.1.2).
         qkv_bias: whether the projections down to the latents, and to the shared keys, have biases.
@@ -84,11 +83,11 @@ class LatentAttention(nn.Module):
         sink: whether each head has a learned logit that takes weight and gives no value.
         dropout: the probability that a weight is dropped, in training only.
         backend: as in `attend`.
-        device: where the weights are made.
+        device: the device of the weights.
         dtype: the type of the weights.
 
     Raises:
-        ProblemError: sizes or words that do not fit together.
+        ProblemError: the sizes, the position or the mask do not fit together.
 
     >>> import torch
     >>> from regard import Causal
@@ -166,20 +165,20 @@ class LatentAttention(nn.Module):
         cache: KVCache | None = None,
         absorbed: bool | None = None,
     ) -> Float[Tensor, "batch tokens d_model"]:
-        """The tokens of x, each with what it found in the tokens of x and of the cache.
+        """The output of attention for each token of x, over the tokens of the cache and of x.
 
         Args:
             x: [batch, tokens, d_model].
-            mask: which query may see which key, besides what the module's own mask hides; stored keys count.
-            positions: by which queries and keys are rotated: the first one's, or all of them as [tokens] or
-                [batch, tokens]; None: from where the cache ends.
-            cache: keeps `kv_rank + rope_heads * rope_dim` numbers of each token, as keys of one head: one with
-                `Latent(kv_rank)`, or of any other layout. The absorbed form reads them where they lie.
-            absorbed: the form; None: the one with fewer operations.
+            mask: which query may see which key, cached keys included; combined with the module's own mask by `&`.
+            positions: the positions of queries and keys for RoPE: that of the first token, or all as [tokens] or
+                [batch, tokens]; None: from the end of the cache.
+            cache: stores `kv_rank + rope_heads * rope_dim` elements of each token as keys of one head, with the layout
+                `Latent(kv_rank)` or any other. The absorbed form reads them without a copy.
+            absorbed: the form; None: the one with fewer FLOPs.
 
         Raises:
-            ProblemError: sizes that do not fit, positions that nothing would depend on, or a `Rolling` cache with a
-                rope: keys are latents but for their last numbers, and a `Rope` turns the first.
+            ProblemError: sizes that do not fit, positions without a use, or a `Rolling` cache with a rope: a `Rope`
+                rotates the first dimensions of a key, and here these are the latent.
         """
         self._check(x, positions)
         self._check_cache(cache)
@@ -189,24 +188,23 @@ class LatentAttention(nn.Module):
         if self.position is not None:
             first = stored if positions is None else positions
             rope = self._rope()
-            word = rope.rope if isinstance(rope, RopePairs) else rope
-            length = length_of(word, first, x.shape[1], x.shape[1], cache)
+            length = length_of(rope.rope if isinstance(rope, RopePairs) else rope, first, x.shape[1], x.shape[1], cache)
             q_rope = rope.rotate(q_rope, first, length)
             latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
             k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)
             entries = torch.cat([latent, rope.rotate(k_rope, first, length).transpose(1, 2).flatten(2)], -1)
         keys = values = entries.unsqueeze(1)
-        if cache is not None:  # a latent is key and value at once
+        if cache is not None:  # a latent is both key and value
             keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
         if absorbed is None:
             flops = self.flops(q.shape[2], keys.shape[2])
             absorbed = flops.absorbed < flops.expanded
-        hidden = both(and_, self.mask, mask)
+        visible = both(and_, self.mask, mask)
         try:
             form = self._absorbed if absorbed else self._expanded
-            out = form(q_nope, q_rope, keys, values, hidden)
+            out = form(q_nope, q_rope, keys, values, visible)
             if cache is not None and cache.evict is not None:
-                cache.observe(self._to_latents(q_nope, q_rope), hidden, self._scale)
+                cache.observe(self._to_latents(q_nope, q_rope), visible, self._scale)
         except BaseException:
             if cache is not None:
                 cache.crop(stored)  # so that the call can be made again
@@ -214,7 +212,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def flops(self, queries: int, keys: int) -> Flops:
-        """What either form takes beyond what both share, per batch row, if every query sees every key.
+        """The FLOPs of each form per batch row, without those of both, if every query sees every key.
 
         >>> with torch.device("meta"):
         ...     v3 = LatentAttention(7168, 128, kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
@@ -232,11 +230,11 @@ class LatentAttention(nn.Module):
     def extra_repr(self) -> str:
         """The sizes."""
         names = ("d_model", "heads", "kv_heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "rope_heads", "v_dim")
-        said = {name: getattr(self, name) for name in names} | {"scale": self.scale, "softcap": self.softcap}
-        return ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
+        values = {name: getattr(self, name) for name in names} | {"scale": self.scale, "softcap": self.softcap}
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
 
     def _queries(self, x: Tensor) -> Tensor:
-        """[batch, heads, tokens, nope_dim + rope_dim], not rotated yet."""
+        """[batch, heads, tokens, nope_dim + rope_dim], before RoPE."""
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:
@@ -247,7 +245,7 @@ class LatentAttention(nn.Module):
         return q.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
     def _entries(self, x: Tensor) -> Tensor:
-        """What is kept of each token, not rotated yet: [batch, tokens, kv_rank + rope_heads * rope_dim]."""
+        """The cache entry of each token before RoPE: [batch, tokens, kv_rank + rope_heads * rope_dim]."""
         latent = self.kv_down(x)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         return latent if self.k_rope is None else torch.cat([latent, self.k_rope(x)], -1)
@@ -282,7 +280,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bgrnc,gdc->bgrnd", out.unflatten(1, (self.kv_heads, -1)), up).flatten(1, 2)
 
     def _to_latents(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """Queries to the entries, [batch, heads, tokens, kv_rank + rope_heads * rope_dim]."""
+        """Queries for cache entries, [batch, heads, tokens, kv_rank + rope_heads * rope_dim]."""
         if self.k_up is None:
             latent = q_rope.new_zeros((*q_rope.shape[:3], self.kv_rank))
         else:
@@ -294,7 +292,7 @@ class LatentAttention(nn.Module):
         return torch.cat([latent, q_rope if self.rope_heads == 1 else self._placed(q_rope)], -1)
 
     def _placed(self, q_rope: Tensor) -> Tensor:
-        """Queries [batch, heads, tokens, rope_dim] at the place of their key among all rope heads, 0 elsewhere."""
+        """Queries [batch, heads, tokens, rope_dim] in the dimensions of their rope head, 0 in all others."""
         grouped = q_rope.unflatten(1, (self.rope_heads, -1))
         place = torch.eye(self.rope_heads, dtype=q_rope.dtype, device=q_rope.device)
         return (grouped[..., None, :] * place[:, None, None, :, None]).flatten(-2).flatten(1, 2)
@@ -310,27 +308,27 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
 
     def _rope(self) -> Rope | RopePairs:
-        word = None if self.position is None else self.position.spec
-        assert isinstance(word, Rope | RopePairs)
-        return word
+        position = None if self.position is None else self.position.spec
+        assert isinstance(position, Rope | RopePairs)
+        return position
 
     def _check(self, x: Tensor, positions: int | Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
         if positions is not None and self.position is None:
             raise ProblemError(
-                "positions were given to a module without position, which nothing depends on: leave them out, or make "
-                f"the module with position=Rope({self.rope_dim})."
+                "positions= needs a module with a position, and this one has none: leave positions= out, or create the "
+                f"module with position=Rope({self.rope_dim})."
             )
 
     def _check_cache(self, cache: KVCache | None) -> None:
         layout = None if cache is None else cache.layout
         if isinstance(layout, Latent) and layout.rank != self.kv_rank:
-            raise ProblemError(f"the cache is {layout!r}, and the module's latents are of {self.kv_rank} numbers.")
+            raise ProblemError(f"the cache is {layout!r}, and the module's latents have {self.kv_rank} dimensions.")
         if isinstance(layout, Rolling) and (self.position is not None or layout.rope is not None):
             raise ProblemError(
-                f"the cache is {layout!r}: a Rope turns the first numbers of a key, and of these entries the last ones "
-                "carry the position. Take Latent or Contiguous with a policy of regard.cache.evict."
+                f"the cache is {layout!r}: a Rope rotates the first dimensions of a key, and in these entries the last "
+                "ones carry the position. Take Latent or Contiguous with a policy of regard.cache.evict."
             )
 
     def _check_sizes(self) -> None:
@@ -340,17 +338,15 @@ class LatentAttention(nn.Module):
             if getattr(self, name) < minimum:
                 raise ProblemError(f"{name}={getattr(self, name)}: expected {minimum} or more.")
         if self.nope_dim + self.rope_dim == 0:
-            raise ProblemError("nope_dim and rope_dim are both 0: queries and keys need numbers of either kind.")
+            raise ProblemError("nope_dim and rope_dim are both 0: queries and keys need dimensions of either kind.")
         if self.heads % self.kv_heads or self.kv_heads % self.rope_heads:
             raise ProblemError(
                 f"heads={self.heads}, kv_heads={self.kv_heads}, rope_heads={self.rope_heads}: each must be a whole "
                 "multiple of the next."
             )
-        word = None if self.position is None else self.position.spec
-        if word is not None and not (isinstance(word, Rope | RopePairs) and word.dim == self.rope_dim):
-            expected = (
-                f"Rope({self.rope_dim}), of the numbers with position" if self.rope_dim else "none, as rope_dim=0"
-            )
-            raise ProblemError(f"position={word!r}: expected {expected}.")
-        if isinstance(word, RopePairs) and len(word.pairs) not in (1, self.rope_heads):
-            raise ProblemError(f"{word!r} chooses pairs for {len(word.pairs)} heads, and rope_heads={self.rope_heads}.")
+        rope = None if self.position is None else self.position.spec
+        if rope is not None and not (isinstance(rope, Rope | RopePairs) and rope.dim == self.rope_dim):
+            expected = f"Rope({self.rope_dim}), as rope_dim={self.rope_dim}" if self.rope_dim else "none, as rope_dim=0"
+            raise ProblemError(f"position={rope!r}: expected {expected}.")
+        if isinstance(rope, RopePairs) and len(rope.pairs) not in (1, self.rope_heads):
+            raise ProblemError(f"{rope!r} chooses pairs for {len(rope.pairs)} heads, and rope_heads={self.rope_heads}.")

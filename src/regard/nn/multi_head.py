@@ -1,6 +1,6 @@
-"""`MultiHeadAttention`: the four projections around `attend`, and nothing of attention itself.
+"""`MultiHeadAttention`: the four projections around `attend`.
 
-Self- and cross-attention, MHA, GQA and MQA (the number of key heads), rotated positions, any mask, bias and score.
+Self- and cross-attention, MHA, GQA and MQA (by the number of key heads), RoPE, any mask, bias and score.
 Vaswani et al. 2017, arXiv:1706.03762, §3.2.2; Ainslie et al. 2023, arXiv:2305.13245.
 """
 
@@ -31,7 +31,7 @@ W = TypeVar("W", bound=Spec)
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention of many heads over tokens, with what it learns.
+    """Multi-head attention with its weights.
 
     ```
     x ── q_proj ── q_norm ── rotate ──┐
@@ -39,39 +39,39 @@ class MultiHeadAttention(nn.Module):
     x ── v_proj ───────────────────── cache ──┘
     ```
 
-    With a context, keys and values are made of it instead (cross-attention). Weights are `[out, in]`, and a head's rows
-    lie together, as in checkpoints of transformers: q_proj [heads * head_dim, d_model], k_proj and v_proj
+    With a context, keys and values are computed from it (cross-attention). Weights are `[out, in]`, and the rows of a
+    head are contiguous, as in checkpoints of transformers: q_proj [heads * head_dim, d_model], k_proj and v_proj
     [kv_heads * head_dim, context_dim], o_proj [d_model, heads * head_dim].
 
     Args:
         d_model: the width of x and of the output.
         heads: query heads.
         kv_heads: key heads, of which heads is a whole multiple; None: heads. 1 is multi-query attention.
-        head_dim: numbers in a query, key and value; None: d_model / heads.
-        context_dim: the width of the context that keys and values are made of; None: d_model.
-        qk_norm: whether each head of queries and keys is RMS-normalised (`RMSNorm`, a weight for all heads), before it
-            is rotated. Henry et al. 2020, arXiv:2010.04245; in this form Yang et al. 2025, arXiv:2505.09388, §2.
+        head_dim: dimensions of a query, key and value; None: d_model / heads.
+        context_dim: the width of the context of keys and values; None: d_model.
+        qk_norm: whether each head of queries and keys is RMS-normalised (`RMSNorm`, one weight for all heads) before
+            RoPE. Henry et al. 2020, arXiv:2010.04245; in this form Yang et al. 2025, arXiv:2505.09388, §2.
         qkv_bias: whether q_proj, k_proj, v_proj and gate_proj have biases.
         out_bias: whether o_proj has one.
-        gate: whether the output of each head is multiplied, number by number, with a sigmoid of a projection of x.
-            Qiu et al. 2025, arXiv:2505.06708, §2.2 (there G1, elementwise).
-        position: a `Rope` of head_dim, by which queries and keys are rotated; None for none.
+        gate: whether the output of each head is multiplied elementwise with a sigmoid of a projection of x. Qiu et al.
+            2025, arXiv:2505.06708, §2.2 (there G1, elementwise).
+        position: a `Rope` of head_dim that rotates queries and keys; None for none.
         mask: which query may see which key, in every call; None for all.
-        bias: what is added to the scores; its table, if it has one that requires gradients, is trained.
+        bias: added to the scores; a tensor in it that requires gradients is trained.
         score: how queries and keys are compared; None for their dot product.
         scale: None for the score's own; `head_dim ** -0.5` for the dot product.
         softcap: the cap of the scores; None for none.
-        sink: whether each head has a learned logit that takes weight and gives no value, 0 at first: that is the
-            softmax with 1 added to its denominator. Agarwal et al. 2025, arXiv:2508.10925, §2.2.
+        sink: whether each head has a learned logit, initially 0, that takes weight and gives no value: the softmax
+            with `exp(logit)` added to its denominator. Agarwal et al. 2025, arXiv:2508.10925, §2.2.
         dropout: the probability that a weight is dropped, in training only.
         backend: as in `attend`.
-        device: where the weights are made.
+        device: the device of the weights.
         dtype: the type of the weights.
 
     Raises:
-        ProblemError: sizes or words that do not fit together.
+        ProblemError: the sizes, or the position, mask, bias and score, do not fit together.
 
-    Words may be given as `SpecModule`, so that layers share their tensors.
+    `position`, `mask`, `bias` and `score` may be a `SpecModule`, so that layers share their tensors.
 
     >>> import torch
     >>> from regard import Causal
@@ -143,26 +143,26 @@ class MultiHeadAttention(nn.Module):
         positions: int | Int[Tensor, "..."] | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "batch tokens d_model"]:
-        """The tokens of x, each with what it found in the tokens of x or of the context.
+        """The output of attention for each token of x, over the tokens of x or of the context.
 
-        Masks and biases count keys from the first one that there is, stored ones included. Queries of self-attention
-        are the last keys; those of cross-attention start at 0, or at `positions` if that is an int.
+        Masks and biases count keys from the first key in the cache. Queries of self-attention are aligned with the last
+        keys; those of cross-attention start at 0, or at `positions` if that is an int.
 
         Args:
             x: [batch, tokens, d_model].
-            context: [batch, context_tokens, context_dim]; None: x. Its keys are rotated by positions of their own, from
-                0 or from where the cache ends.
-            mask: which query may see which key, besides what the module's own mask hides: both are combined with `&`.
-            bias: what is added to the scores, besides the module's own bias.
-            positions: by which queries, and without a context keys, are rotated: the first one's, or all of them as
-                [tokens] or [batch, tokens]; None: from 0, or in self-attention from where the cache ends.
-            cache: keeps keys and values. What is made of this call's tokens is added, and all that it keeps is seen;
-                with a context that was cached whole, pass `context[:, :0]` from then on. If the call fails, it is as
-                it was.
+            context: [batch, context_tokens, context_dim]; None: x. The positions of its keys start at 0, or at the end
+                of the cache.
+            mask: which query may see which key; combined with the module's own mask by `&`.
+            bias: added to the scores, in addition to the module's own bias.
+            positions: the positions of the queries, and without a context of the keys, for RoPE: that of the first
+                token, or all as [tokens] or [batch, tokens]; None: from 0, or in self-attention from the end of the
+                cache.
+            cache: the KV cache. The call appends its keys and values and attends to all cached ones; once the cache
+                contains the whole context, pass `context[:, :0]`. A call that raises leaves the cache unchanged.
 
         Raises:
-            ProblemError: sizes that do not fit, positions that nothing would depend on, or a `Rolling` cache whose rope
-                is not the module's.
+            ProblemError: sizes that do not fit, positions without a use, or a `Rolling` cache whose rope is not the
+                module's.
         """
         self._check(x, context, positions)
         check_rolling(cache, None if self.position is None else self.position.spec)
@@ -179,11 +179,11 @@ class MultiHeadAttention(nn.Module):
             k = rope.rotate(k, first if context is None else stored, tokens)
         if cache is not None:
             k, v = cache.append(k, v)
-        seen = both(and_, self.mask, mask)
+        visible = both(and_, self.mask, mask)
         try:
             out = attend(
                 q, k, v,
-                mask=seen,
+                mask=visible,
                 bias=both(add, self.bias, bias),
                 score=None if self.score is None else self.score.spec,
                 scale=self.scale, softcap=self.softcap, sink=self.sinks, dropout=self.dropout if self.training else 0.0,
@@ -191,7 +191,7 @@ class MultiHeadAttention(nn.Module):
                 backend=self.backend,
             )  # fmt: skip
             if cache is not None and cache.evict is not None:
-                cache.observe(q, seen, self.scale)
+                cache.observe(q, visible, self.scale)
         except BaseException:
             if cache is not None:
                 cache.crop(stored)  # so that the call can be made again
@@ -202,17 +202,17 @@ class MultiHeadAttention(nn.Module):
         return self.o_proj(out)
 
     def extra_repr(self) -> str:
-        """The sizes, and what differs from the plain module."""
-        said = [f"d_model={self.d_model}", f"heads={self.heads}", f"kv_heads={self.kv_heads} ({self.sizes.kind})"]
-        said.append(f"head_dim={self.head_dim}")
-        said += [f"context_dim={self.context_dim}"] * (self.context_dim != self.d_model)
-        numbers = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
-        said += [f"{name}={value!r}" for name, value in numbers.items() if value is not None]
-        said += ["sink=True"] * (self.sinks is not None)
-        return ", ".join(said + ([] if self.backend is None else [f"backend={self.backend!r}"]))
+        """The sizes, and the options that differ from their defaults."""
+        parts = [f"d_model={self.d_model}", f"heads={self.heads}", f"kv_heads={self.kv_heads} ({self.sizes.kind})"]
+        parts.append(f"head_dim={self.head_dim}")
+        parts += [f"context_dim={self.context_dim}"] * (self.context_dim != self.d_model)
+        options = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
+        parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        parts += ["sink=True"] * (self.sinks is not None)
+        return ", ".join(parts + ([] if self.backend is None else [f"backend={self.backend!r}"]))
 
     def _split(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """[batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim], normalised; a view, laid out as x."""
+        """[batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim], normalised; without a norm a view."""
         x = x.unflatten(2, (-1, self.head_dim))
         return (x if norm is None else norm(x)).transpose(1, 2)
 
@@ -220,49 +220,49 @@ class MultiHeadAttention(nn.Module):
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ProblemError(f"x has shape {list(x.shape)}: expected [batch, tokens, {self.d_model}].")
         if context is None and self.context_dim != self.d_model:
-            raise ProblemError(f"keys and values are made of a context of width {self.context_dim}: pass context=.")
+            raise ProblemError(f"keys and values need a context of width {self.context_dim}: pass context=.")
         if context is not None and (context.ndim != 3 or context.shape[::2] != (x.shape[0], self.context_dim)):
             raise ProblemError(
                 f"context has shape {list(context.shape)}: expected [{x.shape[0]}, context_tokens, {self.context_dim}]."
             )
         if positions is not None and self.position is None and not (context is not None and isinstance(positions, int)):
             raise ProblemError(
-                "positions were given to a module without position, which nothing depends on: leave them out, or make "
-                f"the module with position=Rope({self.head_dim}). Masks and biases count keys by themselves."
+                "positions= needs a module with a position, and this one has none: leave positions= out, or create the "
+                f"module with position=Rope({self.head_dim}). Masks and biases do not use positions=."
             )
 
 
 def both(combine: Callable[[W, W], W], own: SpecModule[W] | None, given: W | None) -> W | None:
-    """A word of the module and one of the call, combined; that which there is, or None."""
+    """The mask or bias of the module and that of the call, combined; the other one where one is None."""
     if own is None:
         return given
     return own.spec if given is None else combine(own.spec, given)
 
 
 def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: KVCache | None) -> int | None:
-    """How long the sequence is now, for queries and keys alike; None where the rope's scaling does not look at it."""
+    """The length of the sequence, for queries and keys; None where the rope's scaling does not depend on it."""
     if rope.scaling is None or not rope.scaling.looks_at_length():
         return None
     if cache is not None and isinstance(cache.layout, Rolling):
-        return cache.keys_after(keys)  # positions count inside the cache
-    held = keys if cache is None else cache.tokens_seen + keys
-    return max(first + queries if isinstance(first, int) else int(first.max()) + 1, held)
+        return cache.keys_after(keys)  # positions are slots of the cache
+    total = keys if cache is None else cache.tokens_seen + keys
+    return max(first + queries if isinstance(first, int) else int(first.max()) + 1, total)
 
 
 def check_rolling(cache: KVCache | None, rope: object) -> None:
-    """Raise `ProblemError` unless a rolling cache turns its sinks by the rope that keys are rotated by."""
+    """Raise `ProblemError` unless a rolling cache rotates its sinks with the module's rope."""
     if cache is None or not isinstance(cache.layout, Rolling) or cache.layout.rope == rope:
         return
     raise ProblemError(
-        f"the cache is {cache.layout!r}, and the module's position is {rope!r}: its sinks must be turned on as keys "
-        f"were turned, so Rolling(window={cache.layout.window}, sinks={cache.layout.sinks}, rope={rope!r})."
+        f"the cache is {cache.layout!r}, and the module's position is {rope!r}: the cache must rotate its sinks with "
+        f"the module's rope, so Rolling(window={cache.layout.window}, sinks={cache.layout.sinks}, rope={rope!r})."
     )
 
 
 def _head_dim(d_model: int, heads: int, head_dim: int | None) -> int:
     if head_dim is None and heads > 0 and d_model % heads:
         raise ProblemError(
-            f"d_model={d_model} is no whole multiple of heads={heads}: say how wide a head is with head_dim=."
+            f"d_model={d_model} is no whole multiple of heads={heads}: set the width of a head with head_dim=."
         )
     return head_dim if head_dim is not None else d_model // max(heads, 1)
 
@@ -272,12 +272,12 @@ def _check_rope(position: object, head_dim: int) -> None:
         return
     if isinstance(position, Rope):
         raise ProblemError(
-            f"{position!r} rotates heads of {position.dim} numbers, and these have {head_dim}: "
+            f"{position!r} rotates heads of {position.dim} dimensions, and these have {head_dim}: "
             f"position=Rope({head_dim}); to rotate a part of them, Rope({head_dim}, fraction=...)."
         )
     hint = {
         Absolute: "it is added to embeddings, before attention: x = position.add(x)",
         Bias: "it is added to scores: bias=",
     }
-    said = next((f" ({text})" for kind, text in hint.items() if isinstance(position, kind)), "")
-    raise ProblemError(f"position is {position!r}: expected a Rope({head_dim}){said}.")
+    note = next((f" ({text})" for kind, text in hint.items() if isinstance(position, kind)), "")
+    raise ProblemError(f"position is {position!r}: expected a Rope({head_dim}){note}.")

@@ -1,4 +1,4 @@
-"""`RMSNorm`: each token, or each head of it, brought to mean square 1. Zhang & Sennrich 2019, arXiv:1910.07467, §4."""
+"""`RMSNorm`: scale each token, or each head, to mean square 1. Zhang & Sennrich 2019, arXiv:1910.07467, §4."""
 
 import torch
 import torch.nn.functional as F
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, which also takes another type than that of its weight, as `torch.autocast` hands it.
+    """torch's `RMSNorm` that also accepts x of another dtype than its weight, as under `torch.autocast`.
 
-    `x / sqrt(mean(x²) + eps) * weight`; of two types the wider is computed in, and the result has that of x.
+    `x / sqrt(mean(x²) + eps) * weight`, computed in the wider of the two dtypes; the result has the dtype of x.
 
     >>> RMSNorm(3)(torch.tensor([1.0, 1.0, 2.0], dtype=torch.bfloat16))
     tensor([0.7070, 0.7070, 1.4141], dtype=torch.bfloat16, grad_fn=<ToCopyBackward0>)
@@ -28,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(size, eps, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
-        """[..., size], of the type of x."""
+        """[..., size], in the dtype of x."""
         if x.dtype == self.weight.dtype:  # autocast on CUDA may make the result float32
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps).to(x.dtype)
         wide = torch.promote_types(x.dtype, self.weight.dtype)

@@ -1,4 +1,4 @@
-"""`RopePairs`: rotation by some of the angles of a RoPE, for heads that keep position in a part of their dims."""
+"""`RopePairs`: rotary embedding with a choice of the frequencies, for heads with position in part of their dims."""
 
 import torch
 from jaxtyping import Float, Int
@@ -13,15 +13,15 @@ from regard.errors import ProblemError
 
 @spec
 class RopePairs(Position):
-    """Some pairs of dims of a `Rope`, chosen for each head, laid side by side: `(0 1)(2 3)...`.
+    """A choice of the dimension pairs of a `Rope` for each head, stored interleaved: `(0 1)(2 3)...`.
 
-    A head with r pairs of dims that turn keeps those which its scores depend on most, and lets the others stand still:
-    partial RoPE, Ji et al. 2025, arXiv:2502.14837, §3.1.
+    Each head rotates only the pairs that its scores depend on most: partial RoPE, Ji et al. 2025, arXiv:2502.14837,
+    §3.1.
 
     Args:
-        rope: whose angles they are.
-        pairs: for each key head the pairs that it keeps, 0 the fastest; the same number for all. Query heads share the
-            choice of their key head; with one entry, all heads do.
+        rope: gives the frequencies.
+        pairs: for each key head its pairs, 0 the fastest; the same count for all heads. Query heads use the choice of
+            their key head; with one entry, all heads share it.
 
     >>> pairs = RopePairs(Rope(8), ((0, 3), (1, 2)))
     >>> pairs.dim, pairs.rotate(torch.ones(1, 4, 5, 4)).shape
@@ -32,17 +32,17 @@ class RopePairs(Position):
     pairs: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        counts, there = {len(chosen) for chosen in self.pairs}, self.rope.rotated // 2
+        counts, available = {len(chosen) for chosen in self.pairs}, self.rope.rotated // 2
         if len(counts) != 1 or 0 in counts:
             raise ProblemError(
                 f"RopePairs(pairs={self.pairs}): expected the same number of pairs, 1 or more, for each head."
             )
-        if any(len(set(chosen)) < len(chosen) or not 0 <= min(chosen) <= max(chosen) < there for chosen in self.pairs):
-            raise ProblemError(f"RopePairs(pairs={self.pairs}): expected different pairs from 0 to {there - 1}.")
+        if any(len(set(row)) < len(row) or not 0 <= min(row) <= max(row) < available for row in self.pairs):
+            raise ProblemError(f"RopePairs(pairs={self.pairs}): expected different pairs from 0 to {available - 1}.")
 
     @property
     def dim(self) -> int:
-        """Numbers of a head that are rotated: two for each pair."""
+        """Rotated dimensions of a head: two for each pair."""
         return 2 * len(self.pairs[0])
 
     def rotate(
@@ -51,10 +51,10 @@ class RopePairs(Position):
         positions: int | Int[Tensor, "..."] | None = None,
         tokens: int | None = None,
     ) -> Float[Tensor, "batch heads tokens dim"]:
-        """Each pair of x turned by its angle; the arguments are those of `Rope.rotate`.
+        """Rotate each pair of x by its angle; the arguments are those of `Rope.rotate`.
 
         Raises:
-            ProblemError: x has other heads or dims than were chosen for.
+            ProblemError: the heads or dims of x do not fit `pairs`.
         """
         groups, heads = len(self.pairs), x.shape[1]
         if x.ndim != 4 or x.shape[3] != self.dim or heads % groups:

@@ -1,16 +1,16 @@
-"""Fewer key and value heads: multi-head attention made grouped-query or multi-query attention.
+"""Fewer key and value heads: convert multi-head attention to grouped-query or multi-query attention.
 
 ```
-4 key heads   k0 k1 k2 k3          queries q0..q3 look at k0 k1 k2 k3
-2 key heads   (k0+k1)/2 (k2+k3)/2                         m0 m0 m1 m1       what has to be cached is halved
+4 key heads   k0 k1 k2 k3          queries q0..q3 see k0 k1 k2 k3
+2 key heads   (k0+k1)/2 (k2+k3)/2                     m0 m0 m1 m1       the KV cache is half as large
 ```
 
-A head here is the rows of a projection, so a mean of heads is the mean of their weights and of their biases. RoPE turns
-every head by the same angles, so the mean of turned keys is the turned mean of keys: pooling commutes with it. It does
-not commute with a norm of the keys (Qwen3, Gemma 3): there the mean is taken before the norm, whose gain stays.
+A head is a block of rows of a projection, so the mean of heads is the mean of their weights and of their biases. RoPE
+rotates every head by the same angles, so pooling commutes with RoPE. Pooling does not commute with a norm of the keys
+(Qwen3, Gemma 3): there the mean is taken before the norm, and the norm's weight stays the same.
 
-Pooling is where a conversion starts: Ainslie et al. 2023, arXiv:2305.13245, §2.1, train on, for 5 % of the original
-steps in §3.1.
+Pooling is the start of a conversion: Ainslie et al. 2023, arXiv:2305.13245, §2.1, continue training, for 5 % of the
+original steps in §3.1.
 """
 
 from copy import deepcopy
@@ -24,25 +24,25 @@ from regard.errors import ProblemError
 from regard.nn.multi_head import MultiHeadAttention
 
 How = Literal["mean", "first", "random"]
-"""How a group of heads becomes one: their mean, the first of them, or new numbers with the same mean and deviation."""
+"""How a group of heads becomes one: the mean, the first head, or random values with the same mean and deviation."""
 
 
 def share_heads(
     module: MultiHeadAttention, kv_heads: int, how: How = "mean", generator: torch.Generator | None = None
 ) -> MultiHeadAttention:
-    """A new module with fewer key and value heads; all else, and the module given, stays as it is.
+    """A new module with fewer key and value heads, otherwise a copy; `module` is not changed.
 
-    Of all ways to put one head in place of a group, the mean has the least sum of squares to the heads that it
-    replaces. Ainslie et al. 2023, arXiv:2305.13245, §2.1.
+    The mean is the single head with the least sum of squared differences to the heads of the group. Ainslie et al.
+    2023, arXiv:2305.13245, §2.1.
 
     Args:
         module: with a whole multiple of `kv_heads` key heads.
         kv_heads: key and value heads of the result; 1 is multi-query attention.
         how: "mean", "first" of each group, or "random".
-        generator: where "random" draws from; None for torch's own.
+        generator: the random generator of "random"; None for torch's default.
 
     Raises:
-        ProblemError: the groups would not be of one size, or `how` is none of the three.
+        ProblemError: the groups are not of one size, or `how` is none of the three.
 
     >>> from regard.nn import MultiHeadAttention
     >>> shared = share_heads(MultiHeadAttention(96, heads=6), 2)
@@ -66,9 +66,9 @@ def share_heads(
 def shared_rows(
     rows: Tensor, kv_heads: int, into: int, how: How = "mean", generator: torch.Generator | None = None
 ) -> Tensor:
-    """Rows [kv_heads * dim, ...] of a projection as [into * dim, ...]: each group of heads made one.
+    """Rows [kv_heads * dim, ...] of a projection as [into * dim, ...]: one head for each group.
 
-    Computed in float64 and rounded once, so heads that are equal stay what they are.
+    Computed in float64 and rounded once, so the mean of equal heads is exactly that head.
 
     >>> shared_rows(torch.tensor([[1.0], [2.0], [3.0], [6.0]]), kv_heads=4, into=2)[:, 0].tolist()
     [1.5, 4.5]
@@ -76,7 +76,7 @@ def shared_rows(
     check_sharing(kv_heads, into, how)
     if rows.shape[0] % kv_heads:
         raise ProblemError(
-            f"{rows.shape[0]} rows are no {kv_heads} heads of one size: expected a whole multiple of the heads."
+            f"{rows.shape[0]} rows do not divide into {kv_heads} heads: expected a whole multiple of the heads."
         )
     groups = rows.detach().to("cpu", torch.float64).unflatten(0, (into, kv_heads // into, -1))
     if how == "mean":
@@ -90,15 +90,15 @@ def shared_rows(
 
 
 def check_sharing(kv_heads: int, into: int, how: str) -> None:
-    """Raise `ProblemError` unless so many key heads can become so few, in this way."""
+    """Raise `ProblemError` unless `kv_heads` key heads can become `into` heads in the way `how`."""
     if how not in get_args(How):
-        raise ProblemError(f"how={how!r} is no way to share heads: expected 'mean', 'first' or 'random'.")
+        raise ProblemError(f"how={how!r}: expected 'mean', 'first' or 'random'.")
     if into < 1:
-        raise ProblemError(f"{into} key heads are asked for: expected 1 or more.")
+        raise ProblemError(f"kv_heads={into}: expected 1 or more.")
     if into > kv_heads:
-        raise ProblemError(f"{into} key heads are asked for and there are {kv_heads}: sharing makes fewer, not more.")
+        raise ProblemError(f"kv_heads={into}: the module has {kv_heads} key heads, and sharing makes fewer, not more.")
     if kv_heads % into:
         fit = ", ".join(str(count) for count in range(1, kv_heads + 1) if kv_heads % count == 0)
         raise ProblemError(
-            f"{kv_heads} key heads do not fall into {into} groups of one size: expected one of {fit} key heads."
+            f"{kv_heads} key heads do not divide into {into} groups of one size: expected one of {fit} key heads."
         )

@@ -1,8 +1,8 @@
 """`SpecModule`: a spec whose tensors belong to a module, so `.to()`, `state_dict` and optimizers see them.
 
-A spec is frozen and holds its tensors by identity; a module's tensors change identity with `.to()`, deepcopy and
-`torch.func.functional_call`. So what is held is the spec's plan with a name in place of each tensor, and `.spec` is
-made of the tensors that bear these names now.
+A spec is frozen and refers to its tensors by identity; a module's tensors change identity with `.to()`, deepcopy and
+`torch.func.functional_call`. So the module stores a template of the spec with a name in place of each tensor, and
+`.spec` builds the spec from the tensors that the module has under these names.
 """
 
 from collections.abc import Callable
@@ -18,38 +18,37 @@ from regard.errors import ProblemError
 W = TypeVar("W", bound=Spec)
 
 _parameters: Any = WeakIdKeyDictionary()
-"""The Parameter made of a tensor, so that a spec given to several layers is trained once. It shares the memory
-of the tensor; gradients are its own."""
+"""The Parameter of each tensor, so that layers which share a spec train one Parameter. It shares the memory of the
+tensor, but has its own gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """Stands for a tensor: the name under which the module has it."""
+class _TensorName:
+    """A reference to a tensor: its name in the module."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """A spec to be made: its class, and its parts, some of which are named or planned."""
+class _Template:
+    """A spec without its tensors: its class and its parts, where tensors are names and specs are templates."""
 
     make: Callable[..., Spec]
     parts: tuple[Any, ...]
 
 
 class SpecModule(nn.Module, Generic[W]):
-    """A spec as a module: what in it requires gradients is a Parameter, every other tensor a buffer.
+    """A spec as a module: a tensor that requires gradients becomes a Parameter, every other tensor a buffer.
 
-    A tensor is named as its field, through words in words with `_` between: `table`, `b_table`. A tensor that stands
-    in the spec twice is held once. Spec modules are themselves taken where modules take words, so that layers can
-    share one, as T5's share their table.
+    The name of a tensor is the path of its fields, joined by `_`: `table`, `b_table`. A tensor that occurs twice in the
+    spec is registered once. Modules accept a `SpecModule` in place of a spec, so that layers can share one, as T5's
+    layers share their table.
 
     Args:
-        spec: any spec; a spec without tensors is returned. Functions (`MaskFunction`) are kept as they are: tensors
-            inside them are not seen.
+        spec: any spec. Functions (`MaskFunction`) are stored unchanged: tensors inside them are not registered.
 
     Raises:
-        ProblemError: it is no spec, or a tensor in it was computed from others, so it can be no Parameter.
+        ProblemError: `spec` is no spec, or one of its tensors was computed from others, so it can be no Parameter.
 
     >>> import torch
     >>> from regard import Alibi, T5Bias
@@ -67,32 +66,32 @@ class SpecModule(nn.Module, Generic[W]):
         if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"SpecModule takes a spec, such as a mask or a bias, and got {type(spec).__name__}.")
         self._names: dict[int, str] = {}
-        self._plan = self._planned(spec, "") if spec.tensors() else spec
-        del self._names  # identities of tensors, of no meaning later
+        self._template = self._template_of(spec, "") if spec.tensors() else spec
+        del self._names  # the ids of the tensors are valid during the construction only
 
     @property
     def spec(self) -> W:
-        """The spec of now."""
-        return cast(W, self._made(self._plan) if isinstance(self._plan, _Plan) else self._plan)
+        """The spec, with the module's tensors."""
+        return cast(W, self._build(self._template) if isinstance(self._template, _Template) else self._template)
 
     def extra_repr(self) -> str:
         return repr(self.spec)
 
-    def _planned(self, part: Any, name: str) -> Any:
+    def _template_of(self, part: Any, name: str) -> Any:
         prefix = f"{name}_" if name else ""
         if isinstance(part, Tensor):
-            return self._registered(part, name)
+            return self._register(part, name)
         if isinstance(part, tuple):
-            return tuple(self._planned(p, f"{prefix}{i}") for i, p in enumerate(cast("tuple[Any, ...]", part)))
+            return tuple(self._template_of(p, f"{prefix}{i}") for i, p in enumerate(cast("tuple[Any, ...]", part)))
         if not isinstance(part, Spec):
             return part
         fields = zip(part._fields, part.parts(), strict=True)  # pyright: ignore[reportPrivateUsage]
-        return _Plan(type(part), tuple(self._planned(p, prefix + field) for field, p in fields))
+        return _Template(type(part), tuple(self._template_of(p, prefix + field) for field, p in fields))
 
-    def _registered(self, tensor: Tensor, name: str) -> _Named:
+    def _register(self, tensor: Tensor, name: str) -> _TensorName:
         known = self._names.setdefault(id(tensor), name)
         if known != name:
-            return _Named(known)
+            return _TensorName(known)
         if not tensor.requires_grad:
             self.register_buffer(name, tensor)
         elif isinstance(tensor, nn.Parameter):
@@ -101,21 +100,21 @@ class SpecModule(nn.Module, Generic[W]):
             self.register_parameter(name, _parameters.setdefault(tensor, nn.Parameter(tensor)))
         else:
             raise ProblemError(
-                f"{name} was computed from other tensors, and a module can hold only what it may train itself: pass "
-                "tensor.detach() to keep its numbers, or hold what it was computed from."
+                f"{name} was computed from other tensors, and a module trains only leaf tensors: pass tensor.detach() "
+                "to keep its values, or the tensor that it was computed from."
             )
-        return _Named(name)
+        return _TensorName(name)
 
-    def _made(self, plan: Any) -> Any:
-        if isinstance(plan, _Named):
-            return getattr(self, plan.name)
-        if isinstance(plan, tuple):
-            return tuple(self._made(part) for part in cast("tuple[Any, ...]", plan))
-        return plan.make(*[self._made(part) for part in plan.parts]) if isinstance(plan, _Plan) else plan
+    def _build(self, part: Any) -> Any:
+        if isinstance(part, _TensorName):
+            return getattr(self, part.name)
+        if isinstance(part, tuple):
+            return tuple(self._build(p) for p in cast("tuple[Any, ...]", part))
+        return part.make(*[self._build(p) for p in part.parts]) if isinstance(part, _Template) else part
 
 
 def as_module(spec: "W | SpecModule[W] | None") -> "SpecModule[W] | None":
-    """The spec as a module; a module, or None, as it is.
+    """The spec as a module; a module or None unchanged.
 
     >>> as_module(None) is None
     True

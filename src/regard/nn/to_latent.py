@@ -1,14 +1,14 @@
-"""Trained attention as latent attention: keys and values made of one short vector, by a joint factorisation.
+"""Convert trained attention to latent attention: a joint factorisation of the key and value projections.
 
 ```
 [k; v] = W x,   W [kv_heads * (nope + v), d_model]        W ~ U D,  D x the latent, U = [W_uk; W_uv]
 ```
 
 The best U of rank r are the r first left singular vectors of W, D = U^T W: the truncated SVD (Eckart and Young 1936,
-doi:10.1007/BF02288367). With inputs X [tokens, d_model] what is kept small is `|(W - U D) X^T|` instead, whose best U
-are those of `W X^T`. RoPE cannot be in the latent; the dims that keep it become keys of their own, chosen per key head
-as those pairs on which scores depend most. Ji et al. 2025, arXiv:2502.14837, §3.1 (which dims, by 2-norm) and §3.2
-(joint SVD).
+doi:10.1007/BF02288367). With inputs X [tokens, d_model] the factorisation minimises `|(W - U D) X^T|` instead; its U
+are the left singular vectors of `W X^T`. The latent has no RoPE; dims with RoPE become separate keys. Each key head
+keeps RoPE in the pairs on which its scores depend most. Ji et al. 2025, arXiv:2502.14837, §3.1 (which dims, by 2-norm)
+and §3.2 (joint SVD).
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,15 @@ from regard.plan.checks import is_finite
 
 @dataclass(frozen=True, eq=False)
 class Converted:
-    """Latent attention made of another module, and what it lost.
+    """The result of `to_latent`: the module and its relative errors, in the Frobenius norm.
 
     Attributes:
-        module: in the type of the weights.
-        error: of the weights of keys and values that became latent: `|W - U D| / |W|`, Frobenius norms, in float64 and
-            before U and D are rounded to the module's type. Made without inputs it is the least for this rank: the
-            discarded singular energy, `sqrt(sum of s_i ** 2, i > r, / all)`.
-        input_error: the same of what they give for the inputs, `|(W - U D) X^T| / |W X^T|`; None without inputs.
-        output_error: of the module's output for the inputs as one sequence, with what RoPE lost, relative in the
-            Frobenius norm; None without inputs.
+        module: the converted module, in the dtype of the weights.
+        error: of the key and value weights, `|W - U D| / |W|`, in float64 before U and D are rounded to the module's
+            dtype. Without inputs this is the minimum for the rank, `sqrt(sum of s_i ** 2, i > r, / all)`.
+        input_error: of their products with the inputs, `|(W - U D) X^T| / |W X^T|`; None without inputs.
+        output_error: of the module's output for the inputs as one sequence, including the loss of RoPE; None without
+            inputs.
     """
 
     module: LatentAttention
@@ -53,24 +52,24 @@ def to_latent(
     *,
     inputs: Float[Tensor, "tokens d_model"] | None = None,
 ) -> Converted:
-    """Latent attention that computes what `module` does, as nearly as a latent of `kv_rank` numbers allows.
+    """Latent attention that approximates `module` with a latent of `kv_rank` dimensions.
 
-    Exact where kv_rank is full, the smaller of d_model and `kv_heads * (2 * head_dim - rope_dim)`, and all dims that
-    turn keep turning; those that do not keep turning lose their rotation alone, not their part in the scores.
+    Exact if kv_rank is full, the smaller of d_model and `kv_heads * (2 * head_dim - rope_dim)`, and all rotated dims
+    keep RoPE. The others lose their rotation only and still contribute to the scores.
 
     Args:
-        module: self-attention; neither qk_norm nor gate nor score nor bias.
-        kv_rank: numbers in the latent.
-        rope_dim: numbers of each key head that keep turning, even; None: all that turn. They are cached besides the
-            latent: `kv_rank + kv_heads * rope_dim` numbers per token, where there were `2 * kv_heads * head_dim`.
-        inputs: what the module reads in practice, [tokens, d_model]: the factorisation is then the best for these.
+        module: self-attention without qk_norm, gate, score and bias.
+        kv_rank: dimensions of the latent.
+        rope_dim: dimensions of each key head that keep RoPE, even; None: all rotated ones. They are cached besides the
+            latent: `kv_rank + kv_heads * rope_dim` elements per token instead of `2 * kv_heads * head_dim`.
+        inputs: typical inputs of the module, [tokens, d_model]: the factorisation is then optimal for these.
 
     Raises:
-        ProblemError: the module has what latent attention has no place for, or sizes that do not fit.
+        ProblemError: the module has a part that latent attention does not support, or sizes that do not fit.
 
-    Biases of keys and values stay exact: one of a key that does not turn adds the same to all scores of a query and
-    falls out of the softmax, one of a value passes through it into the bias of the output. With a sink or a softcap
-    they do not, and are refused; nor do they under dropout, and where a query sees no key.
+    Biases of keys and values stay exact: the bias of a key dim without RoPE adds the same to all scores of a query and
+    cancels in the softmax; the bias of a value becomes part of the output's bias. With a sink or a softcap this is not
+    so, and the call raises. Under dropout, and for a query that sees no key, they are not exact.
 
     >>> from regard.nn import MultiHeadAttention
     >>> made = to_latent(MultiHeadAttention(64, heads=8, kv_heads=2), kv_rank=16)
@@ -81,33 +80,31 @@ def to_latent(
         hint = "; from_torch makes one of torch's" if isinstance(module, nn.MultiheadAttention) else ""
         raise ProblemError(f"to_latent takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
     rope = _checked(module)
-    turning = 0 if rope is None else rope.rotated
-    kept = turning if rope_dim is None else rope_dim
-    if kept % 2 or not 0 <= kept <= turning:
-        raise ProblemError(f"rope_dim={rope_dim}: expected an even number from 0 to the {turning} dims that turn.")
+    rotated = 0 if rope is None else rope.rotated
+    kept = rotated if rope_dim is None else rope_dim
+    if kept % 2 or not 0 <= kept <= rotated:
+        raise ProblemError(f"rope_dim={rope_dim}: expected an even number from 0 to the {rotated} rotated dims.")
     if inputs is not None and (inputs.ndim != 2 or inputs.shape[1] != module.d_model):
         raise ProblemError(f"inputs have shape {list(inputs.shape)}: expected [tokens, {module.d_model}].")
     if inputs is not None and not (is_finite(inputs) and inputs.any()):
-        raise ProblemError(
-            "inputs are all 0, or not finite: give what the module reads in practice, or leave them out."
-        )
+        raise ProblemError("inputs are all 0, or not finite: pass typical inputs of the module, or leave inputs= out.")
     weights = _Weights(module)
     pairs = [] if rope is None or not kept else _chosen(weights, rope, kept // 2, inputs)
-    turned, still = _dims(module, rope, pairs)
-    k_still = weights.k.take_along_dim(still[:, :, None], 1)  # [kv_heads, nope_dim, d_model]
-    stacked = torch.cat([k_still.flatten(0, 1), weights.v.flatten(0, 1)])
+    rope_dims, nope_dims = _dims(module, rope, pairs)
+    k_nope = weights.k.take_along_dim(nope_dims[:, :, None], 1)  # [kv_heads, nope_dim, d_model]
+    stacked = torch.cat([k_nope.flatten(0, 1), weights.v.flatten(0, 1)])
     if not 1 <= kv_rank <= min(stacked.shape):
         raise ProblemError(
             f"kv_rank={kv_rank}: expected 1 to {min(stacked.shape)}, the full rank of {list(stacked.shape)}."
         )
     up = _leading(stacked, kv_rank, inputs)
     down = up.T @ stacked
-    made = _assembled(module, weights, rope, pairs, (turned, still), down, up)
-    gone = stacked - up @ down
+    made = _assembled(module, weights, rope, pairs, (rope_dims, nope_dims), down, up)
+    difference = stacked - up @ down
     return Converted(
         made,
-        _relative(gone, stacked),
-        None if inputs is None else _relative(gone @ _wide(inputs).T, stacked @ _wide(inputs).T),
+        _relative(difference, stacked),
+        None if inputs is None else _relative(difference @ _wide(inputs).T, stacked @ _wide(inputs).T),
         None if inputs is None else _output_error(module, made, inputs),
     )
 
@@ -128,7 +125,7 @@ class _Weights:
 
 
 def _bias(projection: nn.Linear) -> Tensor | None:
-    """The bias, in float64; its type does not tell that it may be missing."""
+    """The bias in float64, or None; torch's annotation omits None."""
     bias = cast("Tensor | None", projection.bias)
     return None if bias is None else _wide(bias)
 
@@ -137,45 +134,45 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
-def _relative(gone: Tensor, whole: Tensor) -> float:
-    return (gone.norm() / whole.norm()).item()
+def _relative(difference: Tensor, whole: Tensor) -> float:
+    return (difference.norm() / whole.norm()).item()
 
 
 def _checked(module: MultiHeadAttention) -> Rope | None:
-    """The module's Rope, once it is found to have nothing that latent attention has no place for."""
-    lacking = {
+    """The module's Rope; raise `ProblemError` if the module has a part that latent attention does not support."""
+    unsupported = {
         "qk_norm": module.q_norm, "gate": module.gate_proj, "score": module.score, "bias": module.bias,
     }  # fmt: skip
-    for name, part in lacking.items():
+    for name, part in unsupported.items():
         if part is not None:
-            raise ProblemError(f"the module has {name}=, for which latent attention has no place.")
+            raise ProblemError(f"the module has {name}=, which latent attention does not support.")
     if module.context_dim != module.d_model:
-        raise ProblemError("the module makes its keys of a context: latent attention is self-attention.")
+        raise ProblemError("the keys of the module come from a context: latent attention is self-attention.")
     if _bias(module.k_proj) is not None:
         reasons = {"a sink": module.sinks, "a softcap": module.softcap}
         for name, part in reasons.items():
             if part is not None:
                 raise ProblemError(
-                    f"the module has {name} and biases of keys and values, which then neither fall out of the softmax "
-                    "nor pass through it."
+                    f"the module has {name} and biases of keys and values: latent attention cannot represent such "
+                    "biases exactly."
                 )
     return None if module.position is None else cast(Rope, module.position.spec)
 
 
 def _pair_dims(rope: Rope) -> Tensor:
-    """The two dims of each pair that turns, [pairs, 2]."""
+    """The two dims of each rotated pair, [pairs, 2]."""
     dims = torch.arange(rope.rotated)
     return dims.view(-1, 2) if rope.interleaved else dims.view(2, -1).T
 
 
 def _chosen(weights: _Weights, rope: Rope, count: int, inputs: Tensor | None) -> list[tuple[int, ...]]:
-    """For each key head the pairs with the largest product of the 2-norms of queries and keys, in their order."""
+    """For each key head the pairs with the largest product of the 2-norms of queries and keys, in ascending order."""
     x = None if inputs is None else _wide(inputs)
 
     def norms(w: Tensor, bias: Tensor | None) -> Tensor:
-        """The 2-norm of each pair, [heads, pairs]: of its weights, or of what it gives for the inputs."""
-        given = w if x is None else w @ x.T + (0 if bias is None else bias[:, :, None])
-        return given[:, _pair_dims(rope)].square().sum((-1, -2)).sqrt()
+        """The 2-norm of each pair, [heads, pairs]: of its weights, or of its outputs for the inputs."""
+        rows = w if x is None else w @ x.T + (0 if bias is None else bias[:, :, None])
+        return rows[:, _pair_dims(rope)].square().sum((-1, -2)).sqrt()
 
     q, k = norms(weights.q, weights.q_bias), norms(weights.k, weights.k_bias)
     share = q.unflatten(0, (-1, weights.group)).sum(1) * k
@@ -183,17 +180,17 @@ def _chosen(weights: _Weights, rope: Rope, count: int, inputs: Tensor | None) ->
 
 
 def _dims(module: MultiHeadAttention, rope: Rope | None, pairs: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """(dims that keep turning, pair by pair; dims that stand still) of each key head: [kv_heads, *]."""
+    """(dims with RoPE, pair by pair; dims without) of each key head: [kv_heads, *]."""
     if rope is None or not pairs:
         none = torch.empty(module.kv_heads, 0, dtype=torch.int64)
         return none, torch.arange(module.head_dim).expand(module.kv_heads, -1)
-    turned = _pair_dims(rope)[torch.tensor(pairs)].flatten(1)
-    still = [[dim for dim in range(module.head_dim) if dim not in set(row)] for row in turned.tolist()]
-    return turned, torch.tensor(still, dtype=torch.int64).view(module.kv_heads, -1)
+    rope_dims = _pair_dims(rope)[torch.tensor(pairs)].flatten(1)
+    nope_dims = [[dim for dim in range(module.head_dim) if dim not in set(row)] for row in rope_dims.tolist()]
+    return rope_dims, torch.tensor(nope_dims, dtype=torch.int64).view(module.kv_heads, -1)
 
 
 def _leading(stacked: Tensor, rank: int, inputs: Tensor | None) -> Tensor:
-    """The first left singular vectors of W, or of W X^T and, where X spans too little, of what these leave of W."""
+    """The first left singular vectors of W, or of W X^T; if that has too low a rank, then those of the rest of W."""
     if inputs is None:
         return torch.linalg.svd(stacked, full_matrices=False).U[:, :rank]
     _, r = torch.linalg.qr(_wide(inputs), mode="r")  # X = Q R, so W X^T has the left vectors of W R^T
@@ -212,10 +209,10 @@ def _assembled(
     down: Tensor,
     up: Tensor,
 ) -> LatentAttention:
-    turned, still = dims
-    nope, biased = still.shape[1], weights.q_bias is not None
+    rope_dims, nope_dims = dims
+    nope, biased = nope_dims.shape[1], weights.q_bias is not None
     made = LatentAttention(
-        module.d_model, module.heads, kv_rank=down.shape[0], nope_dim=nope, rope_dim=turned.shape[1],
+        module.d_model, module.heads, kv_rank=down.shape[0], nope_dim=nope, rope_dim=rope_dims.shape[1],
         v_dim=module.head_dim, kv_heads=module.kv_heads, rope_heads=module.kv_heads if pairs else 1,
         position=RopePairs(rope, tuple(pairs)) if rope is not None and pairs else None, norm=False,
         qkv_bias=biased, q_bias=biased, out_bias=biased or _bias(module.o_proj) is not None, mask=module.mask,
@@ -223,14 +220,14 @@ def _assembled(
         sink=module.sinks is not None, dropout=module.dropout, backend=module.backend,
         device=module.q_proj.weight.device, dtype=module.q_proj.weight.dtype,
     )  # fmt: skip
-    order = torch.cat([still, turned], 1).repeat_interleave(weights.group, 0)[:, :, None]  # of each query head
-    gain = _gain(module, rope, still).repeat_interleave(weights.group, 0)[:, :, None]
+    order = torch.cat([nope_dims, rope_dims], 1).repeat_interleave(weights.group, 0)[:, :, None]  # of each query head
+    gain = _gain(module, rope, nope_dims).repeat_interleave(weights.group, 0)[:, :, None]
     _fill(made.q_proj, (weights.q.take_along_dim(order, 1) * gain).flatten(0, 1), _biases(weights.q_bias, order, gain))
     _fill(made.kv_down, down, torch.zeros(len(down)))
     _fill(
         made.k_rope,
-        weights.k.take_along_dim(turned[:, :, None], 1).flatten(0, 1),
-        _biases(weights.k_bias, turned[:, :, None]),
+        weights.k.take_along_dim(rope_dims[:, :, None], 1).flatten(0, 1),
+        _biases(weights.k_bias, rope_dims[:, :, None]),
     )
     _fill(made.k_up, up[: module.kv_heads * nope], None)
     _fill(made.v_up, up[module.kv_heads * nope :], None)
@@ -240,11 +237,11 @@ def _assembled(
     return made.train(module.training)
 
 
-def _gain(module: MultiHeadAttention, rope: Rope | None, still: Tensor) -> Tensor:
-    """What queries are multiplied with, [kv_heads, head_dim]: dims that stop turning keep RoPE's attention factor."""
+def _gain(module: MultiHeadAttention, rope: Rope | None, nope_dims: Tensor) -> Tensor:
+    """The factor of each query dim, [kv_heads, head_dim]: dims that lose RoPE keep its attention factor."""
     gain = torch.ones(module.kv_heads, module.head_dim, dtype=torch.float64)
     if rope is not None:
-        gain[:, : still.shape[1]][still < rope.rotated] = rope.attention_factor() ** 2
+        gain[:, : nope_dims.shape[1]][nope_dims < rope.rotated] = rope.attention_factor() ** 2
     return gain
 
 
@@ -253,7 +250,7 @@ def _biases(bias: Tensor | None, order: Tensor, gain: Tensor | float = 1.0) -> T
 
 
 def _out_bias(module: MultiHeadAttention, weights: _Weights) -> Tensor | None:
-    """The bias of the output, with what the biases of values give it."""
+    """The bias of the output, including the biases of the values."""
     own = _bias(module.o_proj)
     if weights.v_bias is None:
         return own

@@ -1,7 +1,7 @@
-"""Bridges to and from `torch.nn.MultiheadAttention`, with the same outputs, and from torch's masks to words.
+"""Conversion to and from `torch.nn.MultiheadAttention`, with the same outputs, and of torch's masks.
 
-torch's module keeps its three input projections in one weight, lets True mean *hidden*, and takes keys and values of
-different widths; the rest is the same arithmetic. What one side can say and the other cannot is refused, with reasons.
+torch's module stores its three input projections in one weight, hides where a mask is True, and accepts keys and values
+of different widths; the rest is the same arithmetic. A module without an equivalent raises `RefusalError`.
 """
 
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     | `attn_mask`, `key_padding_mask`, where True hides | `mask` and `bias`, see `from_torch_masks` |
     | `batch_first=False`: x [tokens, batch, d] | x is [batch, tokens, d] always: `ours(x.transpose(0, 1))` |
 
-    It is called otherwise than torch's, so it cannot be set into a `torch.nn.TransformerEncoderLayer`. A row that may
-    see no key is NaN in torch's module, and o_proj's bias here.
+    Its `forward` has other arguments than torch's, so it cannot be used in a `torch.nn.TransformerEncoderLayer`. A
+    query that may see no key gives NaN in torch's module, and o_proj's bias here.
 
     Raises:
-        RefusalError: `add_bias_kv` (a learned key with a value of its own; a sink has no value), or keys and values of
+        RefusalError: `add_bias_kv` (a learned key with a learned value; a sink has no value), or keys and values of
             different widths.
 
     >>> theirs, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
@@ -48,13 +48,13 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         raise ProblemError(f"from_torch takes a torch.nn.MultiheadAttention, and got {type(m).__name__}.")
     if m.bias_k is not None or m.bias_v is not None:  # pyright: ignore[reportUnnecessaryComparison]
         raise RefusalError(
-            "this torch.nn.MultiheadAttention was made with add_bias_kv=True: a learned key and value behind the "
-            "others, which no word of regard says (a sink takes weight and gives no value)."
+            "this torch.nn.MultiheadAttention was created with add_bias_kv=True: a learned key and value after the "
+            "others, which regard does not have (a sink takes weight and gives no value)."
         )
     if m.kdim != m.vdim:
         raise RefusalError(
-            f"this torch.nn.MultiheadAttention has kdim={m.kdim} and vdim={m.vdim}: here keys and values are made of "
-            "one context, so they must be equal."
+            f"this torch.nn.MultiheadAttention has kdim={m.kdim} and vdim={m.vdim}: here keys and values come from one "
+            "context, so they must be equal."
         )
     packed, packed_bias = cast("list[Tensor | None]", [m.in_proj_weight, m.in_proj_bias])
     weights = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight) if packed is None else packed.chunk(3)
@@ -75,14 +75,14 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
 
 
 def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.MultiheadAttention:
-    """A `torch.nn.MultiheadAttention` with copies of these weights, and the same outputs; the way back of `from_torch`.
+    """A `torch.nn.MultiheadAttention` with copies of these weights, and the same outputs; the inverse of `from_torch`.
 
     Args:
-        batch_first: the layout of what torch's module takes: True for [batch, tokens, d_model], False for
+        batch_first: the layout of the inputs of torch's module: True for [batch, tokens, d_model], False for
             [tokens, batch, d_model].
 
     Raises:
-        RefusalError: the module does what torch's cannot; all reasons are said.
+        RefusalError: torch's module has no equivalent; the message lists all reasons.
 
     >>> ours, x = MultiHeadAttention(12, heads=3), torch.randn(2, 5, 12)
     >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
@@ -116,7 +116,7 @@ def to_torch(module: MultiHeadAttention, batch_first: bool = True) -> nn.Multihe
 
 
 def _owners(m: nn.MultiheadAttention) -> list[Tensor]:
-    """The Parameter that each of q, k and v is a part of."""
+    """The Parameters that contain the weights of q, k and v."""
     packed = cast("Tensor | None", m.in_proj_weight)
     return [m.q_proj_weight, m.k_proj_weight, m.v_proj_weight] if packed is None else [packed] * 3
 
@@ -124,17 +124,17 @@ def _owners(m: nn.MultiheadAttention) -> list[Tensor]:
 def from_torch_masks(
     attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int
 ) -> tuple[Mask | None, Bias | None]:
-    """The masks of `torch.nn.MultiheadAttention` as words: what hides, and what is added to scores.
+    """The masks of `torch.nn.MultiheadAttention` as a mask and a bias.
 
-    There True *hides*, the opposite of `TensorMask` and of torch's own `scaled_dot_product_attention`.
+    In these masks True *hides*, the opposite of `TensorMask` and of torch's own `scaled_dot_product_attention`.
 
     Args:
         attn_mask: [queries, keys], or [batch * heads, queries, keys]; bool (True hides) or float (added to scores).
         key_padding_mask: [keys] or [batch, keys]; bool (True hides a key from all) or float (added to its scores).
-        heads: query heads, by which the first axis of an `attn_mask` of three axes is taken apart.
+        heads: query heads, to split the first axis of an `attn_mask` of three axes.
 
     Returns:
-        (mask, bias), each None where nothing says so: `ours(x, mask=mask, bias=bias)`.
+        (mask, bias), each None if not needed: `ours(x, mask=mask, bias=bias)`.
 
     Raises:
         ProblemError: other shapes or types.
@@ -182,7 +182,7 @@ def _check_mask(name: str, given: Tensor, axes: tuple[int, ...], expected: str) 
 
 
 def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
-    """Why torch's module cannot stand for this one."""
+    """Why torch's module cannot replace this one."""
     if m.kv_heads != m.heads:
         yield f"kv_heads={m.kv_heads}: it has a key head for each of the {m.heads} query heads"
     if m.heads * m.head_dim != m.d_model:
@@ -190,9 +190,9 @@ def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
     if _has_bias(m.q_proj) != _has_bias(m.o_proj):
         yield "qkv_bias and out_bias differ: it has both biases or neither"
     for name in ("position", "mask", "bias", "score"):
-        if (held := getattr(m, name)) is not None:
-            more = "; hand a mask to its forward instead" if name == "mask" else ""
-            yield f"{name}={held.spec!r}: it has no such thing{more}"
+        if (part := getattr(m, name)) is not None:
+            more = "; pass a mask to its forward instead" if name == "mask" else ""
+            yield f"{name}={part.spec!r}: it has none{more}"
     if m.scale is not None and m.scale != m.head_dim**-0.5:
         yield f"scale={m.scale}: it scales by head_dim ** -0.5 = {m.head_dim**-0.5:g}"
     if m.softcap is not None:
@@ -201,7 +201,7 @@ def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:
         if part is not None:
             yield f"{name}=True: it has none"
     if m.sinks is not None and (m.sinks.requires_grad or bool(m.sinks.any())):
-        yield "sink=True: it knows only add_zero_attn, sinks of 0 that are not trained"
+        yield "sink=True: it has only add_zero_attn, sinks of 0 that are not trained"
 
 
 def _inputs(m: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.Linear]:

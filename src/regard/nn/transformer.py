@@ -1,7 +1,7 @@
 """Small whole models for experiments and examples: `Decoder`, `Encoder`, and both as a `Transformer`, of `Block`s.
 
 Pre-norm transformers (Vaswani et al. 2017, arXiv:1706.03762, §3; Xiong et al. 2020, arXiv:2002.04745, for the place of
-the norms) with RMSNorm and GELU. All that is attention is said in words and handed to `MultiHeadAttention`.
+the norms) with RMSNorm and GELU. The masks, biases and positions are passed to `MultiHeadAttention`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.position import Absolute, Position
 from regard.errors import ProblemError
-from regard.nn.caches import Caches, caches_for, kept_on_failure
+from regard.nn.caches import Caches, caches_for, rollback_on_failure
 from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
@@ -27,20 +27,19 @@ from regard.nn.spec_module import SpecModule, as_module
 from regard.storage.codec import Codec
 from regard.storage.stored import Layout
 
-Attention = Callable[..., MultiHeadAttention | LatentAttention]  # of (d_model, heads) and words by name
+Attention = Callable[..., MultiHeadAttention | LatentAttention]  # (d_model, heads, **options)
 
 
 class Block(nn.Module):
     """`x + attention(norm(x))`, then with a context `x + cross(norm(x), context)`, then `x + mlp(norm(x))`.
 
     Args:
-        attention: what tokens see one another by.
-        cross: what they see the context by; None for none.
+        attention: self-attention.
+        cross: attention to the context; None for none.
         hidden: width of the MLP; None: 4 d_model.
-        skip: whether the skip connections are there. Without them and without MLPs a stack of blocks is the pure
-            attention network whose tokens become alike at a double exponential rate. Dong et al. 2021,
-            arXiv:2103.03404, §2.
-        mlp: whether the MLP is there.
+        skip: whether there are skip connections. Without them and without MLPs a stack of blocks is the pure attention
+            network whose tokens become equal at a double exponential rate. Dong et al. 2021, arXiv:2103.03404, §2.
+        mlp: whether there is an MLP.
 
     >>> from regard import Causal
     >>> block = Block(MultiHeadAttention(64, heads=8, mask=Causal()))
@@ -67,10 +66,10 @@ class Block(nn.Module):
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
         context_mask: Mask | None = None, caches: Caches | None = None,
     ) -> Float[Tensor, "batch tokens d_model"]:  # fmt: skip
-        """[batch, tokens, d_model]; a context is what a block with `cross` needs, and no other takes."""
+        """[batch, tokens, d_model]; a block with `cross` needs a context, and no other accepts one."""
         if (context is None) != (self.cross is None):
             has, do = ("no", "leave it out") if self.cross is None else ("a", "pass [batch, tokens, context_dim]")
-            raise ProblemError(f"this block has {has} cross-attention, which a context belongs to: {do}.")
+            raise ProblemError(f"this block has {has} cross-attention, which uses the context: {do}.")
         own, cross = (None, None) if caches is None else caches
         first = own.tokens_seen if own is not None else 0
         x = self._step(x, self.attention(self.attention_norm(x), mask=mask, cache=own))
@@ -83,20 +82,23 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embeddings, blocks and a norm: tokens to vectors that have seen one another, unless a mask hides them.
+    """Embeddings, blocks and a norm: tokens to vectors; every token sees every other unless a mask hides it.
 
-    Embeddings are drawn from N(0, 1 / d_model) and enter times sqrt(d_model) (Vaswani et al. §3.4). Weights are drawn
+    Embeddings are drawn from N(0, 1 / d_model) and multiplied by sqrt(d_model) (Vaswani et al. §3.4). Weights are drawn
     from N(0, 1 / inputs); those that write into the skip connections are divided by sqrt(writes), as in GPT-2, so that
-    the depth does not raise the variance.
+    the variance does not grow with the depth.
 
     Args:
-        vocabulary, d_model: how many tokens there are, and the width.
+        vocabulary, d_model: the size of the vocabulary, and the width.
         layers: blocks, each with `heads` query heads and `kv_heads` key heads (None: heads).
         position: `Rope` of a head's width, `Sinusoidal` or `Learned` of d_model, `Alibi`, `T5Bias` (one table for all
-            layers), or None. What requires gradients is trained: `T5Bias(torch.zeros(32, heads, requires_grad=True))`.
+            layers), or None. Tensors that require gradients are trained:
+            `T5Bias(torch.zeros(32, heads, requires_grad=True))`.
         mask: which token may see which, in every call.
-        context_dim: width of a context that every block looks at as well, if any. hidden, skip, mlp: as in `Block`.
-        attention: what makes a layer's attention, as `partial(MultiHeadAttention, qk_norm=True)`; words here go first.
+        context_dim: width of the context for cross-attention in every block; None for none.
+        hidden, skip, mlp: as in `Block`.
+        attention: creates a layer's attention, such as `partial(MultiHeadAttention, qk_norm=True)`; the arguments here
+            override its own.
 
     >>> from regard import KeyLengths
     >>> Encoder(19, 32, layers=2, heads=4)(torch.randint(19, (2, 7)), mask=KeyLengths(torch.tensor([7, 5]))).shape
@@ -115,9 +117,10 @@ class Encoder(nn.Module):
         self.position: SpecModule[Absolute] | None = as_module(position) if isinstance(position, Absolute) else None
         rope = position if isinstance(position, Position) and self.position is None else None
         bias = as_module(position) if isinstance(position, Bias) else None
-        said = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
-        own: Callable[..., Any] = partial(attention, d_model, heads, **{k: w for k, w in said.items() if w is not None})
-        is_latent = getattr(attention, "func", attention) is LatentAttention  # which looks at no context
+        options = {"kv_heads": kv_heads, "mask": mask, "position": rope, "bias": bias}
+        options = {name: value for name, value in options.items() if value is not None}
+        own: Callable[..., Any] = partial(attention, d_model, heads, **options)
+        is_latent = getattr(attention, "func", attention) is LatentAttention  # which has no cross-attention
         across = partial(MultiHeadAttention, d_model, heads, kv_heads=kv_heads) if is_latent else own
         cross = partial(across, context_dim=context_dim, mask=None, position=None, bias=None)
         made: Iterable[Any] = ((own(), cross() if context_dim else None) for _ in range(layers))
@@ -137,23 +140,23 @@ class Encoder(nn.Module):
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
         context_mask: Mask | None = None, caches: Sequence[Caches] | None = None,
     ) -> Float[Tensor, "batch tokens d_model"]:  # fmt: skip
-        """[batch, tokens, d_model]; a mask comes on top of the model's own; with caches, tokens go on from theirs."""
+        """[batch, tokens, d_model]; `mask` is combined with the model's by `&`; `tokens` follow those in the caches."""
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
         x = self.embedding(tokens) * self.d_model**0.5
         if self.position is not None:
             x = self.position.spec.add(x, caches[0].own.tokens_seen if caches else None)
-        with kept_on_failure(caches) if caches else nullcontext():
-            for block, kept in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-                x = block(x, context, mask=mask, context_mask=context_mask, caches=kept)
+        with rollback_on_failure(caches) if caches else nullcontext():
+            for block, pair in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+                x = block(x, context, mask=mask, context_mask=context_mask, caches=pair)
         return self.norm(x)
 
 
 class Decoder(nn.Module):
-    """A causal language model: tokens to logits of the next token, each from what stands before it.
+    """A causal language model: tokens to logits of the next token.
 
-    The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings; then every token
-    expects itself at first. A mask hides besides what is later: `mask=Window(64)`.
+    The arguments are those of `Encoder`, and `tied`: whether logits are products with the embeddings; an untrained
+    model then predicts the same token again. `mask` is combined with `Causal()` by `&`: `mask=Window(64)`.
 
     >>> from regard import Alibi, Window
     >>> model = Decoder(19, 32, layers=2, heads=4, kv_heads=2, position=Alibi(4), mask=Window(5))
@@ -184,13 +187,13 @@ class Decoder(nn.Module):
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
         context_mask: Mask | None = None, caches: Sequence[Caches] | None = None,
     ) -> Float[Tensor, "batch tokens vocabulary"]:  # fmt: skip
-        """[batch, tokens, vocabulary]; with caches, `tokens` go on from those that the caches know."""
+        """[batch, tokens, vocabulary]; `tokens` follow those in the caches."""
         return self.unembedding(self.body(tokens, context, mask=mask, context_mask=context_mask, caches=caches))
 
     def caches(
         self, layout: Layout | None = None, codec: Codec | torch.dtype | None = None, evict: Policy | None = None
     ) -> list[Caches]:
-        """Empty caches of each block, of the words of `KVCache`; `Rolling` and `ExpectedAttention` get its rope."""
+        """Empty caches of each block, as `KVCache`; `Rolling` and `ExpectedAttention` get the block's rope."""
         return caches_for((block.attention for block in self.body.blocks), layout, codec, evict)
 
     @torch.no_grad()
@@ -199,20 +202,20 @@ class Decoder(nn.Module):
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, context_mask: Mask | None = None,
         generator: torch.Generator | None = None, caches: Sequence[Caches] | None = None,
     ) -> Int[Tensor, "batch count"]:  # fmt: skip
-        """The likeliest next tokens, with a temperature drawn ones, of prompts of one length, behind any in caches."""
+        """The most probable next tokens (sampled if temperature > 0), for prompts of one length after the caches'."""
         if not tokens.shape[-1] or count < 0:
             raise ProblemError(f"expected a prompt and a count from 0 up: got {list(tokens.shape)} and {count}.")
-        caches, found = self.caches() if caches is None else caches, [tokens[:, :0]]
+        caches, generated = self.caches() if caches is None else caches, [tokens[:, :0]]
         for _ in range(count):
             logits = self(tokens, context, context_mask=context_mask, caches=caches)[:, -1]
             tokens = _drawn(logits, temperature, generator)
-            context = None if context is None else context[:, :0]  # from now on the caches hold it
-            found.append(tokens)
-        return torch.cat(found, dim=1)
+            context = None if context is None else context[:, :0]  # the caches contain it after the first step
+            generated.append(tokens)
+        return torch.cat(generated, dim=1)
 
 
 class Transformer(nn.Module):
-    """An encoder, and a decoder that looks at what it made; Vaswani et al. 2017, §3.
+    """An encoder, and a decoder with cross-attention to its output; Vaswani et al. 2017, §3.
 
     >>> model = Transformer(Encoder(19, 32, 2, 4), Decoder(23, 32, 2, 4, context_dim=32))
     >>> model(torch.randint(19, (2, 7)), torch.randint(23, (2, 5))).shape
@@ -226,7 +229,7 @@ class Transformer(nn.Module):
     def forward(
         self, source: Int[Tensor, "batch source"], target: Int[Tensor, "batch target"], *, mask: Mask | None = None
     ) -> Float[Tensor, "batch target vocabulary"]:
-        """Logits of the token after each target token; `mask` says which source tokens are visible, as `KeyLengths`."""
+        """Logits of the token after each target token; `mask` hides source tokens, such as `KeyLengths`."""
         return self.decoder(target, self.encoder(source, mask=mask), context_mask=mask)
 
     @torch.no_grad()
@@ -243,7 +246,7 @@ class Transformer(nn.Module):
 
 def _drawn(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     if temperature < 0:
-        raise ProblemError(f"temperature is {temperature}: expected 0 for the likeliest token, or more.")
+        raise ProblemError(f"temperature is {temperature}: expected 0 for the most probable token, or more.")
     if temperature == 0:
         return logits.argmax(dim=1, keepdim=True)
     return torch.multinomial(torch.softmax(logits / temperature, dim=1), 1, generator=generator)
