@@ -1,4 +1,4 @@
-"""What linear attention costs by length, beside exact attention and beside the way it is usually written in PyTorch.
+"""The cost of linear attention by length, beside exact attention and the usual implementation in PyTorch.
 
 `./bench linear --write` writes docs/linear.md and its picture; `--quick` measures shorter sequences.
 """
@@ -36,10 +36,10 @@ ROOT = Path(__file__).parents[1]
 DIM = 64
 LENGTHS = [2**n for n in (9, 10, 11, 12, 13, 14, 15, 16, 18, 20)]
 EXACT_UP_TO = 1 << 16
-"""Tokens up to which exact attention is measured; the next length takes it most of a minute."""
+"""The longest sequence of exact attention; the next length would take most of a minute."""
 
 PLAIN = 1 << 14
-"""Tokens at which the usual way is measured: its sums alone take 256 MiB there."""
+"""Tokens of the usual implementation, whose running sums alone take 256 MiB at this length."""
 
 EXACT = "exact, causal"
 
@@ -51,12 +51,12 @@ def _linear(
     inputs: Inputs, features: Feature | None = None, rule: Callable[[int], Rule | None] = lambda tokens: None
 ) -> Made:
     q, k, v = inputs
-    word = rule(q.shape[2])
-    if isinstance(word, Delta):
+    its_rule = rule(q.shape[2])
+    if isinstance(its_rule, Delta):
         k = torch.nn.functional.normalize(k, dim=-1)
     if features is None:
-        return lambda: linear_attend(q, k, v, features=None, rule=word)
-    return lambda: linear_attend(q, k, v, features=features, rule=word)
+        return lambda: linear_attend(q, k, v, features=None, rule=its_rule)
+    return lambda: linear_attend(q, k, v, features=features, rule=its_rule)
 
 
 def _elu(inputs: Inputs) -> Made:
@@ -86,7 +86,7 @@ def drawn_inputs(tokens: int) -> Inputs:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal linear attention by running sums of all outer products, as it is usually written."""
+    """Causal linear attention by running sums of all outer products, the usual implementation."""
     q, k = torch.nn.functional.elu(q) + 1, torch.nn.functional.elu(k) + 1
     sums = torch.cumsum(k[..., :, None] * v[..., None, :], dim=2)  # [batch, heads, tokens, dim, dim]
     return torch.einsum("bhnd,bhnde->bhne", q, sums) / (q * torch.cumsum(k, dim=2)).sum(-1, keepdim=True)
@@ -101,9 +101,9 @@ class Found:
 
     Attributes:
         seconds: of one call, by kind and tokens.
-        mebibytes: held beyond q, k, v and the output, by kind and tokens.
-        rates: FLOP/s of the products of matrices at `PLAIN` tokens, by kind, and `limit`, the machine's.
-        plain: seconds of the usual way at `PLAIN` tokens, and how many times ours that is.
+        mebibytes: allocated beyond q, k, v and the output, by kind and tokens.
+        rates: FLOP/s of the matrix products at `PLAIN` tokens, by kind, and `limit`, the machine's.
+        plain: seconds of the usual implementation at `PLAIN` tokens, and the ratio to ours.
     """
 
     seconds: dict[str, dict[int, float]]
@@ -125,7 +125,7 @@ def measured(lengths: Sequence[int], effort: Effort, tell: Callable[[str], None]
                 seconds[name][tokens] = found
     tell("memory")
     mebibytes = {name: _in_a_process(name, _within(name, lengths)) for name in KINDS}
-    tell("the usual way")
+    tell("the usual implementation")
     ours, inputs = _elu(drawn_inputs(PLAIN)), drawn_inputs(PLAIN)
     beside = interleaved({"ours": timed(ours), "plain": timed(lambda: plain(*inputs))}, effort)
     slow = beside.median(lambda plain: plain, "plain") or math.nan
@@ -141,29 +141,29 @@ def _rounds(tokens: int, effort: Effort) -> Rounds:
 
 
 def _within(name: str, lengths: Sequence[int]) -> list[int]:
-    """The lengths at which it is measured."""
+    """The lengths at which this kind is measured."""
     return [tokens for tokens in lengths if name != EXACT or tokens <= EXACT_UP_TO]
 
 
 def _flops(run: Made) -> int:
-    """Of the products of matrices in it, as torch counts them."""
+    """FLOPs of its matrix products, as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
 
 
 def _in_a_process(name: str, lengths: Sequence[int]) -> dict[int, float]:
-    """MiB that calls of these lengths hold beyond their tensors and output, in a process of its own."""
+    """Peak MiB of calls of these lengths beyond their tensors and output, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.linear", "--memory", name, *map(str, lengths)]
-    # large blocks go back to the system at once, so that one length does not hide in what another left
+    # return large blocks to the system at once, so that one length does not reuse the memory of another
     known = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, check=True)  # noqa: S603
-    return {int(tokens): held for tokens, held in json.loads(done.stdout).items()}
+    return {int(tokens): mebibytes for tokens, mebibytes in json.loads(done.stdout).items()}
 
 
 def _memory(name: str, lengths: Sequence[int]) -> dict[int, float]:
     found: dict[int, float] = {}
-    KINDS[name](drawn_inputs(2 * CHUNK))()  # what a first call brings along is not this one's
+    KINDS[name](drawn_inputs(2 * CHUNK))()  # the allocations of a first call do not count
     for tokens in lengths:
         run = KINDS[name](drawn_inputs(tokens))
         with suppress(OSError, AttributeError):
@@ -176,11 +176,11 @@ def _memory(name: str, lengths: Sequence[int]) -> dict[int, float]:
     return found
 
 
-# ---- saying ---------------------------------------------------------------------------------------------------------
+# ---- the page -------------------------------------------------------------------------------------------------------
 
 
 def crossing(ours: dict[int, float], exact: dict[int, float]) -> str:
-    """The length from which ours is faster, between the lengths measured on a straight line of logarithms."""
+    """The length from which ours is faster; between measured lengths by linear interpolation of the logarithms."""
     both = [(tokens, math.log(exact[tokens] / ours[tokens])) for tokens in sorted(ours) if tokens in exact]
     if both[0][1] > 0:
         return f"below {both[0][0]:,}"
@@ -193,23 +193,23 @@ def crossing(ours: dict[int, float], exact: dict[int, float]) -> str:
 
 METHOD = """\
 Measured by `{how}` on {machine}; one head, {dim} dimensions, float32, chunks of {chunk} tokens. Times are medians over
-rounds in which everything is measured once."""
+rounds that measure everything once."""
 
 USUAL = """\
-The usual way in PyTorch, `torch.cumsum` over the outer products of all tokens, takes {time} there,
+The usual implementation in PyTorch, `torch.cumsum` over the outer products of all tokens, takes {time} at this length,
 **{times:,.0f} times** as long as `linear_attend` with `Elu1`."""
 
 FUNCTION = """\
-Linear attention is another function than softmax attention. So this says what each costs, not which to take: see
+Linear attention is not softmax attention. So this page compares costs, not quality: see
 [its README](../src/regard/linear/README.md)."""
 
-HELD = "MiB at the peak of a call, beyond q, k, v, what the rule is given, and the output."
+PEAK = "Peak MiB of a call, beyond q, k, v, the rule's tensors, and the output."
 
 NEAR = """\
-For {tokens} queries and keys of {dim} dimensions, all of one length, without a mask. The length is that of
-`q * dim ** -0.25`, so scores lie between its square and minus that. The kernel's error is relative, the root of the
-mean square; beside it stands what Lemma 2 of Choromanski et al. 2021 (arXiv:2009.14794) expects of independent random
-vectors, where `Favor` takes orthogonal ones. Misplaced is the share of attention that lies on the wrong keys."""
+For {tokens} queries and keys of {dim} dimensions, all of one norm, without a mask. "Length" is the norm of
+`q * dim ** -0.25`, so scores are between minus its square and its square. "Kernel's error" is the relative root mean
+square error; "by Lemma 2" is its expected value for independent random vectors (Choromanski et al. 2021,
+arXiv:2009.14794), where `Favor` uses orthogonal ones. "Misplaced" is the share of attention on the wrong keys."""
 
 
 def page(found: Found, quick: bool) -> str:
@@ -225,23 +225,23 @@ def page(found: Found, quick: bool) -> str:
         "![Time by number of tokens](linear.svg)",
         "## Time by length",
         table(("tokens", *found.seconds), _by_length(found.seconds, duration)),
-        f"Exact attention is measured up to {exact:,} tokens. It is the slower one from so many tokens on:",
+        f"Exact attention is measured up to {exact:,} tokens. It is slower than linear attention from this length on:",
         table(("", *(name for name in KINDS if name != EXACT)), [("tokens", *_crossings(found))]),
         "## Memory by length",
-        HELD,
-        table(("tokens", *found.mebibytes), _by_length(found.mebibytes, _held)),
+        PEAK,
+        table(("tokens", *found.mebibytes), _by_length(found.mebibytes, _mebibytes)),
         "## Beside the machine's limit and beside running sums",
-        f"At {PLAIN:,} tokens: FLOPs in products of matrices, by the time of all. The machine's limit is {limit}.",
+        f"At {PLAIN:,} tokens: FLOPs of the matrix products per second of the call. The machine's limit is {limit}.",
         table(("", "GFLOP/s", "of limit"), rates),
         USUAL.format(time=duration(found.plain[0]), times=found.plain[1]),
-        "## How near Favor and Taylor come to softmax",
+        "## The error of Favor and Taylor against softmax",
         NEAR.format(tokens=ERRED, dim=DIM),
         table(("length", "features", "kernel's error", "by Lemma 2", "misplaced"), list(_errors())),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
-def _held(mebibytes: float | None) -> str:
+def _mebibytes(mebibytes: float | None) -> str:
     return "-" if mebibytes is None else f"{mebibytes:,.1f}"
 
 
@@ -249,9 +249,9 @@ def _share(rate: float, limit: float | None) -> str:
     return "" if limit is None else f"{100 * rate / limit:.0f} %"
 
 
-def _by_length(columns: dict[str, dict[int, float]], said: Callable[[float | None], str]) -> list[tuple[str, ...]]:
+def _by_length(columns: dict[str, dict[int, float]], text: Callable[[float | None], str]) -> list[tuple[str, ...]]:
     lengths = sorted({tokens for column in columns.values() for tokens in column})
-    return [(f"{tokens:,}", *(said(column.get(tokens)) for column in columns.values())) for tokens in lengths]
+    return [(f"{tokens:,}", *(text(column.get(tokens)) for column in columns.values())) for tokens in lengths]
 
 
 def _crossings(found: Found) -> list[str]:
@@ -270,12 +270,12 @@ def _errors() -> Iterator[tuple[str, ...]]:
             favor = Favor(DIM, features=features)
             error = favor.error(q, k)
             expected = favor.variance(q, k).mean().sqrt().item()
-            yield _said(length, f"Favor, {features:,}", error, f"{expected:.3f}")
+            yield _error_row(length, f"Favor, {features:,}", error, f"{expected:.3f}")
         error = Taylor().error(q, k)
-        yield _said(length, f"Taylor, {Taylor().size(DIM):,}", error, "")
+        yield _error_row(length, f"Taylor, {Taylor().size(DIM):,}", error, "")
 
 
-def _said(length: float, features: str, error: FeatureError, expected: str) -> tuple[str, ...]:
+def _error_row(length: float, features: str, error: FeatureError, expected: str) -> tuple[str, ...]:
     return f"{length:g}", features, f"{error.kernel:.3f}", expected, f"{error.weights:.3f}"
 
 
@@ -302,7 +302,7 @@ polyline { fill: none; stroke-width: 2; } .f { stroke-dasharray: 6 4; }
 
 
 def picture(seconds: dict[str, dict[int, float]]) -> str:
-    """Time by tokens, both axes logarithmic, as an SVG written by hand."""
+    """Time by tokens as an SVG, both axes logarithmic."""
     points = [(tokens, time) for column in seconds.values() for tokens, time in column.items()]
     first, last = (math.log2(f(tokens for tokens, _ in points)) for f in (min, max))
     low, high = (f(math.log10(time) for _, time in points) for f in (min, max))
@@ -327,7 +327,7 @@ def picture(seconds: dict[str, dict[int, float]]) -> str:
     for kind, (name, column) in zip(COLOURS, seconds.items(), strict=True):
         line = " ".join(f"{x(tokens):.1f},{y(time):.1f}" for tokens, time in sorted(column.items()))
         body.append(f'<polyline class="{kind}" points="{line}"><title>{escape(name)}</title></polyline>')
-    for at, name in ends:  # names beside the ends of their lines, and not over one another
+    for at, name in ends:  # names at the ends of their lines, without overlap
         floor = max(at, floor + 15)
         kind = list(COLOURS)[list(seconds).index(name)]
         body.append(_name(x(max(seconds[name])) + 8, floor + 4, name, kind))
@@ -344,7 +344,7 @@ def _name(x: float, y: float, name: str, kind: str) -> str:
 
 
 def _power(power: int) -> str:
-    """10 to that power of seconds."""
+    """10 to this power in seconds."""
     unit, least = next(
         (unit, least) for unit, least in (("s", 0), ("ms", -3), ("us", -6)) if power >= least or unit == "us"
     )
@@ -365,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command.parser(
-        "linear", "What linear attention costs by length, beside exact attention.", page="linear.md"
+        "linear", "The cost of linear attention by length, beside exact attention.", page="linear.md"
     )
     parser.add_argument("--quick", action="store_true", help="shorter sequences and fewer rounds")
     parser.add_argument("--memory", nargs="+", metavar=("KIND", "TOKENS"), help=argparse.SUPPRESS)

@@ -344,10 +344,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a scale for elu": ({"scale": 0.5}, "its weights are no function of q . k"),
     "a scale below 0": ({"scale": -1.0, "features": None}, "expected a finite number above 0"),
     "favor of another size": ({"features": Favor(5)}, "maps vectors of 5 numbers, and these have 4"),
-    "favor without a normaliser": ({"features": Favor(4), "normalise": False}, "without a normaliser"),
+    "favor without a normaliser": ({"features": Favor(4), "normalise": False}, "without normalisation"),
     "favor gated": ({"features": Favor(4, features=4), "rule": Gated(torch.zeros(1, 2, 7, 4))}, "other features"),
     "dot products normalised": ({"features": None, "normalise": True}, "may be negative"),
-    "delta normalised": ({"rule": Delta(torch.ones(1, 2, 7)), "normalise": True}, "replaced, not summed"),
+    "delta normalised": ({"rule": Delta(torch.ones(1, 2, 7)), "normalise": True}, "Delta replaces the value of a key"),
     "too many decays": ({"rule": Decay(torch.ones(3))}, "has 3 decays, and k has 2 heads"),
     "gates of another size": ({"rule": Gated(torch.zeros(1, 2, 7, 3))}, "[1, 2, 7, 4]"),
     "betas of another size": ({"rule": Delta(torch.ones(1, 2, 6))}, "[1, 2, 7]"),
@@ -377,9 +377,9 @@ WORDS = {
     "no heads": (lambda: retnet_decay(0), "at least 1"),
     "states of rules": (
         lambda: _state(rule=Decay(0.5)) | _state(rule=Decay(0.5)),
-        "do not merge: under a rule (Decay, Gated, Delta)",
+        "do not merge: with a rule (Decay, Gated, Delta)",
     ),
-    "states of other words": (lambda: _state() | _state(features=None), "states of one kind merge"),
+    "states of other words": (lambda: _state() | _state(features=None), "states merge if they are of one kind"),
     "no state": (lambda: _state() | cast(Any, X), "merges with a LinearState"),
 }
 
@@ -419,10 +419,10 @@ def test_under_a_rule_weights_are_plain_dot_products_unless_features_are_named()
 def test_a_state_of_other_words_is_refused(one: dict[str, Any], other: dict[str, Any]):
     q = torch.randn(1, 2, 7, 5)
     state, wrong = linear_attend(q, q, q, **one).state, linear_attend(q, q, q, **other).state
-    with pytest.raises(ProblemError, match="its numbers mean something else"):
+    with pytest.raises(ProblemError, match="features and rule must be equal"):
         linear_attend(q, q, q, **other, state=state)
     if wrong.adds:
-        with pytest.raises(ProblemError, match="its numbers mean something else"):
+        with pytest.raises(ProblemError, match="features and rule must be equal"):
             _ = state | wrong
     by_hand = LinearState(state.S, state.z, state.log_scale)
     assert linear_attend(q, q, q, **other, state=by_hand).out.shape == q.shape

@@ -1,7 +1,7 @@
-"""The front door of linear attention: `linear_attend`. It maps queries and keys to features, and runs the form.
+"""`linear_attend`, the entry point of linear attention: map queries and keys to features, and run the form.
 
-Long calls are done in segments, one after another, each small enough to stay in the cache: what they need beside q, k,
-v and the output does not grow with the number of tokens, unless gradients are wanted or torch traces.
+A long call runs in segments, one after another, each small enough for the CPU cache: the memory beside q, k, v and the
+output does not grow with the number of tokens, unless gradients are required or torch traces.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,14 +22,14 @@ from regard.linear.stretch import Carry, Stretch, split
 ELU1 = Elu1()
 
 CHUNK = 64
-"""Tokens whose pairs are taken at once. The products within a chunk grow with it, those of the states shrink."""
+"""Tokens of a chunk. The products within a chunk grow with it, those of the states shrink."""
 
 SEGMENT = 1 << 18
-"""Numbers of features and values, over all heads and batch rows, that a segment has: 1 MiB, so that what is made of
-them stays in a core's cache. Fewer make more calls."""
+"""Elements of features and values in a segment, over all heads and batch rows: 1 MiB, so that intermediate tensors stay
+in a core's cache. Smaller segments make more calls."""
 
 SEGMENT_ON_GPU = 64 * SEGMENT
-"""Where a call takes longer to start than such a segment to compute."""
+"""The same on a GPU, where launching a kernel takes longer than computing a segment of the CPU's size."""
 
 
 def linear_attend(
@@ -50,31 +50,31 @@ def linear_attend(
 
         S_i = sum_j phi(k_j) v_j^T        z_i = sum_j phi(k_j)        over the keys j <= i, or over all if not causal
 
-    The cost grows linearly with the tokens, and what is kept of them does not grow. It is another function than softmax
-    attention: see the README of this room. Katharopoulos et al. 2020, arXiv:2006.16236, §3.2-3.4.
+    The cost is linear in the tokens, and the size of the state is constant. This is not softmax attention: see
+    `regard/linear/README.md`. Katharopoulos et al. 2020, arXiv:2006.16236, §3.2-3.4.
 
-    A row that sees nothing, or whose weights are all 0, gives 0. Changing a later token changes no bit of an earlier
-    row; one that is not finite makes NaN of the rows that see it, and of no others.
+    A row that sees no key, or whose weights are all 0, is 0. A later token changes no bit of an earlier row; a token
+    that is not finite makes the rows that see it NaN, and no others.
 
     Args:
         q: [batch, heads, queries, qk_dim].
         k: [batch, kv_heads, keys, qk_dim]; heads are shared in contiguous groups, as in `attend`.
         v: [batch, kv_heads, keys, v_dim].
-        features: phi; None for the vectors themselves, so that weights are plain dot products. Left out: `Elu1()`, and
-            under a rule None, as RetNet, GLA and DeltaNet have it.
-        causal: where the last query stands at the last key, as in `attend`; False lets every query see all keys.
-        state: what came before, of an earlier call with the same words; None for nothing. Every query sees it.
-        rule: how the state forgets, `Decay`, `Gated` or `Delta`; None for a sum. Gates and decays belong to key heads.
-        scale: what q . k is multiplied by; None for what the features say (`qk_dim ** -0.5` where they come near
-            softmax), and 1 without features. The papers of the rules take `qk_dim ** -0.5`.
-        normalise: whether to divide by `z . phi(q)`; None does so with features unless the rule is `Delta`.
-        form: "chunked", "parallel" (all pairs), "recurrent" (token by token): the same result but for rounding. None
-            for recurrent with a single key, else chunked.
-        chunk: tokens of a chunk, at least 1; `Gated` takes the greatest power of two within it.
+        features: phi; None for the identity, so that weights are plain dot products. By default `Elu1()`, and with a
+            rule None, as in RetNet, GLA and DeltaNet.
+        causal: whether a query sees no later key; the last query is aligned with the last key, as in `attend`.
+        state: the state of an earlier call with the same features and rule; None for none. Every query sees it.
+        rule: how the state decays, `Decay`, `Gated` or `Delta`; None for a sum. Gates and decays are per key head.
+        scale: the factor of q . k; None for the default of the features (`qk_dim ** -0.5` if they approximate
+            softmax), and 1 without features. The papers of the rules use `qk_dim ** -0.5`.
+        normalise: whether to divide by `z . phi(q)`; None: yes with features, unless the rule is `Delta`.
+        form: "chunked", "parallel" (all pairs), "recurrent" (token by token): the same result up to rounding. None:
+            recurrent for a single key, else chunked.
+        chunk: tokens of a chunk, at least 1; `Gated` rounds it down to a power of two.
 
     Returns:
-        (out [batch, heads, queries, v_dim] of the type of q, the `LinearState` after the last key). Sums are taken in
-        fp32, fp64 for fp64.
+        (out [batch, heads, queries, v_dim] in the dtype of q, the `LinearState` after the last key). Sums are
+        accumulated in fp32, and in fp64 for fp64 inputs.
 
     Raises:
         ProblemError: the call makes no sense.
@@ -105,21 +105,21 @@ def linear_attend(
 
 
 def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    """The rows and the last state. What stands before the corner of the triangle is taken in, or only read, first."""
+    """The rows and the last state. Keys before the first query, and queries before the first key, come first."""
     queries, keys = q.shape[2], k.shape[2]
     if call.causal and queries == keys:
         return _segments(call, q, k, v, 0, keys, carry)
-    ahead = max(0, keys - queries) if call.causal else keys
-    alone = max(0, queries - keys) if call.causal else 0
+    early_keys = max(0, keys - queries) if call.causal else keys
+    early_queries = max(0, queries - keys) if call.causal else 0
     outs: list[Tensor] = []
-    if alone:
-        outs.append(_read(call, q[:, :, :alone], k, v, carry))
-    if ahead:
-        _, carry = _segments(call, q[:, :0, :0], k, v, 0, ahead, carry)
+    if early_queries:
+        outs.append(_read(call, q[:, :, :early_queries], k, v, carry))
+    if early_keys:
+        _, carry = _segments(call, q[:, :0, :0], k, v, 0, early_keys, carry)
     if not call.causal:
         return _read(call, q, k, v, carry), carry
-    if keys > ahead:
-        out, carry = _segments(call, q[:, :, alone:], k, v, ahead, keys, carry)
+    if keys > early_keys:
+        out, carry = _segments(call, q[:, :, early_queries:], k, v, early_keys, keys, carry)
         outs.append(out)
     if not outs:
         return q.new_zeros(*q.shape[:3], v.shape[3]), carry
@@ -133,10 +133,10 @@ def _segments(call: Call, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int
     if start == stop:
         return out.all(), carry
     count = -(-(stop - start) // size)
-    asked = q.split(size, dim=2) if q.shape[2] else [None] * count
-    given = (k, v, call.log_gate, call.beta, call.log_decay)
-    pieces = zip(*(split(None if x is None else x[:, :, start:stop], size, count) for x in given), strict=True)
-    for i, (here, piece) in enumerate(zip(asked, pieces, strict=True)):
+    queries = q.split(size, dim=2) if q.shape[2] else [None] * count
+    inputs = (k, v, call.log_gate, call.beta, call.log_decay)
+    pieces = zip(*(split(None if x is None else x[:, :, start:stop], size, count) for x in inputs), strict=True)
+    for i, (here, piece) in enumerate(zip(queries, pieces, strict=True)):
         rows, carry = call.run(_stretch(call, here, *piece), carry, call.chunk)
         if here is not None:
             out.add(i * size, _heads(call, rows, here, k))
@@ -144,17 +144,17 @@ def _segments(call: Call, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int
 
 
 def _read(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> Tensor:
-    """What queries get from a state, by the same segments."""
+    """The output of queries that see the state only, in the same segments."""
     size = _segment(call, q, k, v, q.shape[2])
     out = _Rows(call, q, v, whole=size >= q.shape[2])
     for t in range(0, q.shape[2], size):
         here = q[:, :, t : t + size]
-        out.add(t, _heads(call, _asked(call, here, k) @ carry.matrix, here, k))
+        out.add(t, _heads(call, _query_features(call, here, k) @ carry.matrix, here, k))
     return out.all()
 
 
 class _Rows:
-    """The rows of segments, put together; in place where nothing looks at the steps, else all would be there twice."""
+    """The rows of all segments; in place if neither autograd nor tracing sees the steps, to save a copy."""
 
     def __init__(self, call: Call, q: Tensor, v: Tensor, *, whole: bool) -> None:
         self._none = q.new_zeros(*q.shape[:3], v.shape[3]) if not q.shape[2] else None
@@ -184,28 +184,28 @@ def _stretch(
     beta: Tensor | None,
     log_decay: Tensor | None,
 ) -> Stretch:
-    """Keys and the queries beside them, if there are any, as features."""
+    """A run of tokens: the features of its keys and, unless q is None, of its queries."""
     v = _copied(v) if not call.normalise else torch.cat([v.to(compute_type(k)), _ones(v)], dim=3)
     key, top = _mapped(call, k)
-    rows, group = (key[:, :, :0], 0) if q is None else (_asked(call, q, k), q.shape[1] // max(1, k.shape[1]))
+    rows, group = (key[:, :, :0], 0) if q is None else (_query_features(call, q, k), q.shape[1] // max(1, k.shape[1]))
     return Stretch(rows, key, v, group, top, call.log_gamma, log_gate, beta, log_decay)
 
 
 def _ones(v: Tensor) -> Tensor:
-    """The column that z is summed in."""
+    """The column of ones whose sum is z."""
     return v.new_ones(*v.shape[:3], 1, dtype=compute_type(v))
 
 
 def _copied(x: Tensor) -> Tensor:
-    """x in a layout of our own, since products of matrices round as their operands lie in memory.
+    """A contiguous copy of x: the rounding of a matrix product depends on the memory layout of its operands.
 
-    Else a row would have other bits where a later token made a copy of everything necessary.
+    Without it, a later token that forces a copy of all tokens would change the bits of earlier rows.
     """
     return x.to(compute_type(x)).clone(memory_format=torch.contiguous_format)
 
 
 def _mapped(call: Call, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The features of queries or keys, and the exponents that they count with."""
+    """The features of queries or keys, and their exponents."""
     if isinstance(call.features, Favor):
         return call.features.split(x, call.scale)
     if call.features is not None:
@@ -213,14 +213,14 @@ def _mapped(call: Call, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return _copied(x), None
 
 
-def _asked(call: Call, q: Tensor, k: Tensor) -> Tensor:
-    """The features of queries, as rows."""
+def _query_features(call: Call, q: Tensor, k: Tensor) -> Tensor:
+    """The features of queries, as rows (token, query of the group)."""
     rows = _mapped(call, _rows(q, k))[0]
     return rows if call.features is not None or call.scale is None else rows * call.scale
 
 
 def _heads(call: Call, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Rows of (token, query of the group), normalised, as [batch, heads, queries, v_dim] of the type of q."""
+    """Rows of (token, query of the group), normalised, as [batch, heads, queries, v_dim] in the dtype of q."""
     if call.normalise:
         weights = rows[..., -1:]
         rows = rows[..., :-1] / torch.where(weights == 0, 1.0, weights)
@@ -236,17 +236,17 @@ def _rows(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> int:
-    """How many of so many tokens are a segment, at least 1."""
+    """The length of a segment of a call with this many tokens, at least 1."""
     if not call.bounded:
         return max(1, tokens)
     features = k.shape[3] if call.features is None else call.features.size(k.shape[3])
     token = max(1, k.shape[0] * max(q.shape[1], k.shape[1]) * (features + v.shape[3]))
-    numbers = SEGMENT if k.device.type == "cpu" else SEGMENT_ON_GPU
-    return max(1, numbers // token // call.chunk) * call.chunk
+    elements = SEGMENT if k.device.type == "cpu" else SEGMENT_ON_GPU
+    return max(1, elements // token // call.chunk) * call.chunk
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
-    """Sums are taken in fp32 under autocast as well."""
+    """Disable autocast: sums are accumulated in fp32 under autocast as well."""
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

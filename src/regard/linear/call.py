@@ -1,4 +1,4 @@
-"""A call of linear attention with every default filled in, checked; and the state that it starts from and ends with."""
+"""A checked call of linear attention with all defaults filled in, and its first and last state."""
 
 import math
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from regard.errors import ProblemError
 from regard.linear import delta, gated, sums
 from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
-from regard.linear.state import LinearResult, LinearState, check_words
+from regard.linear.state import LinearResult, LinearState, check_made_by
 from regard.linear.stretch import Carry, Run
 from regard.plan.checks import check_device, check_tensors, in_transform
 
@@ -19,7 +19,7 @@ FORMS = ("chunked", "parallel", "recurrent")
 
 
 class Call(NamedTuple):
-    """What was asked, with every default filled in."""
+    """The arguments of a call, with all defaults filled in."""
 
     features: Feature | None
     rule: Rule | None
@@ -28,13 +28,13 @@ class Call(NamedTuple):
     normalise: bool
     run: Run  # the form
     chunk: int
-    words: str | None  # the features and the rule; None while torch traces, which cannot spell them
-    bounded: bool  # done in segments
-    in_place: bool  # nothing looks at the steps, as autograd and tracing do
+    made_by: str | None  # the features and the rule as text; None while torch traces, which cannot format them
+    bounded: bool  # runs in segments
+    in_place: bool  # neither autograd nor tracing records the steps
     log_gamma: Tensor | None
     log_gate: Tensor | None
     beta: Tensor | None
-    log_decay: Tensor | None  # of the rule, in the type that sums are taken in
+    log_decay: Tensor | None  # of the rule, in the dtype of sums
 
 
 def checked(
@@ -50,11 +50,11 @@ def checked(
     form: str | None,
     chunk: int,
 ) -> Call:
-    """The call with its defaults filled in. Raises `ProblemError` if it makes no sense."""
+    """The call with its defaults filled in. Raises `ProblemError` for invalid arguments."""
     check_tensors(q, k, v)
     if q.shape[3] != k.shape[3]:
         raise ProblemError(
-            f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected one."
+            f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected equal sizes."
         )
     _check_kinds(features, rule, state)
     if not isinstance(causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -71,17 +71,17 @@ def checked(
         normalise = features is not None and not isinstance(rule, Delta)
     _check_together(features, rule, scale, normalise)
     name = form or ("recurrent" if k.shape[2] == 1 else "chunked")
-    held = [q, k, v, *(() if rule is None else rule.tensors()), *(() if state is None else (state.S,))]
-    graph = torch.is_grad_enabled() and any(t.requires_grad for t in held)
+    tensors = [q, k, v, *(() if rule is None else rule.tensors()), *(() if state is None else (state.S,))]
+    graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     traced = torch.compiler.is_compiling()
     bounded, in_place = not traced and name != "parallel", not (graph or traced or in_transform())
     run = _run_of(name, rule)
-    said = None if traced else _words(features, rule, scale, k.shape[3])
-    return Call(features, rule, causal, scale, normalise, run, chunk, said, bounded, in_place, *_lowered(rule, k))
+    made_by = None if traced else _made_by(features, rule, scale, k.shape[3])
+    return Call(features, rule, causal, scale, normalise, run, chunk, made_by, bounded, in_place, *_lowered(rule, k))
 
 
-def _words(features: Feature | None, rule: Rule | None, scale: float | None, dim: int) -> str:
-    """What a state depends on: features, their scale (queries alone are scaled without features), the kind of rule."""
+def _made_by(features: Feature | None, rule: Rule | None, scale: float | None, dim: int) -> str:
+    """What a state depends on: the features, their scale (without features, only queries are scaled), the rule."""
     own = f", scale {scale or dim**-0.5:g}" if isinstance(features, NearSoftmax) and dim else ""
     return f"features={features!r}{own}, {'no rule' if rule is None else type(rule).__name__}"
 
@@ -96,24 +96,25 @@ def _check_kinds(features: object, rule: object, state: object) -> None:
 
 
 def _check_together(features: Feature | None, rule: Rule | None, scale: object, normalise: bool) -> None:
-    """What does not go together."""
+    """Raise `ProblemError` for arguments that exclude each other."""
     if scale is not None and (
         isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf
     ):
         raise ProblemError(f"scale is {scale!r}: expected a finite number above 0, or None.")
     if normalise and isinstance(rule, Delta):
         raise ProblemError(
-            "normalise=True with Delta: what the state holds at a key is replaced, not summed; leave it out."
+            "normalise=True with Delta: Delta replaces the value of a key, and there is no sum to divide by; leave it "
+            "out."
         )
     if normalise and features is None:
         raise ProblemError(
             "normalise=True with features=None: plain dot products may be negative, so their sum may be 0; leave it "
-            "out, or take features that are positive, such as Elu1()."
+            "out, or use positive features, such as Elu1()."
         )
     if isinstance(features, Favor) and not normalise:
         raise ProblemError(
-            f"{features!r} without a normaliser: its weights grow with exp(|q|^2) and would leave the range of floats; "
-            "leave normalise out."
+            f"{features!r} without normalisation: its weights grow with exp(|q|^2) and would overflow; leave "
+            "normalise out."
         )
     if isinstance(features, Favor) and isinstance(rule, Gated | Delta):
         raise ProblemError(f"{features!r} with {rule!r}: expected Decay or no rule, or other features.")
@@ -122,12 +123,12 @@ def _check_together(features: Feature | None, rule: Rule | None, scale: object, 
 def _run_of(form: str, rule: Rule | None) -> Run:
     if form == "recurrent":
         return recurrent
-    room = gated if isinstance(rule, Gated) else delta if isinstance(rule, Delta) else sums
-    return room.chunked if form == "chunked" else room.parallel
+    module = gated if isinstance(rule, Gated) else delta if isinstance(rule, Delta) else sums
+    return module.chunked if form == "chunked" else module.parallel
 
 
 def _lowered(rule: Rule | None, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """log_gamma, log_gate, beta and log_decay of the rule, in the type that sums are taken in."""
+    """log_gamma, log_gate, beta and log_decay of the rule, in the dtype of sums."""
     kind = compute_type(k)
     if isinstance(rule, Decay):
         return rule.log(kind, k.device), None, None, None
@@ -139,7 +140,7 @@ def _lowered(rule: Rule | None, k: Tensor) -> tuple[Tensor | None, Tensor | None
 
 
 def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> Carry:
-    """The state to start from: the one given, checked, or nothing."""
+    """The state to start from: `state`, checked, or zeros."""
     size = k.shape[3] if call.features is None else call.features.size(k.shape[3])
     shape, compute = (*k.shape[:2], size), compute_type(k)
     split = isinstance(call.features, Favor)
@@ -149,14 +150,14 @@ def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> 
     if state.S.shape != (*shape, v.shape[3]):
         raise ProblemError(
             f"the state has S {list(state.S.shape)}, and this call needs {[*shape, v.shape[3]]}: [batch, kv_heads, "
-            "features, v_dim]; it must come of a call with the same sizes and features."
+            "features, v_dim]; it must come from a call with the same sizes and features."
         )
     if (state.z is not None) != call.normalise or (state.log_scale is not None) != split:
         raise ProblemError(
             f"the state is one {state.kind}, and this call makes one {'with' if call.normalise else 'without'} z, "
-            f"{'with' if split else 'without'} log_scale; it must come of a call with the same words."
+            f"{'with' if split else 'without'} log_scale; it must come from a call with the same features and rule."
         )
-    check_words(state.words, call.words)
+    check_made_by(state.made_by, call.made_by)
     if state.S.device != k.device:
         raise ProblemError(f"the state is on {state.S.device} and k on {k.device}: they must be on one device.")
     matrix = state.S if state.z is None else torch.cat([state.S, state.z[..., None]], dim=3)
@@ -164,13 +165,13 @@ def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> 
 
 
 def last_state(call: Call, carry: Carry, before: LinearState | None) -> LinearState:
-    """The state as it is returned."""
+    """The state that the call returns."""
     adds = call.rule is None and (before is None or before.adds)
     if not call.normalise:
-        return LinearState(carry.matrix, None, carry.top, adds, call.words)
-    return LinearState(carry.matrix[..., :-1], carry.matrix[..., -1], carry.top, adds, call.words)
+        return LinearState(carry.matrix, None, carry.top, adds, call.made_by)
+    return LinearState(carry.matrix[..., :-1], carry.matrix[..., -1], carry.top, adds, call.made_by)
 
 
 def compute_type(x: Tensor) -> torch.dtype:
-    """What sums are taken in."""
+    """The dtype of sums."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

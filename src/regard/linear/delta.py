@@ -1,14 +1,14 @@
-"""Linear attention with `Delta`: a token writes the difference between its value and what the state holds at its key.
+"""Linear attention with `Delta`: a token adds the difference between its value and the value that the state has for it.
 
     u_t = beta_t (v_t - alpha_t S_{t-1}^T k_t),    S_t = alpha_t S_{t-1} + k_t u_t^T,    alpha_t = exp(log_decay_t)
 
-Within a chunk that starts from S the u_t depend on one another linearly, with a lower triangle, so all of them come
-from one triangular solve (the WY form; Yang et al. 2024, arXiv:2406.06484, §3, and 2025, arXiv:2412.06464, §3):
+Within a chunk that starts from S the u_t depend linearly on earlier ones, so one triangular solve gives all of them
+(the WY form; Yang et al. 2024, arXiv:2406.06484, §3, and 2025, arXiv:2412.06464, §3):
 
     (I + L) u = beta v - beta faded k S,      L_ij = beta_i (k_i . k_j) exp(sum of log_decay over j < t <= i),   j < i
 
-Solved for both terms at once, `u = write - erase S`; the solves of all chunks run together. What is left to do one
-after another is two products a chunk.
+Solved for both terms at once, `u = write - erase S`; the solves of all chunks run together. Only two products per chunk
+remain sequential.
 """
 
 import torch
@@ -18,12 +18,12 @@ from regard.linear.stretch import Carry, Stretch, after, by_chunks, cut, rows, s
 
 
 def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """Chunk by chunk; the loop over chunks holds two products."""
+    """Chunk by chunk; the loop over chunks has two products."""
     return by_chunks(_chunks, stretch, carry, chunk)
 
 
 def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """All tokens as one chunk: a triangle of tokens x tokens is solved."""
+    """All tokens as one chunk: one triangular system of tokens x tokens."""
     return _chunks(stretch, carry, stretch.tokens)
 
 
@@ -53,14 +53,14 @@ def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
 
 
 def _mixed(weights: Tensor, news: Tensor, group: int) -> Tensor:
-    """weights @ news. Where keys are too long what is written grows beyond all floats: that reaches no earlier row."""
+    """weights @ news. If keys have large norms, `news` may overflow: the overflow reaches no earlier row."""
     lost = ~torch.isfinite(news)
     out = weights @ torch.where(lost, 0.0, news)
     return torch.where(rows(lost.cummax(dim=-2).values, group), torch.nan, out)
 
 
 def _fades(fade: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By what pairs, states read, keys written and states kept have faded.
+    """The decay factors of pairs, of the state at a query, of a key at the end of the chunk, and of the state.
 
     pair [..., chunk, chunk], since [..., chunk, 1], until [..., chunk, 1], whole [..., 1, 1].
     """

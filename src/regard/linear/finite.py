@@ -1,7 +1,7 @@
-"""What is not finite: NaN or infinity in a key or value makes NaN of the rows that see it, and reaches no others.
+"""Values that are not finite: NaN or infinity in a key or value makes the rows that see it NaN, and no others.
 
-In products of matrices a weight of 0 does not hide it, since 0 * NaN is NaN, in the results as in the gradients. So it
-is taken out of the tensors, and put back into just the rows that see it.
+A weight of 0 does not hide such a value in a matrix product, since 0 * NaN is NaN, in results and in gradients. So
+these values are replaced by 0, and the rows that see them are set to NaN afterwards.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from regard.linear.stretch import Carry
 from regard.plan.checks import can_be_read, is_finite
 
 
-def numbers(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The numbers that the rule has for each token: log_gate, beta, log_decay."""
+def rule_tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The rule's tensors with a value for each token: log_gate, beta, log_decay."""
     return call.log_gate, call.beta, call.log_decay
 
 
 def is_all_finite(call: Call, *tensors: Tensor) -> bool:
-    """Whether all are known to be finite; gates of -inf, which are fine, are not told apart here."""
-    tensors = (*tensors, *(t for t in numbers(call) if t is not None))
+    """Whether all values are known to be finite; a gate of -inf, which is valid, counts as not finite here."""
+    tensors = (*tensors, *(t for t in rule_tensors(call) if t is not None))
     return can_be_read(*tensors) and all(map(is_finite, tensors))
 
 
@@ -33,12 +33,12 @@ def guarded(
     v: Tensor,
     carry: Carry,
 ) -> tuple[Tensor, Carry]:
-    """What `run` gives, where something may be NaN or infinite."""
+    """The result of `run` for inputs that may be NaN or infinite."""
     first = _first_bad(call, k, v)
     here = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
     spoilt = first[:, :, None, : v.shape[3]] <= (here if call.causal else k.shape[2] - 1)  # [..., queries or 1, v_dim]
     spoilt = spoilt.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1) | ~torch.isfinite(q).all(3, keepdim=True)
-    gate, beta, decay = (None if t is None else torch.where(_is_bad(t), 0.0, t) for t in numbers(call))
+    gate, beta, decay = (None if t is None else torch.where(_is_bad(t), 0.0, t) for t in rule_tensors(call))
     call = call._replace(log_gate=gate, beta=beta, log_decay=decay)
     q, k, v = (torch.where(torch.isfinite(t), t, 0.0) for t in (q, k, v))
     out, carry = run(call, q, k, v, carry)
@@ -47,9 +47,9 @@ def guarded(
 
 
 def _first_bad(call: Call, k: Tensor, v: Tensor) -> Tensor:
-    """The first token that spoils a column of the state, [batch, kv_heads, v_dim (+ 1)]; if none does, their number."""
+    """The first token that makes a column of the state NaN, [batch, kv_heads, v_dim (+ 1)]; if none, the key count."""
     bad_key = ~torch.isfinite(k).all(3, keepdim=True)
-    for t in numbers(call):
+    for t in rule_tensors(call):
         if t is not None:
             bad_key = bad_key | (_is_bad(t).any(3, keepdim=True) if t.ndim == 4 else _is_bad(t)[..., None])
     bad = ~torch.isfinite(v) | bad_key
@@ -61,5 +61,5 @@ def _first_bad(call: Call, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _is_bad(t: Tensor) -> Tensor:
-    """Which gates, decays and betas are not to be computed with; a gate may be -inf."""
+    """Which gates, decays and betas are invalid; a gate may be -inf."""
     return t.isnan() | (t == torch.inf)

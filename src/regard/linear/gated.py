@@ -1,14 +1,14 @@
-"""Linear attention with `Gated`: every feature fades by gates of its own, so a weight is no single product.
+"""Linear attention with `Gated`: every feature has its own gates, so a weight is not one dot product.
 
     w_ij = sum_f q_if k_jf exp(sum of log_gate_tf over j < t <= i)
 
-To write it as a product of matrices, the usual way divides by running products of gates, which leave the range of
-floats after a few dozen tokens. Here nothing is divided. At any token m with j < m <= i the exponential splits into
-what i has faded since m and what j had faded until m, both at most 1. So a block is done by halves, split in the
-middle: the pairs of the right half with the left are one product of matrices.
+The usual matrix form divides by running products of gates, which underflow after a few dozen tokens. This module does
+not divide. At any token m with j < m <= i the exponential is the product of the decay from m to i and the decay from j
+to m, both at most 1. So a block is split in the middle: the pairs of the right half with the left half are one matrix
+product.
 
-    blocks of 1       of 2               of 4              The queries of a half, faded since its start, and its keys,
-    o . . .           . . . .            . . . .           faded until its end, become those of the block by a product
+    blocks of 1       of 2               of 4              The queries of a half (decay since its start) and its keys
+    o . . .           . . . .            . . . .           (decay until its end) become those of the block by a product
     . o . .    then   x . . .    then    . . . .           with the gates of the other half. So a token takes one exp
     . . o .           . . . .            x x . .           for each feature, and nothing above the diagonal is computed.
     . . . o           . . x .            x x . .
@@ -20,21 +20,21 @@ from torch import Tensor
 from regard.linear.stretch import Carry, Stretch, after, before, by_chunks, cut, summed
 
 SMALL = 2
-"""Halves of up to so many rows take elementwise products; a product of matrices for each costs more."""
+"""Halves of at most this many rows use elementwise products; a matrix product for each costs more."""
 
 ROWS = 16
-"""Query tokens whose pairs of features the parallel form holds at once."""
+"""Query tokens of one step of the parallel form, which allocates all pairs of their features."""
 
 
 def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """Chunk by chunk, all at once; a chunk has a power of two of tokens, the greatest within the one asked for."""
+    """All chunks at once; the length of a chunk is rounded down to a power of two."""
     return by_chunks(_chunks, stretch, carry, 1 << (chunk.bit_length() - 1))
 
 
 def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     tokens, group, chunks = stretch.tokens, stretch.group, stretch.tokens // chunk
-    if chunk & (chunk - 1):  # the tokens that were left: filled up with such as change nothing
-        stretch = _filled(stretch, (1 << chunk.bit_length()) - chunk)
+    if chunk & (chunk - 1):  # the remaining tokens: pad with tokens that change nothing
+        stretch = _padded(stretch, (1 << chunk.bit_length()) - chunk)
     assert stretch.log_gate is not None
     gate = stretch.log_gate.exp()
     out, q, k, gate = _halves(stretch.q, stretch.k, stretch.v, gate, group, chunks)
@@ -47,19 +47,19 @@ def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
 def _halves(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor, group: int, blocks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pairs within each of so many blocks, and the block's queries, keys and gate for all that is outside of it.
+    """The pairs within each of `blocks` blocks, and each block's queries, keys and gate for tokens outside of it.
 
     Args:
         q: [batch, kv_heads, tokens * group, features]; k, v and gate [batch, kv_heads, tokens, ...].
 
     Returns:
-        out [batch, kv_heads, tokens * group, v_dim]; q, faded since the start of its block, [batch, kv_heads, blocks,
-        rows, features]; k, faded until its end, [batch, kv_heads, blocks, tokens, features]; the block's gate [batch,
-        kv_heads, blocks, features].
+        out [batch, kv_heads, tokens * group, v_dim]; q times the decay since the start of its block, [batch, kv_heads,
+        blocks, rows, features]; k times the decay until its end, [batch, kv_heads, blocks, tokens, features]; the
+        block's gate [batch, kv_heads, blocks, features].
     """
     tokens, width = k.shape[2], v.shape[3]
     each = q.unflatten(2, (tokens, group))
-    out = (each * k[:, :, :, None]).sum(-1, keepdim=True) * v[:, :, :, None]  # a token with itself: nothing has faded
+    out = (each * k[:, :, :, None]).sum(-1, keepdim=True) * v[:, :, :, None]  # a token with itself: no decay
     out = out.flatten(2, 3)
     q = (each * gate[:, :, :, None]).flatten(2, 3)
     half = 1
@@ -87,21 +87,19 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _filled(stretch: Stretch, more: int) -> Stretch:
-    """With so many more tokens, of zeros and gates of 1."""
+def _padded(stretch: Stretch, more: int) -> Stretch:
+    """Append `more` tokens of zeros with gates of 1."""
 
-    def fill(x: Tensor, rows: int) -> Tensor:
+    def pad(x: Tensor, rows: int) -> Tensor:
         return torch.cat([x, x.new_zeros(*x.shape[:2], rows, x.shape[3])], dim=2)
 
     assert stretch.log_gate is not None
-    q = fill(stretch.q, more * stretch.group)
-    return Stretch(
-        q, fill(stretch.k, more), fill(stretch.v, more), stretch.group, log_gate=fill(stretch.log_gate, more)
-    )
+    q = pad(stretch.q, more * stretch.group)
+    return Stretch(q, pad(stretch.k, more), pad(stretch.v, more), stretch.group, log_gate=pad(stretch.log_gate, more))
 
 
 def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """All pairs, some rows at a time: the definition."""
+    """All pairs, `ROWS` query tokens at a time: the definition."""
     assert stretch.log_gate is not None
     group, fade = stretch.group, stretch.log_gate
     outs: list[Tensor] = []
@@ -114,7 +112,7 @@ def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]
         weights = torch.einsum("bhigf,bhjf,bhfij->bhigj", q, rows.k, pair)
         index = torch.arange(rows.tokens, device=q.device)
         weights = weights.masked_fill((index[:, None] < index)[:, None], 0.0)
-        since = (q * rows.log_gate.cumsum(2).exp()[:, :, :, None]).flatten(2, 3)  # faded since the first of these rows
+        since = (q * rows.log_gate.cumsum(2).exp()[:, :, :, None]).flatten(2, 3)  # decay since the first row
         out = weights.flatten(2, 3) @ rows.v
         if start:
             until = after(fade[:, :, :start], 2).exp() * stretch.k[:, :, :start]

@@ -1,4 +1,4 @@
-"""Linear attention token by token, for every rule: what a decoder does, and the shortest to say what is computed."""
+"""Linear attention token by token, for every rule: decoding, and the simplest definition of the result."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from regard.linear.stretch import Carry, Stretch
 
 
 def recurrent(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """The state takes in a token, and its queries read it; `4 features v_dim` FLOPs each."""
+    """Add each token to the state, then apply the state to its queries; `4 features v_dim` FLOPs each."""
     state, high = carry
     outs: list[Tensor] = []
     for one in stretch.each():
-        state, value = _faded(one, state), one.v
+        state, value = _decayed(one, state), one.v
         if one.beta is not None:
             value = one.beta[..., None] * (value - one.k @ state)
         if one.top is not None and high is not None:
@@ -21,8 +21,8 @@ def recurrent(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry
     return torch.cat(outs, dim=2), Carry(state, high)
 
 
-def _faded(one: Stretch, state: Tensor) -> Tensor:
-    """The state as the token finds it."""
+def _decayed(one: Stretch, state: Tensor) -> Tensor:
+    """The state after the decay of this token."""
     if one.log_gate is not None:
         return one.log_gate.exp().mT * state
     if one.log_decay is not None:
@@ -33,7 +33,7 @@ def _faded(one: Stretch, state: Tensor) -> Tensor:
 
 
 def _aligned(one: Stretch, state: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """State and value under the greater of their two exponents, which is given as well."""
+    """State and value rescaled to the greater of their exponents, and that exponent."""
     assert one.top is not None
     age = torch.zeros_like(high[:1, :1]) if one.log_gamma is None else one.log_gamma[None, :, 0, 0]
     top = one.top[..., 0]

@@ -1,12 +1,12 @@
-"""Rules: how the state of linear attention forgets, before or while it takes in a token. No rule is a plain sum.
+"""Rules: how the state of linear attention decays with each token. Without a rule the state is a plain sum.
 
     S_t = S_{t-1} + k_t v_t^T                                          no rule: linear attention
     S_t = gamma S_{t-1} + k_t v_t^T                                    Decay: RetNet
     S_t = diag(exp(log_gate_t)) S_{t-1} + k_t v_t^T                    Gated: GLA; Mamba-2 with one gate for a head
     S_t = exp(log_decay_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T    Delta: DeltaNet, Gated DeltaNet
 
-Here k stands for its features phi(k), and `out_t = S_t^T phi(q_t)`. Rules are words: plain values that may hold
-tensors, to which gradients flow.
+Here k is phi(k), and `out_t = S_t^T phi(q_t)`. Rules are specs: plain values that may contain tensors, to which
+gradients flow.
 """
 
 import math
@@ -22,18 +22,18 @@ from regard.plan.checks import can_be_read
 
 
 class Rule(Spec):
-    """How a state forgets; abstract, see `Decay`, `Gated`, `Delta`."""
+    """How a state decays; abstract, see `Decay`, `Gated`, `Delta`."""
 
     def check(self, batch: int, kv_heads: int, keys: int, features: int) -> None:
-        """Raise `ProblemError` unless it fits a call of these sizes."""
+        """Raise `ProblemError` unless the rule fits a call of these sizes."""
 
 
 @spec
 class Decay(Rule):
-    """The state fades by the factor gamma with each token. Sun et al. 2023, arXiv:2307.08621, §2.1.
+    """Each token multiplies the state by gamma. Sun et al. 2023, arXiv:2307.08621, §2.1.
 
     Args:
-        gamma: 0 < gamma <= 1; one for all, or a tensor with one for each key head, [kv_heads].
+        gamma: 0 < gamma <= 1; one for all heads, or a tensor with one for each key head, [kv_heads].
 
     >>> Decay(0.9)
     Decay(gamma=0.9)
@@ -59,7 +59,7 @@ class Decay(Rule):
             raise ProblemError(f"{self!r} has {self.gamma.shape[0]} decays, and k has {kv_heads} heads.")
 
     def log(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """log gamma, [kv_heads, 1, 1] or [1, 1, 1]; the logarithm is taken in float64, where 1 - gamma is not lost."""
+        """log gamma, [kv_heads, 1, 1] or [1, 1, 1]; computed in float64, to keep the precision of 1 - gamma."""
         if isinstance(self.gamma, Tensor):
             return self.gamma.double().log().to(device, dtype)[:, None, None]
         return torch.full((1, 1, 1), math.log(self.gamma), dtype=dtype, device=device)
@@ -67,12 +67,12 @@ class Decay(Rule):
 
 @spec
 class Gated(Rule):
-    """Each feature of the state fades by a gate of its own at each token. Yang et al. 2024, arXiv:2312.06635, §4.
+    """Each token multiplies each feature of the state by its own gate. Yang et al. 2024, arXiv:2312.06635, §4.
 
     Args:
         log_gate: logarithms, at most 0: [batch, kv_heads, keys, features], or [batch, kv_heads, keys, 1] for one gate
             for all features of a head (Mamba-2; Dao and Gu 2024, arXiv:2405.21060, §3). The paper's alpha is
-            `exp(log_gate)`; -inf forgets everything.
+            `exp(log_gate)`; -inf sets the feature to 0.
 
     >>> Gated(torch.zeros(1, 2, 8, 16))
     Gated(log_gate=float32[1, 2, 8, 16])
@@ -85,28 +85,28 @@ class Gated(Rule):
         if _has(self.log_gate, lambda gate: gate > 0):
             raise ProblemError(
                 f"Gated(log_gate) has values up to {self.log_gate.max().item():g}: expected logarithms of gates, at "
-                "most 0; take logsigmoid, not sigmoid."
+                "most 0; use logsigmoid, not sigmoid."
             )
 
     def check(self, batch: int, kv_heads: int, keys: int, features: int) -> None:
-        found = tuple(self.log_gate.shape)
-        if found not in ((batch, kv_heads, keys, features), (batch, kv_heads, keys, 1)):
+        shape = tuple(self.log_gate.shape)
+        if shape not in ((batch, kv_heads, keys, features), (batch, kv_heads, keys, 1)):
             raise ProblemError(
                 f"{self!r}: expected [batch, kv_heads, keys, features] = {[batch, kv_heads, keys, features]}, or 1 "
-                "in place of the features; gates belong to key heads."
+                "in place of the features; gates are per key head."
             )
 
 
 @spec
 class Delta(Rule):
-    """A token replaces what the state holds at its key, by the share beta, rather than adding to it.
+    """A token replaces the value of its key in the state, by the fraction beta, instead of adding to it.
 
     DeltaNet: Schlag et al. 2021, arXiv:2102.11174, §4.2; in parallel over tokens by Yang et al. 2024, arXiv:2406.06484,
     §3. With `log_decay`, Gated DeltaNet: Yang et al. 2025, arXiv:2412.06464, §3. The state stays bounded where
-    `beta |phi(k)|^2 <= 2`: use `features=None` with keys of length 1, as the papers do.
+    `beta |phi(k)|^2 <= 2`: use `features=None` with keys of norm 1, as the papers do.
 
     Args:
-        beta: [batch, kv_heads, keys], 0 to 1 (to 2 with keys of length 1).
+        beta: [batch, kv_heads, keys], 0 to 1 (to 2 with keys of norm 1).
         log_decay: [batch, kv_heads, keys], at most 0; None for no decay.
 
     >>> Delta(torch.ones(1, 2, 8))
@@ -154,5 +154,5 @@ def _check_floats(name: str, given: object, axes: int, shape: str) -> None:
 
 
 def _has(given: Tensor, wrong: Callable[[Tensor], Tensor]) -> bool:
-    """Whether some number of it is wrong; not looked at where its numbers cannot be, as while torch traces."""
+    """Whether some element is wrong; False where elements cannot be read, as while torch traces."""
     return can_be_read(given) and bool(wrong(given.detach()).any())

@@ -1,4 +1,4 @@
-"""The state of linear attention: a matrix, however many tokens it holds; and the value that is returned with it."""
+"""The state of linear attention, a matrix of constant size, and the result of `linear_attend`."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from regard.errors import ProblemError
 
 @dataclass(frozen=True, eq=False)
 class LinearState:
-    """What linear attention keeps of the tokens so far; in fp32 (fp64 for fp64).
+    """The state of linear attention after some tokens; in fp32 (fp64 for fp64).
 
     Attributes:
-        S: [batch, kv_heads, features, v_dim], the sum of phi(k) v^T over tokens, as the rule has let it fade.
-        z: [batch, kv_heads, features], the same of phi(k) alone, which normalises; None where nothing is normalised.
-        log_scale: [batch, kv_heads]; S and z count times exp(log_scale). None where the features need none: only those
-            of `Favor`, whose size would leave the range of floats, do. -inf where no token was taken in.
-        adds: whether it is a sum over tokens, without a rule, so that `|` is right.
-        words: the features and the rule that made it, as text; None for one made by hand, which is taken as it is.
+        S: [batch, kv_heads, features, v_dim], the sum of phi(k) v^T over tokens, with the decay of the rule.
+        z: [batch, kv_heads, features], the same sum of phi(k), the divisor of `normalise`; None without it.
+        log_scale: [batch, kv_heads]; the true S and z are exp(log_scale) times these. None except for `Favor`, whose
+            features would overflow; -inf before the first token.
+        adds: whether the state is a sum over tokens, without a rule, so that `|` is valid.
+        made_by: the features and the rule, as text; None for a state created by hand, which is not checked.
 
     >>> import torch
     >>> from regard.linear import linear_attend
@@ -34,33 +34,33 @@ class LinearState:
     z: Float[Tensor, "batch kv_heads features"] | None = None
     log_scale: Float[Tensor, "batch kv_heads"] | None = None
     adds: bool = True
-    words: str | None = None
+    made_by: str | None = None
 
     def __or__(self, other: "LinearState") -> "LinearState":
-        """The state over the tokens of both, in any order; of sums only."""
+        """The state over the tokens of both, in any order; for sums only."""
         if not isinstance(other, LinearState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(
-                f"a LinearState merges with a LinearState, and the right side is {type(other).__name__}."
+                f"a LinearState merges with a LinearState, and the right operand is {type(other).__name__}."
             )
         if not (self.adds and other.adds):
             raise ProblemError(
-                "these states do not merge: under a rule (Decay, Gated, Delta) what came first has changed with what "
-                "came after; hand the first state on with state=."
+                "these states do not merge: with a rule (Decay, Gated, Delta) later tokens change the contribution of "
+                "earlier ones; pass the first state on with state=."
             )
         if (self.S.shape, self.kind) != (other.S.shape, other.kind):
             raise ProblemError(
-                f"states of one kind merge: these are {list(self.S.shape)} {self.kind} and {list(other.S.shape)} "
-                f"{other.kind}."
+                f"states merge if they are of one kind: these are {list(self.S.shape)} {self.kind} and "
+                f"{list(other.S.shape)} {other.kind}."
             )
-        check_words(self.words, other.words)
-        words = self.words or other.words
+        check_made_by(self.made_by, other.made_by)
+        made_by = self.made_by or other.made_by
         if self.log_scale is None or other.log_scale is None:
             z = None if self.z is None or other.z is None else self.z + other.z
-            return LinearState(self.S + other.S, z, words=words)
+            return LinearState(self.S + other.S, z, made_by=made_by)
         top = torch.maximum(self.log_scale, other.log_scale)
         one, two = self.under(top), other.under(top)
         z = None if one.z is None or two.z is None else one.z + two.z
-        return LinearState(one.S + two.S, z, top, words=words)
+        return LinearState(one.S + two.S, z, top, made_by=made_by)
 
     def under(self, log_scale: Tensor) -> "LinearState":
         """The same state with another `log_scale`, [batch, kv_heads], no lower than its own."""
@@ -68,27 +68,27 @@ class LinearState:
         lower = torch.where(log_scale == -torch.inf, 0.0, log_scale)
         factor = torch.exp(self.log_scale - lower)[..., None]
         z = None if self.z is None else self.z * factor
-        return LinearState(self.S * factor[..., None], z, log_scale, self.adds, self.words)
+        return LinearState(self.S * factor[..., None], z, log_scale, self.adds, self.made_by)
 
     def __repr__(self) -> str:
-        return f"LinearState(S {list(self.S.shape)}, {self.kind}, {self.words or 'made by hand'})"
+        return f"LinearState(S {list(self.S.shape)}, {self.kind}, {self.made_by or 'made by hand'})"
 
     @property
     def kind(self) -> str:
-        """What it holds: `with z, without log_scale`."""
+        """Which optional tensors the state has: `with z, without log_scale`."""
         return (
             f"{'without' if self.z is None else 'with'} z, {'without' if self.log_scale is None else 'with'} log_scale"
         )
 
 
-def check_words(one: str | None, other: str | None) -> None:
-    """Raise `ProblemError` unless states of these words can be one."""
+def check_made_by(one: str | None, other: str | None) -> None:
+    """Raise `ProblemError` unless the features and the rules of two states are equal."""
     if one is not None and other is not None and one != other:
-        raise ProblemError(f"a state made by {one} is not one of {other}: its numbers mean something else.")
+        raise ProblemError(f"a state made by {one} cannot be used with {other}: features and rule must be equal.")
 
 
 class LinearResult(NamedTuple):
-    """What `linear_attend` returns: `out` [batch, heads, queries, v_dim] and the state after the last key."""
+    """The result of `linear_attend`: `out` [batch, heads, queries, v_dim] and the state after the last key."""
 
     out: Tensor
     state: LinearState

@@ -1,8 +1,8 @@
-"""A stretch of tokens in the form that the rules compute with, and the state that is carried from one to the next.
+"""A stretch: a run of tokens in the layout that the rules compute on, and the state between two stretches.
 
-Two layouts make all else plain. A column of ones beside the values makes z a column of S, so the sums of weights that
-normalise need no code. Queries of one group lie side by side as rows (token, query head of the group), so a product
-with the keys that they share is one product of matrices, and any run of tokens is a run of rows.
+Two layouts simplify the rest. A column of ones beside the values makes z a column of S, so normalisation needs no code
+of its own. The queries of a group are adjacent rows (token, query head of the group), so their product with the shared
+keys is one matrix product, and any run of tokens is a run of rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class Stretch(NamedTuple):
-    """Some successive tokens, in the type that sums are taken in."""
+    """Some successive tokens, in the dtype of sums."""
 
     q: Tensor  # [batch, kv_heads, tokens * group, features]
     k: Tensor  # [batch, kv_heads, tokens, features]
     v: Tensor  # [batch, kv_heads, tokens, v_dim], and a column of ones if it normalises
-    group: int  # query heads of a key head; 0 where nothing is asked
-    top: Tensor | None = None  # [batch, kv_heads, tokens]: k counts times exp(top)
+    group: int  # query heads of a key head; 0 without queries
+    top: Tensor | None = None  # [batch, kv_heads, tokens]: the true features are exp(top) times k
     log_gamma: Tensor | None = None  # [kv_heads or 1, 1, 1], of Decay
     log_gate: Tensor | None = None  # [batch, kv_heads, tokens, features or 1], of Gated
     beta: Tensor | None = None  # [batch, kv_heads, tokens], of Delta
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         return self.k.shape[2]
 
     def part(self, start: int, stop: int) -> "Stretch":
@@ -42,29 +42,29 @@ class Stretch(NamedTuple):
         """Token by token."""
         n = self.tokens
         rows = self.q.unflatten(2, (n, self.group)).unbind(2)
-        given = (self.k, self.v, self.top, self.log_gate, self.beta, self.log_decay)
-        for q, k, v, top, gate, beta, decay in zip(rows, *(split(x, 1, n) for x in given), strict=True):
+        inputs = (self.k, self.v, self.top, self.log_gate, self.beta, self.log_decay)
+        for q, k, v, top, gate, beta, decay in zip(rows, *(split(x, 1, n) for x in inputs), strict=True):
             yield Stretch(q, cast(Tensor, k), cast(Tensor, v), self.group, top, self.log_gamma, gate, beta, decay)
 
 
 def split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
-    """So many pieces along the tokens, of so many each. Slices would cost a whole each in a backward pass."""
+    """`count` pieces of `size` tokens each. In a backward pass every slice would allocate a gradient of the whole."""
     return [None] * count if x is None else x.split(size, dim=2)
 
 
 class Carry(NamedTuple):
-    """A state on its way: S with z as its last column, and the logarithm that it counts with."""
+    """The state between two stretches: S with z as its last column, and the logarithm of its scale."""
 
     matrix: Tensor  # [batch, kv_heads, features, v_dim (+ 1)]
     top: Tensor | None  # [batch, kv_heads]
 
 
 Run = Callable[[Stretch, Carry, int], tuple[Tensor, Carry]]
-"""A stretch in chunks of so many tokens, from a state: its rows [batch, kv_heads, tokens * group, v_dim (+ 1)]."""
+"""(stretch, first state, tokens of a chunk) -> (rows [batch, kv_heads, tokens * group, v_dim (+ 1)], last state)."""
 
 
 def by_chunks(run: Run, stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """What `run` gives for whole chunks, and then for the tokens that are left."""
+    """Apply `run` to the whole chunks, and then to the remaining tokens."""
     whole = stretch.tokens // chunk * chunk
     if whole in (0, stretch.tokens):
         return run(stretch, carry, min(chunk, stretch.tokens))
@@ -84,7 +84,7 @@ def before(steps: Tensor, first: Tensor, fade: Tensor | None) -> tuple[Tensor, T
     Args:
         steps: [batch, kv_heads, chunks, features, v_dim].
         first: [batch, kv_heads, features, v_dim].
-        fade: [batch or 1, kv_heads or 1, chunks, features or 1, 1]; None for no fading.
+        fade: [batch or 1, kv_heads or 1, chunks, features or 1, 1]; None for no decay.
     """
     if fade is None:
         states = torch.cat([first[:, :, None], steps], dim=2).cumsum(2)
@@ -93,7 +93,7 @@ def before(steps: Tensor, first: Tensor, fade: Tensor | None) -> tuple[Tensor, T
 
 
 def one_by_one(steps: Tensor, first: Tensor, fade: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by a loop, which reads and writes each state once; chunks of a segment are few."""
+    """The same by a loop, which reads and writes each state once; a segment has few chunks."""
     states = [first]
     for step, faded in zip(steps.unbind(2), fade.unbind(2), strict=True):
         states.append(torch.addcmul(step, faded, states[-1]))
@@ -101,7 +101,7 @@ def one_by_one(steps: Tensor, first: Tensor, fade: Tensor) -> tuple[Tensor, Tens
 
 
 def doubled(steps: Tensor, first: Tensor, fade: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in log2(chunks) passes over all, so that what torch traces has no loop over chunks.
+    """The same in log2(chunks) passes over all states, so that the traced graph has no loop over chunks.
 
     Hillis and Steele 1986, doi:10.1145/7902.7903.
     """
@@ -118,7 +118,7 @@ def doubled(steps: Tensor, first: Tensor, fade: Tensor) -> tuple[Tensor, Tensor]
 def summed(fade: Tensor) -> Tensor:
     """The sums of logarithms over `j < t <= i`: [..., tokens] to [..., tokens i, tokens j]; -inf above the diagonal.
 
-    Each sum is taken over its own terms: differences of running sums would lose the small ones, and -inf.
+    Each sum adds its own terms: differences of running sums would lose small terms, and -inf.
     """
     tokens = fade.shape[-1]
     index = torch.arange(tokens, device=fade.device)
@@ -133,5 +133,5 @@ def after(fade: Tensor, dim: int) -> Tensor:
 
 
 def rows(x: Tensor, group: int) -> Tensor:
-    """[..., tokens, n] as [..., tokens * group, n]: each token's for the queries of its group."""
+    """[..., tokens, n] as [..., tokens * group, n]: the row of a token for each query of the group."""
     return x if group == 1 or x.shape[-2] == 1 else x.repeat_interleave(group, dim=-2)

@@ -1,13 +1,13 @@
-"""Linear attention without a rule, and with `Decay`: weights are products, times a number for each pair of tokens.
+"""Linear attention without a rule, and with `Decay`: a weight is a dot product times a factor for the pair of tokens.
 
     w_ij = phi(q_i) . phi(k_j) * exp(top_j + (i - j) log gamma - high_i)        j <= i
 
-`top_j` is what `Favor` keeps apart of a key, 0 for other features; `high_i` is the greatest exponent that any key so
-far has at i, so every number is at most 1 and row i has one that is 1. It looks at no later key: what is often done, to
-take the greatest over all keys, lets the future into every row.
+`top_j` is the exponent of a key that `Favor` returns separately, 0 for other features; `high_i` is the maximum exponent
+over the keys up to i, so every factor is at most 1, and one factor of row i is 1. It does not depend on later keys: the
+common choice, the maximum over all keys, makes every row depend on the future.
 
 A chunk of C tokens takes `2 C (features + v_dim)` FLOPs a token for the pairs within it and `4 features v_dim` for the
-state, all in products of matrices (Hua et al. 2022, arXiv:2202.10447; Sun et al. 2023, arXiv:2307.08621, §2.1).
+state, all in matrix products (Hua et al. 2022, arXiv:2202.10447; Sun et al. 2023, arXiv:2307.08621, §2.1).
 """
 
 import torch
@@ -16,18 +16,18 @@ from torch import Tensor
 from regard.linear.stretch import Carry, Stretch, before, by_chunks, cut, rows
 
 ROWS = 128
-"""Query tokens whose weights the parallel form holds at once."""
+"""Query tokens of one step of the parallel form, which allocates their weights."""
 
 
 def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """Chunk by chunk, all at once: pairs within a chunk, and the state before it for all else."""
+    """All chunks at once: pairs within a chunk, and the state before the chunk for earlier tokens."""
     return by_chunks(_chunks, stretch, carry, chunk)
 
 
 def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     chunks, group = stretch.tokens // chunk, stretch.group
     q, k, v = (cut(x, chunks) for x in (stretch.q, stretch.k, stretch.v))
-    pair, read, write, fade, high = _numbers(stretch, carry, chunk)
+    pair, read, write, fade, high = _factors(stretch, carry, chunk)
     weights = q @ k.mT  # [batch, kv_heads, chunks, chunk * group, chunk]
     if pair is not None:
         weights = weights * rows(pair, group)
@@ -39,10 +39,10 @@ def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     return out.flatten(2, 3), Carry(last, high)
 
 
-def _numbers(
+def _factors(
     stretch: Stretch, carry: Carry, chunk: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """What pairs, reads, writes and states are multiplied by, and the exponent of the state after the last chunk.
+    """The factors of pairs, reads, writes and states, and the exponent of the state after the last chunk.
 
     pair [..., chunk, chunk], read [..., chunk], write [..., chunk], fade [..., chunks or 1, 1, 1], high [batch,
     kv_heads]; None is 1.
@@ -64,23 +64,23 @@ def _numbers(
     start = torch.cat([carry.top[..., None], high[:, :, :-1, -1]], dim=2)[..., None]  # before each chunk
     end = high[..., -1:]
     pair = ages[0] + top[..., None, :] - high[..., None]
-    # later keys may count far more than any so far: masked before exp, or 0 * inf makes NaN of gradients
+    # the exponents of later keys may be far greater: mask before exp, or 0 * inf makes gradients NaN
     pair = torch.where(index[:, None] >= index, pair, -torch.inf).exp()
     read, write = (ages[1] + start - high).exp(), (ages[2] + top - end).exp()
     return pair, read, write, (ages[3] + start - end).exp()[..., None], end[:, :, -1, 0]
 
 
 def _highest(top: Tensor, first: Tensor, fade: Tensor) -> Tensor:
-    """The greatest `top_j + (i - j) log gamma` over j <= i, and over `first`, the one before the stretch.
+    """The maximum of `top_j + (i - j) log gamma` over j <= i, and of `first`, the one before the stretch.
 
-    Any number in its place would give the same result but for rounding and range; so it needs no gradient.
+    Any other value would give the same result up to rounding and range, so it needs no gradient.
     """
     age, top = fade.detach()[None, ..., 0] * torch.arange(1, top.shape[2] + 1, device=top.device), top.detach()
     return torch.maximum((top - age).cummax(dim=2).values, first[..., None]) + age
 
 
 def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    """All pairs, some rows of the triangle at a time: the definition."""
+    """All pairs, `ROWS` query tokens at a time: the definition."""
     group, tokens = stretch.group, stretch.tokens
     fade = torch.zeros(1, 1, 1, dtype=stretch.k.dtype, device=stretch.k.device)
     fade = fade if stretch.log_gamma is None else stretch.log_gamma
@@ -111,7 +111,7 @@ def _visible(weights: Tensor, here: Tensor, keys: Tensor, group: int) -> Tensor:
 
 
 def _lower(weights: Tensor, group: int) -> Tensor:
-    """Zeros for what is later, whatever stands there."""
+    """The weights with later keys set to 0, even where they are NaN."""
     if group == 1:
         return weights.tril()
     index = torch.arange(weights.shape[-1], device=weights.device)
