@@ -1,1 +1,1 @@
-"""The words: plain values that say what attention is wanted. Nothing is computed here."""
+"""Descriptions of attention as plain values: masks, biases, scores, positions, heads. No attention is computed here."""

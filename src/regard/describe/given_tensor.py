@@ -1,4 +1,4 @@
-"""Tensors as the fields of descriptions take them: with elements that can be read one by one."""
+"""The check of tensors in descriptions: their elements must be readable one by one."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from regard.errors import ProblemError
 
 
 def given_tensor(given: object, what: str, expected: str, *, read: bool = False) -> Tensor:
-    """The tensor, which is neither nested, sparse nor quantised.
+    """The tensor, unless it is nested, sparse or quantised.
 
     Args:
-        what: how the message names it.
-        expected: its types and sizes, in words.
-        read: whether its elements are read at once, so that they must be there.
+        what: its name in the message.
+        expected: text of the expected types and sizes.
+        read: whether the caller reads elements, so a tensor without data is refused.
 
     Raises:
-        ProblemError: it is none.
+        ProblemError: the argument is not such a tensor.
 
     >>> given_tensor([1, 2], "KeyLengths(lengths)", "integers [batch]")
     Traceback (most recent call last):
@@ -27,9 +27,9 @@ def given_tensor(given: object, what: str, expected: str, *, read: bool = False)
     if given.is_nested:
         raise ProblemError(f"{what} is a nested tensor: expected {expected}; pad it (torch.nested.to_padded_tensor).")
     if given.layout is not torch.strided:
-        raise ProblemError(f"{what} is {given.layout} {list(given.shape)}: expected {expected}; say t.to_dense().")
+        raise ProblemError(f"{what} is {given.layout} {list(given.shape)}: expected {expected}; use t.to_dense().")
     if given.is_quantized:
-        raise ProblemError(f"{what} is {given.dtype} {list(given.shape)}: expected {expected}; say t.dequantize().")
+        raise ProblemError(f"{what} is {given.dtype} {list(given.shape)}: expected {expected}; use t.dequantize().")
     if read and is_without_data(given):
         raise ProblemError(f"{what} is on {given.device}, without data: expected {expected}, with elements to read.")
     return given

@@ -1,8 +1,8 @@
-"""Heads: how many there are, what they share, and what that costs in parameters and cached elements.
+"""Heads: their counts and dimensions, and the resulting counts of parameters and cached elements.
 
-A query head of its own for each key head is MHA, one key head for all is MQA, anything between is GQA; latent heads
-(MLA) keep neither keys nor values but a short vector of which both are made. These values only count: the formulas are
-those of the papers, and the modules of `regard.nn` have as many parameters, besides gates, norms of heads and sinks.
+MHA has one query head per key head, MQA one key head for all query heads, GQA is in between. Latent heads (MLA) cache
+one short vector per token, from which keys and values are computed. The formulas are those of the papers, and the
+modules of `regard.nn` have as many parameters, besides gates, norms of heads and sinks.
 """
 
 from regard.describe.spec import Spec, spec
@@ -19,12 +19,12 @@ class Heads(Spec):
 
     Args:
         heads: query heads, h.
-        kv_heads: key heads, g; h is a whole multiple of it. None: h.
-        qk_dim: numbers in a query, and in a key; must be said.
-        v_dim: numbers in a value; None: as in a key.
+        kv_heads: key heads, g; h is a multiple of it. None: h.
+        qk_dim: dimension of queries and keys; required.
+        v_dim: dimension of values; None: qk_dim.
 
     Raises:
-        ProblemError: a count that is no int of at least 1, or heads that do not divide evenly into groups.
+        ProblemError: a count is not an int of at least 1, or heads that do not divide evenly into groups.
 
     >>> llama3 = Heads(32, kv_heads=8, qk_dim=128)
     >>> llama3.kind, llama3.group, llama3.parameters(4096), llama3.cache_elements()
@@ -46,12 +46,12 @@ class Heads(Spec):
 
     @property
     def key_heads(self) -> int:
-        """Key heads, also where `kv_heads` was left out."""
+        """Key heads, also if `kv_heads` is None."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def value_dim(self) -> int:
-        """Numbers in a value, also where `v_dim` was left out."""
+        """Dimension of values, also if `v_dim` is None."""
         return self.qk_dim if self.v_dim is None else self.v_dim
 
     @property
@@ -74,10 +74,10 @@ class Heads(Spec):
         With `h qk = h v = d` this is `4 d²` for MHA (`+ 4 d` with all biases) and `2 d² + 2 d qk` for MQA.
 
         Args:
-            d_model: d, the width of what queries are made of, and of the output.
+            d_model: d, the width of the input of queries, and of the output.
             qkv_bias: whether the three projections into the heads have biases.
             out_bias: whether the projection out of them has one.
-            context_dim: c, the width of what keys and values are made of; None: d.
+            context_dim: c, the width of the input of keys and values; None: d.
 
         >>> Heads(8, qk_dim=64).parameters(512) == 4 * 512**2
         True
@@ -98,22 +98,22 @@ class Heads(Spec):
 
 @spec
 class LatentHeads(Spec):
-    """Heads whose keys and values are made of one latent vector per token. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
+    """Heads with keys and values computed from one latent vector per token. DeepSeek-AI 2024, arXiv:2405.04434, §2.1.
 
-    A token leaves a latent of `kv_rank` numbers and one rotated key part of `rope_dim` that all heads share; every
-    head's key is `nope_dim` numbers made of the latent, followed by the shared part, its value `v_dim` numbers made of
-    the latent. In the paper: n_h = heads, d_c = kv_rank, d_c' = q_rank, d_h = nope_dim = v_dim, d_h^R = rope_dim.
+    Each token has a latent [kv_rank] and one rotated key part [rope_dim], which all heads share. The key of a head is
+    [nope_dim] computed from the latent, followed by the shared part; its value is [v_dim] computed from the latent. In
+    the paper: n_h = heads, d_c = kv_rank, d_c' = q_rank, d_h = nope_dim = v_dim, d_h^R = rope_dim.
 
     Args:
         heads: query heads, h.
-        q_rank: numbers in the latent that queries are made of; None: they are made of the token itself.
-        kv_rank: numbers in the latent that keys and values are made of.
-        nope_dim: numbers of a query or key without position.
-        rope_dim: numbers of a query, and of the shared key part, that are rotated by position.
-        v_dim: numbers in a value.
+        q_rank: size of the latent of queries; None: queries are computed from the token itself.
+        kv_rank: size of the latent of keys and values.
+        nope_dim: dimension of the part of a query or key without position.
+        rope_dim: dimension of the rotated part of a query, and of the shared key part.
+        v_dim: dimension of values.
 
     Raises:
-        ProblemError: a count that is no int of at least 1.
+        ProblemError: a count is not an int of at least 1.
 
     >>> deepseek_v3 = LatentHeads(128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     >>> deepseek_v3.parameters(7168), deepseek_v3.cache_elements()
@@ -142,7 +142,7 @@ class LatentHeads(Spec):
 
     @property
     def qk_dim(self) -> int:
-        """Numbers in a query, and in a key: the part without position and the rotated one."""
+        """Dimension of queries and keys: the part without position and the rotated part."""
         return self.nope_dim + self.rope_dim
 
     def parameters(self, d_model: int, qkv_bias: bool = False, out_bias: bool = False, norms: bool = True) -> int:
@@ -155,7 +155,7 @@ class LatentHeads(Spec):
             d_model: d, the width of a token.
             qkv_bias: whether the projections down to the latents have biases.
             out_bias: whether the projection out of the heads has one.
-            norms: whether the weights of the norms count (§3.1.2; the formulas of §2.1 leave them out).
+            norms: whether the weights of the norms count (§3.1.2; the formulas of §2.1 omit them).
         """
         down, up = self.kv_rank + self.rope_dim, self.heads * self.qk_dim
         queries = d_model * up if self.q_rank is None else self.q_rank * (d_model + up)

@@ -1,11 +1,10 @@
-"""Positions: how a model is told where its tokens stand.
+"""Positions: how the positions of tokens enter a model.
 
-They are added to embeddings (`Absolute`), or queries and keys are turned by them (`Rope`); the third way, a bias by
-distance, stands in `bias.py`.
+`Absolute` encodings are added to embeddings, and `Rope` rotates queries and keys. A bias by distance is in `bias.py`.
 
-Positions are counted from 0. Wherever a call takes `positions`, they are None (0, 1, 2 ...), an int (the first
-token's), or a tensor of them, `[tokens]` or `[batch, tokens]`. Angles are computed in float64, whatever the type of the
-activations: in float32, an angle at position 100,000 is off by up to 0.004 radians.
+Positions are counted from 0. The argument `positions` is None (0, 1, 2 ...), an int (position of the first token), or a
+tensor `[tokens]` or `[batch, tokens]`. Angles are computed in float64, whatever the type of the activations: in
+float32, an angle at position 100,000 is off by up to 0.004 radians.
 """
 
 import math
@@ -19,7 +18,7 @@ from regard.describe.position_table import check_positions, check_type, computed
 from regard.describe.rope_scaling import Scaling
 from regard.describe.rotation import turned, turns
 from regard.describe.spec import Spec, spec
-from regard.describe.whole_number import whole_field
+from regard.describe.whole_number import whole, whole_field
 from regard.errors import ProblemError, RefusalError
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +50,7 @@ class Absolute(Position):
             ProblemError: sizes or types do not fit.
         """
         _check_floats(x, self.width(), "[batch, tokens, dim]", self)
-        check_positions(positions, x, rank=3)
+        positions = check_positions(positions, x, rank=3)
         return (x + self._rows(positions, x)).to(x.dtype)
 
     def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
@@ -62,11 +61,11 @@ class Absolute(Position):
 
 @spec
 class Sinusoidal(Absolute):
-    """Sines and cosines of ever lower frequency, side by side. Vaswani et al. 2017, arXiv:1706.03762, §3.5.
+    """Sines and cosines of decreasing frequency, interleaved. Vaswani et al. 2017, arXiv:1706.03762, §3.5.
 
         table[p, 2 i] = sin(p / base ** (2 i / dim)),   table[p, 2 i + 1] = cos(p / base ** (2 i / dim))
 
-    Every pair at p + k is its pair at p turned by an angle that depends on k alone.
+    Each pair at p + k is the pair at p rotated by an angle that depends on k alone.
 
     Args:
         dim: of the embedding, even: every frequency has a sine and a cosine.
@@ -110,8 +109,8 @@ class Learned(Absolute):
     Args:
         weight: floats [max_tokens, dim]; gradients flow to it.
 
-    >>> word = Learned(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
-    >>> word.add(torch.zeros(1, 2, 2), positions=1)
+    >>> learned = Learned(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    >>> learned.add(torch.zeros(1, 2, 2), positions=1)
     tensor([[[3., 4.],
              [5., 6.]]])
     """
@@ -131,8 +130,8 @@ class Learned(Absolute):
         """The vectors of these positions, in the type of the weight: [*positions.shape, dim].
 
         Raises:
-            ProblemError: a position is negative or beyond the table. In a graph that torch traces it cannot be seen,
-                and torch's own error comes when the graph runs.
+            ProblemError: a position is negative or beyond the table. A traced graph cannot check it; there torch
+                raises its own error when the graph runs.
         """
         check_type(positions)
         if positions.is_floating_point():
@@ -154,16 +153,16 @@ class Learned(Absolute):
         if low < 0 or high >= self.weight.shape[0]:
             raise ProblemError(
                 f"positions run from {low} to {high} and Learned has vectors for 0 to {self.weight.shape[0] - 1}: "
-                "learned positions reach no further than trained; shorten the sequence, or lengthen the weight."
+                "learned positions end at the trained length; shorten the sequence, or lengthen the weight."
             )
 
 
 @spec
 class Rope(Position):
-    """Rotary positions: pair i of a query or key at position p is turned by p * f[i]. Su et al. 2021, arXiv:2104.09864.
+    """Rotary positions: pair i at position p is rotated by the angle p * f[i]. Su et al. 2021, arXiv:2104.09864.
 
     So a score depends on the distance of its two tokens alone. `f[i] = base ** (-2 i / d)` radians per token for the d
-    dimensions that turn (§3.2.2), scaled if `scaling` says so. Which dimensions are a pair, for d = 8:
+    rotated dimensions (§3.2.2), changed by `scaling` if given. Which dimensions are a pair, for d = 8:
 
         interleaved=False   0 1 2 3 4 5 6 7      interleaved=True   0 1 2 3 4 5 6 7
                             └─┼─┼─┼─┘ │ │ │                         └─┘ └─┘ └─┘ └─┘
@@ -176,9 +175,9 @@ class Rope(Position):
         dim: of queries and keys; even.
         base: of the frequencies; `rope_theta` of checkpoints.
         scaling: one of `Linear`, `NTK`, `DynamicNTK`, `Yarn`, `Llama3`, `LongRope`, `Proportional`.
-        fraction: the first `int(dim * fraction)` dimensions turn, an even number; the others are left as they are
+        fraction: the first `int(dim * fraction)` dimensions are rotated, an even count; the others are unchanged
             (GPT-NeoX 0.25, Phi-2 0.4; `partial_rotary_factor`).
-        interleaved: whether a pair lies side by side.
+        interleaved: whether the two dimensions of a pair are adjacent.
 
     >>> rope = Rope(4, base=100.0)
     >>> rope.frequencies().tolist()
@@ -204,76 +203,73 @@ class Rope(Position):
             raise ProblemError(f"Rope(fraction={self.fraction!r}): expected a share of the dimensions, 0 < share <= 1.")
         if self.rotated < 2 or self.rotated % 2:
             raise ProblemError(
-                f"Rope(dim={self.dim}, fraction={self.fraction}) turns int({self.dim} * {self.fraction}) = "
-                f"{self.rotated} dimensions: expected an even number, at least 2, as they turn in pairs."
+                f"Rope(dim={self.dim}, fraction={self.fraction}) rotates int({self.dim} * {self.fraction}) = "
+                f"{self.rotated} dimensions: expected an even number, at least 2, as dimensions rotate in pairs."
             )
         if self.scaling is not None:
             if not isinstance(self.scaling, Scaling):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ProblemError(f"Rope(scaling={self.scaling!r}): expected a scaling word such as Yarn, or None.")
+                raise ProblemError(f"Rope(scaling={self.scaling!r}): expected a scaling such as Yarn(...), or None.")
             self.scaling.check(self.rotated)
 
     @property
     def rotated(self) -> int:
-        """How many dimensions turn, the first of a head."""
+        """How many dimensions are rotated: the first ones of a head."""
         return int(self.dim * self.fraction)
 
     def frequencies(self, tokens: int | None = None) -> Tensor:
         """Radians per token of each pair after scaling, float64 [rotated / 2].
 
         Args:
-            tokens: length of the sequence now, which `DynamicNTK` and `LongRope` look at; None: within the training
-                length.
+            tokens: current length of the sequence, for `DynamicNTK` and `LongRope`; None: at most the training length.
         """
-        _check_tokens(tokens)
-        return self._frequencies(tokens, torch.device("cpu"))
+        return self._frequencies(_whole_tokens(tokens), torch.device("cpu"))
 
     def attention_factor(self, tokens: int | None = None) -> float:
-        """What rotated queries and keys are multiplied by, scores by its square. 1 without scaling."""
-        _check_tokens(tokens)
+        """The factor of rotated queries and keys, so scores get its square. 1 without scaling."""
+        _whole_tokens(tokens)
         return 1.0 if self.scaling is None else self.scaling.magnitude()
 
     def rotate(self, x: Tensor, positions: int | Tensor | None = None, tokens: int | None = None) -> Tensor:
-        """Queries or keys at their positions, like x. Differentiable, to any order; traced by `torch.compile`.
+        """Queries or keys rotated by their positions, like x. Differentiable to any order; traced by `torch.compile`.
 
-        Half precision is turned in float32 and rounded once, where transformers rounds sine, cosine and both products:
-        results differ in the last bits. `attention_factor` is multiplied into the dimensions that turn, as there.
+        Half precision is rotated in float32 and rounded once, where transformers rounds sine, cosine and both products:
+        results differ in the last bits. As there, `attention_factor` multiplies the rotated dimensions.
 
         Args:
             x: floats [batch, heads, tokens, dim], any strides.
-            positions: None: 0, 1, 2 ...; an int: the first token's; a tensor [tokens] or [batch, tokens], which need
-                not be whole.
-            tokens: length of the sequence now, for `DynamicNTK` and `LongRope`; None: one more than the greatest
-                position here (a tensor of positions is read for it).
+            positions: None: 0, 1, 2 ...; an int: the first token's; a tensor [tokens] or [batch, tokens], which may be
+                fractional.
+            tokens: current length of the sequence, for `DynamicNTK` and `LongRope`; None: one more than the greatest
+                position (which reads a tensor of positions).
 
         Raises:
             ProblemError: sizes or types do not fit.
-            RefusalError: in a graph that torch traces, the length is wanted and only a tensor of positions tells it.
+            RefusalError: a traced graph needs the length, and only a tensor of positions has it.
         """
         _check_floats(x, self.dim, "[batch, heads, tokens, dim]", self)
-        check_positions(positions, x, rank=4)
-        _check_tokens(tokens)
-        length = self.length_of(x, positions, tokens)
+        positions = check_positions(positions, x, rank=4)
+        length = self.length_of(x, positions, _whole_tokens(tokens))
         dtype = computed_in(x.dtype)
         key = (self, self.scaling and self.scaling.regime(length), dtype, x.device)
-        table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
+        table = rows(key, lambda p: self._table(p, length, dtype).to(x.device), positions, x)
         if table.ndim == 4:  # [batch, tokens, *row]
             table = table[:, None]
         return turned(x, table, interleaved=self.interleaved)
 
     def length_of(self, x: Tensor, positions: int | Tensor | None, tokens: int | None) -> int | None:
-        """The length of the sequence as `rotate` takes it; None where the scaling does not look at it."""
+        """The length of the sequence that `rotate` uses; None where the scaling does not depend on it."""
         if self.scaling is None or not self.scaling.looks_at_length() or tokens is not None:
             return tokens
         if not isinstance(positions, Tensor):
             return x.shape[-2] + (0 if positions is None else positions)
         if is_traced() or positions.device.type == "meta":
             raise RefusalError(
-                f"{type(self.scaling).__name__} looks at the length of the sequence, which a traced graph cannot read "
-                "from a tensor of positions: give tokens=."
+                f"{type(self.scaling).__name__} depends on the length of the sequence, which a traced graph cannot "
+                "read from a tensor of positions: give tokens=."
             )
         return math.floor(positions.max().item()) + 1 if positions.numel() else None
 
-    def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
+    def _table(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
         angles = positions.to(torch.float64)[..., None] * self._frequencies(length, positions.device)
         return turns(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
 
@@ -310,8 +306,6 @@ def _check_floats(x: Tensor, dim: int, layout: str, position: Position) -> None:
         raise ProblemError(f"x is {list(x.shape)} and {position!r} is for {layout} with dim {dim}.")
 
 
-def _check_tokens(tokens: object) -> None:
-    if tokens is None:
-        return
-    if isinstance(tokens, bool) or not isinstance(tokens, int | torch.SymInt) or tokens < 1:
-        raise ProblemError(f"tokens is {tokens!r}: expected the length of the sequence, at least 1, or None.")
+def _whole_tokens(tokens: object) -> int | None:
+    """The length of a sequence as an int of at least 1; None stays None."""
+    return None if tokens is None else whole(tokens, "tokens", least=1)

@@ -1,7 +1,7 @@
-"""The positions of a call, and tables of what belongs to positions 0, 1, 2 ..., kept from call to call.
+"""The positions of a call, and cached tables with a row per position 0, 1, 2 ...
 
-So a layer takes a slice of what another has made. Tables are made of constant words alone, so they hold no tensor of
-the user's. They grow in powers of two: ever longer calls make new ones ever more rarely.
+All layers slice one table. Tables are computed from constants, so the cache keeps no tensor of the user alive. Sizes
+are powers of two, so a growing sequence seldom makes a new table.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,31 +11,32 @@ import torch
 from torch import Tensor
 
 from regard.describe.recent import Recent
+from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.torch_internals import current_func_transform, dispatch_modes
 
 KEPT = 128 << 20
-"""Bytes of tables that are kept, and so the largest one that is made."""
+"""The most bytes of cached tables, and so the size limit of one table."""
 
 BLOCK = 256
-"""Positions after which, far from 0, a table of its own begins: there a sequence is decoded token by token."""
+"""Far from 0, where a sequence is decoded token by token, each block of 256 positions has its own table."""
 
 
 def is_traced() -> bool:
-    """Whether torch now makes something other than plain tensors: in a traced graph, `torch.func`, a dispatch mode."""
+    """Whether operations may give other than plain tensors: in a traced graph, `torch.func` or a dispatch mode."""
     return torch.compiler.is_compiling() or current_func_transform() is not None or dispatch_modes() > 0
 
 
-def kept_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, count: int) -> Tensor | None:
-    """`make(positions)` for the positions 0 .. at least `end` - 1, or None where making it would not pay.
+def cached_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, count: int) -> Tensor | None:
+    """`make(positions)` for the positions 0 .. at least `end` - 1, or None where a table is not worth its cost.
 
-    It does not pay where few positions are wanted far from 0, or for more positions than can be kept.
+    It is not for few positions far from 0, nor for more positions than the cache can keep.
 
     Args:
-        key: what the table is known by; it must not hold a tensor.
+        key: of the table in the cache, without tensors.
         make: float64 positions [n], on the CPU, to the rows of the table [n, ...].
-        end: one more than the greatest position wanted.
-        count: how many positions are wanted.
+        end: one more than the greatest position.
+        count: how many positions the call has.
     """
     kept = _tables.get(key)
     if kept is not None and end <= len(kept):
@@ -43,7 +44,7 @@ def kept_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, count:
     if end > max(4 * count + 1024, 0 if kept is None else 2 * len(kept)):
         return None
     size = 1 << max(end - 1, 63).bit_length()
-    with torch.inference_mode(mode=False), torch.no_grad():  # it may be saved for a backward pass later
+    with torch.inference_mode(mode=False), torch.no_grad():  # a later call may save the table for its backward pass
         if size * make(torch.zeros(1, dtype=torch.float64, device="cpu")).nbytes > KEPT:
             return None
         made = make(torch.arange(size, dtype=torch.float64, device="cpu"))
@@ -52,21 +53,21 @@ def kept_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, count:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The type of the tables for activations of this type."""
+    """The element type of the tables for activations of this type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rows(key: Hashable, make: Callable[[Tensor], Tensor], positions: int | Tensor | None, x: Tensor) -> Tensor:
-    """The rows that `make` gives for the positions of x, from a kept table where there is one: [..., tokens, *row]."""
-    device = torch.device("cpu") if x.device.type == "mps" else x.device  # which has no float64
+    """The rows of `make` for the positions of x, from a cached table where possible: [..., tokens, *row]."""
+    device = torch.device("cpu") if x.device.type == "mps" else x.device  # MPS has no float64
     if isinstance(positions, Tensor):
-        table = _table_reaching((key, 0), make, positions)
+        table = _table_with((key, 0), make, positions)
         return make(positions.to(device)) if table is None else table[positions.to(torch.int64)]
     first, tokens = 0 if positions is None else positions, x.shape[-2]
     if not is_traced():
         for start in (0, first - first % BLOCK) if tokens <= BLOCK else (0,):
             shifted = partial(_from, start, make)
-            table = None if first < start else kept_table((key, start), shifted, first - start + tokens, tokens)
+            table = None if first < start else cached_table((key, start), shifted, first - start + tokens, tokens)
             if table is not None:
                 return table[first - start : first - start + tokens]
     return make(torch.arange(tokens, device=device) + first)
@@ -76,30 +77,32 @@ def _from(start: int, make: Callable[[Tensor], Tensor], positions: Tensor) -> Te
     return make(positions + start)
 
 
-def _table_reaching(key: Hashable, make: Callable[[Tensor], Tensor], positions: Tensor) -> Tensor | None:
-    """A kept table that has all these positions. On accelerators None: finding the greatest would wait for them."""
+def _table_with(key: Hashable, make: Callable[[Tensor], Tensor], positions: Tensor) -> Tensor | None:
+    """A cached table with all these positions. None on accelerators, where finding the greatest would synchronise."""
     if positions.is_floating_point() or positions.device.type != "cpu" or not positions.numel() or is_traced():
         return None
     low, high = (int(bound) for bound in positions.aminmax())
-    return None if low < 0 else kept_table(key, make, high + 1, positions.numel())
+    return None if low < 0 else cached_table(key, make, high + 1, positions.numel())
 
 
 def check_type(positions: Tensor) -> None:
-    """Raise `ProblemError` unless this is a tensor of numbers."""
+    """Raise `ProblemError` unless this is a tensor of integers or floats."""
     if not isinstance(positions, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(f"positions is {positions!r}: expected a tensor of positions.")
     if positions.dtype == torch.bool or positions.is_complex():
-        raise ProblemError(f"positions are {positions.dtype}: expected whole numbers, or floats.")
+        raise ProblemError(f"positions are {positions.dtype}: expected integers or floats.")
 
 
-def check_positions(positions: object, x: Tensor, rank: int) -> None:
-    """Raise `ProblemError` unless these are positions of x's tokens; it has a batch axis if it has `rank` axes."""
+def check_positions(positions: object, x: Tensor, rank: int) -> int | Tensor | None:
+    """The positions of x's tokens, an int as Python's. x has a batch axis if it has `rank` axes.
+
+    Raises:
+        ProblemError: they are no positions, or their sizes do not fit x.
+    """
     if positions is None:
-        return
+        return None
     if not isinstance(positions, Tensor):
-        if isinstance(positions, bool) or not isinstance(positions, int | torch.SymInt):
-            raise ProblemError(f"positions is {positions!r}: expected an int, a tensor of positions, or None.")
-        return
+        return whole(positions, "positions", "tokens (the first position), a tensor of positions, or None")
     check_type(positions)
     batch, tokens = x.shape[0], x.shape[-2]
     fits = positions.ndim == 1 or (positions.ndim == 2 and x.ndim == rank and positions.shape[0] in (1, batch))
@@ -108,6 +111,7 @@ def check_positions(positions: object, x: Tensor, rank: int) -> None:
             f"positions are {list(positions.shape)} and x is {list(x.shape)}: expected [tokens] = [{tokens}] or "
             f"[batch, tokens] = [{batch}, {tokens}]."
         )
+    return positions
 
 
 _tables: Recent[Hashable, Tensor] = Recent(entries=1024, nbytes=KEPT, size=lambda table: table.nbytes)

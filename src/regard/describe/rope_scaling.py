@@ -1,12 +1,12 @@
-"""How rotary frequencies are changed so that a model reads further than it was trained: the `scaling` of `Rope`.
+"""Scaling of rotary frequencies for sequences longer than in training: the `scaling` of `Rope`.
 
-Plain frequencies are `f[i] = base ** (-2 i / d)` radians per token, for the d dimensions that turn; pair i makes a full
-turn in `2 pi / f[i]` tokens, its wavelength. Pairs whose wavelength is longer than the training length never showed
-the model a full turn, so angles beyond it are new to it. Every word here says which frequencies are lowered, and by
-how much; some also multiply queries and keys by an attention factor, so that scores stay as sharp over more keys.
+Plain frequencies are `f[i] = base ** (-2 i / d)` radians per token, for the d rotated dimensions. Pair i makes a full
+turn in `2 pi / f[i]` tokens, its wavelength. Where the wavelength exceeds the training length, the model has never seen
+a full turn, so larger angles are new to it. Each scaling lowers some of the frequencies; some scalings also multiply
+queries and keys by an attention factor, which keeps the softmax as sharp over more keys.
 
-Formulas are those of the papers named; where published checkpoints differ, of the checkpoints (transformers'
-`ROPE_INIT_FUNCTIONS`). All is in float64.
+Formulas are from the papers; where published checkpoints differ, from the checkpoints (transformers'
+`ROPE_INIT_FUNCTIONS`). All is computed in float64.
 """
 
 import math
@@ -27,15 +27,15 @@ class Scaling(Spec):
     """
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
-        """The frequencies used in place of the plain ones, float64 [pairs]; `tokens`: the sequence's length now."""
+        """The frequencies in place of the plain ones, float64 [pairs]; `tokens`: the current length of the sequence."""
         raise NotImplementedError(f"{type(self).__name__}.scaled")
 
     def magnitude(self) -> float:
-        """The attention factor: what rotated queries and keys are multiplied by, scores by its square."""
+        """The attention factor of rotated queries and keys; scores get its square."""
         return 1.0
 
     def regime(self, tokens: int | None) -> int | bool | None:
-        """What of the sequence's length the frequencies depend on; None: nothing."""
+        """A function of the length: equal values have equal frequencies. None: any length has the same ones."""
         return None
 
     def looks_at_length(self) -> bool:
@@ -43,12 +43,12 @@ class Scaling(Spec):
         return False
 
     def check(self, rotated: int) -> None:
-        """Raise `ProblemError` unless it can scale the frequencies of this many dimensions."""
+        """Raise `ProblemError` unless the scaling fits this count of rotated dimensions."""
 
 
 @spec
 class Linear(Scaling):
-    """Position interpolation: `f[i] / factor`, as if the tokens stood closer. Chen et al. 2023, arXiv:2306.15595, §3.2.
+    """Position interpolation: `f[i] / factor`, so tokens appear closer. Chen et al. 2023, arXiv:2306.15595, §3.2.
 
     >>> Linear(4.0).scaled(torch.tensor([1.0, 0.1]), base=10000.0, tokens=None).tolist()
     [0.25, 0.025]
@@ -65,9 +65,9 @@ class Linear(Scaling):
 
 @spec
 class NTK(Scaling):
-    """A greater base, `base * factor ** (d / (d - 2))`. Peng et al. 2023, arXiv:2309.00071, §3.1 ("NTK-aware").
+    """A larger base, `base * factor ** (d / (d - 2))`. Peng et al. 2023, arXiv:2309.00071, §3.1 ("NTK-aware").
 
-    So the fastest pair stays as it is and the slowest is divided by `factor`: `f[i] * factor ** (-2 i / (d - 2))`.
+    The fastest pair is unchanged and the slowest is divided by `factor`: `f[i] * factor ** (-2 i / (d - 2))`.
 
     >>> NTK(16.0).scaled(torch.tensor([1.0, 0.1, 0.01]), base=1000.0, tokens=None).tolist()
     [1.0, 0.025, 0.000625]
@@ -79,7 +79,7 @@ class NTK(Scaling):
         _check_factor(self, self.factor)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
-        return _stretched(plain, self.factor)
+        return _with_larger_base(plain, self.factor)
 
     def check(self, rotated: int) -> None:
         _check_pairs(self, rotated)
@@ -87,11 +87,11 @@ class NTK(Scaling):
 
 @spec
 class DynamicNTK(Scaling):
-    """`NTK` by a stretch that grows with the sequence: `s = factor * n / original - factor + 1`, at least 1.
+    """`NTK` by a factor that grows with the sequence: `s = factor * n / original - factor + 1`, at least 1.
 
-    n is the length of the sequence now; up to `original` tokens nothing changes. Peng et al. 2023, arXiv:2309.00071,
-    §3.3; the formula of s is that of the published checkpoints. Keys that were rotated when the sequence was shorter
-    were rotated by other frequencies: a cache of rotated keys is not what computing all of them anew would give.
+    n is the current length of the sequence; up to `original` tokens nothing changes. Peng et al. 2023,
+    arXiv:2309.00071, §3.3; the formula of s is that of the published checkpoints. Frequencies change as the sequence
+    grows, so cached rotated keys differ from keys that are rotated again at the current length.
 
     Args:
         factor: at least 1.
@@ -107,7 +107,7 @@ class DynamicNTK(Scaling):
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         length = self.regime(tokens)
-        return _stretched(plain, self.factor * length / self.original - (self.factor - 1))
+        return _with_larger_base(plain, self.factor * length / self.original - (self.factor - 1))
 
     def regime(self, tokens: int | None) -> int:
         return self.original if tokens is None else max(tokens, self.original)
@@ -121,7 +121,7 @@ class DynamicNTK(Scaling):
 
 @spec
 class Yarn(Scaling):
-    """Fast pairs as they are, slow ones interpolated, a ramp in between. Peng et al. 2023, arXiv:2309.00071, §3.4.
+    """Fast pairs unchanged, slow pairs interpolated, a ramp in between. Peng et al. 2023, arXiv:2309.00071, §3.4.
 
     Pair `i(r) = d ln(original / (2 pi r)) / (2 ln base)` makes r turns within `original` tokens. With
     `low = i(beta_fast)` and `high = i(beta_slow)`, rounded outwards if `truncate`,
@@ -133,14 +133,14 @@ class Yarn(Scaling):
                1/factor     ╰──────────
         pair   0         low high     d/2
 
-    The attention factor is `0.1 ln(factor) + 1` (the paper's 1/sqrt(t)) if not given. DeepSeek's checkpoints name two:
-    then it is `m(mscale) / m(mscale_all_dim)` with `m(c) = 0.1 c ln(factor) + 1`, and their softmax scale is
-    multiplied by `score_factor()`.
+    The attention factor is `0.1 ln(factor) + 1` (the paper's 1/sqrt(t)) if not given. DeepSeek's checkpoints have two
+    parameters: then it is `m(mscale) / m(mscale_all_dim)` with `m(c) = 0.1 c ln(factor) + 1`, and their softmax scale
+    is multiplied by `score_factor()`.
 
     Args:
         factor: at least 1.
         original: tokens that the model was trained on.
-        beta_fast, beta_slow: turns within `original` from which on a pair is kept, and up to which it is interpolated.
+        beta_fast, beta_slow: turns within `original`: at least beta_fast, unchanged; at most beta_slow, interpolated.
         attention_factor: instead of the formula.
         mscale, mscale_all_dim: both or neither, above 0.
         truncate: whether the ramp begins and ends at whole pairs; False in gpt-oss.
@@ -168,12 +168,12 @@ class Yarn(Scaling):
         if not self.beta_fast > self.beta_slow > 0:
             raise ProblemError(
                 f"Yarn(beta_fast={self.beta_fast}, beta_slow={self.beta_slow}): both are turns within {self.original} "
-                "tokens, and pairs that turn beta_fast times are the faster: expected beta_fast > beta_slow > 0."
+                "tokens, and beta_fast is that of the faster pairs: expected beta_fast > beta_slow > 0."
             )
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ProblemError(
-                f"Yarn(mscale={self.mscale}, mscale_all_dim={self.mscale_all_dim}): expected both or neither. Codes "
-                "disagree on what one of them alone means: give attention_factor instead."
+                f"Yarn(mscale={self.mscale}, mscale_all_dim={self.mscale_all_dim}): expected both or neither. "
+                "Implementations disagree on the meaning of one alone: give attention_factor instead."
             )
         _check_positive(self, "mscale", self.mscale, absent=True)
         _check_positive(self, "mscale_all_dim", self.mscale_all_dim, absent=True)
@@ -185,7 +185,7 @@ class Yarn(Scaling):
         return plain * (1 - ramp + ramp / self.factor)
 
     def ramp(self, rotated: int, base: float) -> tuple[float, float]:
-        """The pairs, not always whole, at which interpolation begins and is complete.
+        """The pairs, maybe fractional, at which interpolation begins and is complete.
 
         >>> Yarn(4.0, 32768).ramp(128, 1000000.0)
         (23, 40)
@@ -205,7 +205,7 @@ class Yarn(Scaling):
         return self._m(self.mscale or 1.0) / (1.0 if self.mscale_all_dim is None else self._m(self.mscale_all_dim))
 
     def score_factor(self) -> float:
-        """What DeepSeek's models multiply the softmax scale by besides: `m(mscale_all_dim) ** 2`; 1 if it is not given.
+        """DeepSeek's additional factor of the softmax scale: `m(mscale_all_dim) ** 2`; 1 if it is None.
 
         >>> Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0).score_factor()
         1.8738542070926265
@@ -218,7 +218,7 @@ class Yarn(Scaling):
 
 @spec
 class Llama3(Scaling):
-    """Long wavelengths divided by `factor`, short ones kept, smoothly in between: Llama from 3.1 on.
+    """Low frequencies divided by `factor`, high ones unchanged, a ramp in between: Llama from 3.1 on.
 
     A pair of wavelength `w = 2 pi / f` makes `original / w` turns within the training length:
 
@@ -245,7 +245,7 @@ class Llama3(Scaling):
         for name in ("low", "high"):
             _check_positive(self, name, getattr(self, name))
         if not 0 < self.low < self.high:
-            raise ProblemError(f"Llama3(low={self.low}, high={self.high}): expected numbers of turns, 0 < low < high.")
+            raise ProblemError(f"Llama3(low={self.low}, high={self.high}): expected turns, 0 < low < high.")
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
         turns = self.original * plain / (2 * math.pi)
@@ -258,18 +258,18 @@ class LongRope(Scaling):
     """A divisor for every pair, found by search: `f[i] / short[i]`, in long sequences `f[i] / long[i]`.
 
     Ding et al. 2024, arXiv:2402.13753, §3. A sequence is long when it has more than `original` tokens. The attention
-    factor is `sqrt(1 + ln(factor) / ln(original))` if not given, for every length. Keys that were rotated while the
-    sequence was short stay so in a cache (compare `DynamicNTK`).
+    factor is `sqrt(1 + ln(factor) / ln(original))` if not given, for every length. Cached keys keep the rotation of the
+    short sequence (compare `DynamicNTK`).
 
     Args:
-        short, long: a divisor per pair, each of d / 2 numbers above 0.
+        short, long: a divisor per pair, each a tuple of d / 2 floats above 0.
         original: tokens that the model was trained on.
-        factor: how many times `original` the sequences may be; None: 1, so no attention factor. Phi-3 gives
+        factor: longest sequence / `original`; None: 1, so no attention factor. Phi-3 has
             `max_position_embeddings / original_max_position_embeddings`.
         attention_factor: instead of the formula.
 
-    >>> words = LongRope((1.0, 1.5), (2.0, 8.0), original=4096, factor=32.0)
-    >>> words.scaled(torch.tensor([1.0, 0.01]), base=10000.0, tokens=4097).tolist(), words.magnitude()
+    >>> scaling = LongRope((1.0, 1.5), (2.0, 8.0), original=4096, factor=32.0)
+    >>> scaling.scaled(torch.tensor([1.0, 0.01]), base=10000.0, tokens=4097).tolist(), scaling.magnitude()
     ([0.5, 0.00125], 1.190238071...)
     """
 
@@ -283,10 +283,10 @@ class LongRope(Scaling):
         for name in ("short", "long"):
             given = cast(object, getattr(self, name))
             if not isinstance(given, tuple) or not all(_is_positive(n) for n in cast("tuple[object, ...]", given)):
-                raise ProblemError(f"LongRope({name}={given!r}): expected a tuple of numbers above 0, one per pair.")
+                raise ProblemError(f"LongRope({name}={given!r}): expected a tuple of floats above 0, one per pair.")
         if len(self.short) != len(self.long):
             raise ProblemError(
-                f"LongRope: short has {len(self.short)} numbers and long has {len(self.long)}: expected one per pair."
+                f"LongRope: short has {len(self.short)} divisors and long has {len(self.long)}: expected one per pair."
             )
         whole_field(self, "original", "tokens that the model was trained on", least=1)
         if self.original == 1:
@@ -313,20 +313,20 @@ class LongRope(Scaling):
     def check(self, rotated: int) -> None:
         if 2 * len(self.short) != rotated:
             raise ProblemError(
-                f"LongRope has {len(self.short)} numbers per tuple and {rotated} dimensions turn: expected "
+                f"LongRope has {len(self.short)} divisors per tuple, for {rotated} rotated dimensions: expected "
                 f"{rotated // 2}, one per pair."
             )
 
 
 @spec
 class Proportional(Scaling):
-    """Only the fastest pairs turn: `f[i] / factor` for the first `int(share * d / 2)` pairs, 0 for the rest. Gemma 4.
+    """Rotate the fastest pairs only: `f[i] / factor` for the first `int(share * d / 2)` pairs, 0 for the rest. Gemma 4.
 
-    Unlike `Rope(fraction=share)`, which turns the first dimensions among themselves with the frequencies of fewer
-    dimensions, the pairs and the frequencies stay those of all d.
+    `Rope(fraction=share)` pairs the first dimensions among themselves, with the frequencies of fewer dimensions; here
+    pairs and frequencies are those of all d.
 
     Args:
-        share: of the pairs, above 0 and at most 1; `partial_rotary_factor` of the checkpoints.
+        share: rotated pairs / all pairs, above 0 and at most 1; `partial_rotary_factor` of the checkpoints.
         factor: at least 1.
 
     >>> Proportional(0.5).scaled(torch.tensor([1.0, 0.1, 0.01, 0.001]), base=10000.0, tokens=None).tolist()
@@ -342,12 +342,12 @@ class Proportional(Scaling):
         _check_factor(self, self.factor)
 
     def scaled(self, plain: Tensor, base: float, tokens: int | None) -> Tensor:
-        turning = int(self.share * (2 * len(plain)) // 2)
+        rotated = int(self.share * (2 * len(plain)) // 2)
         pair = torch.arange(len(plain), device=plain.device)
-        return torch.where(pair < turning, plain / self.factor, 0.0)
+        return torch.where(pair < rotated, plain / self.factor, 0.0)
 
 
-def _stretched(plain: Tensor, stretch: float) -> Tensor:
+def _with_larger_base(plain: Tensor, stretch: float) -> Tensor:
     """The frequencies of the base `base * stretch ** (d / (d - 2))`."""
     pair = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
     return plain * stretch ** (-pair / (len(plain) - 1))
@@ -379,5 +379,5 @@ def _check_pairs(scaling: Scaling, rotated: int) -> None:
     if rotated < 4:
         raise ProblemError(
             f"{scaling!r} spreads its factor over the pairs between the first and the last: expected at least 4 "
-            f"dimensions that turn, not {rotated}."
+            f"rotated dimensions, not {rotated}."
         )

@@ -1,13 +1,13 @@
-"""Turning pairs of dimensions by angles: what `Rope` does to queries and keys, in few passes over memory.
+"""Rotation of pairs of dimensions by angles, as `Rope` does to queries and keys, in few passes over memory.
 
-A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`. A table of turns holds the numbers as they are needed:
+A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`. A table has cosines and sines in the order of their use:
 
 - i paired with i + pairs: `[tokens, 2, 2 * pairs]`, rows `(cos, cos)` and `(-sin, sin)`, for
   `x * row 0 + (x with its halves exchanged) * row 1`;
-- neighbours paired: `[tokens, pairs, 2]`, `(cos, sin)`, so that turning is a product of complex numbers, one pass.
+- neighbours paired: `[tokens, pairs, 2]`, `(cos, sin)`, so that rotation is one product of complex numbers.
 
-Where nothing watches (no gradient, no trace), pieces that fit a core's cache are written into the output in place;
-the same serves the backward pass, which is the turn the other way. Everything else takes the formula.
+Without a gradient or a trace, the rotation writes pieces that fit a core's cache into the output in place; the backward
+pass does the same, since it is the inverse rotation. Everything else uses the formula.
 """
 
 from typing import Any, cast
@@ -19,14 +19,14 @@ from regard.describe.position_table import is_traced
 from regard.torch_internals import in_forward_mode, is_legacy_batched
 
 PIECE = 1 << 18
-"""Numbers turned at a time: 1 MiB of float32. Smaller pieces cost more calls than they save reads."""
+"""Elements rotated at a time: 1 MiB of float32. Smaller pieces cost more calls than they save reads."""
 
 FEW = 1 << 15
-"""Numbers up to which the formula, of fewer calls, is faster than writing in place: decoding."""
+"""Elements up to which the formula, with fewer calls, is faster than writing in place: decode."""
 
 
 def turns(angles: Tensor, magnitude: float, dtype: torch.dtype, *, interleaved: bool) -> Tensor:
-    """Cosine and sine of float64 angles [..., pairs], times the magnitude, as a table of turns of that type."""
+    """Cosine and sine of float64 angles [..., pairs], times the magnitude, as a table of that type."""
     cos, sin = angles.cos(), angles.sin()
     if not interleaved:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -34,20 +34,20 @@ def turns(angles: Tensor, magnitude: float, dtype: torch.dtype, *, interleaved: 
 
 
 def turned(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
-    """The first dimensions of x turned by the table, as many as it is for; the rest as they are.
+    """x with its first dimensions rotated, as many as the table has; the others are unchanged.
 
-    x: [..., tokens, dim] of any strides. table: [..., tokens, *row], broadcasting with x. The product is formed in
-    the table's type and rounded to that of x. Differentiable as often as one likes.
+    x: [..., tokens, dim] of any strides. table: [..., tokens, *row], broadcasting with x. The product is computed in
+    the table's type and rounded to that of x. Differentiable to any order.
     """
     if is_traced() or table.requires_grad or is_watched(x):
         return _by_formula(x, table, interleaved)
     if x.requires_grad and torch.is_grad_enabled():
-        return cast(Tensor, _Turn.apply(x, table, interleaved))
+        return cast(Tensor, _Rotation.apply(x, table, interleaved))
     return _in_place(x, table, interleaved)
 
 
-class _Turn(torch.autograd.Function):
-    """The turn with the turn by the negative angle as its gradient; keeps the table alone."""
+class _Rotation(torch.autograd.Function):
+    """The rotation, with the inverse rotation as its gradient; saves the table alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
@@ -64,17 +64,17 @@ class _Turn(torch.autograd.Function):
 
 
 def is_watched(x: Tensor) -> bool:
-    """Whether writing in place would be seen: by forward-mode differentiation, a subclass, or batched gradients."""
+    """Whether writing in place would break forward-mode differentiation, a subclass, or batched gradients."""
     return in_forward_mode() or type(x) not in (Tensor, torch.nn.Parameter) or is_legacy_batched(x)
 
 
 def _axis(interleaved: bool) -> int:
-    """The axis of a table that cosine and sine lie along."""
+    """The axis of a table that cosine and sine are along."""
     return -1 if interleaved else -2
 
 
 def _width(table: Tensor, interleaved: bool) -> int:
-    """How many dimensions a table turns."""
+    """How many dimensions a table rotates."""
     return 2 * table.shape[-2] if interleaved else table.shape[-1]
 
 
@@ -82,8 +82,8 @@ def _by_formula(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
     width = _width(table, interleaved)
     if width == x.shape[-1]:
         return (_neighbours if interleaved else _halves)(x.to(table.dtype), table).to(x.dtype)
-    turning, rest = x.split((width, x.shape[-1] - width), -1)
-    return torch.cat((_by_formula(turning, table, interleaved), rest), -1)
+    first, rest = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((_by_formula(first, table, interleaved), rest), -1)
 
 
 def _halves(x: Tensor, table: Tensor) -> Tensor:
@@ -102,29 +102,29 @@ def _in_place(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
         return _by_formula(x, table, interleaved)
     width, tokens = _width(table, interleaved), x.shape[-2]
     out = torch.empty_like(x)
-    turning, target = x, out
+    source, target = x, out
     if width < x.shape[-1]:
         out[..., width:].copy_(x[..., width:])
-        turning, target = x[..., :width], out[..., :width]
+        source, target = x[..., :width], out[..., :width]
     if x.numel() <= PIECE:
-        _turn_piece(turning, target, table, interleaved)
+        _rotate_piece(source, target, table, interleaved)
         return out
     step = max(PIECE // (x.numel() // tokens), 1)
     for start in range(0, tokens, step):
         here = slice(start, start + step)
-        _turn_piece(turning[..., here, :], target[..., here, :], table[..., here, :, :], interleaved)
+        _rotate_piece(source[..., here, :], target[..., here, :], table[..., here, :, :], interleaved)
     return out
 
 
-def _turn_piece(x: Tensor, out: Tensor, table: Tensor, interleaved: bool) -> None:
-    if x.dtype != table.dtype:  # half precision: turned in float32, rounded once
+def _rotate_piece(x: Tensor, out: Tensor, table: Tensor, interleaved: bool) -> None:
+    if x.dtype != table.dtype:  # half precision: rotated in float32, rounded once
         wide = x.to(table.dtype)
         done = torch.empty_like(wide)
-        _turn_piece(wide, done, table, interleaved)
+        _rotate_piece(wide, done, table, interleaved)
         out.copy_(done)
     elif interleaved:
         pairs = (x.shape[-1] // 2, 2)
-        _turn_neighbours(x.unflatten(-1, pairs), out.unflatten(-1, pairs), table)
+        _rotate_neighbours(x.unflatten(-1, pairs), out.unflatten(-1, pairs), table)
     else:
         cos, sin = table.unbind(-2)
         (a, b), (out_a, out_b), (minus, plus) = x.chunk(2, -1), out.chunk(2, -1), sin.chunk(2, -1)
@@ -133,7 +133,7 @@ def _turn_piece(x: Tensor, out: Tensor, table: Tensor, interleaved: bool) -> Non
         out_b.addcmul_(a, plus)
 
 
-def _turn_neighbours(x: Tensor, out: Tensor, table: Tensor) -> None:
+def _rotate_neighbours(x: Tensor, out: Tensor, table: Tensor) -> None:
     if _is_complex(x) and _is_complex(out):
         torch.mul(torch.view_as_complex(x), torch.view_as_complex(table), out=torch.view_as_complex(out))
         return
@@ -144,6 +144,6 @@ def _turn_neighbours(x: Tensor, out: Tensor, table: Tensor) -> None:
 
 
 def _is_complex(pairs: Tensor) -> bool:
-    """Whether neighbours lie as complex numbers do."""
+    """Whether the pairs have the memory layout of complex numbers."""
     *strides, last = pairs.stride()
     return last == 1 and not any(stride % 2 for stride in strides) and pairs.storage_offset() % 2 == 0

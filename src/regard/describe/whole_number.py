@@ -1,4 +1,4 @@
-"""Whole numbers as the fields of descriptions take them: Python's, numpy's, whatever can index; no bool, no float."""
+"""The check of integers in descriptions: Python's, numpy's, any type with `__index__`; no bool, no float."""
 
 from typing import SupportsIndex, cast
 
@@ -11,15 +11,15 @@ MOST = (1 << 63) - 1
 
 
 def whole(given: object, what: str, unit: str = "tokens", least: int | None = None) -> int:
-    """The whole number as a Python int; a symbolic one, of a traced graph, stays symbolic.
+    """The integer as a Python int; a symbolic one, of a traced graph, stays symbolic.
 
     Args:
-        what: how the message names it.
-        unit: what is counted.
-        least: the smallest that makes sense.
+        what: its name in the message.
+        unit: the unit of the count, for the message.
+        least: lower limit; None: no limit.
 
     Raises:
-        ProblemError: it is no whole number, or does not fit 64 bits.
+        ProblemError: not an integer, less than `least`, or beyond 64 bits.
 
     >>> import numpy as np
     >>> whole(np.int64(3), "Window(left)")
@@ -29,24 +29,24 @@ def whole(given: object, what: str, unit: str = "tokens", least: int | None = No
 
 
 def whole_field(owner: object, name: str, unit: str = "tokens", least: int | None = None) -> None:
-    """Make the field of a frozen dataclass the whole number that it is, an int.
+    """Replace the field of a frozen dataclass by `whole` of it.
 
     Raises:
-        ProblemError: it is no whole number, less than `least`, or does not fit 64 bits.
+        ProblemError: not an integer, less than `least`, or beyond 64 bits.
     """
     head = f"{type(owner).__name__}({name}={{!r}})"
     object.__setattr__(owner, name, _whole(getattr(owner, name), head, unit, least))
 
 
 def _whole(given: object, head: str, unit: str, least: int | None) -> int:
-    """`head` names the field, and `{!r}` in it what was given."""
+    """`head` names the field and has `{!r}` for the argument."""
     if isinstance(given, bool) or not isinstance(given, torch.SymInt | SupportsIndex):
         raise ProblemError(f"{head.format(given)}: expected a whole number of {unit}.")
     if torch.compiler.is_compiling() or isinstance(given, torch.SymInt):
         return cast(int, given)
     try:
         found = given.__index__()
-    except (RuntimeError, TypeError, ValueError):  # a tensor that is no integer, more than one, or without data
+    except (RuntimeError, TypeError, ValueError):  # a tensor that is no single integer, or without data
         raise ProblemError(f"{head.format(given)}: expected a whole number of {unit}.") from None
     if abs(found) > MOST:
         raise ProblemError(f"{head.format(found)}: expected at most {MOST:,} {unit}, as positions are 64-bit integers.")

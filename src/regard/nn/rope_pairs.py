@@ -62,7 +62,7 @@ class RopePairs(Position):
                 f"x has shape {list(x.shape)}: expected [batch, heads, tokens, {self.dim}], heads a multiple of "
                 f"{groups}."
             )
-        check_positions(positions, x, rank=4)
+        positions = check_positions(positions, x, rank=4)
         length, dtype = self.rope.length_of(x, positions, tokens), computed_in(x.dtype)
         key = (self, self.rope.scaling and self.rope.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
