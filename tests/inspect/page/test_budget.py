@@ -16,8 +16,8 @@ from tests.inspect.reports import report
 def made():
     """Twelve heads over 403 tokens with a close-up each, most remarkable first; pictures by mean and max."""
     bare = report(tokens=[f" t{n}" for n in range(403)], pooled=3)
-    closes = [replace(random_close(403, 16, seed=n), layer=h.layer, head=h.head) for n, h in enumerate(bare.heads)]
-    return replace(bare, close_ups=tuple(closes))
+    close_ups = [replace(random_close(403, 16, seed=n), layer=h.layer, head=h.head) for n, h in enumerate(bare.heads)]
+    return replace(bare, close_ups=tuple(close_ups))
 
 
 def told(made, budget):
@@ -27,20 +27,20 @@ def told(made, budget):
 
 def test_all_goes_in_where_there_is_room(made):
     _, there = told(made, 15e6)
-    assert [close["head"] for close in there["closes"]] == [head.name for head in made.heads]
+    assert [close["head"] for close in there["close_ups"]] == [head.name for head in made.heads]
     assert {block["by"] for block in there["pictures"]} == {"mean", "max"}
-    assert there["left_out"] == {"closes": 0, "largest": False}
+    assert there["left_out"] == {"close_ups": 0, "largest": False}
 
 
 @pytest.mark.parametrize("part", [0.9, 0.6])
 def test_close_ups_are_left_out_from_the_least_remarkable_on(made, part):
     whole, _ = told(made, 15e6)
     size, there = told(made, part * whole)
-    kept = [close["head"] for close in there["closes"]]
+    kept = [close["head"] for close in there["close_ups"]]
     assert size <= part * whole
     assert 0 < len(kept) < 12
     assert kept == [head.name for head in made.heads[: len(kept)]]
-    assert there["left_out"] == {"closes": 12 - len(kept), "largest": False}
+    assert there["left_out"] == {"close_ups": 12 - len(kept), "largest": False}
 
 
 def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
@@ -48,35 +48,35 @@ def test_packing_stops_at_the_first_close_up_that_does_not_fit(made):
     room = fit_size(fit_into(replace(made, pictures=(), close_ups=(small,)), 15e6)) + 1000
     unread = replace(small, head=2, q=None)  # packing it would fail
     fit = fit_into(replace(made, pictures=(), close_ups=(small, large, unread)), room)
-    assert [close.caption["head"] for close in fit.closes] == ["0.0"]
-    assert fit.closes_left_out == 2
+    assert [close.caption["head"] for close in fit.close_ups] == ["0.0"]
+    assert fit.close_ups_left_out == 2
 
 
 def test_then_the_pictures_of_greatest_weights_and_never_the_means(made):
     _, there = told(made, 1000)
     assert {block["by"] for block in there["pictures"]} == {"mean"}
     assert sum(len(block["pictures"]) for block in there["pictures"]) == 12
-    assert there["left_out"] == {"closes": 12, "largest": True}
+    assert there["left_out"] == {"close_ups": 12, "largest": True}
 
 
 def test_a_model_that_is_compared_with_takes_no_picture_from_this_one(made):
     other = replace(made, heads=made.heads[::-1])
     size, there = told(replace(made, other=other), 1.2 * told(made, 15e6)[0])
-    assert len(there["closes"]) < 12
+    assert len(there["close_ups"]) < 12
     assert [block["by"] for block in there["other"]["pictures"]].count("mean") == 3
-    assert there["other"]["closes"] == [] or len(there["closes"]) == 12
+    assert there["other"]["close_ups"] == [] or len(there["close_ups"]) == 12
     assert size <= 1.2 * told(made, 15e6)[0]
 
 
 def test_the_page_says_how_many_it_left_out(opened, made):
     bare = fit_into(made, 0)
-    assert bare.closes_left_out == 12
+    assert bare.close_ups_left_out == 12
     tab = opened(made, state=f"head={made.heads[-1].name}", budget=400_000)
     held = content(Parsed(page(made, 400_000)))
-    missing = held["left_out"]["closes"]
+    missing = held["left_out"]["close_ups"]
     assert missing > 0
     assert f"{12 - missing} of 12 heads" in tab.inner_text("#close-note") or missing == 12
-    assert f"{missing} more heads did not fit" in tab.inner_text("#held")
+    assert f"{missing} more heads did not fit" in tab.inner_text("#close-up-summary")
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +92,14 @@ def large():
         for head in range(9)
     ]
     heads = [replace(one.heads[0], layer=picture.layer, head=picture.head) for picture in pictures]
-    closes = [replace(random_close(1024, 64, spread=0.3), layer=layer) for layer in range(30)]
-    return replace(one, tokens=tokens, heads=tuple(heads), pictures=tuple(pictures), close_ups=tuple(closes))
+    close_ups = [replace(random_close(1024, 64, spread=0.3), layer=layer) for layer in range(30)]
+    return replace(one, tokens=tokens, heads=tuple(heads), pictures=tuple(pictures), close_ups=tuple(close_ups))
 
 
 def test_thirty_layers_of_nine_heads_over_1024_tokens_stay_below_15_megabytes(large):
     size, there = told(large, 15e6)
     assert size <= 15e6
-    assert len(there["closes"]) > 0
+    assert len(there["close_ups"]) > 0
 
 
 def test_the_first_picture_of_270_heads_comes_before_the_rest_and_soon(opened, large):

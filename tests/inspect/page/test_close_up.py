@@ -92,8 +92,8 @@ def test_a_token_pinned_at_8192_tokens_says_which_single_tokens_it_looks_at(open
     assert float(first.locator("b").inner_text()) == pytest.approx(row.max(), abs=0.001)
     assert tab.locator(".word").count() == 3000  # a page of the text
     assert tab.inner_text(".word.pinned") == long.tokens[2000].strip()
-    tab.click('#leaves button:has-text("later")')
-    assert "tokens 3\u202f000 to 5\u202f999" in tab.inner_text("#leaves")
+    tab.click('#text-pages button:has-text("later")')
+    assert "tokens 3\u202f000 to 5\u202f999" in tab.inner_text("#text-pages")
 
 
 @pytest.mark.parametrize("by", ["mean", "max"])

@@ -41,9 +41,9 @@ def test_keys_walk_from_head_to_head_by_value(opened):
     tab = opened(made)
     strip(tab, "sink").locator("canvas").focus()
     tab.keyboard.press("End")
-    assert tab.inner_text("#said").startswith("0.0 0.900")
+    assert tab.inner_text("#announcement").startswith("0.0 0.900")
     tab.keyboard.press("ArrowLeft")
-    assert tab.inner_text("#said").startswith("1.3 0.850")
+    assert tab.inner_text("#announcement").startswith("1.3 0.850")
     tab.keyboard.press("Enter")
     assert tab.inner_text("#focus-title") == "Layer 1 · head 3"
 
@@ -53,4 +53,4 @@ def test_heads_that_the_filter_holds_back_cannot_be_walked_to(opened, state):
     tab = opened(state=state)
     strip(tab, "sink").locator("canvas").focus()
     tab.keyboard.press("Home")
-    assert tab.inner_text("#said").startswith("2.2 0.800")
+    assert tab.inner_text("#announcement").startswith("2.2 0.800")

@@ -32,7 +32,7 @@ def test_a_report_is_json_without_its_pictures():
     assert told["heads"][0]["distances"] == list(made.profiles[first.layer, first.head])
     assert set(told["definitions"]) == set(DEFINITIONS)
     assert told["ablations"] is told["other"] is None
-    assert not {"pictures", "closes"} & set(told)
+    assert not {"pictures", "close_ups"} & set(told)
 
 
 def test_ablations_and_what_it_is_compared_with_are_part_of_it():

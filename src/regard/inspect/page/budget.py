@@ -17,9 +17,9 @@ class Fit(NamedTuple):
 
     causal: bool
     pictures: list[Block]
-    closes: list[PackedCloseUp]
+    close_ups: list[PackedCloseUp]
     largest_left_out: bool
-    closes_left_out: int
+    close_ups_left_out: int
 
 
 def fit_into(report: Report, room: float, prefix: str = "") -> Fit:
@@ -30,8 +30,8 @@ def fit_into(report: Report, room: float, prefix: str = "") -> Fit:
     room -= size(means)
     too_large = size(largest) > room
     included = [] if too_large else largest
-    closes = _close_ups(report, room - size(included), prefix)
-    return Fit(causal, means + included, closes, too_large, len(report.close_ups) - len(closes))
+    close_ups = _close_ups(report, room - size(included), prefix)
+    return Fit(causal, means + included, close_ups, too_large, len(report.close_ups) - len(close_ups))
 
 
 def size(parts: Iterable[Block]) -> int:
@@ -41,12 +41,12 @@ def size(parts: Iterable[Block]) -> int:
 
 def fit_size(fit: Fit) -> int:
     """The bytes of all included parts."""
-    return size(fit.pictures) + sum(map(len, close_blocks(fit).values()))
+    return size(fit.pictures) + sum(map(len, close_up_blocks(fit).values()))
 
 
-def close_blocks(fit: Fit) -> dict[str, str]:
+def close_up_blocks(fit: Fit) -> dict[str, str]:
     """The base64 of all close-ups by its id, each once."""
-    return {name: data for close in fit.closes for name, data in close.blocks.items()}
+    return {name: data for close in fit.close_ups for name, data in close.blocks.items()}
 
 
 def _close_ups(report: Report, room: float, prefix: str) -> list[PackedCloseUp]:

@@ -40,8 +40,8 @@ def _report_data(report: Report, fit: Fit) -> dict[str, Any]:
         "heads": [_head(report, head, measures) for head in report.heads],
         "causal": fit.causal,
         "pictures": [{"id": block.id, "by": block.by, "pictures": block.pictures} for block in fit.pictures],
-        "closes": [close.caption for close in fit.closes],
-        "left_out": {"closes": fit.closes_left_out, "largest": fit.largest_left_out},
+        "close_ups": [close.caption for close in fit.close_ups],
+        "left_out": {"close_ups": fit.close_ups_left_out, "largest": fit.largest_left_out},
         "sinks": [_sinks(share) for share in report.sink_shares],
         "ablations": _ablations(report),
     }

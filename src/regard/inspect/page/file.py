@@ -11,7 +11,7 @@ from string import Template
 from regard.atomic_write import check_writable, write_whole
 from regard.errors import ProblemError
 from regard.inspect.page.assets import icon, script, style, view
-from regard.inspect.page.budget import close_blocks, fit_into, fit_size
+from regard.inspect.page.budget import close_up_blocks, fit_into, fit_size
 from regard.inspect.page.data import as_json, content
 from regard.inspect.surveying.report import Report
 
@@ -61,7 +61,7 @@ def page(report: Report, budget: float = BUDGET) -> str:
         script=script(),
         report=as_json(content(report, fit, theirs)),
         pictures=_blocks((block.id, block.data) for each in fits for block in each.pictures),
-        closes=_blocks(block for each in fits for block in close_blocks(each).items()),
+        close_ups=_blocks(block for each in fits for block in close_up_blocks(each).items()),
     )
 
 

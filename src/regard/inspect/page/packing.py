@@ -115,11 +115,11 @@ class Quantised(NamedTuple):
         return self.codes * self.scale
 
 
-def pack_close_ups(closes: Iterable[CloseUp], prefix: str = "") -> Iterator[PackedCloseUp]:
+def pack_close_ups(close_ups: Iterable[CloseUp], prefix: str = "") -> Iterator[PackedCloseUp]:
     """The close-ups as the page stores them, in their order."""
     names: dict[tuple[int, bytes], str] = {}
     data: dict[str, str] = {}
-    for close in closes:
+    for close in close_ups:
         q, k = quantise(close.q), quantise(close.k)
         digest = close.layer, hashlib.sha256(k.codes.tobytes() + k.scale.tobytes()).digest()
         if digest not in names:

@@ -170,7 +170,7 @@ function stepDots(entry, event) {
     const order = entry.dots.filter(({ head }) => !head.foreign && passesFilter(head)).sort((a, b) => a.x - b.x);
     const at = order.findIndex(({ head }) => head === (entry.at?.head ?? openHead()));
     selectDot(entry, order[max(0, min(order.length - 1, at + step))] ?? null);
-    $("said").textContent = entry.readout.textContent;
+    $("announcement").textContent = entry.readout.textContent;
   }
   stopEvent(event);
 }

@@ -94,7 +94,7 @@ export function drawNotes() {
   $("precision").textContent =
     "The pictures hold each weight w as one byte, 255·√w: no weight is off by more than 0.004. The scores were " +
     `measured on the full weights, not on the pictures.${note}`;
-  $("held").textContent = closeUpText();
+  $("close-up-summary").textContent = closeUpText();
   $("remarks").replaceChildren(...(run.notes ?? []).map((note) => make("p", note)));
   const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
   const times = Object.entries(run.seconds).map(([name, seconds]) => `${name} ${formatNumber(seconds, 1)} s`);
@@ -103,15 +103,15 @@ export function drawNotes() {
 
 // Which heads can be read to the single weight, and what the page had no room for.
 function closeUpText() {
-  const { closes, largest } = report.left_out;
-  const names = report.closes.map(({ head }) => head);
+  const { close_ups: dropped, largest } = report.left_out;
+  const names = report.close_ups.map(({ head }) => head);
   const those = names.length > 8 ? `${names.slice(0, 8).join(", ")} …` : names.join(", ");
-  const worst = { error: max(...report.closes.map(({ error }) => error)) };
+  const worst = { error: max(...report.close_ups.map(({ error }) => error)) };
   const close = names.length
     ? `Single weights can be seen of ${names.length} of ${heads.length} heads (${those}), computed from their ` +
       `queries and keys in 16 bits, ${errorText(worst)}.`
     : "";
-  const left = closes ? `The close-ups of ${closes} more heads did not fit into this page.` : "";
+  const left = dropped ? `The close-ups of ${dropped} more heads did not fit into this page.` : "";
   const without = largest ? "Pictures of the greatest weights did not fit into this page." : "";
   return [close, left, without].filter(Boolean).join(" ");
 }

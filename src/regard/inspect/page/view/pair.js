@@ -121,8 +121,8 @@ export const errorText = ({ error }) =>
   `to within about ${max(0.01, ceil(1e4 * error) / 100)} % of any weight above 0.0001`;
 
 function missingText() {
-  const included = report.closes.length,
-    dropped = report.left_out.closes;
+  const included = report.close_ups.length,
+    dropped = report.left_out.close_ups;
   const there = included ? `It includes those of ${included} of ${heads.length} heads` : "It includes those of no head";
   return `${there}${dropped ? `; ${dropped} more did not fit` : ""}. Ask for this head by --heads ${state.head}.`;
 }

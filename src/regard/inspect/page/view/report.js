@@ -30,10 +30,10 @@ export function labelOf(key) {
 }
 
 function headsOf(source, foreign = false) {
-  const closes = new Map(source.closes.map((close) => [close.head, close]));
+  const captions = new Map(source.close_ups.map((close) => [close.head, close]));
   return source.heads.map((head, rank) => {
     const name = `${head.layer}.${head.head}`;
-    return { ...head, rank, name, foreign, picture: null, caption: closes.get(name), close: null };
+    return { ...head, rank, name, foreign, picture: null, caption: captions.get(name), close: null };
   });
 }
 

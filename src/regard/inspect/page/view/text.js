@@ -37,16 +37,16 @@ function showPage(n) {
   pageSpans = [];
   const pieces = tokens.slice(from, to).flatMap((token, at) => tokenNodes(token, from + at));
   $("text").replaceChildren(...pieces);
-  $("leaves").hidden = to - from === tokens.length;
-  const leafAt = (start, label) =>
+  $("text-pages").hidden = to - from === tokens.length;
+  const pageButton = (start, label) =>
     Object.assign(
       makeButton(label, () => (showPage(start), colourText())),
       { disabled: start < 0 || start >= tokens.length },
     );
-  $("leaves").replaceChildren(
-    leafAt(from - pageLength, "‹ earlier"),
+  $("text-pages").replaceChildren(
+    pageButton(from - pageLength, "‹ earlier"),
     make("span.dim", `tokens ${formatCount(from)} to ${formatCount(to - 1)} of ${formatCount(tokens.length)}`),
-    leafAt(from + pageLength, "later ›"),
+    pageButton(from + pageLength, "later ›"),
   );
 }
 
