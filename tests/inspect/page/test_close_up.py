@@ -87,7 +87,7 @@ def shown_pair_width(tab):
 def test_a_token_pinned_at_8192_tokens_says_which_single_tokens_it_looks_at(opened, long):
     tab = settled(opened(long, state="head=0.0&pin=2000"))
     row = weight(long, 2000, slice(None))
-    first = tab.locator("#strongest .given li").first
+    first = tab.locator("#strongest .outgoing li").first
     assert first.locator("sub").inner_text() == str(row.argmax())
     assert float(first.locator("b").inner_text()) == pytest.approx(row.max(), abs=0.001)
     assert tab.locator(".word").count() == 3000  # a page of the text

@@ -63,9 +63,9 @@ def test_a_pinned_pair_can_be_followed_through_all_heads(opened):
 def test_a_pinned_token_colours_whom_it_looks_at_and_who_looks_at_it(opened):
     tab = opened(state="head=0.1&pin=15")
     row, column = weights(0, 1, 29)[15], weights(0, 1, 29)[:, 15]
-    assert tab.locator(".word.given").count() == 16
-    assert tab.locator(".word.got").count() == 13
-    given, got = (tab.locator(f"#strongest .{name} li").first.inner_text() for name in ("given", "got"))
+    assert tab.locator(".word.outgoing").count() == 16
+    assert tab.locator(".word.incoming").count() == 13
+    given, got = (tab.locator(f"#strongest .{name} li").first.inner_text() for name in ("outgoing", "incoming"))
     assert given.split()[0].startswith(f"·t{row.argmax()}")
     assert got.split()[0].startswith(f"·t{16 + column[16:].argmax()}")
     heaviest = tab.locator(".word").nth(int(row.argmax())).evaluate("word => word.style.getPropertyValue('--weight')")
@@ -76,7 +76,7 @@ def test_without_a_head_a_pinned_token_shows_the_mean_of_the_heads_in_view(opene
     tab = opened(state="pin=15&kind=sink")
     mean = np.mean([weights(layer, 4 - layer if layer else 0, 29)[15] for layer in range(3)], axis=0)
     assert tab.inner_text("#reading-of") == "mean of 3 heads"
-    heaviest = float(tab.locator("#strongest .given li b").first.inner_text())
+    heaviest = float(tab.locator("#strongest .outgoing li b").first.inner_text())
     assert heaviest == pytest.approx(mean[0], abs=0.004)
 
 
@@ -92,7 +92,7 @@ def test_the_first_token_can_be_hidden(opened):
 
 def test_the_continuation_is_told_from_the_prompt(opened):
     tab = opened()
-    assert tab.locator(".word.written").count() == 5
+    assert tab.locator(".word.generated").count() == 5
     assert tab.inner_text(".turn") == "continuation"
 
 
@@ -116,8 +116,8 @@ def test_a_long_text_is_pooled_and_says_so(opened):
     cell = weights(0, 0, 1003)[990:1000, :10].sum(1).mean()
     assert shown_weight(tab) == pytest.approx(cell, abs=0.03)
     tab.click("#text .word:nth-of-type(996)")
-    assert tab.locator("#strongest .given li sub").first.inner_text() == "0–9"
-    assert tab.locator("#strongest .given li").count() == 6
+    assert tab.locator("#strongest .outgoing li sub").first.inner_text() == "0–9"
+    assert tab.locator("#strongest .outgoing li").count() == 6
 
 
 def test_attention_in_both_directions_is_shown_whole(opened):

@@ -32,7 +32,7 @@ def test_what_ran_is_told(opened):
         "a model",
         "29 tokens",
         "24 of the prompt",
-        "5 that the model wrote",
+        "5 that the model generated",
         "12.35 million",
         "321 tokens/s",
         "12.3 tokens/s",

@@ -1,4 +1,4 @@
-"""What the script of the page reads: scores, tokens, captions and definitions, as JSON that a page can carry."""
+"""What the script of the page reads: scores, tokens, captions and definitions, as JSON."""
 
 import json
 import math
@@ -85,7 +85,7 @@ def _ablations(report: Report) -> dict[str, Any] | None:
 
 
 def as_json(value: Any) -> str:
-    r"""JSON that can stand inside a `<script>`: ASCII, without `<`, `>` and `&`; NaN and infinities are null.
+    r"""JSON that is safe inside a `<script>`: ASCII, without `<`, `>` and `&`; NaN and infinities are null.
 
     >>> print(as_json({"token": "</script>", "score": float("nan")}))
     {"token":"\u003c/script\u003e","score":null}

@@ -23,27 +23,26 @@ OVERHEAD = 150_000
 
 
 def write_page(report: Report, path: str | os.PathLike[str], budget: float = BUDGET) -> int:
-    """Write the page to a file, and say how many bytes it has. What was there before is replaced.
+    """Write the page to a file and return its size in bytes. An existing file is replaced.
 
     Args:
-        report: what `survey` found.
+        report: the result of `survey`.
         path: the file.
         budget: bytes to stay below, by leaving out close-ups from the least remarkable head on, then the pictures of
             greatest weights; the page says how many. Scores and mean pictures are never left out, so a model of
             thousands of heads can exceed it.
 
     Raises:
-        ProblemError: no file can be written there, which is found before the page is made; or what is given is none of
-            a report.
-        OSError: the file could not be written after all: a full disk.
+        ProblemError: no file can be written there, which is checked before the page is made; or `report` is no report.
+        OSError: writing failed, on a full disk for example.
     """
     check_writable(path)
-    content = page(report, budget).encode("utf-8", errors="replace")  # a lone surrogate in a file's name, say
+    content = page(report, budget).encode("utf-8", errors="replace")  # such as a lone surrogate in a file name
     return write_whole(Path(path), content)
 
 
 def page(report: Report, budget: float = BUDGET) -> str:
-    """The page as text, of at most `budget` bytes if scores and mean pictures let it."""
+    """The page as text, of at most `budget` bytes if scores and mean pictures fit."""
     if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(f"the report is {type(report).__name__}: expected what `survey` returns.")
     own, other = report, report.other

@@ -70,7 +70,7 @@ function pixel(points, t, vivid) {
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-// A colour as the canvas understands it, for the theme of the moment: by its name in the style sheet, or as a CSS colour.
+// A colour for the canvas in the current theme: by its name in the style sheet, or as a CSS colour.
 const probe = document.body.appendChild(make("span", { hidden: true }));
 const cssCache = new Map();
 export const colour = (name) => cssColour(`var(--${name})`);
@@ -91,7 +91,7 @@ export const kindColour = (kind) => `var(--kind-${kind.replaceAll(" ", "-")}, va
 
 // A picture shrunk to `side` pixels. The fourth root of the mean fourth power is between mean and maximum, so that a
 // line one token wide stays visible; and a little more, for so small a picture looks paler than it is. 0 marks pixels
-// where nothing may be seen, 1..255 the rest.
+// of masked pairs, 1..255 the others.
 export function thumbnail(picture, side, by) {
   const { size, pooled } = picture,
     codes = picture[by],

@@ -83,7 +83,7 @@ function drawStrip(entry) {
   drawChance(ink, key, axis);
   for (const dot of entry.dots) drawDot(ink, dot);
   for (const dot of entry.dots.filter(({ head }) => !head.foreign && head.name === state.head))
-    ringDot(ink, dot, "got-line");
+    ringDot(ink, dot, "incoming-line");
   if (entry.at) ringDot(ink, entry.at, "ink");
 }
 

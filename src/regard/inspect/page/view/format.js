@@ -18,7 +18,7 @@ export function formatNumber(x, digits = 3) {
 export const formatExact = (x) => (x === 0 || x >= 1e-4 ? x.toPrecision(4) : x.toExponential(3));
 export const formatCount = (x) => round(x).toLocaleString("en-GB").replaceAll(",", "\u202f");
 
-// "chance 0.031 · 0.86 to 0.91": what one must know to read a value.
+// "chance 0.031 · 0.86 to 0.91": the chance value and the interval beside a value.
 export function chanceText({ chance, low, high }) {
   const parts = [chance === null ? "" : `chance ${formatNumber(chance)}`];
   if (low !== null && high !== null) parts.push(`${formatNumber(low, 2)} to ${formatNumber(high, 2)}`);
@@ -36,6 +36,6 @@ export function tokenIndex(cell, grain) {
   return grain === 1 ? `${cell}` : `${cell * grain}–${min(tokens.length, (cell + 1) * grain) - 1}`;
 }
 
-// A token with its number beneath, in the colour of what the model wrote if it did.
+// A token with its position beneath; generated tokens have a colour of their own.
 export const tokenLabel = (name, number, n) =>
-  make(n < report.prompt_tokens ? "span.token" : "span.token.written", name, make("sub", number));
+  make(n < report.prompt_tokens ? "span.token" : "span.token.generated", name, make("sub", number));

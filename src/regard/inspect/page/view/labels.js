@@ -26,8 +26,7 @@ let keyTokensPerCell = 0; // tokens a cell that the key speaks of
 const lineHeight = 11.5; // pixels that a label needs
 const maxTokensPerLabel = 32; // tokens per label, 600 tokens on a phone: beyond, positions are clearer than tokens
 
-// Tokens beside every row and above every column, as many as there is room for; where one label is for many tokens,
-// their positions.
+// Tokens beside the rows and above the columns, as many as fit; a label for many tokens shows their positions.
 function forEachLabel(start, from, to, s, draw) {
   const room = ceil(lineHeight / s),
     worded = room <= maxTokensPerLabel,
@@ -92,7 +91,7 @@ export function drawPanelName({ panel, right }) {
   context.fillText(text, right - 6, topEdge() + 13.5);
 }
 
-// The cross: its row and column edged in every picture, their tokens written over the other labels.
+// The cross: its row and column edged in every picture, their tokens drawn over the other labels.
 export function drawCross(frames) {
   const { q, k } = viewport.cross,
     { s, size, y, high } = frames[0];

@@ -72,7 +72,7 @@ function handlePageKey(event) {
   moveTo(...step);
 }
 
-// Esc lets go of one thing at a time: the cross, the pinned token, the head beside, the open head.
+// Esc clears one thing at a time: the cross, the pinned token, the second head, the open head.
 function cancelOne() {
   if (viewport.cross) return setCross(null);
   if (state.pin) return unpin();
@@ -83,7 +83,7 @@ function cancelOne() {
   cells.get(last).button.focus();
 }
 
-// First what one sees first: the pictures of heads, as they are unpacked. Then what takes longer to lay out.
+// Draw the pictures of heads first, as they are unpacked, then the parts that take longer to lay out.
 async function start() {
   readAddress();
   makeControls();

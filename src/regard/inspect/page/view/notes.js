@@ -9,11 +9,11 @@ const { round, max } = Math;
 
 export function drawRun() {
   drawSinks();
-  const written = tokens.length - report.prompt_tokens;
+  const generated = tokens.length - report.prompt_tokens;
   $("lead").textContent =
     `${counted(heads.length, "head")} in ${counted(run.layers, "layer")} read ${formatCount(tokens.length)} tokens: ` +
     `${formatCount(report.prompt_tokens)} of the prompt` +
-    (written ? ` and ${written} that the model wrote` : "");
+    (generated ? ` and ${generated} that the model generated` : "");
   const engines = [...new Set(run.backends)].map((name) => [
     name,
     run.backends.filter((other) => other === name).length,
@@ -31,7 +31,7 @@ export function drawRun() {
       "decoding",
       formatNumber(run.decode_tokens_per_second, 1),
       run.decode_tokens_per_second === null ? "" : "tokens/s",
-      written ? `${written} tokens, one by one` : "nothing was written",
+      generated ? `${generated} tokens, one by one` : "nothing generated",
     ],
     ["attention", formatNumber(run.attention_gflop, 2), "GFLOP", `${formatCount(run.pairs)} query-key pairs`],
     [
@@ -92,7 +92,7 @@ export function drawNotes() {
         "of a query's attention that goes to all the keys of the cell."
       : "";
   $("precision").textContent =
-    "The pictures hold each weight w as one byte, 255·√w: no weight is off by more than 0.004. The scores were " +
+    "The pictures store each weight w as one byte, 255·√w: no weight is off by more than 0.004. The scores were " +
     `measured on the full weights, not on the pictures.${note}`;
   $("close-up-summary").textContent = closeUpText();
   $("remarks").replaceChildren(...(run.notes ?? []).map((note) => make("p", note)));
@@ -101,7 +101,7 @@ export function drawNotes() {
   $("made").textContent = [run.model, run.machine, ...versions, ...times].join(" · ");
 }
 
-// Which heads can be read to the single weight, and what the page had no room for.
+// Which heads have close-ups, and how many close-ups and pictures did not fit into the page.
 function closeUpText() {
   const { close_ups: dropped, largest } = report.left_out;
   const names = report.close_ups.map(({ head }) => head);

@@ -39,7 +39,7 @@ export function openFromEvent(name, { shiftKey } = {}) {
 
 const scoreMeasures = measures.filter(({ key }) => key !== "remarkable" && key !== "sure");
 
-// The measures that a line has room for: those that heads are coloured, ordered and filtered by, and those that name.
+// The measures that fit into a line: those for colour, order and filter, and those that name heads.
 export function mainMeasures() {
   const asked = [state.colour, state.order, state.where].map(measureNamed).filter(Boolean);
   const naming = ["induction", "previous", "duplicate", "sink", "delta_loss", "entropy", "effective_tokens"].map(

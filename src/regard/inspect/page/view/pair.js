@@ -96,14 +96,14 @@ function evenRatioText(weight, i, j, size) {
   if (size === 1 && viewport.look.head.close) {
     const { first, last, prefix } = viewport.look.head.close;
     const keys = last[i] - first[i] + min(prefix, first[i]);
-    return `${formatNumber(weight * keys, 1)} × even attention`;
+    return `${formatNumber(weight * keys, 1)} × uniform attention`;
   }
   if (size !== viewport.look.pooled) return "";
   const even = evenShares(viewport.look, i);
-  return even ? `${formatNumber(weight / even[j], 1)} × even attention` : "";
+  return even ? `${formatNumber(weight / even[j], 1)} × uniform attention` : "";
 }
 
-// What of this head can be seen: single weights, and how exactly, or the stored picture alone.
+// What the page has of this head: single weights, with their error, or the stored picture alone.
 export function drawWeightsNote(head) {
   const pooled = head.picture?.pooled ?? 1;
   const size = `the mean and the greatest weight of ${pooled} × ${pooled} tokens`;
@@ -116,7 +116,7 @@ export function drawWeightsNote(head) {
         : `Single weights of this head are not in this page: it shows ${size}. ${missingText()}`;
 }
 
-// How exact what is computed here is, as it was measured when the page was made.
+// The error of the weights that the page computes, measured when the page was made.
 export const errorText = ({ error }) =>
   `to within about ${max(0.01, ceil(1e4 * error) / 100)} % of any weight above 0.0001`;
 

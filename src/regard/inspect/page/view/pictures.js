@@ -73,14 +73,14 @@ export function sharesOf(picture, withFirst = true, by = "mean") {
 
 // ---- distance -------------------------------------------------------------------------------------------------------
 
-// The mean entropy of even attention over all that the order of the tokens allows.
+// The mean entropy of uniform attention over all keys that causality allows (over all keys, if not causal).
 const evenEntropy = tokens.reduce((sum, _, i) => sum + log(causal ? i + 1 : tokens.length) / tokens.length, 0);
 
-// Whether a head may see all that the order of the tokens allows: its chance entropy tells, the picture does not.
+// Whether the head's mask is plainly causal (or absent): known from its chance entropy, not from the picture.
 export const seesAll = (head) => abs(evenEntropy - (scoreOf(head, "entropy").chance ?? NaN)) < 0.01;
 
-// What each cell of row i would get if attention were even over all that the order of the tokens allows; null where the
-// head's mask allows less (a window).
+// The shares of the cells of row i under uniform attention over all keys that causality allows; null where the head's
+// mask allows fewer (a window).
 export function evenShares({ head, size, pooled, shares }, i) {
   if (!seesAll(head)) return null;
   const keys = Float32Array.from({ length: size }, (_, j) =>

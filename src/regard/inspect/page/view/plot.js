@@ -26,8 +26,8 @@ import {
 
 const { min, sqrt, abs, round, sign, max, floor, ceil } = Math;
 
-// The place of a value on the ramp: a scale of roots, so that a tenth is a third of the way to one. 0 is for what may
-// not be seen. Of a difference 128 is none.
+// The index of a value on the colour ramp: a square-root scale, so that 0.1 is a third of the way to 1. Index 0 is for
+// masked pairs. For differences, 128 is no difference.
 function codeOf(panel, w, size) {
   if (Number.isNaN(w)) return 0;
   const part = min(1, sqrt(abs(w) / topAt(panel, size)));
@@ -37,7 +37,7 @@ function codeOf(panel, w, size) {
 const rampOf = (panel) => (panel.signed ? signedRamp : ramp)(theme());
 export const colourOf = (panel, w, size) => rampOf(panel)[codeOf(panel, w, size)];
 
-// The cells of a picture or a tile as a canvas of one pixel each, painted anew when light turns to dark.
+// The cells of a picture or a tile as a canvas of one pixel each, repainted when the theme changes.
 function paintedCanvas(panel, sheet, values, across, size) {
   const canvas = sheet.canvas ?? sheet.sheet;
   if (sheet.painted !== theme()) {
@@ -127,12 +127,12 @@ function drawTile(panel, tile, { x, y, s }) {
   context.drawImage(paintedCanvas(panel, tile, tile.cells, cellsAcross, tile.size), left, up, right - left, down - up);
 }
 
-// Where the model began to write.
+// The line before the first generated token.
 function drawTurn({ x, y, s }) {
   if (report.prompt_tokens >= tokens.length) return;
   const at = report.prompt_tokens * s,
     extent = tokens.length * s;
-  context.strokeStyle = colour("written");
+  context.strokeStyle = colour("generated");
   context.setLineDash([2, 3]);
   line(x, y + at, x + (causal ? at : extent), y + at);
   line(x + at, y + (causal ? at : 0), x + at, y + extent);

@@ -60,8 +60,8 @@ export function valueOf(head, key) {
 
 export const measureNamed = (key) => measures.find((measure) => measure.key === key);
 
-// The least and greatest value of a measure, of both models, and of its chance unless that is far off; 0 is always
-// within, and 1 for what is a share.
+// The least and greatest value of a measure in both models, and of its chance value unless that is far away; the range
+// always includes 0, and 1 if the measure is a share.
 export function rangeOf(key) {
   const values = [...heads, ...otherHeads].map((head) => valueOf(head, key)).filter((value) => value !== null);
   const furthest = max(...values.map(abs), 1e-9);

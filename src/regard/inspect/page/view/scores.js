@@ -87,7 +87,7 @@ function scoreRow(head, { key, label }, against) {
 
 const distanceBin = (distance) => (distance === 0 ? 0 : 1 + floor(log2(distance)));
 
-// Even attention by distance, in bins 0, 1, 2-3, 4-7, ...: the mean over the rows of the share of their keys in a bin.
+// Uniform attention by distance, in bins 0, 1, 2-3, 4-7, ...: the mean over rows of the share of keys in a bin.
 function evenDistances() {
   const bins = [],
     n = tokens.length;
@@ -106,7 +106,7 @@ function harmonic(n) {
   return harmonicSums[n];
 }
 
-// Attention by distance: as it was measured on the full weights, or else as the picture has it.
+// Attention by distance: measured on the full weights, or else on the picture.
 function distancesOf(head) {
   if (head.distances) return [...head.distances];
   const bins = [],
@@ -137,7 +137,7 @@ function drawDistance() {
     label.style.bottom = high(max(found[bin] ?? 0, even[bin] ?? 0));
     return column;
   });
-  const line = even.length ? "; the line is even attention" : "";
+  const line = even.length ? "; the line is uniform attention" : "";
   const note = make(
     "figcaption",
     `% of attention, by tokens ${causal ? "back" : "away"} (2 = 2 to 3, 4 = 4 to 7 …)${line}`,

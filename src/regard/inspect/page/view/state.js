@@ -47,7 +47,7 @@ function addressText() {
   return parts.length ? `#${parts.join("&")}` : "";
 }
 
-// Read the address; what it does not know, or what this report does not have, is left out.
+// Read the address; unknown keys, and values that this report does not have, are ignored.
 export function readAddress() {
   const fields = new URLSearchParams(location.hash.slice(1));
   const known = (name, allowed) => (allowed.includes(fields.get(name)) ? fields.get(name) : defaults[name]);
@@ -79,7 +79,7 @@ function parsePin(text) {
 
 export const openHead = () => (state.head === null ? null : byName.get(state.head));
 
-// Whether the filters let a head through: its kind, and a measure between two bounds, either of which may lack.
+// Whether a head passes the filters: its kind, and a measure between two bounds, each of which is optional.
 export function passesFilter(head) {
   const { kind, where, least, most } = state;
   if (kind && head.kind !== kind) return false;

@@ -28,7 +28,7 @@ export function makeText() {
 
 const spanAt = (n) => pageSpans[n - pageStart];
 
-// Lay out the page of the text that holds token n.
+// Lay out the page of the text that has token n.
 function showPage(n) {
   const from = tokens.length > 1.5 * pageLength ? floor(n / pageLength) * pageLength : 0;
   const to = tokens.length > 1.5 * pageLength ? min(tokens.length, from + pageLength) : tokens.length;
@@ -57,7 +57,7 @@ function tokenNodes(token, n) {
     title: `token ${n}`,
     tabIndex: pageSpans.length ? -1 : 0,
   });
-  span.classList.toggle("written", n >= report.prompt_tokens);
+  span.classList.toggle("generated", n >= report.prompt_tokens);
   span.dataset.token = n;
   span.setAttribute("role", "button");
   pageSpans.push(span);
@@ -65,7 +65,7 @@ function tokenNodes(token, n) {
   return [...turn, word ? before || (hasSpaces || !n ? "" : " ") : "", span, word ? "" : "\n".repeat(lines)];
 }
 
-// Click pins the token that looks; with Shift, the token it looks at.
+// Click pins a token as the query; with Shift, as the key.
 function pinToken(name, second) {
   if (name === undefined) return;
   const n = Number(name),
@@ -93,39 +93,39 @@ function handleTextKey(event) {
 
 // Mark the tokens of the pair under the cross.
 function markPair(pair) {
-  for (const span of $("text").querySelectorAll(".asks, .read")) span.classList.remove("asks", "read");
+  for (const span of $("text").querySelectorAll(".as-query, .as-key")) span.classList.remove("as-query", "as-key");
   if (!pair) return;
   const tag = (from, name) => {
     for (let n = from; from !== null && n < from + pair.span; n++) spanAt(n)?.classList.add(name);
   };
-  tag(pair.k, "read");
-  tag(pair.q, "asks");
+  tag(pair.k, "as-key");
+  tag(pair.q, "as-query");
 }
 
 // ---- colouring ------------------------------------------------------------------------------------------------------
 
-// What token q gives to each token, and what it gets from each: of the open head, to the single weight where it can be
+// The weights from token q to each token, and from each token to q: of the open head, exact where they can be
 // computed, or the mean over the heads in view.
 function weightsOfToken(q) {
   if (viewport.look?.head.close && state.first) return { span: 1, ...rowAndColumn(viewport.look.head.close, q) };
   const sources = viewport.look
     ? [viewport.look]
     : heads.filter((head) => passesFilter(head) && head.picture?.mean).map((head) => head.picture);
-  const gives = new Float32Array(tokens.length),
-    gets = new Float32Array(tokens.length);
+  const outgoing = new Float32Array(tokens.length),
+    incoming = new Float32Array(tokens.length);
   for (const source of sources) {
     const { size, pooled } = source,
       row = floor(q / pooled);
     const weight = (i, j) => (source.means ? source.means[i * size + j] || 0 : share(source, i, j)) / sources.length;
     for (let n = 0; n < tokens.length; n++) {
-      gives[n] += weight(row, floor(n / pooled));
-      gets[n] += weight(floor(n / pooled), row);
+      outgoing[n] += weight(row, floor(n / pooled));
+      incoming[n] += weight(floor(n / pooled), row);
     }
   }
-  return { span: sources[0]?.pooled ?? 1, gives, gets };
+  return { span: sources[0]?.pooled ?? 1, outgoing, incoming };
 }
 
-let tokenWeights = null; // the ties of the pinned token
+let tokenWeights = null; // weights from and to the pinned token
 
 export function drawText() {
   const { pin } = state;
@@ -137,8 +137,8 @@ export function drawText() {
   colourText();
   const lists = tokenWeights
     ? [
-        strongestList("looks at", "given", tokenWeights.gives, (n) => ({ q: pin.q, k: n })),
-        strongestList("is looked at by", "got", tokenWeights.gets, (n) => ({ q: n, k: pin.q })),
+        strongestList("looks at", "outgoing", tokenWeights.outgoing, (n) => ({ q: pin.q, k: n })),
+        strongestList("is looked at by", "incoming", tokenWeights.incoming, (n) => ({ q: n, k: pin.q })),
       ]
     : [];
   $("strongest").replaceChildren(...lists);
@@ -152,11 +152,11 @@ function colourText() {
     span.classList.toggle("pinned", n === pin?.q);
     span.ariaPressed = n === pin?.q;
     span.classList.toggle("target", n === pin?.k);
-    const back = tokenWeights && (causal ? n <= pin.q : tokenWeights.gives[n] >= tokenWeights.gets[n]);
-    const weight = tokenWeights ? (back ? tokenWeights.gives[n] : tokenWeights.gets[n]) : 0;
+    const back = tokenWeights && (causal ? n <= pin.q : tokenWeights.outgoing[n] >= tokenWeights.incoming[n]);
+    const weight = tokenWeights ? (back ? tokenWeights.outgoing[n] : tokenWeights.incoming[n]) : 0;
     span.style.setProperty("--weight", `${round(100 * sqrt(min(1, weight)))}%`);
-    span.classList.toggle("given", Boolean(tokenWeights && back));
-    span.classList.toggle("got", Boolean(tokenWeights && !back));
+    span.classList.toggle("outgoing", Boolean(tokenWeights && back));
+    span.classList.toggle("incoming", Boolean(tokenWeights && !back));
   });
 }
 
@@ -170,7 +170,7 @@ function scrollToSpan(span) {
 function drawHint(pin) {
   const line = $("hint");
   if (!pin) return line.replaceChildren("Click a token to see which tokens it attends to, and which attend to it.");
-  const legend = [make("span.legend.given", "looks at"), make("span.legend.got", "is looked at by")];
+  const legend = [make("span.legend.outgoing", "looks at"), make("span.legend.incoming", "is looked at by")];
   line.replaceChildren(tokenLabel(visibleText(tokens[pin.q]), pin.q, pin.q), ...legend, makeButton("unpin", unpin));
 }
 
@@ -179,7 +179,7 @@ export const unpin = () => update({ pin: null, colour: state.colour === "pair" ?
 function strongestList(title, className, weights, pinOf) {
   const { span } = tokenWeights;
   const order = [...weights.keys()]
-    .filter((n) => n % span === 0 && weights[n] > 0 && (className === "given" || n !== state.pin.q))
+    .filter((n) => n % span === 0 && weights[n] > 0 && (className === "outgoing" || n !== state.pin.q))
     .sort((a, b) => weights[b] - weights[a]);
   const items = order.slice(0, 6).map((n) => {
     const bar = make("i", { ariaHidden: "true" });

@@ -73,7 +73,7 @@ function* tileOf({ panel, size, row, column }) {
   return cells.map((w, n) => w - less[n]);
 }
 
-// What the cell with tokens q and k first shows: computed, or read from the picture. NaN if no pair of it is seen.
+// The value of the cell whose first tokens are q and k: computed, or read from the picture. NaN without a visible pair.
 export function valueAt(part, q, k, size = tokensPerCell()) {
   if (part.head.close && (size < part.pooled || size === 1))
     return runToEnd(cellWeights(part.head.close, size, q / size, k / size, 1, part.by, state.first))[0];
@@ -85,7 +85,7 @@ export function topAt({ pooled, top, single }, size) {
   return pooled === 1 ? top : single * (top / single) ** (log(size) / log(pooled));
 }
 
-// The share that takes the last colour: 1, or in a pooled picture, where shares are small, what 3 cells in 200 exceed.
+// The share that takes the last colour: 1; in a pooled picture, where shares are small, what 3 of 200 cells exceed.
 export function topOf({ pooled, size }, shares) {
   if (pooled === 1) return 1;
   const known = shares.filter((w) => w >= 0).sort();

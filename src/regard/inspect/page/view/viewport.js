@@ -124,7 +124,7 @@ export function scrollToPair({ q, k }) {
 
 let saveTimer = 0;
 
-// The address keeps what is in the middle, once it has come to rest.
+// The address stores the middle of the view, once scrolling has stopped.
 export function saveViewport() {
   clearTimeout(saveTimer);
   saveTimer = setTimeout(() => {

@@ -22,12 +22,12 @@ function bytesOf(id) {
   return inflated.get(id);
 }
 
-// Resolved when the whole file is read: the close-ups come after the script.
+// Resolved when the browser has parsed the whole file: the close-ups are after the script.
 const documentReady = new Promise((ready) =>
   document.readyState === "loading" ? on(document, "DOMContentLoaded", ready) : ready(),
 );
 
-// Unpack the close-up of a head; it is kept in `head.close`.
+// Unpack the close-up of a head and store it in `head.close`.
 export async function loadWeights(head) {
   const { caption } = head;
   if (!caption || head.close) return;
@@ -113,8 +113,8 @@ function dotProducts({ q, k, dim }, i, start, end, out, from) {
   }
 }
 
-// What row i is divided by when the tokens of the first cell are hidden: the mass of the others, summed up, since 1
-// less the hidden mass would be all rounding where that is nearly 1. Kept for each row.
+// The divisor of row i when the tokens of the first cell are hidden: the sum of the other weights. (1 minus the hidden
+// mass would be rounding error where the hidden mass is nearly 1.) Cached for each row.
 function visibleMass(close, i) {
   const { rest, pooled, n } = close;
   if (Number.isNaN(rest[i])) {
@@ -124,9 +124,9 @@ function visibleMass(close, i) {
   return rest[i];
 }
 
-// A square of count x count cells of grain x grain weights, from cell (row, column) on, row by row; yields now and
-// then, so that it can be left. By "mean": the share of a query's attention that the keys of a cell get; by "max": the
-// greatest weight. NaN where no pair is seen.
+// A square of count x count cells of grain x grain weights, from cell (row, column) on, row by row; yields every few
+// rows, so that it can be stopped. By "mean": the share of a query's attention on the keys of a cell; by "max": the
+// greatest weight. NaN where no pair is visible.
 export function* cellWeights(close, grain, row, column, count, by, withFirst) {
   const { n, pooled } = close;
   const cells = new Float32Array(count * count).fill(NaN);
@@ -161,8 +161,8 @@ export function runToEnd(steps) {
 
 // All weights of query q and all weights on key q: a row and a column.
 export function rowAndColumn(close, q) {
-  const gives = weightsOf(close, q, 0, close.n, new Float64Array(close.n)).map((w) => w || 0);
+  const outgoing = weightsOf(close, q, 0, close.n, new Float64Array(close.n)).map((w) => w || 0);
   const one = new Float64Array(1);
-  const gets = Float64Array.from({ length: close.n }, (_, i) => weightsOf(close, i, q, q + 1, one)[0] || 0);
-  return { gives, gets };
+  const incoming = Float64Array.from({ length: close.n }, (_, i) => weightsOf(close, i, q, q + 1, one)[0] || 0);
+  return { outgoing, incoming };
 }
