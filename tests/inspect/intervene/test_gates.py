@@ -5,7 +5,7 @@ import torch
 
 from regard import Causal, attend
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import altered
+from regard.inspect.intervene.heads import edit_outputs
 from regard.inspect.intervene.importance import slopes
 from regard.inspect.intervene.loss import next_token_loss
 from regard.integrate.transformers import use_regard
@@ -22,7 +22,7 @@ def turned(model, batch, head, by):
             gates[head[1]] += by
         return call.out * gates[:, None, None]
 
-    with torch.no_grad(), altered(model, change):
+    with torch.no_grad(), edit_outputs(model, change):
         logits = model(batch)[:, :-1]
         return torch.nn.functional.cross_entropy(logits.mT, batch[:, 1:], reduction="none").mean(1)
 

@@ -76,7 +76,7 @@ def test_models_of_transformers_have_it():
 
 def test_targets_that_are_no_number_per_sequence_are_said():
     model, ids = decoder(), texts()
-    with pytest.raises(ProblemError, match=r"target is \[5, 19\]: expected one number per sequence, \[5\]"):
+    with pytest.raises(ProblemError, match=r"target is \[5, 19\]: expected one scalar per sequence, \[5\]"):
         gradient_attention(model, lambda: model(ids)[:, -1], [-1])
     with pytest.raises(ProblemError, match=r"without torch\.no_grad"):
         gradient_attention(model, lambda: model(ids).detach()[:, -1, 3], [-1])

@@ -6,7 +6,7 @@ import torch
 
 from regard import attend
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import altered, heads_of, module_at, whole_layer
+from regard.inspect.intervene.heads import edit_outputs, heads_of, module_at, whole_layer
 from regard.integrate.transformers import use_regard
 from tests.inspect.intervene.models import decoder, texts
 from tests.integrate import zoo
@@ -35,7 +35,7 @@ def test_a_number_that_fits_several_modules_is_asked_back():
     model, ids = zoo.model("t5"), zoo.tokens()
     use_regard(model)
     said = pytest.raises(ProblemError, match=r"number 0 fits several modules.*SelfAttention.*Name the module")
-    with said, altered(model, lambda site, call: None, [(0, 1)]):
+    with said, edit_outputs(model, lambda site, call: None, [(0, 1)]):
         model(ids, decoder_input_ids=ids)
 
 
@@ -43,7 +43,7 @@ def test_a_path_names_one_module_of_several():
     model, ids = zoo.model("t5"), zoo.tokens()
     use_regard(model)
     named = ("decoder.block.0.layer.1.EncDecAttention", 1)
-    with altered(model, lambda site, call: None, [named]) as sites:
+    with edit_outputs(model, lambda site, call: None, [named]) as sites:
         model(ids, decoder_input_ids=ids)
     assert [site.module for site in sites.heads if sites.of(site)] == [named[0]]
 
@@ -52,36 +52,39 @@ def test_a_path_names_one_module_of_several():
 def test_a_head_that_a_layer_does_not_have_is_said(name):
     model = decoder()
     with (
-        pytest.raises(ProblemError, match=rf"layer {name[0]} has 4: 0 to 3"),
-        altered(model, lambda s, c: None, [name]),
+        pytest.raises(ProblemError, match=rf"layer {name[0]} has 4 heads, 0 to 3"),
+        edit_outputs(model, lambda s, c: None, [name]),
     ):
         model(texts())
 
 
 def test_a_layer_that_never_attends_is_said():
     model = decoder()
-    said = pytest.raises(ProblemError, match="no layer 7 attended: layers 0, 1 did")
-    with said, altered(model, lambda site, call: None, [(7, 0)]):
+    said = pytest.raises(ProblemError, match="no layer 7 attended, only layers 0, 1")
+    with said, edit_outputs(model, lambda site, call: None, [(7, 0)]):
         model(texts())
 
 
 @pytest.mark.parametrize("name", [3, "L0H1", (0,), (0, 1, 2), (0, 1.0), (None, 1), (0, True)])
 def test_what_is_no_name_is_said(name):
-    with pytest.raises(ProblemError, match="names no head"), altered(None, lambda site, call: None, [name]):
+    with pytest.raises(ProblemError, match="names no head"), edit_outputs(None, lambda site, call: None, [name]):
         pass
 
 
 @pytest.mark.parametrize("name", [(np.int64(1), np.int32(3)), (torch.tensor(1), torch.tensor(3))])
 def test_whatever_counts_as_an_integer_names_a_head(name):
     model = decoder()
-    with altered(model, lambda site, call: None, [name]) as sites:
+    with edit_outputs(model, lambda site, call: None, [name]) as sites:
         model(texts())
     assert sites.named == ((1, 3),)
     assert [type(part) for part in sites.named[0]] == [int, int]
 
 
 def test_what_is_no_list_of_names_is_said():
-    with pytest.raises(ProblemError, match="heads is 3: expected a list of names"), altered(None, lambda s, c: None, 3):
+    with (
+        pytest.raises(ProblemError, match="heads is 3: expected a list of names"),
+        edit_outputs(None, lambda s, c: None, 3),
+    ):
         pass
 
 
@@ -96,14 +99,14 @@ def test_attention_that_is_not_regards_is_said():
 
 def test_a_failure_inside_is_what_comes_out():
     model = decoder()
-    with pytest.raises(KeyError), altered(model, lambda site, call: None, [(7, 0)]):
+    with pytest.raises(KeyError), edit_outputs(model, lambda site, call: None, [(7, 0)]):
         raise KeyError
 
 
 def test_nothing_stays_on_the_model():
     model, ids = decoder(), texts()
     before = model(ids)
-    with altered(model, lambda site, call: call.out * 0):
+    with edit_outputs(model, lambda site, call: call.out * 0):
         assert not torch.equal(model(ids), before)
     assert torch.equal(model(ids), before)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())

@@ -79,7 +79,7 @@ def test_a_residual_that_is_small_by_chance_is_not_enough():
 
 
 def test_what_is_not_complete_in_time_is_refused_with_its_residual():
-    message = r"after \d+ evaluations; example 0: change 6, .*residual .* for gates of .* Allow more evaluations"
+    message = r"after \d+ evaluations; example 0: change 6, .*residual .* at gates of .* Allow more evaluations"
     with pytest.raises(RefusalError, match=message):
         integrated(None, [None], steep(*one_head()), most=23)
 

@@ -5,16 +5,16 @@ import torch
 
 from regard import attend
 from regard.errors import ProblemError
-from regard.inspect.intervene.permute import permuted, shuffled
-from regard.inspect.intervene.rows import observed
+from regard.inspect.intervene.permute import permuted, shuffle_weights
+from regard.inspect.intervene.rows import observe_rows
 from tests.inspect.intervene.models import Stack, decoder, stack_input, texts
 
 
 def test_rows_keep_their_weights_and_what_they_may_see():
     model, x = Stack(sink=True), stack_input()
-    subject = observed(model, lambda: model(x)[:, -1], [(1, 0), (1, 2)], [4, -1])
+    subject = observe_rows(model, lambda: model(x)[:, -1], [(1, 0), (1, 2)], [4, -1])
     (own,) = subject.own.values()
-    other = shuffled(own, torch.Generator().manual_seed(0))
+    other = shuffle_weights(own, torch.Generator().manual_seed(0))
     assert torch.equal(other[..., :-1].sort(-1).values, own.weights[..., :-1].sort(-1).values)
     assert torch.equal(other[..., -1], own.weights[..., -1])
     assert (other[~own.allowed] == 0).all()
@@ -23,10 +23,12 @@ def test_rows_keep_their_weights_and_what_they_may_see():
 
 def test_every_order_is_drawn_alike():
     q = torch.tensor([1.0, 0, 0])[None, None, :, None]
-    subject = observed(None, lambda: attend(q[:, :, :1], q, q).flatten(1), [(0, 0)], [0])
+    subject = observe_rows(None, lambda: attend(q[:, :, :1], q, q).flatten(1), [(0, 0)], [0])
     (own,) = subject.own.values()
     random = torch.Generator().manual_seed(0)
-    where = torch.tensor([int(shuffled(own, random)[0, 0, 0].argmax()) for _ in range(600)]).bincount(minlength=3)
+    where = torch.tensor([int(shuffle_weights(own, random)[0, 0, 0].argmax()) for _ in range(600)]).bincount(
+        minlength=3
+    )
     assert (where - 200).abs().max() < 50
 
 

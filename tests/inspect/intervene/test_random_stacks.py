@@ -35,5 +35,5 @@ def test_the_same_seed_draws_the_same_stack():
 
 @pytest.mark.parametrize("asked", [{"draws": 0}, {"layers": 0}, {"tokens": 0}])
 def test_a_stack_has_tokens_layers_and_draws(asked):
-    with pytest.raises(ProblemError, match="expected 1 of each at least"):
+    with pytest.raises(ProblemError, match="expected each to be 1 or more"):
         random_rank_collapse(Stack(), **asked)

@@ -196,7 +196,9 @@ def test_a_stack_of_attention_without_skips_is_measured_as_it_is():
     ids = texts(tokens=23)
     bare, usual = (rank_collapse(m, lambda m=m: m(ids), variants=AS_IT_IS).after["as it is"] for m in (model, plain))
     assert bare[-1].max() < usual[-1].min()
-    with pytest.raises(ProblemError, match=r"'body.blocks.0' of Decoder does not give x \+ attention.*model.eval\(\)"):
+    with pytest.raises(
+        ProblemError, match=r"'body.blocks.0' of Decoder does not return x \+ attention.*model.eval\(\)"
+    ):
         rank_collapse(model, lambda: model(ids))
 
 
@@ -205,7 +207,7 @@ def test_blocks_of_another_make_are_said_and_measured_as_they_are(name):
     model, ids = zoo.model(name), zoo.tokens()
     use_regard(model)
     words, hooks = {"decoder_input_ids": ids} if name == "t5" else {}, hooks_of(model)
-    with pytest.raises(ProblemError, match=r"does not give x \+ attention.* variants=\['as it is'\]"):
+    with pytest.raises(ProblemError, match=r"does not return x \+ attention.* variants=\['as it is'\]"):
         rank_collapse(model, lambda: model(ids, **words))
     found = rank_collapse(model, lambda: model(ids, **words), variants=AS_IT_IS)
     assert found.after["as it is"].shape == (len(found.modules), 2)
@@ -214,7 +216,7 @@ def test_blocks_of_another_make_are_said_and_measured_as_they_are(name):
 
 def test_cross_attention_is_no_mlp():
     model, ids = Decoder(19, 32, layers=2, heads=4, mlp=False, context_dim=8).eval(), texts()
-    with pytest.raises(ProblemError, match=r"block 'body.blocks.0' of Decoder does not give x \+ attention"):
+    with pytest.raises(ProblemError, match=r"block 'body.blocks.0' of Decoder does not return x \+ attention"):
         rank_collapse(model, lambda: model(ids, torch.randn(5, 3, 8)))
 
 

@@ -57,7 +57,7 @@ def test_means_by_position_go_on_in_generation():
 def test_a_text_longer_than_the_means_is_said():
     model = decoder()
     mean = mean_outputs(model, [texts(tokens=7)], model, per_position=True)
-    said = pytest.raises(ProblemError, match="positions 0 to 10, and means were taken of 7")
+    said = pytest.raises(ProblemError, match="positions 0 to 10, and there are means of 7")
     with said, ablated(model, [(1, 2)], mean):
         model(texts())
 
@@ -136,5 +136,5 @@ def test_a_mean_needs_batches_and_rows_that_fit():
         mean_outputs(model, [], model)
     with pytest.raises(ProblemError, match="batches is one batch, a Tensor"):
         mean_outputs(model, ids, model)
-    with pytest.raises(ProblemError, match=r"rows gave \[5, 3\]: expected bool \[batch, queries\] = \[5, 11\]"):
+    with pytest.raises(ProblemError, match=r"rows returned \[5, 3\]: expected bool \[batch, queries\] = \[5, 11\]"):
         mean_outputs(model, [ids], model, rows=lambda batch: torch.ones(5, 3) > 0)

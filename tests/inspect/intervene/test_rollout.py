@@ -80,7 +80,7 @@ def test_layers_must_be_over_one_text():
         rollout([seen[0].value], [-1])
 
 
-@pytest.mark.parametrize(("rows", "said"), [([11], "row 11 was asked for"), ([-12], "row -12"), ([], "no rows")])
+@pytest.mark.parametrize(("rows", "said"), [([11], "row 11 does not exist"), ([-12], "row -12"), ([], "no rows")])
 def test_rows_that_there_are_not_are_said(rows, said):
     with pytest.raises(ProblemError, match=said):
         rollout(kept(Stack(), stack_input()), rows)

@@ -7,7 +7,7 @@ import torch
 
 from regard import Causal, attend
 from regard.errors import ProblemError
-from regard.inspect.intervene.rows import divergence, mean_divergence, moved, observed, with_rows
+from regard.inspect.intervene.rows import divergence, mean_divergence, observe_rows, prediction_shift, with_rows
 from regard.integrate.transformers import use_regard
 from tests.inspect.intervene.models import Stack, decoder, stack_input, texts
 from tests.integrate import zoo
@@ -18,19 +18,19 @@ def test_the_models_own_rows_change_nothing(name):
     model, ids = zoo.model(name), zoo.tokens()
     use_regard(model)
     predict = lambda: model(ids).logits[:, -1]  # noqa: E731
-    subject = observed(model, predict, [(0, 1), (1, 0), (1, 3)], [-1, 4])
+    subject = observe_rows(model, predict, [(0, 1), (1, 0), (1, 3)], [-1, 4])
     own = {site: one.weights for site, one in subject.own.items()}
     with torch.no_grad():
-        assert moved(subject, own).max() < 1e-5
+        assert prediction_shift(subject, own).max() < 1e-5
         even = {site: torch.full_like(w, 1 / w.shape[-1]) for site, w in own.items()}
-        assert moved(subject, even).min() > 1e-4
+        assert prediction_shift(subject, even).min() > 1e-4
     assert torch.equal(mean_divergence(subject, own), torch.zeros(2).double())
 
 
 def test_own_rows_are_those_of_the_matrix():
     model, x = Stack(sink=True), stack_input()
     _, matrices = model.in_full(x)
-    subject = observed(model, lambda: model(x)[:, -1], [(1, 3), (1, 0)], [4, -1])
+    subject = observe_rows(model, lambda: model(x)[:, -1], [(1, 3), (1, 0)], [4, -1])
     ((site, own),) = subject.own.items()
     assert (site.layer, own.heads) == (1, (0, 3))
     assert torch.allclose(own.weights[..., :-1], matrices[1][:, [0, 3]][:, :, [4, 10]], atol=1e-10)
@@ -40,13 +40,13 @@ def test_own_rows_are_those_of_the_matrix():
 
 def test_rows_without_a_sink_may_not_use_one():
     model, x = Stack(), stack_input()
-    subject = observed(model, lambda: model(x)[:, -1], [(1, 3)], [-1])
+    subject = observe_rows(model, lambda: model(x)[:, -1], [(1, 3)], [-1])
     assert not next(iter(subject.own.values())).allowed[..., -1].any()
 
 
 def test_other_weights_take_other_values():
     q, v = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)
-    subject = observed(None, lambda: attend(q, q[:, :1], v, mask=Causal())[:, :, 3].flatten(1), [(0, 1)], [3])
+    subject = observe_rows(None, lambda: attend(q, q[:, :1], v, mask=Causal())[:, :, 3].flatten(1), [(0, 1)], [3])
     ((site, own),) = subject.own.items()
     one = torch.zeros_like(own.weights)
     one[..., 2] = 1
@@ -60,12 +60,12 @@ def test_other_weights_take_other_values():
 
 def test_the_row_that_moved_furthest_counts():
     model, ids = decoder(), texts()
-    subject = observed(model, lambda: model(ids), [(1, 0)], [7])
+    subject = observe_rows(model, lambda: model(ids), [(1, 0)], [7])
     other = {site: one.weights.roll(1, -1) * one.allowed for site, one in subject.own.items()}
     with torch.no_grad():
-        whole = moved(subject, other)
-        alone = observed(model, lambda: model(ids)[:, 7], [(1, 0)], [7])
-        assert torch.allclose(whole, moved(alone, other), atol=1e-12)
+        whole = prediction_shift(subject, other)
+        alone = observe_rows(model, lambda: model(ids)[:, 7], [(1, 0)], [7])
+        assert torch.allclose(whole, prediction_shift(alone, other), atol=1e-12)
 
 
 def test_divergence_is_a_mean_of_two_relative_entropies():
@@ -88,12 +88,12 @@ def test_divergence_is_a_mean_of_two_relative_entropies():
 def test_what_there_is_not_is_said(heads, rows, said):
     model, ids = decoder(), texts()
     with pytest.raises(ProblemError, match=said):
-        observed(model, lambda: model(ids)[:, -1], heads, rows)
+        observe_rows(model, lambda: model(ids)[:, -1], heads, rows)
 
 
 def test_a_prediction_must_be_a_batch_of_logits():
     model, ids = decoder(), texts()
-    with pytest.raises(ProblemError, match=r"predict gave \[19\]: expected logits \[5"):
-        observed(model, lambda: model(ids)[0, -1], [(0, 0)], [-1])
+    with pytest.raises(ProblemError, match=r"predict returned \[19\]: expected logits \[5"):
+        observe_rows(model, lambda: model(ids)[0, -1], [(0, 0)], [-1])
     with pytest.raises(ProblemError, match="no cache"):
-        observed(model, lambda: model(model.generate(ids, 3))[:, -1], [(0, 0)], [-1])
+        observe_rows(model, lambda: model(model.generate(ids, 3))[:, -1], [(0, 0)], [-1])

@@ -76,8 +76,8 @@ def test_cross_attention_is_named_by_its_path():
     [
         ({"layer": 7}, "no layer 7 attended"),
         ({"layer": 1.5}, r"layer is 1\.5: expected its number from 0, or the path"),
-        ({"tokens": [0.5]}, r"token 0\.5 was asked for"),
-        ({"tokens": [11]}, "token 11 was asked for, and there are 11: expected 0 to 10"),
+        ({"tokens": [0.5]}, r"token 0\.5 does not exist"),
+        ({"tokens": [11]}, "token 11 does not exist: there are 11, expected 0 to 10"),
         ({"module": "body.blocks.5"}, "no module 'body.blocks.5'"),
         ({"module": "body.blocks"}, "did not run"),
     ],

@@ -294,7 +294,7 @@ def test_retrieval_by_steps_is_that_of_the_whole():
         (torch.zeros(1, 5).long(), torch.zeros(1, 4) > 0, 4, r"tokens is \[1, 5\] and needle \[1, 4\]"),
         (torch.zeros(1, 4).long(), torch.zeros(1, 4) > 0, 4, "expected prompt and answer"),
         (torch.zeros(1, 6).long(), torch.zeros(1, 6) > 0, 5, "a needle has no tokens"),
-        (torch.zeros(1, 6).long(), torch.zeros(1, 6) == 0, 6, "no row wrote a token at position 6"),
+        (torch.zeros(1, 6).long(), torch.zeros(1, 6) == 0, 6, "no row generated a token at position 6"),
     ],
 )
 def test_needles_that_do_not_fit_are_refused(tokens, needle, since, message):

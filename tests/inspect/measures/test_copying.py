@@ -174,7 +174,7 @@ def test_what_has_no_circuit_is_refused():
         circuits(bert)
     after = {"do_layer_norm_before": False, "ffn_dim": 16, "word_embed_proj_dim": 24}
     opt = OPTForCausalLM(OPTConfig(**SIZES, **after, pad_token_id=0, bos_token_id=0, eos_token_id=0))
-    with pytest.raises(ProblemError, match=r"\(opt\) of this config is built otherwise: its norms come after"):
+    with pytest.raises(ProblemError, match=r"\(opt\) of this config differs: its norms come after"):
         circuits(opt)
     with pytest.raises(ProblemError, match=r"are not loaded \(on the meta device\)"):
         circuits(LlamaForCausalLM(LlamaConfig(**SHARED)).to("meta"))

@@ -101,7 +101,7 @@ def test_all_stimuli_draw_the_same_for_the_same_seed(stimulus):
     assert not torch.equal(first[0], first[1])
     with pytest.raises(ProblemError, match="5 tokens to draw from: expected"):
         stimulus.draw(list(range(5)), None, 1)
-    with pytest.raises(ProblemError, match="sequences is 0: expected how many to draw"):
+    with pytest.raises(ProblemError, match="sequences is 0: expected a number of 1 or more"):
         stimulus.draw(list(range(99)), None, 0)
 
 

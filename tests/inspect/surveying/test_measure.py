@@ -109,7 +109,7 @@ def test_what_is_shown_is_short(decoder):
         (torch.arange(9), ["sinks"], "measures has 'sinks': expected some of sink, "),
         (torch.arange(9), 3, "measures is 3: expected a list"),
         (torch.arange(9), [Measure.of_pattern("p", lambda t: t)], r"pattern returned torch.int64 \[9\] for 9 tokens"),
-        (torch.arange(9), [Measure.of_pattern("p", lambda t: (t, t + 1))], "whole numbers .* from 0 to 8"),
+        (torch.arange(9), [Measure.of_pattern("p", lambda t: (t, t + 1))], "integers .* from 0 to 8"),
     ],
 )
 def test_what_makes_no_sense_is_refused(decoder, text, measures, message):

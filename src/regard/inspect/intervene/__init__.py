@@ -4,7 +4,7 @@ from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_or
 from regard.inspect.intervene.adversary import Adversary, adversary
 from regard.inspect.intervene.blocks import VARIANTS, Variant
 from regard.inspect.intervene.gradient import gradient_attention
-from regard.inspect.intervene.heads import Site, altered, heads_of
+from regard.inspect.intervene.heads import Site, edit_outputs, heads_of
 from regard.inspect.intervene.importance import Importance, importance
 from regard.inspect.intervene.integrated import Integrated, integrated
 from regard.inspect.intervene.loss import Effect, Interval, next_token_loss
@@ -39,7 +39,7 @@ __all__ = [
     "ablated",
     "ablation_effects",
     "adversary",
-    "altered",
+    "edit_outputs",
     "effect_order",
     "gradient_attention",
     "greedy",

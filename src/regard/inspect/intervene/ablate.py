@@ -1,10 +1,10 @@
-"""Taking heads out: `ablated`, what that does to the loss, and in which order heads can best be spared.
+"""Ablation: `ablated`, its effect on the loss, and greedy orders in which to remove heads.
 
 A head is replaced at the input of the output projection, where heads are still separate, in every family of models.
-The projection mixes them: a slice of its output is no head.
+The projection mixes them: a slice of its output is not a head.
 
-One head at a time understates what heads do: where four do the same, each can be spared and all four cannot. So take
-out groups too.
+Ablating one head at a time understates what heads do: of four redundant heads the model can lose any one, but not all
+four. Ablate groups too.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from regard.attention import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import Site, Sites, altered
+from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.intervene.loss import Effect, LossOf, all_of, losses
 from regard.inspect.intervene.replacement import By, ByBatch, as_replacement, check_replacement
 from regard.inspect.names import HeadName, Heads, read_heads
@@ -24,14 +24,14 @@ from regard.inspect.names import HeadName, Heads, read_heads
 
 @contextmanager
 def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator[None]:
-    """Within the block, these heads give zero, their mean, or what they gave on other inputs.
+    """Within the block, the output of these heads is zero, their mean, or their output on other inputs.
 
-    Works in training (gradients flow through all other heads), and in generation with a cache: zero and overall means
-    always, means per position while the text is no longer than those they were taken of. What torch.compile compiled
-    runs uncompiled within the block; what torch.export traced cannot be reached.
+    Works in training (gradients flow through all other heads), and in generation with a KV cache: zero and overall
+    means always, means per position while the text is no longer than the texts of the means. Compiled models run
+    uncompiled within the block; exported programs (torch.export) are not affected.
 
     Args:
-        model: whose layers are meant; None for a function that calls `attend`, whose calls are counted from 0 at the
+        model: the model with the layers; None for a function that calls `attend`, whose calls are counted from 0 at the
             start of the block.
         heads: by name, (layer, head).
         by: "zero"; `mean_outputs(...)`; `Resample(outputs_of(...))`.
@@ -57,7 +57,7 @@ def ablated(model: nn.Module | None, heads: Heads, by: By = "zero") -> Generator
         gone[own] = True
         return torch.where(gone.to(call.out.device)[:, None, None], replacement.outputs(site, call), call.out)
 
-    with altered(model, change, named):
+    with edit_outputs(model, change, named):
         yield
 
 
@@ -68,14 +68,14 @@ def ablation_effects(
     groups: Iterable[Heads] | None = None,
     by: ByBatch = "zero",
 ) -> Iterator[Effect]:
-    """What taking heads out does to the loss, group by group.
+    """The effect of ablation on the loss, group by group.
 
-    One run of all batches per group, and one before. An iterator: progress is yours to show, and it may be left.
+    Costs one run of all batches per group, and one before. An iterator, so that callers can show progress or stop.
 
     Args:
-        batches, loss_of: what to measure on; see `loss.py`.
-        groups: heads that go together; None: every head of the model by itself, layer by layer.
-        by: as in `ablated`, or a function of the batch that gives one of these: a `Resample` belongs to one batch.
+        batches, loss_of: the data and the loss; see `loss.py`.
+        groups: heads that are ablated together; None: every head of the model by itself, layer by layer.
+        by: as in `ablated`, or a function that returns one for each batch: a `Resample` belongs to one batch.
 
     >>> from regard.inspect.intervene.loss import next_token_loss
     >>> from regard.nn import Decoder
@@ -88,7 +88,7 @@ def ablation_effects(
     named = None if groups is None else [read_heads(group) for group in groups]
 
     def effects() -> Iterator[Effect]:
-        base, all_heads = measured(model, batches, loss_of)
+        base, all_heads = baseline_losses(model, batches, loss_of)
         for group in [(name,) for name in all_heads] if named is None else named:
             yield Effect(group, base, losses_without(model, batches, loss_of, group, by))
 
@@ -102,11 +102,11 @@ def greedy(
     heads: Heads | None = None,
     by: ByBatch = "zero",
 ) -> Iterator[Effect]:
-    """Heads in the order in which they are best spared: each time the one without which the loss is least.
+    """Remove heads greedily: at each step the head without which the loss is least.
 
     For H heads the k-th step runs all batches H - k times: take as many steps as you need (`itertools.islice`). Each
-    effect is that of all heads taken out so far, the last one being the newest; `effect.heads` is an order for
-    `prune_curve`. It is made on these batches, so measure it on others.
+    effect is that of all heads removed so far, the newest last; `effect.heads` is an order for `prune_curve`. The order
+    fits these batches, so measure it on others.
 
     Args:
         heads: to choose from; None: all of the model.
@@ -122,7 +122,7 @@ def greedy(
     batches, by, chosen = all_of(batches), check_replacement(by), None if heads is None else read_heads(heads)
 
     def steps() -> Iterator[Effect]:
-        base, all_heads = measured(model, batches, loss_of, chosen or ())
+        base, all_heads = baseline_losses(model, batches, loss_of, chosen or ())
         left, gone = list(all_heads if chosen is None else dict.fromkeys(chosen)), ()
         while left:
             tried = [
@@ -137,10 +137,10 @@ def greedy(
 
 
 def effect_order(effects: Iterable[Effect]) -> tuple[HeadName, ...]:
-    """Heads by what they cost alone, least first; from effects of single heads.
+    """Heads by the loss when each is ablated alone, least first.
 
     Raises:
-        ProblemError: an effect is that of several heads.
+        ProblemError: an effect is of several heads.
 
     >>> base = torch.zeros(2)
     >>> effect_order([Effect(((0, 1),), base, base + 0.3), Effect(((1, 0),), base, base + 0.1)])
@@ -148,18 +148,18 @@ def effect_order(effects: Iterable[Effect]) -> tuple[HeadName, ...]:
     """
     single = list(effects)
     if many := next((effect.heads for effect in single if len(effect.heads) != 1), None):
-        raise ProblemError(f"an effect is that of {len(many)} heads together: an order needs those of single heads.")
+        raise ProblemError(f"an effect is that of {len(many)} heads together: an order needs effects of single heads.")
     return tuple(effect.heads[0] for effect in sorted(single, key=_mean_loss))
 
 
-def measured(
+def baseline_losses(
     model: nn.Module | None, batches: tuple[Any, ...], loss_of: LossOf, named: Heads = ()
 ) -> tuple[Tensor, tuple[HeadName, ...]]:
-    """The loss of every example, [examples], and the names of all heads; those that are named must exist."""
+    """The loss of every example, [examples], and the names of all heads. The heads in `named` must exist."""
     names: tuple[HeadName, ...] = ()
     found: list[Tensor] = []
     for batch in batches:
-        with altered(model, lambda site, call: None, named) as sites:
+        with edit_outputs(model, lambda site, call: None, named) as sites:
             found.append(losses([batch], loss_of))
         names = names or sites.names()
     if not names:
@@ -172,7 +172,7 @@ def losses_without(
 ) -> Tensor:
     """The loss of every example without these heads, [examples]."""
     found: list[Tensor] = []
-    for batch in batches:  # each in a block of its own, so that calls without a model are counted from 0
+    for batch in batches:  # a new block for each, so that calls without a model are counted from 0
         with ablated(model, heads, by(batch) if callable(by) else by):
             found.append(losses([batch], loss_of))
     return torch.cat(found)

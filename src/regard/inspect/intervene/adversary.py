@@ -1,13 +1,14 @@
-"""The adversary: weights as unlike the model's as can be, under which it still says the same.
+"""Adversarial weights: weights as different as possible from the model's that leave its prediction unchanged.
 
 Jain & Wallace 2019, *Attention is not explanation*, arXiv:1902.10186, §4.2.2: over the weights of chosen rows,
 
-    maximise JSD(weights, the model's own)     so that     TVD(what it says, what it said) <= epsilon
+    maximise JSD(weights, original weights)     subject to     TVD(prediction, original prediction) <= epsilon
 
 relaxed to minimising -JSD + 500 max(0, TVD - epsilon) by Adam (amsgrad, step 0.01), 500 steps from each of several
-starts: the first beside the model's own weights, the others at random. What is found is a lower bound. JSD is at most
-ln 2 = 0.693 nats and is the mean over the chosen heads and rows; TVD is half the sum of differences of probabilities.
-Wiegreffe & Pinter 2019, *Attention is not not explanation*, arXiv:1908.04626, say what this shows and what not.
+starts: the first near the model's own weights, the others at random. The result is a lower bound. JSD, the
+Jensen-Shannon divergence, is at most ln 2 = 0.693 nats; it is the mean over the chosen heads and rows. TVD, the total
+variation distance, is half the sum of absolute differences of probabilities. Wiegreffe & Pinter 2019, *Attention is not
+not explanation*, arXiv:1908.04626, discuss what this shows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,31 +23,31 @@ from regard.inspect.intervene.heads import Site
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.rows import (
     CAVEAT,
+    Baseline,
     Predict,
-    Unchanged,
     mean_divergence,
-    moved,
-    observed,
+    observe_rows,
+    prediction_shift,
 )
 from regard.inspect.names import HeadName, Heads, group_text
 
 PENALTY, STEP = 500.0, 0.01
 LEAST = 1e-4
-"""Weights start no lower: in 500 steps of 0.01 a logit moves by 5, and what starts too low never takes part."""
+"""The least initial weight: 500 steps of 0.01 change a logit by at most 5, so a lower weight would never matter."""
 
 
 @brief
 @dataclass(frozen=True, eq=False)
 class Adversary:
-    """The most different weights that were found, within epsilon.
+    """The weights with the largest divergence found within epsilon.
 
     Args:
-        heads, rows: of which weights.
-        epsilon: how far the prediction was allowed to move, total variation.
-        divergence: JSD of the weights found from the model's own, nats, [batch]; 0 where none were found.
-        distance: how far the prediction moved under them, total variation, [batch].
-        weights: by layer, the weights found, [batch, chosen heads of the layer, rows, keys + 1]; the last is the sink.
-        own: the model's, likewise.
+        heads, rows: the heads and rows whose weights were changed.
+        epsilon: the limit on the change of the prediction, total variation.
+        divergence: JSD between these weights and the model's own, nats, [batch]; 0 where the search failed.
+        distance: the change of the prediction under these weights, total variation, [batch].
+        weights: by layer, the weights, [batch, chosen heads of the layer, rows, keys + 1]; the last column is the sink.
+        own: the model's own weights, in the same layout.
     """
 
     heads: tuple[HeadName, ...]
@@ -78,21 +79,22 @@ def adversary(
     seed: int = 0,
     tick: Tick | None = None,
 ) -> Adversary:
-    """The most different weights of some heads in some rows under which the model says the same.
+    """The most different weights of some heads in some rows that leave the prediction within epsilon.
 
-    Heads are changed together: call it for each head alone, and for the group, and compare. `starts * (steps + 1)`
-    forward and backward passes; every example of the batch has weights of its own.
+    All heads are changed together: call it for each head alone, and for the group, and compare. Costs
+    `starts * (steps + 1)` forward and backward passes; every example of the batch has its own weights.
 
     Args:
-        predict: runs the model and gives logits [batch, ..., classes], as `lambda: model(ids).logits[:, -1]`.
-            Change the row that it is read from: in a causal model, others reach it only through later layers.
+        predict: runs the model and returns logits [batch, ..., classes], as `lambda: model(ids).logits[:, -1]`.
+            Choose the row that the logits are read from: in a causal model, other rows reach it only through later
+            layers.
         heads: by name, (layer, head).
-        rows: whose weights are changed, in each of the heads; -1 is the last.
-        epsilon: how far the prediction may move, total variation, 0 to 1.
+        rows: the rows whose weights are changed, in each of the heads; -1 is the last.
+        epsilon: the limit on the change of the prediction, total variation, 0 to 1.
         tick: called after each step.
 
     Raises:
-        ProblemError: heads or rows that there are not, a prediction that is no batch of logits.
+        ProblemError: heads or rows that do not exist, a prediction that is no batch of logits.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
@@ -101,8 +103,10 @@ def adversary(
     (True, True)
     """
     if not 0 < epsilon <= 1 or steps < 1 or starts < 1:
-        raise ProblemError(f"epsilon={epsilon}, steps={steps}, starts={starts}: expected 0 < epsilon <= 1 and counts.")
-    subject = observed(model, predict, heads, rows)
+        raise ProblemError(
+            f"epsilon={epsilon}, steps={steps}, starts={starts}: expected 0 < epsilon <= 1 and counts of 1 or more."
+        )
+    subject = observe_rows(model, predict, heads, rows)
     best = _Best(subject, epsilon)
     for start in range(starts):
         random = torch.Generator().manual_seed(seed + start)
@@ -112,9 +116,9 @@ def adversary(
 
 
 class _Best:
-    """For each example, the most different weights so far that stay within epsilon; the model's own to begin with."""
+    """For each example, the most different weights so far within epsilon; initially the model's own."""
 
-    def __init__(self, subject: Unchanged, epsilon: float) -> None:
+    def __init__(self, subject: Baseline, epsilon: float) -> None:
         self.epsilon = epsilon
         self.weights = {site: own.weights.clone() for site, own in subject.own.items()}
         self.divergence = torch.zeros(subject.batch, dtype=torch.float64, device=subject.log_probs.device)
@@ -128,26 +132,26 @@ class _Best:
             own[better] = weights[site][better].to(own.dtype)
 
 
-def _anywhere(subject: Unchanged, random: torch.Generator) -> dict[Site, Tensor]:
+def _anywhere(subject: Baseline, random: torch.Generator) -> dict[Site, Tensor]:
     """Logits from N(0, 1)."""
     return {site: torch.randn(own.weights.shape, generator=random).to(own.weights) for site, own in subject.own.items()}
 
 
-def _beside_own(subject: Unchanged, random: torch.Generator) -> dict[Site, Tensor]:
+def _beside_own(subject: Baseline, random: torch.Generator) -> dict[Site, Tensor]:
     """The logs of the model's own weights, those below LEAST raised to it, with noise from N(0, 1)."""
     noise = _anywhere(subject, random)
     return {site: own.weights.clamp(min=LEAST).log() + noise[site] for site, own in subject.own.items()}
 
 
-def _search(subject: Unchanged, best: _Best, free: dict[Site, Tensor], steps: int, tick: Tick | None) -> None:
-    """Descend from these logits, and offer what is met on the way."""
+def _search(subject: Baseline, best: _Best, free: dict[Site, Tensor], steps: int, tick: Tick | None) -> None:
+    """Minimise the objective from these logits, and offer every iterate to `best`."""
     for logits in free.values():
         logits.requires_grad_()
     optimizer = torch.optim.Adam(free.values(), lr=STEP, amsgrad=True)
     for step in range(steps + 1):
         with torch.enable_grad():
             weights = {site: _distribution(subject, site, logits) for site, logits in free.items()}
-            divergence, distance = mean_divergence(subject, weights), moved(subject, weights)
+            divergence, distance = mean_divergence(subject, weights), prediction_shift(subject, weights)
             objective = (PENALTY * (distance - best.epsilon).clamp(min=0) - divergence).sum()  # examples share nothing
         best.offer({site: one.detach() for site, one in weights.items()}, divergence.detach(), distance.detach())
         if step < steps:
@@ -158,7 +162,7 @@ def _search(subject: Unchanged, best: _Best, free: dict[Site, Tensor], steps: in
             tick()
 
 
-def _distribution(subject: Unchanged, site: Site, logits: Tensor) -> Tensor:
-    """Logits as weights over what may have weight; a row that sees nothing stays 0."""
+def _distribution(subject: Baseline, site: Site, logits: Tensor) -> Tensor:
+    """The softmax of logits over the visible keys; a fully masked row is 0."""
     allowed = subject.own[site].allowed
     return logits.masked_fill(~allowed, float("-inf")).softmax(-1).masked_fill(~allowed, 0.0)

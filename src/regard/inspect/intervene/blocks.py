@@ -29,7 +29,7 @@ from regard.inspect.intervene.heads import module_at
 from regard.inspect.observing.layers import track_layers
 
 FLAT = (2, 3)
-"""Axes of tokens within a block: some families lay the tokens of all sequences side by side."""
+"""Axes of the tokens within a block: some families flatten batch and tokens into one axis."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Branches:
     """The modules of a block, by their paths in the model, whose outputs are its branches.
 
     Args:
-        attention: whose output is added first.
-        mlp: whose output is added last; None for a block without an MLP.
-        entrance: which is given the tokens with the attention added, on their way to the MLP; None in a
-            parallel block, or without an MLP.
+        attention: the module whose output is added first.
+        mlp: the module whose output is added last; None for a block without an MLP.
+        entrance: the first module of the MLP branch, whose input is x + attention; None in a parallel block, or without
+            an MLP.
     """
 
     attention: str
@@ -48,22 +48,22 @@ class Branches:
     entrance: str | None = None
 
 
-class Passed(NamedTuple):
-    """A module was given tokens, or gave them: its path, and the tensor, of 3 axes or 2."""
+class ModuleTensor(NamedTuple):
+    """The tokens that a module took or returned: its path, and the tensor, of 3 axes or 2."""
 
     path: str
-    given: bool
+    is_input: bool
     tokens: Tensor
 
 
 def branches(model: nn.Module, run: Callable[[], Any], blocks: Mapping[str, Sequence[str]]) -> dict[str, Branches]:
-    """The branches of each block, by one run. The tensors of one block are in memory at a time.
+    """The branches of each block, found in one run. The tensors of one block are in memory at a time.
 
     Args:
-        blocks: paths of blocks, each with those of its modules that attend.
+        blocks: paths of blocks, each with the paths of its attending modules.
 
     Raises:
-        ProblemError: a block is made otherwise, or did not run.
+        ProblemError: a block has another structure, or did not run.
 
     >>> from regard.nn import Decoder
     >>> model = Decoder(19, 32, layers=1, heads=4).eval()
@@ -75,55 +75,55 @@ def branches(model: nn.Module, run: Callable[[], Any], blocks: Mapping[str, Sequ
     found: dict[str, Branches] = {}
     with track_layers(model), ExitStack() as hooks:
         for path, attending in blocks.items():
-            passed: list[Passed] = []
+            passed: list[ModuleTensor] = []
             block = module_at(model, path)
             for name, module in block.named_modules(prefix=path):
                 if name.endswith("._orig_mod"):  # what torch.compile wraps, and runs uncompiled here
                     continue
                 name = name.replace("._orig_mod", "")  # noqa: PLW2901
                 hooks.callback(
-                    module.register_forward_pre_hook(_taking_input(passed, name), with_kwargs=True, prepend=True).remove
+                    module.register_forward_pre_hook(_record_input(passed, name), with_kwargs=True, prepend=True).remove
                 )
-                hooks.callback(module.register_forward_hook(_taking_output(passed, name)).remove)
-            hooks.callback(block.register_forward_hook(_solving(found, path, attending, passed)).remove)
+                hooks.callback(module.register_forward_hook(_record_output(passed, name)).remove)
+            hooks.callback(block.register_forward_hook(_solve_after(found, path, attending, passed)).remove)
         run()
     if wrong := next((path for path in blocks if path not in found), None):
         training = " Call model.eval() first: dropout hides what is added." if model.training else ""
         raise ProblemError(
-            f"block {wrong!r} of {type(model).__name__} does not give x + attention, or x + attention + MLP, with what "
-            "any of its modules gave, so its skip connections and MLP cannot be taken out. Measure the model as it is: "
+            f"block {wrong!r} of {type(model).__name__} does not return x + attention, or x + attention + MLP, for the "
+            "outputs of any of its modules, so its skips and MLP cannot be removed. Measure the model as it is: "
             f"variants=['as it is'].{training}"
         )
     return found
 
 
 def first_tokens(values: Any, ndim: tuple[int, ...] = (3,)) -> Tensor | None:
-    """The first of some values that is tokens: floats [batch, tokens, width]; with 2 axes [batch * tokens, width]."""
+    """The first value that is tokens: floats [batch, tokens, width]; with 2 axes [batch * tokens, width]."""
     several = (values,) if isinstance(values, Tensor) else values
     floats = (one for one in several if isinstance(one, Tensor) and one.is_floating_point())
     return next((one for one in floats if one.ndim in ndim), None)
 
 
-def _taking_input(passed: list[Passed], path: str) -> Callable[..., None]:
+def _record_input(passed: list[ModuleTensor], path: str) -> Callable[..., None]:
     def take(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if (tokens := first_tokens((*arguments, *named.values()), FLAT)) is not None:
-            passed.append(Passed(path, True, tokens.clone()))  # models may write on in what they were given
+            passed.append(ModuleTensor(path, True, tokens.clone()))  # models may change their input in place
 
     return take
 
 
-def _taking_output(passed: list[Passed], path: str) -> Callable[..., None]:
+def _record_output(passed: list[ModuleTensor], path: str) -> Callable[..., None]:
     def take(module: nn.Module, arguments: Any, output: Any) -> None:
         if (tokens := first_tokens(output, FLAT)) is not None:
-            passed.append(Passed(path, False, tokens.clone()))
+            passed.append(ModuleTensor(path, False, tokens.clone()))
 
     return take
 
 
-def _solving(
-    found: dict[str, Branches], path: str, attending: Sequence[str], passed: list[Passed]
+def _solve_after(
+    found: dict[str, Branches], path: str, attending: Sequence[str], passed: list[ModuleTensor]
 ) -> Callable[..., None]:
-    """A hook for when a block has run."""
+    """A hook that finds the branches after a block has run."""
 
     def solve(module: nn.Module, arguments: Any, output: Any) -> None:
         whole = [one for one in passed if one.path == path]
@@ -138,28 +138,28 @@ def _solving(
     return solve
 
 
-def _solutions(x: Tensor, y: Tensor, attending: str, passed: list[Passed]) -> Iterator[Branches]:
-    """What fits, the likeliest first: of modules within one another that gave the same, the outermost."""
-    attended = next((at for at, one in enumerate(passed) if one.path == attending and not one.given), len(passed))
+def _solutions(x: Tensor, y: Tensor, attending: str, passed: list[ModuleTensor]) -> Iterator[Branches]:
+    """All fitting branches, the likeliest first: of nested modules with the same output, the outermost."""
+    attended = next((at for at, one in enumerate(passed) if one.path == attending and not one.is_input), len(passed))
     later = passed[attended:]
     for at, entrance in enumerate(later):
-        for attention in reversed([one for one in later[:at] if entrance.given and not one.given]):
+        for attention in reversed([one for one in later[:at] if entrance.is_input and not one.is_input]):
             if _is_sum(entrance.tokens, x, attention.tokens):
-                for mlp in reversed([one for one in later[at:] if not one.given]):
+                for mlp in reversed([one for one in later[at:] if not one.is_input]):
                     if _is_sum(y, entrance.tokens, mlp.tokens):
                         yield Branches(attention.path, mlp.path, entrance.path)
-    outputs = [one for one in later if not one.given]
+    outputs = [one for one in later if not one.is_input]
     for attention in outputs:
         if _is_sum(y, x, attention.tokens):
             yield Branches(attention.path)
     for attention in outputs:
-        for mlp in reversed([one for one in passed if not one.given and not one.path.startswith(attending)]):
+        for mlp in reversed([one for one in passed if not one.is_input and not one.path.startswith(attending)]):
             if mlp is not attention and _is_sum(y, x, attention.tokens, mlp.tokens):
                 yield Branches(attention.path, mlp.path)
 
 
 def _is_sum(total: Tensor, *terms: Tensor) -> bool:
-    """Whether these terms were added up: two additions at most, each rounded by eps / 2 of what is added at most."""
+    """Whether `total` is the sum of the terms: at most two additions, each rounded by at most eps / 2 of its terms."""
     eps = max(torch.finfo(one.dtype).eps for one in (total, *terms))
     exact = torch.stack([term.double() for term in terms])
     return bool(((total.double() - exact.sum(0)).abs() <= eps * exact.abs().sum(0)).all())
@@ -171,16 +171,16 @@ VARIANTS: tuple[Variant, ...] = ("as it is", "without MLPs", "without skips", "w
 
 
 @contextmanager
-def running(model: nn.Module, blocks: Mapping[str, Branches], variant: Variant) -> Generator[None]:
-    """Within the block, the model runs as this variant. MLPs that are left out are still computed, for nothing."""
+def run_variant(model: nn.Module, blocks: Mapping[str, Branches], variant: Variant) -> Generator[None]:
+    """Within the block, the model runs as this variant. Removed MLPs are still computed, and their output is unused."""
     with ExitStack() as hooks:
         for path, parts in () if variant == "as it is" else blocks.items():
-            running = _Running(skips=variant == "without MLPs", mlps=variant == "without skips", parts=parts)
+            running = _RunningBlock(skips=variant == "without MLPs", mlps=variant == "without skips", parts=parts)
             whole = module_at(model, path)
             hooks.callback(whole.register_forward_pre_hook(running.enter, with_kwargs=True).remove)
             for branch in (parts.attention, parts.mlp):
                 if branch is not None:
-                    hooks.callback(module_at(model, branch).register_forward_hook(running.keeping(branch)).remove)
+                    hooks.callback(module_at(model, branch).register_forward_hook(running.record_branch(branch)).remove)
             if parts.entrance is not None and not running.skips:
                 entrance = module_at(model, parts.entrance)
                 hooks.callback(entrance.register_forward_pre_hook(running.without_skip, with_kwargs=True).remove)
@@ -188,38 +188,38 @@ def running(model: nn.Module, blocks: Mapping[str, Branches], variant: Variant) 
         yield
 
 
-class _Running:
-    """A block while it runs: what went in, and what its branches gave."""
+class _RunningBlock:
+    """A block while it runs: its input, and the outputs of its branches."""
 
     def __init__(self, *, skips: bool, mlps: bool, parts: Branches) -> None:
         self.skips, self._mlps, self._parts = skips, mlps, parts
         self._x = torch.empty(0)
-        self._gave: dict[str, Tensor] = {}
+        self._branch_outputs: dict[str, Tensor] = {}
 
     def enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = first_tokens((*arguments, *named.values()))
-        assert given is not None  # it had some when its branches were found
-        self._x, self._gave = given.clone(), {}
+        tokens = first_tokens((*arguments, *named.values()))
+        assert tokens is not None  # there were some when its branches were found
+        self._x, self._branch_outputs = tokens.clone(), {}
 
-    def keeping(self, branch: str) -> Callable[..., None]:
+    def record_branch(self, branch: str) -> Callable[..., None]:
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-            given = first_tokens(output, FLAT)
-            assert given is not None
-            self._gave[branch] = given.clone().view_as(self._x)
+            tokens = first_tokens(output, FLAT)
+            assert tokens is not None
+            self._branch_outputs[branch] = tokens.clone().view_as(self._x)
 
         return keep
 
     def without_skip(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The MLP gets what the attention gave, and not the tokens with that added."""
+        """Replace the input of the MLP branch, x + attention, by the attention alone."""
         old = first_tokens((*arguments, *named.values()), FLAT)
-        if old is None or self._parts.attention not in self._gave:  # a norm that is also before the attention
+        if old is None or self._parts.attention not in self._branch_outputs:  # a norm that is also before the attention
             return None
-        new = self._gave[self._parts.attention].view_as(old)
+        new = self._branch_outputs[self._parts.attention].view_as(old)
         changed = {name: new if value is old else value for name, value in named.items()}
         return tuple(new if value is old else value for value in arguments), changed
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """What the block gives in this variant, in place of what it gave."""
+        """Replace the output of the block by that of this variant."""
         new = self._tokens()
         if isinstance(output, Tensor):
             return new
@@ -227,9 +227,9 @@ class _Running:
         return tuple(new if value is old else value for value in output)
 
     def _tokens(self) -> Tensor:
-        a, mlp = self._gave[self._parts.attention], self._parts.mlp
+        a, mlp = self._branch_outputs[self._parts.attention], self._parts.mlp
         if self.skips:
             return self._x + a
         if mlp is None or not self._mlps:
             return a
-        return self._gave[mlp] if self._parts.entrance is not None else a + self._gave[mlp]
+        return self._branch_outputs[mlp] if self._parts.entrance is not None else a + self._branch_outputs[mlp]

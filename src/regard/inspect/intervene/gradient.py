@@ -1,11 +1,11 @@
-"""Gradient x attention: attention followed back through the layers, where it raises what the model says.
+"""Gradient x attention: attention through all layers, weighted by its positive gradient on a prediction.
 
 Chefer, Gur & Wolf 2021, *Generic attention-model explainability*, arXiv:2103.15679, equations 5 and 6:
 
     R = I;   for each layer from the first on:   R <- R + M R,     M = mean over heads of (dy/dA * A)^+
 
-with y the scalar to explain and ^+ the positive part. dy/dA[i, j] is dO[i] . v[j], with dO the gradient in
-the head's output, so M is made tile by tile of q, k, v, lse and dO, and of R only chosen rows are kept.
+with y the scalar to explain and ^+ the positive part. dy/dA[i, j] is dO[i] . v[j], with dO the gradient of the head's
+output, so M is computed tile by tile from q, k, v, lse and dO, and only the chosen rows of R are stored.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 from regard.attention import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import Site, altered
+from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.intervene.relevance import Relevance, chosen_rows, through
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Tile
 
 CAVEAT = (
-    "Gradient x attention is a first-order account of what attention weights, as they are, did for one number; what "
-    "flows through values and MLPs is left out. Compare with ablation."
+    "Gradient x attention is a first-order estimate of the effect of attention weights on one scalar; it leaves out "
+    "what flows through values and MLPs. Compare with ablation."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer's weights, its values [batch, kv_heads, keys, v_dim], and its output, whose gradient is asked for."""
+    """A layer's weights, its values [batch, kv_heads, keys, v_dim], and its output, whose gradient is computed."""
 
     weights: Weights
     v: Tensor
@@ -43,13 +43,13 @@ def gradient_attention(
     """Rows of Chefer's relevance. One forward and one backward pass, then O(tokens^2) time a layer; O(tokens) memory.
 
     Args:
-        target: runs the model and gives the number to be explained of each sequence, [batch]: a logit, as
+        target: runs the model and returns the scalar to explain of each sequence, [batch]: a logit, as
             `lambda: model(ids).logits[:, -1, token]`.
-        rows: the tokens whose relevances are asked for: where the target was read; -1 is the last.
+        rows: the rows of R to compute, usually the token whose logit is the target; -1 is the last.
         tick: called after each layer.
 
     Returns:
-        R with the identity that it begins with: a row's own token has 1 more.
+        R, including the initial identity: the token of a row has 1 more.
 
     Raises:
         ProblemError: a target without gradients, attention that is not regard's or that drops weights (training), or
@@ -69,7 +69,7 @@ def gradient_attention(
         layers.append(_Layer(Weights.of(call), call.v.detach(), out))
         return out
 
-    with torch.enable_grad(), altered(model, keep):
+    with torch.enable_grad(), edit_outputs(model, keep):
         y = target()
     gradients = _gradients(y, layers)
     counted, found = chosen_rows(rows, [layer.weights for layer in layers])
@@ -85,11 +85,9 @@ def _gradients(y: Tensor, layers: list[_Layer]) -> tuple[Tensor, ...]:
         raise ProblemError("the target called no attention of regard's.")
     batch = layers[0].out.shape[0]
     if y.shape not in {(batch,), () if batch == 1 else (batch,)}:
-        raise ProblemError(f"the target is {list(y.shape)}: expected one number per sequence, [{batch}].")
+        raise ProblemError(f"the target is {list(y.shape)}: expected one scalar per sequence, [{batch}].")
     if not y.requires_grad:
-        raise ProblemError(
-            "the target came without gradients: let it run without torch.no_grad, inference_mode and detach."
-        )
+        raise ProblemError("the target has no gradients: let it run without torch.no_grad, inference_mode and detach.")
     return torch.autograd.grad(y.sum(), [layer.out for layer in layers], materialize_grads=True)
 
 

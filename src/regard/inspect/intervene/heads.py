@@ -1,8 +1,8 @@
-"""Which heads a model has, how they are named, and `altered`: every call of attention by its layer, to be changed.
+"""The heads of a model and their names, and `edit_outputs`, which changes the outputs of attention calls by layer.
 
 A head is named `(layer, head)`: `(3, 1)` is query head 1 of layer 3, counted from 0, with the layers of `observe`.
-Where several modules bear one number, as encoder, decoder and cross-attention of a translator do, it says too little,
-and the path of the module stands in its place: `("decoder.block.0.layer.1.EncDecAttention", 1)`.
+Where several modules share a number, as encoder, decoder and cross-attention of a translation model do, the path of the
+module replaces the number: `("decoder.block.0.layer.1.EncDecAttention", 1)`.
 """
 
 import re
@@ -20,7 +20,7 @@ from regard.inspect.observing.layers import track_layers
 
 
 class Site(NamedTuple):
-    """Where a call happened: the number of its layer, and the path of the module that made it (None: no module).
+    """The origin of a call: the number of its layer, and the path of the module that made it (None: no module).
 
     >>> site = Site(3, "model.layers.3.self_attn")
     >>> site.is_named(3), site.is_named("model.layers.3.self_attn"), site.is_named(2)
@@ -31,47 +31,47 @@ class Site(NamedTuple):
     module: str | None
 
     def is_named(self, layer: Layer) -> bool:
-        """Whether this is the layer meant."""
+        """Whether `layer` is this site's number or path."""
         return layer in (self.layer, self.module)
 
 
 class Sites:
-    """The layers that attended, each with the number of its heads; named heads are checked against them."""
+    """The layers that attended, each with its number of heads; `named` heads are checked against them."""
 
     def __init__(self, named: Heads = ()) -> None:
         self.named = read_heads(named)
         self.heads: dict[Site, int] = {}
 
     def add(self, site: Site, heads: int) -> None:
-        """Note a call.
+        """Add the site of a call.
 
         Raises:
-            ProblemError: a head was asked for that the layer does not have, or by a number that fits several modules.
+            ProblemError: the layer lacks a named head, or the number of a named head fits several modules.
         """
         for layer, head in self.named:
             if not site.is_named(layer):
                 continue
             if not 0 <= head < heads:
                 raise ProblemError(
-                    f"head {(layer, head)} was asked for, and layer {layer} has {heads}: 0 to {heads - 1}."
+                    f"head {(layer, head)} does not exist: layer {layer} has {heads} heads, 0 to {heads - 1}."
                 )
             others = [other.module for other in self.heads if other != site and other.is_named(layer)]
             if isinstance(layer, int) and others:
                 raise ProblemError(
-                    f"head {(layer, head)} was asked for, and number {layer} fits several modules: {others[0]!r} and "
+                    f"head {(layer, head)} is ambiguous: number {layer} fits several modules, {others[0]!r} and "
                     f"{site.module!r}. Name the module: ({site.module!r}, {head})."
                 )
         self.heads[site] = heads
 
     def of(self, site: Site) -> list[int]:
-        """The heads that were asked for at a site, in order."""
+        """The named heads of a site, ascending."""
         return sorted({head for layer, head in self.named if site.is_named(layer)})
 
     def names(self) -> tuple[HeadName, ...]:
-        """Every head that was seen, layer by layer; by its module where the number of its layer fits several."""
-        numbers = [site.layer for site in self.heads]
+        """Every head that attended, layer by layer; named by its module where several share the layer's number."""
+        layers = [site.layer for site in self.heads]
         return tuple(
-            (site.module if numbers.count(site.layer) > 1 and site.module is not None else site.layer, head)
+            (site.module if layers.count(site.layer) > 1 and site.module is not None else site.layer, head)
             for site, heads in self.heads.items()
             for head in range(heads)
         )
@@ -82,35 +82,34 @@ class Sites:
         return [place for place, (site, head) in enumerate(every) if site.is_named(name[0]) and head == name[1]]
 
     def check_all_seen(self) -> None:
-        """Raise `ProblemError` if a head was asked for in a layer that did not attend."""
+        """Raise `ProblemError` if a head is named in a layer that did not attend."""
         for layer, head in self.named:
             if not any(site.is_named(layer) for site in self.heads):
                 seen = sorted({site.layer for site in self.heads})
                 raise ProblemError(
-                    f"head {(layer, head)} was asked for, and no layer {layer!r} attended: layers "
-                    f"{', '.join(map(str, seen))} did. Layers count from 0, or are paths of modules, as observe(model) "
-                    "tells them."
+                    f"head {(layer, head)} does not exist: no layer {layer!r} attended, only layers "
+                    f"{', '.join(map(str, seen))}. Layers count from 0, or are paths of modules, as in observe(model)."
                 )
 
 
 @contextmanager
-def altered(
+def edit_outputs(
     model: nn.Module | None, change: Callable[[Site, Call], Tensor | None], named: Heads = ()
 ) -> Generator[Sites]:
-    """Within the block, let `change` say what each call of attention gives; None leaves a call as it is.
+    """Within the block, `change` may replace the output of each attention call; None leaves a call as it is.
 
     Args:
-        model: numbers the layers, as in `observe`. None numbers the calls as they come, from 0 at the start of the
-            block: run the function once per block.
-        change: takes the layer and the call, and returns the replacement of `call.out`, or None.
-        named: the heads that are meant; heads that do not exist are an error.
+        model: its modules number the layers, as in `observe`. None numbers the calls in their order, from 0 at the
+            start of the block: run the function once per block.
+        change: takes the site and the call, and returns the replacement of `call.out`, or None.
+        named: the heads that `change` is about; heads that do not exist are an error.
 
     Raises:
         ProblemError: a named head does not exist, or the model ran and none of its attention was regard's.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4]])
-    >>> with altered(model, lambda site, call: call.out / 2 if site.layer == 1 else None) as sites:  # layer 1 at half
+    >>> with edit_outputs(model, lambda site, call: call.out / 2 if site.layer == 1 else None) as sites:
     ...     logits = model(ids)
     >>> list(sites.heads.values()), torch.equal(logits, model(ids))
     ([4, 4], False)
@@ -142,15 +141,15 @@ def heads_of(model: nn.Module | None, run: Callable[[], Any]) -> tuple[HeadName,
     >>> heads_of(model, lambda: model(torch.tensor([[3, 1, 4]])))
     ((0, 0), (0, 1), (1, 0), (1, 1))
     """
-    with torch.no_grad(), altered(model, lambda site, call: None) as sites:
+    with torch.no_grad(), edit_outputs(model, lambda site, call: None) as sites:
         run()
     if not sites.heads:
-        raise ProblemError("what was run called no attention of regard's: there are no heads.")
+        raise ProblemError("run called no attention of regard's: there are no heads.")
     return sites.names()
 
 
 def whole_layer(attending: str) -> str:
-    """The path of the whole layer that a module attends for: up to its first number, or itself where it has none.
+    """The path of the whole layer of an attending module: up to its first number, or all of it without a number.
 
     >>> whole_layer("model.layers.3.self_attn"), whole_layer("attention")
     ('model.layers.3', 'attention')
@@ -160,7 +159,7 @@ def whole_layer(attending: str) -> str:
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
-    """The module of that path, as `Site.module` has it. Raises `ProblemError` if there is none."""
+    """The module at a path in the form of `Site.module`. Raises `ProblemError` if there is none."""
     for name, module in model.named_modules():
         if ".".join(part for part in name.split(".") if part != "_orig_mod") == path:
             return module

@@ -1,11 +1,11 @@
-"""The importance of heads by gradient: what the loss says, to first order, about taking each head out.
+"""The importance of heads by gradient: the first-order effect on the loss of removing each head.
 
 Michel, Levy & Neubig 2019, *Are sixteen heads really better than one?*, arXiv:1905.10650, §4.1, equation 2:
 
     I_h = E_x | sum over tokens t and channels c of  z[h, t, c] dL(x)/dz[h, t, c] |  =  E_x | dL(x)/d(gate of h) |
 
-with z the outputs of the head. The absolute value is taken of each example, then the mean: in one backward pass of a
-batch's mean loss, effects of opposite signs cancel, and what remains is smaller by a factor that says nothing.
+with z the outputs of the head. The absolute value is taken per example, before the mean: in a backward pass of a
+batch's mean loss, effects of opposite signs would cancel.
 
 A gate is a factor on the output of a head: 1 leaves the head as it is, 0 removes it. Every example of a batch has its
 own gates, so one backward pass gives the slopes of all heads and examples: the losses of examples are independent, so
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import Site, Sites, altered, by_layer
+from regard.inspect.intervene.heads import Site, Sites, by_layer, edit_outputs
 from regard.inspect.intervene.loss import LossOf, Tick, all_of, of_examples
 from regard.inspect.names import HeadName
 
@@ -58,13 +58,13 @@ def slopes(model: nn.Module | None, batch: Any, loss_of: LossOf, level: Level = 
     The gradients of the model's parameters stay as they were.
 
     Raises:
-        ProblemError: the losses are not one per example, or came without gradients.
+        ProblemError: the losses are not one per example, or have no gradients.
     """
     gates: dict[Site, Tensor] = {}
 
     def gated(site: Site, call: Call) -> Tensor:
         batch_size, heads = call.out.shape[:2]
-        if site not in gates:  # a layer that attends several times, to one part of the text after the other, has one
+        if site not in gates:  # one for a layer that attends several times, to one part of the text after the other
             gates[site] = level(site, heads).to(call.out).repeat(batch_size, 1).requires_grad_()
         if len(gates[site]) != batch_size:
             raise ProblemError(
@@ -74,7 +74,7 @@ def slopes(model: nn.Module | None, batch: Any, loss_of: LossOf, level: Level = 
         return call.out * gates[site][:, :, None, None]
 
     with torch.enable_grad():
-        with altered(model, gated) as sites:
+        with edit_outputs(model, gated) as sites:
             losses = of_examples(loss_of(batch))
         _check(losses, gates)
         found = torch.autograd.grad(losses.sum(), list(gates.values()), materialize_grads=True)
@@ -83,14 +83,14 @@ def slopes(model: nn.Module | None, batch: Any, loss_of: LossOf, level: Level = 
 
 def _check(losses: Tensor, gates: dict[Site, Tensor]) -> None:
     if not gates:
-        raise ProblemError("loss_of called no attention of regard's: there are no heads to weigh.")
+        raise ProblemError("loss_of called no attention of regard's: there are no heads to score.")
     if not losses.requires_grad:
         raise ProblemError(
-            "loss_of gave losses without gradients: let it run without torch.no_grad, inference_mode and detach."
+            "loss_of returned losses without gradients: let it run without torch.no_grad, inference_mode and detach."
         )
     if other := next((len(gate) for gate in gates.values() if len(gate) != len(losses)), None):
         raise ProblemError(
-            f"loss_of gave {len(losses)} losses of {other} examples: expected one for each, not their mean "
+            f"loss_of returned {len(losses)} losses of {other} examples: expected one for each, not their mean "
             '(reduction="none", then a mean over tokens).'
         )
 
@@ -102,7 +102,7 @@ class Importance:
 
     Args:
         heads: by name.
-        slopes: [examples, heads], float64; below 0 the loss falls when the head gets louder.
+        slopes: [examples, heads], float64; negative if a larger output of the head lowers the loss.
 
     >>> found = Importance(((0, 0), (0, 1)), torch.tensor([[3.0, 1.0], [-3.0, 1.0]]))
     >>> found.scores, found.order  # opposite slopes do not cancel
@@ -112,8 +112,8 @@ class Importance:
     heads: tuple[HeadName, ...]
     slopes: Tensor
     caveat: str = (
-        "A slope says what a little less of a head would do; taking it out is more than a little, and where heads "
-        "replace one another it says too little. Compare with ablation, and with random orders."
+        "A slope is the effect of a small change of a head; removal is a large change, and slopes understate heads "
+        "that are redundant. Compare with ablation, and with random orders."
     )
 
     @property
@@ -141,7 +141,7 @@ def importance(
     """The importance of every head: one forward and one backward pass per batch.
 
     Args:
-        batches, loss_of: what to measure on; see `loss.py`.
+        batches, loss_of: the data and the loss; see `loss.py`.
         tick: called after each batch.
 
     Raises:
@@ -159,7 +159,7 @@ def importance(
     for batch in all_of(batches):
         one = slopes(model, batch, loss_of)
         if heads is not None and one.heads != heads:
-            raise ProblemError(f"batches met different heads: {len(heads)} and {len(one.heads)}.")
+            raise ProblemError(f"batches ran different heads: {len(heads)} and {len(one.heads)}.")
         heads = one.heads
         rows.append(one.values)
         if tick is not None:

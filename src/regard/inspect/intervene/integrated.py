@@ -1,16 +1,16 @@
-"""Integrated gradients on heads: the loss shared out among heads, so that the shares sum to what they do together.
+"""Integrated gradients on heads: attribute the joint effect of heads on the loss to the single heads.
 
-Sundararajan, Taly & Yan 2017, *Axiomatic attribution for deep networks*, arXiv:1703.01365, §3, in the gates of heads
-from the baseline 0 (all chosen heads out) to 1 (the model as it is), along the straight line:
+Sundararajan, Taly & Yan 2017, *Axiomatic attribution for deep networks*, arXiv:1703.01365, §3, in the gates of heads,
+along the straight line from the baseline 0 (all chosen heads removed) to 1 (the model as it is):
 
     share of h = integral over a from 0 to 1 of dL/d(gate of h) where all chosen gates are a
                = integral of  sum z[h] . dL/dz[h]  at a z,  for heads of one layer
 
-*Completeness*: shares sum to L(1) - L(0); what is missing is the residual. Nobody trained a model without its heads:
-the loss of a real one jumps up and down where the gates are small, and a fixed number of nodes misses more than it
-finds. So the line is cut into panels, each integrated by Simpson's rule, whose ends neighbours share. The loss at its
-ends gives every panel a residual of its own, and the panel with the largest is halved until little is missing. (Rules
-of a higher order need more passes where the loss is rough: 593 instead of 189 for SmolLM2 on 28 tokens.)
+*Completeness*: shares sum to L(1) - L(0); the difference is the residual. No model is trained with its heads removed:
+the loss of a real model varies strongly where the gates are small, and a fixed number of nodes leaves a large residual.
+So the line is divided into panels, each integrated by Simpson's rule; neighbours share their end points. The losses at
+its ends give each panel a residual, and the panel with the largest is halved until the total is small. (Rules of a
+higher order need more passes where the loss is rough: 593 instead of 189 for SmolLM2 on 28 tokens.)
 """
 
 import heapq
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError, RefusalError
-from regard.inspect.intervene.ablate import measured
+from regard.inspect.intervene.ablate import baseline_losses
 from regard.inspect.intervene.heads import Site, Sites
 from regard.inspect.intervene.importance import slopes
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
@@ -34,36 +34,36 @@ TOLERANCE = 0.02
 """The residual that is accepted, as a share of the change."""
 
 CANCELLING = 5.0
-"""How many times the accepted residual the residuals of the panels may be together (the root of the sum of their
-squares): they have signs, and a sum that is small by chance says nothing of the shares."""
+"""Limit of the root of the summed squares of the panels' residuals, in accepted residuals. Residuals have signs: their
+sum can be small by chance while the shares are wrong."""
 
 ROUNDING = 1e-5
-"""The residual that is accepted in any case, as a share of the largest loss on the way: float32 leaves that much."""
+"""The residual that is always accepted, as a share of the largest loss on the line: the rounding error of float32."""
 
 NARROWEST = 2.0**-20
-"""A panel that is not halved any more: gates in float32 differ by little less."""
+"""Panels of this width are not halved: float32 gates cannot differ by much less."""
 
 PANELS = 8
-"""Panels to begin with, of 17 evaluations together."""
+"""Initial panels; they need 17 evaluations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Integrated:
-    """The share of each head in what all of them do to the loss of each example.
+    """The share of each head in the joint effect of all heads on the loss of each example.
 
     Args:
         heads: by name.
-        shares: [examples, heads], float64, in the unit of the loss; below 0 the head makes the loss smaller.
-        change: [examples], L with the heads less L without them.
-        evaluations: forward and backward passes that it took, over all batches.
+        shares: [examples, heads], float64, in the unit of the loss; a negative share lowers the loss.
+        change: [examples], the loss with the heads minus the loss without them.
+        evaluations: forward and backward passes, over all batches.
 
     >>> found = Integrated(((0, 0), (0, 1)), torch.tensor([[0.25, -1.0]]), torch.tensor([-0.76]), evaluations=17)
     >>> found
     Integrated: 2 heads, 1 example, 17 evaluations
       example 0: change -0.76, shares sum to -0.75, residual -0.01 (1.3 % of the change)
       largest mean shares: (0, 1) -1, (0, 0) +0.25
-      Shares are averages over models in which all heads are quieter, which nobody trained; another path, or another \
-baseline than 0, shares out differently.
+      Shares are averages over models with all heads scaled down, which were never trained; another path or another \
+baseline than 0 gives other shares.
     """
 
     heads: tuple[HeadName, ...]
@@ -71,17 +71,17 @@ baseline than 0, shares out differently.
     change: Tensor
     evaluations: int = 0
     caveat: str = (
-        "Shares are averages over models in which all heads are quieter, which nobody trained; another path, or "
-        "another baseline than 0, shares out differently."
+        "Shares are averages over models with all heads scaled down, which were never trained; another path or "
+        "another baseline than 0 gives other shares."
     )
 
     @property
     def residual(self) -> Tensor:
-        """What the shares lack of the change, [examples]."""
+        """The change minus the sum of the shares, [examples]."""
         return self.change - self.shares.sum(1)
 
     def __repr__(self) -> str:
-        """A few lines: the residual of the examples that miss most, and the heads with the largest shares."""
+        """A few lines: the examples with the largest residuals, and the heads with the largest shares."""
         examples, heads = self.shares.shape
         many = "example" if examples == 1 else "examples"
         mean = self.shares.mean(0)
@@ -110,14 +110,14 @@ def integrated(
     all heads of a trained model.
 
     Args:
-        heads: which to share out among; None: all. The others stay as they are.
+        heads: the heads to attribute to; None: all. The others do not change.
         tolerance: the residual that is accepted, as a share of the change, for each example.
-        most: evaluations of a batch at most.
+        most: the limit of evaluations of a batch.
         tick: called after each evaluation.
 
     Raises:
-        ProblemError: heads that do not exist, a tolerance or a limit that is none, or what `importance` raises.
-        RefusalError: more is missing than `tolerance` after `most` evaluations.
+        ProblemError: heads that do not exist, a tolerance or limit out of range, or an error of `importance`.
+        RefusalError: the residual exceeds `tolerance` after `most` evaluations.
 
     >>> from regard.inspect.intervene.loss import next_token_loss
     >>> from regard.nn import Decoder
@@ -136,7 +136,7 @@ def integrated(
         raise ProblemError("no head was named: expected at least one, or None for all.")
     batches = all_of(batches)
     named = () if heads is None else tuple(dict.fromkeys(read_heads(heads)))
-    _, all_heads = measured(model, batches, loss_of, named)
+    _, all_heads = baseline_losses(model, batches, loss_of, named)
     chosen = all_heads if heads is None else named
     lines = [_Line(model, batch, loss_of, chosen, tick) for batch in batches]
     shares = [line.integral(tolerance, most) for line in lines]
@@ -146,7 +146,7 @@ def integrated(
 
 @dataclass(frozen=True, eq=False)
 class _Panel:
-    """A piece of the line: the integral of the slopes [examples, heads], and what it lacks of the loss [examples]."""
+    """A part of the line: the integral of the slopes [examples, heads], and its residual [examples]."""
 
     start: float
     stop: float
@@ -156,7 +156,7 @@ class _Panel:
 
 @dataclass(eq=False)
 class _Line:
-    """The losses and slopes of one batch where all chosen gates are a, for a from 0 to 1; each is computed once."""
+    """The losses and slopes of one batch with all chosen gates at a, from 0 to 1; each a is computed once."""
 
     model: nn.Module | None
     batch: Any
@@ -174,8 +174,8 @@ class _Line:
         return self._at(a)[0]
 
     def integral(self, tolerance: float, most: int) -> Tensor:
-        """The shares, [examples, heads]: panels are halved, the one that lacks most first, until little is missing."""
-        order, finished = count(), list[_Panel]()  # of panels that lack the same the older one goes first
+        """The shares, [examples, heads]: the panel with the largest residual is halved until the total is complete."""
+        order, finished = count(), list[_Panel]()  # of panels with equal residuals the older one is first
         ends = [n / PANELS for n in range(PANELS + 1)]
         panels = [(-math.inf, next(order), self._panel(*ends)) for ends in pairwise(ends)]
         while True:
@@ -211,9 +211,9 @@ class _Line:
         return (
             f"the integral is not complete after {self.evaluations:,} evaluations; example {e}: "
             f"{_missing(change, residuals[:, e].sum())}, and {together:.2g} as the root of the squares of all panels. "
-            f"{100 * tolerance:.3g} % is accepted, and {CANCELLING:.0f} times that of the root. Most is missing for "
-            f"gates of {worst.start:.4g} to {worst.stop:.4g}. Allow more evaluations (most), accept more (tolerance), "
-            "or name fewer heads."
+            f"{100 * tolerance:.3g} % is accepted, and {CANCELLING:.0f} times that of the root. The largest residual "
+            f"is at gates of {worst.start:.4g} to {worst.stop:.4g}. Allow more evaluations (most), accept more "
+            "(tolerance), or name fewer heads."
         )
 
     def _panel(self, start: float, stop: float) -> _Panel:

@@ -30,11 +30,11 @@ Tick = Callable[[], None]
 def next_token_loss(model: nn.Module) -> LossOf:
     """The `loss_of` of a causal language model: mean cross-entropy of each sequence's next tokens, nats.
 
-    A batch is token ids, int [examples, tokens], or what a tokenizer gives: a mapping with `input_ids` and, where
+    A batch is token ids, int [examples, tokens], or the output of a tokenizer: a mapping with `input_ids` and, if
     sequences are padded, `attention_mask`; padding is no target.
 
     Raises:
-        ProblemError: when it is called, for a text with no token that has a next one.
+        ProblemError: when it is called, for a text of fewer than 2 tokens.
 
     >>> from regard.nn import Decoder
     >>> model = Decoder(19, 32, layers=1, heads=2)
@@ -64,7 +64,7 @@ def _ids_of(batch: Any) -> Tensor:
 
 
 def _check_targets(wanted: Tensor, ids: Tensor) -> None:
-    """A mean over no tokens would be NaN, and so would all that is made of it."""
+    """A mean over no tokens would be NaN, and so would everything computed from it."""
     if not bool((targets := wanted.sum(1)).all()):
         raise ProblemError(
             f"example {int(targets.argmin())} of token ids {list(ids.shape)} has no token that follows another: the "
@@ -84,14 +84,14 @@ def logits_of(output: Any) -> Tensor:
 
 
 def of_examples(losses: Any) -> Tensor:
-    """The losses that `loss_of` gave, [examples]; a single number is that of a single example.
+    """The losses that `loss_of` returned, [examples]; a scalar is the loss of a single example.
 
     Raises:
-        ProblemError: it gave something else.
+        ProblemError: it returned something else.
     """
     if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.is_floating_point():
-        came = f"{losses.dtype} {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise ProblemError(f"loss_of gave {came}: expected the loss of each example, floats [examples].")
+        received = f"{losses.dtype} {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ProblemError(f"loss_of returned {received}: expected the loss of each example, floats [examples].")
     return losses.reshape(-1)
 
 
@@ -109,7 +109,7 @@ def each_of(batches: Any) -> Iterable[Any]:
 
 
 def all_of(batches: Any) -> tuple[Any, ...]:
-    """The batches, to be gone through more than once.
+    """The batches as a tuple, to iterate over more than once.
 
     Raises:
         ProblemError: there are none, or it is one batch where a list of them was expected.
@@ -130,11 +130,11 @@ class Interval(NamedTuple):
 @brief
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """The losses with some heads changed, beside those of the model as it is.
+    """The losses with some heads changed, and those of the unchanged model.
 
     Args:
-        heads: which were changed.
-        base, losses: of each example without and with the change; float64 [examples].
+        heads: the heads that were changed.
+        base, losses: the loss of each example without and with the change; float64 [examples].
 
     >>> Effect(((0, 1),), base=torch.tensor([1.0, 2.0]), losses=torch.tensor([1.5, 2.0])).change
     0.25
@@ -146,7 +146,7 @@ class Effect:
 
     @property
     def change(self) -> float:
-        """The mean change of the loss; above 0 the heads were of use."""
+        """The mean change of the loss; positive if the heads were useful."""
         return (self.losses - self.base).mean().item()
 
     def interval(self, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:

@@ -1,8 +1,8 @@
-"""The permutation test: does it matter at all which tokens have the weights of a head?
+"""The permutation test: does it matter to which tokens a head attends?
 
-Jain & Wallace 2019, arXiv:1902.10186, §4.2.1: shuffle the weights of chosen rows among the tokens that they may see,
-and take the median, over shuffles, of how far the prediction moves. Near 0, the head's choice of tokens is of no
-consequence for this prediction, and the adversary's success there says little about it.
+Jain & Wallace 2019, arXiv:1902.10186, §4.2.1: shuffle the weights of chosen rows among their visible tokens, and take
+the median, over shuffles, of the change of the prediction. Near 0, the head's choice of tokens has no effect on this
+prediction, and adversarial weights for it mean little.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.intervene.loss import Tick
-from regard.inspect.intervene.rows import CAVEAT, OwnRows, Predict, moved, observed
+from regard.inspect.intervene.rows import CAVEAT, OwnRows, Predict, observe_rows, prediction_shift
 from regard.inspect.names import HeadName, Heads, group_text
 
 
 @brief
 @dataclass(frozen=True, eq=False)
 class Permuted:
-    """How far the prediction moves when weights are shuffled.
+    """The change of the prediction when weights are shuffled.
 
     Args:
-        heads, rows: of which weights.
+        heads, rows: the heads and rows whose weights are shuffled.
         distances: total variation, 0 to 1, [draws, batch].
 
     >>> Permuted(((0, 1),), (-1,), torch.tensor([[0.1], [0.4], [0.2]])).median
@@ -38,7 +38,7 @@ class Permuted:
 
     @property
     def median(self) -> Tensor:
-        """Of each example, over draws; [batch]."""
+        """The median over draws of each example, [batch]."""
         return self.distances.quantile(0.5, dim=0)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ def permuted(
     seed: int = 0,
     tick: Tick | None = None,
 ) -> Permuted:
-    """How far the prediction moves when the weights of some heads are shuffled, each head and row by itself.
+    """The change of the prediction when the weights of some heads are shuffled, each head and row by itself.
 
-    The arguments are those of `adversary`; `draws` forward passes. A learned sink keeps its share.
+    The arguments are those of `adversary`. Costs `draws` forward passes. A learned sink keeps its weight.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
@@ -70,22 +70,22 @@ def permuted(
     """
     if draws < 1:
         raise ProblemError(f"draws is {draws}: expected at least 1.")
-    subject, random = observed(model, predict, heads, rows), torch.Generator().manual_seed(seed)
+    subject, random = observe_rows(model, predict, heads, rows), torch.Generator().manual_seed(seed)
     distances: list[Tensor] = []
     for _ in range(draws):
-        distances.append(moved(subject, {site: shuffled(own, random) for site, own in subject.own.items()}))
+        distances.append(
+            prediction_shift(subject, {site: shuffle_weights(own, random) for site, own in subject.own.items()})
+        )
         if tick is not None:
             tick()
     return Permuted(subject.heads, subject.rows, torch.stack(distances))
 
 
-def shuffled(own: OwnRows, random: torch.Generator) -> Tensor:
-    """The weights of each row in another order, among the tokens that it may see."""
+def shuffle_weights(own: OwnRows, random: torch.Generator) -> Tensor:
+    """The weights of each row, permuted among its visible tokens."""
     allowed = own.allowed[..., :-1]
     lots = torch.rand(allowed.shape, generator=random).to(allowed.device)
-    drawn = lots.masked_fill(~allowed, 2.0).argsort(-1)  # the tokens that may be seen, in random order, then the others
-    places = (
-        (~allowed).to(torch.int8).sort(dim=-1, stable=True).indices
-    )  # the same tokens in their own order, then the others
+    drawn = lots.masked_fill(~allowed, 2.0).argsort(-1)  # visible tokens in random order, then the others
+    places = (~allowed).to(torch.int8).sort(dim=-1, stable=True).indices  # visible tokens in order, then the others
     tokens = own.weights[..., :-1]
     return torch.cat([tokens.scatter(-1, places, tokens.gather(-1, drawn)), own.weights[..., -1:]], -1)

@@ -1,8 +1,8 @@
-"""Pruning curves: the loss over the share of heads taken out, in an order, beside what random orders do.
+"""Pruning curves: the loss against the share of heads removed, for an order of heads and for random orders.
 
-An order (by importance, by ablation, greedy, or your own) is made on some text and fits it; its value shows on other
-text. A model may tolerate the removal of many heads in any order, so a curve says something only where it leaves the
-band of random orders. Michel et al. 2019, arXiv:1905.10650, §4.
+An order (by importance, by ablation, greedy, or your own) fits the text it is computed on; evaluate it on other text. A
+model may tolerate the removal of many heads in any order, so a curve is informative only where it leaves the band of
+random orders. Michel et al. 2019, arXiv:1905.10650, §4.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.ablate import losses_without, measured
+from regard.inspect.intervene.ablate import baseline_losses, losses_without
 from regard.inspect.intervene.loss import LossOf, Tick, all_of
 from regard.inspect.intervene.replacement import ByBatch, check_replacement
 from regard.inspect.names import HeadName, Heads, read_heads
@@ -25,13 +25,13 @@ SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 @brief
 @dataclass(frozen=True, eq=False)
 class PruneCurve:
-    """Losses with more and more heads taken out; all tensors float64.
+    """Losses with more and more heads removed; all tensors float64.
 
     Args:
-        order: the heads, first the one that goes first.
-        counts: how many are out, at each point.
-        held_out: [points, examples], on text that the order was not made on.
-        made_on: the same on the text that it was made on; None if it was not given.
+        order: the heads, the first to remove first.
+        counts: the number of removed heads, at each point.
+        held_out: [points, examples], on held-out text.
+        made_on: the same on the text that the order was computed on; None if that was not passed.
         random: [draws, points, examples], on the held-out text, of random orders of the same heads.
 
     >>> held_out = torch.tensor([[1.0], [3.0]])  # one text, with none of two heads out and with both
@@ -46,13 +46,13 @@ class PruneCurve:
     made_on: Tensor | None
     random: Tensor
     caveat: str = (
-        "Where the curve does not leave the band of random orders, the order knows nothing. Nothing was trained again "
-        "after heads were taken out."
+        "Where the curve does not leave the band of random orders, the order is no better than chance. The model was "
+        "not trained again after heads were removed."
     )
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of the heads that is out, at each point."""
+        """The share of the heads that is removed, at each point."""
         return tuple(count / len(self.order) for count in self.counts)
 
     @property
@@ -88,22 +88,22 @@ def prune_curve(
     by: ByBatch = "zero",
     tick: Tick | None = None,
 ) -> PruneCurve:
-    """The loss over the share of heads that are taken out, in this order and in random ones.
+    """The loss against the share of heads removed, in this order and in random ones.
 
-    Runs the held-out text `points * (1 + draws)` times, less where all orders agree (nothing out, everything out), and
-    the other text `points` times.
+    Runs the held-out text `points * (1 + draws)` times, less where all orders agree (none or all removed), and the
+    other text `points` times.
 
     Args:
-        held_out: batches that the order was not made on; `loss_of` as in `loss.py`.
-        order: heads by name, first the one that goes first: `importance(...).order`, `effect_order(effects)`, the last
-            effect of `greedy`.heads, or your own. Shares are of these.
-        made_on: the batches that the order was made on, to show how much of it was fitted.
+        held_out: batches that the order was not computed on; `loss_of` as in `loss.py`.
+        order: heads by name, the first to remove first: `importance(...).order`, `effect_order(effects)`, the heads of
+            the last effect of `greedy`, or your own. Shares are shares of these heads.
+        made_on: the batches that the order was computed on, to show how much it is overfitted.
         at: the shares, from 0 to 1.
         draws: random orders.
-        tick: called after each run of a text with heads taken out.
+        tick: called after each run of a text with heads removed.
 
     Raises:
-        ProblemError: heads that do not exist or come twice, or shares outside of 0 to 1.
+        ProblemError: heads that do not exist or are repeated, or shares outside of 0 to 1.
 
     >>> from regard.inspect.intervene.importance import importance
     >>> from regard.inspect.intervene.loss import next_token_loss
@@ -119,10 +119,10 @@ def prune_curve(
     if not at or not all(0 <= share <= 1 for share in at):
         raise ProblemError(f"at is {tuple(at)}: expected shares from 0 to 1.")
     if draws < 1:
-        raise ProblemError(f"draws is {draws}: a curve is read beside at least one random order.")
+        raise ProblemError(f"draws is {draws}: expected at least 1 random order to compare with.")
     counts, by = tuple(round(share * len(order)) for share in at), check_replacement(by)
     texts = all_of(held_out), None if made_on is None else all_of(made_on)
-    known = {(0, frozenset[HeadName]()): measured(model, texts[0], loss_of, order)[0]}
+    known = {(0, frozenset[HeadName]()): baseline_losses(model, texts[0], loss_of, order)[0]}
 
     def curve(which: int, heads: Sequence[HeadName]) -> Tensor:
         batches = texts[which]
@@ -146,7 +146,7 @@ def prune_curve(
 def _checked_order(order: Heads) -> tuple[HeadName, ...]:
     heads = read_heads(order)
     if not heads:
-        raise ProblemError("the order is empty: name the heads to take out, first the one that goes first.")
+        raise ProblemError("the order is empty: name the heads to remove, the first to remove first.")
     if len(set(heads)) < len(heads):
         twice = next(head for head in heads if heads.count(head) > 1)
         raise ProblemError(f"the order names head {twice} twice.")

@@ -1,6 +1,6 @@
-"""Rank collapse of random stacks: what attention does to tokens by itself, before anything was trained.
+"""Rank collapse of random stacks: the effect of attention on tokens in an untrained model.
 
-As Dong, Cordonnier & Loukas 2021, arXiv:2103.03404, have it: no norms unless asked for, every token sees every token.
+The setting of Dong, Cordonnier & Loukas 2021, arXiv:2103.03404: no norms by default, no mask.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from regard.nn.transformer import Block
 
 @dataclass(frozen=True)
 class Stack:
-    """A random stack of `regard.nn` blocks: what is in them besides attention.
+    """A random stack of `regard.nn` blocks: which parts they have besides attention.
 
     Args:
-        skip, mlp: whether skip connections and MLPs are there.
-        norm: whether each is behind an RMSNorm, as in real models; the theorem has none.
+        skip, mlp: whether blocks have skip connections and MLPs.
+        norm: whether an RMSNorm precedes each branch, as in real models; the theorem has no norms.
 
     >>> str(Stack(skip=True, mlp=True))
     'attention + skips + MLPs'
@@ -50,9 +50,9 @@ def random_rank_collapse(
     draws: int = 8,
     seed: int = 0,
 ) -> Tensor:
-    """The residual through random stacks, in float64: before the first layer and after each, [layers + 1, draws].
+    """The residuals of random stacks: before the first layer and after each, float64 [layers + 1, draws].
 
-    Tokens are drawn from N(0, 1), weights from N(0, 1 / inputs); every token sees every token.
+    Tokens are drawn from N(0, 1), weights from N(0, 1 / inputs); there is no mask.
 
     >>> pure = random_rank_collapse(Stack(), layers=3).mean(1)
     >>> with_skips = random_rank_collapse(Stack(skip=True), layers=3).mean(1)
@@ -60,7 +60,7 @@ def random_rank_collapse(
     (True, True)
     """
     if min(tokens, layers, draws) < 1:
-        raise ProblemError(f"tokens={tokens}, layers={layers}, draws={draws}: expected 1 of each at least.")
+        raise ProblemError(f"tokens={tokens}, layers={layers}, draws={draws}: expected each to be 1 or more.")
     found: list[Tensor] = []
     for draw in range(draws):
         random = torch.Generator().manual_seed(seed + draw)

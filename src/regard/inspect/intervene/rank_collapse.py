@@ -1,15 +1,14 @@
-"""Rank collapse: how near the tokens of each layer are to being all the same, with skips and MLPs and without.
+"""Rank collapse: how similar the tokens of each layer are, with and without skip connections and MLPs.
 
-Dong, Cordonnier & Loukas 2021, *Attention is not all you need*, arXiv:2103.03404: attention averages, so a stack of
-nothing but attention makes all tokens alike, and the faster the more alike they are (doubly exponentially with depth).
-Skip connections hold against it. MLPs may, as far as they take tokens apart (the paper's bound has their Lipschitz
-constant in it): those of random stacks do not, see the README. Behind norms and causal masks, as in most models, it
-still happens, and more slowly. Measured is
+Dong, Cordonnier & Loukas 2021, *Attention is not all you need*, arXiv:2103.03404: attention averages, so in a stack of
+attention layers alone all tokens become equal, doubly exponentially with depth. Skip connections prevent it. MLPs can
+slow it down if they drive tokens apart (their Lipschitz constant is part of the paper's bound); MLPs with random
+weights do not, see the README. With norms and causal masks, as in most models, collapse is slower. The residual is
 
     ||X - 1 m^T|| / ||X||      m: the mean token; Frobenius norms
 
-0 when all rows of X are equal (rank one), near 1 when tokens have nothing in common. The mean is nearest in this norm;
-the paper bounds the root of the product of the norms 1 and infinity instead.
+0 when all rows of X are equal (rank one), near 1 when tokens have nothing in common. In the Frobenius norm the mean
+token is the best rank-one approximation of this form; the paper bounds sqrt(||.||_1 ||.||_inf) instead.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,20 +21,20 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, first_tokens, running
-from regard.inspect.intervene.heads import altered, module_at, whole_layer
+from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, first_tokens, run_variant
+from regard.inspect.intervene.heads import edit_outputs, module_at, whole_layer
 from regard.inspect.observing.layers import track_layers
 
 
 @brief
 @dataclass(frozen=True, eq=False)
 class RankCollapse:
-    """The relative residual to rank one, through a model.
+    """The relative residual to rank one, layer by layer.
 
     Args:
         modules: the paths of the layers, in the order in which they ran.
-        before: of what went into the first layer, [batch].
-        after: for each variant, of what each layer gave, [layers, batch]; float64.
+        before: the residual of the input of the first layer, [batch].
+        after: for each variant, the residual of the output of each layer, [layers, batch]; float64.
 
     >>> print(RankCollapse(("blocks.0",), torch.tensor([0.9]), {"without both": torch.tensor([[0.25]])}))
      after layer   without both
@@ -59,17 +58,17 @@ def residual(x: Tensor, rows: Tensor | None = None) -> Tensor:
     """||X - 1 m^T|| / ||X|| of each matrix of tokens; x [..., tokens, width], the result [...].
 
     Args:
-        rows: bool [..., tokens], which tokens count (padding is none); None: all.
+        rows: bool [..., tokens], which tokens count (exclude padding); None: all.
 
     Raises:
-        ProblemError: other shapes.
+        ProblemError: x or rows have another shape.
 
     >>> residual(torch.tensor([[1.0, 0.0], [0.0, 1.0]])), residual(torch.ones(3, 5))
     (tensor(0.7071), tensor(0.))
     """
     if x.ndim < 2 or (rows is not None and rows.shape != x.shape[:-1]):
-        came = "" if rows is None else f" and rows {list(rows.shape)}"
-        raise ProblemError(f"x is {list(x.shape)}{came}: expected [..., tokens, width], and rows [..., tokens].")
+        received = "" if rows is None else f" and rows {list(rows.shape)}"
+        raise ProblemError(f"x is {list(x.shape)}{received}: expected [..., tokens, width], and rows [..., tokens].")
     counts = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if rows is None else rows.to(x.dtype)
     counts = counts[..., None]
     mean = (x * counts).sum(-2, keepdim=True) / counts.sum(-2, keepdim=True)
@@ -83,20 +82,20 @@ def rank_collapse(
     rows: Tensor | None = None,
     variants: Collection[Variant] = VARIANTS,
 ) -> RankCollapse:
-    """The residual of what each layer of a model gives: as it is, without MLPs, without skip connections, without both.
+    """The residual of the output of each layer: in the model as it is, without MLPs, without skips, without both.
 
-    A layer is the attending module's path up to its first number, as in `value_zeroing`. Two runs of the model, and one
-    for each variant. Weights and norms stay as they are; what a trained model does without its skip connections says
-    what these are for, and nothing of the model. Residuals below the precision of the model's type are rounding.
+    A layer is the attending module's path up to its first number, as in `value_zeroing`. Costs two runs of the model,
+    and one for each variant. Weights and norms do not change. The result shows the effect of the skip connections; it
+    does not describe the intact model. Residuals below the precision of the model's dtype are rounding errors.
 
     Args:
-        run: runs the model on a text; a cache must start empty in it, as transformers' own does.
+        run: runs the model on a text; its KV cache, if any, must start empty, as transformers' own does.
         rows: bool [batch, tokens], which tokens count; None: all.
-        variants: which to run. Other than "as it is" they need blocks that add attention, and an MLP if there is one,
-            to what they are given, one after the other or side by side (`blocks.py`): so most decoders do.
+        variants: which to run. All but "as it is" need blocks that add attention, and an MLP if there is one, to their
+            input, sequentially or in parallel (`blocks.py`), as most decoders do.
 
     Raises:
-        ProblemError: attention that is not regard's, layers that give no tensors, or whose branches are not found.
+        ProblemError: attention that is not regard's, layers that return no tensors, or whose branches are not found.
 
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
@@ -106,14 +105,14 @@ def rank_collapse(
     {'as it is': False, 'without MLPs': False, 'without skips': True, 'without both': True}
     """
     if not variants or any(variant not in VARIANTS for variant in variants):
-        came = ", ".join(map(repr, variants)) or "empty"
-        raise ProblemError(f"variants is {came}: expected some of {', '.join(map(repr, VARIANTS))}.")
+        received = ", ".join(map(repr, variants)) or "empty"
+        raise ProblemError(f"variants is {received}: expected some of {', '.join(map(repr, VARIANTS))}.")
     blocks = _blocks(model, run)
     found = branches(model, run, blocks) if set(variants) - {"as it is"} else {}
     before: Tensor | None = None
     after: dict[Variant, Tensor] = {}
     for variant in dict.fromkeys(variants):
-        with running(model, found, variant):
+        with run_variant(model, found, variant):
             inputs, outputs = _through(model, run, tuple(blocks))
         before = residual(inputs[next(iter(blocks))].double(), rows) if before is None else before
         after[variant] = torch.stack([residual(outputs[path].double(), rows) for path in blocks])
@@ -122,46 +121,48 @@ def rank_collapse(
 
 
 def _blocks(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[str]]:
-    """The paths of the layers that attend, in order, each with those of the modules in it that do."""
-    with altered(model, lambda site, call: None) as sites:
+    """The paths of the layers that attend, in order, each with the paths of its attending modules."""
+    with edit_outputs(model, lambda site, call: None) as sites:
         run()
     blocks: dict[str, list[str]] = {}
     for site in sites.heads:
         if site.module is not None:
             blocks.setdefault(whole_layer(site.module), []).append(site.module)
     if not blocks:
-        raise ProblemError("no module of the model attended: there are no layers to look at.")
+        raise ProblemError("no module of the model attended: there are no layers to measure.")
     return blocks
 
 
 def _through(
     model: nn.Module, run: Callable[[], Any], paths: tuple[str, ...]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What goes into each layer and what comes out of it."""
+    """The input and the output of each layer, by path."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     with track_layers(model), ExitStack() as hooks:
         for path in paths:
             module = module_at(model, path)
-            hooks.callback(module.register_forward_pre_hook(_keeping_input(inputs, path), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(_keeping_output(outputs, path)).remove)
+            hooks.callback(module.register_forward_pre_hook(_input_hook(inputs, path), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(_output_hook(outputs, path)).remove)
         run()
     if missing := next((path for path in paths if path not in outputs or path not in inputs), None):
-        raise ProblemError(f"module {missing!r} takes or gives no tensor [batch, tokens, width]: is it a whole layer?")
+        raise ProblemError(
+            f"module {missing!r} takes or returns no tensor [batch, tokens, width]: is it a whole layer?"
+        )
     return inputs, outputs
 
 
-def _keeping_input(kept: dict[str, Tensor], path: str) -> Callable[..., None]:
+def _input_hook(inputs: dict[str, Tensor], path: str) -> Callable[..., None]:
     def keep(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if (given := first_tokens((*arguments, *named.values()))) is not None:
-            kept[path] = given
+        if (tokens := first_tokens((*arguments, *named.values()))) is not None:
+            inputs[path] = tokens
 
     return keep
 
 
-def _keeping_output(kept: dict[str, Tensor], path: str) -> Callable[..., None]:
+def _output_hook(outputs: dict[str, Tensor], path: str) -> Callable[..., None]:
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        if (given := first_tokens(output)) is not None:
-            kept[path] = given
+        if (tokens := first_tokens(output)) is not None:
+            outputs[path] = tokens
 
     return keep

@@ -67,7 +67,7 @@ def through(rows: Tensor, weights: Weights, matrix: Callable[[Tile], Tensor]) ->
     product = rows.new_zeros(*rows.shape[:2], weights.shape[3])
     for tile in weights.tiles():
         own = rows[:, :, tile.rows]
-        if own.any():  # below the last layer, rows after the chosen ones count for nothing
+        if own.any():  # below the last layer, rows after the chosen ones have no share
             product[:, :, tile.key : tile.key + tile.weights.shape[3]] += own @ matrix(tile)
     return product
 
@@ -76,7 +76,7 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
     """(the rows counted from 0, unit vectors [batch, m, tokens]): what the product begins with.
 
     Raises:
-        ProblemError: no layers, layers that are not self-attention over the same tokens, or rows that there are not.
+        ProblemError: no layers, layers that are not self-attention over the same tokens, or rows that do not exist.
     """
     if not weights:
         raise ProblemError("there are no layers: pass the weights of each, from the first to the last.")
@@ -97,8 +97,8 @@ def chosen_rows(rows: Sequence[int], weights: Sequence[Weights]) -> tuple[tuple[
 
 
 ROLLOUT_CAVEAT = (
-    "Rollout follows attention weights, which are not importance: values, output projections, MLPs and the real share "
-    "of the skip connections are left out."
+    "Rollout multiplies attention weights, which are not importance: it ignores values, output projections, MLPs and "
+    "the true share of the skip connections."
 )
 
 
@@ -106,15 +106,15 @@ def rollout(weights: Sequence[Weights], rows: Sequence[int], tick: Tick | None =
     """Rows of the rollout through all of these layers. O(tokens^2) time a layer, O(m tokens) memory.
 
     Args:
-        weights: of each layer from the first on, as `observe(model, lambda look: look.weights)` keeps them; fewer
-            layers give the rollout up to there.
-        rows: the tokens asked about; -1 is the last.
+        weights: the weights of each layer, from the first, as `observe(model, lambda look: look.weights)` returns
+            them; the first layers alone give the rollout up to the last of these.
+        rows: the rows to compute; -1 is the last.
         tick: called after each layer.
 
     >>> import torch
     >>> from regard import Causal, attend
     >>> from regard.inspect.observing.observe import observe
-    >>> q = torch.zeros(1, 2, 3, 4)  # even attention, twice
+    >>> q = torch.zeros(1, 2, 3, 4)  # uniform attention, twice
     >>> with observe(each=lambda look: look.weights) as seen:
     ...     _ = attend(q, q, q, mask=Causal()), attend(q, q, q, mask=Causal())
     >>> rollout([one.value for one in seen], [-1]).values[0, 0]  # (1/6, 1/6, 2/3) of the first layer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import Site, altered
+from regard.inspect.intervene.heads import Site, edit_outputs
 from regard.inspect.intervene.loss import each_of
 
 Outputs = Mapping[Site, Tensor]
@@ -55,8 +55,8 @@ class Mean(Replacement):
         end = call.offset + call.out.shape[2]
         if call.offset < 0 or end > mean.shape[1]:
             raise ProblemError(
-                f"the call is at positions {call.offset} to {end - 1}, and means were taken of {mean.shape[1]} "
-                "positions: take them of texts that are as long, or per_position=False."
+                f"the call is at positions {call.offset} to {end - 1}, and there are means of {mean.shape[1]} "
+                "positions: compute means of texts that are as long, or per_position=False."
             )
         return mean[:, call.offset : end]
 
@@ -80,7 +80,7 @@ class Resample(Replacement):
         batch, heads, queries, v_dim = call.out.shape
         if other.shape[0] not in (1, batch) or tuple(other.shape[1:]) != (heads, queries, v_dim):
             raise ProblemError(
-                f"the other input gave {list(other.shape)} in layer {site.layer}, and this one gives "
+                f"the output on the other input is {list(other.shape)} in layer {site.layer}, and on this one "
                 f"{list(call.out.shape)}: resampling needs inputs of the same size, or a batch of 1."
             )
         return other.to(call.out)
@@ -120,12 +120,12 @@ def mean_outputs(
 
     Args:
         batches, run: `run(batch)` runs the model on each.
-        per_position: whether each position has a mean of its own. Texts may differ in length: a position's mean is over
-            those that reach it.
-        rows: for a batch, which of its rows count: bool [batch, queries]. None: all, padding too.
+        per_position: whether each position has its own mean. Texts may differ in length: a position's mean is over the
+            texts that reach it.
+        rows: for a batch, which of its rows count: bool [batch, queries]. None: all, including padding.
 
     Raises:
-        ProblemError: no batches, rows of another shape, or a position of the longest text that counts in none.
+        ProblemError: no batches, rows of another shape, or a position that counts in no text.
 
     >>> from regard.inspect.intervene import ablated, mean_outputs
     >>> from regard.nn import Decoder
@@ -145,7 +145,7 @@ def mean_outputs(
             start = call.offset if per_position else 0
             sums[site], counts[site] = _added(sums.get(site), counts.get(site), call, counted, start)
 
-        with altered(model, add):
+        with edit_outputs(model, add):
             run(batch)
     if not sums:
         raise ProblemError("no heads attended: pass at least one batch, and a run of attention that is regard's.")
@@ -182,7 +182,7 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
             raise ProblemError(f"layer {site.layer} attended more than once: record one forward pass, no generation.")
         found[site] = call.out.clone()
 
-    with altered(model, keep):
+    with edit_outputs(model, keep):
         run()
     return found
 
@@ -193,7 +193,7 @@ def _added(
     """[heads, positions, v_dim] and [positions], float64, with the outputs of a call that begins at `start` added."""
     batch, heads, queries, v_dim = call.out.shape
     if start < 0:
-        raise ProblemError(f"a call has queries before the first key (position {start}): it has no mean by position.")
+        raise ProblemError(f"a call has queries before the first key (position {start}): use per_position=False.")
     end = start + queries
     sums = call.out.new_zeros(heads, 0, v_dim, dtype=torch.float64) if sums is None else sums
     counts = call.out.new_zeros(0, dtype=torch.float64) if counts is None else counts
@@ -202,7 +202,7 @@ def _added(
         counts = torch.nn.functional.pad(counts, (0, longer))
     out = call.out.double()
     if rows is not None and tuple(rows.shape) != (batch, queries):
-        raise ProblemError(f"rows gave {list(rows.shape)}: expected bool [batch, queries] = {[batch, queries]}.")
+        raise ProblemError(f"rows returned {list(rows.shape)}: expected bool [batch, queries] = {[batch, queries]}.")
     counted = torch.ones(batch, queries, device=out.device) if rows is None else rows.to(out.device)
     out = out.masked_fill(~counted.bool()[:, None, :, None], 0.0)
     sums[:, start:end] += out.sum(0)

@@ -1,8 +1,7 @@
-"""Rows of attention that are chosen freely: what the adversary and the permutation test put in place of the model's.
+"""Attention rows replaced by other weights, for the adversary and the permutation test.
 
-For chosen heads and rows, other weights are put where the model's were: the head's output in that row is then the new
-weights times the values that the layer has at that moment. The comparison is always with the weights of the model as it
-is. A learned sink is an outcome like any token, whose value is zero.
+In chosen heads and rows, the head's output becomes the new weights times the current values of the layer. Weights and
+predictions are compared with those of the unchanged model. A learned sink counts as a token whose value is zero.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -14,20 +13,20 @@ from torch import Tensor, nn
 
 from regard.attention import Call
 from regard.errors import ProblemError
-from regard.inspect.intervene.heads import Site, Sites, altered
+from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.names import HeadName, Heads, read_heads
 from regard.inspect.weights.index import counted_rows
 from regard.inspect.weights.lazy import Weights
 
 CAVEAT = (
-    "Attention weights are not importance. That other weights give the same output shows that these weights alone do "
-    "not explain it (Jain & Wallace 2019); it does not show that the heads do nothing, and such weights may be out of "
-    "reach of any trained model (Wiegreffe & Pinter 2019). Heads that replace one another can each be turned "
-    "around freely: test them together as well, and beside permuted weights."
+    "Attention weights are not importance. If other weights give the same output, these weights alone do not explain "
+    "it (Jain & Wallace 2019); that does not show that the heads do nothing, and perhaps no trained model has such "
+    "weights (Wiegreffe & Pinter 2019). Each of several redundant heads can be changed freely: test them together as "
+    "well, and compare with permuted weights."
 )
 
 Predict = Callable[[], Tensor]
-"""Runs the model and gives the logits whose softmax is compared, [batch, ..., classes]."""
+"""Runs the model and returns the logits whose softmax is compared, [batch, ..., classes]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +35,8 @@ class OwnRows:
 
     Args:
         heads: the chosen heads of the layer.
-        weights: [batch, chosen heads, rows, keys + 1]; the last is the sink's share, 0 where there is none.
-        allowed: bool, the same shape: what may have weight.
+        weights: [batch, chosen heads, rows, keys + 1]; the last column is the sink, 0 without one.
+        allowed: bool, the same shape: which keys are visible.
     """
 
     heads: tuple[int, ...]
@@ -46,8 +45,8 @@ class OwnRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Unchanged:
-    """The model as it is: its own rows by layer, and its prediction, log-probabilities [batch, ..., classes]."""
+class Baseline:
+    """The unchanged model: its own rows by layer, and its prediction, log-probabilities [batch, ..., classes]."""
 
     model: nn.Module | None
     predict: Predict
@@ -58,15 +57,15 @@ class Unchanged:
 
     @property
     def batch(self) -> int:
-        """Examples, each compared by itself."""
+        """The number of examples; each is compared by itself."""
         return self.log_probs.shape[0]
 
 
-def observed(model: nn.Module | None, predict: Predict, heads: Heads, rows: Sequence[int]) -> Unchanged:
-    """The model's own weights in these rows of these heads, and what it predicts.
+def observe_rows(model: nn.Module | None, predict: Predict, heads: Heads, rows: Sequence[int]) -> Baseline:
+    """The model's own weights in these rows of these heads, and its prediction.
 
     Raises:
-        ProblemError: no heads or rows, or ones that there are not; a layer that attends more than once; a prediction
+        ProblemError: no heads or rows, or some that do not exist; a layer that attends more than once; a prediction
             that is no batch of logits.
     """
     named = read_heads(heads)
@@ -81,14 +80,14 @@ def observed(model: nn.Module | None, predict: Predict, heads: Heads, rows: Sequ
             raise ProblemError(f"layer {site.layer} attended more than once: predict in one forward pass, no cache.")
         own[site] = _own(call, chosen, rows)
 
-    with torch.no_grad(), altered(model, look, named):
+    with torch.no_grad(), edit_outputs(model, look, named):
         logits = predict()
     if not own:
         raise ProblemError("predict called no attention of regard's.")
     batch = next(iter(own.values())).weights.shape[0]
     if logits.ndim < 2 or logits.shape[0] != batch:
-        raise ProblemError(f"predict gave {list(logits.shape)}: expected logits [{batch}, ..., classes].")
-    return Unchanged(model, predict, named, tuple(rows), own, logits.double().log_softmax(-1))
+        raise ProblemError(f"predict returned {list(logits.shape)}: expected logits [{batch}, ..., classes].")
+    return Baseline(model, predict, named, tuple(rows), own, logits.double().log_softmax(-1))
 
 
 def _own(call: Call, heads: list[int], rows: Sequence[int]) -> OwnRows:
@@ -104,8 +103,8 @@ def _own(call: Call, heads: list[int], rows: Sequence[int]) -> OwnRows:
 
 
 @contextmanager
-def with_rows(subject: Unchanged, other: Mapping[Site, Tensor]) -> Generator[None]:
-    """Within the block, the chosen rows have these weights, as `OwnRows.weights` are laid out; gradients reach them."""
+def with_rows(subject: Baseline, other: Mapping[Site, Tensor]) -> Generator[None]:
+    """Within the block, the chosen rows have these weights (layout: `OwnRows.weights`), and gradients reach them."""
     sites = Sites(subject.heads)
 
     def change(site: Site, call: Call) -> Tensor | None:
@@ -117,14 +116,14 @@ def with_rows(subject: Unchanged, other: Mapping[Site, Tensor]) -> Generator[Non
         new = other[site][..., :-1] @ v.to(other[site].dtype)
         return call.out.index_put((_all(call), heads[None, :, None], rows[None, None]), new.to(call.out.dtype))
 
-    with altered(subject.model, change, subject.heads):
+    with edit_outputs(subject.model, change, subject.heads):
         yield
 
 
-def moved(subject: Unchanged, other: Mapping[Site, Tensor]) -> Tensor:
-    """How far the prediction moves under other weights: total variation, 0 to 1; float64 [batch].
+def prediction_shift(subject: Baseline, other: Mapping[Site, Tensor]) -> Tensor:
+    """The change of the prediction under other weights: total variation, 0 to 1; float64 [batch].
 
-    1/2 sum over classes of |p - p'|; where a prediction has several rows, the one that moved furthest counts.
+    1/2 sum over classes of |p - p'|; if a prediction has several rows, the largest change counts.
     """
     with with_rows(subject, other):
         probs = subject.predict().double().softmax(-1)
@@ -133,7 +132,7 @@ def moved(subject: Unchanged, other: Mapping[Site, Tensor]) -> Tensor:
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """The Jensen-Shannon divergence along the last axis, nats: 0 for equals, ln 2 = 0.693 for what has nothing common.
+    """The Jensen-Shannon divergence along the last axis, nats: 0 if equal, ln 2 = 0.693 if the supports are disjoint.
 
     >>> divergence(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
     tensor(0.6931)
@@ -142,7 +141,7 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return torch.special.entr(middle).sum(-1) - (torch.special.entr(p) + torch.special.entr(q)).sum(-1) / 2
 
 
-def mean_divergence(subject: Unchanged, other: Mapping[Site, Tensor]) -> Tensor:
+def mean_divergence(subject: Baseline, other: Mapping[Site, Tensor]) -> Tensor:
     """The mean divergence over all chosen heads and rows, [batch]."""
     apart = [divergence(own.weights.double(), other[site].double()).flatten(1) for site, own in subject.own.items()]
     return torch.cat(apart, 1).mean(1)

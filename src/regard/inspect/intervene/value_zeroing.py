@@ -1,13 +1,13 @@
-"""Value zeroing: how much a layer's outputs change when the value of one token is taken away.
+"""Value zeroing: how much a layer's outputs change when the value vector of one token is zero.
 
 Mohebbi, Zuidema, Chrupala & Alishahi 2023, *Quantifying context mixing in transformers*, arXiv:2301.12971: in one
-layer, the value vector of token j is zero in every head, weights stay, and each row's output x'_i of the whole layer
-(skip connection, norm and MLP included) is compared with what it was:
+layer, the value vector of token j is set to zero in every head, weights do not change, and each row's output x'_i of
+the whole layer (skip connection, norm and MLP included) is compared with the original x_i:
 
     C[i, j] = 1 - cos(x_i, x'_i)
 
-A head's output without the value is z_i - A[i, j] v_j, so a token costs O(tokens) in the layer's attention; then the
-model runs up to the end of that layer.
+A head's output without the value is z_i - A[i, j] v_j, so a token costs O(tokens) in the layer's attention, and a run
+of the model up to the end of that layer.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from regard.attention import Call
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.intervene.heads import Site, altered, module_at, whole_layer
+from regard.inspect.intervene.heads import Site, edit_outputs, module_at, whole_layer
 from regard.inspect.intervene.loss import Tick
 from regard.inspect.names import Layer, read_layer
 from regard.inspect.weights.index import counted_rows
@@ -31,11 +31,11 @@ from regard.inspect.weights.lazy import Weights
 @brief
 @dataclass(frozen=True, eq=False)
 class ValueZeroing:
-    """What a layer's outputs owe to the values of chosen tokens.
+    """The change of a layer's outputs when the values of chosen tokens are zero.
 
     Args:
-        layer: which; module: the one whose outputs were compared.
-        tokens: whose values were zeroed.
+        layer: the layer; module: the path of the module whose outputs were compared.
+        tokens: the tokens whose values were zeroed, one at a time.
         distances: [batch, tokens zeroed, rows], cosine distance, 0 (nothing changed) to 2; float64.
     """
 
@@ -43,11 +43,11 @@ class ValueZeroing:
     module: str
     tokens: tuple[int, ...]
     distances: Tensor
-    caveat: str = "It tells what one layer mixes into its outputs, not what the rest of the model makes of them."
+    caveat: str = "This measures what one layer mixes into its outputs, not what later layers do with them."
 
 
 class _DoneError(BaseException):
-    """The outputs are there: the rest of the model need not run. No `Exception`, so that no model catches it."""
+    """Stops the model once the outputs are known. No subclass of `Exception`, so that no model catches it."""
 
 
 @torch.no_grad()
@@ -60,18 +60,18 @@ def value_zeroing(
     module: str | None = None,
     tick: Tick | None = None,
 ) -> ValueZeroing:
-    """The effect of zeroing tokens' values in a layer, one token at a time. One run up to the layer for each, and one.
+    """The effect of zeroing tokens' values in a layer, one token at a time: a run for each, and two more.
 
     Args:
-        run: runs the model on a text; a cache must start empty in it, as transformers' own does.
+        run: runs the model on a text; its KV cache, if any, must start empty, as transformers' own does.
         layer: its number, or the path of the module that attends.
-        tokens: whose values are zeroed; -1 is the last.
+        tokens: the tokens whose values are zeroed; -1 is the last.
         module: the path of the module whose output is compared; None: the whole layer, which is the attending module's
             path up to its first number (`model.layers.3` of `model.layers.3.self_attn`).
         tick: called after each run.
 
     Raises:
-        ProblemError: a layer that never attended, a token that there is not, or a module that gives no tensor.
+        ProblemError: a layer that never attended, a token that does not exist, or a module that returns no tensor.
 
     >>> from regard.nn import Decoder
     >>> model, ids = Decoder(19, 32, layers=2, heads=4), torch.tensor([[3, 1, 4, 1, 5]])
@@ -80,7 +80,7 @@ def value_zeroing(
     ('body.blocks.1', tensor([False, False,  True,  True,  True]))
     """
     if not tokens:
-        raise ProblemError("no token was named: expected at least one whose value is to be zeroed.")
+        raise ProblemError("tokens is empty: expected at least one token whose value to zero.")
     layer = read_layer(layer)
     attending, keys = _attending(model, run, layer)
     whole = whole_layer(attending) if module is None else module
@@ -98,7 +98,7 @@ def value_zeroing(
 
 
 def _without(attending: str, token: int) -> Callable[[Site, Call], Tensor | None]:
-    """A change by which one layer's outputs lack the value of a token."""
+    """A change for `edit_outputs` that removes the value of a token from one layer's outputs."""
 
     def change(site: Site, call: Call) -> Tensor | None:
         if site.module != attending:
@@ -112,36 +112,38 @@ def _without(attending: str, token: int) -> Callable[[Site, Call], Tensor | None
 
 
 def _attending(model: nn.Module, run: Callable[[], Any], layer: Layer) -> tuple[str, int]:
-    """The path of the module that attends in a layer, and its keys."""
+    """The path of the module that attends in a layer, and the number of its keys."""
     found: dict[str | None, int] = {}
 
     def look(site: Site, call: Call) -> None:
         if site.is_named(layer):
             found[site.module] = call.k.shape[2]
 
-    with altered(model, look, [(layer, 0)]):
+    with edit_outputs(model, look, [(layer, 0)]):
         run()
     module, keys = next(iter(found.items()), (None, 0))
     if module is None:
-        raise ProblemError(f"layer {layer!r} attends outside of the model's modules: there is no output to compare.")
+        raise ProblemError(
+            f"layer {layer!r} attends outside of the model's modules: it has no module output to compare."
+        )
     return module, keys
 
 
 def _output(
     model: nn.Module, run: Callable[[], Any], path: str, change: Callable[[Site, Call], Tensor | None]
 ) -> Tensor:
-    """What a module gives while `run` runs, [batch, rows, width]."""
+    """The output of a module while `run` runs, [batch, rows, width]."""
     found: list[Tensor] = []
-    with altered(model, change), _stopping(model, path, found):
+    with edit_outputs(model, change), _stop_after(model, path, found):
         run()
     if not found:
-        raise ProblemError(f"module {path!r} did not run, or gave no tensor [batch, tokens, width]: name another.")
+        raise ProblemError(f"module {path!r} did not run, or returned no tensor [batch, tokens, width]: name another.")
     return found[0]
 
 
 @contextmanager
-def _stopping(model: nn.Module, path: str, found: list[Tensor]) -> Generator[None]:
-    """Within the block, the model stops once the module at `path` has given its output."""
+def _stop_after(model: nn.Module, path: str, found: list[Tensor]) -> Generator[None]:
+    """Within the block, the model stops once the module at `path` has returned its output."""
 
     def take(module: nn.Module, arguments: Any, output: Any) -> None:
         first = output if isinstance(output, Tensor) else next(iter(output), None)

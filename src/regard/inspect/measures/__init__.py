@@ -1,4 +1,4 @@
-"""Measures of heads: what each head looks at, with its chance value.
+"""Measures of heads: where each head attends, with chance values.
 
 Every measure is exact and gives `HeadScores`: a value for each sequence and head, its *chance* value (what uniform
 attention over the same mask scores, without which no score means anything: on 5 tokens, uniform causal attention
@@ -9,7 +9,7 @@ gives token 0 a mass of 0.32) and an interval. `catalogue.MEASURES` lists them a
     rows       the few rows that you name, in full                          syntactic  retrieval
     weights    of the model; no text                                        copying
 
-Means are over the rows that see any key, and over those in `rows` where the caller names them (padding is no text).
+Means are over the rows that see any key, and over those in `rows` where the caller names them (to exclude padding).
 Heads are query heads; A[i, j] is the weight of key j in row i, p_i the position of row i.
 """
 

@@ -1,4 +1,4 @@
-"""Weights at the pairs of many small blocks, each of any rows and any keys: what measures over O(n) pairs are made of.
+"""Weights at the pairs of many small blocks of rows and keys, for measures over O(n) pairs.
 
 A block is a small matrix product: it costs less than its dot products taken one by one as soon as rows share keys, and
 the query heads that share a key head share its gathered keys. Nothing is copied per head but the rows asked for.
@@ -14,10 +14,10 @@ from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.scores import cap_and_bias
 
 AT_ONCE = 2**19
-"""Weights computed at a time: 2 MiB of float32, which the passes over them find in a cache."""
+"""Weights computed at a time: 2 MiB of float32, which fit into the CPU cache."""
 
 MOST = 80.0
-"""Scores that far above their row's total are of hidden pairs: exp(80) is finite in float32, and 0 times it is 0."""
+"""The limit of a score minus its row's lse; only hidden pairs exceed it. exp(80) is finite in float32."""
 
 
 def chunks(weights: Weights, blocks: int, pairs: int) -> Iterator[slice]:
@@ -46,7 +46,7 @@ def dots(weights: Weights, q: Tensor, keys: Tensor) -> Tensor:
 def weighed(weights: Weights, dots: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """The weights at pairs with these dot products [batch, kv_heads, blocks, group, ...], which are overwritten.
 
-    The mask is left to the caller: what it hides may be any number up to exp(`MOST`), or NaN.
+    The caller applies the mask: weights of hidden pairs are any value up to exp(`MOST`), or NaN.
 
     Args:
         rows, keys: int64, of the axes after the group, [blocks, ...] each; they broadcast.
@@ -91,14 +91,14 @@ def by_head(found: Tensor) -> Tensor:
 
 
 class WholeRows(NamedTuple):
-    """Of some rows of one sequence the weights, and which keys are visible; see `whole_rows`."""
+    """The weights of some rows of one sequence, and which keys are visible; see `whole_rows`."""
 
     weights: Tensor  # [1, heads, rows, keys], 0 where hidden
     visible: Tensor  # bool, broadcasts to [1, heads, rows, keys]
 
     @property
     def top_key(self) -> Tensor:
-        """The first key with the largest weight, int64 [heads, rows]; 0 of a row that sees nothing."""
+        """The first key with the largest weight, int64 [heads, rows]; 0 for a fully masked row."""
         return self.weights[0].argmax(-1)
 
 
@@ -112,7 +112,7 @@ def whole_rows(weights: Weights, rows: Tensor) -> WholeRows:
 
 
 def rows_at_once(weights: Weights) -> int:
-    """Rows of which the weights of all heads are about `AT_ONCE`."""
+    """The number of rows whose weights, of all heads, are about `AT_ONCE`."""
     return max(1, AT_ONCE // max(1, weights.shape[1] * weights.shape[3]))
 
 

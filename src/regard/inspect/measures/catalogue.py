@@ -1,4 +1,4 @@
-"""The measures of the library, each one a value with its formula, its source and its chance value: `MEASURES`."""
+"""The measures of the library as values with formula, source and chance value: `MEASURES`."""
 
 from collections.abc import Iterable
 
@@ -92,7 +92,7 @@ MEASURES: tuple[Measure, ...] = (
         "duplicate",
         "duplicate token",
         "mass",
-        "on random tokens repeated four times: mean over the rows i whose token stood before of "
+        "on random tokens repeated four times: mean over the rows i whose token occurred before of "
         "sum_j A[i,j] over j < i with x[j] = x[i]",
         "Wang et al. 2023, arXiv:2211.00593",
         "mean of (number of such j) / (number of keys that row i sees)",
@@ -105,7 +105,7 @@ MEASURES: tuple[Measure, ...] = (
         "induction",
         "mass",
         "on random tokens repeated four times: mean over the rows i in which something repeats of sum_j A[i,j] over j "
-        "with x[j-1] = x[i], j-1 < i: the mass put on what followed an earlier occurrence",
+        "with x[j-1] = x[i], j-1 < i: the mass put on the tokens after an earlier occurrence",
         OLSSON,
         "mean of (number of such j) / (number of keys that row i sees)",
         lambda x: x.matches[1],
@@ -157,7 +157,7 @@ MEASURES: tuple[Measure, ...] = (
         "effective_tokens",
         "effective tokens",
         "tokens",
-        "mean over rows i of exp(H_i): the number of tokens that an even spread of the same entropy would cover",
+        "mean over rows i of exp(H_i): the number of tokens in a uniform row of the same entropy",
         f"{CLARK}, §3.3, as a perplexity",
         "mean number of keys that row i sees",
         effective_tokens,
@@ -177,7 +177,7 @@ MEASURES: tuple[Measure, ...] = (
         "evenness",
         "evenness",
         "share",
-        "mean over rows i that see n_i >= 2 keys of H_i / ln n_i: entropy as a share of the most there could be",
+        "mean over rows i that see n_i >= 2 keys of H_i / ln n_i: entropy as a share of its maximum",
         f"{CLARK}, §3.3, normalised",
         "1",
         evenness,
@@ -197,7 +197,7 @@ MEASURES: tuple[Measure, ...] = (
         "positional",
         "positional",
         "share",
-        "share of rows whose largest weight is at the distance where most rows have theirs; positional from 0.9 on",
+        "share of rows whose largest weight is at the most frequent distance; positional from 0.9 on",
         f"{VOITA}, §5.1",
         f"{ONE_IN}, 0 for rows that cannot see that far",
         positional,
@@ -261,7 +261,7 @@ MEASURES: tuple[Measure, ...] = (
         "value_weighted",
         "sink, by values",
         "share",
-        "mean over rows i >= 1 of A[i,0] |v_0 W_O| / sum_j A[i,j] |v_j W_O|: what the sink is of all that is moved",
+        "mean over rows i >= 1 of A[i,0] |v_0 W_O| / sum_j A[i,j] |v_j W_O|: the sink's share of all that is moved",
         "Kobayashi et al. 2020, arXiv:2004.10102, §4",
         "the same of uniform attention",
         value_weighted,
@@ -328,7 +328,7 @@ BY_KEY: dict[str, Measure] = {measure.key: measure for measure in MEASURES}
 DEFINITIONS: dict[str, Definition] = {measure.key: measure.definition for measure in MEASURES} | {
     f"{measure.key}_at": measure.at for measure in MEASURES if measure.at is not None
 }
-"""What each number means that a measure gives: its score and, under `key_at`, which of several the score is of."""
+"""The definitions of all values of measures: the score, and under `key_at` the offset, shift or key of the score."""
 
 
 def measures_named(names: Iterable[str | Measure]) -> tuple[Measure, ...]:

@@ -36,11 +36,11 @@ NAMES = dict.fromkeys(modules.SUPPORTED, Names()) | {
     "phi": Names(last="final_layernorm"),
     "stablelm": Names(),
 }
-"""The model types whose circuits can be taken out. What a learned position adds is no part of a token's circuit."""
+"""The model types whose circuits can be extracted. Learned position embeddings are no part of a token's circuit."""
 
 
 class Parts(NamedTuple):
-    """What circuits are made of: of each layer its attention and the norm before it, the last norm, the tables."""
+    """The parts of circuits: each layer's attention and the norm before it, the last norm, the embedding tables."""
 
     layers: list[tuple[Any, Any]]
     last: Any
@@ -68,7 +68,7 @@ def circuits(model: nn.Module) -> tuple[list[Circuit], Vocabulary]:
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """What the circuits of a model are made of; nothing is copied.
+    """The modules and tables of the circuits of a model; nothing is copied.
 
     Raises:
         ProblemError: a model whose parts are not known, or whose weights are quantised or not loaded.
@@ -88,7 +88,7 @@ def parts_of(model: nn.Module) -> Parts:
     try:
         found = _named(whole, config, NAMES[kind])
     except AttributeError as error:  # OPT of 350m, whose norms come after: a config that moves parts
-        raise ProblemError(f"{type(model).__name__} ({kind}) of this config is built otherwise: {error}.") from None
+        raise ProblemError(f"{type(model).__name__} ({kind}) of this config differs: {error}.") from None
     if any(weight.device.type == "meta" for weight in model.parameters()):
         raise ProblemError(f"weights of {type(model).__name__} are not loaded (on the meta device): load all of them.")
     return found
@@ -149,7 +149,7 @@ def circuit_of(attention: MultiHeadAttention | LatentAttention) -> Circuit:
     """The circuit of a module, without any norm of the model (of latent attention with its own norm's weight).
 
     Raises:
-        ProblemError: a gate, by which the output depends on x.
+        ProblemError: the attention has a gate, so that the output depends on x.
 
     >>> found = circuit_of(MultiHeadAttention(32, heads=4, kv_heads=2))
     >>> found.w_v.shape, found.w_o.shape
@@ -170,12 +170,12 @@ def _scaled(down: Tensor, attention: LatentAttention) -> Tensor:
 
 
 def _centres(norm: Any) -> bool:
-    """Whether a norm takes the mean off: a layer norm, and no RMS norm."""
+    """Whether a norm subtracts the mean: a layer norm, not an RMS norm."""
     return isinstance(norm, nn.LayerNorm) or "RMS" not in type(norm).__name__
 
 
 def _gain(norm: Any) -> Tensor:
-    """What a norm multiplies by; Gemma's and Nemotron's store it less 1."""
+    """The factor of a norm; Gemma's and Nemotron's store it minus 1."""
     weight = norm.weight.detach()
     return weight + 1 if type(norm).__name__.startswith(("GemmaRMS", "NemotronLayerNorm1P")) else weight
 

@@ -72,7 +72,7 @@ class Vocabulary:
 
 
 def copying(circuit: Circuit, vocabulary: Vocabulary, *, sequences: int = 8, seed: int = 0) -> HeadScores:
-    """The share of the token that a head looks at in what it raises among 25 random tokens.
+    """The share of the attended token in the logits that a head raises among 25 random tokens.
 
         l[x, y] = U[y] . W_O W_V E[x]        r[x, y] = ReLU(l[x, y] - mean_y l[x, y])
         score = mean over x of  r[x, x] / sum_y r[x, y]
@@ -86,7 +86,7 @@ def copying(circuit: Circuit, vocabulary: Vocabulary, *, sequences: int = 8, see
         [sequences, heads].
 
     Raises:
-        ProblemError: fewer than 2 tokens to draw from, ids that there are not, or a circuit of another width.
+        ProblemError: fewer than 2 tokens to draw from, ids out of range, or a circuit of another width.
 
     >>> eye = torch.eye(7)  # tokens that have nothing in common; one head copies, one raises the others
     >>> circuit, vocabulary = Circuit(eye[None], torch.stack([eye, -eye])), Vocabulary(eye, eye)

@@ -1,4 +1,4 @@
-"""How far away a head looks: its profile by distance, what stays near, the mean distance."""
+"""Attention by distance: the profile of a head, its local mass, its mean distance."""
 
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ def distance_profile(inputs: Inputs) -> Profile:
 
 
 def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
-    """The mean mass on what is nearer than `width` tokens: mean over rows of sum_{j : |p_i - j| < width} A[i, j].
+    """The mean mass on keys nearer than `width` tokens: mean over rows of sum_{j : |p_i - j| < width} A[i, j].
 
     A sum of the first bins of `distance_profile`. Chance: that of uniform attention.
 
@@ -68,7 +68,7 @@ def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
         width: a power of two, as the bins are.
 
     Raises:
-        ProblemError: it is none.
+        ProblemError: the width is no power of two.
 
     >>> from regard import Causal
     >>> from regard.inspect.weights.lazy import Weights
@@ -78,14 +78,14 @@ def local_mass(inputs: Inputs, width: int = NEAR) -> HeadScores:
     HeadScores(value=tensor([[0.8889]]), chance=tensor([[0.8889]]))
     """
     if width < 1 or width & (width - 1):
-        raise ProblemError(f"width is {width}: expected a power of two, since distances are counted in such bins.")
+        raise ProblemError(f"width is {width}: expected a power of two, like the bins of distances.")
     bins = width.bit_length()
     value, chance = (one.bins[..., :bins].sum(-1) for one in (inputs.swept, inputs.even))
     return mean_over_rows(inputs.weights, value, chance, inputs.rows)
 
 
 def mean_distance(inputs: Inputs) -> HeadScores:
-    """How many tokens back a head looks in the mean: mean over rows of  sum_j A[i, j] (p_i - j) / sum_j A[i, j].
+    """The mean distance of a head's attention, in tokens: mean over rows of  sum_j A[i, j] (p_i - j) / sum_j A[i, j].
 
     Vig and Belinkov 2019, arXiv:1906.04284, divide the sums over all rows, which is the same where rows sum to 1;
     they do unless a learned sink takes a share. Of masks that hide what is later, for the distance is not signed.
@@ -103,7 +103,7 @@ def mean_distance(inputs: Inputs) -> HeadScores:
     """
     weights = inputs.weights
     if looks_ahead(weights):
-        raise ProblemError("some row sees later keys: a mean distance is of causal attention; use distance_profile.")
+        raise ProblemError("some row sees later keys: mean_distance needs causal attention; use distance_profile.")
     value, chance = (
         weights.positions - inputs.mean_position(swept) / swept.mass.clamp(min=torch.finfo(swept.mass.dtype).tiny)
         for swept in (inputs.swept, inputs.even)

@@ -1,4 +1,4 @@
-"""Attention to what stood beside earlier occurrences of a token: induction, its shifted forms, duplicate tokens."""
+"""Attention to earlier occurrences of a token and to the tokens after them: induction and duplicate tokens."""
 
 from collections.abc import Sequence
 
@@ -23,29 +23,28 @@ def induction(weights: Weights, tokens: Tokens, shift: int = 1, rows: Tensor | N
         mean over rows i with M_i not empty of  sum_{j in M_i} A[i, j],     M_i = {j <= i : x[j-1] = x[i], j-1 < i}
 
     Olsson et al. 2022, *In-context learning and induction heads*, appendix (head activation evaluators). It is defined
-    on repeated random tokens (`regard.inspect.measures.stimulus`): on plain text it also counts what is merely
-    frequent, and with a fixed period a purely positional head scores as well (`Jittered` tells them apart). Circuits
-    may be shifted (x[j-shift] = x[i]): scan with `induction_scan` before concluding that a model has none.
+    on repeated random tokens (`regard.inspect.measures.stimulus`): on plain text it also counts attention to tokens
+    that are merely frequent, and with a fixed period a purely positional head scores as well (`Jittered` separates the
+    two). Circuits may be shifted (x[j-shift] = x[i]): scan with `induction_scan` before concluding none exists.
     TransformerLens' `detect_head` ("mul", "induction_head") sums over the same pairs and divides by all rows, also
-    those in which nothing repeats: it is (rows with M_i not empty) / rows of ours. O(matches), in blocks, none left
-    out.
+    those without a repetition: it is (rows with M_i not empty) / rows of ours. O(matches), in blocks, all counted.
 
     Chance: the mean over the same rows of (visible keys in M_i) / (visible keys).
 
     Args:
-        tokens: integer [batch, keys], the token at each key position; lists of them will do.
+        tokens: integer [batch, keys], the token at each key position, as a tensor or lists.
         rows: bool [batch, queries], the rows to count; None counts all that see a key.
 
     Returns:
-        NaN for a sequence in which nothing repeats.
+        NaN for a sequence without repeated tokens.
 
     Raises:
-        ProblemError: the tokens are not [batch, keys], or no whole numbers.
+        ProblemError: the tokens are not [batch, keys], or not integers.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 1, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
-    >>> tokens = torch.tensor([[7, 8, 9, 7, 8]])  # 7 came at 0 and was followed by token 1; 8 came at 1, and 9 followed
+    >>> tokens = torch.tensor([[7, 8, 9, 7, 8]])  # 7 is at 0, followed by token 1; 8 is at 1, followed by 9
     >>> induction(weights, tokens)  # chance is the mean of 1/4 and 1/5
     HeadScores(value=tensor([[1.]]), chance=tensor([[0.2250]]))
     """
@@ -74,7 +73,7 @@ def induction_scan(
     """`induction` at each of several shifts, together: a circuit whose first layer looks o tokens back, not 1, is at o.
 
     Raises:
-        ProblemError: no shifts, or no whole numbers; or tokens as `induction` says.
+        ProblemError: no shifts, or not integers; or an error of `induction`.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 2, 3]], torch.eye(5)  # row i looks at the i-th of these, and at no other
@@ -84,9 +83,9 @@ def induction_scan(
     {0: 0.0, 1: 0.0, 2: 1.0}
     """
     if not shifts:
-        raise ProblemError("shifts is empty: give how far behind an earlier occurrence to look, 1 for induction.")
+        raise ProblemError("shifts is empty: expected distances after an earlier occurrence, 1 for induction.")
     if any(index_of(shift) is None for shift in shifts):
-        raise ProblemError(f"shifts is {list(shifts)}: expected whole numbers of tokens, 1 for induction.")
+        raise ProblemError(f"shifts is {list(shifts)}: expected integers, 1 for induction.")
     tokens = tokens_of(weights, tokens)
     each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(tokens)]
     counting, chance = selected_rows(weights, rows), one_in(weights)
@@ -100,9 +99,9 @@ def induction_scan(
 
 
 def best(scan: dict[int, HeadScores]) -> HeadScores:
-    """Each head's score where it is furthest above chance, in the mean over sequences; `at` tells the shift or offset.
+    """Each head's score where it is furthest above chance, in the mean over sequences; `at` is the shift or offset.
 
-    The largest of several is large by chance too: it is a reason to look, not the strength of a circuit.
+    The largest of several is large by chance too: it suggests a circuit, and does not measure its strength.
 
     Raises:
         ProblemError: the scan is empty.
@@ -119,7 +118,7 @@ def best(scan: dict[int, HeadScores]) -> HeadScores:
     which = above.argmax(0)  # [heads]
 
     def chosen(each: list[Tensor]) -> Tensor:
-        """Of each head the tensor at its best: [batch, heads, ...]."""
+        """For each head, the tensor at its best shift: [batch, heads, ...]."""
         return torch.stack([t[:, head] for head, t in enumerate(each[int(n)] for n in which)], dim=1)
 
     sums, counts = ([getattr(score, name) for score in scores] for name in ("sums", "counts"))
@@ -138,7 +137,7 @@ class _Matched:
 
     Attributes:
         mass: [1, heads, queries, shifts].
-        matched: blocks that have keys in M_i, be they visible or not; [1, queries, shifts].
+        matched: blocks that have keys in M_i, visible or not; [1, queries, shifts].
         visible: keys in M_i that the mask keeps; [1, heads or 1, queries, shifts].
     """
 
@@ -157,7 +156,7 @@ class _Matched:
                     self._add(positions, occurring, here)
 
     def _add(self, positions: Tensor, occurring: Tensor, here: Tensor) -> None:
-        """Add the rows of some blocks that are `here`, in this call."""
+        """Add the rows of some blocks that are in this call (`here`)."""
         weights, shifts, of_shifts = self._weights, self._shifts, (-1, occurring.shape[1])
         rows = (positions - weights.offset).clamp(0, weights.shape[2] - 1)
         keys = (occurring[:, None] + shifts[:, None]).flatten(1)  # [blocks, shifts * c]
@@ -170,5 +169,5 @@ class _Matched:
         self.mass.index_add_(2, at, by_head(summed(a, visible))[:, :, here])
         self.matched.index_add_(1, at, pair.any(-1)[here][None].to(self.matched.dtype))
         mask_heads = self.visible.shape[1]
-        seen = by_head(visible.sum(-1))[:, :mask_heads]  # a table with one entry for all heads answers for each
+        seen = by_head(visible.sum(-1))[:, :mask_heads]  # one mask head serves all heads
         self.visible.index_add_(2, at, seen[:, :, here].expand(1, mask_heads, -1, -1))

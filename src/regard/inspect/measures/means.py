@@ -15,7 +15,7 @@ Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 def selected_rows(weights: Weights, rows: Tensor | None) -> Tensor:
-    """The rows that a mean counts: they see a key, and the caller did not leave them out; [batch, heads, queries].
+    """The rows that a mean counts: rows that see a key, and that the caller selected; [batch, heads, queries].
 
     Raises:
         ProblemError: `rows` is not bool [batch, queries].
@@ -47,7 +47,7 @@ def tokens_of(weights: Weights, tokens: Tokens) -> Tensor:
     """The tokens at the keys of a call, each sequence of the batch its own: integer [batch, keys].
 
     Raises:
-        ProblemError: they are no whole numbers, or not [batch, keys].
+        ProblemError: they are not integers, or not [batch, keys].
     """
     ids = token_ids(tokens)
     if ids.ndim == 1 and weights.shape[0] == 1:
@@ -56,13 +56,13 @@ def tokens_of(weights: Weights, tokens: Tokens) -> Tensor:
 
 
 def token_ids(tokens: Tokens) -> Tensor:
-    """Token ids as a tensor of integers, of whatever shape. Raises `ProblemError` if they are no whole numbers."""
+    """Token ids as a tensor of integers of any shape. Raises `ProblemError` if they are not integers."""
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as unlike:
         raise ProblemError(f"tokens are no ids [batch, keys] ({unlike}): expected lists of one length.") from None
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ProblemError(f"tokens is {ids.dtype}: expected the id of each token, whole numbers.")
+        raise ProblemError(f"tokens is {ids.dtype}: expected token ids, integers.")
     return ids
 
 
@@ -74,8 +74,8 @@ def per_key(weights: Weights, values: Tensor, what: str) -> Tensor:
     """
     batch, _, _, keys = weights.shape
     if tuple(values.shape) != (batch, keys):
-        came, expected = list(values.shape), [batch, keys]
-        raise ProblemError(f"{what} is {came}: expected one at each key, [batch, keys] = {expected}.")
+        received, expected = list(values.shape), [batch, keys]
+        raise ProblemError(f"{what} is {received}: expected one at each key, [batch, keys] = {expected}.")
     return values.to(weights.q.device)
 
 

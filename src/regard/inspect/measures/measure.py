@@ -1,4 +1,4 @@
-"""`Measure`: one measure of heads as one value, and `Inputs`, what it is computed from.
+"""`Measure`: one measure of heads as one value, and `Inputs`, the inputs of its computation.
 
     Measure(key, label, unit, formula, source, chance, compute, needs, on)      compute(inputs) -> HeadScores
 
@@ -34,7 +34,7 @@ Text = Literal["text", "repeats", "jittered repeats"]
 
 
 class Definition(NamedTuple):
-    """What a number of a head means: a label, its unit, its formula, its source, its chance value."""
+    """The definition of a value of a head: a label, its unit, its formula, its source, its chance value."""
 
     label: str
     unit: str
@@ -46,7 +46,7 @@ class Definition(NamedTuple):
 @brief
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """One call of attention as measures read it; what several measures share is computed at first use, and once.
+    """The inputs of measures for one call of attention; shared intermediate results are computed once, at first use.
 
     Args:
         weights: of the call.
@@ -80,7 +80,7 @@ class Inputs:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The tokens, integer [batch, keys]. Raises `ProblemError` where none were given, or of another shape."""
+        """The tokens, integer [batch, keys]. Raises `ProblemError` if they are missing, or of another shape."""
         return tokens_of(self.weights, required(self.tokens, "tokens"))
 
     @cached_property
@@ -105,7 +105,7 @@ class Inputs:
 
     @cached_property
     def even(self) -> Sweep:
-        """The sweep of uniform attention over the same mask, of which chance values are made."""
+        """The sweep of uniform attention over the same mask, for chance values."""
         vectors = self._vectors
         return sweep(uniform(self.weights, whole_batch=vectors.shape[0] > 1), along=vectors)
 
@@ -128,7 +128,7 @@ class Inputs:
 
     @cached_property
     def _vectors(self) -> Tensor:
-        """What the sweep averages by the weights, [batch or 1, m, keys]: positions, rarities, norms of each head."""
+        """The vectors that the sweep averages, [batch or 1, m, keys]: positions, rarities, norms by head."""
         batch, heads, _, keys = self.weights.shape
         parts = [torch.arange(keys, device=self.weights.q.device)[None, None].to(self.weights.dtype)]
         for name, part, shape in (
@@ -185,7 +185,7 @@ class Measure:
 
     @property
     def definition(self) -> Definition:
-        """What a report tells of it."""
+        """The definition of this measure for reports."""
         return Definition(self.label, self.unit, self.formula, self.source, self.chance)
 
     @classmethod
@@ -229,7 +229,7 @@ def compute(measures: Iterable[Measure], inputs: Inputs) -> dict[str, HeadScores
 
 
 def required(value: T | None, name: str) -> T:
-    """An input that a measure cannot do without. Raises `ProblemError` where it was not given."""
+    """An input that a measure requires. Raises `ProblemError` if it is None."""
     if value is None:
         raise ProblemError(f"this measure needs `{name}`: pass Inputs(weights, {name}=...).")
     return value

@@ -1,6 +1,6 @@
-"""Where tokens recur, as blocks: the occurrences of a token among its earlier ones.
+"""The earlier occurrences of each token, as blocks of pairs.
 
-The pairs of rows and keys that induction asks about are, for each token of the vocabulary, all pairs of its
+The pairs of rows and keys that induction reads are, for each token of the vocabulary, all pairs of its
 occurrences. A token that occurs m times has m (m - 1) / 2 of them, so that the frequent tokens of a text make up
 nearly all: in blocks they are matrix products.
 
@@ -16,18 +16,18 @@ LARGEST = 32
 """Occurrences in a block: of a token with more, each 32 are a block with themselves and with each 32 before."""
 
 BEYOND = 2**40
-"""Stands for no key: later than any row."""
+"""The padding for "no key": later than any row."""
 
 
 class Occurrences(NamedTuple):
-    """Blocks of rows and keys that hold the same token, size x size of each.
+    """Blocks of rows and keys with the same token, size x size each.
 
     Each pair of a position and an earlier one with the same token is in one block. Blocks are kept as spans of `order`,
     four integers each, and become positions when they are read.
     """
 
     order: Tensor  # int64 [tokens], positions, those of a token together and ascending
-    spans: Tensor  # int64 [blocks, 4]: where in `order` the rows begin and how many they are, and the same of the keys
+    spans: Tensor  # int64 [blocks, 4]: start in `order` and count of the rows, then of the keys
     size: int
 
     def at(self, some: slice) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class Occurrences(NamedTuple):
 
 
 def occurrences(tokens: Tensor) -> list[Occurrences]:
-    """The blocks of one sequence, int64 [tokens]; those of a size together.
+    """The blocks of one sequence, int64 [tokens], grouped by size.
 
     >>> [blocks.at(slice(None)) for blocks in occurrences(torch.tensor([7, 8, 6, 9, 7, 8]))]
     [(tensor([[0, 4],
@@ -63,7 +63,7 @@ def occurrences(tokens: Tensor) -> list[Occurrences]:
 
 
 def _pieces(starts: Tensor, counts: Tensor) -> Tensor:
-    """Of tokens whose occurrences begin at `starts` the spans of every piece with itself and each one before."""
+    """For tokens whose occurrences begin at `starts`, the spans of every piece with itself and each earlier piece."""
     pieces = -(-counts // LARGEST)
     blocks = pieces * (pieces + 1) // 2
     of = torch.repeat_interleave(torch.arange(len(blocks), device=starts.device), blocks)
@@ -90,7 +90,7 @@ def matches(tokens: Tensor, shift: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def paired(rows: Tensor, keys: Tensor, shifts: Tensor) -> Tensor:
-    """Which pairs of a block count: the occurrence is earlier, and the key `shift` after it no later than the row.
+    """The pairs of a block that count: the occurrence is earlier, and the key `shift` after it no later than the row.
 
     Returns:
         bool [blocks, r, shifts, c].

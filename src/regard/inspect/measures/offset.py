@@ -1,4 +1,4 @@
-"""Attention to a fixed distance: the previous token, and every other one."""
+"""Attention at a fixed distance: the previous token, and any other offset."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from regard.inspect.weights.index import index_of
 from regard.inspect.weights.lazy import Weights
 
 OFFSETS = tuple(range(9))
-"""The offsets of a scan: oneself, the token before, and up to eight before."""
+"""The offsets of a scan: the token itself, the previous token, and up to the eighth before."""
 
 ROWS = 32
-"""Rows of a block of the band. More of them read keys fewer times, and compute more that is not on the band."""
+"""Rows of a block of the band. Larger blocks read keys fewer times, and compute more pairs outside of the band."""
 
 SPAN = 32
-"""Offsets that share a block: those further apart are looked at in bands of their own."""
+"""The span of offsets that share a block: offsets further apart have bands of their own."""
 
 
 def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) -> HeadScores:
@@ -27,7 +27,7 @@ def offset_score(weights: Weights, offset: int = 1, rows: Tensor | None = None) 
 
         mean over rows i with 0 <= p_i - offset < keys of  A[i, p_i - offset]
 
-    Offset 1 is the previous-token score; 0 is attention to oneself, negative offsets look ahead. Olsson et al. 2022,
+    Offset 1 is the previous-token score; 0 is the token itself, negative offsets look ahead. Olsson et al. 2022,
     *In-context learning and induction heads*, appendix (head activation evaluators). TransformerLens' `detect_head`
     ("mul") divides by all rows, also those without such a token: n - offset in n of ours for a causal text of n tokens.
     O(queries).
@@ -66,7 +66,7 @@ def offset_scan(
     well: see `induction_scan`. O(queries x offsets).
 
     Raises:
-        ProblemError: no offsets, or no whole numbers.
+        ProblemError: no offsets, or not integers.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 1, 0, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -75,9 +75,9 @@ def offset_scan(
     {0: 0.5, 1: 0.0, 2: 1.0}
     """
     if not offsets:
-        raise ProblemError("offsets is empty: give the distances to score, 1 for the previous token.")
+        raise ProblemError("offsets is empty: expected the distances to score, 1 for the previous token.")
     if any(index_of(offset) is None for offset in offsets):
-        raise ProblemError(f"offsets is {list(offsets)}: expected whole numbers of tokens, 1 for the previous token.")
+        raise ProblemError(f"offsets is {list(offsets)}: expected integers, 1 for the previous token.")
     wanted, found = sorted(set(offsets)), dict[int, HeadScores]()
     while wanted:
         near = [offset for offset in wanted if offset < wanted[0] + SPAN]
@@ -93,7 +93,7 @@ def _score(weights: Weights, mass: Tensor, offset: int, rows: Tensor | None) -> 
     visible = weights.keep(row, key.clamp(0, max(0, weights.shape[3] - 1)))
     return HeadScores.of_rows(
         mass.where(visible, 0.0), one_in(weights) * visible, selected_rows(weights, rows) & there
-    )  # the mask is asked once for a diagonal, not for each block
+    )  # the mask is evaluated once per diagonal, not per block
 
 
 def _band(weights: Weights, offsets: list[int]) -> Tensor:

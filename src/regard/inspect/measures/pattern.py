@@ -65,7 +65,7 @@ def _pairs(found: object, tokens: int) -> Tensor:
     fits = pairs.ndim == 2 and not pairs.is_floating_point() and pairs.dtype != torch.bool
     if not fits or (pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < tokens):
         raise ProblemError(
-            f"the pattern returned {_received(found)} for {tokens} tokens: expected (queries, keys), whole numbers "
+            f"the pattern returned {_received(found)} for {tokens} tokens: expected (queries, keys), integers "
             f"[pairs] each from 0 to {tokens - 1}, or a bool matrix [{tokens}, {tokens}]."
         )
     return pairs.long().unique(dim=1) if pairs.numel() else pairs.long()

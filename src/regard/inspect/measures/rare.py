@@ -1,4 +1,4 @@
-"""Attention to rare words."""
+"""Attention to rare tokens."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
             where it matters.
 
     Raises:
-        ProblemError: ids that are no whole numbers, or that frequency does not count.
+        ProblemError: ids that are not integers, or that frequency does not count.
 
     >>> rarity(torch.tensor([0, 1]), torch.tensor([3, 1]))
     tensor([0.2877, 1.3863])
@@ -33,7 +33,7 @@ def rarity(tokens: Tokens, frequency: Tensor | None = None) -> Tensor:
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(frequency):
         raise ProblemError(
             f"tokens has ids from {int(ids.min())} to {int(ids.max())}, and frequency counts {len(frequency)}: "
-            "expected a count of every id of the vocabulary."
+            "expected a count for every id of the vocabulary."
         )
     counts = frequency.to(ids.device).clamp(min=1).double()
     return (counts.sum() / counts).log()[ids].float()
@@ -84,7 +84,7 @@ def rarest_hits(inputs: Inputs, among: int = 1) -> HeadScores:
     weights = inputs.weights
     rare = per_key(weights, required(inputs.rarity, "rarity"), "rarity")
     if among < 1:
-        raise ProblemError(f"among is {among}: expected how many of the rarest tokens count, 1 or more.")
+        raise ProblemError(f"among is {among}: expected the number of rarest tokens that count, 1 or more.")
     least, share = _rarest(uniform(weights), rare, among)
     swept = inputs.swept
     at_top = rare[:, None].expand(*swept.top_key.shape[:2], -1).gather(-1, swept.top_key)
@@ -92,7 +92,7 @@ def rarest_hits(inputs: Inputs, among: int = 1) -> HeadScores:
 
 
 def _rarest(even: Weights, rare: Tensor, among: int) -> tuple[Tensor, Tensor]:
-    """Of each row the rarity from which on a visible token counts, and the share of visible ones that do."""
+    """For each row, the least rarity of a visible token that counts, and the share of visible tokens that count."""
     keys, queries = even.shape[3], even.shape[2]
     key, least, share = torch.arange(keys, device=rare.device), [], []
     for row in torch.arange(queries, device=rare.device).split(max(1, 2**20 // max(1, keys))):

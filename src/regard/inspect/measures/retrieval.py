@@ -1,4 +1,4 @@
-"""Retrieval heads: those that look at what is copied from a long context, at the step that copies it."""
+"""Retrieval heads: heads that attend to a token of a long context at the step that copies it."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from regard.inspect.weights.lazy import Weights
 
 
 def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor, since: int) -> HeadScores:
-    """How much of a needle each head looked at just when the model wrote it.
+    """The share of a needle that each head attended to at the step that generated it.
 
         steps: rows i that wrote a token, p_i + 1 >= since;  t_i = argmax_j A[i, j]
         score = |{steps : t_i in needle and x[t_i] = x[p_i + 1]}| / |needle|
@@ -23,7 +23,7 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
     text that was written by the model are those of its decoding: one call over prompt and answer will do as well as one
     call per step.
 
-    Chance: the same with t_i drawn evenly from the keys that row i sees.
+    Chance: the same with t_i drawn uniformly from the keys that row i sees.
 
     Args:
         calls: the call of one layer, or its calls in decoding, a step each.
@@ -32,14 +32,14 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
         since: the position of the first token that the model wrote.
 
     Raises:
-        ProblemError: tokens and needle that do not fit the calls, a needle without tokens, or nothing written.
+        ProblemError: tokens and needle that do not fit the calls, a needle without tokens, or no generated token.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(5)[[0, 0, 0, 1, 2]], torch.eye(5)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 5), 50.0), Causal())
-    >>> tokens = torch.tensor([[5, 7, 8, 6, 7, 8]])  # a needle 7 8 in the prompt, of which the model wrote the last two
+    >>> tokens = torch.tensor([[5, 7, 8, 6, 7, 8]])  # a needle 7 8 in the prompt; the last two are generated
     >>> needle = torch.tensor([[False, True, True, False, False, False]])
-    >>> retrieval(weights, tokens, needle, since=4).value  # row 3 wrote the 7 and looked at it, row 4 the 8
+    >>> retrieval(weights, tokens, needle, since=4).value  # row 3 generated the 7 and looked at it, row 4 the 8
     tensor([[1.]])
     """
     calls = [calls] if isinstance(calls, Weights) else list(calls)
@@ -67,14 +67,14 @@ def retrieval(calls: Weights | Sequence[Weights], tokens: Tokens, needle: Tensor
                 visible = found.visible[0].expand(-1, len(rows), keys)
                 even[b] += ((visible & copies).sum(-1) / visible.sum(-1).clamp(min=1)).sum(-1).to(dtype)
     if not steps:
-        raise ProblemError(f"no row wrote a token at position {since} or later: give the calls that wrote the answer.")
+        raise ProblemError(f"no row generated a token at position {since} or later: pass the calls of the answer.")
     of = needle.sum(-1)[:, None]
     return HeadScores(hits / of, even / of)
 
 
 def _check(calls: list[Weights], tokens: Tensor, needle: Tensor) -> None:
     if not calls:
-        raise ProblemError("calls is empty: give the weights of the layer, of one call or of every step.")
+        raise ProblemError("calls is empty: pass the weights of the layer, of one call or of every step.")
     batch, keys = calls[0].shape[0], max(call.shape[3] for call in calls)
     if tokens.shape != needle.shape or tokens.shape[0] != batch or tokens.shape[1] < keys or needle.dtype != torch.bool:
         raise ProblemError(
@@ -82,4 +82,4 @@ def _check(calls: list[Weights], tokens: Tensor, needle: Tensor) -> None:
             f"answer, [{batch}, {keys} or more], and which of them are the needle, bool of the same shape."
         )
     if not bool(needle.any(-1).all()):
-        raise ProblemError("a needle has no tokens: mark those that are to be copied, in every sequence.")
+        raise ProblemError("a needle has no tokens: mark the tokens to copy in every sequence.")

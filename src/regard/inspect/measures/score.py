@@ -82,7 +82,7 @@ class HeadScores:
         return HeadScores(value, chance, one(self.sums), one(self.counts), one(self.at))
 
     def mean(self) -> Tensor:
-        """The mean over the sequences that have a score, [heads]: what `interval` is about."""
+        """The mean over the sequences that have a score, [heads]; `interval` is an interval of this mean."""
         return self.value.nanmean(0)
 
     def mean_chance(self) -> Tensor:
@@ -91,23 +91,23 @@ class HeadScores:
 
     @property
     def over(self) -> str:
-        """What an interval is made of: "sequences", "blocks of rows" or, where there is one of neither, "nothing"."""
+        """The samples of an interval: "sequences", "blocks of rows", or "nothing" where there are not two of either."""
         if self.value.shape[0] > 1:
             return "sequences"
         several = self.counts is not None and bool(((self.counts > 0).sum(-1) > 1).any())
         return "blocks of rows" if several else "nothing"
 
     def draws(self, draws: int = 1000, seed: int = 0) -> Tensor:
-        """Where `mean` may be, [draws, heads]: random values around it; NaN where there is nothing to draw from.
+        """Random draws of `mean`, [draws, heads]; NaN where there is nothing to draw from.
 
-        Of sequences Student's t around their mean, of blocks of rows a bootstrap. The same seed draws the same for
-        every score of the same shape: scores drawn alike can be compared draw by draw.
+        For sequences, Student's t around their mean; for blocks of rows, a bootstrap. Scores of the same shape and seed
+        have the same random draws, so they can be compared draw by draw.
 
         Raises:
             ProblemError: no draws.
         """
         if draws < 1:
-            raise ProblemError(f"draws is {draws}: expected how often to draw anew, 1 or more (1,000 by default).")
+            raise ProblemError(f"draws is {draws}: expected the number of draws, 1 or more (1,000 by default).")
         over = self.over
         if over == "sequences":
             return self._around_the_mean(draws, seed)
@@ -120,12 +120,12 @@ class HeadScores:
         return found.masked_fill(alone, torch.nan).to(self.value.dtype)
 
     def interval(self, level: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
-        """The interval of `mean`, each [heads]; NaN where there are no two sequences or blocks with a score.
+        """The interval of `mean`, each [heads]; NaN where fewer than two sequences or blocks have a score.
 
-        Of few sequences it may go beyond what a score can be, such as 1 for a mass.
+        With few sequences it may exceed the range of a score, such as 1 for a mass.
 
         Args:
-            draws, seed: of the bootstrap over blocks of rows; Student's interval needs none.
+            draws, seed: parameters of the bootstrap over blocks of rows; Student's interval ignores them.
 
         Raises:
             ProblemError: a level that is not between 0 and 1, or no draws.
@@ -145,7 +145,7 @@ class HeadScores:
         return Interval((mean - reach).to(self.value.dtype), (mean + reach).to(self.value.dtype), "sequences")
 
     def _around_the_mean(self, draws: int, seed: int) -> Tensor:
-        """Student's t, [draws, heads]: normal weights on the deviations of sequences, over a chi drawn as well."""
+        """Student's t, [draws, heads]: random normal weights on the deviations of sequences, over a random chi."""
         mean, error, count = self._of_sequences()
         normal, square = (part.to(mean.device) for part in _normal(self.value.shape[0], draws, seed))
         off = (self.value.double() - mean).nan_to_num(0.0)  # [batch, heads]
@@ -155,7 +155,7 @@ class HeadScores:
         return (mean + error * (normal @ off) / spread / chi).to(self.value.dtype)
 
     def _of_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean over sequences with a score, its standard error (NaN of one), and how many they are; [heads]."""
+        """The mean over sequences with a score, its standard error (NaN for one), and their number; [heads]."""
         values, there = self.value.double(), ~self.value.isnan()
         count, mean = there.sum(0), values.nanmean(0)
         squares = (values - mean).square().where(there, 0.0).sum(0)
@@ -170,9 +170,9 @@ def _blocks(values: Tensor) -> Tensor:
     return padded.unflatten(-1, (-1, size)).sum(-1)
 
 
-@lru_cache(maxsize=8)  # 256 KiB for blocks; every score of a report is drawn alike
+@lru_cache(maxsize=8)  # 256 KiB for blocks; all scores of a report share the draws
 def _drawn(of: int, draws: int, seed: int) -> Tensor:
-    """How often each of `of` things is drawn in `of` draws with replacement: float64 [draws, of]."""
+    """The counts of `of` items in `of` draws with replacement: float64 [draws, of]."""
     random = torch.Generator().manual_seed(seed)
     picked = torch.randint(of, (draws, of), generator=random)
     return torch.zeros(draws, of, dtype=torch.float64).scatter_add_(
@@ -184,7 +184,7 @@ def _drawn(of: int, draws: int, seed: int) -> Tensor:
 def _normal(of: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
     """Normal weights [draws, of], and sums of 1, 2, ... squares of other normal values [draws, of - 1]; float64.
 
-    Every weight comes with its opposite, so that the draws are symmetric around their mean.
+    Every weight is paired with its negative, so that the draws are symmetric around their mean.
     """
     random = torch.Generator().manual_seed(seed)
     half = torch.randn((-(-draws // 2), 2 * of - 1), generator=random, dtype=torch.float64)
@@ -194,10 +194,10 @@ def _normal(of: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def student_quantile(share: float, degrees: int) -> float:
-    """The value below which Student's t stays in this share of all samples; degrees of freedom: values less 1.
+    """The quantile of Student's t at `share`; degrees of freedom: values less 1.
 
-    With 4 values the standard error itself is a guess, which the percentile bootstrap does not count: of 4 normal
-    values its 95 % interval covers the mean in 79 of 100 samples, Student's in 95.
+    With 4 values the standard error is itself uncertain, which the percentile bootstrap ignores: for 4 normal values
+    its 95 % interval covers the mean in 79 of 100 samples, Student's in 95.
 
     By substituting t = sqrt(degrees) tan(x): the density of x is proportional to cos(x)^(degrees - 1).
 

@@ -1,4 +1,4 @@
-"""The mass that goes to one token, mostly the first: sinks, by both published thresholds."""
+"""The mass on one token, usually the first: sinks, by both published thresholds."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
 THRESHOLDS = (0.3, 0.8)
-"""From which alpha on a head has a sink: by Gu et al. 2024, and by Barbero et al. 2025."""
+"""The thresholds of alpha above which a head has a sink: Gu et al. 2024, and Barbero et al. 2025."""
 
 
 def sink(weights: Weights, token: int = 0, rows: Tensor | None = None) -> HeadScores:

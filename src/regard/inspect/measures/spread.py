@@ -28,7 +28,7 @@ def entropy(inputs: Inputs) -> HeadScores:
 
 
 def effective_tokens(inputs: Inputs) -> HeadScores:
-    """The mean over rows of exp(H_i): the tokens of an even spread of the same entropy (its perplexity).
+    """The mean over rows of exp(H_i), the perplexity: the number of tokens in a uniform row of the same entropy.
 
     Clark et al. 2019, arXiv:1906.04341, §3.3, who average the entropy only. Chance: n for a row that sees n keys.
 
@@ -43,9 +43,9 @@ def effective_tokens(inputs: Inputs) -> HeadScores:
 
 
 def inverse_squares(inputs: Inputs) -> HeadScores:
-    """The number of tokens by the other count: the mean of 1 / sum_j A[i, j]^2, a learned sink among the outcomes.
+    """The inverse participation ratio: the mean of 1 / sum_j A[i, j]^2, with a learned sink as one of the outcomes.
 
-    Never above `effective_tokens`; large weights count more in it. Chance: the mean number of keys that a row sees.
+    Never above `effective_tokens`; large weights count more. Chance: the mean number of keys that a row sees.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(3)[[0, 0, 1]], torch.eye(3)  # row i looks at the i-th of these, and at no other
@@ -59,10 +59,10 @@ def inverse_squares(inputs: Inputs) -> HeadScores:
 
 
 def evenness(inputs: Inputs) -> HeadScores:
-    """Entropy as a share of what it could be: the mean of H_i / ln n_i over rows that see n_i >= 2 keys.
+    """Entropy as a share of its maximum: the mean of H_i / ln n_i over rows that see n_i >= 2 keys.
 
-    0 looks at one token, 1 at all alike, whatever the length of the text. With a learned sink there is one outcome more
-    than keys, and it may exceed 1. Chance: 1.
+    0 is attention to one token, 1 uniform attention, for any length of the text. With a learned sink there is one
+    outcome more than keys, so it may exceed 1. Chance: 1.
 
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
@@ -79,8 +79,8 @@ def evenness(inputs: Inputs) -> HeadScores:
 def largest_weight(inputs: Inputs) -> HeadScores:
     """The confidence of a head: the mean over rows of max_j A[i, j].
 
-    Voita et al. 2019, arXiv:1905.09418, §4, who leave out the end-of-sentence token: here every token counts, so that a
-    head with a sink is confident; read it beside `sink`. Chance: mean of 1 / visible keys.
+    Voita et al. 2019, arXiv:1905.09418, §4, who leave out the end-of-sentence token: here every token counts, so a head
+    with a sink is confident; compare with `sink`. Chance: mean of 1 / visible keys.
 
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
@@ -92,16 +92,16 @@ def largest_weight(inputs: Inputs) -> HeadScores:
 
 
 def positional(inputs: Inputs) -> HeadScores:
-    """The share of rows whose largest weight is at the distance where most rows have theirs, which `at` tells.
+    """The share of rows whose largest weight is at the most frequent distance, which is `at`.
 
         d_i = p_i - argmax_j A[i, j]        share = max_o mean over rows of 1[d_i = o]        at: that o
 
     Voita et al. 2019, arXiv:1905.09418, §5.1, call a head positional from 0.9 on; there the offset is -1 or 1 and the
-    end-of-sentence token is left out. Of several distances that are as frequent the least counts, and of equal weights
-    the first key. The interval takes the offset as given.
+    end-of-sentence token is left out. Ties: the least of equally frequent distances, and the first key of
+    equal weights. The interval treats the offset as fixed.
 
-    Chance: that the largest weight is at this offset where all are equal and ties are broken at random, the mean of
-    1 / visible keys over rows, 0 for rows that cannot see that far.
+    Chance: the probability that the largest of equal weights, with ties broken at random, is at this offset: the mean
+    of 1 / visible keys over rows, 0 for rows that cannot see that far.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 0, 1, 0]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -125,7 +125,7 @@ def largest_column(inputs: Inputs) -> HeadScores:
     """The share of all mass that one key receives: max_j c_j / sum_j c_j with c_j = sum_i A[i, j]; `at` is that key.
 
     Zhang et al. 2023, arXiv:2306.14048, §3.2 (the accumulated attention of heavy hitters). No mean over rows: it has an
-    interval over sequences only. Chance: the same of uniform attention, where keys that many rows see have more.
+    interval over sequences only. Chance: the same of uniform attention, where keys that more rows see receive more.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(4)[[0, 1, 1, 1]], torch.eye(4)  # row i looks at the i-th of these, and at no other
@@ -145,7 +145,7 @@ def _visible(inputs: Inputs, like: Tensor) -> Tensor:
 
 
 def _modes(distance: Tensor, counted: Tensor) -> Tensor:
-    """The most frequent distance of the counted rows, the nearest to 0 of those; [batch, heads]."""
+    """The most frequent distance of the counted rows, in a tie the nearest to 0; [batch, heads]."""
     found: list[Tensor] = []
     for row, counts_here in zip(distance.flatten(0, 1), counted.flatten(0, 1), strict=True):
         values, counts = row[counts_here].unique(return_counts=True)

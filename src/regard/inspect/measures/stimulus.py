@@ -1,7 +1,7 @@
-"""Random tokens that repeat: the texts on which induction is defined.
+"""Repeated random tokens: the texts on which induction is defined.
 
     Repeats     a b c d e  a b c d e  a b c d e      always at the same distance; the published stimulus
-    Jittered    a b c d  a b c d e  a b c  a b c d   at distances that vary: who only counts back finds nothing
+    Jittered    a b c d  a b c d e  a b c  a b c d   at varying distances: a purely positional head scores about chance
     Walks       a c b a c d e b a c b ...            each token has a usual successor, now and then the walk jumps
 
 A head that looks a fixed distance back scores on `Repeats` like one that finds what followed, if that distance is the
@@ -52,7 +52,7 @@ class Repeats:
 class Jittered:
     """Random tokens repeated `times` times, each time a random number of them, from `shortest` to `longest`.
 
-    The distance from a token to its last occurrence is the length of the repetition that it stood in, drawn evenly for
+    The distance from a token to its last occurrence is the length of that repetition, drawn uniformly for
     each repetition of each sequence: 15 to 35, around the 25 of `Repeats`. All sequences are cut to the length
     1 + times * (shortest + longest) / 2, rounded down, and what the shorter ones lack is filled by going on.
 
@@ -148,7 +148,7 @@ def plain_tokens(tokenizer: Any, embeddings: int) -> list[int]:
 def _blocks(vocabulary: list[int], size: int, sequences: int, random: torch.Generator) -> Tensor:
     """Different random tokens for each sequence, [sequences, size]."""
     if sequences < 1:
-        raise ProblemError(f"sequences is {sequences}: expected how many to draw, 1 or more.")
+        raise ProblemError(f"sequences is {sequences}: expected a number of 1 or more.")
     if len(vocabulary) < size:
         raise ProblemError(f"{len(vocabulary)} tokens to draw from: expected {size} different ones at least.")
     orders = (torch.randperm(len(vocabulary), generator=random) for _ in range(sequences))

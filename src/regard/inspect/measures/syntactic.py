@@ -1,4 +1,4 @@
-"""Attention along relations that the user names: which token should look at which."""
+"""Attention along user-defined relations between tokens, such as from a verb to its subject."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from regard.inspect.measures.score import HeadScores
 from regard.inspect.weights.lazy import Weights
 
 MARGIN = 0.1
-"""By how much a head must be more accurate than the best fixed distance; Voita et al. 2019, §5.2."""
+"""The margin of accuracy over the best fixed distance that a head must have; Voita et al. 2019, §5.2."""
 
 
 @brief
@@ -28,7 +28,7 @@ class Syntactic:
         offset: that distance, query position - key position.
 
     >>> even, both = torch.full((1, 2), 0.2), torch.tensor([[0.9, 0.6]])
-    >>> Syntactic(HeadScores(both, even), HeadScores(both, even), baseline=0.7, offset=1).follows  # 0.8 is asked for
+    >>> Syntactic(HeadScores(both, even), HeadScores(both, even), baseline=0.7, offset=1).follows  # needs 0.8
     tensor([ True, False])
     """
 
@@ -44,7 +44,7 @@ class Syntactic:
 
 
 def syntactic(weights: Weights, pairs: Tensor | Sequence[tuple[int, int, int]]) -> Syntactic:
-    """How often each head looks along the pairs of a relation, such as from a verb to its subject.
+    """How often each head attends along the pairs of a relation, such as from a verb to its subject.
 
         accuracy = mean over pairs (i, j) of 1[ j = argmax_j' A[i, j'] ]        mass = mean over pairs of A[i, j]
 
@@ -93,8 +93,8 @@ def _check(weights: Weights, pairs: Tensor) -> None:
     batch, _, queries, keys = weights.shape
     if pairs.ndim != 2 or pairs.shape[1] != 3 or not len(pairs) or pairs.is_floating_point():
         raise ProblemError(
-            f"pairs is {list(pairs.shape)} {pairs.dtype}: expected int64 [pairs, 3], of each pair its sequence, the "
-            "position of the query and the position of the key."
+            f"pairs is {list(pairs.shape)} {pairs.dtype}: expected int64 [pairs, 3]: the sequence of each pair, the "
+            "position of its query and the position of its key."
         )
     low = torch.tensor([0, weights.offset, 0], device=pairs.device)
     high = torch.tensor([batch, weights.offset + queries, keys], device=pairs.device)

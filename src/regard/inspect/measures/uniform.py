@@ -1,4 +1,4 @@
-"""Uniform attention over the mask of a call: what every chance value is measured on."""
+"""Uniform attention over the mask of a call, from which chance values are computed."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def uniform(weights: Weights, *, whole_batch: bool = False) -> Weights:
 def looks_ahead(weights: Weights) -> bool:
     """Whether some row sees a later key.
 
-    Asked of the mask's bounds, a rectangle per row; rows that those leave undecided are looked at pair by pair.
+    Decided from the mask's bounds, a rectangle per row; rows that these leave undecided are checked pair by pair.
 
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)
@@ -57,7 +57,7 @@ def looks_ahead(weights: Weights) -> bool:
 
 
 def _some_later(weights: Weights, mask: Mask, rows: Ints) -> Bools:
-    """Of each row whether the bounds say that some head may see a later key."""
+    """For each row, whether by the bounds some head may see a later key."""
     batch, heads = _mask_sizes(weights)
     b, h, i = (axis.ravel() for axis in np.meshgrid(np.arange(batch), np.arange(heads), rows, indexing="ij"))
     at = i + weights.offset
@@ -67,7 +67,7 @@ def _some_later(weights: Weights, mask: Mask, rows: Ints) -> Bools:
 
 
 def _mask_sizes(weights: Weights) -> tuple[int, int]:
-    """Batch rows and heads that the mask tells apart, of those of the call."""
+    """The batch rows and heads over which the mask varies, of those of the call."""
     if weights.mask is None:
         return 1, 1
     (batch, heads), (rows, of_heads) = weights.shape[:2], weights.mask.broadcast_shape()

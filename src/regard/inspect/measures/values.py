@@ -1,4 +1,4 @@
-"""Weights times what they weigh: a head may put all of its mass on a token whose value is next to nothing."""
+"""Weights times value vectors: a head may put all of its mass on a token whose value is almost zero."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from regard.inspect.weights.lazy import Weights
 
 
 def value_norms(v: Tensor) -> Tensor:
-    """How large the values of a token are, relative to the mean token: ||v_k|| / mean_j ||v_j||.
+    """The norm of the values of a token, relative to the mean token: ||v_k|| / mean_j ||v_j||.
 
     Gu et al. 2024, arXiv:2410.10781, and Guo et al. 2024, arXiv:2410.13835 (value-state drain): small at sinks.
 
@@ -31,7 +31,7 @@ def value_norms(v: Tensor) -> Tensor:
 
 
 def first_value(inputs: Inputs) -> HeadScores:
-    """How large the first token's value is in each query head, relative to the mean token's: `value_norms` at key 0.
+    """The norm of the first token's value in each query head, relative to the mean token: `value_norms` at key 0.
 
     Chance: 1, the mean token.
 
@@ -45,7 +45,7 @@ def first_value(inputs: Inputs) -> HeadScores:
 
 
 def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
-    """What each token would add to the residual stream through each head: ||v_j W_O^h||, [batch, heads, keys].
+    """Norms of the tokens' contributions to the residual stream through each head: ||v_j W_O^h||, [batch, heads, keys].
 
     Kobayashi et al. 2020, arXiv:2004.10102, §3, without the bias of the values' projection, which v contains.
 
@@ -54,7 +54,7 @@ def output_norms(v: Tensor, w_o: Tensor) -> Tensor:
         w_o: [heads, v_dim, d_model], each head's part of the output projection; see `split_heads`.
 
     Raises:
-        ProblemError: heads or widths that do not fit.
+        ProblemError: heads or widths do not match.
 
     >>> v, w_o = torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]]), 2 * torch.eye(2)[None]
     >>> output_norms(v, w_o)
@@ -80,7 +80,7 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
 
 
 def value_weighted(inputs: Inputs, token: int = 0) -> HeadScores:
-    """The share of a token in all that a head moves, by weight times value: how much of a sink is left then.
+    """The share of a token in the output of a head, by norms of weight times value: sinks are small by this measure.
 
         mean over rows with p_i > token of  A[i, token] nu_token / sum_j A[i, j] nu_j,      nu_j = ||v_j W_O||
 
@@ -93,7 +93,7 @@ def value_weighted(inputs: Inputs, token: int = 0) -> HeadScores:
     >>> from regard import Causal
     >>> q = k = torch.zeros(1, 1, 3, 2)  # uniform attention: row i gives 1 / (i + 1) to each
     >>> weights = Weights(q, k, torch.tensor([[[1.0, 2, 3]]]).log(), Causal())
-    >>> value_weighted(Inputs(weights, norms=torch.tensor([[[0.0, 1.0, 1.0]]]))).value  # token 0 has a value of nothing
+    >>> value_weighted(Inputs(weights, norms=torch.tensor([[[0.0, 1.0, 1.0]]]))).value  # token 0 has a zero value
     tensor([[0.]])
     """
     weights, norms = inputs.weights, required(inputs.norms, "norms")
@@ -108,20 +108,20 @@ def value_weighted(inputs: Inputs, token: int = 0) -> HeadScores:
 
 
 def sink_output(inputs: Inputs, token: int = 0) -> HeadScores:
-    """The size of what a token adds beside the size of the head's output: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
+    """A token's contribution relative to the output of the head: mean of ||A[i, k] v_k W_O|| / ||z_i W_O||.
 
     Over rows with p_i > k, z_i the head's output. Near 0 the mass on k does nothing; contributions may cancel, so that
     it may exceed 1. Gu et al. 2024, arXiv:2410.10781, on why sinks are harmless; the ratio is ours. Reads `Inputs.v`,
     `out` and `w_o`. Chance: the same of uniform attention, whose outputs take a sweep: O(queries x keys x v_dim).
 
     Raises:
-        ProblemError: there is no such token, or heads, tokens or widths that do not fit.
+        ProblemError: there is no such token, or heads, tokens or widths do not match.
 
     >>> from regard import Causal
     >>> q, k = 50 * torch.eye(3)[[0, 0, 0]], torch.eye(3)  # row i looks at the i-th of these, and at no other
     >>> weights = Weights(q[None, None], k[None, None], torch.full((1, 1, 3), 50.0), Causal())
     >>> v, w_o = torch.tensor([[[[2.0], [8.0], [8.0]]]]), torch.ones(1, 1, 1)
-    >>> out = v[:, :, [0, 0, 0]]  # all that the head adds is token 0's
+    >>> out = v[:, :, [0, 0, 0]]  # all of the head's output is from token 0
     >>> sink_output(Inputs(weights, v=v, out=out, w_o=w_o))  # chance: 1/2 * 2 / 5 and 1/3 * 2 / 6
     HeadScores(value=tensor([[1.]]), chance=tensor([[0.1556]]))
     """

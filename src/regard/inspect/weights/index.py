@@ -63,6 +63,6 @@ def counted_rows(kind: str, rows: Sequence[int], of: int) -> tuple[int, ...]:
     for row, number in zip(rows, numbers, strict=True):
         if number is None or not -of <= number < of:
             raise ProblemError(
-                f"{kind} {row} was asked for, and there are {of}: expected 0 to {of - 1}, or -1 for the last."
+                f"{kind} {row} does not exist: there are {of}, expected 0 to {of - 1}, or -1 for the last."
             )
     return tuple(number % of for number in numbers if number is not None)
