@@ -14,7 +14,7 @@ from tests.cli.surveyed import Surveyed
 
 pytestmark = pytest.mark.usefixtures("here")
 
-TOO_LONG = "the text is 9,000 tokens and 24 are to be written:\n  shorten it."
+TOO_LONG = "the text has 9,000 tokens, 24 are to be generated:\n  shorten it."
 
 
 def one_line(capsys, arguments, tools=None):
@@ -135,9 +135,9 @@ def test_a_head_outside_of_the_layers(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layers", "2,99"], "layer 99 is asked for, and the model has 30: 0 to 29."),
-        (["--heads", "40.2"], "layer 40 is asked for, and the model has 30: 0 to 29."),
-        (["--heads", "18.6,3.9"], "head 3.9 is asked for, and layer 3 has 9: 3.0 to 3.8."),
+        (["--layers", "2,99"], "layer 99 does not exist: the model has 30 layers, 0 to 29."),
+        (["--heads", "40.2"], "layer 40 does not exist: the model has 30 layers, 0 to 29."),
+        (["--heads", "18.6,3.9"], "head 3.9 does not exist: layer 3 has 9 heads, 3.0 to 3.8."),
     ],
 )
 def test_layers_and_heads_that_a_config_does_not_have_are_refused_before_weights_are_read(capsys, arguments, said):

@@ -99,7 +99,7 @@ def test_a_level_is_a_share(level):
 def test_an_interval_takes_a_draw_at_least(draws):
     score = of(torch.rand(1, 1, 9))
     for draw in (lambda: score.interval(draws=draws), lambda: score.draws(draws)):
-        with pytest.raises(ProblemError, match=f"draws is {draws}: expected how often"):
+        with pytest.raises(ProblemError, match=f"draws is {draws}: expected the number of draws"):
             draw()
 
 

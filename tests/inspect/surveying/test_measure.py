@@ -104,7 +104,7 @@ def test_what_is_shown_is_short(decoder):
 @pytest.mark.parametrize(
     ("text", "measures", "message"),
     [
-        ("a text", ["sink"], "a text was given without a tokenizer"),
+        ("a text", ["sink"], "text_or_ids is a text and there is no tokenizer"),
         (torch.tensor([3]), ["sink"], r"the text is \[1, 1\] tokens"),
         (torch.arange(9), ["sinks"], "measures has 'sinks': expected some of sink, "),
         (torch.arange(9), 3, "measures is 3: expected a list"),

@@ -140,7 +140,7 @@ def test_a_text_is_read_as_far_as_was_asked(llama, tokenizer):
     shorter = survey(llama, tokenizer, TEXT, tokens=200, new_tokens=3, compare_eager=False)
     assert shorter.text == TEXT
     assert shorter.run.notes == (
-        f"The text is {shorter.prompt_tokens} tokens, fewer than the 200 asked for: all of it was read.",
+        f"The text has only {shorter.prompt_tokens} of the requested 200 tokens: all of it was read.",
     )
 
 
@@ -155,13 +155,13 @@ def test_a_rotating_model_reads_on_beyond_its_positions_with_a_note(llama, token
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"tokens": 1}, "tokens is 1: expected how many"),
+        ({"tokens": 1}, "tokens is 1: expected the number"),
         ({"measures": ["sinks"]}, "measures has 'sinks': expected some of .*sink, "),
         ({"measures": ["kind"]}, "measures has 'kind'"),
         ({"ablate": "half"}, "ablate is 'half': expected 'zero' or 'mean'"),
-        ({"layers": [0, 3]}, "layer 3 is asked for, and the model has 3: 0 to 2"),
-        ({"heads": [(3, 0)]}, "layer 3 is asked for"),
-        ({"heads": [(1, 6)]}, "head 1.6 is asked for, and layer 1 has 6: 1.0 to 1.5"),
+        ({"layers": [0, 3]}, "layer 3 does not exist: the model has 3 layers, 0 to 2"),
+        ({"heads": [(3, 0)]}, "layer 3 does not exist"),
+        ({"heads": [(1, 6)]}, "head 1.6 does not exist: layer 1 has 6 heads, 1.0 to 1.5"),
         ({"heads": [(1, 1)], "layers": [0]}, r"head 1.1 is in none of the layers that are asked for \(0\)"),
     ],
 )
@@ -174,21 +174,21 @@ def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, messag
     ("asked", "said"),
     [
         ({"layers": []}, "layers is empty"),
-        ({"layers": "3"}, "layers is '3': expected the numbers of layers"),
+        ({"layers": "3"}, "layers is '3': expected layer numbers"),
         ({"layers": 1.5}, "layers is 1.5"),
         ({"layers": [True]}, "layers has True: expected numbers"),
-        ({"layers": -1}, "layer -1 is asked for, and the model has 3: 0 to 2"),
+        ({"layers": -1}, "layer -1 does not exist: the model has 3 layers, 0 to 2"),
         ({"heads": [18]}, "18 names no head: expected"),
         ({"heads": (1, 2)}, "1 names no head"),
         ({"heads": 18.6}, "heads is 18.6: expected a list of names"),
         ({"heads": ["18-6"]}, "'18-6' names no head: expected"),
         ({"heads": [(0, 1.0)]}, r"\(0, 1.0\) names no head"),
-        ({"heads": [(0, -1)]}, "head 0.-1 is asked for"),
+        ({"heads": [(0, -1)]}, "head 0.-1 does not exist"),
         ({"measures": 3}, "measures is 3: expected a list of names"),
         ({"measures": [3]}, "measures has 3"),
-        ({"tokens": "32k"}, "tokens is '32k': expected how many"),
+        ({"tokens": "32k"}, "tokens is '32k': expected the number"),
         ({"tokens": 3.5}, "tokens is 3.5"),
-        ({"new_tokens": None}, "new_tokens is None: expected the tokens to write"),
+        ({"new_tokens": None}, "new_tokens is None: expected the number of tokens to generate"),
     ],
     ids=str,
 )
@@ -217,7 +217,7 @@ def test_what_the_config_does_not_have_is_refused_before_anything_runs(asked, ll
     monkeypatch.setattr(llama, "forward", lambda *_, **__: pytest.fail("the model runs"))
     for refusing in (check, survey):
         with pytest.raises(
-            ProblemError, match=r"is asked for, and (the model has 3: 0 to 2|layer 2 has 6: 2.0 to 2.5)"
+            ProblemError, match=r"does not exist: (the model has 3 layers, 0 to 2|layer 2 has 6 heads, 2.0 to 2.5)"
         ):
             refusing(llama, tokenizer, TEXT, **asked)
 

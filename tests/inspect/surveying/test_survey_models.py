@@ -65,14 +65,14 @@ def test_an_encoder_has_no_continuation_and_no_induction(tokenizer):
     assert report.heads[0].value("value_weighted") is not None  # by the projection beside the module that attends
     induction, copying = sorted(report.run.notes, key=len)
     assert induction.startswith("Not measured: duplicate, induction, induction_jittered, best_shift, because attention")
-    assert copying.startswith("Not measured: copying, copying_eigenvalues, because circuits cannot be taken out: Bert")
+    assert copying.startswith("Not measured: copying, copying_eigenvalues, because circuits cannot be extracted: Bert")
 
 
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
-        ("induction", "measures has induction, which cannot be measured here: attention sees what is to come"),
-        ("copying", r"measures has copying, .* here: circuits cannot be taken out: BertForMaskedLM \(bert\): expected"),
+        ("induction", "measures has induction, which cannot be measured here: attention sees later tokens"),
+        ("copying", r"measures has copying, .* here: circuits cannot be extracted: BertForMaskedLM \(bert\): expected"),
     ],
 )
 def test_what_a_model_cannot_be_put_to_is_an_error_by_its_name(tokenizer, measure, message):
@@ -149,7 +149,9 @@ def test_windows_and_learned_positions(tokenizer):
     gpt2 = survey(GPT2LMHeadModel(config), tokenizer, TEXT, new_tokens=4)
     assert agrees_with_eager(gpt2)
     assert (gpt2.run.layers, gpt2.run.heads) == (2, 4)
-    with pytest.raises(ProblemError, match=r"has learned 64 positions: shorten the text to 60 tokens, or write fewer"):
+    with pytest.raises(
+        ProblemError, match=r"has learned 64 positions: shorten the text to 60 tokens, or generate fewer"
+    ):
         survey(GPT2LMHeadModel(config), tokenizer, TEXT * 6, new_tokens=4)
 
 

@@ -1,4 +1,4 @@
-"""What the loss of a model on a text becomes without each of its heads: the ablations of a survey."""
+"""The ablations of a survey: the loss of a model on a text without each of its heads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from regard.inspect.surveying.head import Estimate
 from regard.inspect.surveying.report import Ablations
 
 CAVEAT = (
-    "One head at a time understates: where several do the same, each can be spared and all of them cannot. A change "
-    "within its interval of 0 says nothing."
+    "Single heads understate: of several redundant heads a model can lose any one, but not all. A change whose "
+    "interval contains 0 is not significant."
 )
 HOW = ("zero", "mean")
 
@@ -25,7 +25,7 @@ Place = tuple[int, int]
 def ablations(
     model: Any, ids: Tensor, heads: Sequence[Place], how: str, step: Callable[[], None]
 ) -> tuple[Ablations, Mapping[Place, Estimate]]:
-    """Take out one head after the other, and say what each costs, with the interval of that.
+    """Ablate one head after the other: the change of the loss for each, with its interval.
 
     Args:
         model: a causal language model.
@@ -35,7 +35,7 @@ def ablations(
     """
 
     def loss_of(batch: Tensor) -> Tensor:
-        """The loss of each token that is predicted: what is drawn anew for an interval are runs of tokens."""
+        """The loss of each predicted token, as the interval is a bootstrap over runs of tokens."""
         logits = model(input_ids=batch)[0]
         return F.cross_entropy(logits[0, :-1].float(), batch[0, 1:], reduction="none")
 

@@ -9,7 +9,7 @@ import torch
 from regard.inspect.surveying.model import settle
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total) as a survey goes on."""
+"""Called with (stage, done, total) to report progress."""
 
 
 class Clock:

@@ -8,19 +8,19 @@ from regard.inspect.surveying.report import CloseUp, Head
 from regard.inspect.weights.lazy import Weights
 
 BUDGET = 4 * 2**20
-"""Bytes of close-ups of heads that were not selected: 15 heads of 1,024 tokens; of longer texts one at least."""
+"""Bytes for close-ups of heads that were not selected: 15 heads of 1,024 tokens; at least one for longer texts."""
 
 Place = tuple[int, int]
 
 
 class CloseUpCollector:
-    """Collects close-ups during the forward pass, since queries and keys of a layer are not kept.
+    """Collects close-ups during the forward pass, since queries and keys of a layer are not stored.
 
-    Which heads are the most remarkable is known only at the end, so of each kind a few candidates are kept.
+    The most remarkable heads are known only at the end, so a few candidates of each kind are stored.
 
     Args:
-        selected: heads (layer, head) that are kept in any case.
-        others: whether to keep others: not where a picture shows every weight.
+        selected: heads (layer, head) that always get a close-up.
+        others: whether other heads get one; not needed if a picture shows every weight.
     """
 
     def __init__(self, selected: Sequence[Place], others: bool) -> None:
@@ -39,10 +39,10 @@ class CloseUpCollector:
                 self._consider(weights, head)
 
     def of(self, heads: Sequence[Head]) -> tuple[CloseUp, ...]:
-        """The close-ups of these heads: those selected in their order, then others as far as the budget goes.
+        """The close-ups of these heads: the selected ones in their order, then others within the budget.
 
         Args:
-            heads: of the report, most remarkable first.
+            heads: the heads of the report, most remarkable first.
         """
         selected = [self._kept[place] for place in self._selected if place in self._kept]
         candidates = {(c.layer, c.head): c for group in self._candidates.values() for _, c in group}
@@ -56,7 +56,7 @@ class CloseUpCollector:
         return (*selected, *others)
 
     def _consider(self, weights: Weights, head: Head) -> None:
-        """Keep the head if it is among the strongest of its kind."""
+        """Store the head's close-up if it is among the strongest of its kind."""
         candidates, strong = self._candidates.setdefault(head.kind, []), strength(head)
         size = weights.shape[2] * (4 * weights.q.shape[3] + 12)
         most = max(1, BUDGET // (size * (len(NAMERS) + 1)))

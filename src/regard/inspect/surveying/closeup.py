@@ -1,4 +1,4 @@
-"""One head to the last weight: kept in O(n) bytes instead of n x n, and read again.
+"""Close-ups: all weights of one head, stored in O(n) bytes instead of n x n, and read again.
 
 q and k determine every score, `total` is the log of what each row is divided by, and the mask is two integers per row
 where a row sees one range of keys and perhaps the first few of all (causal, windows, windows with sinks, padding,
@@ -21,17 +21,17 @@ from regard.inspect.weights.scores import cap_and_bias
 from regard.inspect.weights.spans import kept_columns
 
 WRONG_BY = 0.001
-"""How far a weight of a close-up may be from the exact one: q, k and totals in float32 say scores of 1,000 to that."""
+"""The tolerance of a weight of a close-up: the rounding error of scores of 1,000 from q, k and totals in float32."""
 
 BLOCK = 256
-"""Rows of a block of `strongest` at most: a window of 1,024 keys then computes a fifth more than it keeps."""
+"""The most rows of a block of `strongest`: with a window of 1,024 keys, a fifth of the computed weights is unused."""
 
 CHECKED = 16
 """Rows at which a close-up is compared with the exact weights."""
 
 
 class KeyRanges(NamedTuple):
-    """The keys that each row sees: first <= j < last, and of the first `prefix` keys those before last."""
+    """The keys that each row sees: first <= j < last, and those of the first `prefix` keys that are before last."""
 
     first: NDArray[np.int32]
     last: NDArray[np.int32]
@@ -41,7 +41,7 @@ class KeyRanges(NamedTuple):
 def close_up(
     weights: Weights, layer: int, head: int, known: dict[object, KeyRanges | None] | None = None
 ) -> CloseUp | None:
-    """The close-up of one head of a call, or None where this form does not fit: another mask, a bias by pair.
+    """The close-up of one head of a call, or None if this form does not support its mask or bias.
 
     Args:
         weights: of one sequence over itself, [1, heads, tokens, tokens].
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 def strongest(close: CloseUp, count: int, *, from_key: int = 1) -> list[Pair]:
     """The pairs of different tokens with the greatest weights, a key from `from_key` on, the greatest first.
 
-    The first token is left out by default: its mass is the sink score, and it would fill the list. O(visible pairs) in
+    The first token is excluded by default: its mass is the sink score, and it would fill the list. O(visible pairs) in
     time, in blocks of `TILE` weights: columns that no row of a block sees are skipped.
     """
     best, least = list[Pair](), -np.inf
@@ -121,7 +121,7 @@ def _log_weights(close: CloseUp, rows: slice, keys: slice) -> NDArray[np.float32
 
 
 def visible_runs(weights: Weights, head: int) -> KeyRanges | None:
-    """The keys that each row of a head sees, or None where they are no such runs."""
+    """The keys that each row of a head sees, or None if `KeyRanges` cannot represent them."""
     own = weights.heads(head)
     parts = [_runs(kept, edges) for _, kept, edges in _kept(own)]
     prefix = max((int(part[2].max(initial=0)) for part in parts), default=0)
@@ -142,7 +142,7 @@ def _is_right(close: CloseUp, weights: Weights) -> bool:
     exact = replace(weights, q=weights.q.double(), k=weights.k.double())
     ours = replace(close, q=close.q.astype(np.float64), k=close.k.astype(np.float64))
     for row in np.unique(np.linspace(0, len(close.q) - 1, CHECKED).round().astype(int)).tolist():
-        with np.errstate(over="ignore", invalid="ignore"):  # what is no number is wrong as well
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN and inf are wrong as well
             off = np.abs(close_up_rows(ours, row, row + 1)[0] - _exact_row(exact, row)).max()
         if not off <= WRONG_BY:
             return False
@@ -170,7 +170,7 @@ def _seen(runs: KeyRanges, row: slice, keys: Ints) -> NDArray[np.bool_]:
 
 
 def _runs(kept: NDArray[np.bool_], edges: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of each row: where its last run of keys begins and ends, and how many keys a run from 0 on before it has."""
+    """For each row: start and end of its last run of keys, and the length of a run from key 0 before it."""
     columns = kept.shape[1]
     last = np.where(kept.any(1), columns - kept[:, ::-1].argmax(1), 0)
     gaps = ~kept & (np.arange(columns) < last[:, None])
@@ -179,7 +179,7 @@ def _runs(kept: NDArray[np.bool_], edges: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _kept(weights: Weights) -> Iterator[tuple[slice, NDArray[np.bool_], Ints]]:
-    """Some rows after the other, which columns of keys they see [rows, columns], and the edges of the columns."""
+    """For groups of rows: which columns of keys they see [rows, columns], and the edges of the columns."""
     for start in range(0, weights.shape[2], ROWS):
         row = slice(start, min(start + ROWS, weights.shape[2]))
         kept, edges = kept_columns(weights, row, CHUNK)
@@ -187,7 +187,7 @@ def _kept(weights: Weights) -> Iterator[tuple[slice, NDArray[np.bool_], Ints]]:
 
 
 def _distance_bias(weights: Weights, head: int) -> NDArray[np.float32] | None:
-    """What is added to a score by i - j, from -(tokens - 1) on; None without a bias, or where it depends on more."""
+    """The bias by i - j, from -(tokens - 1) on; None without a bias, or if it depends on more than i - j."""
     if weights.bias is None or not weights.bias.per_distance():
         return None
     tokens = weights.shape[2]

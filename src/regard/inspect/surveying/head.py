@@ -8,7 +8,7 @@ from regard.inspect.brief import brief
 
 
 class Estimate(NamedTuple):
-    """One measure of one head: `chance` is what uniform attention would score, low to high its 95 % interval.
+    """One measure of one head: `chance` is the score of uniform attention, low to high its 95 % interval.
 
     A field is None where it does not exist: a measure that does not apply, a score without chance value or interval.
     """

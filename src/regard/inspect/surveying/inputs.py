@@ -1,4 +1,4 @@
-"""What measures read of a model: the inputs of each call of attention, and the texts that measures are defined on.
+"""The inputs of measures from a model: those of each attention call, and the texts that measures are defined on.
 
 A measure is defined on the user's text, or on random tokens that repeat. Between repeats at one distance a head that
 only counts back scores as well as one that finds what followed; between repeats at varying distances it does not. So
@@ -33,7 +33,7 @@ REPEATED: tuple[Text, ...] = ("repeats", "jittered repeats")
 
 def no_circuits(reason: ProblemError) -> str:
     """Why copying is not measured."""
-    return f"circuits cannot be taken out: {str(reason).rstrip('.')}"
+    return f"circuits cannot be extracted: {str(reason).rstrip('.')}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,8 @@ class InputReader:
 
     Args:
         model: what runs, and whose modules attend.
-        measures: those to compute; only what they need is read.
-        parts: of the model's circuits; None where they are not known.
+        measures: the measures to compute; only their inputs are read.
+        parts: the parts of the model's circuits; None if not known.
         drawn_from: ids of plain tokens, for `Vocabulary`.
         lacking: called with measures that cannot be computed, and the reason.
     """
@@ -55,7 +55,7 @@ class InputReader:
     lacking: Callable[[list[Measure], str], None] = lambda measures, reason: None
 
     def inputs(self, look: Look, tokens: Tensor, picture: int | None = None) -> Inputs:
-        """What the measures read of a call over these tokens, integer [batch, tokens]."""
+        """The inputs of the measures for a call over these tokens, integer [batch, tokens]."""
         w_o, v = self._projection(look), look.call.v
         circuit = None
         if self._needing("circuit") and self.parts is not None and look.layer < len(self.parts.layers):
@@ -74,7 +74,7 @@ class InputReader:
         )
 
     def possible(self, inputs: Inputs) -> tuple[Measure, ...]:
-        """Those of the measures that can be computed from these inputs."""
+        """The measures that can be computed from these inputs."""
         missing = set[Need]()
         if inputs.w_o is None:
             missing.add("projection")
@@ -107,7 +107,7 @@ class InputReader:
 def projection(model: nn.Module, look: Look) -> Tensor | None:
     """The output projection of the module that attended, by head: [heads, v_dim, d_model]; None if not known.
 
-    It is the module's own, or, as in BERT, that of the module `output` beside it.
+    It is the module's own, or, as in BERT, that of its sibling module `output`.
     """
     width = look.call.out.shape[1] * look.call.out.shape[3]
     module = None if look.module is None else model.get_submodule(look.module)
@@ -128,7 +128,7 @@ def is_causal(weights: Weights) -> bool:
 
 
 def repeated_tokens(vocabulary: list[int], first: int | None, context: int | None) -> dict[Text, Tensor] | None:
-    """Random tokens that repeat, int64 [sequences, tokens] of each kind; None where the vocabulary or context is small.
+    """Repeated random tokens of each kind, int64 [sequences, tokens]; None if the vocabulary or context is too small.
 
     Args:
         vocabulary: the ids to draw from.
@@ -152,7 +152,7 @@ def self_attention(
     *,
     run: Callable[[Tensor], Any],
 ) -> list[Seen[Any]]:
-    """`each` of every call over all tokens while the model runs: attention to an image or an encoder is left out.
+    """`each` of every call over all tokens while the model runs, except attention to an image or an encoder.
 
     Args:
         layers: None for all.
@@ -175,7 +175,7 @@ def self_attention(
 
 
 def not_observed(model: object) -> ProblemError:
-    """The error of a model none of whose calls of attention was seen."""
+    """The error for a model without any observed attention call."""
     return ProblemError(
         f"{type(model).__name__} computes its attention by itself instead of through transformers' "
         "attention interface, so it cannot be observed: survey a model that supports `set_attn_implementation`."

@@ -1,4 +1,4 @@
-"""The kind of a head, and how remarkable it is: rules that a reader can recompute from the scores in a report."""
+"""The kind of a head, and how remarkable it is: rules that can be recomputed from the scores in a report."""
 
 import math
 from collections import Counter
@@ -14,13 +14,13 @@ from regard.inspect.measures.measure import Definition
 from regard.inspect.surveying.head import Estimate, Head
 
 NAMED_FROM = 0.3
-"""The lift from which a head is named after a score; the threshold that Gu et al. 2024 use for sinks."""
+"""The least lift of a score that names a head; the threshold of Gu et al. 2024 for sinks."""
 
 POSITIONAL_FROM = 0.9
-"""The share of rows whose greatest weight is at one offset from which a head is positional; Voita et al. 2019, §5.1."""
+"""The least share of rows with their greatest weight at one offset of a positional head; Voita et al. 2019, §5.1."""
 
 BROAD_FROM = 0.5
-"""The share of the visible tokens over which a head spreads from which it is called broad."""
+"""The least share of the visible tokens over which a broad head spreads."""
 
 Floats = NDArray[np.floating]
 
@@ -31,7 +31,7 @@ def lifts(values: Floats, chances: Floats) -> Floats:
 
 
 class Kind(NamedTuple):
-    """A rule that names heads: all of the measures must reach the threshold, those that were made."""
+    """A rule that names heads: all of its measures that were computed must reach the threshold."""
 
     name: str
     measures: tuple[str, ...]
@@ -48,12 +48,12 @@ KINDS = (
     Kind("positional", ("positional",), lambda values, chances: values, POSITIONAL_FROM),
     Kind("broad", ("entropy",), lambda values, chances: np.exp(values - chances), BROAD_FROM),
 )
-"""The rules in order, the rarest thing that a head does first; the first that holds names the head."""
+"""The rules in order, from the rarest behaviour; the first that holds names the head."""
 
 BY_LIFT = tuple(kind for kind in KINDS if kind.statistic is lifts)
 
 NAMED_BY = {measure: kind.name for kind in BY_LIFT for measure in kind.measures}
-"""The kind that the lift of a measure gives, or helps to give."""
+"""The kind that a measure names, alone or with others, if its lift is high enough."""
 
 NAMERS = frozenset(measure for kind in KINDS for measure in kind.measures)
 """Every measure that a kind depends on."""
@@ -78,9 +78,9 @@ RULES: dict[str, Definition] = {
     "sure": Definition(
         "same kind on other texts",
         "share",
-        "the mean over three short texts of this library (prose, people talking, a program; cut to the length of this "
-        "text) of the share of 1,000 draws in which the head has there the kind that it has here, every draw with all "
-        "of its scores anew, those on repeated random tokens too",
+        "the mean over three short texts of this library (prose, a dialogue, a program; cut to the length of this "
+        "text) of the share of 1,000 bootstrap draws of all scores, those on repeated random tokens too, in which the "
+        "head has the same kind there as here",
         "a rule of this report",
         "no chance value: 1 is certain",
     ),
@@ -95,8 +95,8 @@ RULES: dict[str, Definition] = {
     "delta_loss": Definition(
         "loss without it",
         "nats",
-        "mean over the tokens of the text of (loss with this head's output replaced - loss): above 0 the head was of "
-        "use. Replaced, at the input of the output projection, by zero or by its mean over the text",
+        "mean over the tokens of the text of (loss with this head's output replaced - loss): above 0 the head was "
+        "useful. Replaced, at the input of the output projection, by zero or by its mean over the text",
         "Michel et al. 2019, arXiv:1905.10650, §2.3",
         "0: no change",
     ),
@@ -111,11 +111,11 @@ RULES: dict[str, Definition] = {
 }
 
 DEFINITIONS: dict[str, Definition] = catalogue.DEFINITIONS | RULES
-"""What each value of a report means, by its key: the measures, and the rules of this file."""
+"""The definitions of all values of a report, by key: the measures, and the rules of this file."""
 
 
 def lift(score: Estimate) -> float:
-    """How far a score is on the way from chance to certainty: (score - chance) / (1 - chance); 0 without a score.
+    """The position of a score between chance (0) and certainty (1): (score - chance) / (1 - chance); 0 without a score.
 
     >>> lift(Estimate(0.6, 0.2))
     0.5
@@ -164,7 +164,7 @@ def ranked(heads: Iterable[Head]) -> tuple[Head, ...]:
 
 
 def strength(head: Head) -> float:
-    """The lift of what names a head (of two scores the smaller), or its greatest if nothing does; at least 0."""
+    """The lift of the scores that name a head (the smaller of two), or its greatest lift if none does; at least 0."""
     found = dict[str, float]()
     for kind in BY_LIFT:
         made = [lift(head.score(measure)) for measure in kind.measures if head.value(measure) is not None]

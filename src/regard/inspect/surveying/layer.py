@@ -1,4 +1,4 @@
-"""What a survey keeps of a layer: the scores of its heads, their pictures, and the plan of its call."""
+"""The results of a survey for one layer: the scores of its heads, their pictures, and the plan of its call."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ from regard.inspect.surveying.layer_scores import LayerScores
 from regard.inspect.surveying.report import Head, Picture
 
 PICTURE = 192
-"""Cells per side of a picture: one per token up to here, the mean and the largest of several above."""
+"""The most cells per side of a picture; for longer texts a cell is the mean, or the largest, of several tokens."""
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """What is kept of a layer.
+    """The results for a layer.
 
     Args:
         pictures: the means of cells [heads, side, side], and above one token a cell the largest weights; bytes of a
@@ -46,7 +46,7 @@ class Layer:
 
 
 def layer_of(look: Look, inputs: Inputs, measures: Sequence[Measure]) -> Layer:
-    """What is kept of a call: its scores, and where some measure needs all weights its pictures and its profile."""
+    """The results for a call: its scores, and its pictures and profile if some measure needs all weights."""
     weights, plan, scores = inputs.weights, look.call.plan, LayerScores()
     for measure, score in zip(measures, compute(measures, inputs).values(), strict=True):
         scores.add(measure, score)
@@ -68,7 +68,7 @@ def layer_of(look: Look, inputs: Inputs, measures: Sequence[Measure]) -> Layer:
 
 
 def numbered(layers: list[Layer]) -> list[Layer]:
-    """The layers, each with a number of its own: counted in order where two share one (`stages.0.blocks.1`)."""
+    """The layers with unique numbers: counted in order if two share a number (`stages.0.blocks.1`)."""
     if len({layer.layer for layer in layers}) == len(layers):
         return layers
     return [replace(layer, layer=number) for number, layer in enumerate(layers)]
@@ -93,10 +93,10 @@ def profiles_of(layers: list[Layer]) -> dict[tuple[int, int], tuple[float, ...]]
 
 
 def heads_of(layer: Layer, repeats: LayerScores | None, others: Sequence[LayerScores] = ()) -> list[Head]:
-    """The query heads of a layer with their scores on the text and on repeats, and how surely they keep their kind.
+    """The query heads of a layer with their scores on the text and on repeats, and how certain their kind is.
 
     Args:
-        others: what names them on other texts.
+        others: the scores that name them on other texts.
     """
     every, group = layer.scores.joined(repeats), layer.heads // layer.kv_heads
     sure = sureness(every, [every.joined(other) for other in others])
@@ -114,9 +114,9 @@ def heads_of(layer: Layer, repeats: LayerScores | None, others: Sequence[LayerSc
 
 
 def sureness(scores: LayerScores, others: Sequence[LayerScores]) -> NDArray[np.float64] | None:
-    """The share of draws on other texts in which each head has the kind that it has here, [heads].
+    """The share of draws on other texts in which each head has the same kind as here, [heads].
 
-    A score that cannot be drawn anew keeps its value. None where there are no other texts, or nothing names heads.
+    A score that has no draws keeps its value. None if there are no other texts, or no scores that name heads.
     """
     if not others or not scores.drawn:
         return None
@@ -130,7 +130,7 @@ def sureness(scores: LayerScores, others: Sequence[LayerScores]) -> NDArray[np.f
 
 
 def _arrays(scores: LayerScores) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.float64]]]:
-    """The values and the chance values of what names heads, [heads] each."""
+    """The values and the chance values of the scores that name heads, [heads] each."""
     values, chances = (
         {measure: np.array([_nan(score[at]) for score in scores.of[measure]]) for measure in scores.drawn}
         for at in (0, 1)

@@ -1,4 +1,4 @@
-"""The scores of a layer's heads as plain floats: what is kept of its tensors."""
+"""The scores of a layer's heads as plain floats, without its tensors."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from regard.inspect.surveying.head import Estimate
 from regard.inspect.surveying.kinds import NAMERS
 
 DRAWS = 1000
-"""Draws for intervals and for how sure a kind is."""
+"""The number of draws for intervals and for the certainty of a kind."""
 
 SHARES = ("mass", "share")
 """Units of scores from 0 to 1."""
@@ -26,14 +26,14 @@ class LayerScores:
 
     Args:
         of: by measure, one for each head.
-        drawn: by measure, draws of it [draws, heads]; of `NAMERS` alone. Scores of one sample are drawn together.
+        drawn: by measure, its draws [draws, heads]; for `NAMERS` only. Scores of one sample share their draws.
     """
 
     of: dict[str, list[Estimate]] = field(default_factory=dict[str, list[Estimate]])
     drawn: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
 
     def add(self, measure: Measure, score: HeadScores) -> None:
-        """Keep a score as plain floats; where it is the best of several also which one, as `positional_at`."""
+        """Add a score as plain floats; if it is the best of several, also which one, as `positional_at`."""
         draws = score.draws(DRAWS).double().cpu().numpy()
         self.of[measure.key] = list(_estimates(score, draws, bounded=measure.unit in SHARES))
         if measure.key in NAMERS:
@@ -42,11 +42,11 @@ class LayerScores:
             self.of[f"{measure.key}_at"] = [Estimate(number) for number in score.at[0].double().tolist()]
 
     def joined(self, other: "LayerScores | None") -> "LayerScores":
-        """These and others of the same heads."""
+        """These scores and others of the same heads."""
         return self if other is None else LayerScores(self.of | other.of, self.drawn | other.drawn)
 
     def head(self, head: int) -> dict[str, Estimate]:
-        """Everything that one head scores."""
+        """All scores of one head."""
         return {measure: scores[head] for measure, scores in self.of.items()}
 
 

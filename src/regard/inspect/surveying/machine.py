@@ -1,4 +1,4 @@
-"""On what a report was made: the machine, and the versions of what computed."""
+"""The machine of a report, and the versions of the packages."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ def machine(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of regard, torch, transformers and Python; what is not installed as a package is left out."""
+    """The versions of regard, torch, transformers and Python; packages that are not installed are omitted."""
     found = {"python": platform.python_version()}
     for name in ("regard", "torch", "transformers"):
         try:

@@ -35,10 +35,10 @@ class Measured:
     """One measure of every head of a model.
 
     Attributes:
-        value, chance: the score and what uniform attention scores, float64 [layers, heads]; NaN where there is none.
+        value, chance: the score and that of uniform attention, float64 [layers, heads]; NaN where there is none.
         low, high: the 95 % interval over sequences or blocks of rows, [layers, heads].
-        at: where the score is the best of several, which of them, [layers, heads]; None of any other.
-        layers: the number of each row.
+        at: for a score that is the best of several, which one, [layers, heads]; None for other measures.
+        layers: the layer number of each row.
     """
 
     measure: Measure
@@ -111,11 +111,11 @@ def measure(
         model: a model of transformers, or of regard (`regard.nn.Decoder`).
         text_or_ids: a text, for which a tokenizer is needed; or token ids, integer [tokens] or [batch, tokens].
         measures: keys of `regard.inspect.MEASURES`, and `Measure` values of your own.
-        tokenizer: of the text; it also tells which tokens are plain enough to be drawn for repeats.
-        layers: numbers from 0; None for all.
+        tokenizer: tokenises the text, and determines which tokens are drawn for repeats.
+        layers: layer numbers from 0; None for all.
 
     Raises:
-        ProblemError: no such measure, a text without a tokenizer, no tokens, or a measure that this model cannot have.
+        ProblemError: no such measure, a text without a tokenizer, no tokens, or an unsupported measure.
 
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
@@ -138,7 +138,7 @@ def measure(
             def each(look: Look, reader: InputReader = reader, ids: Tensor = ids) -> dict[str, HeadScores]:
                 inputs = reader.inputs(look, ids)
                 possible = reader.possible(inputs)
-                _refuse([m for m in reader.measures if m not in possible], "the model does not have what they need")
+                _refuse([m for m in reader.measures if m not in possible], "the model lacks an input that they need")
                 return compute(possible, inputs)
 
             seen = self_attention(body, ids, each, layers, run=run)
@@ -166,7 +166,7 @@ def _texts(model: Any, text_or_ids: str | Tokens, measures: Iterable[Measure], t
 def _ids(text_or_ids: str | Tokens, tokenizer: Any) -> Tensor:
     if isinstance(text_or_ids, str):
         if tokenizer is None:
-            raise ProblemError("a text was given without a tokenizer: pass tokenizer=..., or token ids.")
+            raise ProblemError("text_or_ids is a text and there is no tokenizer: pass tokenizer=..., or token ids.")
         ids = token_ids(tokenizer(text_or_ids, verbose=False)["input_ids"])
     else:
         ids = token_ids(text_or_ids)

@@ -1,4 +1,4 @@
-"""The model of a survey: its sizes, how it is run, and how it is restored afterwards."""
+"""The model of a survey: its sizes, running it, and restoring it afterwards."""
 
 import inspect
 from collections.abc import Generator
@@ -14,18 +14,18 @@ from regard.errors import ProblemError
 
 @dataclass(frozen=True, eq=False)
 class SurveyedModel:
-    """A model of transformers, of an encoder-decoder its encoder."""
+    """A model of transformers; for an encoder-decoder, its encoder."""
 
     model: Any
 
     @property
     def generates(self) -> bool:
-        """Whether it writes text."""
+        """Whether it generates text."""
         return bool(self.model.can_generate())
 
     @property
     def body(self) -> Any:
-        """The model without its head: the same attention, without logits, which on a long text outgrow the model."""
+        """The model without its language-model head, whose logits of a long text take more memory than the model."""
         return self.model.base_model
 
     @property
@@ -40,7 +40,7 @@ class SurveyedModel:
 
     @property
     def layers(self) -> int:
-        """Layers by its config, 1 where that gives none."""
+        """The number of layers in its config, 1 if the config has none."""
         return layers_of(self.model.config) or 1
 
     @property
@@ -50,7 +50,7 @@ class SurveyedModel:
 
     @property
     def heads(self) -> int | None:
-        """Query heads of a layer by its config; None where that gives none, or not the same for all layers."""
+        """Query heads of a layer by its config; None if the config has no number, or several."""
         return heads_of(self.model.config)
 
     @property
@@ -65,11 +65,11 @@ class SurveyedModel:
         return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
     def outputs(self, ids: Tensor) -> Tensor:
-        """What it computes for each token: logits, or hidden states of a model without a head; [1, tokens, ...]."""
+        """The output for each token: logits, or hidden states of a model without a head; [1, tokens, ...]."""
         return self.model(input_ids=ids)[0]
 
     def step(self, ids: Tensor, cache: Any) -> tuple[int, Any]:
-        """(the most likely next token, the cache): `ids` are the tokens that the cache has not seen."""
+        """(the most likely next token, the KV cache): `ids` are the tokens that the cache does not have yet."""
         takes = inspect.signature(self.model.forward).parameters
         fewer = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **fewer)
@@ -87,12 +87,12 @@ class SurveyedModel:
 
 
 def layers_of(config: Any) -> int | None:
-    """The layers in a config of transformers; None where it gives none."""
+    """The number of layers in a config of transformers; None if it has none."""
     return _number(config, "num_hidden_layers")
 
 
 def heads_of(config: Any) -> int | None:
-    """The query heads of a layer in a config; None where it gives none, or not one number for all layers."""
+    """The query heads of a layer in a config; None if it has no number, or several."""
     return _number(config, "num_attention_heads")
 
 
@@ -102,7 +102,7 @@ def _number(config: Any, name: str) -> int | None:
 
 
 def surveyed_model(model: Any) -> SurveyedModel:
-    """The model as a survey uses it; nothing of it is changed.
+    """The model in the form that a survey uses; the model itself does not change.
 
     Raises:
         ProblemError: it is no model of transformers.
@@ -114,7 +114,7 @@ def surveyed_model(model: Any) -> SurveyedModel:
 
 @contextmanager
 def prepared(model: Any) -> Generator[SurveyedModel]:
-    """The model with regard's attention and in evaluation mode; afterwards as it was.
+    """Within the block, the model has regard's attention and is in evaluation mode; it is restored afterwards.
 
     Raises:
         ProblemError: it is no model of transformers.

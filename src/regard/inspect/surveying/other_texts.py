@@ -1,4 +1,4 @@
-"""What heads do on other texts: whether a head keeps its kind there says how far its name can be trusted.
+"""Scores of heads on other texts: whether a head has the same kind there shows how reliable its kind is.
 
 A text drawn anew from its own blocks is that text: of the heads of SmolLM2 that kept their kind in 99 of 100 such draws
 one in eight has another kind on another text. So three short texts, as unlike each other as they are, are read as well.
@@ -39,7 +39,7 @@ PROGRAM = (
     "means])\n"
 )
 OTHERS = (PROSE, TALK, PROGRAM)
-"""Texts of some hundred tokens: plain prose, people talking, a program."""
+"""Texts of a few hundred tokens: prose, a dialogue, a program."""
 
 
 def other_texts(tokenizer: Any, tokens: int) -> Tensor | None:

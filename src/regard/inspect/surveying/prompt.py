@@ -14,7 +14,7 @@ from regard.inspect.surveying.selection import is_whole
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a model is given to read: its tokens, int64 [1, tokens], the text that they are, and what is to be noted."""
+    """The prompt of a survey: its tokens, int64 [1, tokens], their text, and notes for the report."""
 
     ids: Tensor
     text: str
@@ -26,20 +26,18 @@ class Prompt:
 
 
 def prompt_of(model: SurveyedModel, tokenizer: Any, text: str, tokens: int | None, new_tokens: int) -> Prompt:
-    """The first `tokens` tokens of the text, if the model can take them.
+    """The first `tokens` tokens of the text, if the model supports that length.
 
     Raises:
-        ProblemError: the text is empty or a single token, or too long for a model that has learned its positions.
+        ProblemError: the text is empty or a single token, or too long for a model with learned positions.
     """
     _check(tokenizer, text, tokens, new_tokens)
     every: list[int] = tokenizer(text, verbose=False)["input_ids"]
     read, notes = every[:tokens], list[str]()
     if len(read) < 2:
-        raise ProblemError(
-            f"the text {text!r} is {len(read)} token: there is nothing to choose between; give at least 2."
-        )
+        raise ProblemError(f"the text {text!r} is {len(read)} token: attention needs at least 2.")
     if tokens is not None and len(every) < tokens:
-        notes.append(f"The text is {len(every):,} tokens, fewer than the {tokens:,} asked for: all of it was read.")
+        notes.append(f"The text has only {len(every):,} of the requested {tokens:,} tokens: all of it was read.")
     room = new_tokens if model.generates else 0
     notes += _beyond(model, len(read), room)
     ids = torch.tensor([read], device=model.model.device)
@@ -53,39 +51,39 @@ def _check(tokenizer: Any, text: Any, tokens: Any, new_tokens: Any) -> None:
     if not isinstance(text, str):
         raise ProblemError(f"text is {type(text).__name__}: expected the text to read, a str.")
     if not text.strip():
-        raise ProblemError("the text is empty: give the model something to read, a sentence or more.")
+        raise ProblemError("the text is empty: expected a sentence or more.")
     if not is_whole(new_tokens) or new_tokens < 0:
-        raise ProblemError(f"new_tokens is {new_tokens!r}: expected the tokens to write, 0 or more.")
+        raise ProblemError(f"new_tokens is {new_tokens!r}: expected the number of tokens to generate, 0 or more.")
     if tokens is not None and (not is_whole(tokens) or tokens < 2):
-        raise ProblemError(f"tokens is {tokens!r}: expected how many of the text to read, at least 2.")
+        raise ProblemError(f"tokens is {tokens!r}: expected the number of tokens of the text to read, 2 or more.")
 
 
 def _beyond(model: SurveyedModel, tokens: int, room: int) -> list[str]:
-    """A note where the text is longer than what the model was made for; an error where it cannot go on there."""
+    """A note if the text is longer than the model's context; an error if the model cannot run there."""
     context = model.context
     if context is None or tokens + room <= context:
         return []
     if not model.extrapolates:
-        shorter = f"shorten the text to {max(0, context - room):,} tokens" + (", or write fewer." if room else ".")
+        shorter = f"shorten the text to {max(0, context - room):,} tokens" + (", or generate fewer." if room else ".")
         raise ProblemError(
-            f"the text is {tokens:,} tokens and {room} are to be written, and the model has learned {context:,} "
+            f"the text has {tokens:,} tokens, {room} are to be generated, and the model has learned {context:,} "
             f"positions: {shorter}"
         )
     note = (
-        f"The text and what is written are {tokens + room:,} tokens, and the model was made for {context:,} positions: "
-        "what heads do beyond them is not what they were trained to do."
+        f"The text and its continuation have {tokens + room:,} tokens, and the model was trained on {context:,} "
+        "positions: its heads were not trained beyond them."
     )
     return [note]
 
 
 def continuation(model: SurveyedModel, prompt: Tensor, new_tokens: int, clock: Clock) -> Tensor:
-    """Run the prompt, and write on: the tokens written, int64 [1, tokens]; none by a model that does not write.
+    """Run the prompt and generate: the new tokens, int64 [1, tokens]; none by a model that does not generate.
 
-    Where none are wanted nothing is run: of a long text a pass takes minutes, and it is read once more to be measured.
+    With `new_tokens` of 0 nothing runs: a pass over a long text takes minutes, and the survey makes another one.
     """
     if not new_tokens:
         return prompt[:, :0]
-    model.outputs(prompt[:, :8])  # the first call of anything also loads and plans it
+    model.outputs(prompt[:, :8])  # a warm-up: first calls also load kernels and make plans
     with clock.stage("prompt", 1):
         token, cache = model.step(prompt, None) if model.generates else (model.outputs(prompt), None)
     ids: list[int] = []
@@ -99,7 +97,7 @@ def continuation(model: SurveyedModel, prompt: Tensor, new_tokens: int, clock: C
 
 
 def _unseen(prompt: Tensor, ids: list[int], cache: Any) -> Tensor:
-    """The tokens that the cache has not seen: the last, or all for a model that keeps no cache."""
+    """The tokens that the KV cache does not have yet: the last, or all for a model without a cache."""
     new = torch.tensor([ids], device=prompt.device)
     return torch.cat([prompt, new], dim=1) if cache is None else new[:, -1:]
 

@@ -1,4 +1,4 @@
-"""What a survey of a model found, as plain values: no tensor, no model, nothing that must be computed again.
+"""The report of a survey, as plain values: no tensor, no model, nothing to compute again.
 
 `survey` makes a `Report`; the command line and the page show it. The judgements in it (`kind`, `sure`,
 `remarkable`) are rules that a reader can recompute from the scores beside them: see `kinds.py`.
@@ -53,7 +53,7 @@ class Picture:
 
     The root keeps small weights visible: the error of a weight read back is at most 0.004.
     `pooled` is tokens per cell: 1 shows every weight; above it each cell of `weights` is the mean of pooled x pooled
-    weights, and each cell of `largest` the greatest of them (None where pooled is 1: it would say the same).
+    weights, and each cell of `largest` the greatest of them (None where pooled is 1: it would be equal).
     """
 
     layer: int
@@ -67,7 +67,7 @@ class Picture:
 @brief
 @dataclass(frozen=True, eq=False)
 class CloseUp:
-    """One head to the last weight: any of its n x n weights can be computed from this, of 8 dim + 12 bytes a token.
+    """All n x n weights of one head, computed on demand from 8 dim + 12 bytes a token.
 
         A[i, j] = exp(cap(scale * q[i] . k[j]) + distance_bias[tokens - 1 + i - j] - total[i])
 
@@ -79,7 +79,7 @@ class CloseUp:
     head: int
     q: NDArray[np.float32]  # [tokens, dim]
     k: NDArray[np.float32]  # [tokens, dim]
-    total: NDArray[np.float32]  # [tokens], log of what a row is divided by; a learned sink is part of it
+    total: NDArray[np.float32]  # [tokens], log of the softmax denominator of each row, including a learned sink
     scale: float
     softcap: float | None
     first: NDArray[np.int32]  # [tokens]
@@ -89,7 +89,7 @@ class CloseUp:
 
     @property
     def bytes(self) -> int:
-        """What it takes in a page, where q and k have 16 bits a number."""
+        """Its bytes in a page, where elements of q and k have 16 bits."""
         arrays = (self.q, self.k, self.total, self.first, self.last, self.distance_bias)
         return sum(array.nbytes for array in arrays if array is not None) - (self.q.nbytes + self.k.nbytes) // 2
 
@@ -97,9 +97,9 @@ class CloseUp:
 @brief
 @dataclass(frozen=True)
 class Ablations:
-    """What became of the loss when a head was taken out: `deltas` by (layer, head), in nats a token.
+    """The change of the loss when a head is ablated: `deltas` by (layer, head), in nats a token.
 
-    `how` is "zero" or "mean": what took the place of the head's output. `loss` is the loss of the whole model on the
+    `how` is "zero" or "mean": the replacement of the head's output. `loss` is the loss of the whole model on the
     text, `tokens` how many were predicted for it. One head at a time understates: heads replace each other.
     """
 

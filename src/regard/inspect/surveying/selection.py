@@ -1,4 +1,4 @@
-"""What a survey measures: which measures, of which layers, and which heads get a close-up."""
+"""The selection of a survey: its measures, its layers, and the heads with close-ups."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Selection:
         measures: all that are computed.
         named: the keys that the caller named; empty where all measures were meant.
         layers: None for all.
-        heads: (layer, head), of which close-ups are kept.
+        heads: (layer, head), the heads with close-ups.
     """
 
     measures: tuple[Measure, ...] = tuple(measure for measure in MEASURES if not measure.on_demand)
@@ -57,7 +57,7 @@ class Selection:
         return f"Not measured: {', '.join(keys)}, because {reason}."
 
     def notes(self, model: SurveyedModel) -> list[str]:
-        """A note where not all layers are measured, for heads are then ranked among these layers alone."""
+        """A note if not all layers are measured, since heads are then ranked among these layers only."""
         if self.layers is None:
             return []
         of = f" of {model.layers}" if model.layers_known else ""
@@ -77,7 +77,7 @@ class Selection:
         layers, heads = layers_of(config), heads_of(config)
         for layer in sorted((self.layers or frozenset()) | {layer for layer, _ in self.heads}):
             if layers is not None and not 0 <= layer < layers:
-                raise ProblemError(f"layer {layer} is asked for, and the model has {layers}: 0 to {layers - 1}.")
+                raise ProblemError(f"layer {layer} does not exist: the model has {layers} layers, 0 to {layers - 1}.")
         for layer, head in self.heads:
             if heads is not None and not 0 <= head < heads:
                 raise ProblemError(_no_head(layer, head, heads))
@@ -87,7 +87,7 @@ class Selection:
         for layer, head in self.heads:
             if layer not in heads:
                 raise ProblemError(
-                    f"head {layer}.{head} is asked for, and no layer {layer} attended: {spans(heads)} did."
+                    f"head {layer}.{head} does not exist: no layer {layer} attended, only {spans(heads)}."
                 )
             if not 0 <= head < heads[layer]:
                 raise ProblemError(_no_head(layer, head, heads[layer]))
@@ -113,8 +113,8 @@ def select(
     for layer, head in places:
         if numbers is not None and layer not in numbers:
             raise ProblemError(
-                f"head {layer}.{head} is in none of the layers that are asked for ({spans(sorted(numbers))}): ask for "
-                f"layer {layer} as well, or for all."
+                f"head {layer}.{head} is in none of the selected layers ({spans(sorted(numbers))}): select "
+                f"layer {layer} as well, or all."
             )
     if ablate not in (None, *HOW):
         raise ProblemError(f"ablate is {ablate!r}: expected 'zero' or 'mean', or None for no ablation.")
@@ -122,7 +122,7 @@ def select(
 
 
 def named_measures(measures: Any) -> tuple[Measure, ...]:
-    """Measures by their keys, or as they are; one alone is a list of one. Raises `ProblemError` for anything else."""
+    """Measures by key or value; a single one is a list of one. Raises `ProblemError` for anything else."""
     several: Any = [measures] if isinstance(measures, str | Measure) else measures
     if not isinstance(several, Iterable):
         raise ProblemError(f"measures is {measures!r}: expected a list of names, such as ['sink', 'induction'].")
@@ -130,7 +130,7 @@ def named_measures(measures: Any) -> tuple[Measure, ...]:
 
 
 def _measures(measures: Any) -> tuple[tuple[Measure, ...], frozenset[str]]:
-    """What is computed, in the order of the catalogue and then the caller's own, and the keys that were named."""
+    """The measures to compute, the library's in order and then the caller's, and the keys that were named."""
     if measures is None:
         return Selection().measures, frozenset()
     found = named_measures(measures)
@@ -147,26 +147,24 @@ def _measures(measures: Any) -> tuple[tuple[Measure, ...], frozenset[str]]:
 
 
 def _no_head(layer: int, head: int, heads: int) -> str:
-    return f"head {layer}.{head} is asked for, and layer {layer} has {heads}: {layer}.0 to {layer}.{heads - 1}."
+    return f"head {layer}.{head} does not exist: layer {layer} has {heads} heads, {layer}.0 to {layer}.{heads - 1}."
 
 
 def _layers(layers: Any) -> Sequence[int]:
-    """The numbers of layers; one by itself is a list of one."""
-    numbers: Any = [layers] if is_whole(layers) else layers
-    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise ProblemError(
-            f"layers is {layers!r}: expected the numbers of layers, such as [0, 17, 18], or None for all."
-        )
-    found: list[Any] = list(cast("Iterable[Any]", numbers))
+    """The numbers of layers; a single one is a list of one."""
+    several: Any = [layers] if is_whole(layers) else layers
+    if isinstance(several, str) or not isinstance(several, Iterable):
+        raise ProblemError(f"layers is {layers!r}: expected layer numbers, such as [0, 17, 18], or None for all.")
+    found: list[Any] = list(cast("Iterable[Any]", several))
     if not found:
         raise ProblemError("layers is empty: name the layers to measure, or None for all.")
     if wrong := [number for number in found if not is_whole(number)]:
-        raise ProblemError(f"layers has {wrong[0]!r}: expected numbers of layers, from 0.")
+        raise ProblemError(f"layers has {wrong[0]!r}: expected layer numbers from 0.")
     return found
 
 
 def _heads(heads: Any) -> Sequence[tuple[int, int]]:
-    """Heads by the number of their layer: a survey numbers the layers of every model."""
+    """Heads by the number of their layer: a survey numbers all layers of a model."""
     found: list[tuple[int, int]] = []
     for layer, head in read_heads(heads):
         if isinstance(layer, str):
@@ -176,5 +174,5 @@ def _heads(heads: Any) -> Sequence[tuple[int, int]]:
 
 
 def is_whole(number: Any) -> bool:
-    """Whether it is a whole number, of Python or NumPy, and not True or False."""
+    """Whether it is an integer of Python or NumPy, and no bool."""
     return type(number) is not bool and isinstance(number, Integral)

@@ -1,4 +1,4 @@
-"""Sinks of a whole model: which share of its heads puts more than a threshold of its mass on the first token.
+"""Sinks of a whole model: the share of its heads that put more than a threshold of mass on the first token.
 
 By both published thresholds: 0.3 of Gu et al. 2024, arXiv:2410.10781, §3, and 0.8 of Barbero et al. 2025,
 arXiv:2504.02732. Like every judgement of a report they can be recomputed from the scores beside them.
@@ -13,21 +13,21 @@ from regard.inspect.measures.sink import THRESHOLDS
 from regard.inspect.surveying.head import Head
 
 MOST = 0.5
-"""The share of a layer's heads from which most of them have a sink."""
+"""The least share of a layer's heads with a sink for the layer to count as having mostly sinks."""
 
 
 @brief
 @dataclass(frozen=True)
 class SinkShare:
-    """How many heads have a sink at the first token: those whose score `alpha` exceeds the threshold.
+    """The share of heads with a sink at the first token: those whose score `alpha` exceeds the threshold.
 
     Args:
-        threshold: of mass, 0.3 or 0.8.
-        share: of all heads that were measured.
-        low, high: the share if every head stood at that end of its 95 % interval; None where a head has none.
+        threshold: the mass, 0.3 or 0.8.
+        share: the share of all measured heads.
+        low, high: the share with every score at that end of its 95 % interval; None if a head has none.
         layers: the share of heads of each layer, by its number.
-        value: the mean score `sink_value` of the heads with a sink: how large the first token's values are beside
-            those of the mean token. None where there is no such head, or it was not measured.
+        value: the mean score `sink_value` of the heads with a sink: the norm of the first token's values relative to
+            the mean token. None without such a head, or if it was not measured.
     """
 
     threshold: float
@@ -39,7 +39,7 @@ class SinkShare:
 
     @property
     def most(self) -> tuple[int, ...]:
-        """The layers of whose heads half or more have a sink."""
+        """The layers in which half of the heads or more have a sink."""
         return tuple(layer for layer, share in self.layers.items() if share >= MOST)
 
 
@@ -56,7 +56,7 @@ def sink_shares(heads: Iterable[Head]) -> tuple[SinkShare, ...]:
 
 
 def spans(layers: Iterable[int]) -> str:
-    """Ascending numbers as text, ranges joined.
+    """Ascending integers as text, ranges joined.
 
     >>> spans((3, 4, 5, 9, 12, 13))
     '3-5, 9, 12-13'

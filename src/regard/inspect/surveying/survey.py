@@ -41,7 +41,7 @@ from regard.inspect.surveying.selection import Selection, select
 from regard.inspect.surveying.spelling import readable
 
 EAGER_TOKENS = 1024
-"""Tokens of the prompt that are compared with eager attention, which builds [heads, n, n] several times over."""
+"""Tokens of the prompt that are compared with eager attention, which builds several tensors [heads, n, n]."""
 
 
 def survey(
@@ -58,7 +58,7 @@ def survey(
     ablate: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Run a model of transformers on a text with regard's attention, and report what its heads do.
+    """Run a model of transformers on a text with regard's attention, and report the scores of its heads.
 
     Args:
         model: any model whose attention goes through transformers' interface. One that generates is run as it is; one
@@ -74,7 +74,7 @@ def survey(
             once, and no speed is reported.
         compare_eager: also run transformers' own eager attention, on at most the first 1,024 tokens, and report the
             largest absolute difference of the outputs (logits, or hidden states of a model without).
-        ablate: "zero" or "mean": also take out each head by itself, and say what that does to the loss on the prompt.
+        ablate: "zero" or "mean": also ablate each head by itself, and report the change of the loss on the prompt.
         progress: called with (stage, done, total).
 
     Raises:
@@ -135,7 +135,7 @@ def check(
     new_tokens: int = 24,
     ablate: str | None = None,
 ) -> None:
-    """Whether `survey` can do this, in milliseconds; the arguments are its own. Before the first of several surveys.
+    """Check the arguments of `survey` in milliseconds, before the first of several surveys.
 
     Raises:
         ProblemError: the text is empty, a single token, or too long for a model that has learned its positions; a
@@ -148,7 +148,7 @@ def check(
 
 
 def _parts(surveyed: SurveyedModel, selection: Selection, notes: list[str]) -> Parts | None:
-    """The weights that copying is measured on; None, and a note, for a model whose parts are not known."""
+    """The weights for the copying measures; None, and a note, for a model whose parts are not known."""
     needing = [measure for measure in selection.measures if "circuit" in measure.needs]
     try:
         return parts_of(surveyed.model) if needing else None
@@ -160,7 +160,7 @@ def _parts(surveyed: SurveyedModel, selection: Selection, notes: list[str]) -> P
 def _repeats(
     surveyed: SurveyedModel, tokenizer: Any, selection: Selection, notes: list[str], clock: Clock
 ) -> list[LayerScores] | None:
-    """The scores of the heads of each layer on repeated random tokens; None, and a note, where there are none."""
+    """The scores of the heads of each layer on repeated random tokens; None, and a note, if there are none."""
     vocabulary = plain_tokens(tokenizer, surveyed.embeddings)
     texts, found = repeated_tokens(vocabulary, tokenizer.bos_token_id, surveyed.context), None
     measures = [measure for measure in selection.measures if measure.on != "text"]
@@ -170,7 +170,7 @@ def _repeats(
     with clock.stage("induction", surveyed.layers * len(texts)) as step:
         found = _on_repeats(surveyed, selection, texts, step)
     if found is None:
-        notes.append(selection.lacking(measures, "attention sees what is to come, so that nothing has to be looked up"))
+        notes.append(selection.lacking(measures, "attention sees later tokens, so that no token has to be looked up"))
     return found
 
 
@@ -206,7 +206,7 @@ def _scores(reader: InputReader, look: Look, ids: Tensor) -> LayerScores | bool:
 def _on_other_texts(
     surveyed: SurveyedModel, tokenizer: Any, selection: Selection, tokens: int, clock: Clock
 ) -> list[list[LayerScores]]:
-    """The scores that name the heads of each layer on each of some other texts; of all of them in one pass."""
+    """The scores that name the heads of each layer on each of some other texts; all texts in one pass."""
     with clock.stage("other texts", surveyed.layers) as step:
         ids = other_texts(tokenizer, tokens)
         if ids is None:
@@ -260,7 +260,7 @@ def _observed(
 def _ablated(
     surveyed: SurveyedModel, ids: Tensor, heads: list[Head], how: str | None, clock: Clock
 ) -> tuple[Ablations | None, list[Head]]:
-    """The heads with what their absence costs among their scores, if that was asked for."""
+    """The heads with `delta_loss` among their scores, if ablations were selected."""
     if how is None:
         return None, heads
     places = [(head.layer, head.head) for head in heads]
