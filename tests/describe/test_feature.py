@@ -157,7 +157,7 @@ def test_half_precision_is_mapped_in_single():
 WRONG = {
     "no features": (lambda: Favor(8, features=0), "Favor(features=0): expected at least 1 features"),
     "half a dim": (lambda: Favor(8.5), "Favor(dim=8.5)"),
-    "another size": (lambda: Favor(8).map(torch.zeros(3, 7)), "maps vectors of 8 numbers, and these have 7"),
+    "another size": (lambda: Favor(8).map(torch.zeros(3, 7)), "maps vectors of 8 elements, and these have 7"),
     "a scale below 0": (lambda: Favor(8).map(torch.zeros(3, 8), scale=-1.0), "expected a finite number above 0"),
     "a scale for elu": (lambda: Elu1().map(torch.zeros(3), scale=1.0), "no function of q . k"),
     "a negative epsilon": (lambda: Relu(epsilon=-1e-3), "at least 0"),

@@ -290,7 +290,7 @@ def test_the_gaussian_of_close_points_far_from_0_is_exact():
 
 
 def test_additive_attention_needs_no_memory_for_all_pairs():
-    """2,048 tokens and 16 hidden numbers: all pairs would take 256 MiB a head, forward and backward."""
+    """2,048 tokens and 16 hidden units: all pairs would take 256 MiB a head, forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -385,7 +385,7 @@ def test_unlike_queries_and_keys_need_a_score_that_compares_them():
         (lambda: Gaussian(True), "True"),
         (lambda: Bilinear(torch.zeros(3)), r"Bilinear\(w\) is torch.float32 \[3\]"),
         (lambda: Bilinear(torch.zeros(3, 3, dtype=torch.int64)), "expected floats"),
-        (lambda: Additive(torch.zeros(7, 5), torch.zeros(8, 5), torch.zeros(7)), "7 hidden numbers in w_q"),
+        (lambda: Additive(torch.zeros(7, 5), torch.zeros(8, 5), torch.zeros(7)), "7 hidden units in w_q"),
         (lambda: Additive(torch.zeros(7, 5), torch.zeros(7, 5), torch.zeros(7, 1, 1)), r"Additive\(v\)"),
     ],
 )

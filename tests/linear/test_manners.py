@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a chunk": ({"chunk": 0}, "chunk=0: expected a number of tokens"),
     "a scale for elu": ({"scale": 0.5}, "its weights are no function of q . k"),
     "a scale below 0": ({"scale": -1.0, "features": None}, "expected a finite number above 0"),
-    "favor of another size": ({"features": Favor(5)}, "maps vectors of 5 numbers, and these have 4"),
+    "favor of another size": ({"features": Favor(5)}, "maps vectors of 5 elements, and these have 4"),
     "favor without a normaliser": ({"features": Favor(4), "normalise": False}, "without normalisation"),
     "favor gated": ({"features": Favor(4, features=4), "rule": Gated(torch.zeros(1, 2, 7, 4))}, "other features"),
     "dot products normalised": ({"features": None, "normalise": True}, "may be negative"),

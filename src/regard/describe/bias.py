@@ -1,7 +1,7 @@
-"""Biases: what is added to the scores, after the softcap and before the mask.
+"""Biases: terms added to the scores, after the softcap and before the mask.
 
-A bias answers `value(b, h, q, k)` for positions, as a mask does, differentiably in the tensors that it carries. `a + b`
-adds two, each as exact as it is: engines add them in the type that they compute in.
+A bias has `value(b, h, q, k)` for positions, like the `keep` of a mask, differentiable in its tensors. `a + b` adds two
+biases without rounding the sum: backends add each in the type that they compute in.
 """
 
 import math
@@ -18,28 +18,28 @@ from regard.errors import ProblemError
 
 
 class Bias(Spec):
-    """What is added to the scores; abstract, see `Alibi`, `T5Bias`, `TensorBias`."""
+    """A term added to the scores; abstract, see `Alibi`, `T5Bias`, `TensorBias`."""
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        """What is added to the score of query position q and key position k in head h of batch row b."""
+        """The bias of query position q and key position k in head h of batch row b."""
         raise NotImplementedError(f"{type(self).__name__}.value")
 
     def bind(self, sizes: CallSizes) -> "Bias":
-        """This bias in a call, whose rows `TensorBias` is laid out by. Raises `ProblemError` if it does not fit."""
+        """This bias in a call; the rows of `TensorBias` get positions. Raises `ProblemError` if it does not fit."""
         return self
 
     def per_distance(self) -> bool:
-        """Whether the value depends on the head and on k - q alone, so that it can be kept as a vector per head."""
+        """Whether the value depends on the head and on k - q alone, so that one vector per head has all values."""
         return False
 
     def terms(self) -> list["Bias"]:
-        """The biases of which this is the sum."""
+        """The terms of this bias, a sum."""
         return [self]
 
     def widened(self, dtype: torch.dtype) -> "Bias":
-        """This bias with tensors of at least that type, in which then their gradients are summed; each is rounded once.
+        """This bias with tensors of at least that type, so that gradients are summed in it and rounded once.
 
-        One element of a T5 table adds to many scores: their gradients summed in bfloat16 are 3 to 11 % off.
+        One element of a T5 table is in many scores: a sum of their gradients in bfloat16 is 3 to 11 % off.
 
         >>> T5Bias(torch.zeros(32, 2, dtype=torch.bfloat16)).widened(torch.float32)
         T5Bias(table=float32[32, 2])
@@ -61,7 +61,7 @@ class Bias(Spec):
 
 @spec
 class Sum(Bias):
-    """Two biases added; written `a + b`."""
+    """The sum `a + b` of two biases."""
 
     a: Bias
     b: Bias
@@ -89,7 +89,7 @@ class Alibi(Bias):
 
     With n heads, a power of two, head h (from 0) has slope `2 ** (-8 * (h + 1) / n)`. For other n the slopes are
     those of the greatest power of two below n, followed by every second slope of twice that power (the authors' own
-    rule). The paper is causal; where keys come after the query the distance counts as well, as in flash-attention.
+    rule). The paper is causal; for keys after the query the distance counts as well, as in flash-attention.
 
     Args:
         heads: query heads of the call, at least 1.
@@ -129,13 +129,12 @@ class Alibi(Bias):
 class T5Bias(Bias):
     """Learned relative bias: `table[bucket(k - q), h]`. Raffel et al. 2020, arXiv:1910.10683, §2.1.
 
-    Half of the buckets (per direction) are for exact distances, the other half grow with the logarithm of the
-    distance up to `max_distance`, beyond which all share the last. Bidirectional: the upper half of the table is for
-    keys after the query.
+    Half of the buckets (per direction) are for exact distances. The other half are logarithmic up to `max_distance`;
+    longer distances share the last. Bidirectional: the upper half of the table is for keys after the query.
 
     Args:
         table: [buckets, heads]; gradients flow to it. transformers' `relative_attention_bias.weight`.
-        bidirectional: True for encoders; False puts all keys after the query into bucket 0.
+        bidirectional: True for encoders; False: all keys after the query are in bucket 0.
         max_distance: tokens.
 
     >>> T5Bias(torch.zeros(32, 2)).bucket(torch.tensor([0, -1, 1, -1000])).tolist()
@@ -170,7 +169,7 @@ class T5Bias(Bias):
         exact, one_way = self._exact(), self.table.shape[0] // (2 if self.bidirectional else 1)
         offset = (distance > 0) * one_way if self.bidirectional else torch.zeros_like(distance)
         far = distance.abs() if self.bidirectional else (-distance).clamp(min=0)
-        # float32 and this order of operations, as in the original: bucket borders are rounded the same way
+        # float32 and the order of operations of the original, so that borders of buckets round the same way
         log = torch.log(far.clamp(min=1).float() / exact) / math.log(self.max_distance / exact) * (one_way - exact)
         return offset + torch.where(far < exact, far, (exact + log.long()).clamp(max=one_way - 1))
 
@@ -191,13 +190,13 @@ class T5Bias(Bias):
 class TensorBias(Bias):
     """Any bias as a tensor; gradients flow to it.
 
-    Its rows are the queries of the call and its columns the keys. Entries of -inf hide a pair, though a mask does so
-    better: what a mask hides is not computed. Axes that broadcast are best left at size 1: a tensor that was expanded
-    gets a gradient for every element.
+    Its rows are the queries of the call and its columns the keys. An entry of -inf hides a pair; a mask is better:
+    masked tiles are not computed. Leave axes that broadcast at size 1: an expanded tensor gets a gradient for every
+    element.
 
     Args:
         tensor: floats, broadcastable to [batch, heads, queries, keys].
-        offset: position of its first row; None: the call's own offset (alone: the last row at the last column).
+        offset: position of its first row; None: the offset of the call (outside of a call: last row at last column).
     """
 
     tensor: Tensor
@@ -226,12 +225,12 @@ class TensorBias(Bias):
         if not all(fits[:2]) or not fits[3] or not (own[2] == 1 or placed or (self.offset is None and fits[2])):
             raise ProblemError(
                 f"{self!r} does not broadcast to [batch, heads, queries, keys] = {list(called)}, first query at "
-                f"{sizes.offset}: every size must be that or 1, and rows placed by offset must cover the queries."
+                f"{sizes.offset}: every size must be equal or 1, and rows with an offset must cover the queries."
             )
         return TensorBias(self.tensor, first)
 
     def rows(self, queries: int, offset: int) -> Tensor:
-        """The tensor of a call, placed in it (`at`): [batch or 1, heads or 1, queries or 1, keys or 1]."""
+        """The rows for the queries of a call, after `bind`: [batch or 1, heads or 1, queries or 1, keys or 1]."""
         whole = self.tensor[(None,) * (4 - self.tensor.ndim)]
         if whole.shape[2] in (1, queries) and (whole.shape[2] == 1 or self.offset == offset):
             return whole

@@ -1,7 +1,7 @@
-"""`check_mask`: whether the methods of a mask agree with one another, on a call of given sizes.
+"""`check_mask`: whether the methods of a mask agree with each other, for a call of given sizes.
 
-A mask tells the same thing several times: `keep` pair by pair, `bounds` and `signature` by rectangles, `intervals` by
-queries. Only `keep` is the truth. The others save work, and where they are wrong, attention is silently wrong.
+`keep` defines a mask pair by pair. `bounds` and `signature` describe the same mask by rectangles, `intervals` by
+queries: they save work, and where they are wrong, attention is silently wrong.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
 RANDOM = 500
-"""Random rectangles beside those of a grid."""
+"""Random rectangles in addition to those of a grid."""
 
 
 class _Checked(NamedTuple):
@@ -38,8 +38,8 @@ def check_mask(
 ) -> None:
     """Check the methods of a mask against its `keep`, on a call of these sizes.
 
-    All pairs are in memory at once, so choose some hundred queries and keys, with sizes at which the mask's edges are
-    inside. A check of one size proves nothing for others: call it with several in the tests of your mask.
+    All pairs are in memory at once, so choose a few hundred queries and keys, and sizes with the mask's edges inside.
+    One size proves nothing about others: check several in the tests of your mask.
 
     Args:
         offset: position of the first query; None puts the last query at the last key.
@@ -164,9 +164,9 @@ def _check_intervals(c: _Checked) -> None:
                 inside = inside & cast("Callable[[Any], Bools]", test)(np.atleast_2d(edge)[..., None])
         found = found | inside
     for b, h, i, j in np.argwhere(c.kept != found[:, None])[:1]:
-        said = "keep" if not c.kept[b, h, i, j] else "leave out"
+        verb = "keep" if not c.kept[b, h, i, j] else "leave out"
         raise ProblemError(
-            f"{c.mask!r}: intervals {said} {_pair(b, h, i + c.sizes.offset, j)}, and keep says the opposite."
+            f"{c.mask!r}: intervals {verb} {_pair(b, h, i + c.sizes.offset, j)}, and keep does the opposite."
         )
 
 
@@ -183,7 +183,7 @@ def _check_serialization(mask: Mask, c: _Checked) -> None:
 
 
 def _tiles(sizes: CallSizes, side: int) -> Rectangles:
-    """Every tile of a grid of this side; of single pairs, at most some thousand."""
+    """Every tile of a grid of this side; for side 1, a few thousand single pairs."""
     step = side if side > 1 else max(1, round((sizes.queries * sizes.keys / 4096) ** 0.5))
     b, h, q0, k0 = np.meshgrid(
         np.arange(sizes.batch),

@@ -1,16 +1,16 @@
-"""Feature maps: phi, so that `phi(q) . phi(k)` weighs a key in linear attention, in place of `exp(q . k)`.
+"""Feature maps phi of linear attention: the weight of a key is `phi(q) . phi(k)` instead of `exp(q . k)`.
 
 Since the weight is a product, the sum over keys can be taken first: `phi(q)^T sum_j phi(k_j) v_j^T`. That sum is a
-matrix whose size does not depend on how many keys there were (Katharopoulos et al. 2020, arXiv:2006.16236, §3.2).
+matrix whose size does not depend on the count of keys (Katharopoulos et al. 2020, arXiv:2006.16236, §3.2).
 
-| word | phi(x) | size | weight |
+| map | phi(x) | size | weight |
 |---|---|---|---|
 | `Elu1` | elu(x) + 1 | d | its own kernel |
 | `Relu` | max(x, 0) + epsilon | d | its own kernel |
-| `Favor` | exp(w_f . x - x . x / 2) / sqrt(m), w_f drawn | m | exp(q . k), unbiased |
+| `Favor` | exp(w_f . x - x . x / 2) / sqrt(m), w_f random | m | exp(q . k), unbiased |
 | `Taylor` | 1, x, the products of two entries | 1 + d + d (d + 1) / 2 | 1 + q . k + (q . k)^2 / 2 |
 
-`Favor` and `Taylor` come near softmax attention, and `.error(q, k)` says how near for given queries and keys.
+`Favor` and `Taylor` approximate softmax attention; `.error(q, k)` measures how well, for given queries and keys.
 """
 
 import math
@@ -28,35 +28,35 @@ from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 
 SPREAD = {torch.float32: 40.0, torch.float64: 340.0}
-"""`Favor` keeps no feature below exp(-40) of the greatest of its token, exp(-340) in float64: a product of two then
-never underflows."""
+"""`Favor` raises features to at least exp(-40) of the greatest of their token (exp(-340) in float64), so products never
+underflow."""
 
 PAIRS = 1 << 20
-"""Pairs of queries and keys that errors are found for at once."""
+"""Pairs of queries and keys per chunk in which errors are computed."""
 
 
 class Feature(Spec):
     """A feature map; abstract, see `Elu1`, `Relu`, `Favor`, `Taylor`."""
 
     def size(self, dim: int) -> int:
-        """How many features a vector of `dim` numbers has."""
+        """How many features a vector of `dim` elements has."""
         raise NotImplementedError(f"{type(self).__name__}.size")
 
     def map(self, x: Tensor, scale: float | None = None) -> Tensor:
         """phi(x): [..., dim] to [..., size(dim)], fp32 (fp64 for fp64).
 
         Args:
-            x: queries or keys; both are mapped alike.
-            scale: what q . k is multiplied by, where the map comes near a function of q . k; None for its own.
+            x: queries or keys; both have the same map.
+            scale: factor of q . k, for maps that approximate a function of q . k; None: the default of the map.
 
         Raises:
-            ProblemError: a scale for a map that has none, or x of another size than the map was made for.
+            ProblemError: a scale for a map without one, or x does not have the dimension of the map.
         """
         raise NotImplementedError(f"{type(self).__name__}.map")
 
 
 class OwnKernel(Feature):
-    """A map of each number by itself, which stands for a kernel of its own; abstract."""
+    """A map of each element on its own, with its own kernel instead of exp; abstract."""
 
     def size(self, dim: int) -> int:
         return dim
@@ -64,19 +64,19 @@ class OwnKernel(Feature):
     def map(self, x: Tensor, scale: float | None = None) -> Tensor:
         if scale is not None:
             raise ProblemError(
-                f"scale={scale} with {self!r}: its weights are no function of q . k, so nothing can be scaled; "
-                "multiply q and k, or leave scale out."
+                f"scale={scale} with {self!r}: its weights are no function of q . k, so there is nothing to scale; "
+                "multiply q and k, or omit scale."
             )
         return self.each(_exact(x))
 
     def each(self, x: Tensor) -> Tensor:
-        """The feature of each number."""
+        """The feature of each element."""
         raise NotImplementedError(f"{type(self).__name__}.each")
 
     def error(self, q: Tensor, k: Tensor, scale: float | None = None) -> "FeatureError":
-        """Raises `ProblemError`: it does not come near softmax attention, and is not meant to."""
+        """Raises `ProblemError`: the map is not an approximation of softmax attention."""
         raise ProblemError(
-            f"{self!r} is a kernel of its own, which does not come near exp(q . k): Favor and Taylor have an error."
+            f"{self!r} is a kernel of its own, no approximation of exp(q . k): Favor and Taylor have an error."
         )
 
 
@@ -97,7 +97,7 @@ class Relu(OwnKernel):
     """max(x, 0) + epsilon: the ReLU kernel of Choromanski et al. 2021, arXiv:2009.14794, §4.
 
     Args:
-        epsilon: what keeps weights positive; with 0, a query that weighs no key gives 0.
+        epsilon: at least 0, makes weights positive; with 0, a query of weight 0 for every key gives 0.
 
     >>> Relu().map(torch.tensor([-1.0, 0.0, 2.0]))
     tensor([1.0000e-03, 1.0000e-03, 2.0010e+00])
@@ -113,7 +113,7 @@ class Relu(OwnKernel):
         return F.relu(x) + self.epsilon
 
 
-# ---- maps that come near softmax ------------------------------------------------------------------------------------
+# ---- approximations of softmax --------------------------------------------------------------------------------------
 
 
 class FeatureError(NamedTuple):
@@ -122,7 +122,7 @@ class FeatureError(NamedTuple):
     Attributes:
         kernel: the root of the mean square of `phi(q) . phi(k) / exp(scale q . k) - 1`; 0 is exact.
         weights: the mean over queries of half the sum over keys of |weight - softmax weight|: the share of attention
-            that lies on the wrong keys, 0 to 1.
+            that is on the wrong keys, 0 to 1.
     """
 
     kernel: float
@@ -130,7 +130,7 @@ class FeatureError(NamedTuple):
 
 
 class NearSoftmax(Feature):
-    """A map for which `phi(q) . phi(k)` comes near `exp(scale q . k)`; abstract. `scale` is `dim ** -0.5` if None."""
+    """A map with `phi(q) . phi(k)` close to `exp(scale q . k)`; abstract. `scale` is `dim ** -0.5` if None."""
 
     def log_kernel(self, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
         """The logarithm of `phi(q) . phi(k)`: [..., queries, keys], float64."""
@@ -172,16 +172,15 @@ class Favor(NearSoftmax):
 
     so it falls with m and grows exponentially with the norms: `variance`. Orthogonal draws have less (Theorem 2).
 
-    Nothing overflows: tokens carry the logarithm of their greatest feature apart (`split`), and no feature is kept
-    below exp(-40) of the greatest of its token, which is where products would leave the range of fp32 (exp(-340) in
-    float64).
+    Nothing overflows: the logarithm of a token's greatest feature is separate (`split`), and features are raised to at
+    least exp(-40) of the greatest of their token (exp(-340) in float64), since smaller products would underflow.
 
     Args:
         dim: the size of q and k.
         features: m.
-        seed: of numpy's generator; equal words are equal maps, on every device.
-        orthogonal: whether the directions of `dim` successive w are orthogonal; their lengths are drawn like those of
-            Gaussian vectors either way.
+        seed: of numpy's generator; equal arguments give equal maps, on every device.
+        orthogonal: whether the directions of `dim` successive w are orthogonal; their lengths have the
+            distribution of Gaussian vectors either way.
 
     >>> q, k = 0.3 * torch.randn(2, 5, 8)
     >>> favor = Favor(8, features=4096)
@@ -213,10 +212,10 @@ class Favor(NearSoftmax):
         return Favor(self.dim, self.features, seed, self.orthogonal)
 
     def vectors(self) -> Tensor:
-        """The w_f, float64 [features, dim] on the CPU. Drawn once for equal words; not to be changed."""
+        """The w_f, float64 [features, dim] on the CPU. Cached for equal arguments: do not write to them."""
         if torch.compiler.is_compiling():
             return torch.ops.regard.random_features(self.dim, self.features, self.seed, self.orthogonal)
-        return torch.from_numpy(_kept(self.dim, self.features, self.seed, self.orthogonal))
+        return torch.from_numpy(_random_vectors(self.dim, self.features, self.seed, self.orthogonal))
 
     def split(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """phi(x) as (share, top): `phi = share * exp(top)`, the greatest share of a token being 1, none below e^-40.
@@ -246,7 +245,7 @@ class Favor(NearSoftmax):
         return torch.log(q @ k.mT) + q_top[..., None] + k_top[..., None, :]
 
     def variance(self, q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-        """What Lemma 2 expects of each pair: the variance of `phi(q) . phi(k) / exp(scale q . k)`, w independent.
+        """The variance by Lemma 2 for each pair, of `phi(q) . phi(k) / exp(scale q . k)` with independent w.
 
         Args:
             q: [..., queries, dim].
@@ -265,7 +264,7 @@ class Favor(NearSoftmax):
 
     def _check(self, dim: int) -> None:
         if dim != self.dim:
-            raise ProblemError(f"{self!r} maps vectors of {self.dim} numbers, and these have {dim}.")
+            raise ProblemError(f"{self!r} maps vectors of {self.dim} elements, and these have {dim}.")
 
 
 @spec
@@ -274,7 +273,7 @@ class Taylor(NearSoftmax):
 
     Features: 1, the d entries, and the d (d + 1) / 2 products of two, those of different entries times sqrt(2). Always
     positive, since it is ((1 + s)^2 + 1) / 2; near exp(s) for |s| < 1. Arora et al. 2024, arXiv:2402.18668
-    ("Based"), which keeps all d^2 products.
+    ("Based"), with all d^2 products.
 
     >>> q, k = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])  # q . k = 1
     >>> round((Taylor().map(q, scale=1.0) @ Taylor().map(k, scale=1.0)).item(), 5), Taylor().size(16)
@@ -300,10 +299,10 @@ class Taylor(NearSoftmax):
 
 
 @lru_cache(64)
-def _kept(dim: int, features: int, seed: int, orthogonal: bool) -> NDArray[np.float64]:
+def _random_vectors(dim: int, features: int, seed: int, orthogonal: bool) -> NDArray[np.float64]:
     """Random vectors [features, dim] with the lengths of Gaussian ones; orthogonal ones in groups of `dim`.
 
-    Drawn by numpy: a tensor would remember the mode that it was first drawn in (inference, fake, vmap).
+    Drawn by numpy: a cached tensor would belong to the mode of its first use (inference, fake, vmap).
     """
     draw = np.random.default_rng(seed)
     if not orthogonal:
@@ -311,27 +310,27 @@ def _kept(dim: int, features: int, seed: int, orthogonal: bool) -> NDArray[np.fl
     groups: list[NDArray[np.float64]] = []
     for _ in range(0, features, dim):
         basis, triangle = np.linalg.qr(draw.standard_normal((dim, dim)))
-        groups.append((basis * np.sign(np.diagonal(triangle))).T)  # with the signs, every rotation is as likely
+        groups.append((basis * np.sign(np.diagonal(triangle))).T)  # the signs make every rotation equally likely
     lengths = np.linalg.norm(draw.standard_normal((features, dim)), axis=1, keepdims=True)
     return np.concatenate(groups)[:features] * lengths
 
 
 def _as_tensor(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
-    return torch.from_numpy(_kept(dim, features, seed, orthogonal)).clone()
+    return torch.from_numpy(_random_vectors(dim, features, seed, orthogonal)).clone()
 
 
 def _as_fake(dim: int, features: int, seed: int, orthogonal: bool) -> Tensor:
     return torch.empty(features, dim, dtype=torch.float64, device="cpu")
 
 
-_library = torch.library.Library("regard", "FRAGMENT")  # what torch traces cannot look into numpy
+_library = torch.library.Library("regard", "FRAGMENT")  # torch cannot trace numpy
 _library.define("random_features(SymInt dim, SymInt features, SymInt seed, bool orthogonal) -> Tensor")
 _library.impl("random_features", _as_tensor, "CompositeExplicitAutograd")
 torch.library.register_fake("regard::random_features", _as_fake, lib=_library)
 
 
 def _exact(x: Tensor) -> Tensor:
-    """In the type that sums are taken in: float64 as it is, all else as float32."""
+    """x in the type of sums: float64 unchanged, all else as float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -344,7 +343,7 @@ def _scale(scale: float | None, dim: int) -> float:
 
 
 def _positive(scale: float | None, dim: int) -> float:
-    """The scale, whose root multiplies q and k alike."""
+    """The scale, checked; its root multiplies both q and k."""
     given = _scale(scale, dim)
     if not _is_number(given) or not 0 < given < math.inf:
         raise ProblemError(f"scale is {given!r}: expected a finite number above 0; its root multiplies q and k.")

@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Edge: TypeAlias = "int | NDArray[np.int64] | None"
-"""None for no edge; else an int, or an array [batch] or [batch, queries] that broadcasts to the call."""
+"""None: no edge; else an int, or an array [batch] or [batch, queries] that broadcasts to the call."""
 
 MOST = 4
 """Intervals of a union; masks with more are split recursively."""
 
 
 class Interval(NamedTuple):
-    """The keys k of query position q with max(q + left, start) <= k < min(q + right, stop); None limits nothing.
+    """The keys k of query position q with max(q + left, start) <= k < min(q + right, stop); None is no limit.
 
-    Arrays are [batch, 1] or [batch, queries], each never less for a later query.
+    Arrays are [batch, 1] or [batch, queries] and do not decrease from a query to the next.
     """
 
     left: Edge = None
@@ -29,14 +29,14 @@ class Interval(NamedTuple):
 
 
 Union: TypeAlias = "list[Interval] | None"
-"""The keys in any of the intervals, which may overlap; None where the kept keys are not known as intervals."""
+"""The keys in any of the intervals, which may overlap; None where the intervals are unknown."""
 
 
 def intersection(a: Union, b: Union) -> Union:
     """The keys in both unions."""
     if a is None or b is None:
         return None
-    return _few([
+    return _limit([
         Interval(_most(x.left, y.left), _least(x.right, y.right), _most(x.start, y.start), _least(x.stop, y.stop))
         for x in a
         for y in b
@@ -45,7 +45,7 @@ def intersection(a: Union, b: Union) -> Union:
 
 def union(a: Union, b: Union) -> Union:
     """The keys in either union."""
-    return None if a is None or b is None else _few(a + b)
+    return None if a is None or b is None else _limit(a + b)
 
 
 def complement(a: Union) -> Union:
@@ -64,13 +64,13 @@ def complement(a: Union) -> Union:
     return found
 
 
-def _few(intervals: list[Interval]) -> Union:
+def _limit(intervals: list[Interval]) -> Union:
     found = [x for x in intervals if not _is_empty(x)]
     return found if len(found) <= MOST else None
 
 
 def _is_empty(x: Interval) -> bool:
-    """Whether the interval is empty for every query, as far as its ints tell."""
+    """Whether the int edges make the interval empty for every query."""
     return any(isinstance(a, int) and isinstance(b, int) and a >= b for a, b in ((x.left, x.right), (x.start, x.stop)))
 
 

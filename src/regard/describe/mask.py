@@ -77,30 +77,30 @@ class Mask(Spec):
         raise NotImplementedError(f"{type(self).__name__}.keep")
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        """(some, all): whether some pair, and all pairs, of each rectangle may be, and surely are, kept."""
+        """(some, all) per rectangle: whether some pair may be kept, and whether all pairs are surely kept."""
         raise NotImplementedError(f"{type(self).__name__}.bounds")
 
     def signature(self, r: Rectangles) -> Ints:
-        """Numbers [rectangles, n] of which the pattern inside a rectangle is a function: equal rows, equal patterns.
+        """Ints [rectangles, n] that determine the pattern in a rectangle: equal rows mean equal patterns.
 
-        It lets a schedule look at one tile of the diagonal of a causal mask instead of at all. This default says that
-        every rectangle is its own.
+        So a schedule evaluates one tile of the diagonal of a causal mask, not all. By default, every rectangle has its
+        own row.
         """
         return np.stack([r.b, r.h, r.q0, r.k0], axis=1)
 
     def intervals(self, sizes: CallSizes) -> Union:
-        """The kept keys of each query as a union of intervals, for a call of these sizes; None if it is none.
+        """The kept keys of each query as a union of intervals, for a call of these sizes; None if unknown.
 
-        Optional, and only saves work: short calls are then scheduled without splitting rectangles.
+        Optional: with it, short calls are scheduled faster, without splitting rectangles.
         """
         return None
 
     def broadcast_shape(self) -> tuple[int, int]:
-        """How many batch rows and heads the mask tells apart: 1 where it is the same for all."""
+        """(batch, heads) of the mask: 1 where it is the same for all batch rows, or for all heads."""
         return 1, 1
 
     def bind(self, sizes: CallSizes) -> "Mask":
-        """This mask in a call: masks of the call's rows (`TensorMask`, `Tree`) get the positions of those.
+        """This mask in a call: masks defined by rows of a call (`TensorMask`, `Tree`) get the positions of the rows.
 
         Raises:
             ProblemError: the mask does not fit the call (its data has other sizes).
@@ -138,7 +138,7 @@ class Pair(Mask):
 
     def bind(self, sizes: CallSizes) -> Mask:
         a, b = self.a.bind(sizes), self.b.bind(sizes)
-        if a is self.a and b is self.b:  # so the fingerprint that is kept stays
+        if a is self.a and b is self.b:  # so the cached fingerprint stays
             return self
         return type(self)(a, b)  # pyright: ignore[reportCallIssue]
 
@@ -189,7 +189,7 @@ class Or(Pair):
 
 @spec
 class Not(Mask):
-    """Kept where the other is not; written `~a`."""
+    """Kept where `a` does not keep; written `~a`."""
 
     a: Mask
 
@@ -218,7 +218,7 @@ class Not(Mask):
 
 
 def marked(mask: Mask, r: Rectangles) -> Ints:
-    """The mask's signature, with ALL or NONE where its bounds decide, since the signature does not matter there."""
+    """The mask's signature, replaced by ALL or NONE where its bounds decide."""
     (some, every), own = mask.bounds(r), mask.signature(r)
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 

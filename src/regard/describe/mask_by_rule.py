@@ -184,7 +184,7 @@ class KeyLengths(Mask):
 
 @spec
 class Global(Mask):
-    """Some tokens see all and are seen by all: q or k in the set. Beltagy et al. 2020, arXiv:2004.05150, §3.1.
+    """Global tokens see all and are visible to all: q or k in the set. Beltagy et al. 2020, arXiv:2004.05150, §3.1.
 
     Args:
         positions: the positions of those tokens, an iterable of ints. Each is a token of the call: for a chunk of a

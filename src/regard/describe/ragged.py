@@ -18,13 +18,13 @@ from regard.errors import ProblemError
 class Ragged(Mask):
     """Row b has the first `lengths[b]` keys, and its last query is at the last of them.
 
-    A batch of sequences that began at different times, as in serving: `attend` adds this mask by itself
-    where stored keys have lengths (`StoredTensor.lengths`).
+    A batch of sequences that began at different times, as in serving: `attend` adds this mask where stored keys have
+    lengths (`StoredTensor.lengths`).
 
     Args:
-        inner: what the queries of a row see of its keys; None for all.
+        inner: the mask within a row; None: every query sees all keys of its row.
         lengths: keys of each row.
-        keys: those of the call; None until the mask is bound to a call.
+        keys: of the call; None until the mask is bound.
 
     Raises:
         ProblemError: the inner mask is defined by the rows of a call (`TensorMask`, `Tree`, ...), not by positions.
@@ -44,7 +44,7 @@ class Ragged(Mask):
         if self.inner is not None and not _is_of_positions(self.inner):
             raise ProblemError(
                 f"{self.inner!r} with rows of different lengths: expected a mask of positions (Causal, Window, Prefix, "
-                "Dilated, Global and what they combine to). Call attend row by row for others."
+                "Dilated, Global and combinations of them). Call attend row by row for others."
             )
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:

@@ -10,13 +10,11 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A least-recently-used cache; the entry put in last stays whatever its size.
-
-    Safe to use from several threads.
+    """A least-recently-used cache, safe for several threads; the latest entry stays even above the limits.
 
     Args:
-        entries: the greatest number of entries.
-        nbytes: the greatest sum of their bytes.
+        entries: the most entries.
+        nbytes: the most bytes of all entries.
         size: the bytes of an entry.
 
     >>> recent = Recent(entries=2, nbytes=100, size=len)
@@ -36,14 +34,14 @@ class Recent(Generic[K, V]):
         self.nbytes = 0
 
     def get(self, key: K) -> V | None:
-        """The entry, which thereby is the most recent, or None."""
+        """The entry, now the most recent, or None."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Add an entry, or replace the one with the same key; drop what was not used for longest."""
+        """Add an entry, or replace the one with the same key; drop the least recently used."""
         with self._lock:
             if key in self._kept:
                 self.nbytes -= self._size(self._kept.pop(key))
@@ -53,7 +51,7 @@ class Recent(Generic[K, V]):
                 self.nbytes -= self._size(self._kept.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         with self._lock:
             self._kept.clear()
             self.nbytes = 0

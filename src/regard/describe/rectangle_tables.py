@@ -1,7 +1,7 @@
-"""Tables that answer questions about whole rectangles at once: the bounds of masks that hold data.
+"""Tables for the bounds of masks with data: one look-up per rectangle.
 
-Both round a rectangle outward to blocks of tokens, so their answers are sound and not always exact, and both are small
-beside the data: `RangeExtremes` n / 64 * log2(n / 64) elements, `BlockCounts` one pair of counts per 64 x 64 pairs.
+Both tables round a rectangle outward to blocks of tokens, so bounds are sound but not always exact. Both are small
+compared with the data: `RangeExtremes` has n / 64 * log2(n / 64) elements, `BlockCounts` two counts per 64 x 64 pairs.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ EIGHT_TRUE = np.uint64(0x0101010101010101)
 class RangeExtremes:
     """The least and the greatest of values[row, start:stop], by a sparse table over blocks of 64.
 
-    Bender & Farach-Colton 2000, "The LCA problem revisited", §3: level j holds the extremes of 2^j blocks, and two
+    Bender & Farach-Colton 2000, "The LCA problem revisited", §3: level j has the extremes of 2^j blocks, and two
     overlapping entries cover any range.
     """
 
@@ -46,9 +46,9 @@ class RangeExtremes:
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """How many blocks of a [batch, heads, rows, columns] table hold some True, and how many only True, in a rectangle.
+    """Counts, in a rectangle of a [batch, heads, rows, columns] table, of blocks with some True and of blocks all True.
 
-    `some` and `every` are running sums over both axes, with a leading zero, so that a rectangle costs four look-ups.
+    `some` and `every` are cumulative sums over both axes, with a leading zero, so a rectangle costs four look-ups.
     """
 
     some: Ints
@@ -59,7 +59,7 @@ class BlockCounts:
     @staticmethod
     def of_layout(layout: Bools, size: int) -> "BlockCounts":
         """Of a layout, with an entry for each block of size x size tokens."""
-        sums = _running(layout)
+        sums = _cumulative_sums(layout)
         return BlockCounts(sums, sums, size, size)
 
     @staticmethod
@@ -67,12 +67,12 @@ class BlockCounts:
         """Of a table with an entry per pair, in blocks of 64 x 64; an axis of 1 broadcasts, so one block covers it."""
         down, across = (1 if n == 1 else BLOCK for n in table.shape[2:])
         rows, columns = (EVERYWHERE if n == 1 else BLOCK for n in table.shape[2:])
-        # eight bools are looked at as one word: reading n x n of them is what this costs
+        # reading n x n bools is the cost of this, so eight are read as one uint64
         if table.shape[3] % 8:
             table = np.pad(table, ((0, 0), (0, 0), (0, 0), (0, -table.shape[3] % 8)), mode="edge")
-        words = np.ascontiguousarray(table).view(np.uint64)
-        some, every = (_grouped(words, down, -(-across // 8), join) for join in (np.bitwise_or, np.bitwise_and))
-        return BlockCounts(_running(some != 0), _running(every == EIGHT_TRUE), rows, columns)
+        octets = np.ascontiguousarray(table).view(np.uint64)
+        some, every = (_reduce_blocks(octets, down, -(-across // 8), join) for join in (np.bitwise_or, np.bitwise_and))
+        return BlockCounts(_cumulative_sums(some != 0), _cumulative_sums(every == EIGHT_TRUE), rows, columns)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         """(some, all) of each rectangle of rows and columns."""
@@ -87,12 +87,12 @@ class BlockCounts:
         return within(self.some) > 0, within(self.every) == (bottom - top) * (right - left)
 
 
-def _grouped(words: np.ndarray, down: int, across: int, join: np.ufunc) -> np.ndarray:
-    for axis, group in ((2, down), (3, across)):
-        words = join.reduceat(words, np.arange(0, words.shape[axis], group), axis=axis)
-    return words
+def _reduce_blocks(table: np.ndarray, down: int, across: int, join: np.ufunc) -> np.ndarray:
+    for axis, size in ((2, down), (3, across)):
+        table = join.reduceat(table, np.arange(0, table.shape[axis], size), axis=axis)
+    return table
 
 
-def _running(blocks: Bools) -> Ints:
+def _cumulative_sums(blocks: Bools) -> Ints:
     sums = blocks.cumsum(axis=2, dtype=np.int64).cumsum(axis=3)
     return np.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))

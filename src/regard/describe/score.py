@@ -1,8 +1,8 @@
 """Scores: how a query and a key are compared, before scale, softcap, bias and mask.
 
-Each score is said in two steps. `prepare` acts on queries and keys apart, once per token: a norm, a projection. What
-then remains per pair is a dot product, which every engine knows, or `compare`, which the reference computes tile by
-tile, so that no score needs memory for all pairs.
+A score has two steps. `prepare` acts on queries and keys separately, once per token: a norm, a projection. The rest is
+per pair: a dot product, which every backend has, or `compare`, which the reference computes tile by tile, so no score
+needs memory for all pairs.
 
     score                s(q, k)                         per token          per pair        scale
     Dot()                q . k                                              dot product     qk_dim ** -0.5
@@ -13,10 +13,10 @@ tile, so that no score needs memory for all pairs.
     Laplacian(h)         -|q - k|_1 / h                                     distance        1
     Epanechnikov(h)      log(1 - |q - k|^2 / h^2)                           distance        1
 
-The scale in the last column is what `scale=None` means: that of the score's source. It is the inverse of a temperature:
-at scale 1 / T, attention goes to the best key alone as T goes to 0.
+The last column is the value of `scale=None`, from the source of the score. A scale is an inverse temperature: at scale
+1 / T, attention goes to the best key alone as T goes to 0.
 
-The last three are logarithms of kernels, so that attention with them is Nadaraya-Watson regression.
+The last three are logarithms of kernels: attention with them is Nadaraya-Watson regression.
 """
 
 import math
@@ -32,7 +32,12 @@ from regard.errors import ProblemError
 
 
 class Prepared(NamedTuple):
-    """What is done to a score once per token: what is left to compare (None: the dot product), and in words."""
+    """The result of preparing a score once per token.
+
+    Attributes:
+        left: the score that remains per pair; None: the dot product.
+        did: a description of the preparation, for `explain`.
+    """
 
     left: Fingerprint | None
     did: str
@@ -42,39 +47,39 @@ class Score(Spec):
     """How a query and a key are compared; abstract.
 
     Attributes:
-        has_support: whether `compare` gives -inf where a pair does not count, whatever scale and softcap make of it.
+        has_support: whether `compare` gives -inf for pairs beyond the support, which scale and softcap keep.
     """
 
     has_support: ClassVar[bool] = False
 
     def dim(self, qk_dim: int, k_dim: int) -> int:
-        """The numbers that a pair's score is summed from, for queries of qk_dim numbers and keys of k_dim.
+        """How many terms the score of a pair sums, for queries of qk_dim and keys of k_dim elements.
 
         Raises:
-            ProblemError: the score does not compare such queries with such keys.
+            ProblemError: the score does not take these dimensions.
         """
         if qk_dim != k_dim:
             raise ProblemError(
                 f"q has {qk_dim} dimensions and k {k_dim}: {type(self).__name__}() needs the same qk_dim. The scores "
-                "Bilinear and Additive compare unlike ones."
+                "Bilinear and Additive take different ones."
             )
         return qk_dim
 
     def bind(self, heads: int, kv_heads: int) -> "Score":
-        """This score in a call of so many heads. Raises `ProblemError` if it does not fit."""
+        """This score in a call with these counts of heads. Raises `ProblemError` if it does not fit."""
         return self
 
     def default_scale(self, qk_dim: int) -> float:
-        """What `scale=None` means."""
+        """The value of `scale=None`."""
         return 1.0
 
     @classmethod
     def prepared(cls, fingerprint: Fingerprint) -> "Prepared | None":
-        """What `prepare` does to a score of this outline; None if nothing."""
+        """What `prepare` does to a score of this fingerprint; None if nothing."""
         return None
 
     def prepare(self, q: Tensor, k: Tensor) -> "tuple[Tensor, Tensor, Score | None]":
-        """Queries and keys as the pairs need them, and what is left of the score."""
+        """Prepared queries and keys, and the score that remains per pair."""
         return q, k, self
 
     def compare(self, q: Tensor, k: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ class Score(Spec):
 
 @spec
 class Dot(Score):
-    """The dot product `q . k`; what `score=None` means. Vaswani et al. 2017, arXiv:1706.03762, §3.2.1.
+    """The dot product `q . k`; the default. Vaswani et al. 2017, arXiv:1706.03762, §3.2.1.
 
     With the default scale it is the scaled dot product; `scale=1.0` makes it Luong's "dot" (2015, arXiv:1508.04025).
 
@@ -133,7 +138,7 @@ class Bilinear(Score):
 
     Args:
         w: [qk_dim, k_dim], or [heads, qk_dim, k_dim] for one per query head; gradients flow to it. Queries and keys may
-            be of unlike dimensions.
+            have different dimensions.
 
     >>> import torch
     >>> from regard import attend
@@ -199,7 +204,7 @@ class Additive(Score):
         hidden = self.w_q.shape[-2], self.w_k.shape[-2], self.v.shape[-1]
         if not hidden[0] == hidden[1] == hidden[2]:
             raise ProblemError(
-                f"Additive has {hidden[0]} hidden numbers in w_q {list(self.w_q.shape)}, {hidden[1]} in w_k "
+                f"Additive has {hidden[0]} hidden units in w_q {list(self.w_q.shape)}, {hidden[1]} in w_k "
                 f"{list(self.w_k.shape)} and {hidden[2]} in v {list(self.v.shape)}: they must agree."
             )
 
@@ -223,14 +228,16 @@ class Additive(Score):
         return Prepared(Fingerprint(TanhSum, (v,)), "w_q q and w_k k are computed once per token")
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Score | None]:
-        exact = q.dtype if q.dtype == torch.float64 else torch.float32  # in half precision what tanh bounds overflows
+        exact = (
+            q.dtype if q.dtype == torch.float64 else torch.float32
+        )  # in half precision the input of tanh may overflow
         hidden_q = _by_row(q.to(exact), lambda x: x @ self.w_q.to(exact).mT)
         return hidden_q, _by_row(k.to(exact), lambda x: x @ self.w_k.to(exact).mT), TanhSum(self.v)
 
 
 @spec
 class TanhSum(Score):
-    """`v . tanh(q + k)`: what is left of `Additive`, which has checked it, once queries and keys are projected.
+    """`v . tanh(q + k)`: the part of `Additive` per pair, after the projections; checked by `Additive`.
 
     Args:
         v: [qk_dim], or [heads, qk_dim] for one per query head.
@@ -273,7 +280,7 @@ class Gaussian(Distance):
 
     Since `q . k = (|q|^2 + |k|^2 - |q - k|^2) / 2`, the kernel of dot-product attention is this one with
     h^2 = 1 / scale, times a factor of the query, which cancels, and `exp(scale |k|^2 / 2)`, which does not: long keys
-    take more.
+    get more weight.
 
     Args:
         bandwidth: h, in the units of q and k.
@@ -345,8 +352,8 @@ class Epanechnikov(Distance):
 def _squared_distance(q: Tensor, k: Tensor, unit: float) -> Tensor:
     """|q - k|^2 / unit^2 of every pair.
 
-    Norms less twice a product, which is fastest, cancel: in float64 they leave float32 exact. What is float64 itself
-    is subtracted number by number.
+    Norms minus twice a product is fastest, but cancels: in float64 it is exact enough for float32. Float64 inputs are
+    subtracted element by element.
     """
     if q.dtype == torch.float64:
         return ((q[..., :, None, :] - k[..., None, :, :]) / unit).square().sum(-1)
@@ -356,9 +363,9 @@ def _squared_distance(q: Tensor, k: Tensor, unit: float) -> Tensor:
 
 
 def _by_row(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """change(x), NaN in rows that are not finite, through which no gradient flows.
+    """change(x); rows that are not finite become NaN and get no gradient.
 
-    A key that is masked may be NaN. Its gradient is 0, and 0 * NaN would reach the weights that it is multiplied with.
+    A masked key may be NaN. Its gradient is 0, and 0 * NaN would reach the weights of its projection.
     """
     if not x.shape[-1]:
         return change(x)
@@ -367,7 +374,7 @@ def _by_row(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x|, 0 for the vector 0, whose gradient is 0 as well; in float64, where no square of a float32 overflows."""
+    """x / |x|; 0 with gradient 0 for the vector 0. In float64, where squares of float32 do not overflow."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
     return (x / torch.where(norm == 0, torch.inf, norm)).to(x.dtype)
 

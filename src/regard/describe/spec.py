@@ -28,11 +28,11 @@ W = TypeVar("W", bound="type[Spec]")
 
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
-"""Types of fields that a fingerprint has as they are."""
+"""Types of fields that a fingerprint has unchanged."""
 
 
 _CACHED = ("_fingerprint", "_registered")
-"""Attributes in which a spec caches what is computed from it."""
+"""Attributes of a spec that are caches."""
 
 
 class _Kind(ref["type[Spec]"]):
@@ -108,7 +108,7 @@ class Fingerprint:
 
     @property
     def text(self) -> str:
-        """The spec as it is printed."""
+        """The spec in printed form."""
         kind = self._kind()
         return f"{self._kind.name}(...)" if kind is None else kind.written(self.parts)
 
@@ -129,7 +129,7 @@ class Spec:
         kept = self.__dict__.get("_fingerprint")
         if kept is not None:
             return kept
-        parts = tuple([p if type(p) in _PLAIN else _fingerprinted(p) for p in self.parts()])
+        parts = tuple([p if type(p) in _PLAIN else _fingerprint_part(p) for p in self.parts()])
         made = Fingerprint(type(self), parts, self._more())
         if made.is_constant:
             self.__dict__["_fingerprint"] = made
@@ -137,7 +137,7 @@ class Spec:
 
     def form(self) -> Fingerprint:
         """The fingerprint with type and shape of each tensor only: a plan depends on no more of biases and scores."""
-        return Fingerprint(type(self), tuple([_formed(part) for part in self.parts()]), self._more())
+        return Fingerprint(type(self), tuple([_form_part(part) for part in self.parts()]), self._more())
 
     def parts(self) -> tuple[Any, ...]:
         """The values of the fields, in order."""
@@ -156,11 +156,11 @@ class Spec:
 
     def serialize(self, tensors: list[Tensor], ints: list[int]) -> str:
         """The spec as JSON, tensors and ints appended to the lists; `deserialize` reads it. Floats keep every bit."""
-        parts = [_serialized(part, tensors, ints) for part in self.parts()]
+        parts = [_serialize_part(part, tensors, ints) for part in self.parts()]
         return "[" + ", ".join(['"' + self._serial_name + '"', *parts]) + "]"
 
     def can_be_serialized(self) -> bool:
-        """Whether its fields are all that it has, and each can be serialised."""
+        """Whether the spec has no attributes but fields, and each field can be serialised."""
         return not self._more() and all(map(_can_be_serialized, self.parts()))
 
     def _more(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Spec:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields: what else is kept beside them is made anew, and refers to classes of this process."""
+        """The fields without the caches, which refer to classes of this process."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_fingerprint", "_registered")}
 
     def __eq__(self, other: object) -> bool:
@@ -243,26 +243,26 @@ def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Sp
     return read(json.loads(text))
 
 
-def _serialized(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
+def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
     if isinstance(part, Spec):
         return part.serialize(tensors, ints)
     if isinstance(part, Tensor):
         tensors.append(part)
         return '{"tensor": ' + str(len(tensors) - 1) + "}"
     if isinstance(part, tuple):
-        inner = [_serialized(p, tensors, ints) for p in cast("tuple[Any, ...]", part)]
+        inner = [_serialize_part(p, tensors, ints) for p in cast("tuple[Any, ...]", part)]
         return '{"tuple": [' + ", ".join(inner) + "]}"
     if part is None:
         return "null"
     if isinstance(part, bool):
         return "true" if part else "false"
     if isinstance(part, float):
-        return '{"float": "' + part.hex() + '"}'  # every bit; of the texts of a float, the one that torch can trace
+        return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
     ints.append(part)
     return '{"number": ' + str(len(ints) - 1) + "}"
 
 
-def _can_be_serialized(part: Any) -> bool:
+def _can_be_serialize_part(part: Any) -> bool:
     if isinstance(part, Spec):
         return part.can_be_serialized()
     if type(part) is tuple:
@@ -270,20 +270,20 @@ def _can_be_serialized(part: Any) -> bool:
     return part is None or isinstance(part, bool | int | float | str | torch.SymInt | Tensor)
 
 
-def _fingerprinted(part: Any) -> Any:
+def _fingerprint_part(part: Any) -> Any:
     if isinstance(part, Spec):
         return part.fingerprint()
-    return content_key(part) if isinstance(part, Tensor) else _described(part)
+    return content_key(part) if isinstance(part, Tensor) else _part_key(part)
 
 
-def _formed(part: Any) -> Any:
+def _form_part(part: Any) -> Any:
     if isinstance(part, Spec):
         return part.form()
-    return form(part) if isinstance(part, Tensor) else _described(part)
+    return form(part) if isinstance(part, Tensor) else _part_key(part)
 
 
-def _described(part: Any) -> Any:
-    """A content key of what may change or have tensors, such as a function or a list; other values as they are."""
+def _part_key(part: Any) -> Any:
+    """A content key for what may change or have tensors, such as a function or a list; other values unchanged."""
     if _never_changes(part):
         return part
     is_named = isinstance(part, type | FunctionType | BuiltinFunctionType)
@@ -303,7 +303,7 @@ def _is_constant(part: Any) -> bool:
 
 
 def _is_cacheable(part: Any) -> bool:
-    """Whether a part of an outline tells when it changes."""
+    """Whether a part of a fingerprint changes whenever the spec does."""
     return (
         part.is_cacheable
         if isinstance(part, Fingerprint)

@@ -1,7 +1,7 @@
-"""What other libraries call it: keywords and names of masks that people bring along, and what to say here instead.
+"""Suggestions for error messages: keywords and mask names of other libraries, and what to write here instead.
 
-Only errors are made of it: nothing here is understood silently. `MASKS` is for a mask given as text, `KEYWORDS` for a
-keyword that a function does not have, among it all those of torch's `scaled_dot_product_attention`.
+No name of another library is accepted. `MASKS` is for a mask given as text, `KEYWORDS` for a keyword that a function
+does not have, among them all of torch's `scaled_dot_product_attention`.
 """
 
 import difflib
@@ -24,7 +24,7 @@ MASKS = {
     "Causal() & Dilated(step)": ("dilated", "strided"),
     "Tree(parents)": ("tree", "speculative"),
 }
-"""What to write for regard, and the names that other libraries have for it."""
+"""The mask to write here, and its names in other libraries."""
 
 WINDOW = "say mask=Causal() & Window(n), which counts the query itself"
 TENSOR = "say mask=TensorMask(t) for a tensor of bools (True keeps), bias=TensorBias(t) for one that is added"
@@ -65,26 +65,26 @@ KEYWORDS = {
     "heads": MODULE,
     "head_dim": MODULE,
 }
-"""Keywords of torch, transformers, flash-attention, xFormers and JAX, and what to say here."""
+"""Keywords of torch, transformers, flash-attention, xFormers and JAX, and what to write here."""
 
 TORCHS = {"attn_mask", "dropout_p", "is_causal", "enable_gqa"}
 
 
 def mask_for(text: str) -> str | None:
-    """How the mask of that name is written here; None for a name that nobody has.
+    """The mask to write here for that name; None for an unknown name.
 
     >>> mask_for("causal"), mask_for("sliding-attention"), mask_for("Prefix(4)"), mask_for("blue")
     ('Causal()', 'Causal() & Window(n)', 'Prefix(4)', None)
     """
     if "(" in text:
-        return text  # in words already, but between quotes
+        return text  # already an expression, but in quotes
     name = text.strip().lower().replace("-", "_").replace(" ", "_")
     plain = name.removesuffix("_mask").removesuffix("_attention")
     return next((here for here, names in MASKS.items() if name in names or plain in names), None)
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
-    """Raise `KeywordError`: the function does not have these keywords, and what to say instead.
+    """Raise `KeywordError` for keywords that the function does not have, with what to write instead.
 
     >>> def attend(q, *, mask=None, scale=None): ...
     >>> refuse_keywords(attend, ["dropout_p"])

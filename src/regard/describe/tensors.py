@@ -1,11 +1,12 @@
-"""What descriptions need to know of the tensors that they carry: which one it is, and tables derived from it.
+"""Tensors in descriptions: the key of their content, and tables derived from them.
 
-A description is a value: it is compared and hashed. A tensor in it has a `ContentKey`. On the CPU that is a digest
-of the elements: whoever writes to them, in place, through `.data`, or through a numpy array that shares the memory, has
-made another description. Reading them costs little: 16 MiB take 0.4 ms (`./bench schedules`).
+A description is compared and hashed by content, so each of its tensors has a `ContentKey`. On the CPU that is a digest
+of the elements: a write to them, in place, through `.data`, or through a numpy array that shares the memory, makes a
+different description. The digest costs little: 16 MiB take 0.4 ms (`./bench schedules`).
 
-Elsewhere (CUDA, ...) a digest would wait for the device, so a tensor there is known by identity and by the version that
-in-place operations raise. **On a GPU, never write to a mask's tensor through `.data`: torch counts no version there.**
+Elsewhere (CUDA, ...) a digest would wait for the device, so a tensor there is identified by identity and by the version
+that in-place operations increment. **On a GPU, never write to a mask's tensor through `.data`: torch counts no version
+there.**
 
 A content key keeps no tensor alive, so neither does a cache whose keys have content keys.
 """
@@ -31,7 +32,7 @@ _NUMPY = frozenset({
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
     torch.float64, torch.complex64, torch.complex128,
 })  # fmt: skip
-"""Types that numpy has; the elements of others are read as integers of their size."""
+"""Types that numpy has; elements of other types are read as integers of the same size."""
 
 _OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,11 +45,11 @@ _read: ContextVar[dict[int, tuple[Tensor, "ContentKey"]] | None] = ContextVar("r
 
 
 class Untraceable:
-    """The content of what cannot be followed: equal to no other, so nothing that is kept for it is found again."""
+    """The content of an object that cannot be followed: equal to no other, so a cache never finds it."""
 
 
 class ClassRef(ref[type]):
-    """Represents a class in a content without keeping it alive; equal as long as it is the same class.
+    """Represents a class in a content without keeping it alive; equal for the same class only.
 
     A plain reference compares classes by `==`, which a metaclass may define, and hashes by it.
     """
@@ -74,9 +75,9 @@ class ContentKey:
     """Represents a tensor or a function in a fingerprint; equal keys mean equal content.
 
     Attributes:
-        content: a digest, identity and version, or the content of a function (`content.py`); `Untraceable` if nothing
-            tells when the elements change.
-        text: how it is printed.
+        content: a digest, identity and version, or the content of a function (`content.py`); `Untraceable` if changes
+            of the elements cannot be detected.
+        text: the printed form.
     """
 
     content: Hashable
@@ -87,7 +88,7 @@ class ContentKey:
 
 
 def is_without_data(t: object) -> bool:
-    """Whether it is a tensor of sizes and a type alone: on the meta device, or fake."""
+    """Whether it is a tensor without data: on the meta device, or fake."""
     return isinstance(t, Tensor) and (t.is_meta or isinstance(t, FakeTensor))
 
 
@@ -103,13 +104,13 @@ def content_key(tensor: Tensor) -> ContentKey:
         return read[id(tensor)][1]
     made = ContentKey(_content(tensor), _text(tensor))
     if read is not None:
-        read[id(tensor)] = tensor, made  # kept, or its id might become another's
+        read[id(tensor)] = tensor, made  # keeps the tensor alive, so that its id is not reused
     return made
 
 
 @contextmanager
 def unchanged() -> Generator[None]:
-    """Inside, in this thread, every tensor is read once for its content key: no code writes to it meanwhile."""
+    """A context, of this thread, in which no code writes to tensors: each is read once for its content key."""
     token = _read.set(_read.get() or {})
     try:
         yield
@@ -118,7 +119,7 @@ def unchanged() -> Generator[None]:
 
 
 def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
-    """`make(tensor)`, kept as long as the tensor lives and is unchanged; what is made must not hold the tensor."""
+    """`make(tensor)`, cached while the tensor lives and is unchanged; the result must not refer to the tensor."""
     kept = cast("dict[str, tuple[ContentKey, Any]]", _derived.setdefault(tensor, {}))
     now = content_key(tensor)
     if name not in kept or kept[name][0] != now:
@@ -127,7 +128,7 @@ def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """128 bits that say the elements of a tensor, in order; 1 us for small ones, 20 us for 1 MiB.
+    """128 bits that identify the elements of a tensor, in order; 1 us for small tensors, 20 us for 1 MiB.
 
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([1, 2])), digest(torch.arange(2)) == digest(torch.ones(2))
     (True, False)
@@ -147,25 +148,23 @@ def digest(tensor: Tensor) -> bytes:
 def _content(tensor: Tensor) -> Hashable:
     if _is_plain(tensor):
         return digest(tensor)
-    if (
-        tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided
-    ):  # they have several tensors inside
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:  # several tensors inside
         return Untraceable()
     if is_without_data(tensor) or is_func_wrapper(tensor) or not _is_on_host(tensor):
         return cast(int, _serial_of.setdefault(tensor, next(_serials))), version(tensor)
     try:
         return digest(tensor), ClassRef(type(tensor))
-    except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that is made of other tensors
+    except (KeyError, NotImplementedError, RuntimeError, TypeError):  # a subclass that wraps other tensors
         return Untraceable()
 
 
 def _is_on_host(tensor: Tensor) -> bool:
-    """Whether its elements are on the CPU; or must be brought there, as `torch.inference_mode` counts no versions."""
+    """Whether elements are read on the CPU: always for inference tensors, which have no version."""
     return tensor.is_cpu or tensor.is_inference()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its elements are in the memory of the host, as they are."""
+    """Whether the memory of the host has the elements, unchanged by a subclass, conjugation or negation."""
     own = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
     own = own and not (tensor.is_nested or tensor.is_quantized)
     return own and not tensor.is_neg() and not tensor.is_conj() and not is_func_wrapper(tensor)
