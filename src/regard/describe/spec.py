@@ -262,7 +262,7 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
     return '{"number": ' + str(len(ints) - 1) + "}"
 
 
-def _can_be_serialize_part(part: Any) -> bool:
+def _can_be_serialized(part: Any) -> bool:
     if isinstance(part, Spec):
         return part.can_be_serialized()
     if type(part) is tuple:
