@@ -1,4 +1,4 @@
-"""Batches as serving has them: rows of different lengths in one call, and sequences that share a prefix."""
+"""Batches of a server: rows of different lengths in one call, and sequences that share a prefix."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def _pool(codec: Codec | None) -> PagePool:
 
 
 def _read(pool: PagePool, sequences: Sequence[Any]) -> tuple[StoredTensor, StoredTensor]:
-    """What is stored of these."""
+    """The stored keys and values of these sequences."""
     rows = len(sequences)
     return pool.append(list(sequences), _new(rows, KV_HEADS, 0), _new(rows, KV_HEADS, 0))
 
@@ -41,7 +41,7 @@ def _read(pool: PagePool, sequences: Sequence[Any]) -> tuple[StoredTensor, Store
 
 
 def ragged(lengths: Sequence[int], effort: Effort) -> str:
-    """The table of one query a row, each against its own number of keys."""
+    """The table of one query a row, where the rows have different numbers of keys."""
     rows, longest = len(lengths), max(lengths)
     q = _new(rows, HEADS, 1)
     measures: dict[str, Measure] = {}
@@ -56,11 +56,11 @@ def ragged(lengths: Sequence[int], effort: Effort) -> str:
     kept = torch.tensor(lengths)
     keep = (torch.arange(longest) < kept[:, None])[:, None, None]
     padding = KeyLengths(kept)
-    measures["padded tensors, bf16, Lengths"] = timed(lambda: attend(q, k, v, mask=padding))
-    measures["torch sdpa, padded, mask of bools"] = timed(
+    measures["padded tensors, bf16, KeyLengths"] = timed(lambda: attend(q, k, v, mask=padding))
+    measures["torch sdpa, padded, bool mask"] = timed(
         lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True)
     )
-    return _said(measures, effort, "Paged, bf16, one call")
+    return _results_table(measures, effort, "Paged, bf16, one call")
 
 
 def _call(q: Tensor, found: tuple[Any, Any]) -> Callable[[], Tensor]:
@@ -71,7 +71,7 @@ def _calls(q: Tensor, found: Sequence[tuple[Any, Any]]) -> Callable[[], list[Ten
     return lambda: [attend(q[row : row + 1], *one, mask=Causal()) for row, one in enumerate(found)]
 
 
-def _said(measures: dict[str, Measure], effort: Effort, first: str) -> str:
+def _results_table(measures: dict[str, Measure], effort: Effort, first: str) -> str:
     rounds: Rounds = interleaved(measures, effort)
     rows: list[tuple[str, ...]] = []
     for name in measures:
@@ -98,4 +98,4 @@ def shared(sharers: int, prefix: int, own: int, effort: Effort) -> str:
         "attend, Paged(16), shared pages": timed(_call(q, found)),
         "attend, a copy of the prefix a row": timed(_call(q, copies)),
     }
-    return _said(measures, effort, "attend_shared, Paged(16)")
+    return _results_table(measures, effort, "attend_shared, Paged(16)")

@@ -1,7 +1,7 @@
-"""Policies of forgetting beside NVIDIA's kvpress, which has the same rules: perplexity after one eviction.
+"""Eviction policies beside NVIDIA's kvpress, which has the same rules: perplexity after one eviction.
 
 `./bench cache-kvpress` writes its part of docs/caches.md. Where kvpress is not installed, its column is empty:
-`pip install kvpress==0.5.5`, or `--no-deps` where other versions of its dependencies are there.
+`pip install kvpress==0.5.5`, or `--no-deps` to keep other versions of its dependencies.
 """
 
 import argparse
@@ -35,15 +35,15 @@ PROMPT, KEPT, SCORED = 1024, 512, 1024
 
 ABOUT = """\
 Measured by `{how}` on {machine}: {model} in float32 reads {prompt:,} tokens of {text}, keeps {kept} of them per key
-head, once, and then predicts the {scored:,} tokens that follow, which are kept all; {samples}. kvpress {kvpress} scores
-and drops tokens by its `press.compress` in transformers' DynamicCache and attention; ours runs through
-`regard_cache(model, evict=...)`. Words are those for which the rules are the same: no sinks where kvpress has none. The
+head, once, and then predicts the {scored:,} tokens that follow, without further eviction; {samples}. kvpress {kvpress}
+scores and drops tokens by its `press.compress` in transformers' DynamicCache and attention; ours runs through
+`regard_cache(model, evict=...)`. The options make the rules equal: no sinks where kvpress has none. The
 perplexity with all tokens is {plain:.2f}."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A policy, and the press that has the same rule: its class in kvpress, and what it is given."""
+    """A policy, and the press of the same rule: its class in kvpress and its options."""
 
     policy: Any
     press: str
@@ -59,7 +59,7 @@ RULES = (
 
 
 def version() -> str | None:
-    """That of kvpress; None where it is not installed."""
+    """The version of kvpress; None if it is not installed."""
     return importlib.metadata.version("kvpress") if importlib.util.find_spec("kvpress") is not None else None
 
 
@@ -72,8 +72,8 @@ def ours(model: Any, policy: Any, ids: Tensor, prompt: int) -> float:
 
 
 def _rest(model: Any, ids: Tensor, prompt: int, cache: Any, read: Tensor) -> float:
-    """Of the tokens that follow, all at once; `read` is the last state of the prompt."""
-    positions = torch.arange(prompt, ids.shape[1] - 1)[None]  # a DynamicCache would count from what is left
+    """The loss of the tokens after the prompt, all at once; `read` is the last state of the prompt."""
+    positions = torch.arange(prompt, ids.shape[1] - 1)[None]  # a DynamicCache would count the remaining tokens only
     rest = model.model(ids[:, prompt:-1], position_ids=positions, past_key_values=cache, use_cache=True)
     logits = model.lm_head(torch.cat([read, rest.last_hidden_state], dim=1)).float()
     return float(torch.nn.functional.cross_entropy(logits[0], ids[0, prompt:]))
@@ -81,21 +81,21 @@ def _rest(model: Any, ids: Tensor, prompt: int, cache: Any, read: Tensor) -> flo
 
 @contextmanager
 def pressed(model: Any, press: Any) -> Generator[None]:
-    """Have a press of kvpress drop tokens of a DynamicCache whenever a layer's attention has read a prompt.
+    """Let a press of kvpress drop tokens of a DynamicCache after each layer's attention has read a prompt.
 
-    What its own hook does, which asks for an argument (`cache_position`) that transformers 5.23 no longer passes.
+    kvpress's own hook needs an argument (`cache_position`) that transformers 5.23 no longer passes.
     """
 
-    def after(module: Any, args: Any, said: dict[str, Any], output: Any) -> None:
-        layer = said["past_key_values"].layers[module.layer_idx]
+    def after(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+        layer = options["past_key_values"].layers[module.layer_idx]
         layer.keys, layer.values = press.compress(
-            module, said["hidden_states"], layer.keys, layer.values, output[1], said
+            module, options["hidden_states"], layer.keys, layer.values, output[1], options
         )
 
     hooks: list[Any] = []
     try:
         for layer in model.model.layers:
-            layer.self_attn.rotary_emb = model.model.rotary_emb  # as its own context does
+            layer.self_attn.rotary_emb = model.model.rotary_emb  # as kvpress's own context does
             hooks.append(layer.self_attn.register_forward_hook(after, with_kwargs=True))
         yield
     finally:
@@ -105,7 +105,7 @@ def pressed(model: Any, press: Any) -> Generator[None]:
 
 @torch.no_grad()
 def by_kvpress(model: Any, rule: Rule, ids: Tensor, prompt: int) -> float:
-    """As `ours`, with what kvpress keeps, in transformers' attention."""
+    """As `ours`, with the tokens that kvpress keeps, in transformers' attention."""
     press = getattr(importlib.import_module("kvpress"), rule.press)(compression_ratio=0.5, **rule.options)
     cache, tokens = DynamicCache(config=model.config), ids[:, :prompt]
     model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""What a prompt costs the process: resident memory before, at the peak and after it, by cache.
+"""The resident memory of a process that reads a prompt: before, at the peak and after it, by cache.
 
 `./bench cache-memory --write` writes its part of docs/caches.md. Each cache is measured in a process of its own, with
 the default malloc: `python -m benchmarks.cache_memory NAME TOKENS LAYERS THREADS` prints one line of JSON.
@@ -35,16 +35,16 @@ TOKENS, LAYERS, BUDGET, STEPS = 2048, 30, 512, 4
 ABOUT = """\
 Measured by `{how}` on {machine}: resident memory (VmRSS, and VmHWM for the peak) of a
 process that reads a prompt of {tokens:,} tokens with a model of SmolLM2-135M's shape (random weights, a small
-vocabulary), in MiB above what it was before: at the peak of the prompt, after it, and after {steps} more tokens. Each
-cache has a process of its own, in which a short text was read first; malloc is as the system has it, {threads}
-thread{s}. "Stored" is what the cache says of itself after the last token. Activations of the prompt and what malloc
-keeps of them count in all rows (regard_cache gives that back to the system where a policy forgot); policies keep
+vocabulary), as growth in MiB: at the peak of the prompt, after it, and after {steps} more tokens. Each cache has its
+own process, which reads a short text first; malloc has the system's settings, {threads}
+thread{s}. "Stored" is the cache's own count after the last token. Activations of the prompt, and the part of them that
+malloc does not return, count in all rows (regard_cache returns it to the system after an eviction); policies keep
 {budget} tokens per key head."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache: how it is made for a model, and whose attention reads it."""
+    """A cache: the function that creates it for a model, and the attention implementation that reads it."""
 
     name: str
     make: Callable[[Any], Any]
@@ -67,7 +67,7 @@ KINDS = (
 
 
 class Growth(NamedTuple):
-    """Bytes that a process holds more than before the prompt: at its peak, after it, after some more tokens; stored."""
+    """Growth of a process in bytes: at the prompt's peak, after it, after some more tokens; and the cache's size."""
 
     peak: int
     prompt: int
@@ -76,7 +76,7 @@ class Growth(NamedTuple):
 
 
 def measured(kind: Kind, tokens: int = TOKENS, layers: int = LAYERS, threads: int = 1) -> Growth:
-    """In a process of its own.
+    """Measure one kind in its own process.
 
     Args:
         tokens: of the prompt.
@@ -101,7 +101,7 @@ def _grown(kind: Kind, tokens: int, layers: int) -> Growth:
     model: Any = LlamaForCausalLM(config).eval()
     model.set_attn_implementation(kind.attention)
     ids = torch.randint(3, 997, (1, tokens))
-    _read(model, kind.make(model), ids[:, :64])  # what a first use brings along is not the prompt's
+    _read(model, kind.make(model), ids[:, :64])  # the allocations of a first use do not count
     before, cache = _resident(), kind.make(model)
     peak_from_here()
     model.model(ids, past_key_values=cache, use_cache=True)
@@ -111,7 +111,7 @@ def _grown(kind: Kind, tokens: int, layers: int) -> Growth:
 
 
 def _read(model: Any, cache: Any, ids: torch.Tensor) -> None:
-    """A text, and some tokens more, one at a time."""
+    """Read a text, and then some more tokens, one at a time."""
     if ids.numel():
         model.model(ids, past_key_values=cache, use_cache=True)
     for _ in range(STEPS):
@@ -119,7 +119,7 @@ def _read(model: Any, cache: Any, ids: torch.Tensor) -> None:
 
 
 def _resident() -> int:
-    """Bytes that the process needs now: what malloc keeps of earlier work is given back first."""
+    """Resident bytes, after malloc has returned free memory to the system."""
     gc.collect()
     trim_heap()
     return _now()
@@ -151,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("cache-memory", "What a prompt costs the process, by cache.", page=PAGE)
+    parser = command.parser("cache-memory", "The memory of a process that reads a prompt, by cache.", page=PAGE)
     parser.set_defaults(threads=1)
-    parser.add_argument("--only", metavar="TEXT", help="measure the caches with this in their name alone")
+    parser.add_argument("--only", metavar="TEXT", help="measure only the caches with this in their name")
     return parser
 
 

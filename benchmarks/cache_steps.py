@@ -1,7 +1,7 @@
-"""Attention against a cache of 8,192 tokens by how it is stored: one query, and a few at once.
+"""Attention against a cache of 8,192 tokens by layout and codec: one query, and a few at once.
 
-Keys and values come from memory and not from a processor's cache, as they do when other layers were read in between:
-copies of the cache are taken in turn. All kinds and the machine's limit are measured once in every round.
+Keys and values are read from memory and not from the CPU's cache, as in a model with many layers: the calls cycle
+through copies of the cache. Every round measures all kinds and the machine's limit once.
 """
 
 import copy
@@ -31,14 +31,14 @@ CHUNKS = (16, 64)
 
 @dataclass(frozen=True)
 class Way:
-    """A way to store, the type of queries and of what is appended, sizes, and what must be reached.
+    """The options of a cache, the dtype of queries, keys and values, the sizes, and the goals.
 
     Attributes:
         options: of `KVCache`.
         share: of the memory's bandwidth, at least.
         faster: than `BESIDE`, at least.
-        within: (the name of another way, how many times its time at most).
-        alone: each cache has a pool of its own, where pages lie in order; else they share one and grow in turns.
+        within: (the name of another way, the maximum ratio to its time).
+        alone: whether each cache has its own pool, with its pages in order; else caches share one and grow in turns.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Way:
     alone: bool = False
 
     def new(self, heads: int, tokens: int) -> Tensor:
-        """Random numbers, [1, heads, tokens, dim]."""
+        """Random values, [1, heads, tokens, dim]."""
         return torch.randn(1, heads, tokens, self.dim).to(self.dtype)
 
     def append(self, cache: KVCache, tokens: int) -> tuple[Any, Any]:
-        """Append so many tokens of random numbers."""
+        """Append `tokens` random tokens."""
         k = self.new(self.kv_heads, tokens)
         return cache.append(k) if isinstance(cache.layout, Latent) else cache.append(k, torch.randn_like(k))
 
@@ -90,18 +90,18 @@ LATENTS = (
 
 @dataclass
 class FilledCaches:
-    """A way with its caches, enough of them for keys and values to be out of every processor's cache."""
+    """A way with its caches, in total larger than the CPU's cache."""
 
     way: Way
     caches: list[KVCache]
     found: list[tuple[Any, Any]]
-    """What each cache gave last."""
+    """The keys and values of each cache's last append."""
 
     turn: int = field(default=0)
 
     @staticmethod
     def of(way: Way, tokens: int = TOKENS, cold: int = COLD) -> "FilledCaches":
-        """Fill them, `cold` bytes in all."""
+        """Create and fill the caches, `cold` bytes in all."""
         layout = way.options.get("layout")
         if isinstance(layout, Paged) and way.alone:
             caches = [KVCache(**way.options)]
@@ -117,13 +117,13 @@ class FilledCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a step reads: of keys and values as they are stored."""
+        """Bytes that a step reads: the stored keys and values."""
         k, v = self.found[0]
         own = k.nbytes if isinstance(self.way.options.get("layout"), Latent) else k.nbytes + v.nbytes
         return int(own)
 
     def attending(self, queries: int) -> Callable[[], Tensor]:
-        """Attention of so many queries to what the next cache holds."""
+        """Attention of `queries` queries to the next cache."""
         q = self.way.new(self.way.heads, queries)
         scale = 192**-0.5 if isinstance(self.way.options.get("layout"), Latent) else None
 
@@ -134,7 +134,7 @@ class FilledCaches:
         return run
 
     def stepping(self) -> Callable[[], Tensor]:
-        """A whole step: a token is appended to the next cache, and attended from."""
+        """A whole step: append a token to the next cache, and attend."""
         k, v = (self.way.new(self.way.kv_heads, 1) for _ in range(2))
         is_latent = isinstance(self.way.options.get("layout"), Latent)
         attending = self.attending(1)
@@ -149,7 +149,7 @@ class FilledCaches:
 
 def _sharing_a_pool(way: Way, layout: Paged, tokens: int, cold: int) -> list[KVCache]:
     """Caches in one pool that grow in turns, so that the pages of each are scattered over it."""
-    each = 2 * tokens * way.kv_heads * way.dim * way.dtype.itemsize  # no less than it will be
+    each = 2 * tokens * way.kv_heads * way.dim * way.dtype.itemsize  # an upper bound
     pool = PagePool(page=layout.page, codec=way.options.get("codec"))
     options: dict[str, Any] = {**way.options, "layout": Paged(layout.page, pool)}
     caches = [KVCache(**options) for _ in range(1 + math.ceil(cold / each))]
@@ -163,13 +163,13 @@ def _sharing_a_pool(way: Way, layout: Paged, tokens: int, cold: int) -> list[KVC
 
 
 class Line(NamedTuple):
-    """A way, measured: seconds of attention and of a whole step, bytes, and ratios within the rounds.
+    """The times of a way: seconds of attention and of a whole step, bytes, and ratios within the rounds.
 
     Attributes:
         rate: bytes/s that are read.
-        share: of the machine's bandwidth; None where that is not known.
-        faster: than the way beside.
-        within: its time by that of the way that it is compared with; None without one.
+        share: of the machine's bandwidth; None if that is unknown.
+        faster: the time of `BESIDE`, divided by this one's.
+        within: its time, divided by that of the way in `way.within`; None without one.
     """
 
     way: Way
@@ -182,14 +182,14 @@ class Line(NamedTuple):
     within: float | None
 
     def goal(self) -> str:
-        """In a few signs; empty where there is none."""
+        """The goals as a short text; empty without one."""
         w = self.way
-        said = [f"≥ {100 * w.share:.0f} %"] if w.share is not None else []
-        said += [f"≥ {w.faster:g}x"] if w.faster is not None else []
-        return ", ".join([*said, *([f"≤ {w.within[1]:.2f} of {w.within[0]}"] if w.within is not None else [])])
+        goals = [f"≥ {100 * w.share:.0f} %"] if w.share is not None else []
+        goals += [f"≥ {w.faster:g}x"] if w.faster is not None else []
+        return ", ".join([*goals, *([f"≤ {w.within[1]:.2f} of {w.within[0]}"] if w.within is not None else [])])
 
     def reached(self) -> str:
-        """`yes`, `**no**`, or nothing where there is no goal."""
+        """`yes`, `**no**`, or empty without a goal."""
         w = self.way
         if not self.goal():
             return ""

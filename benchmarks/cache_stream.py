@@ -1,8 +1,8 @@
-"""A stream of a million tokens through one rolling cache: what a token costs must not grow with how many came before.
+"""A stream of a million tokens through one rolling cache: the time of a step must not grow with the tokens before it.
 
-One layer of SmolLM2-135M's sizes, its window and sinks as one would serve it, random keys turned by RoPE to their true
-positions. Every step is run. Now and then the output is held against the definition: the same tokens turned to their
-positions inside the cache, in float64.
+One layer of SmolLM2-135M's sizes with a window and sinks; RoPE rotates random keys to their true positions. Every step
+is run. At some marks the output is compared with the definition: the same tokens rotated to their positions inside the
+cache, in float64.
 """
 
 import statistics
@@ -24,23 +24,23 @@ WINDOW, SINKS = 1024, 4
 ROPE = Rope(DIM, base=100_000.0)
 MARKS = (2_000, 10_000, 100_000, 1_000_000)
 BLOCK = 1_000
-"""Tokens that are made, and timed, at once."""
+"""Tokens that are generated and timed together."""
 
 LAST = 5
 """Blocks before a mark whose median is its time."""
 
 
 class Mark(NamedTuple):
-    """After so many tokens: seconds of a step, bytes held, and the relative error of the last output."""
+    """After `tokens` tokens: seconds of a step, allocated bytes, and the relative error of the last output."""
 
     tokens: int
     seconds: float
-    held: int
+    allocated: int
     error: float
 
 
 class _Block(NamedTuple):
-    """q, k and v of some tokens as they were made, before they are turned: [1, heads, tokens, dim]."""
+    """q, k and v of some tokens before RoPE: [1, heads, tokens, dim]."""
 
     q: Tensor
     k: Tensor
@@ -98,8 +98,8 @@ def results_table(marks: Sequence[Mark]) -> str:
     rows = [
         (
             f"{mark.tokens:,}", duration(mark.seconds), f"{mark.seconds / marks[0].seconds:.2f}x",
-            f"{mark.held / 2**10:,.0f} KiB", f"{mark.error:.1e}",
+            f"{mark.allocated / 2**10:,.0f} KiB", f"{mark.error:.1e}",
         )
         for mark in marks
     ]  # fmt: skip
-    return table(("tokens so far", "a step", "of the first", "held", "error"), rows)
+    return table(("tokens so far", "a step", "of the first", "allocated", "error"), rows)

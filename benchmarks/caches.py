@@ -1,4 +1,4 @@
-"""What caches cost: a step by how keys and values are stored, a whole model's token, a long stream, memory.
+"""The cost of caches: a step by layout and codec, a token of a whole model, a long stream, memory.
 
 `./bench caches --write` writes its part of docs/caches.md and a picture; `--only` prints one part of the tables.
 """
@@ -23,21 +23,21 @@ PAGE, PICTURE, PART = "caches.md", "caches.svg", "speed"
 SECONDS = 15.0
 
 METHOD = """\
-Measured by `{how}` on {machine}. Every time is a median over rounds in which everything of a table is measured once,
-and ratios are taken within a round, so that a busy machine slows all alike."""
+Measured by `{how}` on {machine}. Every time is a median over rounds that measure every row of a table once, and
+ratios are taken within a round, so that load on the machine affects all rows equally."""
 
 STEP = f"""\
 One query against {cache_steps.TOKENS:,} tokens, 32 heads on 8 key heads of 128 dimensions; queries are bf16 unless
-it is said otherwise. "attend" is the call alone, "append + attend" a step. Keys and values come from memory: copies of
-the cache are taken in turn, {cache_steps.COLD >> 20} MiB of them. Pages of {{pages}} lie scattered, as those of
-sequences that grow in turns; those of a cache alone in its pool lie in order. The bandwidth is that of one read of 256
-MiB in the same round."""
+the row says otherwise. "attend" is the call alone, "append + attend" a whole step. Keys and values are read from
+memory: the steps cycle through copies of the cache, {cache_steps.COLD >> 20} MiB in all. Pages of {{pages}} are
+scattered, as if sequences grow in turns; the pages of a cache alone in its pool are in order. The
+bandwidth is that of one read of 256 MiB in the same round."""
 
 LATENT = f"""\
-The same for what DeepSeek's attention keeps, {cache_steps.TOKENS:,} latents of 512 and rotated keys of 64, which 16
-heads read in the absorbed form; keys and values are the same memory."""
+The same for the cache of DeepSeek's attention, {cache_steps.TOKENS:,} latents of 512 and rotated keys of 64, which 16
+heads read in the absorbed form; keys and values share memory."""
 
-CHUNK = "A few queries at once against the same caches: a piece of a prompt, or drafts to be checked."
+CHUNK = "A few queries at once against the same caches: a chunk of a prefill, or the verification of draft tokens."
 
 RAGGED = f"""\
 One query a row, {len(cache_batches.LENGTHS)} rows of {cache_batches.LENGTHS[0]:,} to {cache_batches.LENGTHS[-1]:,}
@@ -48,24 +48,24 @@ SHARED = f"""\
 their own: `attend_shared` reads the prefix once for all, `attend` once for each."""
 
 MODEL = f"""\
-One more token of {{model}} in float32 behind {cache_model.TOKENS:,} tokens (random keys and values: what they are
-changes no time). "Attention + cache" is what of it grows with the cache: the time less that of a token with a new
+One more token of {{model}} in float32 after {cache_model.TOKENS:,} tokens (random keys and values, which do not
+affect the time). "Attention + cache" is the part that grows with the cache: the time minus that of a token with a new
 cache and the same attention, in the same round."""
 
 STREAM = f"""\
 One layer (9 heads on 3 key heads of 64 dimensions) with `Rolling({cache_stream.WINDOW:,}, {cache_stream.SINKS}, rope)`;
-every step is run, {{tokens:,}} of them. The error is that of the output to the definition: the same tokens turned to
+all {{tokens:,}} steps are run. The error is that of the output against the definition: the same tokens rotated to
 their positions inside the cache, in float64."""
 
 MEMORY = f"""\
 MiB of the caches of SmolLM2-135M with {cache_model.TOKENS:,} tokens, float32: by the formula 2 * layers * kv_heads *
-head_dim * tokens * bytes, with scales, and the tokens that stay as they came; as the caches say, stored and held; and
-by how much the process grew."""
+head_dim * tokens * bytes, with scales and the tokens that are not quantised; stored and allocated, as the caches
+report; and the growth of the process."""
 
 
 @dataclass
 class Found:
-    """What was measured: sections of the page by title, in order, and what the picture shows."""
+    """The results: sections of the page by title, in order, and the data of the picture."""
 
     sections: dict[str, str] = field(default_factory=dict)
     steps: list[cache_steps.Line] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured."""
+    """The effort and extent of the measurement."""
 
     effort: Effort
     positions: int
@@ -92,7 +92,7 @@ def _steps(found: Found, settings: Settings) -> None:
         dict.fromkeys(str(w.options["layout"].page) for w in cache_steps.WAYS if "layout" in w.options)
     )
     text = cache_steps.results_table(found.steps, cache_steps.BESIDE)
-    found.sections["A step by how it is stored"] = f"{STEP.format(pages=pages)}\n\n{text}"
+    found.sections["A decode step by layout and codec"] = f"{STEP.format(pages=pages)}\n\n{text}"
     few = [one for one in filled if one.way.dtype == cache_steps.BF16]
     text = cache_steps.chunks(few, cache_steps.BESIDE, settings.effort)
     found.sections["A few queries at once"] = f"{CHUNK}\n\n{text}"
@@ -109,7 +109,7 @@ def _batches(found: Found, settings: Settings) -> None:
     text = cache_batches.ragged(cache_batches.LENGTHS, settings.effort)
     found.sections["Rows of different lengths"] = f"{RAGGED}\n\n{text}"
     text = cache_batches.shared(cache_batches.SHARERS, cache_batches.PREFIX, cache_batches.OWN, settings.effort)
-    found.sections["A prefix that many share"] = f"{SHARED}\n\n{text}"
+    found.sections["A shared prefix"] = f"{SHARED}\n\n{text}"
 
 
 def _model(found: Found, settings: Settings) -> None:
@@ -140,22 +140,22 @@ PARTS: dict[str, Callable[[Found, Settings], None]] = {
 }
 
 
-# ---- saying ---------------------------------------------------------------------------------------------------------
+# ---- the page -------------------------------------------------------------------------------------------------------
 
 
 def part(found: Found, how: str) -> str:
     """The part of docs/caches.md."""
     parts = [METHOD.format(how=how, machine=machine())]
     if found.steps and found.tokens:
-        parts.append(f"![A step by how it is stored, and a token of a whole model]({PICTURE})")
+        parts.append(f"![A decode step by layout and codec, and a token of a whole model]({PICTURE})")
     return "\n\n".join([*parts, *(f"### {title}\n\n{text}" for title, text in found.sections.items())])
 
 
 def picture(found: Found) -> str:
-    """Times of a step, with the goals; and of a whole model's token, the part that grows with the cache."""
+    """Times of a step with their goals, and the part of a whole model's token that grows with the cache."""
     plain = next(line for line in found.steps if line.way.name == cache_steps.BESIDE)
     steps = [
-        Bar(line.way.name, 1e3 * line.seconds, _step_said(line), goal=_goal(line, plain.seconds))
+        Bar(line.way.name, 1e3 * line.seconds, _step_label(line), goal=_goal(line, plain.seconds))
         for line in found.steps
     ]
     tokens = [
@@ -170,13 +170,13 @@ def picture(found: Found) -> str:
     )
 
 
-def _step_said(line: cache_steps.Line) -> str:
+def _step_label(line: cache_steps.Line) -> str:
     share = "" if line.share is None else f" · {100 * line.share:.0f} % of bandwidth"
     return f"{duration(line.seconds)}{share} · {line.faster:.1f}x"
 
 
 def _goal(line: cache_steps.Line, plain: float) -> float | None:
-    """The milliseconds that the goal allows."""
+    """The time of the goal, in milliseconds."""
     if line.way.share is not None and line.share is not None:
         return 1e3 * line.seconds * line.share / line.way.share
     if line.way.faster is not None:
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("caches", "What caches cost, in time and memory.", page=PAGE, seconds=SECONDS)
+    parser = command.parser("caches", "The cost of caches, in time and memory.", page=PAGE, seconds=SECONDS)
     parser.add_argument(
         "--positions", type=count(1), default=max(cache_stream.MARKS), metavar="N",
         help=f"tokens of the long stream (default: {max(cache_stream.MARKS):,})",

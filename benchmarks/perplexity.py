@@ -1,8 +1,8 @@
-"""What a model predicts with a cache: fed piece by piece, as the cache is meant to be used, and compared with another.
+"""The predictions of a model with a cache that is fed piece by piece, compared with those of the plain cache.
 
-Every sample is a row of one batch, so weights are read once for all. Of each predicted token stay three numbers: how
-likely it was, how far the distribution is from that of the plain cache (KL divergence), and whether both have the same
-token on top.
+Every sample is a row of one batch, so weights are read once for all. Three values are stored for each predicted token:
+its log-likelihood, the KL divergence of the distribution from that of the plain cache, and whether both have the same
+most probable token.
 """
 
 import time
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ROWS = 640
-"""Predictions whose distributions over all tokens are held at once: 126 MB for a vocabulary of 49,152."""
+"""Predictions whose distributions over all tokens are in memory at once: 126 MB for a vocabulary of 49,152."""
 
 Floats = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ class Feed(NamedTuple):
     step: int
 
     def pieces(self, tokens: int) -> Iterator[slice]:
-        """Where the pieces of so many tokens stand."""
+        """The pieces of a sample of this length."""
         start = 0
         while start < tokens:
             end = min(tokens, start + (self.first if start == 0 else self.step))
@@ -43,10 +43,10 @@ class Predicted:
     Attributes:
         nll: negative log-likelihood in nats; its exponential is the perplexity.
         kl: KL divergence of the distributions from those of the plain cache, in nats.
-        agree: share of tokens for which both would choose the same.
-        kept: tokens that each layer held in the end; the most of any.
-        nbytes: bytes of all layers then, for a sample.
-        seconds: that all took.
+        agree: share of tokens with the same most probable token in both.
+        kept: tokens in the cache at the end; the maximum over the layers.
+        nbytes: bytes of all layers at the end, per sample.
+        seconds: total time.
     """
 
     nll: Floats
@@ -61,12 +61,12 @@ class Predicted:
 def last_states(
     model: Any, ids: Tensor, scored: int, make: Callable[[], Any], feed: Feed, tell: Callable[[int, int], None]
 ) -> tuple[Tensor, Any]:
-    """The last hidden states of the last `scored` tokens, [samples, scored, width], and the cache that held the rest.
+    """The last hidden states of the last `scored` tokens, [samples, scored, width], and the cache.
 
     Args:
         ids: int64 [samples, tokens].
-        make: an empty cache of the model.
-        tell: is told how many tokens of how many were fed.
+        make: creates an empty cache of the model.
+        tell: called with the tokens that were fed, and their total.
     """
     cache, tokens = make(), ids.shape[1]
     found: list[Tensor] = []
@@ -79,10 +79,10 @@ def last_states(
 
 @torch.no_grad()
 def compared(model: Any, states: Tensor, plain: Tensor, targets: Tensor) -> tuple[Floats, Floats, Floats]:
-    """(nll, kl, agree), each [samples], of states [samples, scored, width] beside those of the plain cache.
+    """(nll, kl, agree), each [samples], of states [samples, scored, width] against those of the plain cache.
 
     Args:
-        targets: int64 [samples, scored], the tokens that came.
+        targets: int64 [samples, scored], the true next tokens.
     """
     found = torch.zeros(3, *targets.shape, dtype=torch.float64)
     each = max(1, ROWS // targets.shape[0])
@@ -100,25 +100,25 @@ def predicted(
     model: Any, ids: Tensor, scored: int, make: Callable[[], Any], feed: Feed, plain: Tensor | None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Predicted, Tensor]:  # fmt: skip
-    """What is predicted with such a cache, and the states behind it.
+    """The scores of the predictions with this cache, and its hidden states.
 
     Args:
         ids: int64 [samples, tokens + 1]: the last one is predicted and not fed.
-        plain: the states of the plain cache; None where this is it.
+        plain: the states of the plain cache; None if this is the plain cache.
     """
     start = time.perf_counter()
     states, cache = last_states(model, ids[:, :-1], scored, make, feed, tell)
     taken = time.perf_counter() - start
-    numbers = compared(model, states, states if plain is None else plain, ids[:, -scored:])
+    scores = compared(model, states, states if plain is None else plain, ids[:, -scored:])
     kept = max(layer.kv.tokens for layer in cache.layers)
-    return Predicted(*numbers, kept, cache.bytes / len(ids), taken), states
+    return Predicted(*scores, kept, cache.bytes / len(ids), taken), states
 
 
 # ---- intervals ------------------------------------------------------------------------------------------------------
 
 
 class Interval(NamedTuple):
-    """A number, and where 95 of 100 draws of as many samples, with repetition, find it."""
+    """A value with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -128,8 +128,8 @@ class Interval(NamedTuple):
 def drawn(*columns: Floats, of: Callable[..., Floats], draws: int = 10_000) -> Interval:
     """A statistic of the means of these columns, [samples] each, with its bootstrap interval.
 
-    The samples are drawn for all columns alike, so a difference of two is a paired one. Efron 1979, The Annals of
-    Statistics 7(1), §2; percentiles.
+    All columns use the same resamples, so a difference of two columns is paired. Efron 1979, The Annals of Statistics
+    7(1), §2; percentiles.
 
     >>> ours, theirs = np.array([1.0, 2.0, 3.0]), np.array([0.5, 1.5, 2.5])
     >>> drawn(ours, theirs, of=lambda a, b: a - b)
@@ -142,10 +142,10 @@ def drawn(*columns: Floats, of: Callable[..., Floats], draws: int = 10_000) -> I
 
 
 def perplexity(found: Predicted) -> Interval:
-    """Over all samples."""
+    """The perplexity over all samples."""
     return drawn(found.nll, of=np.exp)
 
 
 def beyond(found: Predicted, plain: Predicted) -> Interval:
-    """How much higher the perplexity is than with the plain cache."""
+    """The increase of the perplexity over the plain cache."""
     return drawn(found.nll, plain.nll, of=lambda ours, theirs: np.exp(ours) - np.exp(theirs))

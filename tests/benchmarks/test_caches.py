@@ -200,7 +200,7 @@ def test_the_formula_counts_what_is_stored(words):
 def test_memory_is_that_of_the_process():
     plain = cache_model.memory(512, OURS[:1])[DENSE]
     assert plain.formula == plain.stored == 512 * 46_080
-    assert plain.resident / plain.held == pytest.approx(1.0, abs=0.1)
+    assert plain.resident / plain.allocated == pytest.approx(1.0, abs=0.1)
 
 
 def test_memory_that_is_more_than_the_formula_is_said():
@@ -217,7 +217,7 @@ def test_a_stream_is_exact_and_holds_the_same_at_every_mark(monkeypatch):
     marks = cache_stream.stream((300, 1000), window=53, tell=told.append)
     assert told == list(range(100, 1001, 100))
     assert [mark.tokens for mark in marks] == [300, 1000]
-    assert marks[0].held == marks[1].held
+    assert marks[0].allocated == marks[1].allocated
     assert all(mark.error < 1e-5 for mark in marks)
     assert cache_stream.results_table(marks).count("\n") == 3
 
