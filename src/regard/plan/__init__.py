@@ -1,1 +1,1 @@
-"""From a call to a plan: pose the problem, schedule the tiles, choose the engine. Nothing is computed here."""
+"""From a call to a plan: pose the problem, schedule the tiles, lower the problem. No attention is computed here."""

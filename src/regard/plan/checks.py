@@ -1,6 +1,6 @@
-"""Checks of what a call was given: every one raises `ProblemError` with what was received and what was expected.
+"""Checks of the arguments of a call. Each raises `ProblemError` with the received and the expected value.
 
-`plan/pose.py` makes them all; modules and the traced operator make some of them earlier.
+`plan/pose.py` runs them all; modules and the traced operator run some of them earlier.
 """
 
 import math
@@ -68,31 +68,31 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> None:
-    """Raise `ProblemError` unless it is a tensor of one shape whose elements are what torch's operators read.
+    """Raise `ProblemError` unless it is a strided tensor whose elements have their usual meaning.
 
-    A class with a `__torch_function__` of its own may mean anything: torch's `CausalBias` is a tensor that nothing was
-    ever written to. A class with a `__torch_dispatch__` of its own says what each operator does, and is computed so.
+    A class with its own `__torch_function__` may give elements any meaning: the memory of torch's `CausalBias` is never
+    initialised. A class with its own `__torch_dispatch__` defines each operator, and is computed by these operators.
     """
     if not isinstance(t, Tensor):
         raise ProblemError(f"{name} is {type(t).__name__}: expected {expected}.")
     if t.is_nested:
         raise ProblemError(
             f"{name} is a nested tensor: expected {expected}. Pad its rows with torch.nested.to_padded_tensor and hide "
-            "the padding with mask=KeyLengths(lengths), or put the rows one behind another, as one row, and keep them "
-            "apart with mask=Documents(ids)."
+            "the padding with mask=KeyLengths(lengths), or concatenate the rows to one row and separate "
+            "them with mask=Documents(ids)."
         )
     kind = type(t)
     if not _has_ordinary_functions(kind):
         raise ProblemError(
             f"{name} is of the class {kind.__name__}, which has a __torch_function__ of its own, so its elements may "
-            f"mean anything: expected {expected}. If they are what they seem, pass it .as_subclass(torch.Tensor)."
+            f"have another meaning: expected {expected}. If they have not, pass it .as_subclass(torch.Tensor)."
         )
     if t.layout is not torch.strided:
         raise ProblemError(f"{name} has the layout {t.layout}: expected {expected} that is strided; call .to_dense().")
 
 
 def _has_ordinary_functions(kind: Any) -> bool:
-    """Whether functions of torch do with tensors of the class what they do with any."""
+    """Whether functions of torch treat tensors of the class like any tensor."""
     if kind is Tensor or kind is torch.nn.Parameter:
         return True
     own = next(base for base in kind.__mro__ if "__torch_function__" in base.__dict__)
@@ -113,7 +113,7 @@ def check_specs(mask: object, bias: object, score: object) -> None:
         hint = {
             "mask": "wrap a bool tensor as TensorMask(mask) (True keeps), a float one as bias=TensorBias(mask)",
             "bias": "wrap a tensor as TensorBias(bias)",
-            "score": "leave it out for the dot product, or see regard.describe.score",
+            "score": "omit it for the dot product, or see regard.scores",
         }[name]
         if isinstance(given, type) and issubclass(given, Spec):
             raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
@@ -135,15 +135,15 @@ def _check_spec(name: str, given: Spec | None) -> None:
 
 
 def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
-    """Raise `ProblemError` unless the tensor can be looked at before anything runs, as schedules are made of masks."""
+    """Raise `ProblemError` unless the elements can be read before the call runs: schedules need them."""
     if is_batched(t):
         raise ProblemError(
             f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
         )
     if has_own_operators(t) and not isinstance(t, FunctionalTensor):
         raise ProblemError(
-            f"a tensor in mask is of the class {type(t).__name__}, which keeps its elements elsewhere, and masks are "
-            "looked at before attention is computed: expected a torch.Tensor."
+            f"a tensor in mask is of the class {type(t).__name__}, whose elements are stored elsewhere, and masks are "
+            "read before attention is computed: expected a torch.Tensor."
         )
 
 
@@ -151,8 +151,8 @@ def check_has_data(mask: Mask) -> None:
     """Raise `ProblemError` unless the elements of the mask's tensors can be read."""
     if any(map(is_without_data, mask.tensors())):
         raise ProblemError(
-            f"{mask!r} has a tensor that has no data, and masks are looked at before attention is computed or "
-            "explained: expected a tensor on the CPU or a GPU. (q, k and v may be meta tensors in explain.)"
+            f"{mask!r} has a tensor without data, and masks are read before attention is computed or explained: "
+            "expected a tensor on the CPU or a GPU. (q, k and v may be meta tensors in explain.)"
         )
 
 
@@ -187,10 +187,10 @@ def check_sink(sink: object, heads: int, q: Tensor) -> None:
 
 
 def check_offset(offset: object) -> int:
-    """The offset as an int; one in a tensor is read, and one on a GPU waited for.
+    """The offset as an int; reads an offset in a tensor, which waits for a GPU.
 
     Raises:
-        ProblemError: it is none, or positions would not fit in 64 bits.
+        ProblemError: it is not an integer, or positions would exceed 64 bits.
     """
     try:
         index = None if isinstance(offset, bool) else cast(SupportsIndex, offset).__index__()
@@ -207,7 +207,7 @@ def check_offset(offset: object) -> int:
 
 
 def check_offset_tensor(offset: Tensor) -> None:
-    """Raise `ProblemError` unless it is an integer tensor of one element, which is not read."""
+    """Raise `ProblemError` unless it is an integer tensor of one element; does not read the element."""
     if offset.numel() != 1 or offset.is_floating_point() or offset.is_complex():
         raise _no_offset(f"{offset.dtype} {list(offset.shape)}")
 
@@ -229,21 +229,21 @@ def check_device(spec: Spec, q: Tensor) -> None:
 
 
 def in_transform() -> bool:
-    """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is at work."""
+    """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is active."""
     return current_func_transform() is not None or in_forward_mode()
 
 
 def can_be_read(*tensors: Tensor) -> bool:
-    """Whether code may read the elements of these now: torch neither traces nor transforms them, and they have data."""
+    """Whether elements can be read now: the tensors have data, and torch neither traces nor transforms them."""
     return not (torch.compiler.is_compiling() or in_transform() or any(map(is_without_data, tensors)))
 
 
 def is_finite(t: Tensor) -> bool:
-    """Whether all of a tensor is finite: its extremes tell, in one pass and without a tensor of bools."""
+    """Whether all elements are finite, by minimum and maximum: one pass, without a tensor of bools."""
     return not t.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(t.detach()))
 
 
 def has_own_operators(t: Tensor) -> bool:
-    """Whether its class says what operators do with it, so that its elements need not be at its address."""
+    """Whether its class defines its operators, so its elements may not be at its address."""
     kind: Any = type(t)
     return kind.__torch_dispatch__ is not cast(Any, Tensor).__torch_dispatch__ and not isinstance(t, FakeTensor)

@@ -1,11 +1,11 @@
 """Schedules in closed form, for masks whose kept keys are a union of few intervals per query (`Mask.intervals`).
 
 No edge of an interval moves to the left from a query to the next. So the first and the last query of a query tile
-decide which key tiles an interval reaches and which it covers. The bits of a tile that is reached and not covered are a
-function of how far the edges are from the tile's corner, its *kind*; bits are kept by kind from call to call.
+determine which key tiles an interval reaches and which it covers. A tile that is reached but not covered has a *kind*,
+the distances of the edges from its corner, which determines its bits; bits are cached by kind.
 
-`tiling.py` finds the same schedule, array by array, by recursive splitting, for any mask. Here it takes some 50 calls
-of numpy on small arrays, which is what a schedule costs whose call is short.
+`tiling.py` computes the same schedule by recursive splitting, for any mask. The closed form takes some 50 calls of
+numpy on small arrays, which makes schedules of short calls fast.
 """
 
 from functools import lru_cache
@@ -19,13 +19,13 @@ from regard.describe.recent import Recent
 from regard.plan.schedule import Schedule
 
 CELLS = 1 << 16
-"""Tiles of a call up to which it is scheduled here, as each has an entry in arrays; more are split recursively."""
+"""The most tiles of a call in closed form, since each tile has an array entry; larger calls are split recursively."""
 
 FAR = 1 << 60
 """Edges are cut to this distance, so that sums with positions fit 64 bits."""
 
 BELOW = np.tri(257, 256, -1, dtype=bool)
-"""Row n is True below n: reading rows takes a tenth of the time of comparing."""
+"""Row n is True below n: indexing rows takes a tenth of the time of comparisons."""
 
 
 _bits_of: Recent[object, bytes] = Recent(entries=4096, nbytes=4 << 20, size=len)
@@ -33,10 +33,10 @@ _bits_of: Recent[object, bytes] = Recent(entries=4096, nbytes=4 << 20, size=len)
 
 
 class Grid(NamedTuple):
-    """A call, cut into tiles.
+    """The tiles of a call.
 
     Attributes:
-        maps: how many maps the mask tells apart, along the batch and along the heads.
+        maps: count of different maps along the batch and along the heads.
     """
 
     batch: int
@@ -64,7 +64,7 @@ class Grid(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Tiles that are drawn: map, and index in the call of the first query and key; arrays of one length."""
+    """Tiles whose bits are computed: map, and index in the call of the first query and key; arrays of equal length."""
 
     m: Ints
     query: Ints
@@ -77,7 +77,7 @@ def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     covered, at = _covered_and_mixed(intervals, grid)
     row, column = np.divmod(at, grid.across)
     if not len(at):
-        return _scheduled(grid, covered, row, column, [])
+        return _make_schedule(grid, covered, row, column, [])
     m, t = np.divmod(row, grid.down)
     cells = _Cells(m, t * grid.tile, column * grid.tile)
     bits = _drawn(intervals, grid, cells) if _is_by_query(intervals) else _by_kind(intervals, grid, cells)
@@ -88,7 +88,7 @@ def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     if not some.all():
         covered.ravel()[at[kept == area]] = True
         row, column, bits = row[some], column[some], [b for b, mixed in zip(bits, some.tolist(), strict=True) if mixed]
-    return _scheduled(grid, covered, row, column, bits)
+    return _make_schedule(grid, covered, row, column, bits)
 
 
 def _near(edge: Edge, rows: int) -> Edge:
@@ -158,7 +158,7 @@ def _is_by_query(intervals: list[Interval]) -> bool:
 
 
 def _by_kind(intervals: list[Interval], grid: Grid, cells: _Cells) -> list[bytes]:
-    """The bits of every tile; each kind that is not known yet is drawn once."""
+    """The bits of every tile; computed once for each kind that is not cached."""
     tile, (m, query, key) = grid.tile, cells
     corner = query - key + grid.offset
     slopes = [corner + _of_map(e, m) for x in intervals for e in (x.left, x.right) if e is not None]
@@ -199,23 +199,23 @@ def _drawn(intervals: list[Interval], grid: Grid, cells: _Cells) -> list[bytes]:
 
 @lru_cache
 def _first_bits(tile: int) -> np.ndarray:
-    """[tile + 1, words]: the packed bits, least first, of a row of a tile that keeps its first n keys."""
+    """[tile + 1, uint64s]: the packed bits, least first, of a row of a tile that keeps its first n keys."""
     rows = np.packbits(np.tri(tile + 1, tile, -1, dtype=bool), axis=1, bitorder="little")
     return rows.view(np.uint64) if tile % 64 == 0 else rows
 
 
-def _scheduled(grid: Grid, covered: Bools, row: Ints, column: Ints, bits: list[bytes]) -> Schedule:
+def _make_schedule(grid: Grid, covered: Bools, row: Ints, column: Ints, bits: list[bytes]) -> Schedule:
     """The schedule with these FULL tiles, and PARTIAL ones with their bits."""
     starts = np.arange(grid.rows + 1)
-    width = grid.across + 1  # one more, which is False, ends the runs of a row
+    width = grid.across + 1  # one more column, False, ends the runs of a row
     padded = np.zeros(grid.rows * width + 1, dtype=bool)
     padded[1:].reshape(grid.rows, width)[:, :-1] = covered.reshape(grid.rows, -1)
     changes = (padded[1:] != padded[:-1]).nonzero()[0]
     run_row, run_tile = np.divmod(changes[::2], width)
-    numbers = {b: i for i, b in enumerate(sorted(set(bits)))}
-    patterns = np.frombuffer(bytearray().join(numbers), np.uint8).reshape(-1, grid.tile, grid.tile // 8)
+    index = {b: i for i, b in enumerate(sorted(set(bits)))}
+    patterns = np.frombuffer(bytearray().join(index), np.uint8).reshape(-1, grid.tile, grid.tile // 8)
     return Schedule(
         grid.batch, grid.heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps,
         run_row.searchsorted(starts), run_tile, changes[1::2] - changes[::2],
-        row.searchsorted(starts), column, np.array([numbers[b] for b in bits], dtype=np.int64), patterns,
+        row.searchsorted(starts), column, np.array([index[b] for b in bits], dtype=np.int64), patterns,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Biases that depend on the head and on k - q alone (`Bias.per_distance`), as one vector per head.
 
-A call of n queries and m keys has n + m - 1 distances, where its scores are n * m.
+A call of n queries and m keys has n * m scores, but only n + m - 1 distances.
 """
 
 from functools import reduce
@@ -14,7 +14,7 @@ from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 
 KEPT = 64 << 20
-"""Bytes of vectors that are kept from call to call."""
+"""The most bytes of cached vectors."""
 
 
 def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
@@ -31,14 +31,14 @@ def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: i
 
 
 def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
-    """The same, not differentiable, from memory where it was asked for before.
+    """`by_distance` from a cache, not differentiable.
 
-    It is made for more distances than are asked for, so that a call of one more key needs no new one.
+    A cached vector has more distances than the call needs, so a call with one more key finds it again.
     """
     key = (bias.fingerprint(), heads, dtype)
     low, made = _vectors.get(key) or (0, None)
     if made is None or first < low or first + count > low + made.shape[1]:
-        low, high = -_rounded(-first), _rounded(first + count)
+        low, high = -_next_power(-first), _next_power(first + count)
         if high - low > 4 * count + 1024:  # far from the diagonal
             low, high = first, first + count
         made = by_distance(bias, heads, dtype, low, high - low).detach()
@@ -46,12 +46,12 @@ def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, cou
     return made[:, first - low : first - low + count]
 
 
-def _rounded(n: int) -> int:
-    """A power of two not below n, so that ever longer calls make new vectors ever more rarely."""
+def _next_power(n: int) -> int:
+    """The next power of two, so that growing calls seldom make a new vector."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 _Key = tuple[Fingerprint, int, torch.dtype]
 
 _vectors: Recent[_Key, tuple[int, Tensor]] = Recent(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
-"""Vectors, each with its first distance. They hold no tensor of the user's."""
+"""Vectors, each with its first distance. They keep no tensor of the user alive."""

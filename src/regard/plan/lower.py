@@ -29,11 +29,11 @@ from regard.storage.hadamard import hadamard
 
 @dataclass(frozen=True)
 class Step:
-    """What a lowering did.
+    """The record of a lowering.
 
     Attributes:
         name: of the lowering.
-        did: what it did, as a sentence.
+        did: a sentence for `explain`.
         apply: maps the operands of each call, differentiably; None for nothing. It keeps no tensor.
         finish: maps the state that the backend returns; None for nothing.
     """
@@ -51,12 +51,12 @@ Lowering = Callable[[Problem, Schedule], tuple[Problem, Step | None]]
 
 
 def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Replace the mask by none, or by `Causal()`, where it keeps the same pairs in this call; the schedule tells.
+    """Replace the mask by none, or by `Causal()`, where the schedule shows that it keeps the same pairs in this call.
 
-    A window that is longer than the sequence, lengths that are all full, one decoded token.
+    Examples are a window longer than the sequence, lengths that are all full, one decoded token.
 
     Returns:
-        the problem, and what was done, None if nothing.
+        the problem, and the step; None if nothing changed.
     """
     if problem.mask is None:
         return problem, None
@@ -70,7 +70,7 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
 
 
 def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
-    """Whether a mask that is bound to a call of these sizes surely keeps every pair; its bounds tell."""
+    """Whether the bounds of a mask, bound to a call of these sizes, show that it keeps every pair."""
     if mask.broadcast_shape() != (1, 1):
         return False
     q0, keys = sizes.offset, sizes.keys
@@ -79,7 +79,7 @@ def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
 
 
 def gather(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Make tensors of keys and values that are stored in pages or codes."""
+    """Gather and decode stored keys and values to tensors."""
     if problem.storage is None:
         return problem, None
     did = f"keys and values ({problem.storage}) are copied into tensors of {str(problem.dtype).removeprefix('torch.')}"
@@ -87,7 +87,7 @@ def gather(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def gather_where_needed(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Make tensors of stored keys and values where gradients are wanted, or the score is no dot product."""
+    """`gather`, only if gradients are needed or the score is no dot product."""
     return gather(problem, tiles) if problem.grad or problem.score is not None else (problem, None)
 
 
@@ -95,12 +95,12 @@ def turn(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     """Rotate the queries as the stored keys are rotated, and the outputs back."""
     if problem.storage is None or "rotated" not in problem.storage.k:
         return problem, None
-    did = "q is turned by a Hadamard rotation as the stored keys are, and the output turned back as the values are"
+    did = "q is rotated by a Hadamard transform as the stored keys are, and the output is rotated back"
     return problem, Step("turn", did, _turned, _turned_back)
 
 
 def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Apply the part of a score that is once per token: most are then the dot product, which every backend has."""
+    """Apply the part of a score that is per token; what remains is mostly the dot product, which every backend has."""
     if problem.score is None:
         return problem, None
     prepared = cast("type[Score]", problem.score.kind).prepared(problem.score)
@@ -111,14 +111,14 @@ def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
 
 
 def widen(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Make queries, keys and values float64."""
+    """Convert queries, keys and values to float64."""
     if problem.dtype == torch.float64:
         return problem, None
-    return problem, Step("widen", "q, k and v are made float64", _widened)
+    return problem, Step("widen", "q, k and v are converted to float64", _widened)
 
 
 def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Copy those of q, k and v whose last dimension is not contiguous."""
+    """Copy q, k or v where the last dimension is not contiguous."""
     if not problem.non_contiguous:
         return problem, None
     did = f"{', '.join(problem.non_contiguous)} copied: last dimension not contiguous"
@@ -126,7 +126,7 @@ def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Add the tensors among the biases into one, in the precision of scores; biases by distance stay vectors."""
+    """Add several tensor biases to one, in the precision of scores; biases by distance stay vectors."""
     parts = [] if problem.bias is None else _terms(problem.bias)
     tensors = [part for part in parts if part.kind is TensorBias]
     if len(tensors) < 2:
@@ -142,7 +142,7 @@ _CAUSAL = Causal().fingerprint()
 
 
 def gathered(operands: Operands) -> Operands:
-    """The operands with stored keys and values as tensors."""
+    """The operands, with stored keys and values as tensors."""
     if operands.stored is None:
         return operands
     k, v = operands.stored
@@ -168,7 +168,7 @@ def _prepared(operands: Operands) -> Operands:
 
 
 def _is_triangle(tiles: Schedule) -> bool:
-    """Whether the schedule lists just what `Causal()` keeps: first as many pairs, then the same ones."""
+    """Whether the schedule keeps the same pairs as `Causal()`: compares counts first, then tiles."""
     seen = np.clip(np.arange(tiles.queries) + tiles.offset + 1, 0, tiles.keys)
     if int(seen.sum()) * tiles.batch * tiles.heads != tiles.pairs:
         return False
@@ -193,7 +193,7 @@ def _terms(bias: Fingerprint) -> list[Fingerprint]:
 
 
 def _added(problem: Problem, operands: Operands) -> Operands:
-    """The operands with all `TensorBias`es in one, whose rows are the queries of the call."""
+    """The operands, with all `TensorBias`es added to one, whose rows are the queries of the call."""
     terms = cast(Bias, operands.bias).terms()
     tensors = [cast(TensorBias, term).rows(problem.queries, problem.offset) for term in terms if _is_tensor(term)]
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32

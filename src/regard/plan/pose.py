@@ -1,4 +1,4 @@
-"""`pose`: check a request, and take it apart into its problem and its operands. Every error of input is raised here."""
+"""`pose`: check a request and split it into problem and operands. Every error of input is raised here."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
     """The problem and the operands of a request.
 
     Raises:
-        ProblemError: anything about the call that makes no sense.
+        ProblemError: an argument of the call is wrong.
     """
     q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, _, lse, stored = request
     check_tensors(q, k, v)
@@ -80,10 +80,10 @@ def pose(request: Request) -> tuple[Problem, Operands]:
     return problem, Operands(q, k, v, mask, bias, sink, score, stored)
 
 
-def pose_like(asked: Problem, request: Request) -> tuple[Problem, Operands]:
-    """`pose`, of a request that differs from the one of `asked` in sizes alone and has neither bias nor score.
+def pose_like(known: Problem, request: Request) -> tuple[Problem, Operands]:
+    """`pose` for a request that differs from that of `known` in sizes alone and has neither bias nor score.
 
-    Nothing but the sizes need be checked then.
+    So only the sizes are checked.
 
     Raises:
         ProblemError: a mask that does not fit the sizes.
@@ -91,9 +91,9 @@ def pose_like(asked: Problem, request: Request) -> tuple[Problem, Operands]:
     q, k, v, mask, _, _, _, _, sink, _, offset, _, _, stored = request
     queries, keys = q.shape[2], k.shape[2]
     offset = keys - queries if offset is None else offset
-    mask = None if mask is None else mask.bind(CallSizes(asked.batch, asked.heads, queries, keys, offset))
+    mask = None if mask is None else mask.bind(CallSizes(known.batch, known.heads, queries, keys, offset))
     problem = replace(
-        asked,
+        known,
         queries=queries,
         keys=keys,
         offset=offset,

@@ -1,7 +1,7 @@
-"""The problem: what a call asks for, without its tensors. `plan/pose.py` makes it.
+"""The problem: a call without its tensors. `plan/pose.py` makes it.
 
 A `Problem` is frozen and hashable, so plans are cached by it; it has sizes, types and the fingerprints of the specs.
-What goes to the engine, the tensors and the specs that carry tensors, are the `Operands`.
+The `Operands` are the tensors, and the specs with their tensors; the backend gets both.
 """
 
 import math
@@ -22,9 +22,9 @@ class Storage(NamedTuple):
     """How the keys and values of a call are stored.
 
     Attributes:
-        k: the forms of the parts of the keys (`StoredTensor.encodings`).
-        v: the same of the values.
-        nbytes: bytes of both that must be read, at least.
+        k: the encodings of the parts of the keys (`StoredTensor.encodings`).
+        v: those of the values.
+        nbytes: bytes of both, which a call reads at least once.
     """
 
     k: tuple[str, ...]
@@ -33,7 +33,7 @@ class Storage(NamedTuple):
 
     @classmethod
     def of(cls, k: StoredTensor, v: StoredTensor) -> "Storage":
-        """How these are stored."""
+        """The storage of these keys and values."""
         return cls(k.encodings, v.encodings, k.nbytes + v.nbytes)
 
     def __str__(self) -> str:
@@ -43,24 +43,24 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a call asks for, as sizes, types and fingerprints.
+    """A call as sizes, types and fingerprints.
 
     Attributes:
         batch, heads, kv_heads, queries, keys, v_dim: sizes of q, k and v.
-        qk_dim, k_dim: the last sizes of q and k, which are equal unless the score compares unlike ones.
+        qk_dim, k_dim: the last sizes of q and k, equal unless the score takes different ones.
         dtype: of q, k and v.
         device: their kind of device, "cpu" for example.
         mask, bias, score: fingerprints; None for no mask, no bias, the dot product.
-        score_dim: products that the score of a pair is the sum of; qk_dim for a dot product.
-        scale, softcap, dropout, offset: as `attend` takes them, defaults filled in.
+        score_dim: terms of the sum for one score; qk_dim for a dot product.
+        scale, softcap, dropout, offset: as in `attend`, with defaults filled in.
         sink: whether there is one.
-        grad: whether gradients will flow back from the output.
-        lse: whether the log-sum-exp is wanted as well as the output.
+        grad: whether gradients may flow back from the output.
+        lse: whether the call returns the log-sum-exp as well.
         transformed: whether the call is under `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation.
         non_contiguous: those of "q", "k", "v" whose last dimension is not contiguous.
-        opaque: whether some tensor's elements are not at its address: it is lazily negated, or of a class with a
-            `__torch_dispatch__` of its own.
-        storage: how keys and values are stored; None where they are tensors.
+        opaque: whether the elements of some tensor are not at its address: the tensor is lazily negated, or its class
+            has its own `__torch_dispatch__`.
+        storage: of stored keys and values; None for tensors.
     """
 
     batch: int
@@ -114,7 +114,7 @@ class Problem:
 class Operands(NamedTuple):
     """The tensors of a call, and its specs bound to the call's sizes.
 
-    Where keys and values are stored, `stored` has them, and `k` and `v` are tensors of their shape without content.
+    Stored keys and values are in `stored`; `k` and `v` are then tensors of their shape without data.
     """
 
     q: Tensor

@@ -1,7 +1,7 @@
-"""The request: the arguments of a call as its caller gave them, and the key by which a call is known again.
+"""The request: the arguments of a call, and the key under which its plan is cached.
 
-A plan depends on sizes, types, flags and specs, never on elements of q, k and v. So a field enters the key by what a
-plan may depend on: the annotation of each field says how, and a field without one is an error at import.
+A plan depends on sizes, types, flags and specs, never on elements of q, k and v. The annotation of each field tells
+which of its properties enter the key; a field without annotation is an error at import.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,14 @@ from regard.storage.stored import StoredTensor
 
 
 class NoKeyError(Exception):
-    """Nothing tells when the value changes, or it is of the wrong type: the call is posed, and nothing is kept."""
+    """The request has no key: changes of a value cannot be detected, or its type is wrong. No plan is cached."""
 
 
 class By(NamedTuple):
-    """How a field enters the key: by Python expressions of its name, and statements before them.
+    """How a field enters the key: Python expressions of its name, and statements before them.
 
-    Texts, as they become one function (`_compiled`): a call per field would take half the time of a known call.
+    They are source text, compiled to one function: a function call per field would take half the time of a call with a
+    cached plan.
     """
 
     entries: str
@@ -39,34 +40,34 @@ FORM = By(
     "{0}.__class__, {0}.is_neg(), {0}.layout, {0}.requires_grad",
     "{0}_batch, {0}_heads, {0}_tokens, {0}_dim = {0}.shape",
 )
-"""Of q, k and v: all but the elements, the numbers of tokens (see `Sizes`) and strides that no plan depends on."""
+"""Of q, k and v: all but elements, token counts (see `Sizes`) and the strides that no plan depends on."""
 
 VALUE = By("{0}, {0}.__class__")
-"""The value and its type: True equals 1, and is an error where 1 is none."""
+"""The value and its type: True equals 1, but may be an error where 1 is valid."""
 
 CONTENT = By("None if {0} is None else _content({0})")
 """Of a mask: the fingerprint, as schedules are made of the elements of its tensors."""
 
 TENSORS = By("None if {0} is None else _tensors({0})")
-"""Of a bias or score: types and sizes of its tensors. So a bias that is learned keeps its plan."""
+"""Of a bias or score: types and sizes of its tensors, so a learned bias keeps its plan."""
 
 TENSOR = By("None if {0} is None else _tensor({0})")
 """Of other tensors: all but the elements and the strides."""
 
 ENCODINGS = By("None if {0} is None else ({0}[0].encodings, {0}[0].row_lengths, {0}[1].encodings)")
-"""Of stored keys and values: how their parts are written."""
+"""Of stored keys and values: the encodings of their parts."""
 
 
 Sizes = tuple[int, int, int, int]
-"""What differs between calls of equal form: the numbers of queries, keys and values, and the bytes of stored ones."""
+"""Sizes outside of the key: counts of queries, keys and values, and bytes of stored keys and values."""
 
 
 class Request(NamedTuple):
     """The arguments of `attend`, `attend_state` or `explain`, and two that follow from them.
 
     Attributes:
-        lse: whether the log-sum-exp is wanted.
-        stored: keys and values where either is stored; then `k` and `v` are tensors of their shape without content.
+        lse: whether the call returns the log-sum-exp.
+        stored: keys and values if either is stored; `k` and `v` are then tensors of their shape without data.
     """
 
     q: Annotated[Tensor, FORM]
@@ -80,15 +81,15 @@ class Request(NamedTuple):
     sink: Annotated[Tensor | None, TENSOR] = None
     dropout: Annotated[float, VALUE] = 0.0
     offset: Annotated[Any, VALUE] = None  # an int or None; a Tensor until the request is resolved
-    backend: Annotated[Any, VALUE] = None  # a name or an engine, which `plan` does not know
+    backend: Annotated[Any, VALUE] = None  # a name or a `Backend`, which `plan` does not import
     lse: Annotated[bool, VALUE] = False
     stored: Annotated[tuple[StoredTensor, StoredTensor] | None, ENCODINGS] = None
 
     def resolved(self) -> "Request":
-        """The same request with an offset in a tensor read, and stored keys and values unpacked.
+        """The request with the offset as an int, and stored keys and values in `stored`.
 
         Raises:
-            ProblemError: an offset that is no int; keys and values that do not belong together.
+            ProblemError: an offset that is not an integer; keys and values that do not belong together.
         """
         request = self
         if isinstance(self.offset, Tensor):
@@ -99,15 +100,15 @@ class Request(NamedTuple):
         return request
 
     def key(self) -> tuple[object, Sizes] | None:
-        """(what calls of one form share, their sizes); None where nothing may be kept, or something is wrong."""
+        """(key of the plan, sizes of the call); None if no plan may be cached, or an argument is wrong."""
         try:
             return _key(*self)
         except (AttributeError, IndexError, NoKeyError, RuntimeError, TypeError, ValueError):
             return None
 
 
-def _compiled() -> Callable[..., tuple[object, Sizes]]:
-    """The function from the fields of a request to its key, made of their annotations."""
+def _compile_key() -> Callable[..., tuple[object, Sizes]]:
+    """The function from the fields of a request to its key, from their annotations."""
     fields = {name: hint.__metadata__[0] for name, hint in get_type_hints(Request, include_extras=True).items()}
     before = "".join(f"    {by.before.format(name)}\n" for name, by in fields.items() if by.before)
     entries = ", ".join(by.entries.format(name) for name, by in fields.items())
@@ -139,18 +140,18 @@ def _tensor(t: Tensor) -> object:
     return t.shape, t.dtype, t.device, t.__class__, t.is_neg(), t.layout, t.requires_grad
 
 
-_key = _compiled()
+_key = _compile_key()
 
 
 def stored_pair(
     k: Tensor | StoredTensor, v: Tensor | StoredTensor, mask: Mask | None, bias: Bias | None, offset: object
 ) -> tuple[Mask | None, tuple[StoredTensor, StoredTensor]]:
-    """The mask of a call, and its keys and values as stored tensors; one of them is stored already.
+    """The mask of a call, and its keys and values as stored tensors, if either is stored.
 
-    Where rows have different numbers of keys, the mask says so, and the last query of each row is at its last key.
+    For rows of different lengths the mask is `Ragged`, and the last query of each row is at its last key.
 
     Raises:
-        ProblemError: keys and values that are not of one cache; a mask, bias or offset that makes no sense for rows of
+        ProblemError: keys and values that are not of one cache; a mask, bias or offset that does not fit rows of
             different lengths.
     """
     keys, values = _as_stored(k, "k"), _as_stored(v, "v")
@@ -174,15 +175,15 @@ def _as_stored(given: object, name: str) -> StoredTensor:
 
 
 def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offset: object) -> Mask | None:
-    """The mask of a call whose rows have different lengths: the last query of each row is at its last key."""
+    """The mask for rows of different lengths: the last query of each row is at its last key."""
     if offset is not None:
         raise ProblemError(
-            f"offset is {offset}, and the rows of the stored keys have different lengths: leave it out, then the last "
-            "query of each row is at its own last key."
+            f"offset is {offset}, and the rows of the stored keys have different lengths: omit it, then the last query "
+            "of each row is at its own last key."
         )
     if isinstance(bias, Bias) and any(term.per_distance() for term in bias.terms()):
         raise ProblemError(
-            f"{bias!r} with rows of different lengths: a bias by distance is not known there. Call attend row by row."
+            f"{bias!r} with rows of different lengths: a bias by distance does not take them. Call attend row by row."
         )
     if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         return mask  # `pose` raises

@@ -1,8 +1,8 @@
 """The schedule: which tiles of the queries x keys rectangle are computed, and how.
 
 For every tile of queries it lists runs of consecutive FULL key tiles (every pair kept, no mask needed) and PARTIAL
-key tiles, each with the index of its bit pattern; equal patterns are stored once. What is not listed holds no kept
-pair. It depends on the mask alone, and on no backend: backends, costs and rings take their loops from it.
+key tiles, each with the index of its bit pattern; equal patterns are stored once. Tiles that are not listed have no
+kept pair. A schedule depends on the mask, not on a backend: backends, costs and rings take their loops from it.
 `tiling.py` makes it.
 """
 
@@ -80,7 +80,7 @@ class Schedule:
 
     @cached_property
     def covered(self) -> int:
-        """Pairs inside the listed tiles, over all batch rows and heads: what a backend of whole tiles computes."""
+        """Pairs inside the listed tiles, over all batch rows and heads: the work of a backend of whole tiles."""
         patched = np.repeat(self._rows, np.diff(self.patch_start)) * self._patch_keys
         return (self._full_pairs + int(patched.sum())) * self.shared
 

@@ -1,4 +1,4 @@
-"""How a schedule is made: in closed form for intervals (`closed_form.py`), else by splitting rectangles.
+"""Making a schedule: in closed form for intervals (`closed_form.py`), else by splitting rectangles.
 
 `mask.bounds` is evaluated for rectangles of tiles, and only those that are undecided are split. All rectangles of a
 level are evaluated at once, as arrays, so the cost follows the mask's boundary and not the square of the length. Tiles
@@ -15,12 +15,11 @@ from regard.plan.schedule import Schedule
 from regard.torch_internals import ignore_func_transforms
 
 CHUNK = 1 << 22
-"""Pairs of which `keep` is asked at once: what the making of a schedule needs of memory is a few times this many
-bytes."""
+"""Pairs per call of `keep`: making a schedule takes a few times this many bytes of memory."""
 
 
 def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: int, offset: int, tile: int) -> Schedule:
-    """The schedule of a mask that is bound to its call (`mask.bind`), or of no mask.
+    """The schedule of a mask that is bound to its call (`mask.bind`), or of no mask (None).
 
     Args:
         offset: position of the first query.
@@ -31,17 +30,17 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     >>> s.tiles, s.pairs, len(s.patterns)
     ((6, 4, 6), 32896, 1)
     """
-    spread = (1, 1) if mask is None else mask.broadcast_shape()
+    shape = (1, 1) if mask is None else mask.broadcast_shape()
     if not batch * heads:
-        mask, spread = None, (1, 1)
-    maps = (batch if spread[0] > 1 else 1, heads if spread[1] > 1 else 1)
+        mask, shape = None, (1, 1)
+    maps = (batch if shape[0] > 1 else 1, heads if shape[1] > 1 else 1)
     grid = Grid(batch, heads, queries, keys, offset, tile, maps)
     intervals = _intervals(mask, grid)
     return split_recursively(mask, grid) if intervals is None else closed_form(intervals, grid)
 
 
 def _intervals(mask: Mask | None, grid: Grid) -> Union:
-    """The kept keys as intervals, where the closed form is to be used."""
+    """The kept keys as intervals; None where the closed form is not used."""
     if (
         not grid.queries
         or not grid.keys
@@ -57,13 +56,13 @@ def _intervals(mask: Mask | None, grid: Grid) -> Union:
 def split_recursively(mask: Mask | None, grid: Grid) -> Schedule:
     """The schedule of any mask."""
     full, undecided = _split(mask, grid)
-    sure, partial, numbers, patterns = _patterns(mask, grid, undecided)
+    sure, partial, pattern_of, patterns = _patterns(mask, grid, undecided)
     run_start, run_tile, run_length = _runs(grid, np.concatenate([_row_runs(full), sure]))
     order = np.lexsort((partial[:, 1], partial[:, 0]))
     patch_start = np.searchsorted(partial[order, 0], np.arange(grid.rows + 1))
     return Schedule(
         grid.batch, grid.heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps,
-        run_start, run_tile, run_length, patch_start, partial[order, 1], numbers[order], patterns,
+        run_start, run_tile, run_length, patch_start, partial[order, 1], pattern_of[order], patterns,
     )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def _positions(grid: Grid, cells: Ints) -> Rectangles:
 
 
 def _quarters(cells: Ints) -> Ints:
-    """Each rectangle cut in two along each of its axes that is longer than a tile."""
+    """Each rectangle split in two along each axis that is longer than a tile."""
     for low, high in ((1, 2), (3, 4)):
         middle = (cells[:, low] + cells[:, high] + 1) // 2
         first, second = cells.copy(), cells[cells[:, high] - cells[:, low] > 1]
@@ -126,9 +125,9 @@ def _runs(grid: Grid, runs: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _patterns(mask: Mask | None, grid: Grid, cells: Ints) -> tuple[Ints, Ints, Ints, np.ndarray]:
-    """Look into the undecided tiles, once per signature.
+    """Evaluate the undecided tiles, one per signature.
 
-    Returns: runs of the tiles that turn out to be full, the PARTIAL tiles [n, (row, key tile)], their patterns'
+    Returns: runs of the tiles that are full after all, the PARTIAL tiles [n, (row, key tile)], their patterns'
         indices, the patterns.
     """
     nothing = np.zeros((0, grid.tile, grid.tile // 8), dtype=np.uint8)
@@ -141,12 +140,12 @@ def _patterns(mask: Mask | None, grid: Grid, cells: Ints) -> tuple[Ints, Ints, I
     area = edges[representative].prod(axis=1)
     sure, partial = cells[(kept == area)[group]], (kept > 0) & (kept < area)
     chosen, number = _distinct(bits[partial].reshape(-1, grid.tile**2 // 8))
-    numbers = np.full(len(bits), -1)
-    numbers[partial] = number
+    pattern_of = np.full(len(bits), -1)
+    pattern_of[partial] = number
     at = partial[group]
     runs = np.stack([sure[:, 0], sure[:, 1], sure[:, 3], np.ones(len(sure), np.int64)], axis=1)
     places = np.stack([cells[at, 0] * grid.down + cells[at, 1], cells[at, 3]], axis=1)
-    return runs, places, numbers[group[at]], bits[partial][chosen]
+    return runs, places, pattern_of[group[at]], bits[partial][chosen]
 
 
 def _distinct(rows: np.ndarray) -> tuple[Ints, Ints]:
@@ -165,16 +164,16 @@ def _bits(mask: Mask, grid: Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
     step = max(1, CHUNK // grid.tile**2)
     packed, kept = [], []
     for start in range(0, len(r.b), step):
-        pattern = _evaluated(mask, grid.tile, Rectangles(*(side[start : start + step] for side in r)))
+        pattern = _evaluate(mask, grid.tile, Rectangles(*(side[start : start + step] for side in r)))
         packed.append(np.packbits(pattern, axis=2, bitorder="little"))
         kept.append(pattern.sum(axis=(1, 2), dtype=np.int64))
     return np.concatenate(packed), np.concatenate(kept)
 
 
-def _evaluated(mask: Mask, tile: int, r: Rectangles) -> Bools:
-    """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges, where it is not asked."""
+def _evaluate(mask: Mask, tile: int, r: Rectangles) -> Bools:
+    """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges, without calling it there."""
     steps = np.arange(tile)
-    # under torch.func too: a mask is looked at, not differentiated or mapped over
+    # also under torch.func: a mask is only read, not differentiated or mapped
     with ignore_func_transforms():
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
         q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
