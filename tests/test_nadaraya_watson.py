@@ -91,7 +91,7 @@ def test_any_score_is_the_logarithm_of_a_kernel():
         (((2, 5, 4), (3, 7, 4), (3, 7, 2)), r"leading axes \[2\], \[3\], \[3\]"),
         (
             ((3,), (7, 3), (7, 2)),
-            r"queries are \[3\] and keys \[7, 3\]: a tensor of one axis is read as points on a line",
+            r"queries are \[3\] and keys \[7, 3\]: a tensor of one axis has points on a line",
         ),
         ((torch.Size(), (7, 4), (7, 2)), r"queries is a tensor \[\]"),
     ],

@@ -152,7 +152,7 @@ def test_what_cannot_be_shared_is_refused():
         attend_shared(q, *own, prefix=tokens_of(40, batch=2))
     with pytest.raises(ProblemError, match=r"expected \(keys, values\)"):
         attend_shared(q, *own, prefix=prefix[0])
-    with pytest.raises(ProblemError, match="3 queries, and a row with 1 keys behind the prefix"):
+    with pytest.raises(ProblemError, match="3 queries, and a row with 1 keys after the prefix"):
         attend_shared(q, own[0][:, :, :1], own[1][:, :, :1], prefix=prefix, mask=Causal())
 
 

@@ -111,7 +111,7 @@ def test_gradients_flow_through_a_soft_look_up():
         (lambda: SoftDict(torch.eye(3), torch.eye(3), temperature=math.nan), "nan"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up(torch.zeros(1, 1, 3)), r"queries is .* \[1, 1, 3\]"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3), 1e-310), "expected a number from 1e-30 up, 0 for the best"),
-        (lambda: SoftDict(torch.eye(3), torch.eye(3).double()), "must be alike"),
+        (lambda: SoftDict(torch.eye(3), torch.eye(3).double()), "must agree"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3), score="dot"), "expected a score such as"),
         (lambda: SoftDict(torch.eye(3), torch.eye(3)).look_up([1.0, 0.0]), "queries is list"),
         (

@@ -167,7 +167,7 @@ def test_masked_nan_in_stored_values_never_shows() -> None:
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (lambda: attend(Q, *ragged([83, 40]), offset=3), "leave it out"),
+        (lambda: attend(Q, *ragged([83, 40]), offset=3), "omit it, then the last query of each row"),
         (lambda: attend(Q, *ragged([83, 40]), bias=Alibi(6)), "row by row"),
         (lambda: attend(Q, paged(K, 3), "v"), "v is str"),  # pyright: ignore[reportArgumentType]
         (lambda: attend(Q, paged(K, 3), paged(V[:, :, :7], 3)), "a value belongs to each key"),

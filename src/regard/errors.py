@@ -1,48 +1,48 @@
-"""The errors that regard raises on purpose.
+"""The errors of regard.
 
 ```
 RegardError(Exception)
-├── ProblemError(RegardError, ValueError)              what was asked makes no sense: sizes, types, values
+├── ProblemError(RegardError, ValueError)              an argument is wrong: sizes, types, values
 │   ├── KeywordError(ProblemError, TypeError)          a keyword that the function does not have
-│   └── TorchError(ProblemError, RuntimeError)         the same where torch's own function is stood in for
-└── RefusalError(RegardError, NotImplementedError)     it makes sense, and no engine (or not the one named) can run it
+│   └── TorchError(ProblemError, RuntimeError)         the same in the replacement of torch's own function
+└── RefusalError(RegardError, NotImplementedError)     a valid call that no backend (or not the named one) can run
 ```
 
-Every message says what came, what was expected, and what to do.
+Every message has what was received, what was expected, and what to do.
 
-`SlowWarning` (a `UserWarning`) is no error: the result is right, and takes longer than it need.
+`SlowWarning` (a `UserWarning`) is not an error: the result is right, but slower than possible.
 """
 
 
 class RegardError(Exception):
-    """The root: `except RegardError` catches whatever regard raises on purpose."""
+    """The root: `except RegardError` catches all errors of regard."""
 
 
 class ProblemError(RegardError, ValueError):
-    """What was asked makes no sense.
+    """An argument, or a combination of arguments, is wrong.
 
-    Raised before anything is computed, by the description that finds it or by `regard.plan.problem.pose`.
+    Raised before anything is computed, by a description or by `regard.plan.pose.pose`.
     """
 
 
 class KeywordError(ProblemError, TypeError):
-    """A keyword that the function does not have: a `TypeError`, as Python makes of it, that says what to write."""
+    """A keyword that the function does not have: a `TypeError`, as in Python, with what to write instead."""
 
 
 class TorchError(ProblemError, RuntimeError):
-    """A `ProblemError` of `regard.scaled_dot_product_attention`: a `RuntimeError`, as those of torch's function are."""
+    """A `ProblemError` of `regard.scaled_dot_product_attention`: a `RuntimeError`, as in torch's function."""
 
 
 class RefusalError(RegardError, NotImplementedError):
-    """It makes sense, and no engine can run it, or the engine asked for by name cannot.
+    """A valid call that no backend can run, or not the named one.
 
-    Nothing falls back silently: an engine asked for by name runs or raises this with its reasons.
+    Nothing falls back silently: a named backend runs, or raises this with its reasons.
     """
 
 
 class SlowWarning(UserWarning):
     """Attention on the CPU is slower than it could be: the compiled library, or its best kernels, are missing.
 
-    Given once in a process, at the first call of `attend` that they would have computed. To silence it:
+    Issued once per process, at the first call of `attend` that they would have computed. To silence it:
     `warnings.filterwarnings("ignore", category=regard.SlowWarning)`, or the environment variable `REGARD_QUIET=1`.
     """

@@ -1,10 +1,10 @@
-"""Attention as kernel regression: the estimate at a query is the mean of the values, weighed by a kernel.
+"""Attention as kernel regression: the estimate at a query is the mean of the values, weighted by a kernel.
 
     out(q) = sum_j K(q, k_j) v_j / sum_j K(q, k_j)
 
 Nadaraya 1964, "On estimating regression"; Watson 1964, "Smooth regression analysis". With `K = exp(scale q . k)` it is
 dot-product attention (Tsai et al. 2019, arXiv:1908.11775, §3), and with any other kernel it is attention with the
-logarithm of the kernel as its score, computed by the same engines.
+logarithm of the kernel as its score, computed by the same backends.
 """
 
 import math
@@ -29,24 +29,24 @@ def nadaraya_watson(
     mask: Mask | None = None,
     backend: str | Backend | None = None,
 ) -> Float[Tensor, "..."]:
-    """Kernel regression: where keys are observed points and values what was observed there, the estimate at queries.
+    """Kernel regression: keys are the points of observations and values their results; the estimate at queries.
 
     Args:
         queries: [..., queries, dim], or [queries] for points on a line.
         keys: [..., keys, dim] or [keys], in the units of the queries; leading axes broadcast.
         values: [..., keys, v_dim] or [keys].
         kernel: `Gaussian(h)`, `Laplacian(h)` or `Epanechnikov(h)`, of bandwidth h; None or `Dot()` for the exponential
-            of the scaled dot product, which makes it attention; or any other score, whose exponential is the kernel.
-            For a bandwidth that is learned, or one per dimension, divide queries and keys by it.
-        mask: which query may see which key; all leading axes are one batch axis to it.
-        backend: an engine by name.
+            of the scaled dot product, which is attention; any other score has its exponential as the kernel. For a
+            learned bandwidth, or one per dimension, divide queries and keys by it.
+        mask: which query may see which key; it sees all leading axes as one batch axis.
+        backend: a backend by name.
 
     Returns:
-        [..., queries, v_dim], or [queries] if the values are [keys]. A query that sees no key, or that is further than
-        h from every key of an Epanechnikov kernel, gives 0.
+        [..., queries, v_dim], or [queries] if the values are [keys]. A query that sees no key, or is further than h
+        from every key of an Epanechnikov kernel, gives 0.
 
     Raises:
-        ProblemError: shapes that make no regression.
+        ProblemError: shapes that do not fit.
 
     >>> import torch
     >>> from regard.scores import Gaussian, nadaraya_watson
@@ -60,8 +60,8 @@ def nadaraya_watson(
         raise ProblemError(f"kernel is {kernel!r}: expected a kernel such as Gaussian(1.0), or None.")
     if q.shape[-1] != k.shape[-1] and 1 in (queries.ndim, keys.ndim):
         raise ProblemError(
-            f"queries are {list(queries.shape)} and keys {list(keys.shape)}: a tensor of one axis is read as points on "
-            "a line; one point in space is points[None]."
+            f"queries are {list(queries.shape)} and keys {list(keys.shape)}: a tensor of one axis has points on a "
+            "line; one point in space is points[None]."
         )
     if k.shape[-2] != v.shape[-2]:
         raise ProblemError(f"keys are {k.shape[-2]} points and values {v.shape[-2]}: a value belongs to each key.")
@@ -73,7 +73,7 @@ def nadaraya_watson(
 
 
 def _points(name: str, t: object) -> Tensor:
-    """[..., points, dim]: points on a line get an axis."""
+    """The tensor as [..., points, dim]; points on a line get the last axis."""
     if not isinstance(t, Tensor) or t.ndim == 0:
         what = f"a tensor {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
         raise ProblemError(f"{name} is {what}: expected a tensor [..., points, dim], or [points] on a line.")

@@ -1,9 +1,9 @@
-"""Attention of many sequences that begin alike: their common keys are read once for all of them.
+"""Attention of sequences with a shared prefix: the keys of the prefix are read once for all rows.
 
-The queries of the rows that share a stretch of keys become the queries of one call over it, and what each row has of
-its own is a second call; the two merge as states (`state.py`). Alone, a query of one token reads every key for itself,
-and reading is what decoding spends its time on. Juravsky et al. 2024, Hydragen, arXiv:2402.05099, §3; in a tree of
-shared stretches: Ye et al. 2024, "Cascade Inference", flashinfer.ai/2024/02/02/cascade-inference.html.
+The queries of all rows that share a prefix become the queries of one call over it. A second call is over the other keys
+of each row, and the two results merge as states (`state.py`). Otherwise each row reads the prefix for itself, and reads
+are the cost of decode. Juravsky et al. 2024, Hydragen, arXiv:2402.05099, §3; for a
+tree of prefixes: Ye et al. 2024, "Cascade Inference", flashinfer.ai/2024/02/02/cascade-inference.html.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from regard.state import State
 from regard.storage.stored import Part, StoredTensor
 
 LEAST = 64
-"""Tokens of the shortest shared prefix that is worth a call of its own."""
+"""Tokens of the shortest shared prefix that is worth a separate call."""
 
 
 def attend_shared(
@@ -39,21 +39,21 @@ def attend_shared(
     sink: Float[Tensor, " heads"] | None = None,
     backend: str | Backend | None = None,
 ) -> Float[Tensor, "batch heads queries v_dim"]:
-    """What `attend` gives over each row's whole sequence; what rows have in common is computed once for all of them.
+    """The result of `attend` over the whole sequence of each row, with shared keys computed once for all rows.
 
-    Exact but for the order of sums. The shared tokens are given as `prefix`, or found in the block tables of stored
-    tensors (of a `PagePool`, or of `KVCache(Paged())`), where rows may share more with some than with others. The last
-    query of each row is at its last key.
+    Exact except for the order of sums. The shared tokens are `prefix`, or are found in the block tables of stored
+    tensors (of a `PagePool`, or of `KVCache(Paged())`), where groups of rows may share prefixes of different lengths.
+    The last query of each row is at its last key.
 
     Args:
         q: [batch, heads, queries, qk_dim].
-        k: [batch, kv_heads, keys, qk_dim]: with `prefix` what each row has behind it, of any lengths if it is a handle;
+        k: [batch, kv_heads, keys, qk_dim]: with `prefix`, the keys of each row after it (of any lengths in a handle);
             without, handles of all keys.
         v: [batch, kv_heads, keys, v_dim], likewise.
         prefix: keys [1, kv_heads, keys, qk_dim] and values [1, kv_heads, keys, v_dim] before those of every
             row; tensors or handles.
-        mask: None or `Causal()`: every query sees all that is shared. With several queries, what is found shared ends
-            before the first of them.
+        mask: None or `Causal()`: every query sees all shared keys. With several queries, the shared part ends before
+            the first of them.
         score: as in `attend`.
         scale: as in `attend`.
         softcap: as in `attend`.
@@ -61,8 +61,8 @@ def attend_shared(
         backend: as in `attend`.
 
     Raises:
-        ProblemError: another mask; tensors without a prefix; a prefix that does not fit, or behind which a row has
-            fewer keys than queries before its last; and what `attend` raises.
+        ProblemError: another mask; tensors without a prefix; a prefix that does not fit, or a row with fewer keys after
+            it than queries before its last; and the errors of `attend`.
 
     >>> import torch
     >>> from regard import Causal, attend
@@ -75,7 +75,7 @@ def attend_shared(
     """
     if mask is not None and not isinstance(mask, Causal):
         raise ProblemError(
-            f"mask is {mask!r}: expected None or Causal(), by which every query sees all that is shared. For others "
+            f"mask is {mask!r}: expected None or Causal(), where every query sees all shared keys. For others "
             "use attend, which reads shared keys once for each row."
         )
     options: dict[str, Any] = {"score": score, "scale": scale, "softcap": softcap, "backend": backend}
@@ -95,14 +95,14 @@ def attend_shared(
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """Keys and values, [1, kv_heads, keys, dim], that these batch rows have in common."""
+    """Keys and values, [1, kv_heads, keys, dim], that these batch rows share."""
 
     rows: list[int]
     k: Tensor | StoredTensor
     v: Tensor | StoredTensor
 
     def attend(self, q: Tensor, options: dict[str, Any]) -> State:
-        """The state of all rows over these keys: of the others, which see none of them, it is empty."""
+        """The state of all rows over these keys; empty for rows that do not share them."""
         batch, heads, queries, _ = q.shape
         count, is_all = len(self.rows), len(self.rows) == batch
         rows = None if is_all else torch.tensor(self.rows, device=q.device)
@@ -119,14 +119,14 @@ class _Shared:
 
 @dataclass(frozen=True, eq=False)
 class _Pages:
-    """The full pages of every row of a handle, one after the other over all its parts.
+    """The full pages of every row of a handle, over all its parts in order.
 
     Attributes:
         stored: the handle.
         begins: int64 [parts, batch], the first token of each part.
         ends: int64 [parts, batch], one past its last.
         counts: int64 [parts, batch], the full pages of each part that may be shared.
-        marks: int64 [batch, pages]: equal where two rows have the same page; beyond a row's last, no other's.
+        marks: int64 [batch, pages]: equal where two rows have the same page; unique to the row after its last page.
     """
 
     stored: StoredTensor
@@ -137,7 +137,7 @@ class _Pages:
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self.stored.parts[0].page
 
     def stretch(self, t: StoredTensor, row: int, start: int, stop: int) -> StoredTensor:
@@ -155,7 +155,7 @@ class _Pages:
         return StoredTensor(tuple(parts), shape, t.dtype, None, t.rotated)
 
     def rest(self, t: StoredTensor, starts: Tensor) -> StoredTensor:
-        """What each row has from this page of its own on, int64 [batch]."""
+        """The tokens of each row from its page `starts` on."""
         parts: list[Part] = []
         left, over = starts, torch.zeros_like(starts)
         for part, begins, ends, counts in zip(t.parts, self.begins, self.ends, self.counts, strict=True):
@@ -179,11 +179,11 @@ class _Pages:
 def _found(
     k: Tensor | StoredTensor, v: Tensor | StoredTensor, before: int
 ) -> tuple[StoredTensor, StoredTensor, list[_Shared]]:
-    """What rows have in common, by their tables; and what is left of each."""
+    """The shared keys of rows, by their block tables, and the other keys of each row."""
     for name, t in (("k", k), ("v", v)):
         if not isinstance(t, StoredTensor):
             raise ProblemError(
-                f"{name} is {type(t).__name__} and no prefix is given: nothing says what rows share. Give "
+                f"{name} is {type(t).__name__} and no prefix is given: the shared keys are unknown. Give "
                 "prefix=(keys, values), or the handles of a PagePool or of KVCache(Paged())."
             )
     assert isinstance(k, StoredTensor)
@@ -204,7 +204,7 @@ def _found(
 
 
 def _pages(t: StoredTensor, before: int) -> _Pages | None:
-    """The pages of a handle that may be shared, none of the last `before` tokens in them; None: it has no tables."""
+    """The pages that rows may share, without the last `before` tokens; None for a handle without block tables."""
     page = t.parts[0].page
     if any(part.table is None or part.first_slot or part.page != page for part in t.parts):
         return None
@@ -217,7 +217,7 @@ def _pages(t: StoredTensor, before: int) -> _Pages | None:
         begins.append(begin)
         ends.append(end)
         counts.append((torch.minimum(end, last) - begin).clamp(min=0) // page)
-        last = torch.where(counts[-1] * page == end - begin, last, 0)  # nothing behind a page that is not full
+        last = torch.where(counts[-1] * page == end - begin, last, 0)  # nothing after a page that is not full
         begin = end
     width = int(sum(counts).max())  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     marks = -1 - torch.arange(batch, device=device)[:, None].repeat(1, width + 1)
@@ -239,10 +239,10 @@ def _split(
     stretches: list[tuple[list[int], int, int]],
     own: list[int],
 ) -> None:
-    """Find the stretches that some of these rows have in common, and where each row is alone.
+    """Find the page ranges that some of these rows share, and the first page of each row that it does not share.
 
     Args:
-        place: the page that a stretch would begin at, and the one up to which they are known to be alike.
+        place: the first page of the range, and the page up to which the rows are known to be equal.
     """
     start, here = place
     if here >= marks.shape[1]:
@@ -265,7 +265,7 @@ def _split(
 
 
 def _behind(table: Tensor, gone: Tensor) -> Tensor:
-    """The columns behind the first `gone` of each row."""
+    """The columns after the first `gone` of each row."""
     first = int(gone.min())
     if first == int(gone.max()):
         return table[:, first:]
@@ -294,11 +294,11 @@ def _check_prefix(q: object, k: Tensor | StoredTensor, prefix: object, before: i
             what = f"{list(t.shape)}" if isinstance(t, Tensor | StoredTensor) else type(t).__name__
             raise ProblemError(f"the {name} of the prefix are {what}: expected [1, kv_heads, keys, dim].")
     if not isinstance(q, Tensor) or q.ndim != 4:
-        return  # attend says so
+        return  # attend raises
     lengths = k.lengths if isinstance(k, StoredTensor) else None
     least = k.shape[2] if lengths is None else int(lengths.min())
     if least < before:
         raise ProblemError(
-            f"{q.shape[2]} queries, and a row with {least} keys behind the prefix: with Causal() the first query would "
-            f"be inside the prefix, whose last keys it may not see. Give {before} keys behind it or more."
+            f"{q.shape[2]} queries, and a row with {least} keys after the prefix: with Causal() the first query would "
+            f"be inside the prefix, whose last keys it may not see. Give {before} or more keys after it."
         )

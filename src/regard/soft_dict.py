@@ -1,8 +1,8 @@
 """The soft dictionary: attention as a look-up that returns a blend of all values.
 
-A dictionary returns the value of the key that is equal to the query. This one returns every value, weighed by how well
-its key fits: `softmax(score(query, keys) / temperature) @ values`. As the temperature goes to 0, the weight goes to the
-best key alone, and it is a dictionary of the nearest key.
+A dictionary returns the value of the key that equals the query. A soft dictionary returns a mean of all values,
+weighted by how well their keys match: `softmax(score(query, keys) / temperature) @ values`. As the temperature goes to
+0, all weight goes to the best key.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from regard.describe.score import Dot, Score
 from regard.errors import ProblemError
 
 COLDEST = 1e-30
-"""The lowest temperature above 0: at a lower one the quotient leaves the range of float32."""
+"""The lowest temperature above 0: scores / temperature would exceed float32 at lower ones."""
 
 SCORES = 1 << 22
-"""Scores computed at once in a hard look-up: 16 MiB in float32."""
+"""Scores per chunk of a look-up at temperature 0: 16 MiB in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,10 @@ class SoftDict:
     Attributes:
         keys: floats [keys, dim].
         values: [keys, v_dim], of the type of the keys.
-        temperature: what scores are divided by, in units of the score: high blends, low chooses, 0 takes the best key
-            (the mean of those that are equally good: the limit of low temperatures). None for the score's own:
-            sqrt(dim) for the dot product, as in attention, else 1.
-        score: how a query is compared with a key; None for the dot product.
+        temperature: divisor of the scores: high blends, low selects, 0 takes the best key (the mean of equally good
+            keys, which is the limit). None: the default of the score, sqrt(dim) for the dot product, as in attention,
+            else 1.
+        score: of a query and a key; None: the dot product.
 
     >>> import torch
     >>> from regard.scores import SoftDict
@@ -84,9 +84,9 @@ class SoftDict:
         return out[0] if queries.ndim == 1 else out
 
     def weights(self, queries: Float[Tensor, "*queries dim"]) -> Float[Tensor, "*queries keys"]:
-        """The share of each key, [keys] for one query or [queries, keys].
+        """The weight of each key, [keys] for one query or [queries, keys].
 
-        They sum to 1, or are all 0 for a query that a kernel's support holds no key for.
+        Weights sum to 1, or are all 0 for a query without a key in the support of the kernel.
 
         >>> import torch
         >>> SoftDict(torch.eye(2), torch.eye(2), temperature=1.0).weights(torch.tensor([1.0, 0.0]))
@@ -118,7 +118,7 @@ class SoftDict:
 
 
 def _best(scores: Tensor) -> Tensor:
-    """The share of each key if the best ones share all; NaN where a score is."""
+    """Equal weights for the best keys, 0 for the others; NaN in rows with a NaN score."""
     scores = scores.detach()
     top = scores.amax(dim=1, keepdim=True)
     best = ((scores == top) & (top > -torch.inf)).to(scores.dtype)
@@ -131,7 +131,7 @@ def _check_tensor(name: str, t: object, keys: object, expected: str, axes: tuple
         raise ProblemError(f"{name} is {what}: expected a tensor of floats {expected}.")
     if isinstance(keys, Tensor) and (t.dtype != keys.dtype or t.device != keys.device):
         raise ProblemError(
-            f"{name} is {t.dtype} on {t.device}, and the keys {keys.dtype} on {keys.device}: they must be alike; "
+            f"{name} is {t.dtype} on {t.device}, and the keys {keys.dtype} on {keys.device}: they must agree; "
             "convert with .to(keys)."
         )
 

@@ -1,4 +1,4 @@
-"""A state: attention over some of the keys, in the form that can be merged with attention over others.
+"""A state: attention over some of the keys, in a form that merges with attention over other keys.
 
 Softmax over a union of keys is a weighted mean of the softmaxes over its parts, with the weights `exp(lse)`. So split
 keys, shared prefixes, ring attention and chunks of a prompt are one operation: `a | b`. It is associative and
@@ -21,9 +21,9 @@ class State:
     """Attention over some keys.
 
     Attributes:
-        out: [batch, heads, queries, v_dim], what attention over those keys gives.
+        out: [batch, heads, queries, v_dim], the output of attention over those keys.
         lse: [batch, heads, queries], fp32 (fp64 for fp64): the natural logarithm of the sum of exp(score) over those
-            keys; -inf where a query saw none. Never includes a sink.
+            keys; -inf where a query sees none. Never includes a sink.
 
     >>> import torch
     >>> from regard import attend, attend_state
@@ -42,7 +42,7 @@ class State:
             raise ProblemError(f"a State merges with a State, and the right side of | is {type(other).__name__}.")
         if self.out.shape != other.out.shape:
             raise ProblemError(
-                f"states over the same queries merge: these are {list(self.out.shape)} and {list(other.out.shape)}."
+                f"states merge over the same queries: these are {list(self.out.shape)} and {list(other.out.shape)}."
             )
         top = torch.maximum(self.lse, other.lse).detach()
         top = torch.where(top == -torch.inf, 0.0, top)  # both empty: exp(-inf - 0) is 0, exp(-inf + inf) is not
@@ -54,10 +54,10 @@ class State:
         return State((self._weighed(mine / safe) + other._weighed(yours / safe)).to(self.out.dtype), lse)
 
     def with_sink(self, logits: Float[Tensor, " heads"]) -> Float[Tensor, "batch heads queries v_dim"]:
-        """The output when each head also attends to a column of score `logits[head]` that gives no value.
+        """The output when each head also attends to a column of score `logits[head]` without a value.
 
-        A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. What comes back is an
-        output, not a state, since a state merges and a sink must be counted once. Xiao et al. 2023, arXiv:2309.17453,
+        A sink takes a share of the softmax and adds nothing: `out * sigmoid(lse - sink)`. The result is an output,
+        not a state, since a state merges and a sink must be counted once. Xiao et al. 2023, arXiv:2309.17453,
         §3.3 (SoftMax-off-by-one is a logit of 0); OpenAI 2025, arXiv:2508.10925, §2.2 (learned per head).
 
         Args:
@@ -73,11 +73,11 @@ class State:
         if logits.shape != self.lse.shape[1:2]:
             raise ProblemError(f"sink logits are {list(logits.shape)}: expected one per head, [{self.lse.shape[1]}].")
         seen = self.lse > -torch.inf
-        # the sigmoid's own gradient, s * (1 - s), is 0 from where s rounds to 1
+        # not sigmoid, whose gradient s * (1 - s) is 0 where s rounds to 1
         share = F.logsigmoid(torch.where(seen, self.lse, 0.0) - logits.to(self.lse.dtype)[:, None]).exp()
         return self._weighed(share).to(self.out.dtype)
 
     def _weighed(self, weight: Tensor) -> Tensor:
-        """weight * out in the precision of lse, and 0 where no key was seen, even if `out` is NaN there."""
+        """weight * out in the precision of lse; 0 for a query that sees no key, even if its `out` is NaN."""
         empty = (self.lse == -torch.inf)[..., None]
         return weight[..., None] * torch.where(empty, 0.0, self.out.to(self.lse.dtype))

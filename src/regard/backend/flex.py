@@ -1,9 +1,8 @@
 """FlexAttention under `torch.compile`: any mask and bias on CUDA, and forward without gradients on CPU.
 
-It is fed by our schedule, not by `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles become its
-`BlockMask`, and inside PARTIAL tiles it looks up the schedule's bits. So the compiled kernel is the same for every
-mask; a bias is a vector over k - q per head, or a tensor, and there is one kernel for each of
-these forms.
+The `BlockMask` comes from our schedule, not from `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles
+become its blocks, and in PARTIAL tiles the kernel looks up the schedule's bits. So one compiled kernel serves every
+mask. A bias is a vector over k - q per head, or a tensor; each of these forms has its own kernel.
 """
 
 import shutil
@@ -28,7 +27,7 @@ from regard.torch_internals import recompile_limit
 Modify = Callable[..., Tensor]
 
 KERNELS = 64
-"""Variants that dynamo may compile; at its own default of 8 it would fall back to a dense, unfused path."""
+"""Variants that dynamo may compile; beyond its default of 8 it falls back to a dense, unfused path."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _run(problem: Problem, schedule: Schedule, operands: Operands) -> State:
 
 @cache
 def _lacking() -> str | None:
-    """What torch.compile needs on CPU and this machine has not."""
+    """The requirement of torch.compile on CPU that this machine does not meet; None if it meets all."""
     compilers = ("g++", "clang++", "c++")
     if not any(shutil.which(name) for name in compilers):
         return f"torch.compile needs a C++ compiler on cpu, and none of {', '.join(compilers)} is on the path"
@@ -110,7 +109,7 @@ def _aux() -> Any:
 
 
 def _block_mask(schedule: Schedule, device: torch.device) -> Any:
-    """FlexAttention's form of the schedule: FULL and PARTIAL key tiles of each query tile, and the latter's bits."""
+    """The schedule as a `BlockMask`: FULL and PARTIAL key tiles of each query tile, and the bits of PARTIAL tiles."""
     from torch.nn.attention.flex_attention import BlockMask
 
     full, partial, number = (x.to(device) for x in _tables(schedule))
@@ -133,7 +132,7 @@ def _block_mask(schedule: Schedule, device: torch.device) -> Any:
 
 
 def _tables(schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
-    """(full, partial) as bool and the pattern's number as int32, each [maps, maps, query tiles, key tiles]."""
+    """(full, partial) as bool and the index of the pattern as int32, each [maps, maps, query tiles, key tiles]."""
     rows, across = schedule.maps[0] * schedule.maps[1] * schedule.query_tiles, -(-schedule.keys // schedule.tile)
     full, partial = (torch.zeros(rows, across, dtype=torch.bool, device="cpu") for _ in range(2))
     number = torch.zeros(rows, across, dtype=torch.int32, device="cpu")
@@ -152,7 +151,7 @@ def _no_bits(schedule: Schedule) -> Tensor:
 
 
 def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Modify | None:
-    """Softcap, then bias, in FlexAttention's form; None if there is neither."""
+    """Softcap, then bias, as a `score_mod`; None if there is neither."""
     cap = problem.softcap
     adds = [] if bias is None else [_added(problem, term, device) for term in bias.terms()]
     if cap is None and not adds:
@@ -168,7 +167,7 @@ def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Mod
 
 
 def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
-    """A bias as a look-up by the indexes of query and key: in a vector over k - q per head, or in the whole table."""
+    """A bias as a look-up by the indices of query and key: in a vector over k - q per head, or in a tensor."""
     bias = bias.widened(torch.float32)  # its gradient is summed in float32
     h = torch.arange(problem.heads, device=device)
     if bias.per_distance():

@@ -1,6 +1,6 @@
-"""Stored keys and values as the library reads them: an array of `regard_part` (native/abi.h).
+"""Stored keys and values for the library: an array of the struct `regard_part` (native/abi.h).
 
-A decoding step makes two such arrays, so each part is written as one row of integers and nothing is looked up twice.
+Each decode step makes two such arrays, so a part is one row of integers and no attribute is read twice.
 """
 
 from array import array
@@ -15,36 +15,36 @@ from regard.storage.stored import Part, StoredTensor
 
 
 class Listed(NamedTuple):
-    """The parts of a `StoredTensor`: as long as this lives, its address may be read."""
+    """The array of a `StoredTensor`'s parts; the library may read its address while this object lives."""
 
     address: int
     number: int  # of parts
     memory: "array[int]"
-    kept: list[Tensor]  # copies that were made of what the library could not have read
+    kept: list[Tensor]  # contiguous copies of tensors that the library cannot read in place
 
 
 def listed(stored: StoredTensor) -> Listed:
-    """The parts as an array of structs, those without tokens left out."""
+    """The parts as an array of structs, without empty parts."""
     memory, kept = array("q"), list[Tensor]()
     end, ends, count = 0, None, 0
     for part in stored.parts:
         if part.row_ends is not None:
-            ends = _whole(part.row_ends, kept)
-        elif ends is not None:  # behind parts whose ends differ, all do
+            ends = _as_int64(part.row_ends, kept)
+        elif ends is not None:  # after a part with different ends per row, all parts have them
             ends = ends + part.tokens
             kept.append(ends)
         end += part.tokens
         if part.tokens:
             memory.extend(_fields(part, end, ends, kept))
             count += 1
-    if not count:  # the library shall not look for a tensor
+    if not count:  # one empty part, so that the library reads no tensor instead
         memory.extend((native.DTYPES[stored.dtype], 0, 0, 0, 1, *(0 for _ in native.PART[5:])))
     return Listed(memory.buffer_info()[0], count or 1, memory, kept)
 
 
 def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tuple[int, ...]:
     """The fields of a part, in the order of `native.PART`."""
-    table = None if part.table is None else _whole(part.table, kept)
+    table = None if part.table is None else _as_int64(part.table, kept)
     data = part.data
     if part.kind == "plain":
         if data.dtype not in native.DTYPES or (data.stride(3) != 1 and data.shape[3] > 1):
@@ -53,8 +53,8 @@ def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tu
         form, tokens = native.DTYPES[data.dtype], data.shape[2]
     else:
         form, tokens = native.FORMS[part.kind], data.shape[2] * (TILE if part.tiled else 1)
-        side_by_side = data.stride(4) == 1 and data.stride(3) == TILE if part.tiled else data.stride(3) == 1
-        if not side_by_side:
+        is_contiguous = data.stride(4) == 1 and data.stride(3) == TILE if part.tiled else data.stride(3) == 1
+        if not is_contiguous:
             data = data.contiguous()
             kept.append(data)
     strides = data.stride()
@@ -68,20 +68,20 @@ def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tu
 
 def _scales(part: Part, kept: list[Tensor]) -> tuple[int, ...]:
     """Addresses of the scales and zero points, and their strides."""
-    scale, low = part.scale, part.zero_point
+    scale, zero_point = part.scale, part.zero_point
     if scale is None:
         return 0, 0, 0, 0, 0
-    alike = low is None or low.stride() == scale.stride()
-    if scale.stride(-1) != 1 or not alike or scale.dtype != torch.bfloat16:
+    same_layout = zero_point is None or zero_point.stride() == scale.stride()
+    if scale.stride(-1) != 1 or not same_layout or scale.dtype != torch.bfloat16:
         scale = scale.bfloat16().contiguous()
-        low = None if low is None else low.bfloat16().contiguous()
-        kept += [scale] if low is None else [scale, low]
+        zero_point = None if zero_point is None else zero_point.bfloat16().contiguous()
+        kept += [scale] if zero_point is None else [scale, zero_point]
     strides = scale.stride()
     step = 0 if part.per_token else strides[2]
-    return scale.data_ptr(), 0 if low is None else low.data_ptr(), strides[0], strides[1], step
+    return scale.data_ptr(), 0 if zero_point is None else zero_point.data_ptr(), strides[0], strides[1], step
 
 
-def _whole(t: Tensor, kept: list[Tensor]) -> Tensor:
+def _as_int64(t: Tensor, kept: list[Tensor]) -> Tensor:
     """Integers [..., n] as int64, last dimension contiguous."""
     if t.dtype == torch.int64 and t.stride(-1) == 1:
         return t

@@ -171,7 +171,7 @@ def _bits(mask: Mask, grid: Grid, r: Rectangles) -> tuple[np.ndarray, Ints]:
 
 
 def _evaluate(mask: Mask, tile: int, r: Rectangles) -> Bools:
-    """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges, without calling it there."""
+    """`keep` of every pair of every tile, bool [tiles, tile, tile]; False beyond the edges of the call."""
     steps = np.arange(tile)
     # also under torch.func: a mask is only read, not differentiated or mapped
     with ignore_func_transforms():
