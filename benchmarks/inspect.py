@@ -1,4 +1,4 @@
-"""What looking inside costs and how exact it is: sweeps, measures, the page.
+"""The cost and the exactness of `regard.inspect`: sweeps, measures, the page.
 
 `./bench inspect --write` writes its part of docs/inspect.md; `--quick` measures few tokens, and no model.
 """
@@ -30,21 +30,21 @@ Measured by `{how}` on {machine}. Every time is a median over rounds in which bo
 are taken within a round."""
 
 SWEEP = f"""\
-Causal, float32, {HEADS} heads on {KV_HEADS}, {DIM} dimensions: a layer of SmolLM2-135M on random numbers. A sweep
-gathers entropies, squares, masses, the top key of each row, masses by distance, column masses, a picture of {PICTURE} x
-{PICTURE} cells by mean and maximum, and sums along two vectors. "Of the limit": products alone, at the speed of this
-machine's registers."""
+Causal, float32, {HEADS} heads on {KV_HEADS}, {DIM} dimensions: a layer of SmolLM2-135M on random tensors. A sweep
+computes entropies, squares, masses, the top key of each row, masses by distance, column masses, a picture of
+{PICTURE} x {PICTURE} cells by mean and maximum, and sums along two vectors. "Of the limit": products alone, at
+the speed of this machine's registers."""
 
-LONG_SAID = "The same sweep of a single head, given q, k and lse, in a process of its own."
+LONG_METHOD = "The same sweep of a single head, from q, k and lse, in a process of its own."
 
 PAIRS = """\
 All measures that are sums over O(n) pairs, of every head of every layer, while a model reads random tokens."""
 
 EXACT = f"""\
-The largest difference of any of {HEADS} heads between what is measured and the formula on the dense matrix in float64;
+The largest difference of any of {HEADS} heads between the measure and the formula on the dense matrix in float64;
 {EXACT_TOKENS:,} random tokens, half of them twice, scores of standard deviation 2."""
 
-SHOWN = "The page that `regard inspect` writes, of this repository's README."
+PAGE_METHOD = "The page that `regard inspect` writes for this repository's README."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("inspect", "What looking inside costs, and how exact it is.", page=PAGE, seconds=4.0)
+    parser = command.parser("inspect", "The cost and the exactness of regard.inspect.", page=PAGE, seconds=4.0)
     parser.add_argument("--quick", action="store_true", help="few tokens, and no model")
     return parser
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Measure, and print or write the part of the page."""
     if args.quick and args.write:
-        raise ProblemError("--write writes everything: leave --quick out.")
+        raise ProblemError("--write measures everything: omit --quick.")
     command.check_part(args.write, PAGE, PART)
     effort, threads = Effort(seconds=0.2 if args.quick else args.seconds, least=2), args.threads
     with on_threads(threads or torch.get_num_threads()):
@@ -75,13 +75,13 @@ def part(*, quick: bool, effort: Effort) -> str:
     found = [METHOD.format(how=how, machine=machine())]
     found += ["### A sweep beside its attention", SWEEP]
     found += [sweeps(QUICK_TOKENS if quick else TOKENS, effort, torch.get_num_threads())]
-    found += ["### A long text", LONG_SAID, long_sweep(QUICK_LONG if quick else LONG)]
+    found += ["### A long text", LONG_METHOD, long_sweep(QUICK_LONG if quick else LONG)]
     found += ["### Exactness", EXACT, agreement(EXACT_TOKENS)]
     if not quick:
         model, tokenizer, label = load()
         use_regard(model)
         found += ["### Measures beside a forward pass", PAIRS, pair_measures(model, label, MODEL_TOKENS, effort)]
-        found += ["### The page", SHOWN, page(model, tokenizer, PAGE_TOKENS)]
+        found += ["### The page", PAGE_METHOD, page(model, tokenizer, PAGE_TOKENS)]
     return "\n\n".join(found)
 
 

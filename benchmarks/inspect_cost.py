@@ -1,4 +1,4 @@
-"""What looking inside costs: a sweep beside the attention that it looks at, and pair measures beside a forward pass."""
+"""The cost of `regard.inspect`: a sweep relative to its attention, and pair measures relative to a forward pass."""
 
 import math
 import resource
@@ -19,21 +19,21 @@ from regard.inspect.measures import Inputs, compute
 from regard.inspect.sweep import sweep
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
-"""Of a layer of SmolLM2-135M."""
+"""The sizes of a layer of SmolLM2-135M."""
 
 PICTURE = 192
 SWEEP_GOAL = 4096, 2.0
-"""Tokens, and how many times its attention a sweep takes at most."""
+"""Tokens, and the greatest time of a sweep relative to its attention."""
 
 PAIRS = tuple(m for m in MEASURES if m.needs <= {"tokens", "causal"} and m.on != "jittered repeats")
 """Measures that are sums over O(n) pairs."""
 
 LONG_GOAL, PAIRS_GOAL = 300, 25
-"""MiB beside q, k and lse; per cent on top of a forward pass."""
+"""MiB besides q, k and lse; per cent added to a forward pass."""
 
 
-def watched(heads: int, kv_heads: int, tokens: int) -> tuple[Callable[[], object], Weights]:
-    """A causal call on random tokens, to be made again, and its weights."""
+def observed_call(heads: int, kv_heads: int, tokens: int) -> tuple[Callable[[], object], Weights]:
+    """A function that repeats a causal call on random tensors, and the weights of the call."""
     q, k, v = (torch.randn(1, h, tokens, DIM) for h in (heads, kv_heads, kv_heads))
     seen: list[Weights] = []
     with observe_calls(lambda call: seen.append(Weights.of(call))):
@@ -42,16 +42,16 @@ def watched(heads: int, kv_heads: int, tokens: int) -> tuple[Callable[[], object
 
 
 def whole_sweep(weights: Weights) -> Callable[[], object]:
-    """Everything that a sweep gathers: a picture, and sums along two vectors."""
+    """A sweep with everything that it can compute: a picture, and sums along two vectors."""
     along = torch.randn(1, 2, weights.shape[3])
     return lambda: sweep(weights, picture=PICTURE, along=along)
 
 
 def sweeps(tokens: Sequence[int], effort: Effort, threads: int) -> str:
-    """A sweep beside its attention; the limit is what products alone take at the speed of this machine."""
+    """A sweep relative to its attention; the limit is the time of the matrix products alone on this machine."""
     rows: list[tuple[str, ...]] = []
     for count in tokens:
-        again, weights = watched(HEADS, KV_HEADS, count)
+        again, weights = observed_call(HEADS, KV_HEADS, count)
         measures = {"attend": timed(again), "sweep": timed(whole_sweep(weights))}
         if native.available():
             measures["limit"] = lambda: products(torch.float32, threads) or math.nan
@@ -60,9 +60,9 @@ def sweeps(tokens: Sequence[int], effort: Effort, threads: int) -> str:
         ratio = rounds.median(lambda sweep, attend: sweep / attend, "sweep", "attend")
         flops = HEADS * count * (count + 1) * DIM
         share = rounds.median(lambda sweep, limit, flops=flops: flops / sweep / limit, "sweep", "limit")
-        numbers = (f"{1e3 * (theirs or 0):.1f}", f"{1e3 * (ours or 0):.1f}", f"{ratio or 0:.2f}")
+        cells = (f"{1e3 * (theirs or 0):.1f}", f"{1e3 * (ours or 0):.1f}", f"{ratio or 0:.2f}")
         goal = ("", "") if count != SWEEP_GOAL[0] else (f"≤ {SWEEP_GOAL[1]:g}", reached(ratio, SWEEP_GOAL[1]))
-        rows.append((f"{count:,}", *numbers, "" if share is None else f"{100 * share:.0f} %", *goal))
+        rows.append((f"{count:,}", *cells, "" if share is None else f"{100 * share:.0f} %", *goal))
     return table(("tokens", "attend, ms", "sweep, ms", "ratio", "products, of the limit", "goal", "reached"), rows)
 
 
@@ -72,18 +72,18 @@ def reached(found: float | None, most: float) -> str:
 
 
 def long_sweep(tokens: int) -> str:
-    """One head of many tokens, in a process of its own: its seconds, and the most memory beyond q, k and lse."""
+    """One head of a long text, in its own process: its seconds, and the peak memory besides q, k and lse."""
     with get_context("spawn").Pool(1) as pool:
         seconds, grown = pool.apply(_long, (tokens, torch.get_num_threads()))
-    held = grown / 2**20
-    goal = f" (goal: less than {LONG_GOAL}; reached: {reached(held, LONG_GOAL)})"
-    return f"One head, {tokens:,} tokens: {seconds:.1f} s, {held:.0f} MiB beside q, k and lse{goal}."
+    mebibytes = grown / 2**20
+    goal = f" (goal: less than {LONG_GOAL}; reached: {reached(mebibytes, LONG_GOAL)})"
+    return f"One head, {tokens:,} tokens: {seconds:.1f} s, {mebibytes:.0f} MiB besides q, k and lse{goal}."
 
 
 def _long(tokens: int, threads: int) -> tuple[float, int]:
     with on_threads(threads):
-        whole_sweep(watched(1, 1, 256)[1])()  # what a first call brings along, threads and code, is not this one's
-        _, weights = watched(1, 1, tokens)
+        whole_sweep(observed_call(1, 1, 256)[1])()  # a warm-up: the first call starts threads and loads code
+        _, weights = observed_call(1, 1, tokens)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seconds = timed(whole_sweep(weights))()
         unit = 1 if sys.platform == "darwin" else 1024
@@ -91,21 +91,21 @@ def _long(tokens: int, threads: int) -> tuple[float, int]:
 
 
 def pair_measures(model: Any, label: str, tokens: int, effort: Effort) -> str:
-    """What all measures that are sums over O(n) pairs add to the forward pass of a model, which runs on regard."""
+    """The time that all measures over O(n) pairs add to the forward pass of a model with regard's attention."""
     ids = torch.randint(model.config.vocab_size, (1, tokens))
 
     def forward() -> Any:
         with torch.no_grad():
             return model(ids, logits_to_keep=1)
 
-    def observed() -> Any:
+    def measured() -> Any:
         with observe(model, lambda look: compute(PAIRS, Inputs(look.weights, ids))) as seen:
             forward()
         return seen
 
-    rounds = interleaved({"forward": timed(forward), "observed": timed(observed)}, effort)
+    rounds = interleaved({"forward": timed(forward), "measured": timed(measured)}, effort)
     plain = rounds.median(lambda one: one, "forward")
-    more = rounds.median(lambda forward, observed: observed / forward - 1, "forward", "observed")
+    more = rounds.median(lambda forward, measured: measured / forward - 1, "forward", "measured")
     added = 100 * (more or 0)
     goal = f" (goal: less than {PAIRS_GOAL} %; reached: {reached(added, PAIRS_GOAL)})"
     return f"{label}, {tokens:,} tokens: forward {plain or 0:.2f} s, all pair measures {added:+.1f} %{goal}."

@@ -1,4 +1,4 @@
-"""How far what is measured without a matrix of weights is from the formulas on one, in float64."""
+"""The error of measures without a matrix of weights, against the formulas on the dense matrix in float64."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ GOAL_MASS, GOAL_ENTROPY = 1e-6, 1e-5
 
 
 def agreement(tokens: int) -> str:
-    """The table: the largest difference of any head, by measure. Half of the tokens come twice, for induction."""
+    """The table: the largest difference of any head, by measure. Half of the tokens are repeated, for induction."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, tokens, DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
     calls: list[Call] = []
@@ -31,7 +31,7 @@ def agreement(tokens: int) -> str:
         "mass on the previous token": (
             previous_token(weights).value, dense.diagonal(-1, dim1=2, dim2=3).mean(dim=2), GOAL_MASS,
         ),
-        "mass on what came behind the same token before": (
+        "mass on the token after an earlier occurrence": (
             induction(weights, ids).value, dense[:, :, copies, copies - tokens // 2 + 1].mean(dim=2), GOAL_MASS,
         ),
         "entropy, nats": (entropy_of(Inputs(weights)).value, entropy, GOAL_ENTROPY),

@@ -1,4 +1,4 @@
-"""The page of `regard inspect`: its size, and how soon a browser shows something."""
+"""The page of `regard inspect`: its size, and the time until a browser shows pictures."""
 
 import statistics
 from importlib.util import find_spec
@@ -16,19 +16,19 @@ TEXT = Path(__file__).parents[1] / "README.md"
 
 
 def page(model: Any, tokenizer: Any, tokens: int, times: int = 5) -> str:
-    """A survey of so many tokens as a page: MB, and the seconds to the first picture and to all, as medians."""
+    """A survey of `tokens` tokens as a page: MB, and the median seconds to the first picture and to all."""
     report = survey(model, tokenizer, TEXT.read_text(encoding="utf-8"), tokens=tokens, new_tokens=0)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         megabytes = write_page(report, path) / 1e6
         what = f"{len(report.heads)} heads, {len(report.tokens):,} tokens: {megabytes:.1f} MB"
-        said = f"{what} (goal: less than {SIZE_GOAL:g}; reached: {_reached(megabytes, SIZE_GOAL)})"
+        size = f"{what} (goal: less than {SIZE_GOAL:g}; reached: {_reached(megabytes, SIZE_GOAL)})"
         if not CHROMIUM.exists() or find_spec("playwright") is None:
-            return f"{said}. There is no {CHROMIUM} or no playwright: how soon it shows something was not measured."
+            return f"{size}. There is no {CHROMIUM} or no playwright: the time to show pictures was not measured."
         opened = [_opened(path) for _ in range(times)]
     first, every = (statistics.median(one[i] for one in opened) for i in range(2))
     goal = f"(goal: less than {FIRST_GOAL:g} s; reached: {_reached(first, FIRST_GOAL)})"
-    return f"{said}. Opened from disk in a headless Chromium: first picture {first:.2f} s {goal}, all {every:.2f} s."
+    return f"{size}. Opened from disk in a headless Chromium: first picture {first:.2f} s {goal}, all {every:.2f} s."
 
 
 def _reached(found: float, most: float) -> str:

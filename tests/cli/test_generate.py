@@ -402,7 +402,7 @@ def test_a_terminal_is_shown_control_characters_and_does_not_obey_them(monkeypat
         (["--device", "meta"], "the device meta holds no data to compute with: expected cpu"),
         (["--device", "gpu"], "there is no device 'gpu' here: expected cpu"),
         (["--device", "cuda:97"], "there is no device 'cuda:97' here: expected cpu"),
-        (["--chat"], "comes without a chat template"),
+        (["--chat"], "has no chat template"),
         (["--prompt-file", "other"], "the prompt comes from an argument and from --prompt-file"),
         (["--explain", "--json", "-"], "so --json has no effect"),
         (["--explain", "--compare-cache"], "so --compare-cache has no effect"),

@@ -25,7 +25,7 @@ def run(monkeypatch, capsys):
 def test_it_prints_a_table(run):
     said = run("--steps", "2", "--sequences", "8")
     assert "step     2" in said
-    assert all(f"\nL{layer}H{head} " in said for layer in (0, 1) for head in range(8))
+    assert all(f"\n{layer}.{head} " in said for layer in (0, 1) for head in range(8))
 
 
 def test_it_prints_json_alone(run):

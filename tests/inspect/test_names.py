@@ -70,5 +70,5 @@ def test_what_was_observed_gives_the_weights_of_heads_by_name():
     assert torch.equal(calls[1].heads(2).dense(), own[:, [2]])
     assert torch.equal(calls[1].heads((calls[1].module, 2)).dense(), own[:, [2]])
     assert torch.equal(seen[0].value, own[:, [2]])
-    with pytest.raises(ProblemError, match=r"head 0\.2 is not of layer 1"):
+    with pytest.raises(ProblemError, match=r"head 0\.2 is not in layer 1"):
         calls[1].heads("0.2")

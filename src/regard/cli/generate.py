@@ -1,4 +1,4 @@
-"""`regard generate`: its options. What it does is in `generate_text`, imported once the options are checked.
+"""The options of `regard generate`. `generate_text` runs it, and is imported after the options are checked.
 
 ```
 prompt, model, cache -> text on stdout, token by token -> speed and memory of the cache on stderr
@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "generate",
         help="generate text with any KV cache, and report its speed and memory",
-        description="Generate text with regard's attention and KV cache. The text goes to stdout as it comes, speed "
+        description="Generate text with regard's attention and KV cache. The text goes to stdout token by token, speed "
         "and memory to stderr.",
         epilog='Example: regard generate "Why is the sky blue?" --cache int8 --window 1024 --sinks 4.',
     )

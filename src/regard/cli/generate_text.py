@@ -63,7 +63,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         raise ProblemError(f"{label} is a {type(model).__name__}, which generates no text: name a language model.")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if args.chat and not has_template:
-        raise ProblemError(f"{label} comes without a chat template: give it a text to continue, --raw.")
+        raise ProblemError(f"{label} has no chat template: pass a text to continue, with --raw.")
     use_regard(model)
     facts: dict[str, Any] = {"model": label, "dtype": args.dtype, "device": str(model.device)}
     facts["threads"] = torch.get_num_threads()
@@ -81,7 +81,7 @@ def _prepare(args: argparse.Namespace, model: Any, spec: CacheSpec, prompt: int)
     if args.compare_cache and is_decoder and context is not None and prompt + tokens > context:
         raise ProblemError(
             f"--compare-cache generates {prompt + tokens:,} tokens with a plain cache as well, and the model has "
-            f"{context:,} positions: generate fewer (--max-new-tokens), or leave --compare-cache out."
+            f"{context:,} positions: generate fewer (--max-new-tokens), or omit --compare-cache."
         )
     settings = sampling_settings(args) | {"max_new_tokens": tokens, "use_cache": True}
     if args.ignore_eos:
@@ -120,7 +120,7 @@ def _explain(cache: Any, step: list[tuple[int, str]]) -> str:
 
 
 def _printer(*, quiet: bool) -> Callable[[str], None]:
-    """A function that prints pieces of text as they come. On a terminal control characters are made visible."""
+    """A function that prints pieces of text immediately. On a terminal control characters are made visible."""
     is_terminal = sys.stdout.isatty()
 
     def show(piece: str) -> None:
@@ -175,7 +175,7 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
     else:
         ids = tokenizer(text)["input_ids"]
     if not ids:
-        raise ProblemError(f"the prompt {text[:40]!r} makes no token in this model: give a word or more.")
+        raise ProblemError(f"the prompt {text[:40]!r} has no tokens in this model: expected a word or more.")
     return torch.tensor([ids])
 
 

@@ -26,7 +26,7 @@ LINE = "━╸"
 """The characters of bars: a whole cell and a half one."""
 OWN_UNITS = ("nats", "tokens")
 LEFT = 32
-"""Characters before the first score: 4 for a head, 17 for its kind, 5 for how sure that is, and two after each."""
+"""Characters before the first score: 4 for a head, 17 for its kind, 5 for how sure that is; two blanks after each."""
 NARROWEST = 72
 """Characters that the usual table needs without bars; a narrower terminal has to break its lines."""
 NAMED = 6

@@ -51,7 +51,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     else:
         raise ProblemError('there is no prompt: give a text in quotes, such as "Why is the sky blue?", or - for stdin.')
     if not text.strip():
-        raise ProblemError(f"{_short(name)} is empty: the prompt needs a word or more.")
+        raise ProblemError(f"{_short(name)} is empty: expected a word or more.")
     return text
 
 

@@ -34,7 +34,7 @@ def heat_map(
     Args:
         values: [rows, columns]; NaN is left blank.
         x, y: the names of the axes.
-        x_ticks, y_ticks: a label of each column and each row; None numbers them.
+        x_ticks, y_ticks: labels of the columns and the rows; None for their indices.
         low, high: the values of the first and the last colour; None takes the least and the greatest value.
         ax: the matplotlib `Axes` to draw on; None makes a new figure.
 

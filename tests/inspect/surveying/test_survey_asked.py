@@ -123,7 +123,7 @@ def test_ablation_says_what_the_loss_is_without_each_head(llama, tokenizer, how)
     for head in report.heads:
         assert head.value("delta_loss") == made.deltas[head.layer, head.head]
         assert_between(head)
-    assert "understates" in made.caveat
+    assert "understate" in made.caveat
 
 
 def test_a_model_that_writes_nothing_has_no_loss_to_ablate(tokenizer):
@@ -149,7 +149,7 @@ def test_a_rotating_model_reads_on_beyond_its_positions_with_a_note(llama, token
     assert agrees_with_eager(report)
     assert len(report.tokens) == 272
     [note] = report.run.notes
-    assert "272 tokens, and the model was made for 256 positions" in note
+    assert "272 tokens, and the model was trained on 256 positions" in note
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_rotating_model_reads_on_beyond_its_positions_with_a_note(llama, token
         ({"layers": [0, 3]}, "layer 3 does not exist: the model has 3 layers, 0 to 2"),
         ({"heads": [(3, 0)]}, "layer 3 does not exist"),
         ({"heads": [(1, 6)]}, "head 1.6 does not exist: layer 1 has 6 heads, 1.0 to 1.5"),
-        ({"heads": [(1, 1)], "layers": [0]}, r"head 1.1 is in none of the layers that are asked for \(0\)"),
+        ({"heads": [(1, 1)], "layers": [0]}, r"head 1.1 is in none of the selected layers \(0\)"),
     ],
 )
 def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, message):
@@ -176,7 +176,7 @@ def test_what_the_model_does_not_have_is_refused(llama, tokenizer, asked, messag
         ({"layers": []}, "layers is empty"),
         ({"layers": "3"}, "layers is '3': expected layer numbers"),
         ({"layers": 1.5}, "layers is 1.5"),
-        ({"layers": [True]}, "layers has True: expected numbers"),
+        ({"layers": [True]}, "layers has True: expected layer numbers"),
         ({"layers": -1}, "layer -1 does not exist: the model has 3 layers, 0 to 2"),
         ({"heads": [18]}, "18 names no head: expected"),
         ({"heads": (1, 2)}, "1 names no head"),

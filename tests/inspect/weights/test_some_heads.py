@@ -100,5 +100,5 @@ def test_whatever_counts_as_an_integer_names_a_head(index):
     "index", [6, -1, [0, 9], [], 1.5, [0, 1.0], "1", None, True, torch.ones(6) > 0, torch.tensor([1.0]), np.ones(1)]
 )
 def test_heads_that_do_not_exist_are_an_error(index):
-    with pytest.raises(ProblemError, match=r"of 6 heads: expected one or more, from 0 to 5"):
+    with pytest.raises(ProblemError, match=r"of 6 heads: expected one or more integers from 0 to 5"):
         Weights.of(drawn()).heads(index)

@@ -70,7 +70,7 @@ class Folder:
         self._specs: dict[Fingerprint, tuple[str, Spec]] = {}
 
     def add(self, layer: int, module: str | None, parts: Parts) -> Callable[[], Parts]:
-        """Write a call; the function returned reads it."""
+        """Write a call, and return a function that reads it."""
         w = parts.weights
         (mask_file, mask), (bias_file, bias) = self._spec(w.mask), self._spec(w.bias)
         tensors = {"q": w.q, "k": w.k, "lse": w.lse, "sink": w.sink, "v": parts.v, "out": parts.out}

@@ -48,7 +48,7 @@ class LayerTracker:
         """A forward hook for the module of that path; register it with `always_call`, for failures as well."""
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            if self._running and self._running[-1].path == path:  # it did enter: another hook may have failed before
+            if self._running and self._running[-1].path == path:  # it was entered: another hook may have failed before
                 self._running.pop()
 
         return leave

@@ -28,7 +28,7 @@ T = TypeVar("T")
 @brief
 @dataclass(frozen=True)
 class Look:
-    """One attention call as it passes: store what you compute from it, not the `Look`.
+    """One attention call while it is made: store results computed from it, not the `Look`.
 
     Its tensors are those of the model, which may overwrite them (a cache does), and a stored `Look` would keep all
     tensors of the layer in memory.
@@ -112,7 +112,7 @@ def observe(
         each: a function of a `Look`; the list then has a `Seen` with its result for each call, and one layer's tensors
             are in memory at a time. None records a `RecordedCall` for each call: copies of q, k, lse, mask and bias,
             which determine all weights.
-        layers: the layers to observe; None for all. An encoder and a decoder have layers of the same numbers.
+        layers: the layers to observe; None for all. Encoder and decoder layers can share numbers.
         values: whether a `RecordedCall` also has the values and the output of its call.
         to: where calls are recorded. None: on the device of each call. A device ("cpu"): there. "disk": in temporary
             files, which are removed when the block ends. Any other text or a path: in files in that new folder, which
@@ -154,12 +154,12 @@ def observe(
 
 
 def _layer_numbers(layers: int | Collection[int]) -> set[int]:
-    """The layers as a set. Raises `ProblemError` for a value that is not a whole number."""
+    """The layers as a set. Raises `ProblemError` for a value that is not an integer."""
     several: list[Any] = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
-    numbers = {number for number in map(index_of, several) if number is not None}
-    if len(numbers) < len(set(several)):
+    indices = {number for number in map(index_of, several) if number is not None}
+    if len(indices) < len(set(several)):
         raise ProblemError(f"layers is {layers!r}: expected the number of a layer or of several, counted from 0.")
-    return numbers
+    return indices
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def _compute(model: nn.Module | None, layers: set[int] | None, each: Callable[[L
 def _calls_of(
     model: nn.Module | None, layers: set[int] | None, handle: Callable[[int, str | None, Call], None]
 ) -> Generator[None]:
-    """Call `handle` with each call of these layers; raise at the end if what was asked for did not attend."""
+    """Call `handle` with each call of these layers; raise at the end if the model or a named layer did not attend."""
     attended: set[int] = set()
 
     def observed(tracker: LayerTracker, call: Call) -> None:

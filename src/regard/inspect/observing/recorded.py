@@ -111,7 +111,7 @@ def read_calls(folder: str | Path) -> list[RecordedCall]:
 class Memory:
     """Copies of calls on a device, None for the device of each call.
 
-    Copies, because caches write on in the tensors that they returned, and decoding loops add to the lengths in masks.
+    Copies, because KV caches overwrite tensors that they returned, and decoding loops change the lengths in masks.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -119,7 +119,7 @@ class Memory:
         self._specs: dict[Fingerprint, Spec] = {}
 
     def add(self, layer: int, module: str | None, parts: Parts) -> Callable[[], Parts]:
-        """Copy a call; the function returned gives the copy."""
+        """Copy a call, and return a function that returns the copy."""
         w = parts.weights
         weights = replace(
             w,
@@ -163,7 +163,7 @@ def recorder(to: To) -> Generator[Memory | Folder]:
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it is one (layer, head), and not several numbers of heads."""
+    """Whether it is one (layer, head), and not several head numbers."""
     return isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2
 
 
@@ -173,7 +173,7 @@ def _number(head: Any, layer: int, module: str | None) -> int:
         named, number = read_head(head)
         if named not in (layer, module):
             where = f"layer {layer}" + ("" if module is None else f" ({module})")
-            raise ProblemError(f"head {named}.{number} is not of {where}, whose weights these are.")
+            raise ProblemError(f"head {named}.{number} is not in {where}, whose weights these are.")
     return number
 
 

@@ -24,17 +24,17 @@ def sweep(
     along: Tensor | None = None,
     tick: Callable[[], None] | None = None,
 ) -> Sweep:
-    """Everything about the weights of a call that takes all of them: see `Sweep`.
+    """One pass over all weights of a call: see `Sweep` for the results.
 
     Args:
         weights: of a call.
         picture: cells per side of a picture, at most; None for none.
         along: finite values of each key, [batch or 1, m, keys]: each row gets their means by its weights, such as
-            the mean position that it looks at, or the mean rarity of what it sees.
-        tick: called every now and then while the sweep is made.
+            the mean position or the mean rarity of the tokens that it attends to.
+        tick: called regularly during the sweep.
 
     Returns:
-        In float32, for a call in float64 in that.
+        Tensors in float32, or float64 for a call in float64.
 
     Raises:
         ProblemError: `picture` is below 1, or `along` has another shape.

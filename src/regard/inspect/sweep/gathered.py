@@ -8,16 +8,16 @@ from torch import Tensor
 from regard.inspect.brief import brief
 
 BINS = 24
-"""Bins of distance: the last one takes what is 2**22 tokens away and more."""
+"""Bins of distance: the last one has all distances of 2**22 tokens and more."""
 
 
 @brief
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What `sweep` found. Rows are queries, p_i the position of row i, A[i, j] the weight of key j in row i.
+    """The results of `sweep`. Rows are queries, p_i the position of row i, A[i, j] the weight of key j in row i.
 
-    A learned sink is an outcome like any key in `entropy` and `squares`, and no key anywhere else. A row that sees no
-    key has 0 everywhere (with a sink, which then has all of its mass: 1 in `squares`).
+    A learned sink counts as one more key in `entropy` and `squares`, and nowhere else. A fully masked row is 0
+    everywhere (with a sink, which then has all of its mass, 1 in `squares`).
 
     Attributes:
         entropy: -sum_j A[i, j] ln A[i, j], nats; [batch, heads, queries].
@@ -26,12 +26,12 @@ class Sweep:
         top: the largest weight of each row; [batch, heads, queries].
         top_key: the first key that has it; int64 [batch, heads, queries].
         bins: the mass by distance |p_i - j|: bin 0 is distance 0, bin b is 2**(b-1) <= distance < 2**b, and the last
-            one is whatever is farther; [batch, heads, queries, BINS].
+            one has all larger distances; [batch, heads, queries, BINS].
         columns: sum_i A[i, j], over all rows; [batch, heads, keys].
-        along: sum_j A[i, j] u[m, j] for the vectors u that were asked for; [batch, heads, queries, m], or None.
+        along: sum_j A[i, j] u[m, j] for the vectors u of `sweep`; [batch, heads, queries, m], or None.
         mean, largest: the weights in cells of `cell` x `cell` pairs, as `Weights.pooled` cuts them: the mean over the
             pairs that exist, and the largest; [batch, heads, cells, cells], or None.
-        cell: pairs per side of a cell; 0 where no picture was asked for.
+        cell: pairs per side of a cell; 0 without a picture.
     """
 
     entropy: Tensor

@@ -31,7 +31,7 @@ def index_of(value: object) -> int | None:
 def index_pairs(
     rows: Indices, keys: Indices, shape: tuple[int, int, int, int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Rows and keys of pairs, int64 [pairs] each, if a call of this shape has them.
+    """Rows and keys of pairs, int64 [pairs] each, checked against the shape of a call.
 
     Raises:
         ProblemError: indices of another shape or type, or out of range.
@@ -39,8 +39,8 @@ def index_pairs(
     i, j = (torch.as_tensor(given, device=device) for given in (rows, keys))
     whole = not any(index.is_floating_point() or index.dtype == torch.bool for index in (i, j) if index.numel())
     if i.ndim != 1 or j.shape != i.shape or not whole:
-        came = " and ".join(f"{list(index.shape)} {index.dtype}" for index in (i, j))
-        raise ProblemError(f"pairs of {came}: expected a row and a key of each pair, both int64 [pairs].")
+        received = " and ".join(f"{list(index.shape)} {index.dtype}" for index in (i, j))
+        raise ProblemError(f"pairs of {received}: expected a row and a key of each pair, both int64 [pairs].")
     for index, kind, size in ((i, "row", shape[2]), (j, "key", shape[3])):
         if bool((outside := (index < 0) | (index >= size)).any()):
             raise ProblemError(
@@ -59,10 +59,10 @@ def counted_rows(kind: str, rows: Sequence[int], of: int) -> tuple[int, ...]:
     >>> counted_rows("row", [0, -1], of=5)
     (0, 4)
     """
-    numbers = [index_of(row) for row in rows]
-    for row, number in zip(rows, numbers, strict=True):
-        if number is None or not -of <= number < of:
+    indices = [index_of(row) for row in rows]
+    for row, index in zip(rows, indices, strict=True):
+        if index is None or not -of <= index < of:
             raise ProblemError(
                 f"{kind} {row} does not exist: there are {of}, expected 0 to {of - 1}, or -1 for the last."
             )
-    return tuple(number % of for number in numbers if number is not None)
+    return tuple(index % of for index in indices if index is not None)

@@ -28,10 +28,10 @@ from regard.inspect.weights.spans import count_visible, visible_runs
 from regard.inspect.weights.tiles import Largest, Pooled, Tile, Top
 
 TILE = 2**20
-"""Weights in a tile: 4 MiB of float32, so that the few passes over a tile find it in the L2 cache or close to it."""
+"""Weights in a tile: 4 MiB of float32, so that a tile stays in the L2 cache, or close to it, for all passes over it."""
 
 ROWS = 128
-"""Rows of a tile where whole rows are longer than a tile: the keys are then read once for this many rows."""
+"""Rows of a tile if whole rows are longer than a tile: the keys are then read once per this number of rows."""
 
 CHUNK = 128
 """Keys per rectangle of the mask's bounds: a sweep skips rectangles that are hidden from all rows of a tile."""
@@ -134,7 +134,7 @@ class Weights(CallScores):
     def tiles(self) -> Iterator[Tile]:
         """All weights except those that the bounds of the mask exclude, in tiles of at most about `TILE` weights.
 
-        Tiles come in the order of their rows, and for the same rows from left to right; keys in no tile have weight 0.
+        Tiles are in the order of their rows, and for the same rows from left to right; keys in no tile have weight 0.
         """
         batch, heads, queries, keys = self.shape
         rows = TILE // max(1, batch * heads * keys)
@@ -150,7 +150,7 @@ class Weights(CallScores):
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row, in descending order, and their keys; one sweep over tiles.
 
-        Equal weights come in the order of their keys. Where a row has fewer than k weights above 0, the remaining
+        Equal weights are in the order of their keys. Where a row has fewer than k weights above 0, the remaining
         weights and keys are 0.
 
         Returns:
@@ -219,7 +219,7 @@ class Weights(CallScores):
     def sink_share(self) -> Tensor:
         """The share of the learned sink in each row, [batch, heads, queries]; 0 in a call without one.
 
-        The weights of a row and this share sum to 1, except in a row that sees no key in a call without a sink.
+        The weights of a row and this share sum to 1, except in a fully masked row in a call without a sink.
         """
         if self.sink is None:
             return torch.zeros_like(self.total)

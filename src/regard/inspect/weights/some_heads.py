@@ -73,7 +73,7 @@ def mask_of_heads(mask: Mask | None, heads: Tensor) -> Mask | None:
 
 
 def bias_of_heads(bias: Bias | None, heads: Tensor) -> Bias | None:
-    """The bias of a call for these query heads; tables stay tables, which engines support."""
+    """The bias of a call for these query heads; tables stay tables, which backends support."""
     if bias is None:
         return None
     if isinstance(bias, Sum):
@@ -100,14 +100,12 @@ def chosen_heads(index: int | Sequence[int] | Tensor, heads: int) -> Tensor:
     several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     chosen = [number for number in map(index_of, several) if number is not None and 0 <= number < heads]
     if not several or len(chosen) < len(several):
-        raise ProblemError(
-            f"heads({index!r}) of {heads} heads: expected one or more, from 0 to {heads - 1}, as whole numbers."
-        )
+        raise ProblemError(f"heads({index!r}) of {heads} heads: expected one or more integers from 0 to {heads - 1}.")
     return torch.tensor(chosen)
 
 
 def key_heads(chosen: Tensor, group: int) -> Tensor:
-    """The key heads of query heads, shared as evenly as a call has it: one for several in a row, or one for each.
+    """The key heads of query heads, grouped evenly as a call requires: one for several in a row, or one for each.
 
     >>> key_heads(torch.tensor([0, 1, 4, 5]), group=2), key_heads(torch.tensor([0, 1, 4]), group=2)
     (tensor([0, 2]), tensor([0, 0, 2]))

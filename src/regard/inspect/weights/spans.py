@@ -1,7 +1,7 @@
-"""Which keys a run of rows may see, from the mask's bounds: what is surely hidden, or surely kept, is not looked at.
+"""The keys that a range of rows may see, from the mask's bounds: pairs that the bounds decide are not evaluated.
 
-The bounds of a rectangle cost the same whatever its size, so rows are asked about chunks of keys, and single pairs are
-looked at only along the mask's border.
+The bounds of a rectangle cost the same for any size, so they are computed for chunks of keys, and single pairs are
+evaluated only along the mask's boundary.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from regard.describe.mask import Bools, Ints, Mask, Rectangles
 from regard.inspect.weights.scores import CallScores
 
 ROWS = 128
-"""Rows for which a mask is asked at once when the visible keys are counted."""
+"""Rows whose visible keys are counted at a time."""
 
 
 def visible_runs(call: CallScores, row: slice, chunk: int) -> Iterator[slice]:
-    """Runs of keys of which some may be visible to some of the rows, in whole chunks of keys, left to right.
+    """Ranges of keys that some of the rows may see, in whole chunks of keys, left to right.
 
     >>> from regard import Causal, Prefix, Window
     >>> from regard.inspect.weights.lazy import Weights
@@ -35,7 +35,7 @@ def visible_runs(call: CallScores, row: slice, chunk: int) -> Iterator[slice]:
 
 
 def count_visible(call: CallScores, chunk: int) -> Tensor:
-    """How many keys each row may see; int64, broadcasts to [batch, heads, queries].
+    """The number of keys that each row may see; int64, broadcasts to [batch, heads, queries].
 
     >>> from regard import Causal, Window
     >>> from regard.inspect.weights.lazy import Weights
@@ -51,7 +51,7 @@ def count_visible(call: CallScores, chunk: int) -> Tensor:
 
 
 def kept_columns(call: CallScores, row: slice, chunk: int) -> tuple[Bools, Ints]:
-    """Which pairs of some rows the mask keeps; consecutive keys that it surely treats alike are one column.
+    """The pairs of some rows that the mask keeps; consecutive keys that its bounds decide alike are one column.
 
     Returns:
         bool [batch, heads, rows, columns], axes of 1 where the mask does not tell batch rows or heads apart; and the
@@ -71,7 +71,7 @@ def kept_columns(call: CallScores, row: slice, chunk: int) -> tuple[Bools, Ints]
     if call.mask is None:
         return np.ones((1, 1, row.stop - row.start, 1), dtype=np.bool_), np.array([0, keys])
     some, every = _bounds(call, call.mask, row, chunk)
-    surely = np.where(every.all(axis=(0, 1)), 1, np.where(some.any(axis=(0, 1)), -1, 0))  # -1 is to be looked at
+    surely = np.where(every.all(axis=(0, 1)), 1, np.where(some.any(axis=(0, 1)), -1, 0))  # -1: evaluate the pairs
     of_key = np.repeat(surely, np.diff(_edges(keys, chunk)))
     starts = np.flatnonzero((np.diff(of_key, prepend=2) != 0) | (of_key < 0))
     known = of_key[starts]
@@ -87,7 +87,7 @@ def _counted(call: CallScores, mask: Mask, row: slice, chunk: int) -> Tensor:
     some, every = _bounds(call, mask, row, chunk)
     decided = np.logical_and.reduce(
         every | ~some, axis=(0, 1)
-    )  # a chunk that one head or row does not decide is looked at for all
+    )  # a chunk that is undecided for one head or row is evaluated for all
     sure = (every * decided * np.diff(_edges(keys, chunk))).sum(axis=-1)  # keys of each [batch, heads]
     counts = torch.from_numpy(sure).to(device)[:, :, None].repeat(1, 1, row.stop - row.start)
     i = torch.arange(row.start, row.stop, device=device)[:, None]
@@ -98,7 +98,7 @@ def _counted(call: CallScores, mask: Mask, row: slice, chunk: int) -> Tensor:
 
 
 def _bounds(call: CallScores, mask: Mask, row: slice, chunk: int) -> tuple[Bools, Bools]:
-    """(some, all) of the rows times each chunk of keys: [batch, heads, chunks], where the mask tells those apart."""
+    """(some, all) of the rows times each chunk of keys: [batch, heads, chunks], or 1 where equal for all."""
     keys = call.shape[3]
     batch, heads = (min(size, here) for size, here in zip(mask.broadcast_shape(), call.shape[:2], strict=True))
     starts = _edges(keys, chunk)[:-1]
@@ -110,12 +110,12 @@ def _bounds(call: CallScores, mask: Mask, row: slice, chunk: int) -> tuple[Bools
 
 
 def _edges(keys: int, chunk: int) -> Ints:
-    """Where chunks of keys begin, and where the last one ends."""
+    """The starts of the chunks of keys, and the end of the last one."""
     return np.append(np.arange(0, keys, chunk), keys)
 
 
 def _runs(wanted: Bools, keys: int, chunk: int) -> Iterator[slice]:
-    """The chunks that are wanted, those side by side as one."""
+    """The selected chunks as ranges; adjacent ones are joined."""
     ends = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(np.int8)))
     for first, last in ends.reshape(-1, 2):
         yield slice(int(first) * chunk, min(int(last) * chunk, keys))

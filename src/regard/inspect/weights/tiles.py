@@ -1,4 +1,4 @@
-"""What one sweep over tiles of weights gathers: pictures of cells, and the largest weights of each row.
+"""The results of one sweep over tiles of weights: pictures of cells, and the largest weights of each row.
 
 A map of 32,768 x 32,768 weights is read as a picture of a few hundred cells a side; no more than a tile is in memory.
 Means of means are means (where cells divide), and maxima of maxima are maxima, so a picture can be made coarser without
@@ -23,12 +23,12 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """The queries that it has."""
+        """The queries of the tile."""
         return slice(self.row, self.row + self.weights.shape[2])
 
     @property
     def keys(self) -> slice:
-        """The keys that it has."""
+        """The keys of the tile."""
         return slice(self.key, self.key + self.weights.shape[3])
 
 
@@ -49,7 +49,7 @@ class Cells:
         self._queries, self._keys = queries, keys
 
     def of(self, tile: Tile, reduce: Callable[..., Tensor]) -> tuple[tuple[slice, slice], Tensor]:
-        """(rows, columns) of cells that a tile meets, and what each has of it, reduced: [batch, heads, rows, columns].
+        """(rows, columns) of the cells that overlap a tile, and the reduced overlap: [batch, heads, rows, columns].
 
         Args:
             reduce: `reduce(weights, dim)`, such as `torch.sum`.
@@ -58,7 +58,7 @@ class Cells:
         return (self._met(tile.rows), self._met(tile.keys)), self._along(narrow, tile.row, 2, reduce)
 
     def pairs(self, device: torch.device) -> Tensor:
-        """How many pairs exist in each cell: fewer than c x c in the last row and column."""
+        """The number of pairs in each cell: fewer than c x c in the last row and column."""
         rows, columns = (
             (tokens - torch.arange(0, tokens, self.cell, device=device)).clamp(max=self.cell)
             for tokens in (self._queries, self._keys)
@@ -66,11 +66,11 @@ class Cells:
         return rows[:, None] * columns[None, :]
 
     def _met(self, tokens: slice) -> slice:
-        """The cells that some tokens are in."""
+        """The cells that contain some of the tokens."""
         return slice(tokens.start // self.cell, -(-tokens.stop // self.cell))
 
     def _along(self, weights: Tensor, first: int, axis: int, reduce: Callable[..., Tensor]) -> Tensor:
-        """Weights reduced cell by cell along an axis, whose first token is `first`: a begun cell, whole ones, a rest.
+        """Weights reduced cell by cell along an axis, whose first token is `first`: a partial cell, whole ones, a rest.
 
         Nothing is padded: one cell may be larger than all tiles together.
         """
@@ -85,13 +85,13 @@ class Cells:
 
 
 class Pooled:
-    """Tiles of weights gathered into the mean of each cell; see `Weights.pooled`."""
+    """Tiles of weights reduced to the mean of each cell; see `Weights.pooled`."""
 
     def __init__(self, call: CallScores, size: int) -> None:
         batch, heads, queries, keys = call.shape
         self._cells = Cells(queries, keys, size)
         self.cell = self._cells.cell
-        # a cell gains a little from every tile: in float32 thousands of them would cost the mean its last digits
+        # float64, since a cell sums up thousands of tiles: in float32 the mean would lose its last digits
         shape, self._dtype = (batch, heads, *self._cells.shape), call.dtype
         self._sums = torch.zeros(shape, dtype=torch.float64, device=call.q.device)
 
@@ -106,7 +106,7 @@ class Pooled:
 
 
 class Largest:
-    """Tiles of weights gathered into the largest of each cell; see `Weights.pooled`."""
+    """Tiles of weights reduced to the largest of each cell; see `Weights.pooled`."""
 
     def __init__(self, call: CallScores, size: int) -> None:
         batch, heads, queries, keys = call.shape
@@ -115,7 +115,7 @@ class Largest:
         self._tops = torch.zeros((batch, heads, *self._cells.shape), dtype=call.dtype, device=call.q.device)
 
     def add(self, tile: Tile) -> None:
-        """Let a tile's weights into their cells, where they are larger than what is there."""
+        """Update the maxima of the cells with a tile's weights."""
         (down, across), tops = self._cells.of(tile, torch.amax)
         here = self._tops[..., down, across]
         torch.maximum(here, tops, out=here)
@@ -126,7 +126,7 @@ class Largest:
 
 
 class Top:
-    """Tiles of weights gathered into the `count` largest of each row; see `Weights.top`."""
+    """Tiles of weights reduced to the `count` largest of each row; see `Weights.top`."""
 
     def __init__(self, call: CallScores, count: int) -> None:
         shape = *call.shape[:3], count
@@ -134,11 +134,11 @@ class Top:
         self.keys = torch.zeros(shape, dtype=torch.int64, device=call.q.device)
 
     def add(self, tile: Tile) -> None:
-        """Let a tile's weights in, where they are larger than what is there; tiles come left to right."""
+        """Update the largest weights of the rows with a tile's; tiles are added left to right."""
         at = _largest(tile.weights, self.keys.shape[3])
         weights = torch.cat([self.weights[:, :, tile.rows], tile.weights.gather(-1, at)], dim=-1)
         keys = torch.cat([self.keys[:, :, tile.rows], at + tile.key], dim=-1)
-        # stable: of equals the left one comes first, and where there are too few weights, the zeros of the beginning
+        # stable: of equal weights the left one is first; with too few weights, the initial zeros remain
         weights, order = torch.sort(weights, dim=-1, descending=True, stable=True)
         count = self.keys.shape[3]
         self.weights[:, :, tile.rows] = weights[..., :count]
@@ -146,9 +146,9 @@ class Top:
 
 
 def _largest(weights: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of each row are, in ascending order; of equals, the first ones.
+    """The indices of the `count` largest of each row, ascending; of equal weights, the first ones.
 
-    `topk` takes any of several equals (a uniform head has nothing else). Only rows where it had to choose are sorted,
+    `topk` takes any of several equal weights (as in a uniform head). Only rows where it had to choose are sorted,
     which costs twenty tiles' products; rows whose choice was among zeros do not matter.
     """
     keys = weights.shape[-1]
