@@ -630,6 +630,13 @@ def test_words_are_values():
 
 
 X = torch.zeros(2, 3, 5, 8)
+
+
+def test_positions_and_tokens_may_be_integers_of_numpy():
+    rope = Rope(8, scaling=DynamicNTK(2.0, 4))
+    assert torch.equal(rope.rotate(X + 1, np.int64(2), tokens=np.int64(9)), rope.rotate(X + 1, 2, tokens=9))  # pyright: ignore[reportArgumentType]
+
+
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "an odd dim": (lambda: Rope(7), "dim=7.*even"),
     "a negative dim": (lambda: Sinusoidal(-2), "dim=-2.*even"),
