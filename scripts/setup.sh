@@ -50,8 +50,9 @@ PYTHON
 
 install_regard() {
     rm -f "$venv/ready/absence" "$venv"/ready/compiling_*
-    pip_install --no-deps --editable "$root"
-    printf '%s' "$REGARD_ISAS" >"$venv/ready/isas"
+    pip_install --no-deps --editable "$root" || return
+    mkdir -p "$venv/ready"
+    printf '%s' "${REGARD_ISAS:-best}" >"$venv/ready/isas"
 }
 
 # say_slow: a line where the compiled library is not there; what runs afterwards need not say it again. Why it is not
