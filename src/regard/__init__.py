@@ -30,7 +30,7 @@ else:
         try:
             return import_module(f"regard.{name}")
         except ModuleNotFoundError as error:
-            if error.name != f"regard.{name}":
+            if error.name != f"regard.{name}" and "." not in name:  # another package is missing
                 raise
         public = import_module("regard.public")
         globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
@@ -39,4 +39,5 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        groups = ("cache", "extend", "inspect", "integrate", "linear", "nn", "rope", "scores")
+        return sorted({"__version__", *groups, *__getattr__("__all__")})

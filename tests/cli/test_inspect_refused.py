@@ -234,6 +234,7 @@ sys.exit(main(["inspect", "--json", "-"], tools=Surveyed()))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_has_enough_is_no_error():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[Mask, str]] = {
 def test_a_wrong_mask_is_found(name: str):
     mask, message = WRONG[name]
     with pytest.raises(ProblemError, match=message):
-        check_mask(mask, queries=40, keys=40, heads=3)
+        check_mask(mask, queries=40, keys=40, batch=1, heads=3)
 
 
 def test_a_mask_of_ones_own_is_right():

@@ -244,6 +244,14 @@ def test_a_class_that_is_corrected_is_another_mask():
     assert torch.allclose(attend(Q, K, V, mask=wrong()), attend(Q, K[:, :, :7], V[:, :, :7]), atol=1e-6)
 
 
+def test_an_offset_of_numpy_is_the_same_as_an_int():
+    q, k = torch.randn(1, 1, 230, 8), torch.randn(1, 1, 20, 8)
+    mask, offset = Window(50), np.uint8(30)
+    attend(q[:, :, :10], k, k, mask=mask, offset=offset)  # hides nothing; 30 + 230 does not fit 8 bits
+    expected = attend(q, k, k, mask=mask, offset=30, backend="reference64")
+    assert torch.allclose(attend(q, k, k, mask=mask, offset=offset), expected, atol=1e-5)
+
+
 def test_a_class_that_has_the_name_of_ours_is_no_other_than_itself():
     torch.compiler.reset()
     kind = near(4)

@@ -9,6 +9,7 @@ import pytest
 import regard.inspect
 
 
+@pytest.mark.exhaustive
 @pytest.mark.model
 def test_the_examples_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from regard import Causal
 from regard.integrate.cache import regard_cache
+from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import LazyTensor, opened
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
@@ -79,6 +81,7 @@ def test_models_that_compute_with_keys_get_tensors_to_the_bit(name: str, options
     assert f"({COMPUTING[name][0]}Attention)" in cache.explain()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", "doge"])
 def test_a_model_with_a_quantised_cache_may_be_compiled(name: str):
     """Its graphs break at the cache; dense copies are made inside them."""
@@ -165,3 +168,12 @@ def test_what_is_written_into_it_reaches_attention(lazy: Any):
 
 def test_it_is_a_key_of_dicts_by_identity(lazy: Any):
     assert {lazy: 1}[lazy] == 1
+
+
+def test_every_comparison_is_that_of_the_tensor(lazy: Any):
+    assert torch.equal(lazy == 1, lazy.expected == 1)
+    assert torch.equal(lazy != 1, lazy.expected != 1)
+    assert (lazy.expected[0, 0, 0, 0].item() in lazy) is True
+    mask: Any = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu")
+    assert torch.equal(mask == 0, mask.dense() == 0)
+    assert torch.equal(mask != 0, mask.dense() != 0)

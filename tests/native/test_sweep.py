@@ -215,6 +215,7 @@ weights = Weights(q, q, torch.full((1, 12, 16384), 20.0), Causal(), scale=0.1)
     assert seconds_to_end(before, "by_native.swept(weights, 100, None)") < 1
 
 
+@pytest.mark.exhaustive
 def test_a_long_sweep_needs_little_memory():
     """32,768 tokens: the weights of a head would take 4 GiB. Measured in a process of its own."""
     text = """

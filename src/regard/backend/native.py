@@ -22,8 +22,8 @@ from torch import Tensor
 from regard import native
 from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import Listed, listed
-from regard.describe.bias import TensorBias
-from regard.errors import RefusalError
+from regard.describe.bias import Bias, TensorBias
+from regard.errors import ProblemError, RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
@@ -249,11 +249,31 @@ class _Kernel:
         return kept_by_distance(bias, p.heads, self.wide, first, count)
 
     def _bias(self, operands: Operands) -> Tensor | None:
+        """The terms that are no vectors: tensors (one at most, after lowering), and those of classes outside regard."""
         p = self.problem
-        for term in [] if operands.bias is None else operands.bias.terms():
-            if isinstance(term, TensorBias):  # after lowering: one at most
-                return _in_place(term.rows(p.queries, p.offset), p.grad, self.wide)
-        return None
+        terms = [] if operands.bias is None else [term for term in operands.bias.terms() if not term.per_distance()]
+        tables = [_table(term, p) for term in terms]
+        if len(tables) > 1:
+            tables = [reduce(add, (table.to(self.wide) for table in tables))]
+        return _in_place(tables[0], p.grad, self.wide) if tables else None
+
+
+def _sizes(p: Problem) -> tuple[int, int, int, int]:
+    return p.batch, p.heads, p.queries, p.keys
+
+
+def _table(term: Bias, p: Problem) -> Tensor:
+    """A bias as a tensor that broadcasts to [batch, heads, queries, keys]."""
+    if isinstance(term, TensorBias):
+        return term.rows(p.queries, p.offset)
+    b, h, q, k = (torch.arange(size) for size in (p.batch, p.heads, p.queries, p.keys))
+    value, sizes = term.value(b[:, None, None, None], h[:, None, None], q[:, None] + p.offset, k), _sizes(p)
+    if value.ndim > 4 or any(own not in (1, size) for own, size in zip(value.shape[::-1], sizes[::-1], strict=False)):
+        raise ProblemError(
+            f"{term!r}: value(b, h, q, k) gave {list(value.shape)}, which does not broadcast to "
+            f"[batch, heads, queries, keys] = {list(sizes)}."
+        )
+    return value[(None,) * (4 - value.ndim)]
 
 
 class _Attention(torch.autograd.Function):

@@ -79,7 +79,10 @@ def check_options(layout: object, codec: object, evict: object) -> None:
         raise ProblemError(f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank).")
     check_codec(codec, "codec")
     if evict is not None and (isinstance(evict, type) or not isinstance(evict, Policy)):
-        raise ProblemError(f"evict is {evict!r}: expected a policy of regard.cache.evict with a budget, or None.")
+        raise ProblemError(
+            f"evict is {evict!r}: expected None or a policy, which has `budget`, `recent` and "
+            "`start` (regard.cache.Eviction)."
+        )
     if evict is not None and isinstance(layout, Rolling):
         raise ProblemError(
             f"{layout!r} evicts tokens by itself, so it takes no evict={evict!r}: leave one of the two out, or take "

@@ -34,7 +34,7 @@ class _Checked(NamedTuple):
 
 
 def check_mask(
-    mask: Mask, *, queries: int, keys: int, batch: int = 1, heads: int = 1, offset: int | None = None, seed: int = 0
+    mask: Mask, *, queries: int, keys: int, batch: int = 2, heads: int = 2, offset: int | None = None, seed: int = 0
 ) -> None:
     """Check the methods of a mask against its `keep`, on a call of these sizes.
 

@@ -52,7 +52,7 @@ def _operator(name: str) -> Callable[..., Any]:
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 for _name in (
     *(f"__{prefix}{name}__" for name in _BINARY for prefix in ("", "r")),
-    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "neg", "abs", "invert", "getitem")),
+    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne", "contains", "neg", "abs", "invert", "getitem")),
 ):  # Python looks operators up in the class, never through __getattr__
     setattr(DenseOnUse, _name, _operator(_name))
 
@@ -115,11 +115,6 @@ class LazyTensor(DenseOnUse):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.dense()[index] = _densified(value)
-
-    def __eq__(self, other: object) -> Any:
-        return self.dense() == _densified(other)
-
-    __hash__ = object.__hash__  # by identity, as of tensors
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.source!r})"

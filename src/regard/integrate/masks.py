@@ -122,6 +122,8 @@ def _window(left: int | None, right: int | None, request: MaskRequest) -> Mask |
 
 
 def _sliding(function: Predicate, request: MaskRequest) -> Mask | None:
+    if not _closure(function)["sliding_window"]:  # 0: of a model that has a layer without a window
+        return None
     return _window(_closure(function)["sliding_window"], None, request)  # key > query - size
 
 

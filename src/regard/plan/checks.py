@@ -126,7 +126,8 @@ def _check_spec(name: str, given: Spec | None) -> None:
         return
     if not given.is_registered():
         raise ProblemError(
-            f"{name} is a {type(given).__name__}, a class that regard does not know; see MaskFunction and TensorBias."
+            f"{name} is or contains a {type(given).__name__} whose class is not registered: decorate the class "
+            "with @spec (regard.extend.spec)."
         )
     for t in given.tensors():
         check_readable(f"a tensor in {name}", t)

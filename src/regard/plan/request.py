@@ -92,7 +92,7 @@ class Request(NamedTuple):
             ProblemError: an offset that is not an integer; keys and values that do not belong together.
         """
         request = self
-        if isinstance(self.offset, Tensor):
+        if self.offset is not None and type(self.offset) is not int:  # integers of numpy overflow, tensors are read
             request = request._replace(offset=check_offset(self.offset))
         if isinstance(self.k, StoredTensor) or isinstance(self.v, StoredTensor):
             mask, (k, v) = stored_pair(self.k, self.v, self.mask, self.bias, request.offset)

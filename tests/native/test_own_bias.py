@@ -1,0 +1,53 @@
+"""A bias of a class outside regard: added by every backend, whatever it depends on."""
+
+import pytest
+import torch
+
+from regard import Alibi, Causal, ProblemError, TensorBias, attend
+from regard.extend import Bias, spec
+from tests.native.engines import ALL, PLAIN
+
+Q, K, V = torch.randn(2, 3, 7, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 8)
+
+
+@spec
+class Every(Bias):
+    """`rate[h]` for each third key, plus 0.1 for each batch row."""
+
+    rate: torch.Tensor
+
+    def value(self, b, h, q, k):
+        return self.rate[h] * (k % 3 == 0) + 0.1 * b
+
+
+@spec
+class Wrong(Bias):
+    """Of no shape of a call."""
+
+    def value(self, b, h, q, k):
+        return torch.zeros(5)
+
+
+@pytest.mark.parametrize("engine", [None, "reference", PLAIN, *ALL])
+def test_it_is_added_alone_and_beside_others(engine):
+    rate = torch.tensor([1.0, -2.0, 3.0])
+    table = Every(rate).value(*(torch.arange(n).view(-1, *[1] * i) for n, i in ((2, 3), (3, 2), (7, 1), (11, 0))))
+    for mask in (None, Causal()):
+        for others in (None, Alibi(3), TensorBias(torch.randn(1, 3, 7, 11))):
+            bias, same = Every(rate), TensorBias(table.expand(2, 3, 7, 11))
+            bias, same = (bias, same) if others is None else (bias + others, same + others)
+            expected = attend(Q, K, V, mask=mask, bias=same, backend="reference64")
+            assert torch.allclose(attend(Q, K, V, mask=mask, bias=bias, backend=engine), expected, atol=1e-5)
+
+
+def test_gradients_flow_into_its_tensors():
+    rates = [torch.tensor([1.0, -2.0, 3.0], requires_grad=True) for _ in range(2)]
+    for rate, backend in zip(rates, (None, "reference"), strict=True):
+        attend(Q, K, V, bias=Every(rate), backend=backend).square().sum().backward()
+    assert torch.allclose(rates[0].grad, rates[1].grad, atol=1e-4)
+    assert rates[0].grad.abs().min() > 0
+
+
+def test_one_of_another_shape_is_refused():
+    with pytest.raises(ProblemError, match=r"Wrong\(\): value\(b, h, q, k\) gave \[5\].*\[2, 3, 7, 11\]"):
+        attend(Q, K, V, bias=Wrong())
