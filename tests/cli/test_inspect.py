@@ -149,4 +149,4 @@ def test_the_real_command_on_a_real_model(capsys, here):
     assert told["run"]["eager_difference"] < 1e-3
     assert "18.6" in (here / "regard.html").read_text()
     assert main(["inspect", text, "--layers", "31"]) == 2
-    assert "the model has 30: 0 to 29" in capsys.readouterr().err
+    assert "the model has 30 layers, 0 to 29" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_attention_is_what_the_formula_says(engine: str | None, case: Case, dtyp
     # float64 has no better judge than itself; a row of few keys may by luck cost naive fp32 less than a rounding or two
     units = {torch.float64: 32, torch.float32: 3}.get(dtype, 0.5) * torch.finfo(dtype).eps
     largest = float(case.v.abs().max()) if case.v.numel() else 0.0
-    assert worst(out, truth) <= max((1.5 if dtype == torch.float32 else 1.0) * worst(naive[0], truth), units * largest)
+    assert worst(out, truth) <= max((2.0 if dtype == torch.float32 else 1.0) * worst(naive[0], truth), units * largest)
     state = attend_state(case.q, case.k, case.v, **without_sink(case), backend=engine)
     assert state.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     seen = lse[torch.isfinite(lse)].abs()
