@@ -260,7 +260,7 @@ struct Backward {
 
         Part(const Block &b, const Lanes &l, int64_t keys) : block(b), lanes(l) {
             lane_bits(block, lanes, bits);
-            // lanes without a query are masked like those that do not see a key
+            // lanes without a query are masked, like queries that see no key
             const uint64_t real = lanes.count == LANES ? ~uint64_t(0) : (uint64_t(1) << lanes.count) - 1;
             for (int i = 0; i < 2; ++i) {
                 masked[i] = block.half[i].bits || lanes.count < LANES;

@@ -17,7 +17,8 @@
 
 namespace regard {
 
-// Names of those that are built and run here, plainest first, ended by a null pointer. The first is always "portable".
+// Names of the sets that are compiled and run here, plainest first, ended by a null pointer. The first is always
+// "portable".
 const char *const *isas();
 
 // The best one that this machine runs, built or not.

@@ -48,7 +48,7 @@ LISTED = slice(_AT["by_query.rows"], _AT["workspace"])
 TENSORS, DISTANCE = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["distance"], _AT["bias"])
 PARTS, LSE = slice(_AT["k_parts"], _AT["lse"]), _AT["lse"]
 BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), len(native.GRADIENT))
-"""Indexes of fields in the structs: those that differ from call to call."""
+"""Indexes of the struct fields that differ from call to call."""
 
 
 @dataclass(frozen=True)

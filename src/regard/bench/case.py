@@ -76,7 +76,7 @@ class Case:
         return [first, *((first[0], first[1].clone(), first[2].clone()) for _ in range(more))]
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The other arguments of `attend`, without those that are None."""
+        """The other arguments of `attend` that are not None."""
         options = {
             "mask": self.mask and self.mask(),
             "bias": self.bias and self.bias(dtype),

@@ -108,7 +108,7 @@ class DenseStore:
         return StoredTensor((Part(self._tokens, t),), (batch, heads, self._tokens, dim), self.form.dtype)
 
     def _grow(self, tokens: int) -> None:
-        """Have memory for `tokens` tokens, and copy those that are stored."""
+        """Allocate memory for `tokens` tokens, and copy the stored tokens."""
         check_capacity(self.limit, self._tokens, tokens - self._tokens)
         capacity = self.limit or max(tokens, 2 * self._capacity, MIN_TOKENS)
         memory = self._allocate(self.form.batch, capacity)

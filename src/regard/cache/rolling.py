@@ -178,4 +178,4 @@ class RollingCodes(WrappedStore[QuantisedStore]):
 
 
 def _no_choice(layout: Rolling) -> ProblemError:
-    return ProblemError(f"{layout!r} evicts tokens by itself: no policy chooses among those that it keeps.")
+    return ProblemError(f"{layout!r} evicts tokens by itself: it takes no policy.")

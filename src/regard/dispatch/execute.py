@@ -1,8 +1,8 @@
 """From a plan to the state: run the kernel, on data that it cannot carry past the mask.
 
 Some backends hide a key by multiplying with a weight of 0, and 0 * NaN is NaN. Before such a backend runs under a mask,
-keys and values are checked. Those that are not finite are replaced by zeros, which changes no bit of the rows that do
-not see them; the rows that do are computed by the next backend, one that selects instead of multiplying.
+keys and values are checked. Those with NaN or inf are replaced by zeros, which changes no bit of the rows that do not
+see them; the rows that do are computed by the next backend, one that selects instead of multiplying.
 """
 
 from dataclasses import replace

@@ -102,7 +102,8 @@ def _of_any_length(alike: dict[Sizes | None, _Known], request: Request, sizes: S
     call = CallSizes(batch, heads, queries, keys, offset)
     if not hides_nothing(request.mask.bind(call), call):
         return None
-    _put(alike, sizes, known)
+    with _lock:
+        _put(alike, sizes, known)
     return known
 
 
@@ -110,7 +111,7 @@ def _plan_like(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes
     """A plan of a call that differs in sizes alone, whose checks need not be made again."""
     if request.bias is not None or request.score is not None or sizes[1] != sizes[2]:
         return None
-    return next((plan for known in reversed(alike.values()) if (plan := known.plan()) is not None), None)
+    return next((plan for known in reversed(tuple(alike.values())) if (plan := known.plan()) is not None), None)
 
 
 def _operands(request: Request, known: _Known, plan: Plan) -> Operands:
@@ -134,9 +135,9 @@ def _remember(form: object, sizes: Sizes, plan: Plan, operands: Operands) -> Non
     with _lock:
         alike = _calls.pop(form, {})
         _put(_calls, form, alike)
-    _put(alike, sizes, _Known(ref(plan), cast("Mask | None", mask), cast("Bias | None", bias)))
-    if plan.is_for_any_length:
-        alike[None] = _Known(ref(plan), None, None)
+        _put(alike, sizes, _Known(ref(plan), cast("Mask | None", mask), cast("Bias | None", bias)))
+        if plan.is_for_any_length:
+            alike[None] = _Known(ref(plan), None, None)
 
 
 def _put(kept: dict[K, V], key: K, value: V) -> None:
