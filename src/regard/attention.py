@@ -14,7 +14,7 @@ from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
-from regard.describe.suggestions import refuse_keywords
+from regard.describe.suggestions import suggest_keywords
 from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
@@ -113,6 +113,7 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
         _observers.reset(token)
 
 
+@suggest_keywords
 def attend(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
@@ -127,7 +128,6 @@ def attend(
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
     backend: str | Backend | None = None,
-    **unknown: None,  # refused, with the name that regard has for it
 ) -> Float[Tensor, "batch heads queries v_dim"]:
     """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
 
@@ -168,13 +168,12 @@ def attend(
     >>> attend(q, k, v, mask=Causal() & (Window(32) | Prefix(4))).shape
     torch.Size([1, 8, 64, 16])
     """
-    if unknown:
-        refuse_keywords(attend, unknown)
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     return _run(Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)).out
 
 
+@suggest_keywords
 def attend_state(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
@@ -187,7 +186,6 @@ def attend_state(
     softcap: float | None = None,
     offset: int | Tensor | None = None,
     backend: str | Backend | None = None,
-    **unknown: None,  # refused, with the name that regard has for it
 ) -> State:
     """Attention over these keys as a `State`: `.out` and `.lse`, which merges with states over other keys by `|`.
 
@@ -202,13 +200,12 @@ def attend_state(
     >>> torch.allclose((early | late).out, attend(q, k, v, mask=Causal()), atol=1e-6)
     True
     """
-    if unknown:
-        refuse_keywords(attend_state, unknown)
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     return _run(Request(q, k, v, mask, bias, score, scale, softcap, None, 0.0, offset, backend, lse=True))
 
 
+@suggest_keywords
 def explain(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
@@ -223,7 +220,6 @@ def explain(
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
     backend: str | Backend | None = None,
-    **unknown: None,  # refused, with the name that regard has for it
 ) -> Plan:
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
@@ -237,8 +233,6 @@ def explain(
     >>> plan.backend, plan.schedule.pairs, plan.flops
     ('native', 62922752, 32216449024)
     """
-    if unknown:
-        refuse_keywords(explain, unknown)
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     request = Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)

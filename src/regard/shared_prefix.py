@@ -18,6 +18,7 @@ from regard.backend.contract import Backend
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
+from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
 from regard.state import State
 from regard.storage.stored import Part, StoredTensor
@@ -26,6 +27,7 @@ LEAST = 64
 """Tokens of the shortest shared prefix that is worth a separate call."""
 
 
+@suggest_keywords
 def attend_shared(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,

@@ -9,11 +9,37 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from regard import Causal, Mask, ProblemError, RegardError, attend, attend_state, explain
-from regard.describe.suggestions import KEYWORDS, MASKS, mask_for
+from regard import (
+    Causal,
+    KVCache,
+    Mask,
+    MultiHeadAttention,
+    ProblemError,
+    RegardError,
+    attend,
+    attend_shared,
+    attend_state,
+    explain,
+)
+from regard.cache import Contiguous
+from regard.describe.suggestions import KEYWORDS, MASKS, NAMES, mask_for
+from regard.linear import linear_attend
+from regard.nn import Decoder, Encoder, LatentAttention
 
 Q = torch.randn(1, 2, 5, 8)
 OURS = set(inspect.signature(attend).parameters)
+ANSWERING: list[Any] = [
+    attend,
+    attend_state,
+    explain,
+    attend_shared,
+    linear_attend,
+    KVCache.__init__,
+    Decoder.generate,
+    *(f for kind in (MultiHeadAttention, LatentAttention, Encoder, Decoder) for f in (kind.__init__, kind.forward)),
+]
+"""The functions that answer a keyword of another library."""
+PARAMETERS = {name for function in ANSWERING for name in inspect.signature(function).parameters}
 
 
 @pytest.mark.parametrize("call", [attend, attend_state, explain])
@@ -27,42 +53,110 @@ def test_a_keyword_of_torch_is_answered_with_ours_and_with_the_drop_in(call: Any
 
 def test_every_keyword_is_answered_in_the_order_given():
     says = r"know attn_mask: say mask=TensorMask\(t\).*, bias=TensorBias.*; nor dropout_p: say dropout=; nor enable_gqa"
+    call: Any = attend
     with pytest.raises(TypeError, match=says):
-        attend(Q, Q, Q, attn_mask=None, scale=1.0, dropout_p=0.0, enable_gqa=True)
+        call(Q, Q, Q, attn_mask=None, scale=1.0, dropout_p=0.0, enable_gqa=True)
 
 
 def test_every_keyword_of_torchs_function_is_ours_or_is_answered():
     torchs = set(re.findall(r"(\w+)=", F.scaled_dot_product_attention.__doc__.split("->")[0]))  # pyright: ignore[reportOptionalMemberAccess]
     assert "is_causal" in torchs
-    assert torchs - OURS <= set(KEYWORDS)
+    assert torchs - OURS <= set(KEYWORDS) | names_of(OURS)
+
+
+def test_every_keyword_of_torchs_module_is_ours_or_is_answered():
+    for ours, torchs in (
+        (MultiHeadAttention.__init__, torch.nn.MultiheadAttention.__init__),
+        (MultiHeadAttention.forward, torch.nn.MultiheadAttention.forward),
+    ):
+        known = set(inspect.signature(ours).parameters)
+        assert set(inspect.signature(torchs).parameters) - known <= set(KEYWORDS) | names_of(known)
+
+
+def names_of(known: set[str]) -> set[str]:
+    """Names in other libraries of these parameters."""
+    return {name for ours, names in NAMES.items() if ours in known for name in names}
+
+
+def test_every_parameter_that_has_other_names_exists():
+    assert set(NAMES) <= PARAMETERS
+
+
+@pytest.mark.parametrize("function", ANSWERING, ids=lambda f: f.__qualname__)
+def test_every_function_answers_a_keyword_that_it_does_not_have(function: Any):
+    with pytest.raises(TypeError, match=r" does not know blue: expected one of ") as caught:
+        function(blue=1)
+    assert isinstance(caught.value, ProblemError)
+
+
+def test_names_of_torchs_module_are_answered_with_ours():
+    make: Any = MultiHeadAttention
+    says = (
+        r"^MultiHeadAttention does not know embed_dim: say d_model=; nor num_heads: say heads=; nor kdim: say "
+        r"context_dim=; nor batch_first: leave it out: tensors are \[batch, tokens, d_model\]; .*from_torch"
+    )
+    with pytest.raises(TypeError, match=says):
+        make(embed_dim=16, num_heads=2, kdim=8, batch_first=True)
+    module: Any = MultiHeadAttention(16, 2)
+    x = torch.randn(1, 5, 16)
+    with pytest.raises(
+        TypeError,
+        match=r"^MultiHeadAttention.forward does not know query: say x=; nor key: say context=; nor need_weights: "
+        r"weights are not kept, see regard.inspect.*; nor key_padding_mask: say mask=KeyLengths\(lengths\)",
+    ):
+        module(query=x, key=x, need_weights=False, key_padding_mask=None)
+
+
+def test_queries_keys_and_values_by_position_are_answered_with_the_arguments_of_the_module():
+    module: Any = MultiHeadAttention(16, 2)
+    x = torch.randn(1, 5, 16)
+    says = (
+        r"^MultiHeadAttention.forward takes 2 arguments by position \(x, context\), and got 3: say mask=, bias=, .* by "
+        r"name. Queries are computed from x, keys and values from context, or from x without a context\.$"
+    )
+    with pytest.raises(TypeError, match=says) as caught:
+        module(x, x, x)
+    assert isinstance(caught.value, ProblemError)
+    call: Any = attend
+    with pytest.raises(TypeError, match=r"^attend takes 3 arguments by position \(q, k, v\), and got 4: say mask=, "):
+        call(Q, Q, Q, Causal())
+
+
+def test_queries_keys_and_values_by_the_names_of_torch_are_answered():
+    call: Any = attend
+    with pytest.raises(TypeError, match=r"^attend does not know query: say q=; nor key: say k=; nor value: say v=\.$"):
+        call(query=Q, key=Q, value=Q)
 
 
 def test_a_keyword_of_another_library_does_not_speak_of_torch():
+    call: Any = attend
     with pytest.raises(
         TypeError, match=r"window_size: say mask=Causal\(\) & Window\(n\), which counts the query itself\.$"
     ):
-        attend(Q, Q, Q, window_size=(3, 0))
+        call(Q, Q, Q, window_size=(3, 0))
 
 
 def test_a_slip_of_the_pen_is_answered_with_the_nearest_and_anything_else_with_all():
+    call: Any = attend
     with pytest.raises(TypeError, match=r"know masc: say mask=, if that is meant\.$"):
-        attend(Q, Q, Q, masc=None)
-    with pytest.raises(TypeError, match=r"know blue: expected one of mask, bias, .*, offset, backend\.$"):
-        attend_state(Q, Q, Q, blue=None)
+        call(Q, Q, Q, masc=None)
+    with pytest.raises(TypeError, match=r"know blue: expected one of q, k, v, mask, bias, .*, offset, backend\.$"):
+        call(Q, Q, Q, blue=None)
 
 
 def test_what_a_state_cannot_take_is_said_of_it():
+    call: Any = attend_state
     with pytest.raises(TypeError, match=r"attend_state does not know sink: .*with_sink"):
-        attend_state(Q, Q, Q, sink=torch.zeros(2))
+        call(Q, Q, Q, sink=torch.zeros(2))
 
 
 def test_what_is_said_to_say_can_be_said():
-    told = {name for advice in KEYWORDS.values() for name in re.findall(r"\b(\w+)=", advice)}
-    assert told >= {"mask", "bias", "scale", "softcap", "sink", "dropout"}
-    assert told <= OURS
-    words = {name for advice in KEYWORDS.values() for name in re.findall(r"\b([A-Z]\w+)\(", advice)}
-    assert words
-    assert all(hasattr(regard, name) for name in words)
+    parameters = {name for advice in KEYWORDS.values() for name in re.findall(r"\b(\w+)=", advice)}
+    assert parameters >= {"mask", "bias", "softcap", "sink"}
+    assert parameters <= PARAMETERS | set(inspect.signature(Contiguous).parameters)
+    names = {name for advice in KEYWORDS.values() for name in re.findall(r"\b([A-Z]\w+)\(", advice)}
+    assert names
+    assert all(hasattr(regard, name) or hasattr(regard.cache, name) for name in names)
 
 
 @pytest.mark.parametrize("here", MASKS)

@@ -19,6 +19,7 @@ from regard.cache.quantised import QuantisedStore
 from regard.cache.rolling import RollingCodes, RollingStore
 from regard.cache.store import CachedTensor, Form, Policy, PolicyState, Store, check_has_data, describe_tensor
 from regard.describe.mask import Mask
+from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
@@ -61,6 +62,7 @@ class KVCache:
             0 tokens)
     """
 
+    @suggest_keywords
     def __init__(
         self, layout: Layout | None = None, codec: Codec | torch.dtype | None = None, evict: Policy | None = None
     ) -> None:

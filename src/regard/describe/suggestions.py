@@ -1,15 +1,18 @@
 """Suggestions for error messages: keywords and mask names of other libraries, and what to write here instead.
 
-No name of another library is accepted. `MASKS` is for a mask given as text, `KEYWORDS` for a keyword that a function
-does not have, among them all of torch's `scaled_dot_product_attention`.
+No name of another library is accepted. `MASKS` is for a mask given as text, `NAMES` and `KEYWORDS` for a keyword that a
+function does not have, among them all of torch's `scaled_dot_product_attention` and `MultiheadAttention`.
 """
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from regard.errors import KeywordError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 MASKS = {
     "Causal()": ("causal", "is_causal", "autoregressive", "tril", "causalbias"),
@@ -31,11 +34,40 @@ TENSOR = "say mask=TensorMask(t) for a tensor of bools (True keeps), bias=Tensor
 MODULE = "that is of a module, see regard.nn.MultiHeadAttention"
 LOOK = "weights are not kept, see regard.inspect for any of them"
 
+NAMES = {
+    "q": ("query", "queries", "query_states"),
+    "k": ("key", "keys", "key_states"),
+    "v": ("value", "values", "value_states"),
+    "x": ("hidden_states", "query", "src", "tgt", "inputs", "input"),
+    "context": ("encoder_hidden_states", "memory", "key", "value", "kv"),
+    "d_model": ("embed_dim", "hidden_size", "hidden_dim", "model_dim", "n_embd", "dim", "width"),
+    "heads": ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "head_count"),
+    "kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups", "kv_head_count"),
+    "head_dim": ("d_head", "dim_head", "d_k", "key_dim", "size_per_head"),
+    "context_dim": ("kdim", "vdim", "kv_dim", "cross_attention_dim", "encoder_hidden_size"),
+    "qkv_bias": ("attention_bias", "use_bias"),
+    "layers": ("num_layers", "n_layers", "n_layer", "num_hidden_layers", "depth"),
+    "position": ("rope", "rotary", "rotary_emb", "pos_emb", "position_embeddings"),
+    "positions": ("position_ids", "input_pos", "cache_position"),
+    "cache": ("past_key_values", "past_key_value", "kv_cache", "layer_past", "use_cache"),
+    "caches": ("past_key_values", "past_key_value", "kv_cache", "use_cache"),
+    "offset": ("cache_position", "start_pos", "query_start"),
+    "scale": ("softmax_scale", "sm_scale", "scaling", "attn_scale"),
+    "softcap": ("soft_cap", "logits_soft_cap", "attn_logit_softcapping"),
+    "dropout": ("dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop"),
+    "sink": ("s_aux", "softmax_sink", "attention_sink"),
+    "codec": ("dtype", "kv_cache_dtype", "cache_dtype", "quantization"),
+    "layout": ("cache_implementation", "block_size", "page_size", "window_size"),
+    "backend": ("attn_implementation", "implementation", "impl"),
+}
+"""Our parameters, and their names in other libraries. A parameter is named only for a function that has it."""
+
 KEYWORDS = {
     "is_causal": "say mask=Causal(), which puts the last query at the last key; with offset=0 the first at the first",
     "causal": "say mask=Causal()",
     "attn_mask": TENSOR,
-    "attention_mask": TENSOR,
+    "attention_mask": "say mask=KeyLengths(attention_mask.sum(1)) for a tokenizer's, padded on the right, or "
+    "mask=TensorMask(t[:, None, None]) for a tensor of bools [batch, keys], True keeps",
     "key_padding_mask": "say mask=KeyLengths(lengths), the number of tokens of each batch row",
     "block_mask": "give mask=, such as Causal() & Window(n), Blocks(layout, size) or MaskFunction(fn)",
     "window": WINDOW,
@@ -45,15 +77,8 @@ KEYWORDS = {
     "attn_bias": "say bias=TensorBias(t), or mask= for what hides keys",
     "alibi_slopes": "say bias=Alibi(heads)",
     "score_mod": "say bias= for what is added to scores, softcap= for a cap",
-    "dropout_p": "say dropout=",
     "enable_gqa": "leave it out: query heads may be any whole multiple of key heads",
-    "softmax_scale": "say scale=",
-    "sm_scale": "say scale=",
-    "scaling": "say scale=",
-    "soft_cap": "say softcap=",
-    "logits_soft_cap": "say softcap=",
     "sinks": "say sink=, a logit per head; for first tokens that stay visible, mask=Causal() & (Window(n) | Prefix(4))",
-    "s_aux": "say sink=",
     "sink": "fold it in once, at the end: state.with_sink(sink)",
     "dropout": "only attend has it, since a state merges and dropped weights do not",
     "return_lse": "call attend_state, which gives .out and .lse",
@@ -64,6 +89,15 @@ KEYWORDS = {
     "num_heads": MODULE,
     "heads": MODULE,
     "head_dim": MODULE,
+    "average_attn_weights": LOOK,
+    "return_weights": LOOK,
+    "batch_first": "leave it out: tensors are [batch, tokens, d_model]; regard.nn.from_torch converts torch's modules",
+    "add_bias_kv": "regard does not have it; sink=True gives each head a learned logit that takes weight",
+    "add_zero_attn": "regard does not have it; sink=True gives each head a learned logit that takes weight",
+    "max_cache_len": "leave it out: a cache grows; for a fixed size, layout=Contiguous(capacity=n)",
+    "max_seq_len": "leave it out: nothing depends on a largest length",
+    "bias_k": "regard does not have it",
+    "layer_idx": "leave it out: each module gets a cache of its own, cache=",
 }
 """Keywords of torch, transformers, flash-attention, xFormers and JAX, and what to write here."""
 
@@ -83,19 +117,69 @@ def mask_for(text: str) -> str | None:
     return next((here for here, names in MASKS.items() if name in names or plain in names), None)
 
 
-def refuse_keywords(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
-    """Raise `KeywordError` for keywords that the function does not have, with what to write instead.
+def suggest_keywords(function: F) -> F:
+    """The function, which raises `KeywordError` with a suggestion for a keyword or a position that it does not have.
 
-    >>> def attend(q, *, mask=None, scale=None): ...
-    >>> refuse_keywords(attend, ["dropout_p"])
+    >>> @suggest_keywords
+    ... def attend(q, *, mask=None, scale=None): ...
+    >>> attend(1, sm_scale=2)
     Traceback (most recent call last):
-    regard.errors.KeywordError: attend does not know dropout_p: say dropout=. All of torch's names are those of ...
+    regard.errors.KeywordError: attend does not know sm_scale: say scale=.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    reasons = "; nor ".join(f"{name}: {KEYWORDS.get(name) or _nearest(name, known)}" for name in unknown)
-    drop_in = " All of torch's names are those of regard.scaled_dot_product_attention." if TORCHS & {*unknown} else ""
-    raise KeywordError(f"{function.__name__} does not know {reasons}.{drop_in}")
+    known = frozenset(p.name for p in parameters)
+    most = sum(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        for name in keywords:
+            if name not in known:
+                refuse_keywords(function, [name for name in keywords if name not in known])
+        if len(args) > most:
+            refuse_positions(function, len(args))
+        return function(*args, **keywords)
+
+    return cast(F, call)
+
+
+def refuse_keywords(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
+    """Raise `KeywordError` for keywords that the function does not have, with what to write instead."""
+    known = _names(function)
+    reasons = "; nor ".join(f"{name}: {_suggestion(name, known)}" for name in unknown)
+    drop_in = (
+        " All of torch's names are those of regard.scaled_dot_product_attention."
+        if TORCHS & {*unknown} and {"q", "k", "v"} <= {*known}
+        else ""
+    )
+    raise KeywordError(f"{_title(function)} does not know {reasons}.{drop_in}")
+
+
+def refuse_positions(function: Callable[..., Any], received: int) -> NoReturn:
+    """Raise `KeywordError` for more positional arguments than the function has, with the names of both kinds."""
+    parameters = inspect.signature(function).parameters.values()
+    by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    by_position = [p.name for p in parameters if p.name not in ("self", *by_name)]
+    received -= len(parameters) - len(by_position) - len(by_name)
+    tokens = by_position[:2] == ["x", "context"]
+    projected = " Queries are computed from x, keys and values from context, or from x without a context."
+    raise KeywordError(
+        f"{_title(function)} takes {len(by_position)} arguments by position ({', '.join(by_position)}), and got "
+        f"{received}: say {', '.join(f'{name}=' for name in by_name)} by name.{projected if tokens else ''}"
+    )
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def _title(function: Callable[..., Any]) -> str:
+    """`attend` of a function, `MultiHeadAttention` of its `__init__`, `MultiHeadAttention.forward` of a method."""
+    return function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    ours = next((ours for ours, names in NAMES.items() if ours in known and name in names), None)
+    return f"say {ours}=" if ours else KEYWORDS.get(name) or _nearest(name, known)
 
 
 def _nearest(name: str, known: list[str]) -> str:

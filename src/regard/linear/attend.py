@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.describe.feature import Elu1, Favor, Feature
+from regard.describe.suggestions import suggest_keywords
 from regard.linear.call import Call, checked, compute_type, first_carry, last_state
 from regard.linear.finite import guarded, is_all_finite
 from regard.linear.rule import Rule
@@ -32,6 +33,7 @@ SEGMENT_ON_GPU = 64 * SEGMENT
 """The same on a GPU, where launching a kernel takes longer than computing a segment of the CPU's size."""
 
 
+@suggest_keywords
 def linear_attend(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"],

@@ -19,6 +19,7 @@ from regard.cache.latent import leading_channels
 from regard.cache.store import CachedTensor
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
+from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
 from regard.nn.multi_head import both, length_of
 from regard.nn.norm import RMSNorm
@@ -101,6 +102,7 @@ class LatentAttention(nn.Module):
     (True, 20)
     """
 
+    @suggest_keywords
     def __init__(
         self,
         d_model: int,
@@ -156,6 +158,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(heads * v_dim, d_model, out_bias, device, dtype)
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
 
+    @suggest_keywords
     def forward(
         self,
         x: Float[Tensor, "batch tokens d_model"],

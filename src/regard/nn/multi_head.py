@@ -21,6 +21,7 @@ from regard.describe.mask import Mask
 from regard.describe.position import Absolute, Position, Rope
 from regard.describe.score import Score
 from regard.describe.spec import Spec
+from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
@@ -80,6 +81,7 @@ class MultiHeadAttention(nn.Module):
     torch.Size([1, 10, 64])
     """
 
+    @suggest_keywords
     def __init__(
         self,
         d_model: int,
@@ -133,6 +135,7 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
 
+    @suggest_keywords
     def forward(
         self,
         x: Float[Tensor, "batch tokens d_model"],

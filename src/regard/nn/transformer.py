@@ -18,6 +18,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.position import Absolute, Position
+from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
 from regard.nn.caches import Caches, caches_for, rollback_on_failure
 from regard.nn.latent import LatentAttention
@@ -47,6 +48,7 @@ class Block(nn.Module):
     torch.Size([1, 10, 64])
     """
 
+    @suggest_keywords
     def __init__(
         self, attention: MultiHeadAttention | LatentAttention, cross: MultiHeadAttention | None = None, *,
         hidden: int | None = None, skip: bool = True, mlp: bool = True,
@@ -61,6 +63,7 @@ class Block(nn.Module):
         up, down = nn.Linear(d_model, w, bias=False), nn.Linear(w, d_model, bias=False)
         self.mlp = nn.Sequential(up, nn.GELU(), down) if mlp else None
 
+    @suggest_keywords
     def forward(
         self, x: Float[Tensor, "batch tokens d_model"],
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
@@ -105,6 +108,7 @@ class Encoder(nn.Module):
     torch.Size([2, 7, 32])
     """
 
+    @suggest_keywords
     def __init__(
         self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
         position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
@@ -135,6 +139,7 @@ class Encoder(nn.Module):
                 share = writes if name.endswith((".o_proj", ".mlp.2")) else 1
                 nn.init.normal_(linear.weight, std=(linear.in_features * share) ** -0.5)
 
+    @suggest_keywords
     def forward(
         self, tokens: Int[Tensor, "batch tokens"],
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
@@ -166,6 +171,7 @@ class Decoder(nn.Module):
     torch.Size([1, 5])
     """
 
+    @suggest_keywords
     def __init__(
         self, vocabulary: int, d_model: int, layers: int, heads: int, *, kv_heads: int | None = None,
         position: Position | Bias | None = None, mask: Mask | None = None, context_dim: int | None = None,
@@ -182,6 +188,7 @@ class Decoder(nn.Module):
         if tied:
             self.unembedding.weight = self.body.embedding.weight
 
+    @suggest_keywords
     def forward(
         self, tokens: Int[Tensor, "batch tokens"],
         context: Float[Tensor, "batch context_tokens context_dim"] | None = None, *, mask: Mask | None = None,
@@ -196,6 +203,7 @@ class Decoder(nn.Module):
         """Empty caches of each block, as `KVCache`; `Rolling` and `ExpectedAttention` get the block's rope."""
         return caches_for((block.attention for block in self.body.blocks), layout, codec, evict)
 
+    @suggest_keywords
     @torch.no_grad()
     def generate(
         self, tokens: Int[Tensor, "batch tokens"], count: int, *, temperature: float = 0.0,
@@ -226,12 +234,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
 
+    @suggest_keywords
     def forward(
         self, source: Int[Tensor, "batch source"], target: Int[Tensor, "batch target"], *, mask: Mask | None = None
     ) -> Float[Tensor, "batch target vocabulary"]:
         """Logits of the token after each target token; `mask` hides source tokens, such as `KeyLengths`."""
         return self.decoder(target, self.encoder(source, mask=mask), context_mask=mask)
 
+    @suggest_keywords
     @torch.no_grad()
     def generate(
         self, source: Int[Tensor, "batch source"], target: Int[Tensor, "batch target"], count: int, *,
