@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import Causal, ProblemError, check_mask
+from regard import Causal, ProblemError, attend, check_mask
 from regard.extend import CallSizes, Interval, Mask, Rectangles, spec
 from tests.expressions import BATCH, HEADS, masks
 
@@ -133,3 +133,16 @@ def test_a_mask_of_ones_own_is_right():
 def test_what_is_no_mask_is_refused():
     with pytest.raises(ProblemError, match="takes a mask, and got Tensor"):
         check_mask(torch.ones(2, 2), queries=2, keys=2)  # pyright: ignore[reportArgumentType]
+
+
+@spec
+class WithoutBounds(Mask):
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+
+def test_a_mask_without_bounds_works():
+    mask, q = WithoutBounds(), torch.randn(1, 2, 131, 8)
+    check_mask(mask, queries=41, keys=67)
+    check_mask(~mask | Causal(), queries=41, keys=67)
+    assert torch.equal(attend(q, q, q, mask=mask), attend(q, q, q, mask=Causal()))

@@ -295,5 +295,27 @@ def test_sizes_that_are_no_sizes_are_refused():
 
 def test_a_class_in_place_of_a_word_is_told():
     q = torch.randn(1, 1, 3, 4)
-    with pytest.raises(ProblemError, match=r"mask is the class Causal: did you mean Causal\(...\)"):
+    with pytest.raises(ProblemError, match=r"mask is the class Causal: .*; did you mean Causal\(...\)\?$"):
         attend(q, q, q, mask=Causal)
+
+
+def branching(b: Any, h: Any, q: Any, k: Any) -> Any:
+    if q > k:
+        return q >= k
+    return q == k
+
+
+@pytest.mark.parametrize("fn", [branching, lambda b, h, q, k: k > 1 and q >= k], ids=["if", "and"])
+def test_a_condition_on_a_tensor_of_positions_is_answered_with_operators(fn: Any):
+    q = torch.randn(1, 2, 5, 8)
+    for call in (lambda: attend(q, q, q, mask=Causal() & MaskFunction(fn)), lambda: draw(MaskFunction(fn), 3, 3)):
+        with pytest.raises(ProblemError, match=r"a condition of `if`.* & \| ~, and .* torch.where\.$") as caught:
+            call()
+        assert "ambiguous" in str(caught.value.__cause__)
+
+
+def test_another_error_of_a_function_stays_what_it_is():
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        attend(q, q, q, mask=MaskFunction(lambda b, h, q, k: torch.ones(2, 3) + torch.ones(5) > q))
+    assert not isinstance(caught.value, ProblemError)

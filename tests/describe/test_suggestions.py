@@ -10,12 +10,14 @@ import torch.nn.functional as F
 
 import regard
 from regard import (
+    Alibi,
     Causal,
     KVCache,
     Mask,
     MultiHeadAttention,
     ProblemError,
     RegardError,
+    Rope,
     attend,
     attend_shared,
     attend_state,
@@ -156,7 +158,7 @@ def test_what_is_said_to_say_can_be_said():
     assert parameters <= PARAMETERS | set(inspect.signature(Contiguous).parameters)
     names = {name for advice in KEYWORDS.values() for name in re.findall(r"\b([A-Z]\w+)\(", advice)}
     assert names
-    assert all(hasattr(regard, name) or hasattr(regard.cache, name) for name in names)
+    assert all(hasattr(regard, name) or name == Contiguous.__name__ for name in names)
 
 
 @pytest.mark.parametrize("here", MASKS)
@@ -190,3 +192,50 @@ def test_a_mask_by_name_is_told_by_attend_and_by_the_signs_that_combine():
 def test_a_name_that_nobody_has_is_told_as_any_thing_that_is_no_mask():
     with pytest.raises(ProblemError, match="mask is 'blue': expected a regard Mask; wrap a bool tensor"):
         attend(Q, Q, Q, mask="blue")
+
+
+BOOL, ADDED = torch.ones(5, 5, dtype=torch.bool), torch.zeros(5, 5)
+OPERATORS: dict[str, tuple[Any, str]] = {
+    "a tensor before a mask": (lambda: BOOL & Causal(), r"& takes a mask, .* bool tensor as TensorMask\(t\)"),
+    "an array before a mask": (
+        lambda: BOOL.numpy() | Causal(),
+        r"\| takes .* array bool \[5, 5\].*\(torch.tensor\(t\)\)",
+    ),
+    "a function before a mask": (lambda: len & Causal(), r"the function len; wrap .* as MaskFunction\(f\)"),
+    "nothing before a mask": (lambda: None & Causal(), "got None; leave None out"),
+    "a class after a mask": (lambda: Causal() | Causal, r"the class Causal; did you mean Causal\(...\)\?$"),
+    "a bias after a mask": (lambda: Causal() & Alibi(2), r"got Alibi\(heads=2\), which is a bias; pass it as bias="),
+    "a bias before a mask": (lambda: Alibi(2) & Causal(), r"Causal\(\), which is a mask: a bias .* passed as bias="),
+    "masks added": (lambda: Causal() + Causal(), r"masks combine with & \| ~"),
+    "a mask added to a tensor": (lambda: ADDED + Causal(), r"masks combine with & \| ~"),
+    "masks subtracted": (lambda: Causal() - Causal(), "a & ~b"),
+    "a mask added to a bias": (lambda: Alibi(2) + Causal(), "which is a mask; pass it as mask="),
+    "a tensor added to a bias": (lambda: Alibi(2) + ADDED, r"wrap a tensor .* as TensorBias\(t\)"),
+    "a bias added to a tensor": (lambda: ADDED + Alibi(2), r"wrap a tensor .* as TensorBias\(t\)"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operands_that_do_not_combine_are_answered_with_what_to_write(name: str):
+    combine, says = OPERATORS[name]
+    with pytest.raises(ProblemError, match=says):
+        combine()
+
+
+SPECS: dict[str, tuple[dict[str, Any], str]] = {
+    "a function": ({"mask": lambda b, h, q, k: q >= k}, r"mask is the function <lambda>: .* MaskFunction\(f\)\.$"),
+    "a list": ({"mask": [[True]]}, r"mask is \[\[True\]\]: expected .*TensorMask\(torch.tensor\(t\)\)"),
+    "a bias as a mask": ({"mask": Alibi(2)}, r"mask is Alibi\(heads=2\), which is a bias: .*; pass it as bias=\.$"),
+    "a mask as a bias": ({"bias": Causal() & Causal()}, "which is a mask: .*; pass it as mask="),
+    "a switch": ({"mask": True}, r"mask is True: .*; say mask=Causal\(\), or None"),
+    "a bool tensor as a bias": ({"bias": BOOL}, r"mask=TensorMask\(t\)"),
+    "a function as a bias": ({"bias": lambda b, h, q, k: q - k}, "subclass regard.extend.Bias"),
+    "a position as a bias": ({"bias": Rope(8)}, r"MultiHeadAttention\(position=\)"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_no_spec_of_its_kind_is_answered_with_what_to_write(name: str):
+    arguments, says = SPECS[name]
+    with pytest.raises(ProblemError, match=says):
+        attend(Q, Q, Q, **arguments)

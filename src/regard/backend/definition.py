@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias
-from regard.describe.mask import CallSizes, Mask
+from regard.describe.mask import CallSizes, Mask, kept_pairs
 
 
 def attention(
@@ -97,4 +97,4 @@ def kept(mask: Mask | None, batch: int, heads: int, queries: int, keys: int, off
     if mask is None:
         return torch.ones(sizes, dtype=torch.bool)
     bound = mask.bind(CallSizes(*sizes, keys - queries if offset is None else offset))
-    return bound.keep(*positions(*sizes, offset)).expand(sizes)
+    return kept_pairs(bound, *positions(*sizes, offset)).expand(sizes)

@@ -5,7 +5,7 @@ biases without rounding the sum: backends add each in the type that they compute
 """
 
 import math
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.describe.given_tensor import given_tensor
 from regard.describe.mask import CallSizes, Positions, as_tensors
 from regard.describe.spec import Spec, spec
+from regard.describe.suggestions import instead, received
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -53,10 +54,21 @@ class Bias(Spec):
         return type(self)(*map(wide, self.parts()))
 
     def __add__(self, other: "Bias") -> "Bias":
-        if not isinstance(other, Bias):  # pyright: ignore[reportUnnecessaryIsInstance]
-            what = "a tensor; wrap it as TensorBias(tensor)" if isinstance(other, Tensor) else type(other).__name__
-            raise ProblemError(f"a bias adds to biases only: the right side of + is {what}.")
-        return Sum(self, other)
+        return Sum(self, _bias(other))
+
+    def __radd__(self, other: object) -> "Bias":
+        return Sum(_bias(other), self)
+
+    def __and__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{self!r} & {received(other)}: a bias adds to biases by +, and is passed as bias=.")
+
+    __or__ = __and__
+
+
+def _bias(other: object) -> Bias:
+    if isinstance(other, Bias):
+        return other
+    raise ProblemError(f"a bias adds to biases only, and got {received(other)}; {instead(other, 'bias')}.")
 
 
 @spec

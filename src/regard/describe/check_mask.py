@@ -1,7 +1,7 @@
 """`check_mask`: whether the methods of a mask agree with each other, for a call of given sizes.
 
 `keep` defines a mask pair by pair. `bounds` and `signature` describe the same mask by rectangles, `intervals` by
-queries: they save work, and where they are wrong, attention is silently wrong.
+queries: they are optional and save work, and where they are wrong, attention is silently wrong.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, marked
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, kept_pairs, marked
 from regard.describe.spec import deserialize
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -40,6 +40,8 @@ def check_mask(
 
     All pairs are in memory at once, so choose a few hundred queries and keys, and sizes with the mask's edges inside.
     One size proves nothing about others: check several in the tests of your mask.
+
+    A mask without `bounds` is right, and has every tile evaluated; with `bounds`, only the tiles at its edges are.
 
     Args:
         offset: position of the first query; None puts the last query at the last key.
@@ -82,7 +84,7 @@ def _all_pairs(mask: Mask, sizes: CallSizes) -> Bools:
 
 
 def _keep(mask: Mask, positions: tuple[Any, ...], shape: tuple[int, ...]) -> Bools:
-    kept = cast(object, mask.keep(*positions))
+    kept = cast(object, kept_pairs(mask, *positions))
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
         what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
         raise ProblemError(f"{mask!r}: keep returned {what}; expected a bool tensor.")

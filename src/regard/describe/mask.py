@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard.describe.interval import Union, complement, intersection, union
 from regard.describe.spec import Fingerprint, Spec, spec
-from regard.describe.suggestions import mask_for
+from regard.describe.suggestions import instead, received
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -59,7 +59,7 @@ class CallSizes(NamedTuple):
 
 
 class Mask(Spec):
-    """Which query may look at which key; abstract.
+    """Which query may look at which key; abstract. A subclass defines `keep`; the other methods save work.
 
     ```
     >>> from regard import Causal, Window, Prefix, draw
@@ -77,8 +77,12 @@ class Mask(Spec):
         raise NotImplementedError(f"{type(self).__name__}.keep")
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        """(some, all) per rectangle: whether some pair may be kept, and whether all pairs are surely kept."""
-        raise NotImplementedError(f"{type(self).__name__}.bounds")
+        """(some, all) per rectangle: whether some pair may be kept, and whether all pairs are surely kept.
+
+        Optional: the default, (True, False), is right for every mask, and has every tile evaluated. With bounds, a
+        schedule evaluates only tiles at the edges of the mask.
+        """
+        return np.ones(r.b.shape, dtype=bool), np.zeros(r.b.shape, dtype=bool)
 
     def signature(self, r: Rectangles) -> Ints:
         """Ints [rectangles, n] that determine the pattern in a rectangle: equal rows mean equal patterns.
@@ -115,6 +119,21 @@ class Mask(Spec):
 
     def __invert__(self) -> "Mask":
         return Not(self)
+
+    def __rand__(self, other: object) -> "Mask":
+        return And(_mask(other, "&"), self)
+
+    def __ror__(self, other: object) -> "Mask":
+        return Or(_mask(other, "|"), self)
+
+    def __add__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{self!r} + {received(other)}: masks combine with & | ~, biases with +.")
+
+    def __radd__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{received(other)} + {self!r}: masks combine with & | ~, biases with +.")
+
+    def __sub__(self, other: object) -> NoReturn:
+        raise ProblemError(f"{self!r} - {received(other)}: to keep what one mask keeps and the other does not, a & ~b.")
 
     def __bool__(self) -> NoReturn:
         raise ProblemError(
@@ -223,6 +242,23 @@ def marked(mask: Mask, r: Rectangles) -> Ints:
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 
 
+def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+    """`mask.keep` of these positions.
+
+    Raises:
+        ProblemError: `keep` uses a tensor of many positions as a single condition, as a Python `if` does.
+    """
+    try:
+        return mask.keep(b, h, q, k)
+    except RuntimeError as error:
+        if "Boolean value of Tensor" not in str(error):
+            raise
+        raise ProblemError(
+            f"{mask!r} uses a tensor as a condition of `if`, `and`, `or` or `not`: b, h, q and k are tensors of many "
+            "positions at once. Combine conditions with & | ~, and choose between two with torch.where."
+        ) from error
+
+
 def as_tensors(*positions: Positions) -> tuple[Tensor, ...]:
     """Positions as tensors, ints on the device of the others, whatever the default device."""
     device = next((p.device for p in positions if isinstance(p, Tensor)), "cpu")
@@ -245,16 +281,15 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     start = keys - queries if offset is None else whole(offset, "offset")
     mask = mask.bind(CallSizes(*mask.broadcast_shape(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")
-    kept = mask.keep(batch, head, q, k).expand(queries, keys)
+    kept = kept_pairs(mask, batch, head, q, k).expand(queries, keys)
     return "\n".join(" ".join("█" if pair else "·" for pair in row) for row in kept.tolist())
 
 
 def _mask(other: object, place: str) -> Mask:
     if isinstance(other, Mask):
         return other
-    what = "a tensor; wrap it as TensorMask(tensor)" if isinstance(other, Tensor) else f"{type(other).__name__}"
-    here = mask_for(other) if isinstance(other, str) else None
-    raise ProblemError(f"{place} takes a mask, and got " + (f"the text {other!r}; say {here}." if here else f"{what}."))
+    hint = instead(other, "mask")
+    raise ProblemError(f"{place} takes a mask, and got {received(other)}; {hint}{'' if hint.endswith('?') else '.'}")
 
 
 def _inner(mask: Fingerprint, *bracketed: type[Mask]) -> str:

@@ -8,11 +8,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.mask import Bools, CallSizes, Mask, Positions, Rectangles, as_tensors
+from regard.describe.mask import CallSizes, Mask, Positions, as_tensors
 from regard.describe.spec import spec
 from regard.errors import ProblemError
 from regard.torch_internals import ignore_torch_function
@@ -56,9 +55,6 @@ class MaskFunction(Mask):
             raise ProblemError(f"MaskFunction: fn(b, h, q, k) returned {what}; expected a bool tensor.")
         _check_broadcasts(kept, b, h, q, k)
         return kept
-
-    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
-        return np.ones_like(r.b, dtype=bool), np.zeros_like(r.b, dtype=bool)
 
     def broadcast_shape(self) -> tuple[int, int]:
         return self.batch, self.heads

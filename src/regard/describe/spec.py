@@ -123,6 +123,7 @@ class Spec:
     _fields: ClassVar[tuple[str, ...]] = ()
     _serial_name: ClassVar[str] = ""
     _kind: ClassVar[_Kind]
+    __array_ufunc__: ClassVar[None] = None  # so numpy leaves `array & mask` to the mask
 
     def fingerprint(self) -> Fingerprint:
         """This spec with a content key in place of each tensor and function; computed once for a constant spec."""

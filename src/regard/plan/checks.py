@@ -14,7 +14,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.describe.spec import Spec
-from regard.describe.suggestions import mask_for
+from regard.describe.suggestions import instead, received
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 from regard.torch_internals import (
@@ -105,20 +105,9 @@ def check_specs(mask: object, bias: object, score: object) -> None:
         if given is None or isinstance(given, kind):
             _check_spec(name, given)
             continue
-        called = given if isinstance(given, str) else type(given).__name__
-        if name == "mask" and (here := mask_for(called)):
-            what = f"the text {given!r}" if isinstance(given, str) else f"a {called}"
-            raise ProblemError(f"mask is {what}: expected a regard Mask; say mask={here}.")
-        what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r}"
-        hint = {
-            "mask": "wrap a bool tensor as TensorMask(mask) (True keeps), a float one as bias=TensorBias(mask)",
-            "bias": "wrap a tensor as TensorBias(bias)",
-            "score": "omit it for the dot product, or see regard.scores",
-        }[name]
-        if isinstance(given, type) and issubclass(given, Spec):
-            raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
-        wrong = f", which is a {type(given).__mro__[1].__name__.lower()}" if isinstance(given, Spec) else ""
-        raise ProblemError(f"{name} is {what}{wrong}: expected a regard {kind.__name__}; {hint}.")
+        hint = instead(given, name).replace("say ", f"say {name}=", 1)
+        expected = f"expected a regard {kind.__name__}; {hint}"
+        raise ProblemError(f"{name} is {received(given)}: {expected}{'' if hint.endswith('?') else '.'}")
 
 
 def _check_spec(name: str, given: Spec | None) -> None:

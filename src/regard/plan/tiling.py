@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from regard.describe.interval import Interval, Union
-from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, marked
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, kept_pairs, marked
 from regard.plan.closed_form import CELLS, FAR, Grid, closed_form
 from regard.plan.schedule import Schedule
 from regard.torch_internals import ignore_func_transforms
@@ -177,6 +177,6 @@ def _evaluate(mask: Mask, tile: int, r: Rectangles) -> Bools:
     with ignore_func_transforms():
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side)[:, None, None] for side in r)
         q, k = q0 + torch.from_numpy(steps)[:, None], k0 + torch.from_numpy(steps)
-        kept = mask.keep(b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1)).cpu()
+        kept = kept_pairs(mask, b, h, torch.minimum(q, q1 - 1), torch.minimum(k, k1 - 1)).cpu()
         whole = bool((q1 - q0 == tile).all() and (k1 - k0 == tile).all())
         return kept.expand(len(b), tile, tile).numpy() if whole else (kept & (q < q1) & (k < k1)).numpy()
