@@ -129,6 +129,8 @@ def received(given: object) -> str:
     >>> received([True, False]), received(len), received("causal")
     ('[True, False]', 'the function len', "the text 'causal'")
     """
+    if isinstance(given, Spec):
+        return f"{given!r}, which is a {_kind(given)}"
     if mask_for(type(given).__name__):
         return f"a {type(given).__name__}"
     if isinstance(given, Tensor):
@@ -137,8 +139,6 @@ def received(given: object) -> str:
         return f"an array {given.dtype} {list(cast('np.ndarray[Any, Any]', given).shape)}"
     if isinstance(given, type):
         return f"the class {given.__name__}"
-    if isinstance(given, Spec):
-        return f"{given!r}, which is a {_kind(given)}"
     if isinstance(given, str):
         return f"the text {given!r}" if mask_for(given) else repr(given)
     return f"the function {getattr(given, '__name__', given)}" if callable(given) else reprlib.repr(given)
