@@ -1,6 +1,7 @@
 """What all policies of eviction have in common, and the two that look at no query."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend
-from regard.cache.evict import Eviction, Knorm, SinksAndRecent, highest
+from regard.cache.evict import Eviction, EvictionState, Knorm, SinksAndRecent, highest
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
+from regard.cache.store import Store
 from regard.describe.position import Rope
 from regard.storage.stored import Contiguous, Layout, Paged
 from tests.cache.evicted import append, by_definition, feed, inside, kept_by, stream
@@ -337,3 +339,62 @@ def test_without_a_word_a_quarter_of_what_small_keys_leave_is_recent():
     assert (kept[-1][:, :, -5:] == torch.arange(54, 59)).all()
     assert (kept_by(Knorm(24, recent=0), s, [20, *[1] * 40])[-1] < 30).all()
     assert [Knorm(0.5).last(number) for number in (4, 5, 100)] == [0, 0, 24]
+
+
+@dataclass(frozen=True)
+class Nameless(Eviction):
+    """A policy of a user that lacks `recent` and `start`."""
+
+
+@dataclass(frozen=True)
+class Stateless(Eviction):
+    recent = 0
+
+
+@dataclass(frozen=True)
+class LongestValues(Eviction):
+    recent = 0
+
+    def start(self) -> EvictionState["LongestValues"]:
+        return ByValues(self)
+
+
+class ByValues(EvictionState[LongestValues]):
+    def append(self, k: Tensor, v: Tensor | None) -> None:
+        assert v is not None
+        self.record(v.norm(dim=3))
+
+    def scores(self, store: Store) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Scoreless(Eviction):
+    recent = 0
+
+    def start(self) -> EvictionState["Scoreless"]:
+        return EvictionState(self)
+
+
+def test_a_policy_of_your_own_that_lacks_a_member_is_told_which():
+    k = torch.randn(1, 1, 20, 4)
+    with pytest.raises(ProblemError, match=r"evict is Nameless\(.*\), without recent: expected .* 0 or None: none"):
+        KVCache(evict=Nameless(8))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match=r"^Stateless does not define start\(\), .* docs/extending.md"):
+        KVCache(evict=Stateless(8)).append(k, k)
+    cache = KVCache(evict=Scoreless(8))
+    cache.append(k, k)
+    with pytest.raises(ProblemError, match=r"^EvictionState does not define scores\(store\) .* the Scoreless chooses"):
+        cache.forget()
+
+
+def test_a_policy_of_your_own_sees_values():
+    v = torch.randperm(40, generator=torch.Generator().manual_seed(0)).float()[None, None, :, None]
+    cache = KVCache(evict=LongestValues(8, sinks=0))
+    cache.append(torch.randn(1, 1, 40, 4), v)
+    cache.forget()
+    cache.append(torch.randn(1, 1, 1, 4), torch.full((1, 1, 1, 1), 32.5))  # takes the place of 32
+    cache.forget()
+    _, kept = cache.append(torch.randn(1, 1, 0, 4), v[:, :, :0])
+    assert isinstance(kept, Tensor)
+    assert sorted(kept.flatten().tolist()) == [32.5, 33, 34, 35, 36, 37, 38, 39]

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from regard import Causal
+from regard import Causal, ProblemError, attend
 from regard.integrate.cache import regard_cache
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import LazyTensor, opened
@@ -177,3 +177,11 @@ def test_every_comparison_is_that_of_the_tensor(lazy: Any):
     mask: Any = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu")
     assert torch.equal(mask == 0, mask.dense() == 0)
     assert torch.equal(mask != 0, mask.dense() != 0)
+
+
+def test_attend_answers_a_lazy_tensor_with_its_dense_tensor():
+    q = torch.randn(1, 2, 3, 8)
+    lazy: Any = LazyTensor("stored", q.shape, q, lambda: q)
+    with pytest.raises(ProblemError, match=r"^k is LazyTensor: expected a tensor .*; k.dense\(\) is one\.$"):
+        attend(q, lazy, lazy)
+    assert torch.equal(attend(q, lazy.dense(), lazy.dense()), attend(q, q, q))

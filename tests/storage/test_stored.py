@@ -1,5 +1,6 @@
 """Storage: what a handle stands for, whatever it is made of; and words that make no sense are refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -109,3 +110,42 @@ def test_encoders_make_what_parts_describe() -> None:
     key, value = encode_tiled(t, Int8(), per_token=True), encode_rows(t, Int8())
     assert key.scale.shape == (1, 2, 32)
     assert value.scale.shape == (1, 2, 32, 1)
+
+
+USES: dict[str, Any] = {
+    "an operator": lambda t: t + 1,
+    "an operator from the right": lambda t: 2.0 * t,
+    "a product with a tensor": lambda t: torch.ones(5, 4) @ t,
+    "an index": lambda t: t[0],
+    "a loop": list,
+    "a length": len,
+    "a function of torch": lambda t: torch.cat([t, t]),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_only_a_tensor_can_do_is_answered_with_dense(name: str) -> None:
+    stored = plain_handle()
+    with pytest.raises(ProblemError, match=r"StoredTensor.*handle of stored .*dense\(\) is a plain tensor"):
+        USES[name](stored)
+
+
+@pytest.mark.parametrize("name", ["float", "mT", "contiguous", "transpose"])
+def test_an_attribute_of_tensors_is_answered_with_dense(name: str) -> None:
+    stored: Any = plain_handle()
+    with pytest.raises(AttributeError, match=rf"no '{name}': .*dense\(\) is a plain tensor"):
+        getattr(stored, name)
+    assert not hasattr(stored, name)
+    with pytest.raises(AttributeError, match="has no attribute 'colour'"):
+        _ = stored.colour
+
+
+def test_a_handle_is_true_and_can_be_copied() -> None:
+    stored = plain_handle()
+    assert stored
+    assert torch.equal(copy.copy(stored).dense(), stored.dense())
+
+
+def plain_handle() -> StoredTensor:
+    t = normal(1, 2, 4, 5)
+    return StoredTensor((plain(t),), (1, 2, 4, 5), torch.float32)

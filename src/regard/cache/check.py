@@ -78,11 +78,8 @@ def check_options(layout: object, codec: object, evict: object) -> None:
     if type(layout) not in (Contiguous, Rolling, Paged, Latent):
         raise ProblemError(f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank).")
     check_codec(codec, "codec")
-    if evict is not None and (isinstance(evict, type) or not isinstance(evict, Policy)):
-        raise ProblemError(
-            f"evict is {evict!r}: expected None or a policy, which has `budget`, `recent` and "
-            "`start` (regard.cache.Eviction)."
-        )
+    if evict is not None:
+        _check_policy(evict)
     if evict is not None and isinstance(layout, Rolling):
         raise ProblemError(
             f"{layout!r} evicts tokens by itself, so it takes no evict={evict!r}: leave one of the two out, or take "
@@ -97,6 +94,19 @@ def check_options(layout: object, codec: object, evict: object) -> None:
         check_page(layout.page, codec)
     if isinstance(layout, Latent):
         _check_latent(layout, codec, evict)
+
+
+def _check_policy(evict: object) -> None:
+    """Raise `ProblemError` unless it is a policy; says which members are missing."""
+    if isinstance(evict, type):
+        raise ProblemError(f"evict is the class {evict.__name__}: expected a policy, such as {evict.__name__}(1024).")
+    if not isinstance(evict, Policy):
+        missing = [name for name in ("budget", "recent", "start") if not hasattr(evict, name)]
+        raise ProblemError(
+            f"evict is {evict!r}, without {', '.join(missing)}: expected None or a policy (regard.cache.Eviction), "
+            "which has `budget` (tokens that stay), `recent` (how many of the last always stay; 0 or None: none) "
+            "and `start()`."
+        )
 
 
 def check_codec(codec: object, name: str) -> None:

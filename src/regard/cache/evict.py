@@ -33,6 +33,9 @@ E = TypeVar("E", bound="Eviction")
 class Eviction:
     """Which tokens are evicted; abstract: `SinksAndRecent`, `Knorm`, `H2O`, `TOVA`, `SnapKV`, `ExpectedAttention`.
 
+    A subclass is a frozen dataclass. It has `recent`, an int or None (a field or a property), defines `start`, and
+    overrides `last` where recent tokens always stay.
+
     Args:
         budget: tokens that stay per key head, sinks and recent ones included; or a share of the tokens that were seen,
             0 < share < 1.
@@ -66,8 +69,11 @@ class Eviction:
             )
 
     def start(self) -> "EvictionState[Any]":
-        """The state for one new cache."""
-        raise NotImplementedError(f"{type(self).__name__}.start")
+        """The state for one new cache; every subclass defines it."""
+        raise ProblemError(
+            f"{self._name} does not define start(), which creates the EvictionState of a new cache: see "
+            "docs/extending.md, An eviction policy."
+        )
 
     def last(self, kept: int) -> int:
         """How many of the last tokens always stay if `kept` stay in all; kept=0: the minimum for any number."""
@@ -87,7 +93,9 @@ class Eviction:
 class EvictionState(Generic[E]):
     """What a policy has observed in one cache, one value per stored token; abstract.
 
-    `KVCache` reports every change to it (`append`, `observe`, `keep`, `crop`, `select`) and calls `choose`.
+    `KVCache` reports every change to it (`append`, `observe`, `keep`, `crop`, `select`) and calls `choose`. A subclass
+    defines `scores`, which reads all keys by `store.keys()`. What it needs of values it computes in `append`, which
+    receives them, and stores by `record`: one value per token.
     """
 
     def __init__(self, policy: E) -> None:
@@ -101,8 +109,12 @@ class EvictionState(Generic[E]):
             self._parts = [torch.cat(self._parts, dim=2)]
         return self._parts[0]
 
+    def record(self, values: Tensor) -> None:
+        """Add a value of each new token, [batch, kv_heads, tokens], to `values`; evicted tokens lose theirs."""
+        self._parts.append(values)
+
     def append(self, k: Tensor, v: Tensor | None) -> None:
-        """The store has appended these tokens: [batch, kv_heads, tokens, dim]."""
+        """The store has appended these tokens: [batch, kv_heads, tokens, dim]; v is None with `Latent`."""
 
     def observe(self, q: Tensor, store: Store, mask: Any, scale: float | None) -> None:
         """Receive the queries of this step; most policies need none."""
@@ -133,8 +145,11 @@ class EvictionState(Generic[E]):
         return highest(scores, kept, self.policy.sinks, self.policy.last(kept))
 
     def scores(self, store: Store) -> Tensor:
-        """The tokens with the highest scores stay, [batch, kv_heads or 1, tokens]."""
-        raise NotImplementedError(f"{type(self).__name__}.scores")
+        """The tokens with the highest scores stay, [batch, kv_heads or 1, tokens]; every subclass defines it."""
+        raise ProblemError(
+            f"{type(self).__name__} does not define scores(store) -> [batch, kv_heads or 1, tokens], by which the "
+            f"{type(self.policy).__name__} chooses: see docs/extending.md, An eviction policy."
+        )
 
 
 ROUNDING = 32
@@ -232,7 +247,7 @@ class Knorm(Eviction):
 
 class _NormState(EvictionState[Knorm]):
     def append(self, k: Tensor, v: Tensor | None) -> None:
-        self._parts.append(norms(k))
+        self.record(norms(k))
 
     def scores(self, store: Store) -> Tensor:
         return -self.values

@@ -155,7 +155,7 @@ class _ExpectedState(QueryAccumulator[ExpectedAttention]):
 
     def append(self, k: Tensor, v: Tensor | None) -> None:
         if self.policy.values and v is not None:
-            self._parts.append(norms(v))
+            self.record(norms(v))
 
     def observe(self, q: Tensor, store: Store, mask: Mask | None, scale: float | None) -> None:
         rope = self.policy.rope

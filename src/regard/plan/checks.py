@@ -74,7 +74,8 @@ def check_readable(name: str, t: object, expected: str = "a torch.Tensor") -> No
     initialised. A class with its own `__torch_dispatch__` defines each operator, and is computed by these operators.
     """
     if not isinstance(t, Tensor):
-        raise ProblemError(f"{name} is {type(t).__name__}: expected {expected}.")
+        dense = f"; {name}.dense() is one" if hasattr(t, "dense") else ""
+        raise ProblemError(f"{name} is {type(t).__name__}: expected {expected}{dense}.")
     if t.is_nested:
         raise ProblemError(
             f"{name} is a nested tensor: expected {expected}. Pad its rows with torch.nested.to_padded_tensor and hide "

@@ -12,7 +12,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -164,11 +164,14 @@ class Part(NamedTuple):
         return decode_rows(codes, self.kind, dim=dim, group=self.group)
 
 
+_NO_TENSOR = "it is a handle of stored keys or values, for attend to read in place; its dense() is a plain tensor."
+
+
 class StoredTensor:
     """A handle of stored keys or values: what `KVCache.append` returns when no strided tensor can describe them.
 
-    It has a tensor's shape, type and device, and `attend` takes it in place of a tensor. It is valid until the next
-    write to the cache.
+    It has a tensor's shape, type and device, and `attend` takes it in place of a tensor. For anything else, `dense()`
+    makes a plain tensor of it. It is valid until the next write to the cache.
 
     Args:
         parts: consecutive parts, in token order.
@@ -274,6 +277,28 @@ class StoredTensor:
         data = part.decode(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
         data = data[:, part.first_slot : part.first_slot + tokens]
         return (hadamard(data.float()) if self.rotated else data).to(self.dtype)
+
+    if not TYPE_CHECKING:  # where it would give every misspelled attribute a type
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Attributes of tensors are answered with `dense()`."""
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise AttributeError(f"StoredTensor has no attribute {name!r}")
+            raise AttributeError(f"StoredTensor has no {name!r}: {_NO_TENSOR}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Raise `ProblemError`: functions of torch take tensors."""
+        raise ProblemError(f"torch's {getattr(function, '__name__', 'function')} got a StoredTensor: {_NO_TENSOR}")
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise ProblemError(f"a StoredTensor has no operators and no indices: {_NO_TENSOR}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __getitem__ = __setitem__ = __iter__ = __len__ = _refuse
+
+    def __bool__(self) -> bool:
+        return True  # without it Python asks for a length
 
     def __repr__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")

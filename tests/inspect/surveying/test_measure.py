@@ -120,3 +120,10 @@ def test_what_makes_no_sense_is_refused(decoder, text, measures, message):
 def test_a_key_of_the_library_is_not_given_to_another_measure():
     with pytest.raises(ProblemError, match="one of your own named 'sink'"):
         survey(llama(), words(), TEXT, measures=[Measure.of_pattern("sink", two_back)])
+
+
+def test_no_measures_and_no_tokens_are_refused(decoder: Decoder):
+    with pytest.raises(ProblemError, match=r"^measures is empty: name some, such as \['sink', 'induction'\]"):
+        measure(decoder, torch.arange(1, 9), [])
+    with pytest.raises(ProblemError, match=r"^the text is \[1, 0\] tokens: expected .* 2 at least"):
+        measure(decoder, [], ["sink"])

@@ -61,6 +61,8 @@ def token_ids(tokens: Tokens) -> Tensor:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as unlike:
         raise ProblemError(f"tokens are no ids [batch, keys] ({unlike}): expected lists of one length.") from None
+    if not ids.numel() and not isinstance(tokens, Tensor):
+        return ids.long()  # torch takes an empty list for floats
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ProblemError(f"tokens is {ids.dtype}: expected token ids, integers.")
     return ids

@@ -115,7 +115,7 @@ def measure(
         layers: layer numbers from 0; None for all.
 
     Raises:
-        ProblemError: no such measure, a text without a tokenizer, no tokens, or an unsupported measure.
+        ProblemError: no measures, or no such measure, a text without a tokenizer, no tokens, or an unsupported measure.
 
     >>> from regard.nn import Decoder
     >>> _ = torch.manual_seed(0)
@@ -128,6 +128,8 @@ def measure(
     (torch.Size([2, 4]), torch.Size([2, 4]), ['induction', 'sink', 'two_back'])
     """
     chosen = named_measures(measures)
+    if not chosen:
+        raise ProblemError("measures is empty: name some, such as ['sink', 'induction'] (regard.inspect.MEASURES).")
     with torch.no_grad(), _running(model) as (body, run):
         texts = _texts(model, text_or_ids, chosen, tokenizer)
         scores: dict[str, dict[int, HeadScores]] = {measure.key: {} for measure in chosen}
