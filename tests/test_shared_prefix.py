@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Causal, ProblemError, Window, attend, observe_calls, shared_prefix
-from regard.cache.keep_tokens import keep_tokens
+from regard.cache.paged import keep_tokens
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.scores import Dot

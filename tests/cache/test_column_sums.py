@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Causal, KeyLengths, ProblemError, Window
-from regard.cache import column_sums as room
-from regard.cache.column_sums import QueryWindow, column_sums
+from regard.cache import query_observer as room
+from regard.cache.query_observer import QueryWindow, column_sums
 from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
 
@@ -139,7 +139,7 @@ def test_8192_tokens_take_a_few_tiles_of_memory():
     """All weights would be 2 GiB. Measured in a process of its own, by the peak that this process alone had."""
     text = """
 import torch
-from regard.cache.column_sums import column_sums
+from regard.cache.query_observer import column_sums
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 q, k = torch.randn(1, 8, 8192, 16), torch.randn(1, 2, 8192, 16)

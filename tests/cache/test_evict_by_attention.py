@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from regard import Causal, KeyLengths, ProblemError, Window
 from regard.cache import query_observer
-from regard.cache.column_sums import column_sums as sums_of_weights
 from regard.cache.evict import Eviction, Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
+from regard.cache.query_observer import column_sums as sums_of_weights
 from regard.describe.mask_by_table import TensorMask
 from tests.cache.evicted import Score, Stream, append, by_definition, feed, inside, kept_by, stream, weights
 

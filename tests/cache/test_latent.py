@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard import ProblemError
 from regard.cache import KVCache
-from regard.cache.latent import leading_channels
+from regard.cache.store import leading_channels
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Latent, Paged, Part, StoredTensor
 

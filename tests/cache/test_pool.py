@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from regard import Causal, ProblemError, attend
-from regard.cache import keep_tokens
 from regard.cache import pool as pool_module
+from regard.cache.paged import keep_tokens
 from regard.cache.pool import PagePool
 from regard.cache.sequence import Sequence
 from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
@@ -183,7 +183,7 @@ class Pool(RuleBasedStateMachine):
         index = torch.stack([torch.randperm(len(s.ids))[:count].sort().values for _ in range(HEADS)])
         before = self.look()
         try:
-            keep_tokens.keep_tokens(self.pool.storage, [s.real], index[None])
+            keep_tokens(self.pool.storage, [s.real], index[None])
         except ProblemError as problem:
             self.refused(problem, before)
             return

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.block_table import BlockTable
 from regard.cache.page_memory import slots_of
 from regard.cache.page_storage import PageStorage
+from regard.cache.pages import BlockTable
 from regard.cache.store import allocate
 from regard.storage.stored import Part, StoredTensor
 

@@ -49,6 +49,15 @@ def fits(k: Tensor, v: Tensor | None, form: Form) -> bool:
     return type(v) is Tensor and v.shape == (batch, heads, shape[2], v_dim) and v.dtype == dtype and v.device == device
 
 
+def check_entries(layout: Latent, form: Form) -> None:
+    """Raise `ProblemError` unless entries of this form have a latent and a rotated key."""
+    if form.qk_dim < layout.rank:
+        raise ProblemError(
+            f"entries have {form.qk_dim} dimensions, and the cache is Latent(rank={layout.rank}): expected the "
+            "latent and behind it the rotated key, rank + rope dimensions."
+        )
+
+
 def check_fits(k: object, v: object, store: Store, layout: Layout) -> None:
     """Raise `ProblemError` unless k and v have the form of what is stored; says which of them does not."""
     given, form = form_of(k, v, layout), store.form

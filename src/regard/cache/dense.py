@@ -28,38 +28,30 @@ class DenseStore:
     def __init__(self, layout: Contiguous, codec: Codec | torch.dtype | None, form: Form) -> None:
         self.form, self.limit = form, layout.capacity
         self._dtype = codec if isinstance(codec, torch.dtype) else form.dtype
-        self._tokens = self._seen = self._capacity = 0
+        self.tokens = self.tokens_seen = self._capacity = 0
         self._memory: tuple[Tensor, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the memory for later tokens, which may double the size, unless the capacity is fixed."""
         if self.limit is not None:
             return self.__dict__
-        memory = tuple(self._stored(t).contiguous() for t in self._memory) if self._tokens else ()
-        return self.__dict__ | {"_memory": memory, "_capacity": self._tokens}
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens
-
-    @property
-    def tokens_seen(self) -> int:
-        return self._seen
+        memory = tuple(self._stored(t).contiguous() for t in self._memory) if self.tokens else ()
+        return self.__dict__ | {"_memory": memory, "_capacity": self.tokens}
 
     @property
     def min_crop(self) -> int:
-        return self._seen - self.tokens
+        return self.tokens_seen - self.tokens
 
     @property
     def bytes(self) -> int:
-        return sum(t.nbytes // self._capacity for t in self._memory) * self._tokens
+        return sum(t.nbytes // self._capacity for t in self._memory) * self.tokens
 
     @property
     def allocated_bytes(self) -> int:
         return sum(t.nbytes for t in self._memory)
 
     def append(self, k: Tensor, v: Tensor | None) -> tuple[CachedTensor, CachedTensor]:
-        start, new = self._tokens, k.shape[2]
+        start, new = self.tokens, k.shape[2]
         end = start + new
         if end > self._capacity or not self._memory:
             self._grow(end)
@@ -68,14 +60,14 @@ class DenseStore:
             memory[0].narrow(2, start, new).copy_(k)
             if v is not None:
                 memory[1].narrow(2, start, new).copy_(v)
-        self._tokens, self._seen = end, self._seen + new
+        self.tokens, self.tokens_seen = end, self.tokens_seen + new
         return self._cached(memory[0]), self._cached(memory[-1])
 
     def crop(self, tokens: int) -> None:
-        self._tokens, self._seen = self._tokens - (self._seen - tokens), tokens
+        self.tokens, self.tokens_seen = self.tokens - (self.tokens_seen - tokens), tokens
 
     def reset(self) -> None:
-        self._memory, self._tokens, self._seen, self._capacity = (), 0, 0, 0
+        self._memory, self.tokens, self.tokens_seen, self._capacity = (), 0, 0, 0
 
     def select(self, rows: Tensor) -> None:
         selected = self._allocate(len(rows), self._capacity)
@@ -92,24 +84,24 @@ class DenseStore:
                     torch.index_select(old[b, h], 0, index[b, h], out=new[b, h, :kept])
             else:
                 new.narrow(2, 0, kept).copy_(old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[3])))
-        self._memory, self._tokens = memory, kept
+        self._memory, self.tokens = memory, kept
         self._capacity = memory[0].shape[2]
 
     def keys(self) -> Tensor:
         return self._stored(self._memory[0]).to(self.form.dtype)
 
     def _stored(self, t: Tensor) -> Tensor:
-        return t.narrow(2, 0, self._tokens)
+        return t.narrow(2, 0, self.tokens)
 
     def _cached(self, t: Tensor) -> CachedTensor:
         if t.dtype == self.form.dtype:
             return self._stored(t)
         batch, heads, _, dim = t.shape
-        return StoredTensor((Part(self._tokens, t),), (batch, heads, self._tokens, dim), self.form.dtype)
+        return StoredTensor((Part(self.tokens, t),), (batch, heads, self.tokens, dim), self.form.dtype)
 
     def _grow(self, tokens: int) -> None:
         """Allocate memory for `tokens` tokens, and copy the stored tokens."""
-        check_capacity(self.limit, self._tokens, tokens - self._tokens)
+        check_capacity(self.limit, self.tokens, tokens - self.tokens)
         capacity = self.limit or max(tokens, 2 * self._capacity, MIN_TOKENS)
         memory = self._allocate(self.form.batch, capacity)
         for old, new in zip(self._memory, memory, strict=False):

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from regard.cache.column_sums import QueryWindow
 from regard.cache.evict import Eviction, EvictionState, check_bool, check_whole
-from regard.cache.query_observer import QueryAccumulator, RecentQueries, last_queries
+from regard.cache.query_observer import QueryAccumulator, QueryWindow, RecentQueries, last_queries
 from regard.cache.store import Store
 from regard.errors import ProblemError
 

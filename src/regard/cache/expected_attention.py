@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.column_sums import TILE, QueryWindow
 from regard.cache.evict import Eviction, EvictionState, check_bool, check_whole, norms
-from regard.cache.query_observer import QueryAccumulator
+from regard.cache.query_observer import TILE, QueryAccumulator, QueryWindow
 from regard.cache.store import Store
 from regard.describe.mask import Mask
 from regard.describe.position import Rope

@@ -11,13 +11,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache.check import check_fits, check_inference, check_options, fits, form_of, resolve_keys
+from regard.cache.check import check_entries, check_fits, check_inference, check_options, fits, form_of, resolve_keys
 from regard.cache.dense import DenseStore
-from regard.cache.latent import LatentStore
 from regard.cache.paged import PagedStore, check_paged
 from regard.cache.quantised import QuantisedStore
 from regard.cache.rolling import RollingCodes, RollingStore
-from regard.cache.store import CachedTensor, Form, Policy, PolicyState, Store, check_has_data, describe_tensor
+from regard.cache.store import (
+    CachedTensor,
+    Form,
+    Policy,
+    PolicyState,
+    Store,
+    check_has_data,
+    describe_tensor,
+    leading_channels,
+)
 from regard.describe.mask import Mask
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
@@ -158,6 +166,8 @@ class KVCache:
         if self._is_rotated:
             k, v = hadamard(k), None if v is None else hadamard(v)
         cached = store.append(k, v)
+        if isinstance(self.layout, Latent):
+            cached = cached[0], leading_channels(cached[0], self.layout.rank)
         if self._store is None:
             self._store, self._policy_state = store, None if self.evict is None else self.evict.start()
         if self._policy_state is not None:
@@ -306,11 +316,12 @@ class KVCache:
 
 def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) -> Store:
     """An empty store of this layout."""
+    if isinstance(layout, Latent):  # entries are keys of which a part is the value
+        check_entries(layout, form)
+        layout = Contiguous()
     match layout:
         case Paged():
             return PagedStore(layout, codec, form)
-        case Latent():
-            return LatentStore(layout, codec, form)
         case Rolling():
             return RollingCodes(layout, codec, form) if isinstance(codec, Codec) else RollingStore(layout, codec, form)
         case Contiguous():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens, without_first
+from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens
 from regard.cache.store import (
     CachedTensor,
     Form,
@@ -84,7 +84,7 @@ class QuantisedStore:
         slots = (self._sink_capacity, self._tail_capacity)
         dims = [dim for dim in form.dims if dim]
         self._memories = [_Memory(codec, form, dim, slots, tiled=not i) for i, dim in enumerate(dims)]
-        self._seen = self._sinks = self._begin = self._end = 0
+        self.tokens_seen = self._sinks = self._begin = self._end = 0
         self._ranges: tuple[SlotRange, ...] = ()
         self._coded = 0  # tokens in all ranges
         self._before: _Snapshot | None = None
@@ -100,12 +100,8 @@ class QuantisedStore:
         return self._sinks + self._coded + self._end - self._begin
 
     @property
-    def tokens_seen(self) -> int:
-        return self._seen
-
-    @property
     def min_crop(self) -> int:
-        return self._seen - self.tokens
+        return self.tokens_seen - self.tokens
 
     @property
     def bytes(self) -> int:
@@ -113,11 +109,6 @@ class QuantisedStore:
         width = form.batch * form.kv_heads * form.dtype.itemsize
         codes = sum(m.codes.size(slots.tokens) for m in self._memories for slots in self._ranges)
         return codes + sum(m.dim for m in self._memories) * width * plain
-
-    @property
-    def sink_keys(self) -> Tensor:
-        """The memory of the plain keys at the front, [batch, kv_heads, sinks, qk_dim]; the caller may write to it."""
-        return self._memories[0].sinks
 
     @property
     def allocated_bytes(self) -> int:
@@ -141,7 +132,7 @@ class QuantisedStore:
         over = max(count - left, 0)  # new tokens that are encoded at once
         if self._end + rest - over > self._tail_capacity:
             self._move_tail_to_front()
-        self._before = _Snapshot(self._seen, self._sinks, self._ranges, self._begin, self._end, not over)
+        self._before = _Snapshot(self.tokens_seen, self._sinks, self._ranges, self._begin, self._end, not over)
         for m, x in zip(self._memories, given, strict=False):
             if sinks:
                 m.sinks.narrow(2, self._sinks, sinks).copy_(x.narrow(2, 0, sinks))
@@ -154,7 +145,7 @@ class QuantisedStore:
             self._write_codes(encoded, count)
         self._begin = self._end if over else self._begin + count
         self._end += rest - over
-        self._seen += new
+        self.tokens_seen += new
         return self.cached()
 
     def crop(self, tokens: int) -> None:
@@ -165,8 +156,8 @@ class QuantisedStore:
         elif before is not None and (before.has_new or tokens == before.seen):
             self._restore(before, tokens)
             return
-        over = self._seen - tokens - (self._end - self._begin)  # tokens to remove that are not in the tail
-        self._seen = tokens
+        over = self.tokens_seen - tokens - (self._end - self._begin)  # tokens to remove that are not in the tail
+        self.tokens_seen = tokens
         if over <= 0:
             self._end = self._begin - over
             return
@@ -181,30 +172,13 @@ class QuantisedStore:
         sinks = min(new, self._sinks - before.sinks)
         left = before.end - before.begin + new - sinks
         count = max(left - self.codec.residual, 0) // group * group if new else 0
-        self._seen, self._sinks = tokens, before.sinks + sinks
+        self.tokens_seen, self._sinks = tokens, before.sinks + sinks
         self._begin, self._end = before.begin + count, before.end + new - sinks
         self._ranges, self._coded = first_tokens(self._ranges, coded + count), coded + count
         self._are_parts_valid = False
 
-    def evict_and_append(self, k: Tensor, v: Tensor | None, count: int) -> tuple[CachedTensor, CachedTensor]:
-        """Evict the first `count` tokens after the sinks, and append; if the append fails, neither."""
-        if not count:
-            return self.append(k, v)
-        state = self._ranges, self._coded, self._begin, self._before
-        coded = min(count, self._coded)
-        if coded:
-            self._ranges, self._coded = without_first(self._ranges, coded), self._coded - coded
-            self._are_parts_valid = False
-        self._begin += count - coded
-        try:
-            return self.append(k, v)
-        except BaseException:
-            self._ranges, self._coded, self._begin, self._before = state
-            self._are_parts_valid = False
-            raise
-
     def reset(self) -> None:
-        self._seen = self._sinks = self._begin = self._end = self._coded = 0
+        self.tokens_seen = self._sinks = self._begin = self._end = self._coded = 0
         self._ranges, self._before, self._are_parts_valid = (), None, False
 
     def select(self, rows: Tensor) -> None:

@@ -1,21 +1,184 @@
-"""States of policies that read queries: which queries they store, and for how long.
+"""States of policies that read queries: which queries they store, and how much attention each key received.
 
-Attention weights are computed again from queries and keys when they are needed (`column_sums.py`). A policy that needs
-every query once (`QueryAccumulator`) collects the queries of small steps, so that one product serves many of them. A
-policy that needs only the last queries (`RecentQueries`) computes nothing before tokens are evicted.
+Attention weights are computed again from queries and keys when they are needed. A policy that needs every query once
+(`QueryAccumulator`) collects the queries of small steps, so that one product serves many of them. A policy that needs
+only the last queries (`RecentQueries`) computes nothing before tokens are evicted.
+
+    sums[j] = sum over queries i of A[i, j],     A[i, :] = softmax over the keys that i may see
+
+A tile is a few whole rows of A, which fit into the CPU caches. Whole rows, so that the softmax of each is known; the
+tile is summed over its rows and dropped. No n x n matrix is stored: memory is one tile for any number of queries.
+
+Where earlier tokens were evicted, keys have indices in the cache and not positions: every stored key is visible to
+every new query, and among the new tokens the mask decides. This is a causal mask with the queries at the last keys.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.cache.column_sums import QueryWindow
 from regard.cache.evict import E, EvictionState
 from regard.cache.store import Store
-from regard.describe.mask import Mask
+from regard.describe.mask import CallSizes, Mask
+from regard.describe.mask_by_rule import Causal
 from regard.errors import ProblemError
+
+TILE = 2**20
+"""Weights in a tile: 4 MiB of float32."""
+
+ROWS = 16
+"""Queries per tile below which heads are computed one by one, with more rows each: a product of few rows is slow."""
+
+
+class QueryWindow(NamedTuple):
+    """Consecutive queries, and their place among the keys of a cache.
+
+    Attributes:
+        q: [batch, heads, queries, qk_dim].
+        mask: bound to its call; None: `Causal()`.
+        scale: of the scores.
+        first: the index of the first query among the keys.
+        tokens: keys in the cache when the queries were observed.
+        evicted: tokens that were evicted before, so query i is token `evicted + first + i` of the sequence.
+        rows: int64 [batch], the batch rows of the mask that the rows of q have.
+    """
+
+    q: Tensor
+    mask: Mask | None
+    scale: float
+    first: int
+    tokens: int
+    evicted: int
+    rows: Tensor
+
+    @classmethod
+    def last(
+        cls, q: Tensor, tokens: int, mask: Mask | None = None, scale: float | None = None, seen: int = 0
+    ) -> "QueryWindow":
+        """Queries at the last of `tokens` keys.
+
+        Args:
+            seen: tokens of the sequence so far, evicted ones included; 0: `tokens`.
+
+        Raises:
+            ProblemError: the mask does not fit.
+        """
+        batch, heads, queries, dim = q.shape
+        first = tokens - queries
+        if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"mask is {type(mask).__name__}: expected a regard mask as it went to attend, or None.")
+        if mask is not None:
+            mask = None if isinstance(mask, Causal) else mask.bind(CallSizes(batch, heads, queries, tokens, first))
+        rows = torch.arange(batch, device=q.device)
+        return cls(q, mask, dim**-0.5 if scale is None else scale, first, tokens, max(seen - tokens, 0), rows)
+
+    @property
+    def queries(self) -> int:
+        """How many queries."""
+        return self.q.shape[2]
+
+    def between(self, start: int, stop: int) -> "QueryWindow":
+        """Its queries start <= i < stop."""
+        return self._replace(q=self.q[:, :, start:stop], first=self.first + start)
+
+    def cropped(self, tokens: int) -> "QueryWindow":
+        """Its queries among the first `tokens` keys; there is at least one."""
+        window = self.between(0, tokens - self.first) if tokens < self.first + self.queries else self
+        return window._replace(tokens=min(self.tokens, tokens))
+
+    def selected(self, rows: Tensor) -> "QueryWindow":
+        """The queries of these batch rows."""
+        return self._replace(q=self.q[rows], rows=self.rows[rows])
+
+    def shifted(self, evicted: int) -> "QueryWindow":
+        """The window after an eviction of tokens before it. It must have no mask, which would have the old indices."""
+        return self._replace(first=self.first - evicted, tokens=self.tokens - evicted, evicted=self.evicted + evicted)
+
+    def copied(self) -> "QueryWindow":
+        """With memory of its own, so that a few queries do not keep a whole prompt in memory."""
+        return self._replace(q=self.q.clone())
+
+    def follows(self, other: "QueryWindow") -> bool:
+        """Whether its queries come right after those of the other, both with a causal mask."""
+        is_next = (self.scale, self.first, self.evicted) == (other.scale, other.tokens, other.evicted)
+        return self.mask is other.mask is None and is_next
+
+    def is_not_padding(self) -> Tensor:
+        """Whether a query sees its own token, as all do except padding: bool, broadcasts to [batch, heads, queries]."""
+        own = torch.arange(self.first, self.first + self.queries, device=self.q.device)
+        if self.mask is None:
+            return torch.ones_like(own, dtype=torch.bool)[None, None]
+        heads = torch.arange(self.q.shape[1], device=own.device)
+        kept = self.mask.keep(self.rows[:, None, None], heads[:, None], own, own)
+        return kept[(None,) * (3 - kept.ndim)]
+
+    def column_sums(self, k: Tensor) -> Tensor:
+        """As the function `column_sums`; only the first `tokens` keys are read."""
+        k = k[:, :, : self.tokens]
+        (batch, kv_heads, keys, _), group = k.shape, self.q.shape[1] // k.shape[1]
+        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        sums = torch.zeros(batch, kv_heads, keys, dtype=dtype, device=k.device)
+        rows = TILE // max(1, batch * kv_heads * group * keys)
+        blocks = [(slice(0, batch), slice(0, kv_heads))]
+        if rows < min(self.queries, ROWS) or (k.dtype != dtype and k.numel() > TILE):
+            blocks = [(slice(b, b + 1), slice(h, h + 1)) for b in range(batch) for h in range(kv_heads)]
+            rows = max(1, TILE // (group * keys))
+        for b, h in blocks:
+            of_heads = k[b, h].to(dtype)
+            for start in range(0, self.queries, rows):
+                stop = min(start + rows, self.queries)
+                visible = keys if self.mask is not None else self.first + stop
+                heads = slice(h.start * group, h.stop * group)
+                sums[b, h, :visible] += self._tile(of_heads[:, :, :visible], b, heads, start, stop)
+        return sums / group
+
+    def _tile(self, k: Tensor, batch: slice, heads: slice, start: int, stop: int) -> Tensor:
+        """The column sums of queries start <= i < stop of some heads, summed over the query heads of each key head."""
+        q = self.q[batch, heads, start:stop].to(k.dtype) * self.scale
+        s = q.reshape(*k.shape[:2], -1, k.shape[3]) @ k.mT  # rows of all query heads of a group
+        self._hide(s.view(*q.shape[:3], -1), batch, heads, start)
+        peak = s.amax(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)  # a row without visible keys: exp gives 0
+        weights = s.sub_(peak).exp_()
+        total = weights.sum(-1).clamp_min(1.0)  # the largest is exp(0) = 1, so this changes empty rows alone
+        return (total.reciprocal()[:, :, None] @ weights)[:, :, 0]
+
+    def _hide(self, s: Tensor, batch: slice, heads: slice, start: int) -> None:
+        """Write -inf where the mask hides a pair: [batch, heads, rows, keys], rows from query `start` on."""
+        rows, keys = s.shape[2:]
+        if self.mask is None and rows > 1:
+            later = torch.ones(rows, rows, dtype=torch.bool, device=s.device).triu(1)
+            s[..., self.first + start :].masked_fill_(later, -torch.inf)
+        elif self.mask is not None:
+            b = self.rows[batch, None, None, None]
+            h = torch.arange(heads.start, heads.stop, device=s.device)[:, None, None]
+            q = torch.arange(self.first + start, self.first + start + rows, device=s.device)[:, None]
+            s.masked_fill_(~self.mask.keep(b, h, q, torch.arange(keys, device=s.device)), -torch.inf)
+
+
+def column_sums(q: Tensor, k: Tensor, mask: Mask | None = None, scale: float | None = None) -> Tensor:
+    """How much attention each key received: sums over queries, means over the query heads that share a key head.
+
+    Args:
+        q: [batch, heads, queries, qk_dim], of the last tokens.
+        k: [batch, kv_heads, keys, qk_dim].
+        mask: as for `attend`; None: `Causal()`.
+        scale: of the scores; None: `qk_dim ** -0.5`.
+
+    Returns:
+        [batch, kv_heads, keys], float32; float64 for float64.
+
+    Raises:
+        ProblemError: the mask does not fit.
+
+    >>> q = k = torch.eye(3)[None, None]
+    >>> column_sums(q, k, scale=1.0)[0, 0]  # of [[1, 0, 0], [0.2689, 0.7311, 0], [0.2119, 0.2119, 0.5761]]
+    tensor([1.4809, 0.9430, 0.5761])
+    """
+    return QueryWindow.last(q, k.shape[2], mask, scale).column_sums(k)
+
 
 BUFFERED = 32
 """Queries that are collected, or stored beyond need; this many drafts can be cropped without a trace."""

@@ -3,9 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from regard.cache.block_table import BlockTable
 from regard.cache.page_storage import PageStorage
-from regard.cache.pages import Page, PrefixNode
+from regard.cache.pages import BlockTable, Page, PrefixNode
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 

@@ -4,15 +4,15 @@
 methods and an entry in the table of `kv_cache.py`.
 """
 
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
-from regard.storage.codec import Codec
-from regard.storage.stored import StoredTensor
+from regard.storage.codec import Codec, code_bytes
+from regard.storage.stored import Part, StoredTensor
 
 CachedTensor = Tensor | StoredTensor
 """Keys, or values, as `append` returns them: a view where a strided tensor can describe the memory, else a handle."""
@@ -152,61 +152,43 @@ class Policy(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Store)
-
-
-class WrappedStore(Generic[S]):
-    """A store that keeps its tokens in another store; a subclass changes some of the methods."""
-
-    def __init__(self, inner: S) -> None:
-        self._inner = inner
-
-    @property
-    def form(self) -> Form:
-        return self._inner.form
-
-    @property
-    def tokens(self) -> int:
-        return self._inner.tokens
-
-    @property
-    def tokens_seen(self) -> int:
-        return self._inner.tokens_seen
-
-    @property
-    def min_crop(self) -> int:
-        return self._inner.min_crop
-
-    @property
-    def bytes(self) -> int:
-        return self._inner.bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._inner.allocated_bytes
-
-    def crop(self, tokens: int) -> None:
-        self._inner.crop(tokens)
-
-    def reset(self) -> None:
-        self._inner.reset()
-
-    def select(self, rows: Tensor) -> None:
-        self._inner.select(rows)
-
-    def keep(self, index: Tensor) -> None:
-        self._inner.keep(index)
-
-    def keys(self) -> Tensor:
-        return self._inner.keys()
-
-
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory that can be written in and out of `torch.inference_mode`, whichever mode is active now."""
     if torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
     with torch.inference_mode(mode=False):
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def leading_channels(stored: CachedTensor, dim: int) -> CachedTensor:
+    """The first `dim` channels of what a cache returned, in the same memory: a latent, from an entry of `Latent`.
+
+    Raises:
+        ProblemError: the channels are rotated, so that each mixes all of them.
+
+    >>> leading_channels(torch.arange(12.0).view(1, 1, 3, 4), 2)[0, 0]
+    tensor([[0., 1.],
+            [4., 5.],
+            [8., 9.]])
+    """
+    if isinstance(stored, Tensor):
+        return stored.narrow(3, 0, dim)
+    if stored.rotated:
+        raise ProblemError(f"{stored!r} is rotated: its first {dim} channels are made of all. Take rotate=False.")
+    parts = tuple(_leading_channels(part, dim) for part in stored.parts)
+    batch, heads, tokens = stored.shape[:3]
+    return StoredTensor(parts, (batch, heads, tokens, dim), stored.dtype, stored.lengths)
+
+
+def _leading_channels(part: Part, dim: int) -> Part:
+    if part.kind == "plain":
+        return part._replace(data=part.data.narrow(3, 0, dim))
+    assert part.tiled  # entries are keys
+    data = part.data.narrow(3, 0, code_bytes(part.kind, dim, tiled=True))
+    if part.per_token:
+        return part._replace(data=data)
+    scale, zero_point = (None if t is None else t.narrow(3, 0, dim) for t in (part.scale, part.zero_point))
+    return part._replace(data=data, scale=scale, zero_point=zero_point)
 
 
 def select_rows(t: Tensor, rows: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from regard.attention import attend
 from regard.backend.contract import Backend
 from regard.cache import KVCache
-from regard.cache.latent import leading_channels
-from regard.cache.store import CachedTensor
+from regard.cache.store import CachedTensor, leading_channels
 from regard.describe.mask import Mask
 from regard.describe.position import Position, Rope
 from regard.describe.suggestions import suggest_keywords
