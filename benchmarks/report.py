@@ -13,7 +13,7 @@ from benchmarks.cases import MEMORY, SECTIONS, Goal, Section
 from regard import native
 from regard.bench.measure import Result
 from regard.cli.bench import duration
-from regard.inspect.surveying.machine import machine as device
+from regard.inspect.surveying.run import machine as device
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16"}
 

@@ -8,8 +8,7 @@ import pytest
 
 from regard.cli.main import main
 from regard.inspect.surveying.closeup import strongest
-from regard.inspect.surveying.kinds import DEFINITIONS
-from regard.inspect.surveying.report import Estimate
+from regard.inspect.surveying.kinds import DEFINITIONS, Estimate
 from tests.cli.surveyed import Surveyed
 from tests.inspect.reports import report
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from regard.inspect.surveying.kinds import ranked
-from regard.inspect.surveying.report import Ablations, CloseUp, Estimate, Head, Picture, Report, RunInfo
+from regard.inspect.surveying.kinds import Estimate, Head, ranked
+from regard.inspect.surveying.report import Ablations, CloseUp, Picture, Report, RunInfo
 
 PATTERNS = ("sink", "previous", "induction", "even")
 

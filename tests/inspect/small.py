@@ -6,7 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from regard.inspect.surveying.report import Head, Report
+from regard.inspect.surveying.kinds import Head
+from regard.inspect.surveying.report import Report
 
 TEXT = "the cat sat on the mat, and the dog on the rug.\n"
 VOCABULARY = 320

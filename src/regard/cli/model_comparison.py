@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from regard.cli.heads_table import COLOURS, number, own_unit
-from regard.inspect.surveying.kinds import NAMED_BY, lift
-from regard.inspect.surveying.report import Head, Report
+from regard.inspect.surveying.kinds import NAMED_BY, Head, lift
+from regard.inspect.surveying.report import Report
 
 
 def comparison(

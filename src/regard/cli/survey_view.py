@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regard.cli import heads_table
-from regard.cli.head_detail import head_detail
+from regard.cli.heads_table import head_detail
 from regard.cli.model_comparison import comparison
 from regard.inspect.surveying.report import Ablations, Report, RunInfo
 

@@ -29,8 +29,7 @@ from regard.errors import RefusalError
 from regard.integrate.cache_layers import StoredLayer, check_crop, untraced
 from regard.integrate.cache_move import move
 from regard.integrate.heap import trim_heap
-from regard.integrate.kept_mask import mask_over_kept
-from regard.integrate.layer_mask import LayerMask
+from regard.integrate.layer_mask import LayerMask, mask_over_kept
 from regard.integrate.lazy import LazyTensor
 from regard.storage.stored import Rolling
 

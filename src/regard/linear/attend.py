@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.describe.feature import Elu1, Favor, Feature
 from regard.describe.suggestions import suggest_keywords
-from regard.linear.call import Call, checked, compute_type, first_carry, last_state
+from regard.linear.call import LinearCall, check_call, compute_type, first_carry, last_state
 from regard.linear.finite import guarded, is_all_finite
 from regard.linear.rule import Rule
 from regard.linear.state import LinearResult, LinearState
@@ -96,7 +96,7 @@ def linear_attend(
     True
     """
     features = (ELU1 if rule is None else None) if features is ... else features
-    call = checked(q, k, v, features, rule, causal, scale, normalise, state, form, chunk)
+    call = check_call(q, k, v, features, rule, causal, scale, normalise, state, form, chunk)
     with _without_autocast(q):
         carry = first_carry(call, k, v, state)
         if is_all_finite(call, q, k, v):
@@ -106,7 +106,7 @@ def linear_attend(
     return LinearResult(out, last_state(call, carry, state))
 
 
-def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+def _run(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
     """The rows and the last state. Keys before the first query, and queries before the first key, come first."""
     queries, keys = q.shape[2], k.shape[2]
     if call.causal and queries == keys:
@@ -128,7 +128,9 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Ten
     return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)), carry
 
 
-def _segments(call: Call, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, carry: Carry) -> tuple[Tensor, Carry]:
+def _segments(
+    call: LinearCall, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, carry: Carry
+) -> tuple[Tensor, Carry]:
     """Keys start <= t < stop with a query each, or with none if q has none."""
     size = _segment(call, q, k, v, stop - start)
     out = _Rows(call, q, v, whole=size >= stop - start)
@@ -145,7 +147,7 @@ def _segments(call: Call, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int
     return out.all(), carry
 
 
-def _read(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> Tensor:
+def _read(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> Tensor:
     """The output of queries that see the state only, in the same segments."""
     size = _segment(call, q, k, v, q.shape[2])
     out = _Rows(call, q, v, whole=size >= q.shape[2])
@@ -158,7 +160,7 @@ def _read(call: Call, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> Tensor:
 class _Rows:
     """The rows of all segments; in place if neither autograd nor tracing sees the steps, to save a copy."""
 
-    def __init__(self, call: Call, q: Tensor, v: Tensor, *, whole: bool) -> None:
+    def __init__(self, call: LinearCall, q: Tensor, v: Tensor, *, whole: bool) -> None:
         self._none = q.new_zeros(*q.shape[:3], v.shape[3]) if not q.shape[2] else None
         self._out = q.new_empty(*q.shape[:3], v.shape[3]) if call.in_place and not whole else None
         self._rows: list[Tensor] = []
@@ -178,7 +180,7 @@ class _Rows:
 
 
 def _stretch(
-    call: Call,
+    call: LinearCall,
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
@@ -206,7 +208,7 @@ def _copied(x: Tensor) -> Tensor:
     return x.to(compute_type(x)).clone(memory_format=torch.contiguous_format)
 
 
-def _mapped(call: Call, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _mapped(call: LinearCall, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The features of queries or keys, and their exponents."""
     if isinstance(call.features, Favor):
         return call.features.split(x, call.scale)
@@ -215,13 +217,13 @@ def _mapped(call: Call, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return _copied(x), None
 
 
-def _query_features(call: Call, q: Tensor, k: Tensor) -> Tensor:
+def _query_features(call: LinearCall, q: Tensor, k: Tensor) -> Tensor:
     """The features of queries, as rows (token, query of the group)."""
     rows = _mapped(call, _rows(q, k))[0]
     return rows if call.features is not None or call.scale is None else rows * call.scale
 
 
-def _heads(call: Call, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _heads(call: LinearCall, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Rows of (token, query of the group), normalised, as [batch, heads, queries, v_dim] in the dtype of q."""
     if call.normalise:
         weights = rows[..., -1:]
@@ -237,7 +239,7 @@ def _rows(q: Tensor, k: Tensor) -> Tensor:
     return q if group == 1 else q.unflatten(1, (k.shape[1], group)).transpose(2, 3).flatten(2, 3)
 
 
-def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> int:
+def _segment(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> int:
     """The length of a segment of a call with this many tokens, at least 1."""
     if not call.bounded:
         return max(1, tokens)

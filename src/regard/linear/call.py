@@ -18,7 +18,7 @@ from regard.plan.checks import check_device, check_tensors, in_transform
 FORMS = ("chunked", "parallel", "recurrent")
 
 
-class Call(NamedTuple):
+class LinearCall(NamedTuple):
     """The arguments of a call, with all defaults filled in."""
 
     features: Feature | None
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     log_decay: Tensor | None  # of the rule, in the dtype of sums
 
 
-def checked(
+def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,7 +49,7 @@ def checked(
     state: LinearState | None,
     form: str | None,
     chunk: int,
-) -> Call:
+) -> LinearCall:
     """The call with its defaults filled in. Raises `ProblemError` for invalid arguments."""
     check_tensors(q, k, v)
     if q.shape[3] != k.shape[3]:
@@ -77,7 +77,9 @@ def checked(
     bounded, in_place = not traced and name != "parallel", not (graph or traced or in_transform())
     run = _run_of(name, rule)
     made_by = None if traced else _made_by(features, rule, scale, k.shape[3])
-    return Call(features, rule, causal, scale, normalise, run, chunk, made_by, bounded, in_place, *_lowered(rule, k))
+    return LinearCall(
+        features, rule, causal, scale, normalise, run, chunk, made_by, bounded, in_place, *_lowered(rule, k)
+    )
 
 
 def _made_by(features: Feature | None, rule: Rule | None, scale: float | None, dim: int) -> str:
@@ -139,7 +141,7 @@ def _lowered(rule: Rule | None, k: Tensor) -> tuple[Tensor | None, Tensor | None
     return None, None, None, None
 
 
-def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> Carry:
+def first_carry(call: LinearCall, k: Tensor, v: Tensor, state: LinearState | None) -> Carry:
     """The state to start from: `state`, checked, or zeros."""
     size = k.shape[3] if call.features is None else call.features.size(k.shape[3])
     shape, compute = (*k.shape[:2], size), compute_type(k)
@@ -164,7 +166,7 @@ def first_carry(call: Call, k: Tensor, v: Tensor, state: LinearState | None) -> 
     return Carry(matrix.to(compute), None if state.log_scale is None else state.log_scale.to(compute))
 
 
-def last_state(call: Call, carry: Carry, before: LinearState | None) -> LinearState:
+def last_state(call: LinearCall, carry: Carry, before: LinearState | None) -> LinearState:
     """The state that the call returns."""
     adds = call.rule is None and (before is None or before.adds)
     if not call.normalise:

@@ -9,25 +9,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regard.linear.call import Call
+from regard.linear.call import LinearCall
 from regard.linear.stretch import Carry
 from regard.plan.checks import can_be_read, is_finite
 
 
-def rule_tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def rule_tensors(call: LinearCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The rule's tensors with a value for each token: log_gate, beta, log_decay."""
     return call.log_gate, call.beta, call.log_decay
 
 
-def is_all_finite(call: Call, *tensors: Tensor) -> bool:
+def is_all_finite(call: LinearCall, *tensors: Tensor) -> bool:
     """Whether all values are known to be finite; a gate of -inf, which is valid, counts as not finite here."""
     tensors = (*tensors, *(t for t in rule_tensors(call) if t is not None))
     return can_be_read(*tensors) and all(map(is_finite, tensors))
 
 
 def guarded(
-    run: Callable[[Call, Tensor, Tensor, Tensor, Carry], tuple[Tensor, Carry]],
-    call: Call,
+    run: Callable[[LinearCall, Tensor, Tensor, Tensor, Carry], tuple[Tensor, Carry]],
+    call: LinearCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -46,7 +46,7 @@ def guarded(
     return torch.where(spoilt, torch.nan, out), carry._replace(matrix=matrix)
 
 
-def _first_bad(call: Call, k: Tensor, v: Tensor) -> Tensor:
+def _first_bad(call: LinearCall, k: Tensor, v: Tensor) -> Tensor:
     """The first token that makes a column of the state NaN, [batch, kv_heads, v_dim (+ 1)]; if none, the key count."""
     bad_key = ~torch.isfinite(k).all(3, keepdim=True)
     for t in rule_tensors(call):

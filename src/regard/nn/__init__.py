@@ -6,17 +6,17 @@ from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.share_heads import share_heads
 from regard.nn.spec_module import SpecModule
-from regard.nn.to_latent import Converted, to_latent
+from regard.nn.to_latent import LatentConversion, to_latent
 from regard.nn.torch_modules import from_torch, from_torch_masks, to_torch
 from regard.nn.transformer import Block, Decoder, Encoder, Transformer
 
 __all__ = [
     "Block",
     "Caches",
-    "Converted",
     "Decoder",
     "Encoder",
     "LatentAttention",
+    "LatentConversion",
     "MultiHeadAttention",
     "RopePairs",
     "SpecModule",

@@ -27,7 +27,7 @@ from regard.plan.checks import is_finite
 
 
 @dataclass(frozen=True, eq=False)
-class Converted:
+class LatentConversion:
     """The result of `to_latent`: the module and its relative errors, in the Frobenius norm.
 
     Attributes:
@@ -51,7 +51,7 @@ def to_latent(
     rope_dim: int | None = None,
     *,
     inputs: Float[Tensor, "tokens d_model"] | None = None,
-) -> Converted:
+) -> LatentConversion:
     """Latent attention that approximates `module` with a latent of `kv_rank` dimensions.
 
     Exact if kv_rank is full, the smaller of d_model and `kv_heads * (2 * head_dim - rope_dim)`, and all rotated dims
@@ -101,7 +101,7 @@ def to_latent(
     down = up.T @ stacked
     made = _assembled(module, weights, rope, pairs, (rope_dims, nope_dims), down, up)
     difference = stacked - up @ down
-    return Converted(
+    return LatentConversion(
         made,
         _relative(difference, stacked),
         None if inputs is None else _relative(difference @ _wide(inputs).T, stacked @ _wide(inputs).T),

@@ -6,7 +6,7 @@ from torch import Tensor
 from regard.attention import Call
 from regard.inspect.measures import HeadScores, Inputs, compute
 from regard.inspect.measures.catalogue import MEASURES
-from regard.inspect.measures.uniform import looks_ahead
+from regard.inspect.measures.means import looks_ahead
 from tests.inspect.dense import Dense64
 
 SHARP = 40.0

@@ -1,5 +1,7 @@
 """Every measure equals its formula on the dense weights in float64: shared heads, windows, padding, sinks, softcap."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -19,7 +21,6 @@ from regard.inspect.measures import (
     largest_weight,
     local_mass,
     mean_distance,
-    occurrences,
     offset_scan,
     output_norms,
     positional,
@@ -30,7 +31,7 @@ from regard.inspect.measures import (
     sink_output,
     value_weighted,
 )
-from regard.inspect.measures.uniform import looks_ahead
+from regard.inspect.measures.means import looks_ahead
 from regard.inspect.sweep import sweep
 from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
@@ -43,7 +44,7 @@ def call(request, monkeypatch):
     torch.manual_seed(3)
     monkeypatch.setattr(module, "TILE", 2 * 6 * 29 * 3)
     monkeypatch.setattr(blocks, "AT_ONCE", 2**11)  # several chunks of blocks
-    monkeypatch.setattr(occurrences, "LARGEST", 4)  # several blocks of a token
+    monkeypatch.setattr(import_module("regard.inspect.measures.induction"), "LARGEST", 4)  # several blocks of a token
     return CASES[request.param]()
 
 

@@ -31,10 +31,10 @@ from regard.inspect.measures import (
     syntactic,
     value_norms,
 )
+from regard.inspect.measures.means import looks_ahead
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.measures.sink import THRESHOLDS
 from regard.inspect.measures.stimulus import Repeats
-from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.weights.lazy import Weights
 from tests.inspect.dense import called, drawn, pattern
 from tests.inspect.measures.formulas import SHARP, looking, pair_measures, places, sweep_measures

@@ -1,12 +1,13 @@
 """The blocks of recurring tokens hold every pair once, however often a token occurs."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.inspect.measures import occurrences as module
-from regard.inspect.measures.occurrences import matches, occurrences
+from regard.inspect.measures.induction import matches, occurrences
 
 
 def by_comparing(tokens, shift):
@@ -23,7 +24,7 @@ def test_matches_are_those_found_by_comparing(tokens, shift):
 
 @pytest.mark.parametrize("largest", [2, 4, 64])
 def test_frequent_tokens_are_cut_into_blocks(monkeypatch, largest):
-    monkeypatch.setattr(module, "LARGEST", largest)
+    monkeypatch.setattr(import_module("regard.inspect.measures.induction"), "LARGEST", largest)
     torch.manual_seed(0)
     tokens = torch.randint(3, (101,))
     i, j = matches(tokens, 1)

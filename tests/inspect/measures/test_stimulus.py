@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from regard.errors import ProblemError
 from regard.inspect.measures.stimulus import Jittered, Repeats, Walks, plain_tokens
-from regard.inspect.surveying.spelling import readable
+from regard.inspect.surveying.prompt import readable
 
 
 def test_a_block_of_different_tokens_is_repeated():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from regard.inspect.page import page
-from regard.inspect.page.budget import fit_into, fit_size
+from regard.inspect.page.packing import fit_into, fit_size
 from tests.inspect.page.long import random_close
 from tests.inspect.page.parsed import Parsed, content
 from tests.inspect.reports import report

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from regard.inspect.page.bundle import BundleError, bundle, read_modules
+from regard.inspect.page.assets import BundleError, bundle, read_modules
 
 VIEW = files("regard.inspect.page") / "view"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from regard.atomic_write import write_whole
 from regard.errors import ProblemError
 from regard.inspect.page import as_json, file, framed, page, write_page
-from regard.inspect.surveying.report import Estimate
+from regard.inspect.surveying.kinds import Estimate
 from tests.inspect.page.parsed import Parsed, content, scripts
 from tests.inspect.reports import report
 

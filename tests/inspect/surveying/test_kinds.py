@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from regard.inspect.surveying.kinds import keeping, kind_of, kinds_of, lift, ranked, strength
-from regard.inspect.surveying.report import Estimate, Head
+from regard.inspect.surveying.kinds import Estimate, Head, keeping, kind_of, kinds_of, lift, ranked, strength
 
 CHANCE = {"entropy": 2.0}
 

@@ -7,7 +7,7 @@ import torch
 
 from regard.inspect.measures import HeadScores
 from regard.inspect.measures.catalogue import BY_KEY
-from regard.inspect.surveying.layer_scores import LayerScores
+from regard.inspect.surveying.layer import LayerScores
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

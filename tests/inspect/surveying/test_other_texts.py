@@ -7,8 +7,7 @@ import torch
 from regard.inspect.measures import HeadScores
 from regard.inspect.measures.catalogue import BY_KEY
 from regard.inspect.observing.observe import observe
-from regard.inspect.surveying.layer import sureness
-from regard.inspect.surveying.layer_scores import LayerScores
+from regard.inspect.surveying.layer import LayerScores, sureness
 from regard.inspect.surveying.other_texts import OTHERS, on_other_texts, other_texts
 from regard.inspect.surveying.survey import survey
 from regard.integrate.transformers import use_regard

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from regard.errors import ProblemError, RefusalError
-from regard.inspect.surveying.kinds import DEFINITIONS
-from regard.inspect.surveying.report import NONE, Estimate, Head
+from regard.inspect.surveying.kinds import DEFINITIONS, NONE, Estimate, Head
 from tests.inspect.reports import report
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from regard.inspect.measures import alpha, value_norms
 from regard.inspect.observing.observe import observe
-from regard.inspect.surveying.head import Estimate, Head
+from regard.inspect.surveying.kinds import Estimate, Head
 from regard.inspect.surveying.sinks import sink_shares, spans
 from regard.inspect.surveying.survey import survey
 from regard.integrate.transformers import use_regard

@@ -5,8 +5,7 @@ import pytest
 
 from regard.inspect import MEASURES, Report, measure, survey
 from regard.inspect.surveying.closeup import close_up_rows
-from regard.inspect.surveying.head import Estimate
-from regard.inspect.surveying.kinds import NAMERS, kind_of
+from regard.inspect.surveying.kinds import NAMERS, Estimate, kind_of
 from regard.integrate.checkpoint import load
 
 pytestmark = pytest.mark.model

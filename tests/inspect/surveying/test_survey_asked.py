@@ -9,10 +9,10 @@ from regard.errors import ProblemError
 from regard.inspect.intervene import ablated, mean_outputs
 from regard.inspect.measures import measure as measures_module
 from regard.inspect.measures.catalogue import MEASURES
-from regard.inspect.surveying import closest
+from regard.inspect.surveying import closeup
 from regard.inspect.surveying.closeup import close_up_rows
-from regard.inspect.surveying.kinds import strength
-from regard.inspect.surveying.report import Head, Report
+from regard.inspect.surveying.kinds import Head, strength
+from regard.inspect.surveying.report import Report
 from regard.inspect.surveying.survey import check, survey
 from regard.integrate.transformers import use_regard
 from tests.inspect.small import TEXT, agrees_with_eager, assert_between, small
@@ -35,7 +35,7 @@ def test_heads_that_are_asked_for_are_kept_to_the_last_weight(llama, tokenizer):
 
 def test_of_a_long_text_the_most_remarkable_heads_are_kept_within_a_budget(llama, tokenizer, monkeypatch):
     one = 256 * (4 * 4 + 12)
-    monkeypatch.setattr(closest, "BUDGET", 20 * one)
+    monkeypatch.setattr(closeup, "BUDGET", 20 * one)
     report = survey(llama, tokenizer, TEXT * 18, tokens=246, new_tokens=10, compare_eager=False)
     assert len(report.tokens) == 256
     assert {close.bytes for close in report.close_ups} == {one}
@@ -43,7 +43,7 @@ def test_of_a_long_text_the_most_remarkable_heads_are_kept_within_a_budget(llama
     order = [(head.layer, head.head) for head in report.heads]
     assert kept == sorted(kept, key=order.index)
     assert strongest_of_their_kinds(report, kept, each=2)
-    monkeypatch.setattr(closest, "BUDGET", 1)
+    monkeypatch.setattr(closeup, "BUDGET", 1)
     least = survey(llama, tokenizer, TEXT * 18, tokens=246, new_tokens=10, compare_eager=False)
     assert len(least.close_ups) == 1
     assert strongest_of_their_kinds(report, [(least.close_ups[0].layer, least.close_ups[0].head)], each=1)

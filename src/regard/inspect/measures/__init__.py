@@ -16,9 +16,8 @@ Heads are query heads; A[i, j] is the weight of key j in row i, p_i the position
 from regard.inspect.measures.circuits import circuit_of, circuits
 from regard.inspect.measures.copying import Circuit, Vocabulary, copying, copying_eigenvalues
 from regard.inspect.measures.distance import Profile, distance_profile, local_mass, mean_distance
-from regard.inspect.measures.induction import best, duplicate, induction, induction_scan
+from regard.inspect.measures.induction import best, duplicate, induction, induction_scan, matches
 from regard.inspect.measures.measure import Inputs, Measure, compute
-from regard.inspect.measures.occurrences import matches
 from regard.inspect.measures.offset import offset_scan, offset_score, previous_token
 from regard.inspect.measures.rare import rare_word, rarest_hits, rarity
 from regard.inspect.measures.retrieval import retrieval

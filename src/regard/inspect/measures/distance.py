@@ -7,10 +7,9 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
-from regard.inspect.measures.means import mean_over_rows, selected_rows
+from regard.inspect.measures.means import looks_ahead, mean_over_rows, selected_rows
 from regard.inspect.measures.measure import Inputs
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.uniform import looks_ahead
 
 NEAR = 8
 """Tokens that count as near: the row's own and the seven before it, and after it where the mask allows."""

@@ -19,11 +19,10 @@ from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.measures.copying import Circuit, Vocabulary
 from regard.inspect.measures.induction import SHIFTS, induction_scan
-from regard.inspect.measures.means import Tokens, tokens_of
+from regard.inspect.measures.means import Tokens, tokens_of, uniform
 from regard.inspect.measures.offset import OFFSETS, offset_scan
 from regard.inspect.measures.pattern import Pattern, pattern_mass
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import Sweep, sweep
 from regard.inspect.weights.lazy import Weights
 

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import Tokens, mean_over_rows, per_key, selected_rows, token_ids
+from regard.inspect.measures.means import Tokens, mean_over_rows, per_key, selected_rows, token_ids, uniform
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.uniform import uniform
 from regard.inspect.weights.lazy import Weights
 
 

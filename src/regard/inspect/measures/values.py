@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.measures.means import key_of, one_in, selected_rows
+from regard.inspect.measures.means import key_of, one_in, selected_rows, uniform
 from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.measures.uniform import uniform
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
 

@@ -11,10 +11,8 @@ and nothing else: a token can be any text, is escaped in the JSON, and is only e
 |---|---|
 | `file.py` | builds the page and writes it; what the browser allows it |
 | `data.py` | scores, tokens and captions, as JSON for the script |
-| `packing.py` | pictures and close-ups as compressed base64 |
-| `budget.py` | which pictures and close-ups are included; the page says what was left out |
-| `assets.py` | the files of view/: HTML, style, script, icon |
-| `bundle.py` | the modules of view/ joined into one script |
+| `packing.py` | pictures and close-ups as compressed base64; which of them are included |
+| `assets.py` | the files of view/: HTML, style, the modules joined into one script, icon |
 """
 
 from regard.inspect.page.data import as_json, finite

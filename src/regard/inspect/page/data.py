@@ -5,8 +5,9 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from regard.inspect.page.budget import Fit
-from regard.inspect.surveying.report import Head, Report
+from regard.inspect.page.packing import Fit
+from regard.inspect.surveying.kinds import Head
+from regard.inspect.surveying.report import Report
 from regard.inspect.surveying.sinks import SinkShare, spans
 
 HEAD_VALUES = ("sure", "remarkable")

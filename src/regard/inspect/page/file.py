@@ -11,8 +11,8 @@ from string import Template
 from regard.atomic_write import check_writable, write_whole
 from regard.errors import ProblemError
 from regard.inspect.page.assets import icon, script, style, view
-from regard.inspect.page.budget import close_up_blocks, fit_into, fit_size
 from regard.inspect.page.data import as_json, content
+from regard.inspect.page.packing import close_up_blocks, fit_into, fit_size
 from regard.inspect.surveying.report import Report
 
 BUDGET = 15e6

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from regard.inspect.intervene.ablate import ablation_effects
 from regard.inspect.intervene.replacement import By, mean_outputs
 from regard.inspect.measures.score import HeadScores
-from regard.inspect.surveying.head import Estimate
+from regard.inspect.surveying.kinds import Estimate
 from regard.inspect.surveying.report import Ablations
 
 CAVEAT = (

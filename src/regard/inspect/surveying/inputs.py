@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from regard.errors import ProblemError
 from regard.inspect.measures.circuits import Parts, circuit_at, vocabulary_of
 from regard.inspect.measures.copying import Vocabulary
+from regard.inspect.measures.means import looks_ahead
 from regard.inspect.measures.measure import Inputs, Measure, Need, Text
 from regard.inspect.measures.rare import rarity
 from regard.inspect.measures.stimulus import Jittered, Repeats
-from regard.inspect.measures.uniform import looks_ahead
 from regard.inspect.measures.values import output_norms, split_heads
 from regard.inspect.observing.observe import Look, Seen, observe
 from regard.inspect.weights.lazy import Weights

@@ -14,7 +14,7 @@ from regard.inspect.measures.catalogue import MEASURES
 from regard.inspect.measures.measure import Inputs, compute
 from regard.inspect.observing.observe import Look
 from regard.inspect.surveying.kinds import NAMERS
-from regard.inspect.surveying.layer_scores import LayerScores
+from regard.inspect.surveying.layer import LayerScores
 
 PROSE = (
     "The water for the town comes from the hills, through a pipe that was laid before anyone now living "

@@ -19,25 +19,8 @@ from regard.inspect.brief import brief
 from regard.inspect.measures.measure import Definition
 from regard.inspect.names import head_text, read_head
 from regard.inspect.plot import heat_map, html_table
-from regard.inspect.surveying.head import NONE, Estimate, Head
-from regard.inspect.surveying.kinds import DEFINITIONS, kind_of, lift, ranked
+from regard.inspect.surveying.kinds import DEFINITIONS, Head
 from regard.inspect.surveying.sinks import SinkShare, sink_shares, spans
-
-__all__ = [
-    "DEFINITIONS",
-    "NONE",
-    "Ablations",
-    "CloseUp",
-    "Estimate",
-    "Head",
-    "Picture",
-    "Report",
-    "RunInfo",
-    "SinkShare",
-    "kind_of",
-    "lift",
-    "ranked",
-]
 
 HTML_ROWS = 8
 """Heads in the table that a notebook shows."""

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from regard.inspect.brief import brief
 from regard.inspect.measures.sink import THRESHOLDS
-from regard.inspect.surveying.head import Head
+from regard.inspect.surveying.kinds import Head
 
 MOST = 0.5
 """The least share of a layer's heads with a sink for the layer to count as having mostly sinks."""
@@ -46,7 +46,7 @@ class SinkShare:
 def sink_shares(heads: Iterable[Head]) -> tuple[SinkShare, ...]:
     """One for each published threshold; none where `alpha` was not measured.
 
-    >>> from regard.inspect.surveying.head import Estimate
+    >>> from regard.inspect.surveying.kinds import Estimate
     >>> heads = [Head(0, 0, 0, {"alpha": Estimate(0.2)}), Head(0, 1, 0, {"alpha": Estimate(0.9)})]
     >>> [(of.threshold, of.share, of.most) for of in sink_shares(heads)]
     [(0.3, 0.5, (0,)), (0.8, 0.5, (0,))]

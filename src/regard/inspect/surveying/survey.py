@@ -19,8 +19,7 @@ from regard.inspect.measures.measure import Measure, Text
 from regard.inspect.measures.stimulus import plain_tokens
 from regard.inspect.observing.observe import Look, Seen
 from regard.inspect.surveying.ablation import ablations
-from regard.inspect.surveying.clock import Clock, Progress
-from regard.inspect.surveying.closest import CloseUpCollector
+from regard.inspect.surveying.closeup import CloseUpCollector
 from regard.inspect.surveying.inputs import (
     InputReader,
     is_causal,
@@ -29,16 +28,23 @@ from regard.inspect.surveying.inputs import (
     repeated_tokens,
     self_attention,
 )
-from regard.inspect.surveying.kinds import DEFINITIONS, ranked
-from regard.inspect.surveying.layer import PICTURE, Layer, heads_of, layer_of, numbered, pictures_of, profiles_of
-from regard.inspect.surveying.layer_scores import LayerScores
-from regard.inspect.surveying.machine import machine, versions
+from regard.inspect.surveying.kinds import DEFINITIONS, Head, ranked
+from regard.inspect.surveying.layer import (
+    PICTURE,
+    Layer,
+    LayerScores,
+    heads_of,
+    layer_of,
+    numbered,
+    pictures_of,
+    profiles_of,
+)
 from regard.inspect.surveying.model import SurveyedModel, prepared, surveyed_model
 from regard.inspect.surveying.other_texts import on_other_texts, other_texts
-from regard.inspect.surveying.prompt import Prompt, continuation, eager_difference, prompt_of
-from regard.inspect.surveying.report import Ablations, Head, Report, RunInfo
+from regard.inspect.surveying.prompt import Prompt, continuation, eager_difference, prompt_of, readable
+from regard.inspect.surveying.report import Ablations, Report, RunInfo
+from regard.inspect.surveying.run import Clock, Progress, machine, versions
 from regard.inspect.surveying.selection import Selection, select
-from regard.inspect.surveying.spelling import readable
 
 EAGER_TOKENS = 1024
 """Tokens of the prompt that are compared with eager attention, which builds several tensors [heads, n, n]."""

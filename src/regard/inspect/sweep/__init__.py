@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.errors import ProblemError
 from regard.inspect.sweep import by_native, by_torch
-from regard.inspect.sweep.gathered import BINS, Sweep, bin_of
+from regard.inspect.sweep.by_torch import BINS, Sweep, bin_of
 from regard.inspect.weights.lazy import Weights
 
 __all__ = ["BINS", "Sweep", "bin_of", "sweep"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import native
 from regard.describe.bias import Bias, TensorBias
-from regard.inspect.sweep.gathered import BINS, Sweep
+from regard.inspect.sweep.by_torch import BINS, Sweep
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.tiles import Cells
 from regard.plan.distance import kept_by_distance
