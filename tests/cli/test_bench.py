@@ -1,5 +1,6 @@
 """`regard bench`: one's own shapes, measured and said in a few lines."""
 
+import argparse
 import json
 import sys
 
@@ -102,6 +103,13 @@ def test_arguments_that_are_no_numbers_are_refused_by_the_parser(arguments, said
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_sizes_may_be_given_in_thousands_of_1024():
+    parser = argparse.ArgumentParser()
+    bench.add_to(parser.add_subparsers())
+    args = parser.parse_args(["bench", "--queries", "1k", "--keys", "2K"])
+    assert (args.queries, args.keys) == (1024, 2048)
 
 
 def test_what_fits_no_memory_is_said_in_one_line(capsys):

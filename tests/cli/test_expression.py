@@ -66,7 +66,7 @@ def test_a_bias_may_be_a_table():
 
 
 def test_a_word_that_cannot_be_written_here_says_which_can():
-    for text in ("MaskFunction(lambda b, h, q, k: q > k)", "MaskFunction", "Strided(3)"):
+    for text in ("MaskFunction(lambda b, h, q, k: q > k)", "MaskFunction", "Stripes(3)"):
         with pytest.raises(ProblemError) as refused:
             expression.mask(text)
         said = str(refused.value)
@@ -127,3 +127,17 @@ def test_everything_else_is_refused_in_words(text):
         expression.mask(text)
     assert len(str(refused.value)) < 400
     assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("causal", r"^causal is not understood: expected Causal\(\)\.$"),
+        ("Causal() & window(4)", r"^window is not understood: expected Window\(...\)\.$"),
+        ("sliding_window", r"expected Causal\(\) & Window\(n\)\.$"),
+        ("Blue()", "^Blue is not understood: expected one of Causal, Window, "),
+    ],
+)
+def test_a_name_in_lower_case_or_of_another_library_is_answered_with_the_mask(text, says):
+    with pytest.raises(ProblemError, match=says):
+        expression.mask(text)

@@ -351,12 +351,25 @@ def test_a_cache_is_compared_with_a_plain_one(folder, capsys):
     assert other["tokens"][:same] == other["plain"]["tokens"][:same]
     assert other["tokens"][same] != other["plain"]["tokens"][same]
     assert main(["generate", PROMPT, "--model", folder, *asked]) == 0
-    assert f"the first {same} of 19 tokens are those of a plain cache, which generated " in capsys.readouterr().err
+    assert (
+        f"the first {same} of 19 generated tokens are those of a plain cache, which generated "
+        in capsys.readouterr().err
+    )
     assert (
         main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "5", "--page-size", "16", "--compare-cache"])
         == 0
     )
-    assert "the same 5 tokens as with a plain cache, which generated " in capsys.readouterr().err
+    assert "the same 5 generated tokens as with a plain cache, which generated " in capsys.readouterr().err
+
+
+def test_a_text_too_short_for_codes_says_so(folder, capsys):
+    asked = ["generate", PROMPT, "--model", folder, "--cache", "int8", "--group-size", "16", "--max-new-tokens"]
+    assert main([*asked, "5"]) == 0
+    err = capsys.readouterr().err
+    assert "100 % of the " in err
+    assert "note       the first and the last tokens are stored unquantised, up to 63 in all: so short a text" in err
+    assert main([*asked, "38"]) == 0
+    assert "unquantised" not in capsys.readouterr().err
 
 
 def test_json_goes_to_a_file_beside_the_text(folder, capsys, tmp_path):

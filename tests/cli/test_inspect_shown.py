@@ -50,6 +50,17 @@ def test_heads_are_counted_by_kind_first_with_how_sure_that_is(capsys):
     assert at < out.index("most remarkable:")
 
 
+def test_the_columns_are_explained_below_the_table(capsys):
+    main(["inspect", "--top", "2"], tools=Surveyed())
+    out = capsys.readouterr().out
+    legend = out[out.index("sure elsewhere:") :].splitlines()[:3]
+    assert legend[0].startswith("sure elsewhere: the share of draws from three other texts")
+    assert legend[1].startswith("chance: the score of uniform attention")
+    assert legend[2] == "induction: measured on random tokens that repeat, not on the prompt"
+    main(["inspect", "--top", "2", "--measures", "sink", "--force"], tools=Surveyed())
+    assert "random tokens" not in capsys.readouterr().out
+
+
 def test_sinks_are_told_by_both_thresholds_in_a_row(capsys):
     main(["inspect", "--top", "2"], tools=Surveyed())
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sinks ")]

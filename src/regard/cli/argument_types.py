@@ -10,19 +10,24 @@ K = 1024
 
 
 def count(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on.
+    """A reader of whole numbers from `least` on; `k` multiplies by 1,024.
 
-    >>> count(1)("500")
-    500
+    >>> count(1)("500"), count(1)("1k")
+    (500, 1024)
     """
 
     def read(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
-        if number < least:
+        number = _whole(text)
+        if number is None or number < least:
             raise argparse.ArgumentTypeError(f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ...")
         return number
 
     return read
+
+
+def _whole(text: str) -> int | None:
+    match = re.fullmatch(r"(\d{1,11})([kK]?)", text, re.ASCII)
+    return int(match[1]) * (K if match[2] else 1) if match else None
 
 
 def number(expected: str, least: float, most: float) -> Callable[[str], float]:
@@ -46,9 +51,8 @@ def tokens(text: str) -> int:
     >>> tokens("500"), tokens("32k")
     (500, 32768)
     """
-    match = re.fullmatch(r"(\d{1,11})([kK]?)", text, re.ASCII)
-    value = int(match[1]) * (K if match[2] else 1) if match else 0
-    if value < 2:
+    value = _whole(text)
+    if value is None or value < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: expected 2, 3 ... or thousands such as 32k")
     return value
 
@@ -89,10 +93,10 @@ def _head(text: str) -> tuple[int, int]:
 def budget(text: str) -> int | float:
     """A number of tokens, or a share of them, below 1.
 
-    >>> budget("1024"), budget("0.25")
-    (1024, 0.25)
+    >>> budget("1024"), budget("1k"), budget("0.25")
+    (1024, 1024, 0.25)
     """
-    if text.isascii() and text.isdigit():
+    if _whole(text) is not None:
         return count(1)(text)
     try:
         share = float(text)

@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     size = count(1)
-    parser.add_argument("--queries", type=size, default=2048, metavar="N", help="queries (default: 2048)")
+    parser.add_argument("--queries", type=size, default=2048, metavar="N", help="queries, such as 4k (default: 2048)")
     parser.add_argument("--keys", type=size, metavar="N", help="keys; queries are the last (default: as --queries)")
     parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch rows (default: 1)")
     parser.add_argument("--query-heads", type=size, default=8, metavar="N", help="query heads (default: 8)")

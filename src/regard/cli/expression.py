@@ -16,6 +16,7 @@ from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Pr
 from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
 from regard.describe.mask_function import MaskFunction
 from regard.describe.spec import Spec
+from regard.describe.suggestions import mask_for
 from regard.errors import ProblemError
 
 W = TypeVar("W", bound=Spec)
@@ -115,6 +116,10 @@ def _value(node: ast.expr) -> Any:
 def _unknown(name: str) -> str:
     if name in SPECS:
         return f"{name} is not understood: expected {name}() with its parentheses."
+    if near := next((known for known in SPECS if known.lower() == name.lower()), None):
+        return f"{name} is not understood: expected {near}{'()' if near == Causal.__name__ else '(...)'}."
+    if mask := mask_for(name):
+        return f"{name} is not understood: expected {mask}."
     can = f"{_names(MASKS)} for a mask; {_names(BIASES)} for a bias"
     if name == MaskFunction.__name__:
         return f"{name} takes a function, which only Python can express. Expected one of {can}."

@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--compare-cache",
         action="store_true",
-        help="generate with a plain cache as well, and report the first difference",
+        help="generate with a plain cache as well, and report the first token that differs",
     )
     parser.add_argument("--explain", action="store_true", help="show what layers store and how a step runs, then stop")
     add_json(parser, "text, speed and memory")

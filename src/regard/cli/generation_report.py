@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from regard.cli.generation import INTERRUPTED, Generation
+from regard.storage.codec import Codec
 
 ENDED = {
     "end": "ended by the model",
@@ -29,6 +30,7 @@ class CacheMemory:
         bytes: bytes of the stored tokens, in all layers.
         allocated_bytes: bytes of memory, including free room for later tokens.
         plain_bytes: bytes of transformers' own cache for the same tokens, in the model's type.
+        unquantised: the most tokens that a codec stores as they are, the first and the last; None without a codec.
     """
 
     spec: str
@@ -38,6 +40,7 @@ class CacheMemory:
     bytes: int
     allocated_bytes: int
     plain_bytes: int
+    unquantised: int | None
 
 
 def cache_memory(cache: Any) -> CacheMemory:
@@ -53,7 +56,15 @@ def cache_memory(cache: Any) -> CacheMemory:
         bytes=sum(layer.kv.bytes for layer in layers),
         allocated_bytes=sum(layer.kv.allocated_bytes for layer in layers),
         plain_bytes=sum(_plain_bytes(layer) for layer in layers),
+        unquantised=_unquantised(own.options.codec),
     )
+
+
+def _unquantised(codec: Any) -> int | None:
+    """The first tokens in whole groups, the last ones, and those that wait until a group is complete."""
+    if not isinstance(codec, Codec):
+        return None
+    return -(-codec.sinks // codec.group) * codec.group + codec.residual + codec.group - 1
 
 
 def _plain_bytes(layer: Any) -> int:
@@ -76,6 +87,11 @@ def report(made: Generation, plain: Generation | None, memory: CacheMemory, fact
         f"  KV cache   {stored}; {size(memory.allocated_bytes)} allocated",
     ]
     lines += [f"             {line}" for line in memory.layers]
+    if memory.unquantised is not None and memory.tokens <= memory.unquantised:
+        lines.append(
+            f"  note       the first and the last tokens are stored unquantised, up to {memory.unquantised:,} in all: "
+            "so short a text saves nothing, and is generated as with a plain cache"
+        )
     if plain is not None:
         lines.append(f"  compare    {_comparison(made, plain)}")
     if facts["positions"] is not None and memory.tokens_seen > facts["positions"]:
@@ -111,9 +127,10 @@ def _comparison(made: Generation, plain: Generation) -> str:
     count, same = len(made.tokens), common_prefix(made.tokens, plain.tokens)
     speed = f"which generated{_rate(plain.rate).replace(',', '', 1) or ' nothing'}"
     if same == count == len(plain.tokens):
-        return f"the same {count:,} tokens as with a plain cache, {speed}"
+        return f"the same {count:,} generated tokens as with a plain cache, {speed}"
     here, there = (text.replace("\n", " ") for text in _differing_ends(made.text, plain.text))
-    return f"the first {same:,} of {count:,} tokens are those of a plain cache, {speed}; then {here!r}, not {there!r}"
+    first = f"the first {same:,} of {count:,} generated tokens are those of a plain cache"
+    return f"{first}, {speed}; then {here!r}, not {there!r}"
 
 
 def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:

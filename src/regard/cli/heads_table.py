@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from regard.inspect.measures.catalogue import BY_KEY
 from regard.inspect.surveying.closeup import Pair, strongest
 from regard.inspect.surveying.kinds import DEFINITIONS, NAMED_BY, NAMED_FROM, Estimate, Head, lift
 from regard.inspect.surveying.report import Report
@@ -51,6 +52,19 @@ def kinds(report: Report) -> Table:
         named = " ".join(head.name for head in heads[:NAMED]) + (" ..." if len(heads) > NAMED else "")
         table.add_row(Text(kind, COLOURS.get(kind, "")), str(len(heads)), sureness(heads), named)
     return table
+
+
+def legend(measures: Sequence[str], *, sure: bool) -> Text:
+    """What the columns of the tables mean, where these measures are shown; `sure`: whether other texts were read."""
+    lines = (
+        ["sure elsewhere: the share of draws from three other texts in which the heads have the same kind"]
+        if sure
+        else []
+    )
+    lines.append("chance: the score of uniform attention, in the line below the names of the measures")
+    if random := [key for key in measures if key in BY_KEY and BY_KEY[key].on != "text"]:
+        lines.append(f"{', '.join(random)}: measured on random tokens that repeat, not on the prompt")
+    return Text("\n".join(lines), "dim")
 
 
 def sureness(heads: Sequence[Head]) -> str:

@@ -155,5 +155,7 @@ def _heads(report: Report, top: int, measures: Sequence[str] | None, console: Co
     yield Text(f"The {top} most remarkable:" if top < len(report.heads) else "Most remarkable first:")
     fits = heads_table.fitting(shown, console.width) if console.is_terminal else shown
     yield heads_table.table(report.heads[:top], fits, console)
+    yield ""
+    yield heads_table.legend(fits, sure=any(head.sure is not None for head in report.heads))
     if left := shown[len(fits) :]:
         yield Text(f"No room for {', '.join(left)}: see the page, --heads, --json or --csv.", "dim")
