@@ -17,7 +17,7 @@ Policies that read queries are in `evict_by_attention.py` and `expected_attentio
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -209,7 +209,25 @@ class _PositionState(EvictionState[SinksAndRecent]):
 
 
 @dataclass(frozen=True)
-class Knorm(Eviction):
+class RecentStay(Eviction):
+    """A policy under which recent tokens stay: `recent`, or one in `recent_part` of those after the sinks."""
+
+    recent_part: ClassVar[int]
+    recent: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.recent is not None:
+            check_whole(self, "recent", 0)
+        elif isinstance(self.budget, int) and isinstance(self.sinks, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "recent", max(0, self.budget - self.sinks) // self.recent_part)
+        super().__post_init__()
+
+    def last(self, kept: int) -> int:
+        return max(0, kept - self.sinks) // self.recent_part if self.recent is None else self.recent
+
+
+@dataclass(frozen=True)
+class Knorm(RecentStay):
     """The keys with the smallest Euclidean norms. Devoto et al. 2024, arXiv:2406.11430.
 
         score[j] = -|k[j]|
@@ -229,17 +247,7 @@ class Knorm(Eviction):
     Knorm(budget=1024, sinks=4, every=1, recent=255)
     """
 
-    recent: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.recent is not None:
-            check_whole(self, "recent", 0)
-        elif isinstance(self.budget, int) and isinstance(self.sinks, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            object.__setattr__(self, "recent", max(0, self.budget - self.sinks) // 4)
-        super().__post_init__()
-
-    def last(self, kept: int) -> int:
-        return max(0, kept - self.sinks) // 4 if self.recent is None else self.recent
+    recent_part: ClassVar[int] = 4
 
     def start(self) -> "EvictionState[Knorm]":
         return _NormState(self)

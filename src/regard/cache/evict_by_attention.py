@@ -10,18 +10,19 @@ A mask that is not causal is passed as well, as it went to `attend`: `cache.obse
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from regard.cache.evict import Eviction, EvictionState, check_bool, check_whole
+from regard.cache.evict import Eviction, EvictionState, RecentStay, check_bool, check_whole
 from regard.cache.query_observer import QueryAccumulator, QueryWindow, RecentQueries, last_queries
 from regard.cache.store import Store
 from regard.errors import ProblemError
 
 
 @dataclass(frozen=True)
-class H2O(Eviction):
+class H2O(RecentStay):
     """Heavy hitters: the keys that received the most attention, and recent ones. Zhang et al. 2023, arXiv:2306.14048.
 
         score[j] = sum over queries i that were observed of A[i, j]            (Algorithm 1)
@@ -35,17 +36,7 @@ class H2O(Eviction):
     H2O(budget=1024, sinks=4, every=1, recent=510)
     """
 
-    recent: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.recent is not None:
-            check_whole(self, "recent", 0)
-        elif isinstance(self.budget, int) and isinstance(self.sinks, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            object.__setattr__(self, "recent", max(0, self.budget - self.sinks) // 2)
-        super().__post_init__()
-
-    def last(self, kept: int) -> int:
-        return max(0, kept - self.sinks) // 2 if self.recent is None else self.recent
+    recent_part: ClassVar[int] = 2
 
     def start(self) -> "EvictionState[H2O]":
         return _SumState(self)

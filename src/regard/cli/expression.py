@@ -98,11 +98,11 @@ def _value(node: ast.expr) -> Any:
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             return [_value(part) for part in parts]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _applied(node, operator.neg, (int, float), _value(operand))
+            return _apply(node, operator.neg, (int, float), _value(operand))
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
-            return _applied(node, operator.invert, (Mask,), _value(operand))
+            return _apply(node, operator.invert, (Mask,), _value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in PAIRED:
-            return _paired(node, PAIRED[type(op)], _value(left), _value(right))
+            return _combine(node, PAIRED[type(op)], _value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=named) if name in SPECS:
             return _make(node, SPECS[name], arguments, named)
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
@@ -130,13 +130,13 @@ def _names(kinds: tuple[type[Spec], ...]) -> str:
     return ", ".join(kind.__name__ for kind in kinds)
 
 
-def _applied(node: ast.expr, op: Callable[[Any], Any], kinds: tuple[type, ...], value: Any) -> Any:
+def _apply(node: ast.expr, op: Callable[[Any], Any], kinds: tuple[type, ...], value: Any) -> Any:
     if not isinstance(value, kinds):
         raise ProblemError(f"{_short(ast.unparse(node))} is not understood: the operator does not take this operand.")
     return op(value)
 
 
-def _paired(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+def _combine(node: ast.expr, op: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     lists = isinstance(a, list) and isinstance(b, list | int) and op in (operator.add, operator.mul)
     if lists and (len(a) * b if isinstance(b, int) else len(a) + len(b)) > LONGEST:
         raise ProblemError(f"{_short(ast.unparse(node))} makes a list of more than {LONGEST:,} numbers.")

@@ -39,7 +39,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._context, self._new = self._beginning(list(before)), list[int]()
-        self._shown = len(self._decoded(self._context))
+        self._shown = len(self._decode(self._context))
         self._waiting = ""  # may be the beginning of a stop
         self.text, self.stopped = "", False
 
@@ -48,20 +48,20 @@ class TextStream:
         if self.stopped:
             return ""
         self._new.append(token)
-        text = self._decoded(self._context + self._new)
+        text = self._decode(self._context + self._new)
         ready, far = text.rstrip(BROKEN), len(self._new) >= FAR
         piece = (text if far else ready)[self._shown :]
         self._shown += len(piece)
         if far or (piece and ready == text):
             self._context, self._new = self._new, []
-            self._shown = len(self._decoded(self._context))
+            self._shown = len(self._decode(self._context))
         return self._release(piece)
 
     def end(self) -> str:
         """The text that waited, at the end of the stream."""
         if self.stopped:
             return ""
-        text = self._release(self._decoded(self._context + self._new)[self._shown :])
+        text = self._release(self._decode(self._context + self._new)[self._shown :])
         self._context, self._new, self._shown = [], [], 0
         rest, self._waiting = "" if self.stopped else self._waiting, ""
         self.text += rest
@@ -82,11 +82,11 @@ class TextStream:
     def _beginning(self, before: list[int]) -> list[int]:
         """The last tokens of the prompt, from the beginning of a character."""
         for count in range(BEHIND, BEHIND + 4):  # a character has four bytes at most
-            if not self._decoded(before[-count:]).startswith(BROKEN):
+            if not self._decode(before[-count:]).startswith(BROKEN):
                 return before[-count:]
         return before[-BEHIND:]
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         if not tokens:
             return ""
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

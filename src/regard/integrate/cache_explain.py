@@ -81,14 +81,14 @@ def _latents(decoder: Decoder, layer: Any) -> str:
 
 def _per_token(decoder: Decoder, layer: Any) -> str:
     if isinstance(layer, FixedLayer) or (isinstance(layer, StoredLayer) and not layer.is_initialized):
-        return _expected(decoder, layer)
+        return _expected_bytes(decoder, layer)
     if not isinstance(layer, StoredLayer):
         return ""
     tokens = sum(kv.tokens for kv in layer.caches) * layer.batch_size // len(layer.caches)  # of all rows
     return f", {bytes_of(layer) / tokens:,.0f} bytes a token"
 
 
-def _expected(decoder: Decoder, layer: StoredLayer | FixedLayer) -> str:
+def _expected_bytes(decoder: Decoder, layer: StoredLayer | FixedLayer) -> str:
     """The bytes of a token by the config, where it has the sizes."""
     sizes = sizes_of(decoder.config, isinstance(layer, LATENT))
     codec = layer.kv.codec if isinstance(layer, StoredLayer) else None

@@ -67,7 +67,7 @@ def write_cache(
     metadata = {
         "format": FORMAT,
         "version": VERSION,
-        "model": _named(config),
+        "model": _name_of(config),
         "config": json.dumps(_fields(config), sort_keys=True, default=str),
         "weights": "" if model is None else _weights(model),
         "state": text,
@@ -84,7 +84,7 @@ def read_cache(
     Raises:
         ProblemError: no such file, one that is damaged or of something else, or that is of another model.
     """
-    metadata, tensors = _opened(Path(path))
+    metadata, tensors = _open(Path(path))
     if metadata.get("digest") != _digest({name: metadata[name] for name in metadata if name != "digest"}, tensors):
         raise ProblemError(f"{path} is damaged: its content is not what was written. Save the cache again.")
     _check_model(path, metadata, config, model)
@@ -122,7 +122,7 @@ def check_ids(path: str | os.PathLike[str], ids: Tensor, text: Tensor) -> None:
         )
 
 
-def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _open(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
         raise ProblemError(f"{path} is no file: expected one that cache.save(path, tokens) wrote.")
     try:
@@ -147,7 +147,7 @@ def _check_model(path: str | os.PathLike[str], metadata: dict[str, str], config:
     if other:
         what = ", ".join(f"{name} {theirs.get(name)!r} and not {ours.get(name)!r}" for name in other[:3])
         raise ProblemError(
-            f"{path} is the cache of {metadata['model']}, and the model is {_named(config)}: it has {what}. Load it "
+            f"{path} is the cache of {metadata['model']}, and the model is {_name_of(config)}: it has {what}. Load it "
             "with the model that it was made with."
         )
     if metadata["weights"] and model is not None and metadata["weights"] != _weights(model):
@@ -157,7 +157,7 @@ def _check_model(path: str | os.PathLike[str], metadata: dict[str, str], config:
         )
 
 
-def _named(config: Any) -> str:
+def _name_of(config: Any) -> str:
     name = getattr(config, "_name_or_path", "")
     return f"{name} ({config.model_type})" if name else str(config.model_type)
 

@@ -48,7 +48,7 @@ def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> R
     if scaling is not None and scaling.looks_at_length():
         _refuse(config, f"the angles of {type(scaling).__name__} change as the text grows, under keys that are kept")
     k, at = torch.arange(1.0, 5 * dim + 1).sin().view(1, 1, 5, dim), torch.tensor([[0, 1, 7, 100, 1000]])
-    expected = _rotated(config, file, function, k, at, kind)
+    expected = _rotate(config, file, function, k, at, kind)
     for interleaved in (False, True):
         rope = Rope(dim, base, scaling, fraction, interleaved)
         if expected is not None and torch.allclose(rope.rotate(k, at), expected, atol=1e-3):
@@ -96,7 +96,7 @@ def _is_rotation(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith(_ROTATE)
 
 
-def _rotated(config: Any, file: str, function: Any, k: Tensor, at: Tensor, kind: str) -> Tensor | None:
+def _rotate(config: Any, file: str, function: Any, k: Tensor, at: Tensor, kind: str) -> Tensor | None:
     """Keys at these positions as the model rotates them; None where its functions take other arguments."""
     for name, member in vars(importlib.import_module(file)).items():
         if not name.endswith("RotaryEmbedding") or "Vision" in name or not inspect.isclass(member):

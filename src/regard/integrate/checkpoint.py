@@ -109,7 +109,7 @@ def _config_here(name: str | None) -> Any:
 
         return smollm2.config()
     here = Path(name).expanduser()
-    place = str(here) if (here / "config.json").is_file() else _cached(name) if name.strip() else None
+    place = str(here) if (here / "config.json").is_file() else _cached_folder(name) if name.strip() else None
     return None if place is None else AutoConfig.from_pretrained(place)
 
 
@@ -125,7 +125,7 @@ def folder_of(name: str | None) -> Path | None:
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
     try:
-        place = _cached(name)
+        place = _cached_folder(name)
     except ProblemError:  # it is no name of a model, as `load` says
         return None
     return None if place is None else Path(place)
@@ -145,10 +145,10 @@ def _loaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         return _from_directory(Path(name).expanduser(), dtype)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ProblemError(f"there is no directory {name}.")
-    cached = _cached(name)
+    cached = _cached_folder(name)
     if cached is None:
         _ask_hub(name)
-        return _downloaded(name, dtype)
+        return _download(name, dtype)
     try:
         return _from_pretrained(cached, name, dtype)
     except ProblemError as partial:  # the cache may hold a config and no weights
@@ -156,10 +156,10 @@ def _loaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             _ask_hub(name)
         except ProblemError:
             raise partial from None
-        return _downloaded(name, dtype)
+        return _download(name, dtype)
 
 
-def _downloaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _download(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     with _loud():
         return _from_pretrained(name, name, dtype)
 
@@ -174,7 +174,7 @@ def _from_directory(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return _from_pretrained(str(path), str(path), dtype)
 
 
-def _cached(name: str) -> str | None:
+def _cached_folder(name: str) -> str | None:
     """The directory of a model in the Hugging Face cache; loading from there needs no network."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

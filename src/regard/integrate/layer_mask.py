@@ -96,7 +96,7 @@ class LayerMask(DenseOnUse, _BlockMask):
             k = torch.arange(keys, device=self._device)
             kept = torch.ones((), dtype=torch.bool, device=self._device)
             if self.mask is not None:
-                kept = _kept(self.mask, b, torch.zeros_like(b), q, k)
+                kept = _keep(self.mask, b, torch.zeros_like(b), q, k)
             self._dense = kept.expand(batch, 1, queries, keys)
         return self._dense
 
@@ -108,14 +108,14 @@ class LayerMask(DenseOnUse, _BlockMask):
     __str__ = __repr__
 
 
-def _kept(mask: Mask, *at: Tensor) -> Tensor:
+def _keep(mask: Mask, *at: Tensor) -> Tensor:
     """`mask.keep`, where the rows of a table without an offset are the queries of the call."""
     if isinstance(mask, And):
-        return _kept(mask.a, *at) & _kept(mask.b, *at)
+        return _keep(mask.a, *at) & _keep(mask.b, *at)
     if isinstance(mask, Or):
-        return _kept(mask.a, *at) | _kept(mask.b, *at)
+        return _keep(mask.a, *at) | _keep(mask.b, *at)
     if isinstance(mask, Not):
-        return ~_kept(mask.a, *at)
+        return ~_keep(mask.a, *at)
     if isinstance(mask, TensorMask) and mask.offset is None:
         return mask.mask.to(at[0].device)
     return mask.keep(*at)

@@ -38,12 +38,12 @@ class DenseOnUse:
         cls, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """In a torch function, such as `torch.cat([x, y])`, it is its dense tensor."""
-        return function(*_densified(args), **{name: _densified(value) for name, value in (kwargs or {}).items()})
+        return function(*_densify(args), **{name: _densify(value) for name, value in (kwargs or {}).items()})
 
 
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: DenseOnUse, *args: Any) -> Any:
-        return getattr(self.dense(), name)(*_densified(args))
+        return getattr(self.dense(), name)(*_densify(args))
 
     apply.__name__ = name
     return apply
@@ -114,7 +114,7 @@ class LazyTensor(DenseOnUse):
         return self.shape[0]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.dense()[index] = _densified(value)
+        self.dense()[index] = _densify(value)
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.source!r})"
@@ -127,13 +127,13 @@ def opened(key: Any, value: Any) -> tuple[Any, Any]:
     pair = (key, value)
     if all(isinstance(t, LazyTensor) and not t.is_dense for t in pair):
         return key.source, value.source
-    return _densified(key), _densified(value)
+    return _densify(key), _densify(value)
 
 
-def _densified(value: Any) -> Any:
+def _densify(value: Any) -> Any:
     if isinstance(value, DenseOnUse):
         return value.dense()
-    return type(value)(_densified(x) for x in value) if type(value) in (tuple, list) else value
+    return type(value)(_densify(x) for x in value) if type(value) in (tuple, list) else value
 
 
 def _line_of_caller() -> str:

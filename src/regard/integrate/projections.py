@@ -66,7 +66,7 @@ def projections_of(layer: nn.Module, config: Any) -> Projections:
             raise ProblemError(f"{type(layer).__name__} ({kind}) has no {' and no '.join(missing)}.")
         q, k, v = (affine_of(getattr(layer, f"{letter}_proj")) for letter in "qkv")
         return Projections(q, k, v, o)
-    fused, split = affine_of(getattr(layer, name)), _contiguous if kind in CONTIGUOUS else _grouped
+    fused, split = affine_of(getattr(layer, name)), _contiguous if kind in CONTIGUOUS else _split_by_group
     heads, kv_heads = config.num_attention_heads, _kv_heads(config)
     weights = split(fused.weight, heads, kv_heads)
     biases = (None, None, None) if fused.bias is None else split(fused.bias, heads, kv_heads)
@@ -85,7 +85,7 @@ def output_projection(layer: nn.Module, width: int | None = None) -> Affine | No
     """
     for name in OUTPUTS:
         found = getattr(layer, name, None)
-        if isinstance(found, nn.Linear) or _transposed(found):
+        if isinstance(found, nn.Linear) or _is_transposed(found):
             made = affine_of(found)
             if width in (None, made.weight.shape[1]):
                 return made
@@ -104,10 +104,10 @@ def affine_of(projection: Any) -> Affine:
             f"a projection is {type(projection).__name__}, whose weight is no matrix of floats: load the model without "
             "quantisation."
         )
-    return Affine(weight.mT if _transposed(projection) else weight, projection.bias)
+    return Affine(weight.mT if _is_transposed(projection) else weight, projection.bias)
 
 
-def _transposed(projection: Any) -> bool:
+def _is_transposed(projection: Any) -> bool:
     """Whether it is transformers' `Conv1D`, whose weight is [inputs, outputs]."""
     return type(projection).__name__ == "Conv1D"
 
@@ -127,7 +127,7 @@ def _contiguous(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
     return fused.split([heads * size, kv_heads * size, kv_heads * size])
 
 
-def _grouped(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+def _split_by_group(fused: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
     """[queries of a group, its key, its value] for each key head, along the first dimension."""
     group = heads // kv_heads
     parts = fused.unflatten(0, (kv_heads, group + 2, -1)).split([group, 1, 1], dim=1)

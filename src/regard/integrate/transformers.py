@@ -207,7 +207,7 @@ def attention(
         attention_mask = layer.mask_for(cast(Any, attention_mask), query.shape[2], keys)
     keep, bias, offset = _mask_of(module, query.shape[2], keys, attention_mask, is_causal)
     if indices is not None:
-        keep = _chosen(indices, keys) if keep is None else keep & _chosen(indices, keys)
+        keep = _mask_of_indices(indices, keys) if keep is None else keep & _mask_of_indices(indices, keys)
     if position_bias is not None:
         bias = TensorBias(position_bias) if bias is None else TensorBias(position_bias) + bias
     if query.shape[0] == 1 < batch:  # one set of learned queries for all rows
@@ -215,7 +215,7 @@ def attention(
     options |= {"mask": keep, "bias": bias, "offset": offset}
     out = _attend(module, query, k, v, dropout=dropout if module.training else 0.0, **options)
     if found is not None:
-        found[0].observe(_observed(module, found[0], query), keep, scaling)
+        found[0].observe(_observe_queries(module, found[0], query), keep, scaling)
     weights = _weights(module, query, k, options) if output_attentions or _is_recorded() else None
     return out.transpose(1, 2).contiguous(), weights
 
@@ -226,7 +226,7 @@ def _attend(module: nn.Module, query: Tensor, key: Stored, value: Stored, **opti
     return attend(query, key, cast(CachedTensor, value), **options)
 
 
-def _observed(module: nn.Module, layer: EvictingLayer, query: Tensor) -> Tensor:
+def _observe_queries(module: nn.Module, layer: EvictingLayer, query: Tensor) -> Tensor:
     """The queries that meet the entries of a layer."""
     return absorbed(module, query) if isinstance(layer, EvictingLatentLayer) else query
 
@@ -239,7 +239,7 @@ def _by_row(
     def run(q: Tensor, found: tuple[Any, Any], keep: Mask | None) -> Tensor:
         return _attend(module, q, *found, mask=keep, **options)
 
-    observed = functools.partial(_observed, module, layer)
+    observed = functools.partial(_observe_queries, module, layer)
     out = layer.attend_by_row(given, query, run, observed, options["scale"], is_unchanged)
     return out.transpose(1, 2).contiguous()
 
@@ -288,7 +288,7 @@ def _mask_of(
     return (Causal() if causal and queries > 1 else None), None, 0
 
 
-def _chosen(indices: Tensor, keys: int) -> TensorMask:
+def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
     """The mask of keys chosen one by one, [batch, queries, chosen]."""
     hidden = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
     return TensorMask(hidden.scatter(-1, indices.long(), True)[:, None])

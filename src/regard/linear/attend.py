@@ -189,7 +189,7 @@ def _stretch(
     log_decay: Tensor | None,
 ) -> Stretch:
     """A run of tokens: the features of its keys and, unless q is None, of its queries."""
-    v = _copied(v) if not call.normalise else torch.cat([v.to(compute_type(k)), _ones(v)], dim=3)
+    v = _copy(v) if not call.normalise else torch.cat([v.to(compute_type(k)), _ones(v)], dim=3)
     key, top = _mapped(call, k)
     rows, group = (key[:, :, :0], 0) if q is None else (_query_features(call, q, k), q.shape[1] // max(1, k.shape[1]))
     return Stretch(rows, key, v, group, top, call.log_gamma, log_gate, beta, log_decay)
@@ -200,7 +200,7 @@ def _ones(v: Tensor) -> Tensor:
     return v.new_ones(*v.shape[:3], 1, dtype=compute_type(v))
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     """A contiguous copy of x: the rounding of a matrix product depends on the memory layout of its operands.
 
     Without it, a later token that forces a copy of all tokens would change the bits of earlier rows.
@@ -214,7 +214,7 @@ def _mapped(call: LinearCall, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return call.features.split(x, call.scale)
     if call.features is not None:
         return call.features.map(x, call.scale), None
-    return _copied(x), None
+    return _copy(x), None
 
 
 def _query_features(call: LinearCall, q: Tensor, k: Tensor) -> Tensor:

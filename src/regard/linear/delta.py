@@ -48,11 +48,11 @@ def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     weights = (q @ k.mT) * rows(pair, group)
     index = torch.arange(chunk, device=q.device)
     weights = weights.masked_fill(rows(index[:, None] < index, group), 0.0)
-    out = _mixed(weights, torch.stack(news, dim=2), group) + rows(since, group) * (q @ torch.stack(states, dim=2))
+    out = _mix(weights, torch.stack(news, dim=2), group) + rows(since, group) * (q @ torch.stack(states, dim=2))
     return out.flatten(2, 3), Carry(state, None)
 
 
-def _mixed(weights: Tensor, news: Tensor, group: int) -> Tensor:
+def _mix(weights: Tensor, news: Tensor, group: int) -> Tensor:
     """weights @ news. If keys have large norms, `news` may overflow: the overflow reaches no earlier row."""
     lost = ~torch.isfinite(news)
     out = weights @ torch.where(lost, 0.0, news)

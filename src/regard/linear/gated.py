@@ -34,7 +34,7 @@ def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
 def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     tokens, group, chunks = stretch.tokens, stretch.group, stretch.tokens // chunk
     if chunk & (chunk - 1):  # the remaining tokens: pad with tokens that change nothing
-        stretch = _padded(stretch, (1 << chunk.bit_length()) - chunk)
+        stretch = _pad(stretch, (1 << chunk.bit_length()) - chunk)
     assert stretch.log_gate is not None
     gate = stretch.log_gate.exp()
     out, q, k, gate = _halves(stretch.q, stretch.k, stretch.v, gate, group, chunks)
@@ -70,7 +70,7 @@ def _halves(
         )
         v_left = v.unflatten(2, (pairs, 2, half))[:, :, :, 0]
         gate_left, gate_right = gate.unflatten(2, (pairs, 2)).unbind(3)  # [batch, kv_heads, pairs, features]
-        out_right = out_right + _mixed(q_right, k_left, v_left)
+        out_right = out_right + _mix(q_right, k_left, v_left)
         out = torch.stack([out_left, out_right], dim=3).reshape(*out.shape[:3], width)
         q = torch.stack([q_left, q_right * gate_left[..., None, :]], dim=3).reshape(q.shape)
         k = torch.stack([k_left * gate_right[..., None, :], k_right], dim=3).reshape(k.shape)
@@ -79,7 +79,7 @@ def _halves(
     return out, cut(q, blocks), cut(k, blocks), gate
 
 
-def _mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(q k^T) v."""
     if k.shape[-2] > SMALL:
         return (q @ k.mT) @ v
@@ -87,7 +87,7 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _padded(stretch: Stretch, more: int) -> Stretch:
+def _pad(stretch: Stretch, more: int) -> Stretch:
     """Append `more` tokens of zeros with gates of 1."""
 
     def pad(x: Tensor, rows: int) -> Tensor:

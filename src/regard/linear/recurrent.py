@@ -11,17 +11,17 @@ def recurrent(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry
     state, high = carry
     outs: list[Tensor] = []
     for one in stretch.each():
-        state, value = _decayed(one, state), one.v
+        state, value = _decay(one, state), one.v
         if one.beta is not None:
             value = one.beta[..., None] * (value - one.k @ state)
         if one.top is not None and high is not None:
-            state, value, high = _aligned(one, state, high)
+            state, value, high = _align(one, state, high)
         state = torch.addcmul(state, one.k.mT, value)
         outs.append(one.q @ state)
     return torch.cat(outs, dim=2), Carry(state, high)
 
 
-def _decayed(one: Stretch, state: Tensor) -> Tensor:
+def _decay(one: Stretch, state: Tensor) -> Tensor:
     """The state after the decay of this token."""
     if one.log_gate is not None:
         return one.log_gate.exp().mT * state
@@ -32,7 +32,7 @@ def _decayed(one: Stretch, state: Tensor) -> Tensor:
     return state
 
 
-def _aligned(one: Stretch, state: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _align(one: Stretch, state: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """State and value rescaled to the greater of their exponents, and that exponent."""
     assert one.top is not None
     age = torch.zeros_like(high[:1, :1]) if one.log_gamma is None else one.log_gamma[None, :, 0, 0]

@@ -79,7 +79,7 @@ def to_latent(
     if not isinstance(module, MultiHeadAttention):  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = "; from_torch makes one of torch's" if isinstance(module, nn.MultiheadAttention) else ""
         raise ProblemError(f"to_latent takes a regard.nn.MultiHeadAttention, and got {type(module).__name__}{hint}.")
-    rope = _checked(module)
+    rope = _check_module(module)
     rotated = 0 if rope is None else rope.rotated
     kept = rotated if rope_dim is None else rope_dim
     if kept % 2 or not 0 <= kept <= rotated:
@@ -89,7 +89,7 @@ def to_latent(
     if inputs is not None and not (is_finite(inputs) and inputs.any()):
         raise ProblemError("inputs are all 0, or not finite: pass typical inputs of the module, or leave inputs= out.")
     weights = _Weights(module)
-    pairs = [] if rope is None or not kept else _chosen(weights, rope, kept // 2, inputs)
+    pairs = [] if rope is None or not kept else _choose_pairs(weights, rope, kept // 2, inputs)
     rope_dims, nope_dims = _dims(module, rope, pairs)
     k_nope = weights.k.take_along_dim(nope_dims[:, :, None], 1)  # [kv_heads, nope_dim, d_model]
     stacked = torch.cat([k_nope.flatten(0, 1), weights.v.flatten(0, 1)])
@@ -99,7 +99,7 @@ def to_latent(
         )
     up = _leading(stacked, kv_rank, inputs)
     down = up.T @ stacked
-    made = _assembled(module, weights, rope, pairs, (rope_dims, nope_dims), down, up)
+    made = _assemble(module, weights, rope, pairs, (rope_dims, nope_dims), down, up)
     difference = stacked - up @ down
     return LatentConversion(
         made,
@@ -138,7 +138,7 @@ def _relative(difference: Tensor, whole: Tensor) -> float:
     return (difference.norm() / whole.norm()).item()
 
 
-def _checked(module: MultiHeadAttention) -> Rope | None:
+def _check_module(module: MultiHeadAttention) -> Rope | None:
     """The module's Rope; raise `ProblemError` if the module has a part that latent attention does not support."""
     unsupported = {
         "qk_norm": module.q_norm, "gate": module.gate_proj, "score": module.score, "bias": module.bias,
@@ -165,7 +165,7 @@ def _pair_dims(rope: Rope) -> Tensor:
     return dims.view(-1, 2) if rope.interleaved else dims.view(2, -1).T
 
 
-def _chosen(weights: _Weights, rope: Rope, count: int, inputs: Tensor | None) -> list[tuple[int, ...]]:
+def _choose_pairs(weights: _Weights, rope: Rope, count: int, inputs: Tensor | None) -> list[tuple[int, ...]]:
     """For each key head the pairs with the largest product of the 2-norms of queries and keys, in ascending order."""
     x = None if inputs is None else _wide(inputs)
 
@@ -200,7 +200,7 @@ def _leading(stacked: Tensor, rank: int, inputs: Tensor | None) -> Tensor:
     return torch.cat([u, rest[:, : rank - u.shape[1]]], 1)
 
 
-def _assembled(
+def _assemble(
     module: MultiHeadAttention,
     weights: _Weights,
     rope: Rope | None,

@@ -8,8 +8,7 @@ import torch
 from regard import Causal, attend
 from regard.attention import observe_calls
 from regard.errors import ProblemError
-from regard.inspect.intervene.gradient import _rising, gradient_attention
-from regard.inspect.intervene.relevance import through
+from regard.inspect.intervene.relevance import _weighted_by_gradient, gradient_attention, through
 from regard.inspect.weights.lazy import Weights
 from regard.integrate.transformers import use_regard
 from regard.nn import Decoder, MultiHeadAttention
@@ -47,7 +46,7 @@ def test_no_matrix_is_made(monkeypatch):
         attend(q, q, q, mask=Causal())
     small_tiles(monkeypatch)
     with Largest() as largest:
-        through(torch.ones(1, 3, 200), Weights.of(calls[0]), _rising(q, torch.randn(1, 2, 200, 3)))
+        through(torch.ones(1, 3, 200), Weights.of(calls[0]), _weighted_by_gradient(q, torch.randn(1, 2, 200, 3)))
     assert largest.numel < 200 * 200 / 8
 
 

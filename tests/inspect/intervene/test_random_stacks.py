@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.inspect.intervene.random_stacks import STACKS, Stack, random_rank_collapse
+from regard.inspect.intervene.rank_collapse import STACKS, Stack, random_rank_collapse
 
 
 def test_attention_alone_collapses_doubly_exponentially():

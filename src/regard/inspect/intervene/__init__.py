@@ -3,16 +3,14 @@
 from regard.inspect.intervene.ablate import ablated, ablation_effects, effect_order, greedy
 from regard.inspect.intervene.adversary import Adversary, adversary
 from regard.inspect.intervene.blocks import VARIANTS, Variant
-from regard.inspect.intervene.gradient import gradient_attention
 from regard.inspect.intervene.heads import Site, edit_outputs, heads_of
 from regard.inspect.intervene.importance import Importance, importance
 from regard.inspect.intervene.integrated import Integrated, integrated
 from regard.inspect.intervene.loss import Effect, Interval, next_token_loss
 from regard.inspect.intervene.permute import Permuted, permuted
 from regard.inspect.intervene.prune import PruneCurve, prune_curve
-from regard.inspect.intervene.random_stacks import Stack, random_rank_collapse
-from regard.inspect.intervene.rank_collapse import RankCollapse, rank_collapse, residual
-from regard.inspect.intervene.relevance import Relevance, rollout
+from regard.inspect.intervene.rank_collapse import RankCollapse, Stack, random_rank_collapse, rank_collapse, residual
+from regard.inspect.intervene.relevance import Relevance, gradient_attention, rollout
 from regard.inspect.intervene.replacement import Mean, Resample, Zero, mean_outputs, outputs_of
 from regard.inspect.intervene.value_zeroing import ValueZeroing, value_zeroing
 from regard.inspect.names import HeadName

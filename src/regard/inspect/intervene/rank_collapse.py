@@ -9,9 +9,11 @@ weights do not, see the README. With norms and causal masks, as in most models, 
 
 0 when all rows of X are equal (rank one), near 1 when tokens have nothing in common. In the Frobenius norm the mean
 token is the best rank-one approximation of this form; the paper bounds sqrt(||.||_1 ||.||_inf) instead.
+
+Random stacks have the setting of the paper: no norms by default, no mask.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,8 @@ from regard.inspect.brief import brief
 from regard.inspect.intervene.blocks import VARIANTS, Variant, branches, first_tokens, run_variant
 from regard.inspect.intervene.heads import edit_outputs, module_at, whole_layer
 from regard.inspect.observing.layers import track_layers
+from regard.nn import MultiHeadAttention
+from regard.nn.transformer import Block
 
 
 @brief
@@ -107,20 +111,20 @@ def rank_collapse(
     if not variants or any(variant not in VARIANTS for variant in variants):
         received = ", ".join(map(repr, variants)) or "empty"
         raise ProblemError(f"variants is {received}: expected some of {', '.join(map(repr, VARIANTS))}.")
-    blocks = _blocks(model, run)
+    blocks = _attending_layers(model, run)
     found = branches(model, run, blocks) if set(variants) - {"as it is"} else {}
     before: Tensor | None = None
     after: dict[Variant, Tensor] = {}
     for variant in dict.fromkeys(variants):
         with run_variant(model, found, variant):
-            inputs, outputs = _through(model, run, tuple(blocks))
+            inputs, outputs = _layer_tokens(model, run, tuple(blocks))
         before = residual(inputs[next(iter(blocks))].double(), rows) if before is None else before
         after[variant] = torch.stack([residual(outputs[path].double(), rows) for path in blocks])
     assert before is not None
     return RankCollapse(tuple(blocks), before, after)
 
 
-def _blocks(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[str]]:
+def _attending_layers(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[str]]:
     """The paths of the layers that attend, in order, each with the paths of its attending modules."""
     with edit_outputs(model, lambda site, call: None) as sites:
         run()
@@ -133,7 +137,7 @@ def _blocks(model: nn.Module, run: Callable[[], Any]) -> dict[str, list[str]]:
     return blocks
 
 
-def _through(
+def _layer_tokens(
     model: nn.Module, run: Callable[[], Any], paths: tuple[str, ...]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The input and the output of each layer, by path."""
@@ -142,8 +146,17 @@ def _through(
     with track_layers(model), ExitStack() as hooks:
         for path in paths:
             module = module_at(model, path)
-            hooks.callback(module.register_forward_pre_hook(_input_hook(inputs, path), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(_output_hook(outputs, path)).remove)
+
+            def record_input(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], path: str = path) -> None:
+                if (tokens := first_tokens((*args, *named.values()))) is not None:
+                    inputs[path] = tokens
+
+            def record_output(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                if (tokens := first_tokens(output)) is not None:
+                    outputs[path] = tokens
+
+            hooks.callback(module.register_forward_pre_hook(record_input, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(record_output).remove)
         run()
     if missing := next((path for path in paths if path not in outputs or path not in inputs), None):
         raise ProblemError(
@@ -152,17 +165,74 @@ def _through(
     return inputs, outputs
 
 
-def _input_hook(inputs: dict[str, Tensor], path: str) -> Callable[..., None]:
-    def keep(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if (tokens := first_tokens((*arguments, *named.values()))) is not None:
-            inputs[path] = tokens
+@dataclass(frozen=True)
+class Stack:
+    """A random stack of `regard.nn` blocks: which parts they have besides attention.
 
-    return keep
+    Args:
+        skip, mlp: whether blocks have skip connections and MLPs.
+        norm: whether an RMSNorm precedes each branch, as in real models; the theorem has no norms.
+
+    >>> str(Stack(skip=True, mlp=True))
+    'attention + skips + MLPs'
+    """
+
+    skip: bool = False
+    mlp: bool = False
+    norm: bool = False
+
+    def __str__(self) -> str:
+        parts = ["attention"] + ["skips"] * self.skip + ["MLPs"] * self.mlp + ["norms"] * self.norm
+        return " + ".join(parts)
 
 
-def _output_hook(outputs: dict[str, Tensor], path: str) -> Callable[..., None]:
-    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        if (tokens := first_tokens(output)) is not None:
-            outputs[path] = tokens
+STACKS = (Stack(), Stack(mlp=True), Stack(skip=True), Stack(skip=True, mlp=True))
 
-    return keep
+
+@torch.no_grad()
+def random_rank_collapse(
+    stack: Stack,
+    *,
+    tokens: int = 64,
+    d_model: int = 64,
+    heads: int = 4,
+    layers: int = 12,
+    draws: int = 8,
+    seed: int = 0,
+) -> Tensor:
+    """The residuals of random stacks: before the first layer and after each, float64 [layers + 1, draws].
+
+    Tokens are drawn from N(0, 1), weights from N(0, 1 / inputs); there is no mask.
+
+    >>> pure = random_rank_collapse(Stack(), layers=3).mean(1)
+    >>> with_skips = random_rank_collapse(Stack(skip=True), layers=3).mean(1)
+    >>> bool(pure[3] < 1e-6), bool(with_skips[3] > 0.8)
+    (True, True)
+    """
+    if min(tokens, layers, draws) < 1:
+        raise ProblemError(f"tokens={tokens}, layers={layers}, draws={draws}: expected each to be 1 or more.")
+    found: list[Tensor] = []
+    for draw in range(draws):
+        random = torch.Generator().manual_seed(seed + draw)
+        x = torch.randn(1, tokens, d_model, generator=random, dtype=torch.float64)
+        found.append(torch.cat([residual(x), *_through(x, _blocks(stack, d_model, heads, layers, random))]))
+    return torch.stack(found, 1)
+
+
+def _through(x: Tensor, blocks: Iterator[Block]) -> Iterator[Tensor]:
+    for block in blocks:
+        x = block(x)
+        yield residual(x)
+
+
+def _blocks(stack: Stack, d_model: int, heads: int, layers: int, random: torch.Generator) -> Iterator[Block]:
+    for _ in range(layers):
+        attention = MultiHeadAttention(d_model, heads, dtype=torch.float64)
+        block = Block(attention, skip=stack.skip, mlp=stack.mlp).double()
+        for linear in block.modules():
+            if isinstance(linear, nn.Linear):
+                linear.weight.normal_(std=linear.in_features**-0.5, generator=random)
+        if not stack.norm:
+            for name in ("attention_norm", "mlp_norm")[: 1 + stack.mlp]:
+                block.register_module(name, nn.Identity())
+        yield block

@@ -143,7 +143,7 @@ def mean_outputs(
 
         def add(site: Site, call: Call, counted: Tensor | None = counted) -> None:
             start = call.offset if per_position else 0
-            sums[site], counts[site] = _added(sums.get(site), counts.get(site), call, counted, start)
+            sums[site], counts[site] = _add(sums.get(site), counts.get(site), call, counted, start)
 
         with edit_outputs(model, add):
             run(batch)
@@ -187,7 +187,7 @@ def outputs_of(model: nn.Module | None, run: Callable[[], Any]) -> Outputs:
     return found
 
 
-def _added(
+def _add(
     sums: Tensor | None, counts: Tensor | None, call: Call, rows: Tensor | None, start: int
 ) -> tuple[Tensor, Tensor]:
     """[heads, positions, v_dim] and [positions], float64, with the outputs of a call that begins at `start` added."""

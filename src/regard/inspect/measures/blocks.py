@@ -30,7 +30,7 @@ def chunks(weights: Weights, blocks: int, pairs: int) -> Iterator[slice]:
 def scaled_queries(weights: Weights, rows: Tensor) -> Tensor:
     """scale * q at `rows`, int64 [blocks, r], in the order of `dots`: [batch, kv_heads, blocks, group, r, qk_dim]."""
     q = weights.q.unflatten(1, (weights.k.shape[1], -1))
-    return _gathered(q, rows[:, None]).to(weights.dtype) * weights.scale  # q is smaller than its products
+    return _gather(q, rows[:, None]).to(weights.dtype) * weights.scale  # q is smaller than its products
 
 
 def dots(weights: Weights, q: Tensor, keys: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def dots(weights: Weights, q: Tensor, keys: Tensor) -> Tensor:
     Returns:
         [batch, kv_heads, blocks, group, r, c].
     """
-    k = _gathered(weights.k[:, :, None], keys[:, None])[:, :, :, 0].to(weights.dtype)
+    k = _gather(weights.k[:, :, None], keys[:, None])[:, :, :, 0].to(weights.dtype)
     return (q.flatten(3, 4) @ k.mT).unflatten(3, q.shape[3:5])
 
 
@@ -54,7 +54,7 @@ def weighed(weights: Weights, dots: Tensor, rows: Tensor, keys: Tensor) -> Tenso
     bias = None if weights.bias is None else weights.bias.value(*coordinates(weights, rows, keys))
     scores = cap_and_bias(dots, weights.softcap, bias)
     total = weights.total.unflatten(1, (weights.k.shape[1], -1))[..., None]
-    return scores.sub_(_gathered(total, rows[:, None])[..., 0]).clamp_(max=MOST).exp_()
+    return scores.sub_(_gather(total, rows[:, None])[..., 0]).clamp_(max=MOST).exp_()
 
 
 def kept(weights: Weights, rows: Tensor, keys: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def rows_at_once(weights: Weights) -> int:
     return max(1, AT_ONCE // max(1, weights.shape[1] * weights.shape[3]))
 
 
-def _gathered(t: Tensor, index: Tensor) -> Tensor:
+def _gather(t: Tensor, index: Tensor) -> Tensor:
     """Tokens of [batch, kv_heads, group, tokens, dim] at [blocks, 1, ...]: [batch, kv_heads, blocks, group, ..., dim].
 
     As whole rows of memory, whether heads or tokens come first there; other layouts are copied once.

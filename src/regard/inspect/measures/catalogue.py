@@ -340,10 +340,10 @@ def measures_named(names: Iterable[str | Measure]) -> tuple[Measure, ...]:
     >>> measures_named(["sink", "induction"])
     (Measure(key='sink', unit='mass'), Measure(key='induction', unit='mass'))
     """
-    return tuple(name if isinstance(name, Measure) else _named(name) for name in names)
+    return tuple(name if isinstance(name, Measure) else _measure_of(name) for name in names)
 
 
-def _named(name: object) -> Measure:
+def _measure_of(name: object) -> Measure:
     if isinstance(name, str) and name in BY_KEY:
         return BY_KEY[name]
     raise ProblemError(f"measures has {name!r}: expected some of {', '.join(BY_KEY)}, or a Measure of your own.")

@@ -86,7 +86,7 @@ def parts_of(model: nn.Module) -> Parts:
             f"{', '.join(NAMES)}. For others give a Circuit and a Vocabulary of your own."
         )
     try:
-        found = _named(whole, config, NAMES[kind])
+        found = _parts_by_name(whole, config, NAMES[kind])
     except AttributeError as error:  # OPT of 350m, whose norms come after: a config that moves parts
         raise ProblemError(f"{type(model).__name__} ({kind}) of this config differs: {error}.") from None
     if any(weight.device.type == "meta" for weight in model.parameters()):
@@ -94,7 +94,7 @@ def parts_of(model: nn.Module) -> Parts:
     return found
 
 
-def _named(model: Any, config: Any, names: Names) -> Parts:
+def _parts_by_name(model: Any, config: Any, names: Names) -> Parts:
     body = model.base_model
     pairs = [
         (getattr(layer, names.attention), getattr(layer, "ln_attn", None) or getattr(layer, names.norm))
@@ -126,11 +126,11 @@ def vocabulary_of(parts: Parts) -> Vocabulary:
     """The embeddings as the first layer's norm leaves them, without its weight, and the unembeddings."""
     e = parts.embedding.detach().float()
     if parts.embedding_norm is not None:
-        e = _normalised(e, parts.embedding_norm) * _gain(parts.embedding_norm)
-    return Vocabulary(_normalised(e, parts.layers[0][1]), parts.unembedding.detach().to(e.device))
+        e = _normalise(e, parts.embedding_norm) * _gain(parts.embedding_norm)
+    return Vocabulary(_normalise(e, parts.layers[0][1]), parts.unembedding.detach().to(e.device))
 
 
-def _normalised(e: Tensor, norm: Any) -> Tensor:
+def _normalise(e: Tensor, norm: Any) -> Tensor:
     e = e - e.mean(-1, keepdim=True) if _centres(norm) else e
     return e * (e.square().mean(-1, keepdim=True) + _eps(norm)).rsqrt()
 

@@ -65,15 +65,15 @@ def _pairs(found: object, tokens: int) -> Tensor:
     fits = pairs.ndim == 2 and not pairs.is_floating_point() and pairs.dtype != torch.bool
     if not fits or (pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < tokens):
         raise ProblemError(
-            f"the pattern returned {_received(found)} for {tokens} tokens: expected (queries, keys), integers "
+            f"the pattern returned {_describe(found)} for {tokens} tokens: expected (queries, keys), integers "
             f"[pairs] each from 0 to {tokens - 1}, or a bool matrix [{tokens}, {tokens}]."
         )
     return pairs.long().unique(dim=1) if pairs.numel() else pairs.long()
 
 
-def _received(found: object) -> str:
+def _describe(found: object) -> str:
     if isinstance(found, Tensor):
         return f"{found.dtype} {list(found.shape)}"
     if isinstance(found, tuple | list):
-        return f"{type(found).__name__} of {', '.join(_received(each) for each in found)}"
+        return f"{type(found).__name__} of {', '.join(_describe(each) for each in found)}"
     return type(found).__name__

@@ -114,7 +114,7 @@ class HeadScores:
         if over == "nothing" or self.sums is None or self.counts is None:
             return self.value.new_full((draws, self.value.shape[1]), torch.nan)
         sums, counts = self.sums[0], self.counts[0]
-        drawn = _drawn(sums.shape[1], draws, seed).to(sums.device)  # [draws, blocks]
+        drawn = _draw(sums.shape[1], draws, seed).to(sums.device)  # [draws, blocks]
         found = (drawn @ sums.mT) / (drawn @ counts.mT)
         alone = (counts > 0).sum(-1) < 2  # one block that has a score
         return found.masked_fill(alone, torch.nan).to(self.value.dtype)
@@ -171,7 +171,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)  # 256 KiB for blocks; all scores of a report share the draws
-def _drawn(of: int, draws: int, seed: int) -> Tensor:
+def _draw(of: int, draws: int, seed: int) -> Tensor:
     """The counts of `of` items in `of` draws with replacement: float64 [draws, of]."""
     random = torch.Generator().manual_seed(seed)
     picked = torch.randint(of, (draws, of), generator=random)

@@ -87,7 +87,7 @@ def track_layers(model: nn.Module | None) -> Generator[LayerTracker]:
     """
     tracker = LayerTracker()
     with ExitStack() as hooks:
-        hooks.enter_context(_uncompiled())
+        hooks.enter_context(_without_compile())
         for name, module in () if model is None else model.named_modules():
             path = ".".join(part for part in name.split(".") if part != "_orig_mod")  # torch.compile inserts it
             hooks.callback(module.register_forward_pre_hook(tracker.entering(path)).remove)
@@ -95,6 +95,6 @@ def track_layers(model: nn.Module | None) -> Generator[LayerTracker]:
         yield tracker
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def _without_compile() -> AbstractContextManager[Any]:
     """Nothing is compiled before dynamo is imported, which takes a second."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -78,7 +78,7 @@ def bundle(read: Callable[[str], str], entry: str) -> str:
         order = list(TopologicalSorter({name: module.imports for name, module in modules.items()}).static_order())
     except CycleError as error:
         raise BundleError(f"modules import each other in a circle: {' -> '.join(error.args[1])}.") from None
-    lines = (line for name in order for line in _joined(name, modules[name]))
+    lines = (line for name in order for line in _join(name, modules[name]))
     return "\n".join(['"use strict";(() => {', *lines, "})();"])
 
 
@@ -125,7 +125,7 @@ def _source(read: Callable[[str], str], name: str) -> str:
         raise BundleError(f"there is no module {name}.js.") from None
 
 
-def _joined(name: str, module: Module) -> Iterator[str]:
+def _join(name: str, module: Module) -> Iterator[str]:
     yield f"const module_{name} = (() => {{"
     for source, names in module.imports.items():
         yield f"const {{ {', '.join(names)} }} = module_{source};"

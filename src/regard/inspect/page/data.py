@@ -59,13 +59,13 @@ def _head(report: Report, head: Head, measures: tuple[str, ...]) -> dict[str, An
         "head": head.head,
         "kv_head": head.kv_head,
         "kind": head.kind,
-        "scores": {measure: _trimmed(head.scores[measure]) for measure in measures if measure in head.scores}
+        "scores": {measure: _trim(head.scores[measure]) for measure in measures if measure in head.scores}
         | {own: [getattr(head, own)] for own in HEAD_VALUES if getattr(head, own) is not None},
         "distances": report.profiles.get((head.layer, head.head)),
     }
 
 
-def _trimmed(values: tuple[float | None, ...]) -> list[float | None]:
+def _trim(values: tuple[float | None, ...]) -> list[float | None]:
     trimmed = list(values)
     while trimmed and trimmed[-1] is None:
         trimmed.pop()

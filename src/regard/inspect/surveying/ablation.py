@@ -45,13 +45,13 @@ def ablations(
     effects = ablation_effects(model, [ids], loss_of, [[place] for place in heads], by)
     for place, effect in zip(heads, effects, strict=True):
         loss = float(effect.base.mean())
-        scores[place] = _scored(effect.losses - effect.base)
+        scores[place] = _estimate(effect.losses - effect.base)
         step()
     deltas = {place: score.value or 0.0 for place, score in scores.items()}
     return Ablations(how, loss, ids.shape[1] - 1, deltas, CAVEAT), scores
 
 
-def _scored(change: Tensor) -> Estimate:
+def _estimate(change: Tensor) -> Estimate:
     """The mean change of the loss, and its interval over blocks of tokens; chance is no change."""
     score = HeadScores.of_rows(change[None, None], torch.zeros(()), torch.tensor(True))
     low, high, _ = score.interval()

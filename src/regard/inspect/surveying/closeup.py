@@ -131,7 +131,9 @@ def visible_runs(weights: Weights, head: int) -> KeyRanges | None:
     first, last = (np.concatenate([part[side] for part in parts]).astype(np.int32) for side in (0, 1))
     runs = KeyRanges(first, last, prefix)
     for row, kept, edges in _kept(own):
-        if any((kept != _seen(runs, row, keys)).any() for keys in (edges[:-1], edges[1:] - 1)):  # both ends of a column
+        if any(
+            (kept != _visible(runs, row, keys)).any() for keys in (edges[:-1], edges[1:] - 1)
+        ):  # both ends of a column
             return None
     return runs
 
@@ -167,7 +169,7 @@ def _known_runs(weights: Weights, head: int, known: dict[object, KeyRanges | Non
     return known[key]
 
 
-def _seen(runs: KeyRanges, row: slice, keys: Ints) -> NDArray[np.bool_]:
+def _visible(runs: KeyRanges, row: slice, keys: Ints) -> NDArray[np.bool_]:
     j = keys[None]
     return (j < runs.last[row, None]) & ((j >= runs.first[row, None]) | (j < runs.prefix))
 

@@ -25,7 +25,7 @@ from regard.inspect.surveying.inputs import (
     repeated_tokens,
     self_attention,
 )
-from regard.inspect.surveying.model import prepared
+from regard.inspect.surveying.model import evaluating, prepared
 from regard.inspect.surveying.selection import named_measures
 
 
@@ -56,11 +56,11 @@ class Measured:
         at = [score.at[0] for score in scores.values() if score.at is not None]
         return cls(
             measure,
-            _stacked(score.mean() for score in scores.values()),
-            _stacked(score.mean_chance() for score in scores.values()),
-            _stacked(interval.low for interval in intervals),
-            _stacked(interval.high for interval in intervals),
-            _stacked(at) if at else None,
+            _stack(score.mean() for score in scores.values()),
+            _stack(score.mean_chance() for score in scores.values()),
+            _stack(interval.low for interval in intervals),
+            _stack(interval.high for interval in intervals),
+            _stack(at) if at else None,
             tuple(scores),
         )
 
@@ -215,14 +215,10 @@ def _running(model: Any) -> Generator[tuple[nn.Module, Callable[[Tensor], Any]]]
         return
     if not isinstance(model, nn.Module):
         raise ProblemError(f"model is {type(model).__name__}: expected a model of transformers or of regard.nn.")
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield model.eval(), model
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model):
+        yield model, model
 
 
-def _stacked(rows: Iterable[Tensor]) -> Tensor:
+def _stack(rows: Iterable[Tensor]) -> Tensor:
     """One row per layer, float64 on the CPU; layers with fewer heads end with NaN."""
     return nn.utils.rnn.pad_sequence([row.double().cpu() for row in rows], batch_first=True, padding_value=torch.nan)

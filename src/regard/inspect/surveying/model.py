@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import ProblemError
 
@@ -122,14 +122,23 @@ def prepared(model: Any) -> Generator[SurveyedModel]:
     surveyed = surveyed_model(model)
     from regard.integrate.transformers import use_regard  # here: regard.inspect loads without transformers
 
-    modes = [(module, module.training) for module in model.modules()]
     before = _implementations(model.config)
+    with evaluating(model):
+        try:
+            use_regard(model)
+            yield surveyed
+        finally:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Within the block, the model is in evaluation mode; the mode of each module is restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        use_regard(model)
-        yield surveyed
+        yield
     finally:
-        model.set_attn_implementation(before)
         for module, mode in modes:
             module.training = mode
 

@@ -133,15 +133,15 @@ def readable(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
     """
     byte_level, special = _is_byte_level(tokenizer), set(tokenizer.all_special_ids)
     pieces = tokenizer.convert_ids_to_tokens(ids)
-    spelled = [_special(p) if i in special else _serialized(p, byte_level) for i, p in zip(ids, pieces, strict=True)]
+    spelled = [_special(p) if i in special else _bytes_or_text(p, byte_level) for i, p in zip(ids, pieces, strict=True)]
     shown: list[str] = []
     for in_bytes, group in groupby(spelled, lambda piece: isinstance(piece, bytes)):
         run = list(group)
-        shown += _decoded(cast("list[bytes]", run)) if in_bytes else cast("list[str]", run)
+        shown += _decode(cast("list[bytes]", run)) if in_bytes else cast("list[str]", run)
     return tuple(shown)
 
 
-def _decoded(run: list[bytes]) -> list[str]:
+def _decode(run: list[bytes]) -> list[str]:
     """What each of consecutive tokens adds to the text that their bytes spell together."""
     decoder = getincrementaldecoder("utf-8")(errors="backslashreplace")
     shown = [decoder.decode(piece) or PART for piece in run]
@@ -153,7 +153,7 @@ def _special(piece: str | None) -> str:
     return "" if piece is None else str(piece)
 
 
-def _serialized(piece: str | None, byte_level: bool) -> bytes | str:
+def _bytes_or_text(piece: str | None, byte_level: bool) -> bytes | str:
     """A token's text, or its bytes where it is spelled in bytes."""
     if piece is None:  # an id that the model has and the tokenizer has not
         return ""

@@ -41,10 +41,6 @@ class Selection:
         """The measures that are defined on this text."""
         return tuple(measure for measure in self.measures if measure.on == text)
 
-    def has_layer(self, number: int) -> bool:
-        """Whether this layer is selected."""
-        return self.layers is None or number in self.layers
-
     def lacking(self, measures: Iterable[Measure], reason: str) -> str:
         """The note that these measures cannot be computed of this model or text.
 

@@ -111,7 +111,7 @@ def survey(
             for number, layer in enumerate(layers_read)
             for head in heads_of(layer, _of(repeats, number), others[number] if others else ())
         ]
-        ablated, found = _ablated(surveyed, prompt.ids, found, ablate, clock)
+        ablated, found = _ablate(surveyed, prompt.ids, found, ablate, clock)
     found, prompt = ranked(found), replace(prompt, notes=tuple(dict.fromkeys(notes)))
     own = {m.key: m.definition for m in selection.measures if m.key not in DEFINITIONS}
     return Report(
@@ -191,7 +191,7 @@ def _on_repeats(
         def each(look: Look, reader: InputReader = reader, ids: Tensor = ids) -> LayerScores | bool:
             return _scores(reader, look, ids)
 
-        seen = _observed(surveyed, ids, selection, each, step)
+        seen = _observe(surveyed, ids, selection, each, step)
         if any(layer.value is False for layer in seen):
             return None
         before = layers or [LayerScores()] * len(seen)
@@ -218,7 +218,7 @@ def _on_other_texts(
         if ids is None:
             return []
         ids = ids.to(surveyed.model.device)
-        seen = _observed(surveyed, ids, selection, lambda look: on_other_texts(look, sweep=selection.sweep), step)
+        seen = _observe(surveyed, ids, selection, lambda look: on_other_texts(look, sweep=selection.sweep), step)
     return [layer.value for layer in seen]
 
 
@@ -248,14 +248,14 @@ def _read_layers(
         return True
 
     with clock.stage("layers", len(selection.layers or range(surveyed.layers))) as step:
-        _observed(surveyed, ids, selection, each, step)
+        _observe(surveyed, ids, selection, each, step)
     if not layers:
         raise not_observed(surveyed.model)
     selection.check_found({layer.layer: layer.heads for layer in layers})
     return numbered(layers), close_ups
 
 
-def _observed(
+def _observe(
     surveyed: SurveyedModel, ids: Tensor, selection: Selection, each: Callable[[Look], Any], step: Callable[[], None]
 ) -> list[Seen[Any]]:
     """`each` of every call of self-attention in the selected layers while the model runs."""
@@ -263,7 +263,7 @@ def _observed(
     return self_attention(run, ids, each, selection.layers, step, run=lambda ids: run(input_ids=ids))
 
 
-def _ablated(
+def _ablate(
     surveyed: SurveyedModel, ids: Tensor, heads: list[Head], how: str | None, clock: Clock
 ) -> tuple[Ablations | None, list[Head]]:
     """The heads with `delta_loss` among their scores, if ablations were selected."""

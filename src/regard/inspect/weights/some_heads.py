@@ -29,7 +29,7 @@ class OfHeads(Mask):
     heads: tuple[int, ...]
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.mask.keep(b, _numbered(self.heads, h), q, k)
+        return self.mask.keep(b, _index(self.heads, h), q, k)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         return self.mask.bounds(self._there(r))
@@ -61,7 +61,7 @@ class BiasOfHeads(Bias):
     heads: tuple[int, ...]
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
-        return self.bias.value(b, _numbered(self.heads, h), q, k)
+        return self.bias.value(b, _index(self.heads, h), q, k)
 
     def per_distance(self) -> bool:
         return self.bias.per_distance()
@@ -114,5 +114,5 @@ def key_heads(chosen: Tensor, group: int) -> Tensor:
     return sharing if bool((counts == counts[0]).all()) else chosen // group
 
 
-def _numbered(heads: tuple[int, ...], h: Positions) -> Positions:
+def _index(heads: tuple[int, ...], h: Positions) -> Positions:
     return torch.tensor(heads, device=h.device)[h] if isinstance(h, Tensor) else heads[h]

@@ -47,7 +47,7 @@ def count_visible(call: CallScores, chunk: int) -> Tensor:
     if call.mask is None or not queries:
         return torch.full((1, 1, queries), keys, device=call.q.device)
     spans = (slice(start, min(start + ROWS, queries)) for start in range(0, queries, ROWS))
-    return torch.cat([_counted(call, call.mask, span, chunk) for span in spans], dim=-1)
+    return torch.cat([_count(call, call.mask, span, chunk) for span in spans], dim=-1)
 
 
 def kept_columns(call: CallScores, row: slice, chunk: int) -> tuple[Bools, Ints]:
@@ -82,7 +82,7 @@ def kept_columns(call: CallScores, row: slice, chunk: int) -> tuple[Bools, Ints]
     return kept, np.append(starts, keys)
 
 
-def _counted(call: CallScores, mask: Mask, row: slice, chunk: int) -> Tensor:
+def _count(call: CallScores, mask: Mask, row: slice, chunk: int) -> Tensor:
     keys, device = call.shape[3], call.q.device
     some, every = _bounds(call, mask, row, chunk)
     decided = np.logical_and.reduce(
