@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from regard import (
     Documents,
     KeyLengths,
     MaskFunction,
+    Prefix,
     ProblemError,
     TensorBias,
     TensorMask,
@@ -24,13 +26,14 @@ from regard import (
     observe_calls,
 )
 from regard.backend.tiled import Tiled
+from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Bilinear
 from regard.describe.spec import spec
 from regard.dispatch import choose
 from regard.dispatch import plan_cache as known
-from regard.plan import request
+from regard.plan import request, tiling
 from regard.plan.request import Request
 from regard.scores import Cosine
 from regard.storage.stored import Part, StoredTensor
@@ -273,13 +276,13 @@ def test_nothing_is_kept_for_a_function_that_cannot_be_followed():
 
     mask(0, 0, Q[0, 0, 0, 0], Q[0, 0, 0, 0])
     choose._plans.clear()
-    choose._schedules.clear()
+    tiling._schedules.clear()
     for now[0] in limits:
         found = attend(Q, K, V, mask=MaskFunction(mask))
-        assert len(choose._plans) == len(choose._schedules) == len(known._calls) == 0
+        assert len(choose._plans) == len(tiling._schedules) == len(known._calls) == 0
         assert torch.allclose(found, attend(Q, K[:, :, : now[0]], V[:, :, : now[0]]), atol=1e-6)
         choose._plans.clear()
-        choose._schedules.clear()
+        tiling._schedules.clear()
         known._calls.clear()
 
 
@@ -473,6 +476,65 @@ def test_a_growing_cache_has_one_plan_where_nothing_is_hidden(monkeypatch: pytes
                 found = attend(q, k[:, :, :keys], v[:, :, :keys], mask=windowed)
                 first = max(0, keys - 50)
                 assert torch.allclose(found, attend(q, k[:, :, first:keys], v[:, :, first:keys]), atol=1e-6)
+
+
+MASKS = (
+    None,
+    Causal(),
+    Causal() & (Window(20) | Prefix(3)),
+    ~Window(5),
+    KeyLengths(torch.tensor([30, 7])),
+    Documents(torch.arange(100) // 30),
+    TensorMask(torch.rand(2, 1, 1, 1) > 0.5),
+    MaskFunction(lambda b, h, q, k: (q * 7 + k * 3 + h) % 4 != 0),
+)
+
+
+@pytest.mark.parametrize(
+    "bias", [None, Alibi(4), TensorBias(torch.randn(4, 1, 1)), Alibi(4) + TensorBias(torch.randn(4, 1, 1))]
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_one_plan_serves_every_size_offset_and_mask(
+    bias: Bias | None, gradients: bool, monkeypatch: pytest.MonkeyPatch
+):
+    draw, times = Random(0), posed(monkeypatch)
+    tokens = torch.randn(2, 4, 100, 8)
+    calls = [(draw.randint(1, 70), draw.randint(1, 100), draw.choice([None, 0, 3, 40]), mask) for mask in MASKS * 4]
+    draw.shuffle(calls)
+    calls += calls[:7] + [(5, 64, None, mask) for mask in MASKS]
+    found: list[list[torch.Tensor]] = []
+    for fresh in (False, True):
+        for queries, keys, offset, mask in calls:
+            if fresh:
+                known.forget()
+            q, kv = (tokens[:, :, :n].clone().requires_grad_(gradients) for n in (queries, keys))
+            out = attend(q, kv, kv, mask=mask, bias=bias, offset=offset)
+            found.append([out, *(torch.autograd.grad(out.sin().sum(), (q, kv)) if gradients else ())])
+        if not fresh:
+            assert len(times) <= 8  # by whether there is a mask, and the type of the offset; not `len(calls)`
+    for one, other in zip(found[: len(calls)], found[len(calls) :], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for (queries, keys, offset, mask), (out, *_) in zip(calls, found, strict=False):
+        q, kv = tokens[:, :, :queries], tokens[:, :, :keys]
+        expected = attend(q, kv, kv, mask=mask, bias=bias, offset=offset, backend="reference64")
+        assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_rows_of_ever_different_lengths_have_one_plan(monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 40, 8)
+    for lengths in ((9, 4), (10, 5), (11, 6), (40, 7)):
+        ends = torch.tensor(lengths)
+        stored = StoredTensor(
+            (Part(max(lengths), k[:, :, : max(lengths)], row_ends=ends),), (2, 2, max(lengths), 8), k.dtype, ends
+        )
+        found = attend(q, stored, stored, mask=Causal() & Window(6))
+        for row, n in enumerate(lengths):
+            few = k[row : row + 1, :, max(0, n - 6) : n]
+            assert torch.allclose(
+                found[row : row + 1], attend(q[row : row + 1], few, few, backend="reference"), atol=1e-6
+            )
+    assert len([mask for mask in times if isinstance(mask, Ragged)]) == 1
 
 
 def test_one_plan_serves_ever_longer_prompts_with_gradients_and_errors_are_as_before():

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard import Causal, Documents, KeyLengths, Mask, MaskFunction, Prefix, Window
-from regard.describe.interval import Interval
 from regard.describe.mask import CallSizes
 from regard.describe.ragged import Ragged
-from regard.plan import closed_form as room
-from regard.plan.closed_form import Grid, closed_form
+from regard.plan.closed_form import Grid, bits_of, closed_form, is_by_query
+from regard.plan.few_rows import few_rows
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule, split_recursively
 
@@ -77,6 +76,8 @@ def test_a_closed_form_is_what_splitting_finds(data: st.DataObject, tile: int, b
         return
     grid = grid_of(mask, batch, queries, keys, offset, tile)
     assert_same(closed_form(union, grid), split_recursively(mask, grid))
+    if not is_by_query(union):
+        assert_same(few_rows(union, grid), closed_form(union, grid))
 
 
 @pytest.mark.parametrize("offset", [-40, 0, 7, 500])
@@ -87,6 +88,8 @@ def test_queries_may_start_anywhere(offset: int, queries: int):
         union = mask.intervals(CallSizes(2, 3, queries, 90, offset))
         assert union is not None
         assert_same(closed_form(union, grid), split_recursively(mask, grid))
+    if not is_by_query(union):
+        assert_same(few_rows(union, grid), closed_form(union, grid))
 
 
 @pytest.mark.parametrize("tile", [64, 128])
@@ -97,6 +100,8 @@ def test_long_calls_agree_too(tile: int):
         union = mask.intervals(CallSizes(1, 3, len(ids), len(ids), 0))
         assert union is not None
         assert_same(closed_form(union, grid), split_recursively(mask, grid))
+    if not is_by_query(union):
+        assert_same(few_rows(union, grid), closed_form(union, grid))
 
 
 def test_a_call_wider_than_the_table_of_tiles_agrees():
@@ -105,6 +110,8 @@ def test_a_call_wider_than_the_table_of_tiles_agrees():
     union = mask.intervals(CallSizes(1, 3, 3, 64 * 300, 64 * 300 - 3))
     assert union is not None
     assert_same(closed_form(union, grid), split_recursively(mask, grid))
+    if not is_by_query(union):
+        assert_same(few_rows(union, grid), closed_form(union, grid))
 
 
 def test_masks_without_intervals_are_split():
@@ -119,16 +126,9 @@ def test_documents_in_a_row_are_an_interval():
     assert [np.asarray(edge).tolist() for edge in (found.start, found.stop)] == [[[0, 2]], [[2, 3]]]
 
 
-def test_tiles_are_drawn_once_for_calls_of_any_length(monkeypatch: pytest.MonkeyPatch):
-    drawn: list[int] = []
-    original = room._drawn
-
-    def counted(intervals: list[Interval], grid: Grid, cells: room._Cells) -> list[bytes]:
-        drawn.append(len(cells.m))
-        return original(intervals, grid, cells)
-
-    monkeypatch.setattr(room, "_drawn", counted)
+def test_tiles_are_drawn_once_for_calls_of_any_length():
+    bits_of.clear()
     mask = Causal() & (Window(77) | Prefix(3))
     for tokens in range(512, 1024, 64):
         schedule(mask, batch=1, heads=1, queries=tokens, keys=tokens, offset=0, tile=64)
-    assert sum(drawn) <= 8
+    assert 0 < len(bits_of) <= 8

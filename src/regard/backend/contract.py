@@ -44,8 +44,11 @@ class Backend(ABC):
             values become tensors, and scores become dot products where they can.
         hides_by_zero: whether it hides a key by a weight of 0, which lets NaN and inf through. regard then passes it
             finite keys and values only.
-        any_length: whether its kernels, where a problem has neither mask nor bias, take the numbers of queries and keys
+        any_length: whether its kernels, where a problem has neither mask nor bias, take the counts of queries and keys
             (1 or more) from the operands: then one plan serves every length.
+        any_mask: whether its kernels take mask, bias and offset from the operands as well (`Operands.sizes`), and
+            compute the schedule of sizes and masks that differ from those of the problem
+            (`regard.plan.tiling.cached_schedule`): then one plan serves every length under every mask.
 
     >>> import torch
     >>> from regard import Causal, State, attend, explain
@@ -92,6 +95,7 @@ class Backend(ABC):
     lowerings: tuple[Lowering, ...] = (gather, prepare_score)
     hides_by_zero: bool = False
     any_length: bool = False
+    any_mask: bool = False
 
     @abstractmethod
     def refusals(self, problem: Problem) -> list[str]:

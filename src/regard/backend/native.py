@@ -10,8 +10,11 @@ or on the chunk of a prompt that it came in.
 """
 
 import threading
+from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import count
 from operator import add
 from typing import Any, NamedTuple, cast
 
@@ -23,19 +26,25 @@ from regard import native
 from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import Listed, listed
 from regard.describe.bias import Bias, TensorBias
+from regard.describe.mask import CallSizes
+from regard.describe.recent import Recent
 from regard.errors import ProblemError, RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
-from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
+from regard.plan.lower import Lowering, add_biases, gather_where_needed, hides_nothing, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
+from regard.plan.tiling import cached_schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
 
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
 
-KEPT_STRUCTS = 16
-"""Numbers of queries for which a kernel keeps a struct."""
+KEPT_STRUCTS = 1024
+"""The most structs that are cached, for all kernels."""
+
+KEPT_BYTES = 64 << 20
+"""The most bytes of the cached structs and of the schedules that they refer to."""
 
 KEPT_WORKSPACE = 1 << 20
 """Bytes of workspace that each thread of Python keeps from call to call; a call that needs more makes its own."""
@@ -44,7 +53,7 @@ KEPT_WORKSPACE = 1 << 20
 _AT = {name: number for number, name in enumerate(native.GRADIENT)}
 SEED, SINK, WORKSPACE, WORKSPACE_BYTES = (_AT[name] for name in ("seed", "sink", "workspace", "workspace_bytes"))
 THREADS, QUERIES, KEYS = (_AT[name] for name in ("threads", "queries", "keys"))
-LISTED = slice(_AT["by_query.rows"], _AT["workspace"])
+LISTED = slice(_AT["maps_batch"], _AT["workspace"])
 TENSORS, DISTANCE = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["distance"], _AT["bias"])
 PARTS, LSE = slice(_AT["k_parts"], _AT["lse"]), _AT["lse"]
 BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), len(native.GRADIENT))
@@ -65,6 +74,7 @@ class Native(Backend):
     lowerings: tuple[Lowering, ...] = (gather_where_needed, turn, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
     any_length: bool = True
+    any_mask: bool = True
     isa: str | None = None
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -109,55 +119,67 @@ class _Wanted(NamedTuple):
     bias: bool
 
 
+class _Schedule(NamedTuple):
+    """A schedule as the library reads it.
+
+    Attributes:
+        sizes: the fields of `QUERIES` and `KEYS`.
+        listed: the fields of `LISTED`.
+        memory: the arrays whose addresses are in the fields.
+    """
+
+    sizes: tuple[int, int]
+    listed: tuple[int, ...]
+    memory: tuple[memoryview, ...]
+
+
 class _Struct(NamedTuple):
-    """A struct in which all is written that is the same for equal sizes."""
+    """A struct in which all is written that is the same for equal sizes and masks."""
 
     threads: int
-    keys: int
     packed: bytes
     workspace: int  # bytes
-    memory: object  # of the schedule; the struct has addresses in it
+    schedule: _Schedule
     out: Tensor  # of the sizes of the output, of one element
     lse: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the struct and of the schedule."""
+        return len(self.packed) + sum(each.nbytes for each in self.schedule.memory)
+
 
 class _Kernel:
-    """The library for one problem: structs in which all is written that is the same in every call of it.
-
-    The numbers of queries and keys are those of the operands. Where they differ from the problem's, nothing is hidden.
-    """
+    """The library for one problem, of any sizes, offset, mask and bias: these are taken from the operands."""
 
     def __init__(self, problem: Problem, schedule: Schedule, isa: int) -> None:
         p = problem
         self.problem, self.schedule = problem, schedule
         self.wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        self.is_empty = not p.batch * p.heads * p.queries
         self.forward = _entry("regard_forward")
         self.fields: dict[str, float] = {
             "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
             "isa": isa, "dtype": native.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
-            "dropout": p.dropout, "seconds": SECONDS, "maps_batch": schedule.maps[0], "maps_head": schedule.maps[1],
+            "dropout": p.dropout, "seconds": SECONDS,
         }  # fmt: skip
         self.packed = self.forward.packed(self.fields)
-        self._structs: dict[int, _Struct] = {}  # by queries: a step of decoding, and a prompt now and then
+        self.number = next(_numbers)
+        self.latest: tuple[Hashable, _Struct] | None = None
 
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
             return self._differentiable(operands, None)
-        out, lse = self.compute(self._inputs(operands), self._seed() if self.problem.dropout else 0)
+        inputs = self._inputs(operands)
+        out, lse = self.compute(inputs, self._struct(operands, inputs), self._seed() if self.problem.dropout else 0)
         return State(out, lse)
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
 
-    def compute(self, inputs: _Inputs, seed: int) -> tuple[Tensor, Tensor]:
+    def compute(self, inputs: _Inputs, struct: _Struct, seed: int) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        q, threads = inputs.q, torch.get_num_threads()
-        struct = self._structs.get(q.shape[2])
-        if struct is None or struct.keys != inputs.k.shape[2] or struct.threads != threads:
-            struct = self._prepare(threads, inputs)
-        out, lse = _empty_out(struct.out, q), torch.empty_like(struct.lse)
-        if self.is_empty:
+        out, lse = _empty_out(struct.out, inputs.q), torch.empty_like(struct.lse)
+        if not lse.numel():
             return out, lse
         call = self.forward.opened(struct.packed)
         parts = _write(call, inputs, out, lse, seed)
@@ -168,48 +190,71 @@ class _Kernel:
         _workspaces.give(memory)
         return out, lse
 
-    def _prepare(self, threads: int, inputs: _Inputs) -> _Struct:
-        """Make and keep the struct for these sizes. The library tells the workspace of a whole struct only."""
-        p, queries, keys = self.problem, inputs.q.shape[2], inputs.k.shape[2]
+    def _struct(self, operands: Operands, inputs: _Inputs) -> _Struct:
+        """The struct for the sizes and the mask of a call, from the cache if the call has a key."""
+        key, threads, latest = operands.key, torch.get_num_threads(), self.latest
+        if latest is not None and latest[0] == key and latest[1].threads == threads:
+            return latest[1]
+        if key is None:
+            return self._make_struct(operands, inputs, threads)
+        struct = _structs.get((self.number, threads, key))
+        if struct is None:
+            struct = self._make_struct(operands, inputs, threads)
+            _structs.put((self.number, threads, key), struct)
+        self.latest = key, struct
+        return struct
+
+    def _make_struct(self, operands: Operands, inputs: _Inputs, threads: int) -> _Struct:
+        """The library tells the workspace of a whole struct only."""
+        p, sizes = self.problem, operands.sizes
         # `torch.empty_like` of these, which hold one element, costs 0.4 us less than `torch.empty`
-        out = _element(p.dtype).expand(p.batch, p.heads, queries, p.v_dim)
-        lse = _element(self.wide).expand(p.batch, p.heads, queries)
-        call, memory = self._sized(self.forward, threads, queries, keys)
+        out = _element(p.dtype).expand(p.batch, p.heads, sizes.queries, p.v_dim)
+        lse = _element(self.wide).expand(p.batch, p.heads, sizes.queries)
+        schedule = self._schedule(operands)
+        call = self._opened(self.forward, threads, schedule)
         packed, needed = bytes(call), 0
-        if not self.is_empty:
+        if lse.numel():
             parts = _write(call, inputs, out, lse, 0)
             needed = self.forward.workspace(call)
             del parts
             call = self.forward.opened(packed)
             call[WORKSPACE_BYTES] = needed
             packed = bytes(call)
-        if len(self._structs) >= KEPT_STRUCTS:
-            self._structs.clear()
-        self._structs[queries] = struct = _Struct(threads, keys, packed, needed, memory, out, lse)
-        return struct
+        return _Struct(threads, packed, needed, schedule, out, lse)
 
-    def _sized(self, entry: native.Entry, threads: int, queries: int, keys: int) -> tuple[Any, object]:
-        """A struct with all that is the same for equal sizes, and the memory that it has addresses of."""
-        s = self.schedule
+    def _schedule(self, operands: Operands) -> _Schedule:
+        mask, sizes, tile = operands.mask, operands.sizes, self.schedule.tile
+        if mask is None or hides_nothing(mask, sizes):
+            return _all_tiles(sizes, tile)
+        return _lists(self.schedule if operands.key is None else cached_schedule(mask, sizes, tile))
+
+    def _opened(self, entry: native.Entry, threads: int, schedule: _Schedule) -> Any:
+        """A struct with all that is the same for equal sizes and masks."""
         call = entry.opened(entry.packed(self.fields) if entry is not self.forward else self.packed)
-        call[THREADS], call[QUERIES], call[KEYS] = threads, queries, keys
-        is_as_planned = (queries, keys) == (s.queries, s.keys)
-        call[LISTED], memory = _lists(s) if is_as_planned else _all_tiles(s.maps[0] * s.maps[1], s.tile, queries, keys)
-        return call, memory
+        call[THREADS], call[LISTED] = threads, schedule.listed
+        call[QUERIES], call[KEYS] = schedule.sizes
+        return call
 
     def gradients(
-        self, inputs: _Inputs, wanted: _Wanted, state: State, seed: int, dout: Tensor, dlse: Tensor | None
+        self,
+        inputs: _Inputs,
+        struct: _Struct,
+        wanted: _Wanted,
+        state: State,
+        seed: int,
+        dout: Tensor,
+        dlse: Tensor | None,
     ) -> _Inputs:
         """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
         i = inputs
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (i.q, i.k, i.v))
-        if self.is_empty:
+        if not state.lse.numel():
             return _Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
         ddistance = _zeros(i.distance) if wanted.distance else None
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
         delta = torch.empty(i.q.shape[:3], dtype=self.wide, device="cpu")
         backward = _entry("regard_backward")
-        call, _memory = self._sized(backward, torch.get_num_threads(), i.q.shape[2], i.k.shape[2])
+        call = self._opened(backward, torch.get_num_threads(), struct.schedule)
         _write(call, i, state.out, state.lse, seed)
         call[GRADIENTS] = (
             *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
@@ -224,7 +269,8 @@ class _Kernel:
         return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
 
     def _differentiable(self, operands: Operands, state: State | None) -> State:
-        computed = _Attention.apply(self, state, self._seed(), *self._inputs(operands)[:6])
+        inputs = self._inputs(operands)
+        computed = _Attention.apply(self, self._struct(operands, inputs), state, self._seed(), *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
     def _inputs(self, o: Operands) -> _Inputs:
@@ -242,32 +288,29 @@ class _Kernel:
         terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
         if not terms:
             return None
-        p, bias = self.problem, reduce(add, terms)
-        first, count = p.offset - (p.keys - 1), max(p.queries + p.keys - 1, 0)
+        p, bias, sizes = self.problem, reduce(add, terms), operands.sizes
+        first, most = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
         if p.grad and any(t.requires_grad for t in bias.tensors()):
-            return by_distance(bias, p.heads, self.wide, first, count)
-        return kept_by_distance(bias, p.heads, self.wide, first, count)
+            return by_distance(bias, p.heads, self.wide, first, most)
+        return kept_by_distance(bias, p.heads, self.wide, first, most)
 
     def _bias(self, operands: Operands) -> Tensor | None:
         """The terms that are no vectors: tensors (one at most, after lowering), and those of classes outside regard."""
         p = self.problem
         terms = [] if operands.bias is None else [term for term in operands.bias.terms() if not term.per_distance()]
-        tables = [_table(term, p) for term in terms]
+        tables = [_table(term, operands.sizes) for term in terms]
         if len(tables) > 1:
             tables = [reduce(add, (table.to(self.wide) for table in tables))]
         return _in_place(tables[0], p.grad, self.wide) if tables else None
 
 
-def _sizes(p: Problem) -> tuple[int, int, int, int]:
-    return p.batch, p.heads, p.queries, p.keys
-
-
-def _table(term: Bias, p: Problem) -> Tensor:
+def _table(term: Bias, call: CallSizes) -> Tensor:
     """A bias as a tensor that broadcasts to [batch, heads, queries, keys]."""
     if isinstance(term, TensorBias):
-        return term.rows(p.queries, p.offset)
-    b, h, q, k = (torch.arange(size) for size in (p.batch, p.heads, p.queries, p.keys))
-    value, sizes = term.value(b[:, None, None, None], h[:, None, None], q[:, None] + p.offset, k), _sizes(p)
+        return term.rows(call.queries, call.offset)
+    sizes = call[:4]
+    b, h, q, k = map(torch.arange, sizes)
+    value = term.value(b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k)
     if value.ndim > 4 or any(own not in (1, size) for own, size in zip(value.shape[::-1], sizes[::-1], strict=False)):
         raise ProblemError(
             f"{term!r}: value(b, h, q, k) gave {list(value.shape)}, which does not broadcast to "
@@ -281,19 +324,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: _Kernel, state: State | None, seed: int, *parts: Tensor | None
+        ctx: Any, kernel: _Kernel, struct: _Struct, state: State | None, seed: int, *parts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         inputs = _Inputs(*cast(Any, parts))
-        out, lse = kernel.compute(inputs, seed) if state is None else (state.out.detach(), state.lse.detach())
+        out, lse = kernel.compute(inputs, struct, seed) if state is None else (state.out.detach(), state.lse.detach())
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.seed = kernel, seed
+        ctx.kernel, ctx.struct, ctx.seed = kernel, struct, seed
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wanted = _Wanted(*ctx.needs_input_grad[3:])
-        return None, None, None, *cast(Any, _Gradient.apply(ctx.kernel, wanted, ctx.seed, *grads, *ctx.saved_tensors))
+        wanted = _Wanted(*ctx.needs_input_grad[4:])
+        found = _Gradient.apply(ctx.kernel, ctx.struct, wanted, ctx.seed, *grads, *ctx.saved_tensors)
+        return None, None, None, None, *cast(Any, found)
 
 
 class _Gradient(torch.autograd.Function):
@@ -301,13 +345,20 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: _Kernel, wanted: _Wanted, seed: int, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+        ctx: Any,
+        kernel: _Kernel,
+        struct: _Struct,
+        wanted: _Wanted,
+        seed: int,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        *saved: Any,
     ) -> tuple[Any, ...]:
         *parts, out, lse = saved
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        return kernel.gradients(_Inputs(*cast(Any, parts)), wanted, State(out, lse), seed, dout, dlse)
+        return kernel.gradients(_Inputs(*cast(Any, parts)), struct, wanted, State(out, lse), seed, dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -368,8 +419,7 @@ def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> "tuple
     return parts
 
 
-def _lists(s: Schedule) -> tuple[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
-    """A schedule as the library reads it, in the order of `LISTED`; and the memory that the addresses are in."""
+def _lists(s: Schedule) -> _Schedule:
     lists = s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern
     whole = np.concatenate(lists, dtype=np.int64)
     patterns = np.ascontiguousarray(s.turned_patterns, dtype=np.uint8)
@@ -377,20 +427,19 @@ def _lists(s: Schedule) -> tuple[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
     for one in lists:
         addresses.append(address)
         address += 8 * len(one)
-    found = (s.query_tiles, *addresses, int(patterns.__array_interface__["data"][0]), len(patterns))
-    return found, (whole, patterns)
+    listed = (*s.maps, s.query_tiles, *addresses, int(patterns.__array_interface__["data"][0]), len(patterns))
+    return _Schedule((s.queries, s.keys), listed, (whole.data, patterns.data))
 
 
-def _all_tiles(maps: int, tile: int, queries: int, keys: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """The same of a schedule that lists every tile: in each row of tiles one run of all."""
-    each = -(-queries // tile)
-    rows = maps * each
-    memory = np.zeros(4 * rows + 2, np.int64)
-    memory[: rows + 1] = np.arange(rows + 1)  # run_start
-    memory[2 * rows + 1 : 3 * rows + 1] = -(-keys // tile)  # run_length
-    start = int(memory.__array_interface__["data"][0])
+def _all_tiles(call: CallSizes, tile: int) -> _Schedule:
+    """The schedule that lists every tile: in each row of tiles one run of all."""
+    rows = -(-call.queries // tile)
+    run_start = range(rows + 1) if call.keys else [0] * (rows + 1)
+    memory = array("q", [*run_start, *[0] * rows, *[-(-call.keys // tile)] * rows, *[0] * (rows + 1)])
+    start = memory.buffer_info()[0]
     run_tile, run_length, patch_start = (start + 8 * (n * rows + 1) for n in (1, 2, 3))
-    return (each, start, run_tile, run_length, patch_start, start, start, start, 0), memory
+    listed = (1, 1, rows, start, run_tile, run_length, patch_start, start, start, start, 0)
+    return _Schedule((call.queries, call.keys), listed, (memoryview(memory),))
 
 
 @cache
@@ -458,3 +507,9 @@ class _Workspaces(threading.local):
 
 
 _workspaces = _Workspaces()
+
+_numbers = count()
+"""Of kernels: a key of `_structs` that keeps no kernel alive."""
+
+_structs: Recent[Hashable, _Struct] = Recent(entries=KEPT_STRUCTS, nbytes=KEPT_BYTES, size=lambda made: made.nbytes)
+"""By kernel, threads and `Operands.key`."""

@@ -14,14 +14,13 @@ from regard.backend.native import Native
 from regard.backend.sdpa import Sdpa
 from regard.backend.tiled import Tiled
 from regard.cost import attention as cost
-from regard.describe.mask import Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
-from regard.describe.tensors import unchanged
 from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
-from regard.plan.tiling import schedule
+from regard.plan.tiling import KEPT_BYTES, cached_schedule, forget_schedules
 from regard.state import State
 
 _EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
@@ -42,9 +41,6 @@ ASIDE = {
     ("cuda", "reference64"): "it is used only by name: float64 costs many times the time",
 }
 """Why a backend is not in the row of a device."""
-
-KEPT_BYTES = 256 << 20
-"""Of schedules, alone and in plans."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,20 @@ class Plan:
         return self.engine.compile(self.problem, self.schedule)
 
     @cached_property
-    def is_for_any_length(self) -> bool:
-        """Whether the same plan serves calls that differ from this one only in their numbers of queries and keys.
+    def is_for_any_mask(self) -> bool:
+        """Whether the same plan serves calls that differ from this one only in sizes, offset and mask."""
+        return self.engine.any_mask and self._has_pairs
 
-        Where the mask hides nothing in them either.
-        """
+    @cached_property
+    def is_for_any_length(self) -> bool:
+        """Whether the same plan serves calls that differ from this one only in sizes, if their masks hide nothing."""
         p = self.problem
-        return self.engine.any_length and p.mask is None and p.bias is None and p.queries > 0 and p.keys > 0
+        return self.engine.any_length and p.mask is None and p.bias is None and self._has_pairs
+
+    @property
+    def _has_pairs(self) -> bool:
+        p = self.problem
+        return p.batch * p.heads * p.queries * p.keys > 0
 
     def changed(self, operands: Operands) -> Operands:
         """The operands as the backend gets them, after the lowering steps."""
@@ -196,32 +199,21 @@ def register_backend(backend: Backend) -> None:
 def forget_plans() -> None:
     """Forget every plan and schedule."""
     _plans.clear()
-    _schedules.clear()
+    forget_schedules()
 
 
 def _made(asked: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
     chosen = ENGINES[backend] if isinstance(backend, str) else backend
+    sizes = CallSizes(asked.batch, asked.heads, asked.queries, asked.keys, asked.offset)
     passed: dict[str, list[str]] = {}
     for engine in [chosen] if chosen else [ENGINES[name] for name in ORDER.get(asked.device, ("reference",))]:
-        tiles = _schedule(asked, mask, engine.tile)
+        tiles = cached_schedule(mask, sizes, engine.tile)
         problem, steps = _lowered(asked, tiles, engine)
         reasons = [without[engine.name]] if engine.name in without else engine.refusals(problem)
         if not reasons:
             return Plan(asked, problem, tiles, steps, engine, passed | ({} if chosen else _aside(asked.device)))
         passed[engine.name] = reasons
     raise RefusalError(refused(asked, passed, chosen))
-
-
-def _schedule(asked: Problem, mask: Mask | None, tile: int) -> Schedule:
-    sizes = {name: getattr(asked, name) for name in ("batch", "heads", "queries", "keys", "offset")}
-    key = (asked.mask, tile, *sizes.values())
-    tiles = _schedules.get(key)
-    if tiles is None:
-        with unchanged():
-            tiles = schedule(mask, tile=tile, **sizes)
-        if _is_cacheable(asked):
-            _schedules.put(key, tiles)
-    return tiles
 
 
 def _is_cacheable(problem: Problem) -> bool:
@@ -250,6 +242,4 @@ def refused(problem: Problem, passed: dict[str, list[str]], chosen: Backend | No
 
 
 _plans: Recent[object, Plan] = Recent(entries=256, nbytes=KEPT_BYTES, size=lambda plan: plan.schedule.nbytes)
-_schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
-"""Both hold fingerprints and no tensors, so no tensor of a caller is kept alive. A schedule depends on the mask and the
-sizes alone: calls of another type or with another bias share it."""
+"""Plans hold fingerprints and no tensors, so no tensor of a caller is kept alive."""

@@ -1,9 +1,9 @@
-"""Calls that are known again: from the arguments straight to the plan.
+"""The plan cache: from the arguments of a call straight to its plan.
 
-A plan depends on sizes, types, flags and specs, never on elements of q, k and v. So where all of these are as in an
-earlier call, the plan is that call's, and no check need be made again. Of calls that differ only in their numbers of
-queries and keys, all those in which nothing is hidden share one plan, if the backend can (`Backend.any_length`): so a
-decoding loop makes one plan, not one for each token.
+A plan depends on sizes, types, flags and specs, never on elements of q, k and v. So a call that equals an earlier one
+in all of these takes the plan of that call, and no check is made again. Calls that differ only in their `Sizes` share
+one plan where the backend can: under every mask (`Backend.any_mask`), or where the mask hides nothing
+(`Backend.any_length`). So a decoding loop makes one plan, not one for each token.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot
 from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch.choose import Plan, choose, forget_plans
-from regard.plan.checks import in_transform
+from regard.plan.checks import check_has_data, check_offset, check_specs, in_transform
 from regard.plan.lower import hides_nothing
-from regard.plan.pose import pose, pose_like
+from regard.plan.pose import pose
 from regard.plan.problem import Operands
 from regard.plan.request import Request, Sizes
 
@@ -27,12 +27,12 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 KEPT = 256
-"""Forms of calls that are remembered, and sizes of each. They hold no plan and no tensor: `choose.py` keeps plans."""
+"""Forms of calls in the cache, and sizes of each. They have no plan and no tensor: `choose.py` keeps plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A call made before: its plan, and its mask and bias as they are bound to its sizes if they are constant."""
+    """A call made before: its plan, and its mask and bias as they are bound to its sizes, if they are constant."""
 
     plan: ref[Plan]
     mask: Mask | None
@@ -40,22 +40,21 @@ class _Known:
 
 
 _calls: dict[object, dict[Sizes | None, _Known]] = {}
-"""By form, then by sizes; under None, the plan for every length."""
+"""By form, then by sizes; under None, the plan for other sizes."""
 
 _lock = Lock()
 
 
 def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands] | None:
-    """`pose` and `choose` in one, from memory where the call is known; None if the tensors have no data.
+    """`pose` and `choose` in one, from the cache where the call is known; None if the tensors have no data.
 
     Args:
         observed: whether the plan will be looked at, so that its sizes must be those of the call.
 
     Raises:
-        ProblemError: anything about the call that makes no sense.
+        ProblemError: an argument of the call is wrong.
         RefusalError: the backend of the caller, or every backend, refuses.
     """
-    like = None
     if request.offset is not None and is_without_data(request.offset):
         return None
     request = request.resolved()
@@ -64,23 +63,23 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
         form, sizes = key
         try:
             alike = _calls.get(form)
-        except TypeError:  # what is not hashable is wrong, and `pose` or `choose` say so
+        except TypeError:  # an argument that is not hashable is wrong, and `pose` or `choose` say so
             alike = key = None
         if alike is not None:
-            known = alike.get(sizes) or _of_any_length(alike, request, sizes)
+            known = alike.get(sizes) or _of_other_sizes(alike, request, sizes)
             if known is not None and (plan := known.plan()) is not None:
-                return plan, _operands(request, known, plan)
-            like = _plan_like(alike, request, sizes)
+                return plan, _operands(request, known, plan, sizes)
     if is_without_data(request.q) or is_without_data(request.k) or is_without_data(request.v):
         return None
     with unchanged():
-        problem, operands = pose(request) if like is None else pose_like(like.asked, request)
+        problem, operands = pose(request)
         plan = choose(problem, operands, request.backend)
     if plan.passed_over.get("native") == [native.absence()]:  # nothing else was against it
         native.warn_of_absence()
-    if key is not None:
-        _remember(*key, plan, operands)
-    return plan, operands
+    if key is None:
+        return plan, operands
+    _put_call(*key, plan, operands)
+    return plan, operands._replace(key=key[1])
 
 
 def forget() -> None:
@@ -90,58 +89,67 @@ def forget() -> None:
     forget_plans()
 
 
-def _of_any_length(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> _Known | None:
-    """What serves every length, if it serves these."""
-    known, (queries, keys, values, _) = alike.get(None), sizes
-    if known is None or not queries or not keys or keys != values:
+def _of_other_sizes(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> _Known | None:
+    """The plan for other sizes, if it serves these; from then on it is the plan of these."""
+    known = alike.get(None)
+    if known is None or not sizes.queries or not sizes.keys or sizes.keys != sizes.values:
         return None
-    if request.mask is None:
-        return known
-    batch, heads = request.q.shape[:2]
-    offset = keys - queries if request.offset is None else request.offset
-    call = CallSizes(batch, heads, queries, keys, offset)
-    if not hides_nothing(request.mask.bind(call), call):
+    if (plan := known.plan()) is None:
         return None
+    mask, bias, call = request.mask, request.bias, _call_sizes(request)
+    check_offset(call.offset)
+    if mask is not None:
+        if not mask.fingerprint().is_constant:
+            check_specs(mask, None, None)
+            check_has_data(mask)
+        mask = mask.bind(call)
+    if not plan.is_for_any_mask and not (mask is None or hides_nothing(mask, call)):
+        return None
+    bias = None if bias is None else bias.bind(call)
+    known = _Known(known.plan, _constant(mask), _constant(bias))
     with _lock:
         _put(alike, sizes, known)
     return known
 
 
-def _plan_like(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> Plan | None:
-    """A plan of a call that differs in sizes alone, whose checks need not be made again."""
-    if request.bias is not None or request.score is not None or sizes[1] != sizes[2]:
-        return None
-    return next((plan for known in reversed(tuple(alike.values())) if (plan := known.plan()) is not None), None)
-
-
-def _operands(request: Request, known: _Known, plan: Plan) -> Operands:
-    mask, bias, score = request.mask, request.bias, request.score
+def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Operands:
+    q, k, v, mask, bias, score, _, _, sink, _, offset, _, _, stored = request
     if mask is not None:
-        mask = known.mask if known.mask is not None or plan.problem.mask is None else mask.bind(_call_sizes(plan))
+        mask = known.mask
+        if mask is None and (plan.is_for_any_mask or plan.problem.mask is not None):
+            mask = cast(Mask, request.mask).bind(_call_sizes(request))
     if bias is not None:
-        bias = known.bias if known.bias is not None else bias.bind(_call_sizes(plan))
+        bias = known.bias if known.bias is not None else bias.bind(_call_sizes(request))
     if score is not None and isinstance(score, Dot):
         score = None
-    return Operands(request.q, request.k, request.v, mask, bias, request.sink, score, request.stored)
+    offset = sizes.keys - sizes.queries if offset is None else offset
+    return Operands(q, k, v, mask, bias, sink, score, stored, offset, sizes)
 
 
-def _call_sizes(plan: Plan) -> CallSizes:
-    p = plan.problem
-    return CallSizes(p.batch, p.heads, p.queries, p.keys, p.offset)
+def _call_sizes(request: Request) -> CallSizes:
+    (batch, heads, queries, _), keys = request.q.shape, request.k.shape[2]
+    return CallSizes(batch, heads, queries, keys, keys - queries if request.offset is None else request.offset)
 
 
-def _remember(form: object, sizes: Sizes, plan: Plan, operands: Operands) -> None:
-    mask, bias = (None if spec is None or not spec.fingerprint().is_constant else spec for spec in operands[3:5])
+def _put_call(form: object, sizes: Sizes, plan: Plan, operands: Operands) -> None:
     with _lock:
         alike = _calls.pop(form, {})
         _put(_calls, form, alike)
-        _put(alike, sizes, _Known(ref(plan), cast("Mask | None", mask), cast("Bias | None", bias)))
-        if plan.is_for_any_length:
+        _put(alike, sizes, _Known(ref(plan), _constant(operands.mask), _constant(operands.bias)))
+        if plan.is_for_any_mask or plan.is_for_any_length:
             alike[None] = _Known(ref(plan), None, None)
 
 
+S = TypeVar("S", Mask, Bias)
+
+
+def _constant(spec: S | None) -> S | None:
+    """The spec if it has neither tensors nor functions."""
+    return spec if spec is not None and spec.fingerprint().is_constant else None
+
+
 def _put(kept: dict[K, V], key: K, value: V) -> None:
-    """Keep a value; the first one put in goes where there are too many."""
+    """Put a value into a dict of at most `KEPT`; the oldest goes where there are too many."""
     while len(kept) >= KEPT:
         kept.pop(next(iter(kept)), None)
     kept[key] = value

@@ -28,7 +28,7 @@ BELOW = np.tri(257, 256, -1, dtype=bool)
 """Row n is True below n: indexing rows takes a tenth of the time of comparisons."""
 
 
-_bits_of: Recent[object, bytes] = Recent(entries=4096, nbytes=4 << 20, size=len)
+bits_of: Recent[object, bytes] = Recent(entries=4096, nbytes=4 << 20, size=len)
 """The bits of a tile, by its kind."""
 
 
@@ -63,7 +63,7 @@ class Grid(NamedTuple):
         return self.maps[0] * self.maps[1] * self.down
 
 
-class _Cells(NamedTuple):
+class Cells(NamedTuple):
     """Tiles whose bits are computed: map, and index in the call of the first query and key; arrays of equal length."""
 
     m: Ints
@@ -79,8 +79,8 @@ def closed_form(intervals: list[Interval], grid: Grid) -> Schedule:
     if not len(at):
         return _make_schedule(grid, covered, row, column, [])
     m, t = np.divmod(row, grid.down)
-    cells = _Cells(m, t * grid.tile, column * grid.tile)
-    bits = _drawn(intervals, grid, cells) if _is_by_query(intervals) else _by_kind(intervals, grid, cells)
+    cells = Cells(m, t * grid.tile, column * grid.tile)
+    bits = draw_tiles(intervals, grid, cells) if is_by_query(intervals) else _by_kind(intervals, grid, cells)
     count = {b: int.from_bytes(b, "little").bit_count() for b in set(bits)}
     kept = np.array([count[b] for b in bits])
     area = np.minimum(grid.queries - cells.query, grid.tile) * np.minimum(grid.keys - cells.key, grid.tile)
@@ -153,11 +153,12 @@ def _below(edge: Ints, across: int) -> Bools:
     return BELOW[edge, :across] if across <= BELOW.shape[1] else np.arange(across) < np.asarray(edge)[..., None]
 
 
-def _is_by_query(intervals: list[Interval]) -> bool:
+def is_by_query(intervals: list[Interval]) -> bool:
+    """Whether an edge differs from query to query by more than its position."""
     return any(isinstance(edge, np.ndarray) and edge.shape[1] > 1 for x in intervals for edge in x)
 
 
-def _by_kind(intervals: list[Interval], grid: Grid, cells: _Cells) -> list[bytes]:
+def _by_kind(intervals: list[Interval], grid: Grid, cells: Cells) -> list[bytes]:
     """The bits of every tile; computed once for each kind that is not cached."""
     tile, (m, query, key) = grid.tile, cells
     corner = query - key + grid.offset
@@ -167,13 +168,13 @@ def _by_kind(intervals: list[Interval], grid: Grid, cells: _Cells) -> list[bytes
     columns = [np.minimum(np.maximum(c, low), tile) for group, low in ((slopes, -tile), (levels, 0)) for c in group]
     form = (tile, *(edge is None for x in intervals for edge in x))
     kinds = list(zip(*(column.tolist() for column in columns), strict=True))
-    bits = {kind: _bits_of.get((form, kind)) for kind in dict.fromkeys(kinds)}
+    bits = {kind: bits_of.get((form, kind)) for kind in dict.fromkeys(kinds)}
     missing = [kind for kind, found in bits.items() if found is None]
     if missing:
         at = [kinds.index(kind) for kind in missing]
-        for kind, drawn in zip(missing, _drawn(intervals, grid, _Cells(m[at], query[at], key[at])), strict=True):
+        for kind, drawn in zip(missing, draw_tiles(intervals, grid, Cells(m[at], query[at], key[at])), strict=True):
             bits[kind] = drawn
-            _bits_of.put((form, kind), drawn)
+            bits_of.put((form, kind), drawn)
     return [cast(bytes, bits[kind]) for kind in kinds]
 
 
@@ -181,7 +182,7 @@ def _of_map(edge: int | Ints, m: Ints) -> int | Ints:
     return edge[m if len(edge) > 1 else 0, 0] if isinstance(edge, np.ndarray) else edge
 
 
-def _drawn(intervals: list[Interval], grid: Grid, cells: _Cells) -> list[bytes]:
+def draw_tiles(intervals: list[Interval], grid: Grid, cells: Cells) -> list[bytes]:
     """The bits of every tile, from the edges of each of its queries."""
     table, steps = _first_bits(grid.tile), np.arange(grid.tile)
     query, key = cells.query[:, None] + steps, cells.key[:, None]

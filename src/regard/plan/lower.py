@@ -20,6 +20,7 @@ from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import ContentKey
+from regard.plan.few_rows import cover
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
@@ -70,9 +71,12 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
 
 
 def hides_nothing(mask: Mask, sizes: CallSizes) -> bool:
-    """Whether the bounds of a mask, bound to a call of these sizes, show that it keeps every pair."""
+    """Whether intervals or bounds of a mask, bound to a call of these sizes, show that it keeps every pair."""
     if mask.broadcast_shape() != (1, 1):
         return False
+    intervals = mask.intervals(sizes)
+    if intervals is not None:
+        return cover(intervals, sizes)
     q0, keys = sizes.offset, sizes.keys
     whole = Rectangles(*np.array([[0], [0], [q0], [q0 + sizes.queries], [0], [keys]]))
     return bool(mask.bounds(whole)[1][0])
@@ -195,9 +199,9 @@ def _terms(bias: Fingerprint) -> list[Fingerprint]:
 def _added(problem: Problem, operands: Operands) -> Operands:
     """The operands, with all `TensorBias`es added to one, whose rows are the queries of the call."""
     terms = cast(Bias, operands.bias).terms()
-    tensors = [cast(TensorBias, term).rows(problem.queries, problem.offset) for term in terms if _is_tensor(term)]
+    tensors = [cast(TensorBias, term).rows(operands.q.shape[2], operands.offset) for term in terms if _is_tensor(term)]
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), problem.offset)
+    whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), operands.offset)
     return operands._replace(bias=reduce(add, [*(term for term in terms if not _is_tensor(term)), whole]))
 
 

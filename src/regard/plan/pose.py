@@ -1,7 +1,5 @@
 """`pose`: check a request and split it into problem and operands. Every error of input is raised here."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -77,30 +75,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         opaque=opaque,
         storage=None if stored is None else Storage.of(*stored),
     )
-    return problem, Operands(q, k, v, mask, bias, sink, score, stored)
-
-
-def pose_like(known: Problem, request: Request) -> tuple[Problem, Operands]:
-    """`pose` for a request that differs from that of `known` in sizes alone and has neither bias nor score.
-
-    So only the sizes are checked.
-
-    Raises:
-        ProblemError: a mask that does not fit the sizes.
-    """
-    q, k, v, mask, _, _, _, _, sink, _, offset, _, _, stored = request
-    queries, keys = q.shape[2], k.shape[2]
-    offset = keys - queries if offset is None else offset
-    mask = None if mask is None else mask.bind(CallSizes(known.batch, known.heads, queries, keys, offset))
-    problem = replace(
-        known,
-        queries=queries,
-        keys=keys,
-        offset=offset,
-        mask=None if mask is None else mask.fingerprint(),
-        storage=None if stored is None else Storage.of(*stored),
-    )
-    return problem, Operands(q, k, v, mask, None, sink, None, stored)
+    return problem, Operands(q, k, v, mask, bias, sink, score, stored, offset)
 
 
 def _non_contiguous(*tensors: Tensor) -> tuple[str, ...]:

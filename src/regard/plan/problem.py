@@ -5,6 +5,7 @@ The `Operands` are the tensors, and the specs with their tensors; the backend ge
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias
-from regard.describe.mask import Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint
 from regard.storage.stored import StoredTensor
@@ -112,9 +113,13 @@ class Problem:
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, and its specs bound to the call's sizes.
+    """The tensors of a call, its specs bound to the call's sizes, and the position of its first query.
 
     Stored keys and values are in `stored`; `k` and `v` are then tensors of their shape without data.
+
+    Attributes:
+        key: equal for calls of one form that have the same sizes, offset and mask; None if the plan was made for this
+            call alone.
     """
 
     q: Tensor
@@ -125,3 +130,10 @@ class Operands(NamedTuple):
     sink: Tensor | None
     score: Score | None = None  # None: the dot product
     stored: tuple[StoredTensor, StoredTensor] | None = None
+    offset: int = 0
+    key: Hashable = None
+
+    @property
+    def sizes(self) -> CallSizes:
+        """The sizes of the call."""
+        return CallSizes(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2], self.offset)

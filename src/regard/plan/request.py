@@ -14,7 +14,7 @@ from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Score
-from regard.describe.spec import Spec
+from regard.describe.spec import Fingerprint, Spec
 from regard.errors import ProblemError
 from regard.plan.checks import check_offset, check_readable
 from regard.storage.stored import StoredTensor
@@ -45,8 +45,8 @@ FORM = By(
 VALUE = By("{0}, {0}.__class__")
 """The value and its type: True equals 1, but may be an error where 1 is valid."""
 
-CONTENT = By("None if {0} is None else _content({0})")
-"""Of a mask: the fingerprint, as schedules are made of the elements of its tensors."""
+CONTENT = By("{0} is None", "{0}_content = None if {0} is None else _content({0})")
+"""Of a mask: only whether there is one. Its fingerprint is one of the `Sizes`, as a backend may take any mask."""
 
 TENSORS = By("None if {0} is None else _tensors({0})")
 """Of a bias or score: types and sizes of its tensors, so a learned bias keeps its plan."""
@@ -54,12 +54,29 @@ TENSORS = By("None if {0} is None else _tensors({0})")
 TENSOR = By("None if {0} is None else _tensor({0})")
 """Of other tensors: all but the elements and the strides."""
 
-ENCODINGS = By("None if {0} is None else ({0}[0].encodings, {0}[0].row_lengths, {0}[1].encodings)")
-"""Of stored keys and values: the encodings of their parts."""
+ENCODINGS = By("None if {0} is None else ({0}[0].encodings, {0}[1].encodings)")
+"""Of stored keys and values: the encodings of their parts. The lengths of rows are in the mask (`Ragged`)."""
+
+OFFSET = By("{0}.__class__")
+"""Of the offset: its type. The offset is one of the `Sizes`."""
 
 
-Sizes = tuple[int, int, int, int]
-"""Sizes outside of the key: counts of queries, keys and values, and bytes of stored keys and values."""
+class Sizes(NamedTuple):
+    """What differs between the calls of one form; a backend may serve all of them by one plan.
+
+    Attributes:
+        queries, keys, values: tokens of q, k and v.
+        nbytes: of stored keys and values.
+        offset: of the call, None by default.
+        mask: the fingerprint of the mask, not bound to the call.
+    """
+
+    queries: int
+    keys: int
+    values: int
+    nbytes: int
+    offset: int | None
+    mask: Fingerprint | None
 
 
 class Request(NamedTuple):
@@ -80,7 +97,7 @@ class Request(NamedTuple):
     softcap: Annotated[float | None, VALUE] = None
     sink: Annotated[Tensor | None, TENSOR] = None
     dropout: Annotated[float, VALUE] = 0.0
-    offset: Annotated[Any, VALUE] = None  # an int or None; a Tensor until the request is resolved
+    offset: Annotated[Any, OFFSET] = None  # an int or None; a Tensor until the request is resolved
     backend: Annotated[Any, VALUE] = None  # a name or a `Backend`, which `plan` does not import
     lse: Annotated[bool, VALUE] = False
     stored: Annotated[tuple[StoredTensor, StoredTensor] | None, ENCODINGS] = None
@@ -100,7 +117,7 @@ class Request(NamedTuple):
         return request
 
     def key(self) -> tuple[object, Sizes] | None:
-        """(key of the plan, sizes of the call); None if no plan may be cached, or an argument is wrong."""
+        """(form of the call, its sizes), by which plans are cached; None if none may be, or an argument is wrong."""
         try:
             return _key(*self)
         except (AttributeError, IndexError, NoKeyError, RuntimeError, TypeError, ValueError):
@@ -113,18 +130,17 @@ def _compile_key() -> Callable[..., tuple[object, Sizes]]:
     before = "".join(f"    {by.before.format(name)}\n" for name, by in fields.items() if by.before)
     entries = ", ".join(by.entries.format(name) for name, by in fields.items())
     nbytes = "0 if stored is None else stored[0].nbytes + stored[1].nbytes"
-    source = (
-        f"def key({', '.join(fields)}):\n{before}"
-        f"    return (is_grad_enabled(), {entries}), (q_tokens, k_tokens, v_tokens, {nbytes})"
-    )
+    sizes = f"Sizes(q_tokens, k_tokens, v_tokens, {nbytes}, offset, mask_content)"
+    source = f"def key({', '.join(fields)}):\n{before}    return (is_grad_enabled(), {entries}), {sizes}"
     scope: dict[str, Any] = {
         "is_grad_enabled": torch.is_grad_enabled, "_content": _content, "_tensors": _tensors, "_tensor": _tensor,
+        "Sizes": Sizes,
     }  # fmt: skip
     exec(source, scope)  # noqa: S102  # as namedtuple and dataclass make their methods
     return scope["key"]
 
 
-def _content(mask: Mask) -> object:
+def _content(mask: Mask) -> Fingerprint:
     if not mask.is_registered() or not (fingerprint := mask.fingerprint()).is_cacheable:
         raise NoKeyError
     return fingerprint

@@ -10,12 +10,22 @@ import torch
 
 from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, kept_pairs, marked
+from regard.describe.recent import Recent
+from regard.describe.tensors import unchanged
 from regard.plan.closed_form import CELLS, FAR, Grid, closed_form
+from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
 from regard.torch_internals import ignore_func_transforms
 
 CHUNK = 1 << 22
 """Pairs per call of `keep`: making a schedule takes a few times this many bytes of memory."""
+
+KEPT_BYTES = 256 << 20
+"""Of cached schedules."""
+
+_schedules: Recent[object, Schedule] = Recent(entries=64, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
+"""By fingerprint of the mask, so no tensor of a caller is kept alive. A schedule depends on the mask and the sizes
+alone: calls of another type or with another bias share it."""
 
 
 def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: int, offset: int, tile: int) -> Schedule:
@@ -36,7 +46,27 @@ def schedule(mask: Mask | None, *, batch: int, heads: int, queries: int, keys: i
     maps = (batch if shape[0] > 1 else 1, heads if shape[1] > 1 else 1)
     grid = Grid(batch, heads, queries, keys, offset, tile, maps)
     intervals = _intervals(mask, grid)
-    return split_recursively(mask, grid) if intervals is None else closed_form(intervals, grid)
+    if intervals is None:
+        return split_recursively(mask, grid)
+    return few_rows(intervals, grid) if has_few_rows(intervals, grid) else closed_form(intervals, grid)
+
+
+def cached_schedule(mask: Mask | None, sizes: CallSizes, tile: int) -> Schedule:
+    """`schedule`, from a cache where the fingerprint of the mask tells when the mask changes."""
+    content = None if mask is None else mask.fingerprint()
+    key = (content, tile, *sizes)
+    tiles = _schedules.get(key)
+    if tiles is None:
+        with unchanged():
+            tiles = schedule(mask, tile=tile, **sizes._asdict())
+        if content is None or content.is_cacheable:
+            _schedules.put(key, tiles)
+    return tiles
+
+
+def forget_schedules() -> None:
+    """Forget every schedule."""
+    _schedules.clear()
 
 
 def _intervals(mask: Mask | None, grid: Grid) -> Union:
