@@ -11,8 +11,8 @@ from regard.bench import limits
 from regard.bench.case import COLD, Case
 from regard.bench.measure import measure
 from regard.bench.rounds import Effort
-from regard.dispatch import choose
 from regard.dispatch.plan_cache import forget
+from regard.plan import tiling
 
 ONCE = Effort(seconds=0.0, least=1, most=1)
 CASE = Case("small", 37, 37, heads=4, kv_heads=2, dim=8, mask=Causal)
@@ -58,8 +58,8 @@ def test_the_cost_is_for_each_pair_by_the_case_beside():
 
 def test_a_new_plan_is_made_for_each_call_where_a_case_asks_for_that(monkeypatch):
     made = []
-    schedule = choose.schedule
-    monkeypatch.setattr(choose, "schedule", lambda *mask, **sizes: made.append(mask) or schedule(*mask, **sizes))
+    schedule = tiling.schedule
+    monkeypatch.setattr(tiling, "schedule", lambda *mask, **sizes: made.append(mask) or schedule(*mask, **sizes))
     for anew in (False, True):
         forget()
         made.clear()

@@ -81,9 +81,9 @@ def few_rows(intervals: list[Interval], grid: Grid) -> Schedule:
     index = {bits: i for i, bits in enumerate(sorted({patch.bits for patch in patches}))}
     patterns = np.frombuffer(b"".join(index), np.uint8).reshape(-1, grid.tile, grid.tile // 8)
     lists = run_start, run_tile, run_length, patch_start, [x.tile for x in patches], [index[x.bits] for x in patches]
-    arrays = [np.array(each, dtype=np.int64) for each in lists]
+    a, b, c, d, e, f = (np.array(each, dtype=np.int64) for each in lists)
     return Schedule(
-        grid.batch, grid.heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps, *arrays, patterns
+        grid.batch, grid.heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps, a, b, c, d, e, f, patterns
     )
 
 
