@@ -146,7 +146,7 @@ PREFILL = Section(
 )
 
 WORDS = Section(
-    "What masks and biases cost",
+    "Cost of masks and biases",
     "`cost` is the time for each kept pair, by that of a causal call of the same length and heads in the same rounds;"
     " for packed documents as a batch, by that of 8 causal rows of 512.",
     (

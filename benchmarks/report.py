@@ -176,10 +176,10 @@ def unrest(lines: Sequence[Line]) -> list[str]:
 
 def page(lines: Sequence[Line], where: str, picture: str) -> str:
     """docs/performance.md."""
-    engines = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
+    backends = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
     parts = [
         "# Performance",
-        f"Measured by `./bench` on {where}; backend: {engines}. `regard bench` does the same for shapes of one's own.",
+        f"Measured by `./bench` on {where}; backend: {backends}. `regard bench` does the same for shapes of one's own.",
         METHOD,
         *unrest(lines),
         f"![Share of the machine's limit that regard and torch reach]({picture})",

@@ -142,7 +142,7 @@ class _Pages:
         """Tokens per page."""
         return self.stored.parts[0].page
 
-    def stretch(self, t: StoredTensor, row: int, start: int, stop: int) -> StoredTensor:
+    def pages_of(self, t: StoredTensor, row: int, start: int, stop: int) -> StoredTensor:
         """The pages start .. stop - 1 of a row of t, which has its tokens where `stored` has them."""
         parts: list[Part] = []
         before = 0
@@ -191,16 +191,14 @@ def _found(
     assert isinstance(k, StoredTensor)
     assert isinstance(v, StoredTensor)
     pages = _pages(k, before)
-    if pages is None or not _lies_alike(k, v):
+    if pages is None or not _has_same_pages(k, v):
         return k, v, []
-    stretches: list[tuple[list[int], int, int]] = []
+    ranges: list[tuple[list[int], int, int]] = []
     starts = [0] * k.shape[0]
-    _split(pages.marks, [*range(k.shape[0])], (0, 0), -(-LEAST // pages.page), stretches, starts)
-    if not stretches:
+    _split(pages.marks, [*range(k.shape[0])], (0, 0), -(-LEAST // pages.page), ranges, starts)
+    if not ranges:
         return k, v, []
-    shared = [
-        _Shared(rows, *(pages.stretch(t, rows[0], start, stop) for t in (k, v))) for rows, start, stop in stretches
-    ]
+    shared = [_Shared(rows, *(pages.pages_of(t, rows[0], start, stop) for t in (k, v))) for rows, start, stop in ranges]
     own = torch.tensor(starts, device=k.device)
     return pages.rest(k, own), pages.rest(v, own), shared
 
@@ -238,7 +236,7 @@ def _split(
     rows: list[int],
     place: tuple[int, int],
     least: int,
-    stretches: list[tuple[list[int], int, int]],
+    ranges: list[tuple[list[int], int, int]],
     own: list[int],
 ) -> None:
     """Find the page ranges that some of these rows share, and the first page of each row that it does not share.
@@ -258,12 +256,12 @@ def _split(
         same = (marks[some, here:] == marks[some[0], here:]).all(0)
         stop = here + int(same.cumprod(0).sum())
         if stop - start < least:
-            _split(marks, some, (start, stop), least, stretches, own)
+            _split(marks, some, (start, stop), least, ranges, own)
             continue
-        stretches.append((some, start, stop))
+        ranges.append((some, start, stop))
         for row in some:
             own[row] = stop
-        _split(marks, some, (stop, stop), least, stretches, own)
+        _split(marks, some, (stop, stop), least, ranges, own)
 
 
 def _behind(table: Tensor, gone: Tensor) -> Tensor:
@@ -279,7 +277,7 @@ def _unless_alike(ends: Tensor) -> Tensor | None:
     return None if bool((ends == ends[0]).all()) else ends
 
 
-def _lies_alike(k: StoredTensor, v: StoredTensor) -> bool:
+def _has_same_pages(k: StoredTensor, v: StoredTensor) -> bool:
     """Whether the keys and values of a token are on pages of the same index."""
     return len(k.parts) == len(v.parts) and all(
         ours.table is theirs.table

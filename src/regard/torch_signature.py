@@ -105,7 +105,7 @@ def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None
 
 
 def _is_causal_bias(attn_mask: Any) -> bool:
-    """Whether it is torch's own causal mask; whoever has one has imported the module that it comes from."""
+    """Whether it is torch's own causal mask, of a module that is then imported already."""
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
 

@@ -195,23 +195,25 @@ def test_a_name_that_nobody_has_is_told_as_any_thing_that_is_no_mask():
 
 
 BOOL, ADDED = torch.ones(5, 5, dtype=torch.bool), torch.zeros(5, 5)
+CAUSAL: Any = Causal()
+ALIBI: Any = Alibi(2)
 OPERATORS: dict[str, tuple[Any, str]] = {
-    "a tensor before a mask": (lambda: BOOL & Causal(), r"& takes a mask, .* bool tensor as TensorMask\(t\)"),
+    "a tensor before a mask": (lambda: BOOL & CAUSAL, r"& takes a mask, .* bool tensor as TensorMask\(t\)"),
     "an array before a mask": (
-        lambda: BOOL.numpy() | Causal(),
+        lambda: BOOL.numpy() | CAUSAL,
         r"\| takes .* array bool \[5, 5\].*\(torch.tensor\(t\)\)",
     ),
-    "a function before a mask": (lambda: len & Causal(), r"the function len; wrap .* as MaskFunction\(f\)"),
-    "nothing before a mask": (lambda: None & Causal(), "got None; leave None out"),
-    "a class after a mask": (lambda: Causal() | Causal, r"the class Causal; did you mean Causal\(...\)\?$"),
-    "a bias after a mask": (lambda: Causal() & Alibi(2), r"got Alibi\(heads=2\), which is a bias; pass it as bias="),
-    "a bias before a mask": (lambda: Alibi(2) & Causal(), r"Causal\(\), which is a mask: a bias .* passed as bias="),
-    "masks added": (lambda: Causal() + Causal(), r"masks combine with & \| ~"),
-    "a mask added to a tensor": (lambda: ADDED + Causal(), r"masks combine with & \| ~"),
-    "masks subtracted": (lambda: Causal() - Causal(), "a & ~b"),
-    "a mask added to a bias": (lambda: Alibi(2) + Causal(), "which is a mask; pass it as mask="),
-    "a tensor added to a bias": (lambda: Alibi(2) + ADDED, r"wrap a tensor .* as TensorBias\(t\)"),
-    "a bias added to a tensor": (lambda: ADDED + Alibi(2), r"wrap a tensor .* as TensorBias\(t\)"),
+    "a function before a mask": (lambda: len & CAUSAL, r"the function len; wrap .* as MaskFunction\(f\)"),
+    "nothing before a mask": (lambda: None & CAUSAL, "got None; leave None out"),
+    "a class after a mask": (lambda: CAUSAL | Causal, r"the class Causal; did you mean Causal\(...\)\?$"),
+    "a bias after a mask": (lambda: CAUSAL & ALIBI, r"got Alibi\(heads=2\), which is a bias; pass it as bias="),
+    "a bias before a mask": (lambda: ALIBI & CAUSAL, r"Causal\(\), which is a mask: a bias .* passed as bias="),
+    "masks added": (lambda: CAUSAL + CAUSAL, r"masks combine with & \| ~"),
+    "a mask added to a tensor": (lambda: ADDED + CAUSAL, r"masks combine with & \| ~"),
+    "masks subtracted": (lambda: CAUSAL - CAUSAL, "a & ~b"),
+    "a mask added to a bias": (lambda: ALIBI + CAUSAL, "which is a mask; pass it as mask="),
+    "a tensor added to a bias": (lambda: ALIBI + ADDED, r"wrap a tensor .* as TensorBias\(t\)"),
+    "a bias added to a tensor": (lambda: ADDED + ALIBI, r"wrap a tensor .* as TensorBias\(t\)"),
 }
 
 

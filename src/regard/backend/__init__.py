@@ -1,1 +1,1 @@
-"""The engines: one file each, the only place where that engine is named. `contract.py` says what an engine is."""
+"""The backends: one file each, the only place where that backend is named. `contract.py` says what a backend is."""

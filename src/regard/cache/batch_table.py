@@ -127,7 +127,7 @@ class BatchTable:
         storage.plain_memory.write(slots[:, None], (k, v), chosen)
 
     def refresh(self, tables: Rows[BlockTable]) -> None:
-        """Read lengths and pages anew after tokens were added, and find the slots of the next tokens."""
+        """Read lengths and pages again after tokens were added, and find the slots of the next tokens."""
         self._measure(tables)
         self.slack = min(_slack(s, self.storage) for s in tables)
         if not self.slack:

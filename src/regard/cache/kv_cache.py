@@ -248,7 +248,7 @@ class KVCache:
             owner = "the policy" if self.evict is not None else repr(self.layout)
             raise ProblemError(
                 f"crop({tokens}): expected a number from {min_crop} to the {seen} tokens that were seen: some tokens "
-                f"visible to the next token were evicted by {owner}. Start anew with reset()."
+                f"visible to the next token were evicted by {owner}. Start again with reset()."
             )
 
     def reset(self) -> None:

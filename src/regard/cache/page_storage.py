@@ -224,7 +224,7 @@ def _allocator(state: dict[str, list[int]]) -> PageAllocator:
 
 
 def _table_state(table: BlockTable, positions: dict[int, int]) -> dict[str, Any]:
-    is_reachable = id(table.node) in positions  # else the node was pruned, and the pages are indexed anew
+    is_reachable = id(table.node) in positions  # else the node was pruned, and the pages are indexed again
     return {
         "page": table.page,
         "sink_pages": table.sink_pages,

@@ -42,7 +42,7 @@ class _Memory:
         """The parts before the tail: they change only when sinks or codes change."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the parts, which refer to the same memory and are made anew."""
+        """Without the parts, which refer to the same memory and are made again."""
         return self.__dict__ | {"fixed_parts": ()}
 
     def oldest(self, begin: int, end: int, x: Tensor, skip: int, tokens: int) -> Tensor:

@@ -1,8 +1,8 @@
 """`Rolling`: the sink tokens and the latest tokens, in memory of constant size; plain, or with codes.
 
 Xiao et al. 2023, StreamingLLM, arXiv:2309.17453, §3.2. The plain store has memory for about two windows. The window
-moves forward through it; the sinks are written anew, re-rotated, into the slots just before the window, which belong to
-evicted tokens:
+moves forward through it; the sinks are re-rotated and written again into the slots just before the window, which belong
+to evicted tokens:
 
 ```
 slots   . . . . . S S S S t t t t t t t t . . . .     one step later:   . . . . . . S S S S t t t t t t t t . . .
@@ -17,7 +17,7 @@ With a codec, sinks are plain and re-rotated each step, then come codes and a pl
 ```
 sinks              codes                                       tail
 plain, written     whole groups; slots of evicted tokens at    plain
-anew each step     the front of the first group are skipped
+written each step  the front of the first group are skipped
 ```
 
 Keys arrive rotated to their absolute positions. In StreamingLLM positions count inside the cache: after `evicted`

@@ -26,7 +26,7 @@ def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
 
 
 def bytes_moved(schedule: Schedule, *, kv_heads: int, qk_dim: int, v_dim: int, item: int) -> int:
-    """The least that any engine reads and writes, in bytes: q, out, the keys and values that are seen, each once.
+    """The least that any backend reads and writes, in bytes: q, out, the keys and values that are seen, each once.
 
     Args:
         item: bytes per element.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from regard.describe.position_table import check_positions, check_type, computed_in, is_traced, rows
 from regard.describe.rope_scaling import Scaling
-from regard.describe.rotation import turned, turns
+from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole, whole_field
 from regard.errors import ProblemError, RefusalError
@@ -254,7 +254,7 @@ class Rope(Position):
         table = rows(key, lambda p: self._table(p, length, dtype).to(x.device), positions, x)
         if table.ndim == 4:  # [batch, tokens, *row]
             table = table[:, None]
-        return turned(x, table, interleaved=self.interleaved)
+        return rotate_pairs(x, table, interleaved=self.interleaved)
 
     def length_of(self, x: Tensor, positions: int | Tensor | None, tokens: int | None) -> int | None:
         """The length of the sequence that `rotate` uses; None where the scaling does not depend on it."""
@@ -271,7 +271,7 @@ class Rope(Position):
 
     def _table(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
         angles = positions.to(torch.float64)[..., None] * self._frequencies(length, positions.device)
-        return turns(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
+        return rotation_table(angles, self.attention_factor(), dtype, interleaved=self.interleaved)
 
     def _frequencies(self, tokens: int | None, device: torch.device) -> Tensor:
         plain = _plain(self.rotated, self.base, device)

@@ -347,10 +347,10 @@ class Proportional(Scaling):
         return torch.where(pair < rotated, plain / self.factor, 0.0)
 
 
-def _with_larger_base(plain: Tensor, stretch: float) -> Tensor:
-    """The frequencies of the base `base * stretch ** (d / (d - 2))`."""
+def _with_larger_base(plain: Tensor, factor: float) -> Tensor:
+    """The frequencies of the base `base * factor ** (d / (d - 2))`."""
     pair = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
-    return plain * stretch ** (-pair / (len(plain) - 1))
+    return plain * factor ** (-pair / (len(plain) - 1))
 
 
 def _is_positive(given: object) -> bool:

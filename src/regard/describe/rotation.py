@@ -25,7 +25,7 @@ FEW = 1 << 15
 """Elements up to which the formula, with fewer calls, is faster than writing in place: decode."""
 
 
-def turns(angles: Tensor, magnitude: float, dtype: torch.dtype, *, interleaved: bool) -> Tensor:
+def rotation_table(angles: Tensor, magnitude: float, dtype: torch.dtype, *, interleaved: bool) -> Tensor:
     """Cosine and sine of float64 angles [..., pairs], times the magnitude, as a table of that type."""
     cos, sin = angles.cos(), angles.sin()
     if not interleaved:
@@ -33,7 +33,7 @@ def turns(angles: Tensor, magnitude: float, dtype: torch.dtype, *, interleaved: 
     return (torch.stack((cos, sin), _axis(interleaved)) * magnitude).to(dtype)
 
 
-def turned(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
+def rotate_pairs(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     """x with its first dimensions rotated, as many as the table has; the others are unchanged.
 
     x: [..., tokens, dim] of any strides. table: [..., tokens, *row], broadcasting with x. The product is computed in
@@ -60,7 +60,7 @@ class _Rotation(torch.autograd.Function):
         (table,) = ctx.saved_tensors
         cos, sin = table.unbind(_axis(ctx.interleaved))
         back = torch.stack((cos, -sin), _axis(ctx.interleaved))
-        return turned(grad, back, interleaved=ctx.interleaved), None, None
+        return rotate_pairs(grad, back, interleaved=ctx.interleaved), None, None
 
 
 def is_watched(x: Tensor) -> bool:

@@ -17,8 +17,8 @@ from regard.describe.suggestions import suggest_keywords
 from regard.linear.call import LinearCall, check_call, compute_type, first_carry, last_state
 from regard.linear.finite import guarded, is_all_finite
 from regard.linear.rule import Rule
+from regard.linear.segment import Carry, Segment, split
 from regard.linear.state import LinearResult, LinearState
-from regard.linear.stretch import Carry, Stretch, split
 
 ELU1 = Elu1()
 
@@ -132,7 +132,7 @@ def _segments(
     call: LinearCall, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, carry: Carry
 ) -> tuple[Tensor, Carry]:
     """Keys start <= t < stop with a query each, or with none if q has none."""
-    size = _segment(call, q, k, v, stop - start)
+    size = _segment_tokens(call, q, k, v, stop - start)
     out = _Rows(call, q, v, whole=size >= stop - start)
     if start == stop:
         return out.all(), carry
@@ -141,7 +141,7 @@ def _segments(
     inputs = (k, v, call.log_gate, call.beta, call.log_decay)
     pieces = zip(*(split(None if x is None else x[:, :, start:stop], size, count) for x in inputs), strict=True)
     for i, (here, piece) in enumerate(zip(queries, pieces, strict=True)):
-        rows, carry = call.run(_stretch(call, here, *piece), carry, call.chunk)
+        rows, carry = call.run(_segment(call, here, *piece), carry, call.chunk)
         if here is not None:
             out.add(i * size, _heads(call, rows, here, k))
     return out.all(), carry
@@ -149,7 +149,7 @@ def _segments(
 
 def _read(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> Tensor:
     """The output of queries that see the state only, in the same segments."""
-    size = _segment(call, q, k, v, q.shape[2])
+    size = _segment_tokens(call, q, k, v, q.shape[2])
     out = _Rows(call, q, v, whole=size >= q.shape[2])
     for t in range(0, q.shape[2], size):
         here = q[:, :, t : t + size]
@@ -179,7 +179,7 @@ class _Rows:
         return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=2)
 
 
-def _stretch(
+def _segment(
     call: LinearCall,
     q: Tensor | None,
     k: Tensor,
@@ -187,12 +187,12 @@ def _stretch(
     log_gate: Tensor | None,
     beta: Tensor | None,
     log_decay: Tensor | None,
-) -> Stretch:
+) -> Segment:
     """A run of tokens: the features of its keys and, unless q is None, of its queries."""
     v = _copy(v) if not call.normalise else torch.cat([v.to(compute_type(k)), _ones(v)], dim=3)
     key, top = _mapped(call, k)
     rows, group = (key[:, :, :0], 0) if q is None else (_query_features(call, q, k), q.shape[1] // max(1, k.shape[1]))
-    return Stretch(rows, key, v, group, top, call.log_gamma, log_gate, beta, log_decay)
+    return Segment(rows, key, v, group, top, call.log_gamma, log_gate, beta, log_decay)
 
 
 def _ones(v: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _rows(q: Tensor, k: Tensor) -> Tensor:
     return q if group == 1 else q.unflatten(1, (k.shape[1], group)).transpose(2, 3).flatten(2, 3)
 
 
-def _segment(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> int:
+def _segment_tokens(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> int:
     """The length of a segment of a call with this many tokens, at least 1."""
     if not call.bounded:
         return max(1, tokens)

@@ -11,8 +11,8 @@ from regard.errors import ProblemError
 from regard.linear import delta, gated, sums
 from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
+from regard.linear.segment import Carry, Run
 from regard.linear.state import LinearResult, LinearState, check_made_by
-from regard.linear.stretch import Carry, Run
 from regard.plan.checks import check_device, check_tensors, in_transform
 
 FORMS = ("chunked", "parallel", "recurrent")

@@ -14,24 +14,24 @@ remain sequential.
 import torch
 from torch import Tensor
 
-from regard.linear.stretch import Carry, Stretch, after, by_chunks, cut, rows, summed
+from regard.linear.segment import Carry, Segment, after, by_chunks, cut, rows, summed
 
 
-def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def chunked(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """Chunk by chunk; the loop over chunks has two products."""
-    return by_chunks(_chunks, stretch, carry, chunk)
+    return by_chunks(_chunks, segment, carry, chunk)
 
 
-def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def parallel(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """All tokens as one chunk: one triangular system of tokens x tokens."""
-    return _chunks(stretch, carry, stretch.tokens)
+    return _chunks(segment, carry, segment.tokens)
 
 
-def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    assert stretch.beta is not None
-    chunks, group, width = stretch.tokens // chunk, stretch.group, stretch.v.shape[3]
-    q, k, v, beta = (cut(x, chunks) for x in (stretch.q, stretch.k, stretch.v, stretch.beta))
-    pair, since, until, whole = _fades(None if stretch.log_decay is None else cut(stretch.log_decay, chunks), beta)
+def _chunks(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    assert segment.beta is not None
+    chunks, group, width = segment.tokens // chunk, segment.group, segment.v.shape[3]
+    q, k, v, beta = (cut(x, chunks) for x in (segment.q, segment.k, segment.v, segment.beta))
+    pair, since, until, whole = _fades(None if segment.log_decay is None else cut(segment.log_decay, chunks), beta)
     scaled = beta[..., None] * k
     triangle = ((scaled @ k.mT) * pair).tril(-1)
     right = torch.cat([beta[..., None] * v, scaled * since], dim=-1)

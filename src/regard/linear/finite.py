@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.linear.call import LinearCall
-from regard.linear.stretch import Carry
+from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, is_finite
 
 

@@ -17,7 +17,7 @@ product.
 import torch
 from torch import Tensor
 
-from regard.linear.stretch import Carry, Stretch, after, before, by_chunks, cut, summed
+from regard.linear.segment import Carry, Segment, after, before, by_chunks, cut, summed
 
 SMALL = 2
 """Halves of at most this many rows use elementwise products; a matrix product for each costs more."""
@@ -26,19 +26,19 @@ ROWS = 16
 """Query tokens of one step of the parallel form, which allocates all pairs of their features."""
 
 
-def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def chunked(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """All chunks at once; the length of a chunk is rounded down to a power of two."""
-    return by_chunks(_chunks, stretch, carry, 1 << (chunk.bit_length() - 1))
+    return by_chunks(_chunks, segment, carry, 1 << (chunk.bit_length() - 1))
 
 
-def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    tokens, group, chunks = stretch.tokens, stretch.group, stretch.tokens // chunk
+def _chunks(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    tokens, group, chunks = segment.tokens, segment.group, segment.tokens // chunk
     if chunk & (chunk - 1):  # the remaining tokens: pad with tokens that change nothing
-        stretch = _pad(stretch, (1 << chunk.bit_length()) - chunk)
-    assert stretch.log_gate is not None
-    gate = stretch.log_gate.exp()
-    out, q, k, gate = _halves(stretch.q, stretch.k, stretch.v, gate, group, chunks)
-    v = cut(stretch.v, chunks)
+        segment = _pad(segment, (1 << chunk.bit_length()) - chunk)
+    assert segment.log_gate is not None
+    gate = segment.log_gate.exp()
+    out, q, k, gate = _halves(segment.q, segment.k, segment.v, gate, group, chunks)
+    v = cut(segment.v, chunks)
     states, last = before(k.mT @ v, carry.matrix, gate[..., None])
     out = cut(out, chunks) + q @ states
     return out.flatten(2, 3)[:, :, : tokens * group], Carry(last, None)
@@ -87,24 +87,24 @@ def _mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _pad(stretch: Stretch, more: int) -> Stretch:
+def _pad(segment: Segment, more: int) -> Segment:
     """Append `more` tokens of zeros with gates of 1."""
 
     def pad(x: Tensor, rows: int) -> Tensor:
         return torch.cat([x, x.new_zeros(*x.shape[:2], rows, x.shape[3])], dim=2)
 
-    assert stretch.log_gate is not None
-    q = pad(stretch.q, more * stretch.group)
-    return Stretch(q, pad(stretch.k, more), pad(stretch.v, more), stretch.group, log_gate=pad(stretch.log_gate, more))
+    assert segment.log_gate is not None
+    q = pad(segment.q, more * segment.group)
+    return Segment(q, pad(segment.k, more), pad(segment.v, more), segment.group, log_gate=pad(segment.log_gate, more))
 
 
-def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def parallel(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """All pairs, `ROWS` query tokens at a time: the definition."""
-    assert stretch.log_gate is not None
-    group, fade = stretch.group, stretch.log_gate
+    assert segment.log_gate is not None
+    group, fade = segment.group, segment.log_gate
     outs: list[Tensor] = []
-    for start in range(0, stretch.tokens, ROWS):
-        rows = stretch.part(start, min(start + ROWS, stretch.tokens))
+    for start in range(0, segment.tokens, ROWS):
+        rows = segment.part(start, min(start + ROWS, segment.tokens))
         assert rows.log_gate is not None
         q = rows.q.unflatten(2, (rows.tokens, group))  # [batch, kv_heads, rows, group, features]
         pair = summed(rows.log_gate.mT).exp()  # [batch, kv_heads, features, rows i, rows j]
@@ -115,10 +115,10 @@ def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]
         since = (q * rows.log_gate.cumsum(2).exp()[:, :, :, None]).flatten(2, 3)  # decay since the first row
         out = weights.flatten(2, 3) @ rows.v
         if start:
-            until = after(fade[:, :, :start], 2).exp() * stretch.k[:, :, :start]
-            out = out + (since @ until.mT) @ stretch.v[:, :, :start]
+            until = after(fade[:, :, :start], 2).exp() * segment.k[:, :, :start]
+            out = out + (since @ until.mT) @ segment.v[:, :, :start]
         past = fade[:, :, :start].sum(2, keepdim=True).exp()
         outs.append(out + (since * past) @ carry.matrix)
-    until = after(fade, 2).exp() * stretch.k
-    matrix = until.mT @ stretch.v + fade.sum(2).exp()[..., None] * carry.matrix
+    until = after(fade, 2).exp() * segment.k
+    matrix = until.mT @ segment.v + fade.sum(2).exp()[..., None] * carry.matrix
     return torch.cat(outs, dim=2), Carry(matrix, None)

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from regard.linear.stretch import Carry, Stretch
+from regard.linear.segment import Carry, Segment
 
 
-def recurrent(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def recurrent(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """Add each token to the state, then apply the state to its queries; `4 features v_dim` FLOPs each."""
     state, high = carry
     outs: list[Tensor] = []
-    for one in stretch.each():
+    for one in segment.each():
         state, value = _decay(one, state), one.v
         if one.beta is not None:
             value = one.beta[..., None] * (value - one.k @ state)
@@ -21,7 +21,7 @@ def recurrent(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry
     return torch.cat(outs, dim=2), Carry(state, high)
 
 
-def _decay(one: Stretch, state: Tensor) -> Tensor:
+def _decay(one: Segment, state: Tensor) -> Tensor:
     """The state after the decay of this token."""
     if one.log_gate is not None:
         return one.log_gate.exp().mT * state
@@ -32,7 +32,7 @@ def _decay(one: Stretch, state: Tensor) -> Tensor:
     return state
 
 
-def _align(one: Stretch, state: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _align(one: Segment, state: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """State and value rescaled to the greater of their exponents, and that exponent."""
     assert one.top is not None
     age = torch.zeros_like(high[:1, :1]) if one.log_gamma is None else one.log_gamma[None, :, 0, 0]

@@ -13,21 +13,21 @@ state, all in matrix products (Hua et al. 2022, arXiv:2202.10447; Sun et al. 202
 import torch
 from torch import Tensor
 
-from regard.linear.stretch import Carry, Stretch, before, by_chunks, cut, rows
+from regard.linear.segment import Carry, Segment, before, by_chunks, cut, rows
 
 ROWS = 128
 """Query tokens of one step of the parallel form, which allocates their weights."""
 
 
-def chunked(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def chunked(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """All chunks at once: pairs within a chunk, and the state before the chunk for earlier tokens."""
-    return by_chunks(_chunks, stretch, carry, chunk)
+    return by_chunks(_chunks, segment, carry, chunk)
 
 
-def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
-    chunks, group = stretch.tokens // chunk, stretch.group
-    q, k, v = (cut(x, chunks) for x in (stretch.q, stretch.k, stretch.v))
-    pair, read, write, fade, high = _factors(stretch, carry, chunk)
+def _chunks(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+    chunks, group = segment.tokens // chunk, segment.group
+    q, k, v = (cut(x, chunks) for x in (segment.q, segment.k, segment.v))
+    pair, read, write, fade, high = _factors(segment, carry, chunk)
     weights = q @ k.mT  # [batch, kv_heads, chunks, chunk * group, chunk]
     if pair is not None:
         weights = weights * rows(pair, group)
@@ -40,27 +40,27 @@ def _chunks(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
 
 
 def _factors(
-    stretch: Stretch, carry: Carry, chunk: int
+    segment: Segment, carry: Carry, chunk: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The factors of pairs, reads, writes and states, and the exponent of the state after the last chunk.
 
     pair [..., chunk, chunk], read [..., chunk], write [..., chunk], fade [..., chunks or 1, 1, 1], high [batch,
     kv_heads]; None is 1.
     """
-    if stretch.top is None and stretch.log_gamma is None:
+    if segment.top is None and segment.log_gamma is None:
         return None, None, None, None, None
-    chunks, device = stretch.tokens // chunk, stretch.k.device
+    chunks, device = segment.tokens // chunk, segment.k.device
     index = torch.arange(chunk, device=device)
-    apart = (index[:, None] - index).clamp(min=0).to(stretch.k.dtype)
+    apart = (index[:, None] - index).clamp(min=0).to(segment.k.dtype)
     fade = (
-        torch.zeros(1, 1, 1, dtype=stretch.k.dtype, device=device) if stretch.log_gamma is None else stretch.log_gamma
+        torch.zeros(1, 1, 1, dtype=segment.k.dtype, device=device) if segment.log_gamma is None else segment.log_gamma
     )
     ages = [fade[:, :, None] * apart, fade * (index + 1), fade * (chunk - 1 - index), fade * chunk]
     ages = [age[None] for age in ages]  # [1, kv_heads or 1, 1, chunk (, chunk)]
-    if stretch.top is None or carry.top is None:
+    if segment.top is None or carry.top is None:
         pair, read, write, whole = (age.exp() for age in ages)
         return pair, read, write, whole[..., None].expand(-1, -1, chunks, 1, 1), None
-    top, high = cut(stretch.top, chunks), cut(_highest(stretch.top, carry.top, fade), chunks)
+    top, high = cut(segment.top, chunks), cut(_highest(segment.top, carry.top, fade), chunks)
     start = torch.cat([carry.top[..., None], high[:, :, :-1, -1]], dim=2)[..., None]  # before each chunk
     end = high[..., -1:]
     pair = ages[0] + top[..., None, :] - high[..., None]
@@ -71,7 +71,7 @@ def _factors(
 
 
 def _highest(top: Tensor, first: Tensor, fade: Tensor) -> Tensor:
-    """The maximum of `top_j + (i - j) log gamma` over j <= i, and of `first`, the one before the stretch.
+    """The maximum of `top_j + (i - j) log gamma` over j <= i, and of `first`, the one before the segment.
 
     Any other value would give the same result up to rounding and range, so it needs no gradient.
     """
@@ -79,29 +79,29 @@ def _highest(top: Tensor, first: Tensor, fade: Tensor) -> Tensor:
     return torch.maximum((top - age).cummax(dim=2).values, first[..., None]) + age
 
 
-def parallel(stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def parallel(segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """All pairs, `ROWS` query tokens at a time: the definition."""
-    group, tokens = stretch.group, stretch.tokens
-    fade = torch.zeros(1, 1, 1, dtype=stretch.k.dtype, device=stretch.k.device)
-    fade = fade if stretch.log_gamma is None else stretch.log_gamma
-    top, first, high = stretch.k.new_zeros(stretch.k.shape[:3]), stretch.k.new_zeros(stretch.k.shape[:2]), None
-    if stretch.top is not None and carry.top is not None:
-        top, first, high = stretch.top, carry.top, _highest(stretch.top, carry.top, fade)
+    group, tokens = segment.group, segment.tokens
+    fade = torch.zeros(1, 1, 1, dtype=segment.k.dtype, device=segment.k.device)
+    fade = fade if segment.log_gamma is None else segment.log_gamma
+    top, first, high = segment.k.new_zeros(segment.k.shape[:3]), segment.k.new_zeros(segment.k.shape[:2]), None
+    if segment.top is not None and carry.top is not None:
+        top, first, high = segment.top, carry.top, _highest(segment.top, carry.top, fade)
     shift = torch.zeros_like(top) if high is None else high
-    index = torch.arange(tokens, device=stretch.k.device)
+    index = torch.arange(tokens, device=segment.k.device)
     outs: list[Tensor] = []
     for start in range(0, tokens, ROWS):
         stop = min(start + ROWS, tokens)
-        here, q = index[start:stop], stretch.q[:, :, start * group : stop * group]
+        here, q = index[start:stop], segment.q[:, :, start * group : stop * group]
         exponent = fade * (here[:, None] - index[:stop]) + top[:, :, None, :stop] - shift[:, :, start:stop, None]
         exponent = torch.where(here[:, None] >= index[:stop], exponent, -torch.inf)
-        weights = _visible(q @ stretch.k[:, :, :stop].mT, here, index[:stop], group) * rows(exponent.exp(), group)
+        weights = _visible(q @ segment.k[:, :, :stop].mT, here, index[:stop], group) * rows(exponent.exp(), group)
         past = (fade[..., 0] * (here + 1) + first[..., None] - shift[:, :, start:stop]).exp()
-        outs.append(weights @ stretch.v[:, :, :stop] + rows(past[..., None], group) * (q @ carry.matrix))
+        outs.append(weights @ segment.v[:, :, :stop] + rows(past[..., None], group) * (q @ carry.matrix))
     end = shift[:, :, -1:]
     write = (fade[..., 0] * (tokens - 1 - index) + top - end).exp()
     kept = (fade[..., 0] * tokens + first[..., None] - end).exp()[..., None]
-    matrix = stretch.k.mT @ (stretch.v * write[..., None]) + kept * carry.matrix
+    matrix = segment.k.mT @ (segment.v * write[..., None]) + kept * carry.matrix
     return torch.cat(outs, dim=2), Carry(matrix, None if high is None else high[:, :, -1])
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard.describe.position import Position, Rope
 from regard.describe.position_table import check_positions, computed_in, rows
-from regard.describe.rotation import turned, turns
+from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
 from regard.errors import ProblemError
 
@@ -67,10 +67,10 @@ class RopePairs(Position):
         key = (self, self.rope.scaling and self.rope.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
         by_head = table.transpose(-4, -3).repeat_interleave(heads // groups, -4)  # [..., heads, tokens, dim / 2, 2]
-        return turned(x, by_head, interleaved=True)
+        return rotate_pairs(x, by_head, interleaved=True)
 
     def _turns(self, positions: Tensor, length: int | None, dtype: torch.dtype) -> Tensor:
         """[*positions.shape, groups, dim / 2, 2]."""
         chosen = self.rope.frequencies(length)[torch.tensor(self.pairs, device="cpu")].to(positions.device)
         angles = positions.double()[..., None, None] * chosen
-        return turns(angles, self.rope.attention_factor(length), dtype, interleaved=True)
+        return rotation_table(angles, self.rope.attention_factor(length), dtype, interleaved=True)

@@ -100,7 +100,7 @@ def turn(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     if problem.storage is None or "rotated" not in problem.storage.k:
         return problem, None
     did = "q is rotated by a Hadamard transform as the stored keys are, and the output is rotated back"
-    return problem, Step("turn", did, _turned, _turned_back)
+    return problem, Step("rotate", did, _rotated, _rotated_back)
 
 
 def prepare_score(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
@@ -153,11 +153,11 @@ def gathered(operands: Operands) -> Operands:
     return operands._replace(k=k.dense(), v=v.dense(), stored=None)
 
 
-def _turned(operands: Operands) -> Operands:
+def _rotated(operands: Operands) -> Operands:
     return operands._replace(q=hadamard(operands.q))
 
 
-def _turned_back(state: State) -> State:
+def _rotated_back(state: State) -> State:
     return State(hadamard(state.out), state.lse)
 
 

@@ -1,7 +1,7 @@
 """A score of each head, with its chance value, and an interval that says how far it can be trusted.
 
 A score is a mean over rows: sum over the counted rows of x[i], divided by how many there are. Besides the mean a
-`HeadScores` keeps these sums for up to 32 contiguous blocks of rows, so that it can be drawn anew.
+`HeadScores` keeps these sums for up to 32 contiguous blocks of rows, so that blocks can be resampled.
 
 Rows of one text depend on each other, so rows are never resampled one by one.
 

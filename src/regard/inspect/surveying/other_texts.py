@@ -1,7 +1,7 @@
 """Scores of heads on other texts: whether a head has the same kind there shows how reliable its kind is.
 
-A text drawn anew from its own blocks is that text: of the heads of SmolLM2 that kept their kind in 99 of 100 such draws
-one in eight has another kind on another text. So three short texts, as unlike each other as they are, are read as well.
+Blocks drawn from one text are still that text: of the heads of SmolLM2 that kept their kind in 99 of 100 such draws,
+one in eight has another kind on another text. So three short texts, unlike each other, are read as well.
 """
 
 from dataclasses import replace

@@ -54,5 +54,5 @@ def sweep(
             f"along is {list(along.shape)}: expected values of each key, [batch or 1, m, keys] = "
             f"[{batch} or 1, m, {keys}]."
         )
-    engine = by_native if by_native.takes(weights) else by_torch
-    return engine.swept(weights, picture, along, tick)
+    implementation = by_native if by_native.takes(weights) else by_torch
+    return implementation.swept(weights, picture, along, tick)

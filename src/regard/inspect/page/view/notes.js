@@ -14,7 +14,7 @@ export function drawRun() {
     `${counted(heads.length, "head")} in ${counted(run.layers, "layer")} read ${formatCount(tokens.length)} tokens: ` +
     `${formatCount(report.prompt_tokens)} of the prompt` +
     (generated ? ` and ${generated} that the model generated` : "");
-  const engines = [...new Set(run.backends)].map((name) => [
+  const backends = [...new Set(run.backends)].map((name) => [
     name,
     run.backends.filter((other) => other === name).length,
   ]);
@@ -35,10 +35,10 @@ export function drawRun() {
     ],
     ["attention", formatNumber(run.attention_gflop, 2), "GFLOP", `${formatCount(run.pairs)} query-key pairs`],
     [
-      "engine",
-      engines.map(([name]) => name).join(", "),
+      "backend",
+      backends.map(([name]) => name).join(", "),
       "",
-      `ran ${engines.length === 1 ? `all ${run.layers}` : engines.map(([, count]) => count).join(" and ")} layers`,
+      `ran ${backends.length === 1 ? `all ${run.layers}` : backends.map(([, count]) => count).join(" and ")} layers`,
     ],
     [
       "differs from eager by",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard.linear.stretch import after, doubled, one_by_one, summed
+from regard.linear.segment import after, doubled, one_by_one, summed
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5, 8, 13])

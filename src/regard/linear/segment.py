@@ -1,4 +1,4 @@
-"""A stretch: a run of tokens in the layout that the rules compute on, and the state between two stretches.
+"""A segment: a run of tokens in the layout that the rules compute on, and the state between two segments.
 
 Two layouts simplify the rest. A column of ones beside the values makes z a column of S, so normalisation needs no code
 of its own. The queries of a group are adjacent rows (token, query head of the group), so their product with the shared
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Some successive tokens, in the dtype of sums."""
 
     q: Tensor  # [batch, kv_heads, tokens * group, features]
@@ -30,21 +30,21 @@ class Stretch(NamedTuple):
         """The number of tokens."""
         return self.k.shape[2]
 
-    def part(self, start: int, stop: int) -> "Stretch":
+    def part(self, start: int, stop: int) -> "Segment":
         """Tokens start <= t < stop."""
         q = self.q[:, :, start * self.group : stop * self.group]
         cut = [None if x is None else x[:, :, start:stop] for x in (self.top, self.log_gate, self.beta, self.log_decay)]
         top, log_gate, beta, log_decay = cut
         k, v = self.k[:, :, start:stop], self.v[:, :, start:stop]
-        return Stretch(q, k, v, self.group, top, self.log_gamma, log_gate, beta, log_decay)
+        return Segment(q, k, v, self.group, top, self.log_gamma, log_gate, beta, log_decay)
 
-    def each(self) -> Iterator["Stretch"]:
+    def each(self) -> Iterator["Segment"]:
         """Token by token."""
         n = self.tokens
         rows = self.q.unflatten(2, (n, self.group)).unbind(2)
         inputs = (self.k, self.v, self.top, self.log_gate, self.beta, self.log_decay)
         for q, k, v, top, gate, beta, decay in zip(rows, *(split(x, 1, n) for x in inputs), strict=True):
-            yield Stretch(q, cast(Tensor, k), cast(Tensor, v), self.group, top, self.log_gamma, gate, beta, decay)
+            yield Segment(q, cast(Tensor, k), cast(Tensor, v), self.group, top, self.log_gamma, gate, beta, decay)
 
 
 def split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
@@ -53,23 +53,23 @@ def split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
 
 
 class Carry(NamedTuple):
-    """The state between two stretches: S with z as its last column, and the logarithm of its scale."""
+    """The state between two segments: S with z as its last column, and the logarithm of its scale."""
 
     matrix: Tensor  # [batch, kv_heads, features, v_dim (+ 1)]
     top: Tensor | None  # [batch, kv_heads]
 
 
-Run = Callable[[Stretch, Carry, int], tuple[Tensor, Carry]]
-"""(stretch, first state, tokens of a chunk) -> (rows [batch, kv_heads, tokens * group, v_dim (+ 1)], last state)."""
+Run = Callable[[Segment, Carry, int], tuple[Tensor, Carry]]
+"""(segment, first state, tokens of a chunk) -> (rows [batch, kv_heads, tokens * group, v_dim (+ 1)], last state)."""
 
 
-def by_chunks(run: Run, stretch: Stretch, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
+def by_chunks(run: Run, segment: Segment, carry: Carry, chunk: int) -> tuple[Tensor, Carry]:
     """Apply `run` to the whole chunks, and then to the remaining tokens."""
-    whole = stretch.tokens // chunk * chunk
-    if whole in (0, stretch.tokens):
-        return run(stretch, carry, min(chunk, stretch.tokens))
-    first, carry = run(stretch.part(0, whole), carry, chunk)
-    last, carry = run(stretch.part(whole, stretch.tokens), carry, stretch.tokens - whole)
+    whole = segment.tokens // chunk * chunk
+    if whole in (0, segment.tokens):
+        return run(segment, carry, min(chunk, segment.tokens))
+    first, carry = run(segment.part(0, whole), carry, chunk)
+    last, carry = run(segment.part(whole, segment.tokens), carry, segment.tokens - whole)
     return torch.cat([first, last], dim=2), carry
 
 
