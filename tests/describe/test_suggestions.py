@@ -12,12 +12,16 @@ import regard
 from regard import (
     Alibi,
     Causal,
+    Documents,
+    KeyLengths,
     KVCache,
     Mask,
+    MaskFunction,
     MultiHeadAttention,
     ProblemError,
     RegardError,
     Rope,
+    Window,
     attend,
     attend_shared,
     attend_state,
@@ -27,6 +31,7 @@ from regard.cache import Contiguous
 from regard.describe.suggestions import KEYWORDS, MASKS, NAMES, mask_for
 from regard.linear import linear_attend
 from regard.nn import Decoder, Encoder, LatentAttention
+from regard.rope import Yarn
 
 Q = torch.randn(1, 2, 5, 8)
 OURS = set(inspect.signature(attend).parameters)
@@ -41,7 +46,18 @@ ANSWERING: list[Any] = [
     *(f for kind in (MultiHeadAttention, LatentAttention, Encoder, Decoder) for f in (kind.__init__, kind.forward)),
 ]
 """The functions that answer a keyword of another library."""
-PARAMETERS = {name for function in ANSWERING for name in inspect.signature(function).parameters}
+SPECS_OF_OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "Window": (Window, {"window_size": 4}, "^Window does not know window_size: say left="),
+    "Rope": (Rope, {"head_dim": 16, "theta": 1e4}, "^Rope does not know head_dim: say dim=; nor theta: say base="),
+    "Yarn": (Yarn, {"factor": 4.0, "original_max_position_embeddings": 3}, "say original="),
+    "Documents": (Documents, {"document_ids": [0]}, "say ids="),
+    "Alibi": (Alibi, {"num_heads": 3}, "say heads="),
+}
+PARAMETERS = {
+    name
+    for function in [*ANSWERING, *(kind for kind, *_ in SPECS_OF_OTHERS.values()), KeyLengths, MaskFunction]
+    for name in inspect.signature(function).parameters
+}
 
 
 @pytest.mark.parametrize("call", [attend, attend_state, explain])
@@ -107,6 +123,16 @@ def test_names_of_torchs_module_are_answered_with_ours():
         r"weights are not kept, see regard.inspect.*; nor key_padding_mask: say mask=KeyLengths\(lengths\)",
     ):
         module(query=x, key=x, need_weights=False, key_padding_mask=None)
+
+
+@pytest.mark.parametrize("name", SPECS_OF_OTHERS)
+def test_a_field_of_a_mask_bias_or_position_is_answered(name: str):
+    kind, keywords, says = SPECS_OF_OTHERS[name]
+    with pytest.raises(TypeError, match=says) as caught:
+        kind(**keywords)
+    assert isinstance(caught.value, ProblemError)
+    with pytest.raises(TypeError, match=rf"^{name} takes . arguments by position \(.*\), and got 9"):
+        kind(*range(9))
 
 
 def test_queries_keys_and_values_by_position_are_answered_with_the_arguments_of_the_module():

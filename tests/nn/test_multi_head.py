@@ -392,7 +392,7 @@ def test_it_shows_what_it_is():
         ({"position": Alibi(6)}, r"position is Alibi.*added to scores: bias="),
         ({"position": 10000.0}, r"position is 10000\.0: expected a Rope\(4\)"),
         ({"mask": Alibi(6)}, r"mask is Alibi"),
-        ({"mask": torch.ones(3, 3) > 0}, r"mask is a tensor.*TensorMask\(mask\)"),
+        ({"mask": torch.ones(3, 3) > 0}, r"mask is a tensor.*TensorMask\(t\)"),
         ({"bias": Causal()}, r"bias is Causal"),
         ({"dropout": 1.5}, r"dropout is 1\.5"),
         ({"softcap": -1.0}, r"softcap is -1\.0"),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from regard.describe.given_tensor import given_tensor
 from regard.describe.mask import CallSizes, Positions, as_tensors
+from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import Spec, spec
-from regard.describe.suggestions import instead, received
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 

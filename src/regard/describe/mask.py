@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.describe.interval import Union, complement, intersection, union
+from regard.describe.not_a_spec import instead, received
 from regard.describe.spec import Fingerprint, Spec, spec
-from regard.describe.suggestions import instead, received
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 

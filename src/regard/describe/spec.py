@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.content import Untraceable, content, values
+from regard.describe.suggestions import suggest_keywords
 from regard.describe.tensors import ContentKey, content_key, form
 
 W = TypeVar("W", bound="type[Spec]")
@@ -209,6 +210,7 @@ def spec(cls: W) -> W:
     Classes of the same name get different names in the serialised form: a notebook defines one whenever its cell runs.
     """
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    made.__init__ = suggest_keywords(made.__init__)
     kind = _Kind.of(made)
     plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
     names = (plain if not i else f"{plain}#{i}" for i in itertools.count())

@@ -7,15 +7,9 @@ function does not have, among them all of torch's `scaled_dot_product_attention`
 import difflib
 import functools
 import inspect
-import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn, TypeVar, cast
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from regard.describe.spec import Spec
 from regard.errors import KeywordError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,6 +58,16 @@ NAMES = {
     "sink": ("s_aux", "softmax_sink", "attention_sink"),
     "codec": ("dtype", "kv_cache_dtype", "cache_dtype", "quantization"),
     "layout": ("cache_implementation", "block_size", "page_size", "window_size"),
+    "left": ("window_size", "sliding_window", "size", "window"),
+    "lengths": ("seq_lens", "seqlens", "cu_seqlens", "key_padding_mask"),
+    "ids": ("document_ids", "document_id", "segment_ids", "doc_ids"),
+    "fn": ("mask_mod", "function", "mask_fn"),
+    "dim": ("head_dim", "rotary_dim"),
+    "base": ("theta", "rope_theta"),
+    "scaling": ("rope_scaling",),
+    "fraction": ("partial_rotary_factor", "rotary_pct", "rotary_percentage"),
+    "factor": ("scaling_factor",),
+    "original": ("original_max_position_embeddings", "max_position_embeddings"),
     "backend": ("attn_implementation", "implementation", "impl"),
 }
 """Our parameters, and their names in other libraries. A parameter is named only for a function that has it."""
@@ -123,74 +127,6 @@ def mask_for(text: str) -> str | None:
     return next((here for here, names in MASKS.items() if name in names or plain in names), None)
 
 
-def received(given: object) -> str:
-    """What was received in place of a spec, for an error message.
-
-    >>> received([True, False]), received(len), received("causal")
-    ('[True, False]', 'the function len', "the text 'causal'")
-    """
-    if isinstance(given, Spec):
-        return f"{given!r}, which is a {_kind(given)}"
-    if mask_for(type(given).__name__):
-        return f"a {type(given).__name__}"
-    if isinstance(given, Tensor):
-        return f"a tensor {given.dtype} {list(given.shape)}"
-    if isinstance(given, np.ndarray):
-        return f"an array {given.dtype} {list(cast('np.ndarray[Any, Any]', given).shape)}"
-    if isinstance(given, type):
-        return f"the class {given.__name__}"
-    if isinstance(given, str):
-        return f"the text {given!r}" if mask_for(given) else repr(given)
-    return f"the function {getattr(given, '__name__', given)}" if callable(given) else reprlib.repr(given)
-
-
-def instead(given: object, kind: str) -> str:
-    """What to write in place of the given value, which is no spec of that kind: "mask", "bias" or "score".
-
-    >>> instead(lambda b, h, q, k: q - k < 4, "mask")
-    'wrap a function of b, h, q and k as MaskFunction(f)'
-    """
-    if isinstance(given, type) and issubclass(given, Spec):
-        return f"did you mean {given.__name__}(...)?"
-    if isinstance(given, Spec) and _kind(given) in ("mask", "bias", "score"):
-        return f"pass it as {_kind(given)}="
-    if kind == "mask":
-        return _instead_of_mask(given)
-    if isinstance(given, Spec) and _kind(given) == "position":
-        return "a position rotates q and k or is added to embeddings, see MultiHeadAttention(position=)"
-    if kind == "score":
-        return "omit it for the dot product, or see regard.scores"
-    return _instead_of_mask(given) if kind == "mask" else _instead_of_bias(given)
-
-
-def _instead_of_mask(given: object) -> str:
-    if name := mask_for(given if isinstance(given, str) else type(given).__name__):
-        return f"say {name}"
-    if given is None:
-        return "leave None out"
-    if isinstance(given, bool):
-        return "say Causal(), or None for no mask"
-    if callable(given):
-        return "wrap a function of b, h, q and k as MaskFunction(f)"
-    tensor = "t" if isinstance(given, Tensor) else "torch.tensor(t)"
-    return f"wrap a bool tensor as TensorMask({tensor}) (True keeps), a float one as bias=TensorBias({tensor})"
-
-
-def _instead_of_bias(given: object) -> str:
-    if callable(given):
-        return "for a function of b, h, q and k, subclass regard.extend.Bias (docs/extending.md)"
-    if isinstance(given, Tensor) and given.dtype == torch.bool:
-        return "wrap a bool tensor (True keeps) as mask=TensorMask(t)"
-    tensor = "t" if isinstance(given, Tensor) else "torch.tensor(t)"
-    return f"wrap a tensor of numbers that are added to the scores as TensorBias({tensor})"
-
-
-def _kind(given: Spec) -> str:
-    """Which of the abstract classes it is of: "mask", "bias", "score", "position"."""
-    bases = type(given).__mro__
-    return bases[bases.index(Spec) - 1].__name__.lower()
-
-
 def suggest_keywords(function: F) -> F:
     """The function, which raises `KeywordError` with a suggestion for a keyword or a position that it does not have.
 
@@ -234,11 +170,12 @@ def refuse_positions(function: Callable[..., Any], received: int) -> NoReturn:
     by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     by_position = [p.name for p in parameters if p.name not in ("self", *by_name)]
     received -= len(parameters) - len(by_position) - len(by_name)
+    names = f": say {', '.join(f'{name}=' for name in by_name)} by name" if by_name else ""
     tokens = by_position[:2] == ["x", "context"]
     projected = " Queries are computed from x, keys and values from context, or from x without a context."
     raise KeywordError(
         f"{_title(function)} takes {len(by_position)} arguments by position ({', '.join(by_position)}), and got "
-        f"{received}: say {', '.join(f'{name}=' for name in by_name)} by name.{projected if tokens else ''}"
+        f"{received}{names}.{projected if tokens else ''}"
     )
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
+from regard.describe.not_a_spec import instead, received
 from regard.describe.score import Score
 from regard.describe.spec import Spec
-from regard.describe.suggestions import instead, received
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 from regard.torch_internals import (
