@@ -240,7 +240,7 @@ _ONE = [
 ]
 
 FIXED = Section(
-    "What a call costs before it computes",
+    "Cost of a call before it computes",
     "One query of 8 heads against 64 keys on one thread, which is next to nothing to compute. The plan is known from "
     "an earlier call of the same sizes, types and masks, or it is new: made once, for all layers of a model, and in "
     "decoding once a step, as there is one key more. `cost` is the time with a new plan by that with a known one, in "

@@ -62,5 +62,5 @@ def version(tensor: Tensor) -> int:
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[None]:
-    """Inside, dynamo compiles up to so many variants of a function (`torch._dynamo.config`; torch 2.6)."""
+    """Inside, dynamo compiles at most this number of variants of a function (`torch._dynamo.config`; torch 2.6)."""
     return cast(Any, torch)._dynamo.config.patch(recompile_limit=variants)

@@ -41,7 +41,7 @@ def steps(words: tuple[Any, ...], moved: bool) -> list[torch.Tensor]:
         ]
         cache.observe(k.repeat(1, 2, 1, 1))
         if moved:
-            move(cache, "cpu", anew=True)
+            move(cache, "cpu", copy=True)
         cache.select(torch.tensor([1, 0]))
     return given
 
@@ -81,7 +81,7 @@ def test_nothing_stays_behind(name: str):
 def test_views_of_one_memory_stay_so():
     cache, whole = KVCache(), torch.arange(12.0)
     cache.__dict__["views"] = (whole, whole[2:].view(5, 2).T)
-    move(cache, "cpu", anew=True)
+    move(cache, "cpu", copy=True)
     first, second = cache.__dict__["views"]
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != whole.data_ptr()
     assert torch.equal(second, whole[2:].view(5, 2).T)
@@ -101,7 +101,7 @@ def test_a_model_whose_layers_wait_elsewhere_writes_the_same(name: str, monkeypa
 
     def moved(kept: Any, device: Any) -> None:
         moves.append(str(device))
-        move(kept, device, anew=True)
+        move(kept, device, copy=True)
 
     monkeypatch.setattr("regard.integrate.cache_layers.move", moved)
     stock = written(m, prompt(), None, num_beams=2)

@@ -12,13 +12,13 @@ from torch import Tensor
 from regard.errors import RefusalError
 
 
-def move(kept: object, device: torch.device | str, *, anew: bool = False) -> None:
+def move(kept: object, device: torch.device | str, *, copy: bool = False) -> None:
     """Move all tensors in an object of `regard.cache`, and its record of their device, in place.
 
     Args:
         kept: a `KVCache`.
         device: where to.
-        anew: whether tensors that are on the device already are copied as well.
+        copy: whether tensors that are already on the device are copied as well.
 
     Raises:
         RefusalError: it uses pages of a pool that other caches use as well.
@@ -35,14 +35,14 @@ def move(kept: object, device: torch.device | str, *, anew: bool = False) -> Non
             f"{kept!r} shares its pool with other caches, whose pages stay where they are: a cache with "
             "Paged(pool=...) is not moved to another device. Leave the pool out."
         )
-    _Move(torch.device(device), anew).into(kept)
+    _Move(torch.device(device), copy).into(kept)
 
 
 class _Move:
     """One move, with the objects that it has met, by identity."""
 
-    def __init__(self, device: torch.device, anew: bool) -> None:
-        self.device, self.anew = device, anew
+    def __init__(self, device: torch.device, copy: bool) -> None:
+        self.device, self.copy = device, copy
         self.memories: dict[int, tuple[Any, Any]] = {}  # by address: a memory, which must not be freed, and its copy
         self.met: dict[int, object] = {}
 
@@ -79,7 +79,7 @@ class _Move:
 
     def tensor(self, old: Tensor) -> Tensor:
         """The same view of the copy of a memory."""
-        if old.device == self.device and not self.anew:
+        if old.device == self.device and not self.copy:
             return old
         memory = old.untyped_storage()
         if memory.data_ptr() not in self.memories or not memory.data_ptr():
