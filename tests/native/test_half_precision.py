@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.common_methods_invocations import op_db
 
 from regard import Causal, Prefix, T5Bias, TensorBias, Window, attend, attend_state
 from tests.native.engines import ALL, BEST, PLAIN
@@ -32,6 +31,8 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 def samples(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
     """torch's own sample inputs of scaled_dot_product_attention without dropout, and how it is to be called."""
+    from torch.testing._internal.common_methods_invocations import op_db  # 2 s, which each worker would spend
+
     (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
     for sample in op.sample_inputs("cpu", dtype, requires_grad=False):
         if sample.kwargs.pop("dropout_p"):

@@ -11,14 +11,16 @@ from regard.inspect.surveying.survey import survey
 from tests.inspect.small import TEXT, llama, words
 
 
-def matched(weights: Tensor, tokens: Tensor, shift: int) -> Tensor:
-    """The definition for one sequence: [heads], from weights [heads, n, n]."""
-    at = torch.arange(len(tokens))
-    earlier = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    for i in range(len(tokens)):
-        for j in range(shift, i + 1):
-            earlier[i, j] = bool(tokens[j - shift] == tokens[i]) and int(at[j]) - shift < i
-    return (weights * earlier).sum(-1)[:, earlier.any(-1)].mean(-1)
+def followers(tokens: list[int], shift: int) -> Tensor:
+    """Which keys j of a query i come `shift` after an earlier occurrence of its token: [n, n]."""
+    n = range(len(tokens))
+    return torch.tensor([[shift <= j <= i and tokens[j - shift] == tokens[i] and j - shift < i for j in n] for i in n])
+
+
+def matched(weights: Tensor, masks: list[Tensor]) -> Tensor:
+    """The definition, from weights [batch, heads, n, n] and masks of `followers`, one a sequence: [heads]."""
+    found = [(w * mask).sum(-1)[:, mask.any(-1)].mean(-1) for w, mask in zip(weights, masks, strict=True)]
+    return torch.stack(found).mean(0)
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +37,8 @@ def surveyed() -> tuple[Report, list[list[Tensor]]]:
     for ids_of_text in texts.values():
         with torch.no_grad():
             layers = model(ids_of_text, output_attentions=True).attentions
-        found.append(
-            [
-                torch.stack(
-                    [
-                        torch.stack([matched(a, ids, s) for a, ids in zip(layer, ids_of_text, strict=True)]).mean(0)
-                        for s in range(9)
-                    ]
-                )
-                for layer in layers
-            ]
-        )
+        masks = [[followers(ids.tolist(), shift) for ids in ids_of_text] for shift in range(9)]
+        found.append([torch.stack([matched(layer, masks_of_rows) for masks_of_rows in masks]) for layer in layers])
     return report, found
 
 
