@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.store import CachedTensor, Form, allocate, check_capacity
+from regard.cache.store import CachedTensor, Form, allocate_both, as_cached, check_capacity
 from regard.storage.codec import Codec
-from regard.storage.stored import Contiguous, Part, StoredTensor
+from regard.storage.stored import Contiguous
 
 MIN_TOKENS = 64
 """Tokens that memory is allocated for at first, and at least."""
@@ -61,7 +61,8 @@ class DenseStore:
             if v is not None:
                 memory[1].narrow(2, start, new).copy_(v)
         self.tokens, self.tokens_seen = end, self.tokens_seen + new
-        return self._cached(memory[0]), self._cached(memory[-1])
+        dtype = self.form.dtype
+        return as_cached(memory[0], 0, end, dtype), as_cached(memory[-1], 0, end, dtype)
 
     def crop(self, tokens: int) -> None:
         self.tokens, self.tokens_seen = self.tokens - (self.tokens_seen - tokens), tokens
@@ -70,14 +71,14 @@ class DenseStore:
         self._memory, self.tokens, self.tokens_seen, self._capacity = (), 0, 0, 0
 
     def select(self, rows: Tensor) -> None:
-        selected = self._allocate(len(rows), self._capacity)
+        selected = allocate_both(self.form, len(rows), self._capacity, self._dtype)
         for old, new in zip(self._memory, selected, strict=True):
             torch.index_select(self._stored(old), 0, rows, out=self._stored(new))
         self._memory, self.form = selected, self.form._replace(batch=len(rows))
 
     def keep(self, index: Tensor) -> None:
         kept = index.shape[2]
-        memory = self._allocate(self.form.batch, self.limit or max(MIN_TOKENS, kept + kept // 8))
+        memory = allocate_both(self.form, self.form.batch, self.limit or max(MIN_TOKENS, kept + kept // 8), self._dtype)
         for old, new in zip(self._memory, memory, strict=True):
             if old.is_cpu:  # copies whole tokens, 20 times faster than `gather`, which copies single elements
                 for b, h in itertools.product(range(old.shape[0]), range(old.shape[1])):
@@ -93,21 +94,11 @@ class DenseStore:
     def _stored(self, t: Tensor) -> Tensor:
         return t.narrow(2, 0, self.tokens)
 
-    def _cached(self, t: Tensor) -> CachedTensor:
-        if t.dtype == self.form.dtype:
-            return self._stored(t)
-        batch, heads, _, dim = t.shape
-        return StoredTensor((Part(self.tokens, t),), (batch, heads, self.tokens, dim), self.form.dtype)
-
     def _grow(self, tokens: int) -> None:
         """Allocate memory for `tokens` tokens, and copy the stored tokens."""
         check_capacity(self.limit, self.tokens, tokens - self.tokens)
         capacity = self.limit or max(tokens, 2 * self._capacity, MIN_TOKENS)
-        memory = self._allocate(self.form.batch, capacity)
+        memory = allocate_both(self.form, self.form.batch, capacity, self._dtype)
         for old, new in zip(self._memory, memory, strict=False):
             self._stored(new).copy_(self._stored(old))
         self._memory, self._capacity = memory, capacity
-
-    def _allocate(self, batch: int, capacity: int) -> tuple[Tensor, ...]:
-        form = self.form
-        return tuple(allocate((batch, form.kv_heads, capacity, dim), self._dtype, form.device) for dim in form.dims)

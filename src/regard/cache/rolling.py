@@ -34,13 +34,13 @@ from torch import Tensor
 
 from regard.cache.coded_slots import without_first
 from regard.cache.quantised import QuantisedStore
-from regard.cache.store import CachedTensor, Form, allocate, select_rows
+from regard.cache.store import CachedTensor, Form, allocate, allocate_both, as_cached, select_rows
 from regard.describe.position import Rope
 from regard.describe.position_table import is_traced
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
-from regard.storage.stored import Contiguous, Part, Rolling, StoredTensor
+from regard.storage.stored import Contiguous, Rolling
 
 
 class Sinks:
@@ -149,7 +149,7 @@ class RollingStore:
         self._dtype = codec if isinstance(codec, torch.dtype) else form.dtype
         self._sinks = Sinks(layout.sinks, layout.rope, form)
         self._slots = layout.sinks + 2 * layout.window
-        self._memory = self._allocate(form.batch, self._slots)
+        self._memory = allocate_both(form, form.batch, self._slots, self._dtype)
         self._first = self._end = self._evicted = 0
 
     @property
@@ -182,7 +182,8 @@ class RollingStore:
             for t, x in zip(self._memory, (k, v), strict=True):
                 t.narrow(2, self._end, new).copy_(x)
             self._end += new
-        return self._cached(self._memory[0]), self._cached(self._memory[1])
+        place = self._first, self.tokens, self.form.dtype
+        return as_cached(self._memory[0], *place), as_cached(self._memory[1], *place)
 
     def crop(self, tokens: int) -> None:
         self._end -= self.tokens_seen - tokens
@@ -191,7 +192,7 @@ class RollingStore:
         self._first = self._end = self._evicted = 0
 
     def select(self, rows: Tensor) -> None:
-        selected = self._allocate(len(rows), self._memory[0].shape[2])
+        selected = allocate_both(self.form, len(rows), self._memory[0].shape[2], self._dtype)
         for old, new in zip(self._memory, selected, strict=True):
             here = (2, self._first, self.tokens)
             torch.index_select(old.narrow(*here), 0, rows, out=new.narrow(*here))
@@ -221,7 +222,7 @@ class RollingStore:
     def _move(self, slots: int) -> None:
         """Copy the stored tokens to the front of the memory, which is reallocated if its size changes."""
         stored, old = self.tokens, self._memory
-        memory = old if old[0].shape[2] == slots else self._allocate(self.form.batch, slots)
+        memory = old if old[0].shape[2] == slots else allocate_both(self.form, self.form.batch, slots, self._dtype)
         for source, target in zip(old, memory, strict=True):
             x = self._stored(source)
             target.narrow(2, 0, stored).copy_(x.clone() if memory is old and self._first < stored else x)
@@ -229,17 +230,6 @@ class RollingStore:
 
     def _stored(self, t: Tensor) -> Tensor:
         return t.narrow(2, self._first, self._end - self._first)
-
-    def _cached(self, t: Tensor) -> CachedTensor:
-        if t.dtype == self.form.dtype:
-            return self._stored(t)
-        batch, heads, _, dim = t.shape
-        part = Part(self.tokens, t, "plain", self._first)
-        return StoredTensor((part,), (batch, heads, self.tokens, dim), self.form.dtype)
-
-    def _allocate(self, batch: int, slots: int) -> tuple[Tensor, ...]:
-        form = self.form
-        return tuple(allocate((batch, form.kv_heads, slots, dim), self._dtype, form.device) for dim in form.dims)
 
 
 class RollingCodes(QuantisedStore):

@@ -191,6 +191,19 @@ def _leading_channels(part: Part, dim: int) -> Part:
     return part._replace(data=data, scale=scale, zero_point=zero_point)
 
 
+def allocate_both(form: Form, batch: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Memory for keys, and for values if there are any: [batch, kv_heads, slots, dim] each."""
+    return tuple(allocate((batch, form.kv_heads, slots, dim), dtype, form.device) for dim in form.dims)
+
+
+def as_cached(memory: Tensor, first: int, tokens: int, dtype: torch.dtype) -> CachedTensor:
+    """`tokens` tokens of plain memory from slot `first` on: a view, or a handle if they are stored in another dtype."""
+    if memory.dtype == dtype:
+        return memory.narrow(2, first, tokens)
+    batch, heads, _, dim = memory.shape
+    return StoredTensor((Part(tokens, memory, "plain", first),), (batch, heads, tokens, dim), dtype)
+
+
 def select_rows(t: Tensor, rows: Tensor) -> Tensor:
     """A copy of batch rows of t, in memory from `allocate`."""
     selected = allocate((len(rows), *t.shape[1:]), t.dtype, t.device)

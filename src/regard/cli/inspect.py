@@ -7,11 +7,11 @@ prompt, model -> survey -> tables in the terminal, a page of all heads, JSON and
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from regard.cli.argument_types import count, heads, layers, tokens
 from regard.cli.outputs import STDOUT, add_force, add_json, as_json, check_outputs, output_files, write_text
@@ -52,39 +52,19 @@ heads can replace it. The page and the JSON give the formula and the source of e
 measures: """
 
 
-class Survey(Protocol):
-    """`regard.inspect.surveying.survey.survey`."""
-
-    def __call__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        text: str,
-        *,
-        measures: Sequence[str] | None,
-        layers: Sequence[int] | None,
-        heads: Sequence[tuple[int, int]] | None,
-        tokens: int | None,
-        new_tokens: int,
-        compare_eager: bool,
-        ablate: str | None,
-        progress: Progress,
-    ) -> "Report": ...
-
-
 @dataclass(frozen=True)
 class Tools:
     """The functions that load and survey a model; tests replace them.
 
     Args:
         load: `load(name or None, device=) -> (model, tokenizer, label)`.
-        survey: surveys a model.
+        survey: surveys a model; `survey.survey`.
         config: the config of a model by its name, if it can be read before the weights; else None.
         check: raises the errors of a survey that are found before it starts; `survey.check`.
     """
 
     load: Callable[..., tuple[Any, Any, str]]
-    survey: Survey
+    survey: Callable[..., "Report"]
     config: Callable[[str | None], Any] = lambda name: None
     check: Callable[..., None] = lambda *model, **options: None
 

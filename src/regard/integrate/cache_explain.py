@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from regard.integrate.cache_fixed import FixedLayer
-from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
+from regard.integrate.cache_latent import FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
 from regard.integrate.cache_options import ranges
 from regard.integrate.decoder import Decoder
@@ -23,7 +23,7 @@ from regard.integrate.implementation import implementation_of
 from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Paged
 
-LATENT = (LatentLayer, EvictingLatentLayer, FixedLatentLayer)
+LATENT = (LatentLayer, FixedLatentLayer)
 
 
 def explanation(decoder: Decoder, layers: list[Any], kinds: list[str], tokens: int) -> str:

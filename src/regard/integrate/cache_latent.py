@@ -16,8 +16,8 @@ from regard.integrate.latent import Latents
 from regard.integrate.lazy import LazyTensor
 
 
-class _Entries(StoredLayer):
-    """Entries of `kv_lora_rank + qk_rope_head_dim` elements in place of keys, and no values."""
+class LatentLayer(StoredLayer):
+    """A layer of latents: entries of `kv_lora_rank + qk_rope_head_dim` elements in place of keys, and no values."""
 
     def _append_to(self, kv: KVCache, k: Tensor, v: Tensor) -> tuple[CachedTensor, CachedTensor]:
         return kv.append(torch.cat([k, v], -1))
@@ -32,11 +32,7 @@ class _Entries(StoredLayer):
         return _halves(dense(found[0]), found[1].shape[3])
 
 
-class LatentLayer(_Entries, StoredLayer):
-    """A layer of latents."""
-
-
-class EvictingLatentLayer(_Entries, EvictingLayer):
+class EvictingLatentLayer(LatentLayer, EvictingLayer):
     """A layer of latents under an eviction policy."""
 
 

@@ -114,7 +114,8 @@ def with_rows(subject: Baseline, other: Mapping[Site, Tensor]) -> Generator[None
         rows = torch.tensor(subject.rows, device=call.out.device)
         v = call.v[:, heads // (call.out.shape[1] // call.v.shape[1])]  # [batch, chosen heads, keys, v_dim]
         new = other[site][..., :-1] @ v.to(other[site].dtype)
-        return call.out.index_put((_all(call), heads[None, :, None], rows[None, None]), new.to(call.out.dtype))
+        batch = torch.arange(call.out.shape[0], device=call.out.device)[:, None, None]
+        return call.out.index_put((batch, heads[None, :, None], rows[None, None]), new.to(call.out.dtype))
 
     with edit_outputs(subject.model, change, subject.heads):
         yield
@@ -145,7 +146,3 @@ def mean_divergence(subject: Baseline, other: Mapping[Site, Tensor]) -> Tensor:
     """The mean divergence over all chosen heads and rows, [batch]."""
     apart = [divergence(own.weights.double(), other[site].double()).flatten(1) for site, own in subject.own.items()]
     return torch.cat(apart, 1).mean(1)
-
-
-def _all(call: Call) -> Tensor:
-    return torch.arange(call.out.shape[0], device=call.out.device)[:, None, None]

@@ -33,11 +33,12 @@ def _definitions(measures: list[str], report: Report) -> dict[str, Any]:
 
 def _report_data(report: Report, fit: Fit) -> dict[str, Any]:
     measures = report.measures
+    own = [name for name in HEAD_VALUES if any(getattr(head, name) is not None for head in report.heads)]
     return {
         "run": asdict(report.run),
         "tokens": report.tokens,
         "prompt_tokens": report.prompt_tokens,
-        "measures": [*(m for m in measures if m not in HEAD_VALUES), *(m for m in HEAD_VALUES if _has(report, m))],
+        "measures": [*(m for m in measures if m not in HEAD_VALUES), *own],
         "heads": [_head(report, head, measures) for head in report.heads],
         "causal": fit.causal,
         "pictures": [{"id": block.id, "by": block.by, "pictures": block.pictures} for block in fit.pictures],
@@ -46,10 +47,6 @@ def _report_data(report: Report, fit: Fit) -> dict[str, Any]:
         "sinks": [_sinks(share) for share in report.sink_shares],
         "ablations": _ablations(report),
     }
-
-
-def _has(report: Report, own: str) -> bool:
-    return any(getattr(head, own) is not None for head in report.heads)
 
 
 def _head(report: Report, head: Head, measures: tuple[str, ...]) -> dict[str, Any]:

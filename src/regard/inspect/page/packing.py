@@ -44,10 +44,10 @@ def blocks(pictures: Iterable[Picture], causal: bool, by: str, prefix: str = "")
     """The pictures by "mean" or "max", a block for each layer; pictures without one are skipped."""
     ordered = sorted(pictures, key=lambda picture: (picture.layer, picture.head))
     for layer, group in groupby(ordered, key=lambda picture: picture.layer):
-        cells = [(picture, _of(picture, by)) for picture in group]
+        cells = [(picture, picture.weights if by == "mean" else picture.largest) for picture in group]
         present = [(picture, squares) for picture, squares in cells if squares is not None]
         if present:
-            captions = [_picture_caption(picture) for picture, _ in present]
+            captions = [{"head": f"{p.layer}.{p.head}", "size": p.size, "pooled": p.pooled} for p, _ in present]
             yield Block(f"{prefix}{by}-{layer}", by, captions, pack((squares for _, squares in present), causal))
 
 
@@ -64,7 +64,8 @@ def pack(pictures: Iterable[Cells], causal: bool) -> str:
     neighbours, saves no more than another 1 %, and level 9 saves 0.3 % against level 6 in 1.6 times the time.
     """
     deflate = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
-    packed = b"".join(deflate.compress(_stored_cells(cells, causal).tobytes()) for cells in pictures)
+    stored = (cells[np.tri(len(cells), dtype=bool)] if causal else cells for cells in pictures)
+    packed = b"".join(deflate.compress(cells.tobytes()) for cells in stored)
     return base64.b64encode(packed + deflate.flush()).decode("ascii")
 
 
@@ -79,18 +80,6 @@ def unpack(data: str, sizes: Iterable[int], causal: bool) -> list[Cells]:
         picture[stored], cells = cells[:count], cells[count:]
         pictures.append(picture)
     return pictures
-
-
-def _of(picture: Picture, by: str) -> Cells | None:
-    return picture.weights if by == "mean" else picture.largest
-
-
-def _stored_cells(cells: Cells, causal: bool) -> Cells:
-    return cells[np.tri(len(cells), dtype=bool)] if causal else cells.ravel()
-
-
-def _picture_caption(picture: Picture) -> dict[str, Any]:
-    return {"head": f"{picture.layer}.{picture.head}", "size": picture.size, "pooled": picture.pooled}
 
 
 CHECKED_ROWS = 8

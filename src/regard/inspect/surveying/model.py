@@ -49,11 +49,6 @@ class SurveyedModel:
         return layers_of(self.model.config) is not None
 
     @property
-    def heads(self) -> int | None:
-        """Query heads of a layer by its config; None if the config has no number, or several."""
-        return heads_of(self.model.config)
-
-    @property
     def embeddings(self) -> int:
         """Token ids that it has an embedding for."""
         return self.model.get_input_embeddings().weight.shape[0]
