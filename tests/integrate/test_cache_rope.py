@@ -65,10 +65,10 @@ def test_a_rotation_is_said_in_a_word(kind: str, more: dict[str, Any], expected:
         ("t5", {}, "its keys are not rotated by a rotary embedding"),
         ("bloom", {}, "its keys are not rotated by a rotary embedding"),
         ("llama", scaled("dynamic", factor=2.0), "the angles of DynamicNTK change as the text grows"),
-        ("cohere2", {}, "Cohere2Attention does not rotate the keys of all layers"),
-        ("smollm3", {}, "SmolLM3Attention does not rotate the keys of all layers"),
-        ("exaone4", {}, "Exaone4Attention does not rotate the keys of all layers"),
-        ("qwen2_vl_text", {}, "one position per token|does not rotate the keys|another way"),
+        ("cohere2", {"num_hidden_layers": 4}, "Cohere2Attention does not rotate the keys of all layers"),
+        ("smollm3", {"num_hidden_layers": 4}, "SmolLM3Attention does not rotate the keys of all layers"),
+        ("exaone4", {"num_hidden_layers": 4}, "Exaone4Attention does not rotate the keys of all layers"),
+        ("qwen2_vl_text", {}, "one position per token|cannot be tried by itself"),
     ],
     ids=["gpt2", "opt", "t5", "bloom", "dynamic", "cohere2", "smollm3", "exaone4", "three positions"],
 )  # fmt: skip
@@ -87,3 +87,30 @@ def test_expected_attention_is_given_the_rotation_that_there_is(name: str, expec
 def test_a_rotation_that_expected_attention_has_already_stays():
     given = ExpectedAttention(11, rope=Rope(8, 77.0))
     assert regard_cache(on_regard("llama"), evict=given).layers[0].kv.evict == given
+
+
+def test_keys_that_are_scaled_by_channel_after_their_rotation_are_refused():
+    """HunYuan has its norm there: a Rope that rotates such keys on gives other ones."""
+    with pytest.raises(ProblemError, match="HunYuanDenseV1Attention rotates keys in another way than a Rope does"):
+        rope("hunyuan_v1_dense", head_dim=8)
+
+
+def test_a_forward_that_is_wrapped_is_tried_like_any_other(monkeypatch: pytest.MonkeyPatch):
+    """No source of it can be read."""
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+
+    def scaled_keys(self: Any, hidden_states: Any, position_embeddings: Any, past_key_values: Any = None) -> Any:
+        cos, sin = position_embeddings
+        return forward(self, hidden_states, (cos, -sin), None, past_key_values)
+
+    monkeypatch.setattr(attention, "forward", scaled_keys)
+    with pytest.raises(ProblemError, match="LlamaAttention rotates keys in another way"):
+        rope("llama")
+
+
+def test_a_layer_rotates_its_keys_or_not_by_its_own_kind():
+    sizes = SIZES | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "sliding_window": 4}
+    with pytest.raises(ProblemError, match="does not rotate the keys of all layers"):
+        rope("cohere2", **sizes)
+    assert rope("smollm3", num_hidden_layers=4, no_rope_layers=[1] * 4) == Rope(8, 2000000.0)

@@ -1,25 +1,49 @@
 """The `Rope` that rotates the keys of a transformers model, for a `Rolling` cache to re-rotate its sinks.
 
-transformers passes no sines and cosines to its caches, so they come from the config. The `Rope` that the config
-describes is compared with what the model's own functions compute, on random keys: neighbours or halves, part of the
-dimensions or all. A model whose rotation no `Rope` computes is refused; a wrong one would give no error.
+transformers passes no sines and cosines to its caches, so they come from the config. A `Rope` is made of what the
+config describes, and compared with the keys that the model's own attention classes write into a cache. Each layer is
+tried by itself, small (two heads, random weights) and on the same token at some positions, so its keys differ by their
+rotation alone:
+
+    key at position p = rotate(key without rotation, p)
+
+A model whose keys no `Rope` gives is refused, and so is one whose attention cannot be tried; a wrong rotation would
+give no error.
 """
 
-import ast
+import copy
 import importlib
 import inspect
-import textwrap
+from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from regard.describe.position import Rope
 from regard.errors import ProblemError
 from regard.integrate.decoder import classes_of
 from regard.integrate.modules import scaling_of
 
-_ROTATE = "apply_rotary_pos_emb"
+_AT = torch.tensor([[0, 1, 7, 100, 1000]])
+"""The positions of the token. The key at 0 has no rotation."""
+
+_CACHES = ("past_key_values", "layer_past")
+"""What the attention classes of transformers call their cache."""
+
+_FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError)
+"""What a model's code raises where it cannot be tried in this way."""
+
+
+class _CacheWrite(Exception):  # noqa: N818  no error: it ends a forward at the cache
+    """Carries the keys [1, kv_heads, tokens, dim] that attention writes into its cache."""
+
+
+class _KeysOnly(DynamicCache):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _CacheWrite(key_states)
 
 
 def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> Rope:
@@ -27,7 +51,7 @@ def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> R
 
     Args:
         config: of the decoder.
-        kind: of the layers, where each has a rotation of its own.
+        kind: of the layers, where each has a rotation of its own. If no layer is of this kind, all layers count.
         source: the config whose file has the decoder's attention; None: `config`.
 
     Raises:
@@ -41,77 +65,105 @@ def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> R
     parameters = parameters.get(kind, parameters) if "rope_theta" not in parameters else parameters
     if not parameters or parameters.get("rope_theta") is None or "mrope_section" in parameters:
         _refuse(config, "its keys are not rotated by a rotary embedding of one position per token")
-    function, file = _function_of(config, classes_of(config if source is None else source))
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     base, fraction = float(parameters["rope_theta"]), parameters.get("partial_rotary_factor") or Rope.fraction
     scaling = scaling_of(dict(parameters), config)
     if scaling is not None and scaling.looks_at_length():
         _refuse(config, f"the angles of {type(scaling).__name__} change as the text grows, under keys that are kept")
-    k, at = torch.arange(1.0, 5 * dim + 1).sin().view(1, 1, 5, dim), torch.tensor([[0, 1, 7, 100, 1000]])
-    expected = _rotate(config, file, function, k, at, kind)
-    for interleaved in (False, True):
-        rope = Rope(dim, base, scaling, fraction, interleaved)
-        if expected is not None and torch.allclose(rope.rotate(k, at), expected, atol=1e-3):
-            return rope
-    return _refuse(config, f"its {function.__name__} rotates keys in another way than a Rope does")
+    ropes = [Rope(dim, base, scaling, fraction, interleaved) for interleaved in (False, True)]
+    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _match(config, kind, ropes, classes_of(config if source is None else source))
 
 
-def _function_of(config: Any, classes: tuple[type[nn.Module], ...]) -> tuple[Any, str]:
-    """(the function that rotates keys in every attention class, whatever the layer; the file that it is in).
-
-    Some models rotate in some layers only. Nothing public says so, so it is read from the source of their attention.
-    """
-    function: Any = None
-    for module in classes:
+def _match(config: Any, kind: str, ropes: list[Rope], classes: tuple[type[nn.Module], ...]) -> Rope:
+    """The one of these that gives the keys of every layer. Raises `ProblemError` where none does."""
+    small, why = _small(config, ropes[0].dim), ""
+    for angles in _angles(small, kind, classes[0].__module__ if classes else ""):
         try:
-            forward = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(module.forward)))).body[0]
-        except (OSError, TypeError, SyntaxError):
+            keys = list(_keys(small, kind, classes, angles))
+        except _FAILURES as error:
+            why = why or f"its attention cannot be tried by itself ({type(error).__name__}: {error})"
             continue
-        assert isinstance(forward, ast.FunctionDef)
-        if not any(_writes_to_cache(node) for node in ast.walk(forward)):
+        for rope in ropes:
+            if keys and all(_is_rotated_by(rope, k) for _, k in keys):
+                return rope
+        constant = [name for name, k in keys if torch.allclose(k, k[:, :, :1].expand_as(k))]
+        if constant:
+            _refuse(config, f"{constant[0]} does not rotate the keys of all layers")
+        if keys:
+            why = f"its {keys[0][0]} rotates keys in another way than a Rope does"
+    return _refuse(config, why or "its attention cannot be tried by itself")
+
+
+def _small(config: Any, dim: int) -> Any:
+    """The config with two heads of as many channels."""
+    small = copy.deepcopy(config)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 2 * dim, "head_dim": dim}
+    for name, size in sizes.items():
+        if hasattr(small, name):
+            setattr(small, name, size)
+    return small
+
+
+def _angles(small: Any, kind: str, file: str) -> Iterator[tuple[Tensor, Tensor] | None]:
+    """(cos, sin) by each class of rotary embeddings in a model's file; None, for attention that makes its own."""
+    for embedding in vars(importlib.import_module(file)).values() if file else ():
+        if not (inspect.isclass(embedding) and issubclass(embedding, nn.Module)):
             continue
-        calls = [node for node in ast.walk(forward) if _is_rotation(node)]
-        always = [
-            node for statement in forward.body if not isinstance(statement, ast.If) for node in ast.walk(statement)
-        ]
-        if not calls or any(call not in always for call in calls):
-            _refuse(config, f"{module.__name__} does not rotate the keys of all layers by {_ROTATE}")
-        function = vars(inspect.getmodule(module))[calls[0].func.id]  # type: ignore[attr-defined]
-    if function is None:
-        _refuse(config, "the source of its attention cannot be read")
-    return function, classes[0].__module__
-
-
-def _writes_to_cache(node: ast.AST) -> bool:
-    """`past_key_values.update(k, v, layer)`: a dict's takes one argument, a cache of convolutions two."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "update"
-        and len(node.args) + len(node.keywords) >= 3
-    )
-
-
-def _is_rotation(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith(_ROTATE)
-
-
-def _rotate(config: Any, file: str, function: Any, k: Tensor, at: Tensor, kind: str) -> Tensor | None:
-    """Keys at these positions as the model rotates them; None where its functions take other arguments."""
-    for name, member in vars(importlib.import_module(file)).items():
-        if not name.endswith("RotaryEmbedding") or "Vision" in name or not inspect.isclass(member):
+        takes = inspect.signature(embedding.forward).parameters
+        if "position_ids" not in takes or "RotaryEmbedding" not in embedding.__name__:
             continue
-        embedding = cast(Any, member)
         try:
-            rotary = embedding(config)
-            takes_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-            cos, sin = rotary(k, at, kind) if takes_kind else rotary(k, at)
-            part = k[..., : cos.shape[-1]] if cos.shape[-1] < k.shape[-1] else k
-            out = function(part, part, cos, sin)[1]
-            return torch.cat([out, k[..., out.shape[-1] :]], -1)
-        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
+            rotary: Any = embedding(small)
+            yield rotary(torch.zeros(1), _AT, *([kind] if "layer_type" in takes else []))
+        except _FAILURES:
             continue
+    yield None
+
+
+def _keys(small: Any, kind: str, classes: tuple[type[nn.Module], ...], angles: Any) -> Iterator[tuple[str, Tensor]]:
+    """(class, keys [1, 2, tokens, dim] that it writes into a cache) of each layer of a kind."""
+    kinds = get_layer_types_and_kwargs(small)[0]
+    attentions = [cast(Any, c) for c in classes if "Attention" in c.__name__ and _takes(c.__init__, "layer_idx")]
+    for layer in [i for i, of in enumerate(kinds) if of == kind] or range(len(kinds)):
+        for attention in attentions:
+            if not any(_takes(attention.forward, name) for name in _CACHES):
+                continue
+            keys = _keys_of(attention(small, layer_idx=layer), small.hidden_size, angles)
+            if keys is not None:
+                yield attention.__name__, keys
+
+
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+def _keys_of(attention: nn.Module, size: int, angles: Any) -> Tensor | None:
+    """The keys of one token at some positions, as a module writes them into its cache; None where it writes none."""
+    attention = attention.float().eval()
+    for weight in attention.parameters():
+        weight.normal_()  # norms, too: one behind the rotation would scale its channels
+    known = {
+        "hidden_states": torch.randn(1, 1, size).expand(1, _AT.shape[1], size),
+        "position_embeddings": angles,
+        "position_ids": _AT,
+        "attention_mask": None,
+        **dict.fromkeys(_CACHES, _KeysOnly()),
+    }
+    try:
+        attention(**{name: value for name, value in known.items() if _takes(attention.forward, name)})
+    except _CacheWrite as write:
+        return write.args[0]
     return None
+
+
+def _is_rotated_by(rope: Rope, keys: Tensor) -> bool:
+    if keys.shape != (1, 2, _AT.shape[1], rope.dim):
+        return False
+    keys = keys / keys.abs().amax()
+    first = keys[:, :, :1] / rope.rotate(torch.ones(1, 1, 1, rope.dim), 0)  # some rotations scale as well
+    return torch.allclose(rope.rotate(first.expand_as(keys), _AT), keys, atol=1e-3)
 
 
 def _refuse(config: Any, why: str) -> NoReturn:
