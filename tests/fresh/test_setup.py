@@ -71,3 +71,35 @@ def test_whether_it_is_slow_is_asked_once_for_each_installation(bash, tmp_path: 
         assert bash("say_slow").stderr == line
     assert (tmp_path / "asked").read_text() == "asked\nasked\n"
     assert bash("pip_install() { return 3; }; install_regard || echo failed: $?").stdout == "failed: 3\n"
+
+
+def test_regard_is_installed_again_when_a_file_was_moved_and_only_then(bash, tmp_path: Path):
+    """The import hook of the install has a list of files. New ones need no entry in it."""
+    package, built = tmp_path / "src" / "regard", tmp_path / "build" / "kernels.o"
+    for file in (
+        package / "old.py",
+        built,
+        tmp_path / "pyproject.toml",
+        tmp_path / "CMakeLists.txt",
+        tmp_path / "native" / "x.h",
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    without = "say_slow make_venv install_packages install_build_packages"
+    commands = f'root=$venv; for name in {without}; do eval "$name() {{ true; }}"; done'
+    commands += (
+        '; pip_install() { case "$*" in *--editable*) echo installed;; esac >>runs; }; make_ready; cat runs; rm runs'
+    )
+    assert bash(f"touch runs; {commands}").stdout == "installed\n"
+    assert not built.exists()  # of an unknown compiler
+    built.parent.mkdir()
+    built.touch()
+    (package / "new.py").touch()
+    assert bash(f"touch runs; {commands}").stdout == ""
+    (package / "old.py").rename(package / "older.py")
+    assert bash(f"touch runs; {commands}").stdout == "installed\n"
+    assert bash(f"touch runs; {commands}").stdout == ""
+    assert built.exists()
+    (tmp_path / "native" / "x.h").write_text("int x;")
+    assert bash(f"touch runs; {commands}").stdout == "installed\n"
+    assert not built.exists()
