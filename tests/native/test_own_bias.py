@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Alibi, Causal, ProblemError, TensorBias, attend
+from regard import Alibi, Causal, ProblemError, TensorBias, attend, explain
 from regard.extend import Bias, spec
 from tests.native.engines import ALL, PLAIN
 
@@ -18,6 +18,20 @@ class Every(Bias):
 
     def value(self, b, h, q, k):
         return self.rate[h] * (k % 3 == 0) + 0.1 * b
+
+
+@spec
+class Sometimes(Bias):
+    """`rate[h]` times the distance, or times the key."""
+
+    rate: torch.Tensor
+    far: bool
+
+    def value(self, b, h, q, k):
+        return self.rate[h] * (q - k if self.far else k + 0 * q)
+
+    def per_distance(self):
+        return self.far
 
 
 @spec
@@ -51,3 +65,21 @@ def test_gradients_flow_into_its_tensors():
 def test_one_of_another_shape_is_refused():
     with pytest.raises(ProblemError, match=r"Wrong\(\): value\(b, h, q, k\) gave \[5\].*\[2, 3, 7, 11\]"):
         attend(Q, K, V, bias=Wrong())
+
+
+def test_the_plan_says_that_it_is_computed_for_every_pair():
+    rate = torch.tensor([1.0, -2.0, 3.0])
+    said = "Every is computed for every query and key, as it has no per_distance"
+    assert [str(s) for s in explain(Q, K, V, bias=Every(rate), backend=ALL[0]).steps] == [f"add_biases: {said}"]
+    plan = explain(Q, K, V, bias=Alibi(3) + Every(rate) + TensorBias(torch.randn(11)), backend=ALL[0])
+    assert [str(s) for s in plan.steps] == [f"add_biases: {said}; the 2 tensors of the bias are added into one"]
+    assert explain(Q, K, V, bias=Alibi(3), backend=ALL[0]).steps == ()
+
+
+def test_what_depends_on_the_distance_in_some_instances_alone_is_known_for_each():
+    rate = torch.tensor([1.0, -2.0, 3.0])
+    for far in (True, False):
+        bias = Sometimes(rate, far)
+        assert len(explain(Q, K, V, bias=bias, backend=ALL[0]).steps) == (not far)
+        expected = attend(Q, K, V, bias=bias, backend="reference64")
+        assert torch.allclose(attend(Q, K, V, bias=bias, backend=ALL[0]), expected, atol=1e-5)

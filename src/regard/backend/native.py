@@ -25,10 +25,10 @@ from torch import Tensor
 from regard import native
 from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import Listed, listed
-from regard.describe.bias import Bias, TensorBias
+from regard.describe.bias import TensorBias
 from regard.describe.mask import CallSizes
 from regard.describe.recent import Recent
-from regard.errors import ProblemError, RefusalError
+from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, hides_nothing, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
@@ -295,28 +295,12 @@ class _Kernel:
         return kept_by_distance(bias, p.heads, self.wide, first, most)
 
     def _bias(self, operands: Operands) -> Tensor | None:
-        """The terms that are no vectors: tensors (one at most, after lowering), and those of classes outside regard."""
-        p = self.problem
+        """The terms that are no vectors: after lowering, one tensor at most."""
         terms = [] if operands.bias is None else [term for term in operands.bias.terms() if not term.per_distance()]
-        tables = [_table(term, operands.sizes) for term in terms]
-        if len(tables) > 1:
-            tables = [reduce(add, (table.to(self.wide) for table in tables))]
-        return _in_place(tables[0], p.grad, self.wide) if tables else None
-
-
-def _table(term: Bias, call: CallSizes) -> Tensor:
-    """A bias as a tensor that broadcasts to [batch, heads, queries, keys]."""
-    if isinstance(term, TensorBias):
-        return term.rows(call.queries, call.offset)
-    sizes = call[:4]
-    b, h, q, k = map(torch.arange, sizes)
-    value = term.value(b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k)
-    if value.ndim > 4 or any(own not in (1, size) for own, size in zip(value.shape[::-1], sizes[::-1], strict=False)):
-        raise ProblemError(
-            f"{term!r}: value(b, h, q, k) gave {list(value.shape)}, which does not broadcast to "
-            f"[batch, heads, queries, keys] = {list(sizes)}."
-        )
-    return value[(None,) * (4 - value.ndim)]
+        if not terms:
+            return None
+        (whole,) = cast("list[TensorBias]", terms)
+        return _in_place(whole.rows(operands.q.shape[2], operands.offset), self.problem.grad, self.wide)
 
 
 class _Attention(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from regard.describe.bias import Bias, Sum, TensorBias
 from regard.describe.mask import CallSizes, Mask, Rectangles
@@ -20,8 +21,9 @@ from regard.describe.mask_by_rule import Causal
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import ContentKey
+from regard.errors import ProblemError
 from regard.plan.few_rows import cover
-from regard.plan.problem import Operands, Problem
+from regard.plan.problem import Operands, Problem, is_pairwise
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
@@ -130,16 +132,22 @@ def pack(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
 
 
 def add_biases(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
-    """Add several tensor biases to one, in the precision of scores; biases by distance stay vectors."""
-    parts = [] if problem.bias is None else _terms(problem.bias)
-    tensors = [part for part in parts if part.kind is TensorBias]
-    if len(tensors) < 2:
+    """Make one tensor of all terms of the bias that are no vectors by distance, in the precision of scores.
+
+    A term that is no tensor, of a class outside regard without `per_distance`, is computed for every pair.
+    """
+    terms = [] if problem.bias is None else _terms(problem.bias)
+    computed = [terms[i] for i in problem.pairwise]
+    tensors = [term for term in terms if term.kind is TensorBias]
+    if len(tensors) < 2 and not computed:
         return problem, None
-    whole = Fingerprint(TensorBias, (ContentKey("added", f"{len(tensors)} added"), None))
-    others = [part for part in parts if part.kind is not TensorBias]
-    bias = reduce(lambda a, b: Fingerprint(Sum, (a, b)), [*others, whole])
-    did = f"the {len(tensors)} tensors of the bias are added into one"
-    return replace(problem, bias=bias), Step("add_biases", did, partial(_added, problem))
+    added = len(tensors) + len(computed)
+    whole = Fingerprint(TensorBias, (ContentKey("added", f"{added} added"), None))
+    others = [term for i, term in enumerate(terms) if term.kind is not TensorBias and i not in problem.pairwise]
+    did = [f"{term.kind.__name__} is computed for every query and key, as it has no per_distance" for term in computed]
+    did += [f"the {added} tensors of the bias are added into one"] if added > 1 else []
+    after = replace(problem, bias=reduce(lambda a, b: Fingerprint(Sum, (a, b)), [*others, whole]), pairwise=())
+    return after, Step("add_biases", "; ".join(did), partial(_added, problem))
 
 
 _CAUSAL = Causal().fingerprint()
@@ -197,12 +205,28 @@ def _terms(bias: Fingerprint) -> list[Fingerprint]:
 
 
 def _added(problem: Problem, operands: Operands) -> Operands:
-    """The operands, with all `TensorBias`es added to one, whose rows are the queries of the call."""
-    terms = cast(Bias, operands.bias).terms()
-    tensors = [cast(TensorBias, term).rows(operands.q.shape[2], operands.offset) for term in terms if _is_tensor(term)]
+    """The operands, with all terms of the bias that are no vectors in one, whose rows are the queries of the call."""
+    terms, sizes = cast(Bias, operands.bias).terms(), operands.sizes
+    vectors = [term for term in terms if not (_is_tensor(term) or is_pairwise(term))]
+    tensors = [_table(term, sizes) for term in terms if _is_tensor(term) or is_pairwise(term)]
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), operands.offset)
-    return operands._replace(bias=reduce(add, [*(term for term in terms if not _is_tensor(term)), whole]))
+    whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), sizes.offset)
+    return operands._replace(bias=reduce(add, [*vectors, whole]))
+
+
+def _table(term: Bias, call: CallSizes) -> Tensor:
+    """The values of a bias, [batch or 1, heads or 1, queries or 1, keys or 1]."""
+    if isinstance(term, TensorBias):
+        return term.rows(call.queries, call.offset)
+    sizes = call[:4]
+    b, h, q, k = map(torch.arange, sizes)
+    value = term.value(b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k)
+    if value.ndim > 4 or any(own not in (1, size) for own, size in zip(value.shape[::-1], sizes[::-1], strict=False)):
+        raise ProblemError(
+            f"{term!r}: value(b, h, q, k) gave {list(value.shape)}, which does not broadcast to "
+            f"[batch, heads, queries, keys] = {list(sizes)}."
+        )
+    return value[(None,) * (4 - value.ndim)]
 
 
 def _is_tensor(term: Bias) -> bool:

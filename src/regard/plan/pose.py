@@ -17,7 +17,7 @@ from regard.plan.checks import (
     has_own_operators,
     in_transform,
 )
-from regard.plan.problem import Operands, Problem, Storage
+from regard.plan.problem import Operands, Problem, Storage, is_pairwise
 from regard.plan.request import Request
 from regard.torch_internals import current_func_transform
 
@@ -74,6 +74,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         non_contiguous=() if transformed or opaque else _non_contiguous(*((q,) if stored else (q, k, v))),
         opaque=opaque,
         storage=None if stored is None else Storage.of(*stored),
+        pairwise=() if bias is None else tuple(i for i, term in enumerate(bias.terms()) if is_pairwise(term)),
     )
     return problem, Operands(q, k, v, mask, bias, sink, score, stored, offset)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias
+from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint
@@ -62,6 +62,7 @@ class Problem:
         opaque: whether the elements of some tensor are not at its address: the tensor is lazily negated, or its class
             has its own `__torch_dispatch__`.
         storage: of stored keys and values; None for tensors.
+        pairwise: the indices of those terms of the bias that are no tensors, and depend on more than head and distance.
     """
 
     batch: int
@@ -89,6 +90,7 @@ class Problem:
     non_contiguous: tuple[str, ...]
     opaque: bool
     storage: Storage | None = None
+    pairwise: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -137,3 +139,8 @@ class Operands(NamedTuple):
     def sizes(self) -> CallSizes:
         """The sizes of the call."""
         return CallSizes(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2], self.offset)
+
+
+def is_pairwise(term: Bias) -> bool:
+    """Whether a term of a bias is no tensor, and depends on more than the head and the distance."""
+    return not isinstance(term, TensorBias) and not term.per_distance()
