@@ -9,7 +9,13 @@ from torch import Tensor
 
 from regard.cache.evict import Eviction
 from regard.cache.kv_cache import KVCache
+from regard.cache.query_observer import QueryWindow
 from regard.cache.store import Store
+
+
+def sums_of_weights(q: Tensor, k: Tensor, mask: Any = None, scale: float | None = None) -> Tensor:
+    """The column sums of the attention of the last queries, [batch, kv_heads, keys]."""
+    return QueryWindow.last(q, k.shape[2], mask, scale).column_sums(k)
 
 
 class Stream(NamedTuple):

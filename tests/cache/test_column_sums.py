@@ -11,9 +11,10 @@ from torch import Tensor
 
 from regard import Causal, KeyLengths, ProblemError, Window
 from regard.cache import query_observer as room
-from regard.cache.query_observer import QueryWindow, column_sums
+from regard.cache.query_observer import QueryWindow
 from regard.describe.mask import Mask
 from regard.describe.mask_by_table import TensorMask
+from tests.cache.evicted import sums_of_weights
 
 
 def dense_sums(q: Tensor, k: Tensor, keep: Tensor, scale: float | None = None) -> Tensor:
@@ -46,14 +47,14 @@ def test_they_are_those_of_the_dense_weights(queries: int, before: int, kv_heads
     q, k = made(queries, queries + before, 6, kv_heads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "TILE", tile)
-        found = column_sums(q, k)
+        found = sums_of_weights(q, k)
     torch.testing.assert_close(found, dense_sums(q, k, causal(queries, queries + before)))
 
 
 def test_old_keys_are_visible_to_all_new_queries():
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
     expected = torch.tensor([[[0.45, 0.45, 0.45, 0.45, 0.2]]])  # 1/4 + 1/5 each; the last key is seen by one query
-    torch.testing.assert_close(column_sums(q, k), expected)
+    torch.testing.assert_close(sums_of_weights(q, k), expected)
 
 
 @pytest.mark.parametrize("tile", [97, 2**20])
@@ -72,13 +73,13 @@ def test_a_mask_counts_as_attend_has_it(mask: Mask, tile: int, monkeypatch: pyte
         torch.arange(n).view([-1 if a == axis else 1 for a in range(4)]) for axis, n in enumerate((2, 6, 17, 29))
     )
     keep = mask.mask if isinstance(mask, TensorMask) else mask.keep(b, h, i + 12, j)
-    torch.testing.assert_close(column_sums(q, k, mask), dense_sums(q, k, keep))
+    torch.testing.assert_close(sums_of_weights(q, k, mask), dense_sums(q, k, keep))
 
 
 def test_a_key_that_no_query_sees_gets_nothing_whatever_it_holds():
     q, k = made(13, 13)
     k[1, :, 5:] = torch.nan
-    sums = column_sums(q, k, Causal() & KeyLengths(torch.tensor([13, 5])))
+    sums = sums_of_weights(q, k, Causal() & KeyLengths(torch.tensor([13, 5])))
     assert (sums[1, :, 5:] == 0).all()
     assert sums[0].sum() == pytest.approx(13 * 3)
 
@@ -87,19 +88,19 @@ def test_a_query_that_sees_nothing_gives_nothing():
     q, k = made(5, 5)
     hidden = torch.ones(5, 5, dtype=torch.bool)
     hidden[2] = False
-    assert column_sums(q, k, TensorMask(hidden)).sum(-1) == pytest.approx(torch.full((2, 3), 4.0).numpy())
+    assert sums_of_weights(q, k, TensorMask(hidden)).sum(-1) == pytest.approx(torch.full((2, 3), 4.0).numpy())
 
 
 def test_the_scale_is_that_of_the_call():
     q, k = made(11, 11)
-    torch.testing.assert_close(column_sums(q, k, scale=0.05), dense_sums(q, k, causal(11, 11), 0.05))
+    torch.testing.assert_close(sums_of_weights(q, k, scale=0.05), dense_sums(q, k, causal(11, 11), 0.05))
 
 
 @pytest.mark.parametrize("tile", [97, 2**20])
 def test_half_precision_is_summed_in_float32(tile: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(room, "TILE", tile)
     q, k = made(301, 307, dtype=torch.bfloat16)
-    found = column_sums(q, k)
+    found = sums_of_weights(q, k)
     assert found.dtype == torch.float32
     torch.testing.assert_close(
         found.double(), dense_sums(q.double(), k.double(), causal(301, 307)), rtol=1e-5, atol=1e-5
@@ -109,9 +110,9 @@ def test_half_precision_is_summed_in_float32(tile: int, monkeypatch: pytest.Monk
 def test_a_mask_that_does_not_fit_is_refused():
     q, k = made(5, 7)
     with pytest.raises(ProblemError, match="TensorMask"):
-        column_sums(q, k, TensorMask(torch.ones(5, 6, dtype=torch.bool)))
+        sums_of_weights(q, k, TensorMask(torch.ones(5, 6, dtype=torch.bool)))
     with pytest.raises(ProblemError, match="mask is Tensor: expected a regard mask"):
-        column_sums(q, k, torch.ones(5, 7, dtype=torch.bool))
+        sums_of_weights(q, k, torch.ones(5, 7, dtype=torch.bool))
 
 
 def test_a_part_of_the_queries_keeps_its_places():
@@ -139,13 +140,13 @@ def test_8192_tokens_take_a_few_tiles_of_memory():
     """All weights would be 2 GiB. Measured in a process of its own, by the peak that this process alone had."""
     text = """
 import torch
-from regard.cache.query_observer import column_sums
+from regard.cache.query_observer import QueryWindow
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 q, k = torch.randn(1, 8, 8192, 16), torch.randn(1, 2, 8192, 16)
-column_sums(q[:, :, :64], k[:, :, :64])
+QueryWindow.last(q[:, :, :64], 64).column_sums(k[:, :, :64])
 before = peak()
-column_sums(q, k)
+QueryWindow.last(q, k.shape[2]).column_sums(k)
 print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)

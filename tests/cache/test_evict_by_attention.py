@@ -13,9 +13,19 @@ from regard.cache.evict import Eviction, Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
-from regard.cache.query_observer import column_sums as sums_of_weights
 from regard.describe.mask_by_table import TensorMask
-from tests.cache.evicted import Score, Stream, append, by_definition, feed, inside, kept_by, stream, weights
+from tests.cache.evicted import (
+    Score,
+    Stream,
+    append,
+    by_definition,
+    feed,
+    inside,
+    kept_by,
+    stream,
+    sums_of_weights,
+    weights,
+)
 
 SIZES = [23, 1, 1, 5, 1, 1, 1, 7, 1, 1, 1]
 

@@ -116,7 +116,18 @@ class QueryWindow(NamedTuple):
         return kept[(None,) * (3 - kept.ndim)]
 
     def column_sums(self, k: Tensor) -> Tensor:
-        """As the function `column_sums`; only the first `tokens` keys are read."""
+        """How much attention each key received: sums over queries, means over the query heads that share a key head.
+
+        Args:
+            k: [batch, kv_heads, keys, qk_dim]; only the first `tokens` keys are read.
+
+        Returns:
+            [batch, kv_heads, tokens], float32; float64 for float64.
+
+        >>> q = k = torch.eye(3)[None, None]
+        >>> QueryWindow.last(q, 3, scale=1.0).column_sums(k)[0, 0]  # of [[1, 0, 0], [.27, .73, 0], [.21, .21, .58]]
+        tensor([1.4809, 0.9430, 0.5761])
+        """
         k = k[:, :, : self.tokens]
         (batch, kv_heads, keys, _), group = k.shape, self.q.shape[1] // k.shape[1]
         dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
@@ -156,28 +167,6 @@ class QueryWindow(NamedTuple):
             h = torch.arange(heads.start, heads.stop, device=s.device)[:, None, None]
             q = torch.arange(self.first + start, self.first + start + rows, device=s.device)[:, None]
             s.masked_fill_(~self.mask.keep(b, h, q, torch.arange(keys, device=s.device)), -torch.inf)
-
-
-def column_sums(q: Tensor, k: Tensor, mask: Mask | None = None, scale: float | None = None) -> Tensor:
-    """How much attention each key received: sums over queries, means over the query heads that share a key head.
-
-    Args:
-        q: [batch, heads, queries, qk_dim], of the last tokens.
-        k: [batch, kv_heads, keys, qk_dim].
-        mask: as for `attend`; None: `Causal()`.
-        scale: of the scores; None: `qk_dim ** -0.5`.
-
-    Returns:
-        [batch, kv_heads, keys], float32; float64 for float64.
-
-    Raises:
-        ProblemError: the mask does not fit.
-
-    >>> q = k = torch.eye(3)[None, None]
-    >>> column_sums(q, k, scale=1.0)[0, 0]  # of [[1, 0, 0], [0.2689, 0.7311, 0], [0.2119, 0.2119, 0.5761]]
-    tensor([1.4809, 0.9430, 0.5761])
-    """
-    return QueryWindow.last(q, k.shape[2], mask, scale).column_sums(k)
 
 
 BUFFERED = 32
