@@ -171,6 +171,9 @@ struct DecodeValues {
     __attribute__((noinline)) void mix(const Found &found, int low, int high, int r, T *out, Lines &lines) const {
         int64_t d = 0;
         for (; d + N * W <= dim; d += N * W) mix_dims<R, N, false, Form>(found, low, high, r, d, out, lines);
+        // 64 dims of one or two rows: sums of one vector at a time would wait for each other
+        if constexpr (N > 4)
+            if (d + 4 * W <= dim) mix_dims<R, 4, false, Form>(found, low, high, r, d, out, lines), d += 4 * W;
         for (; d < dim; d += W) {
             if (d + W <= dim) mix_dims<R, 1, false, Form>(found, low, high, r, d, out, lines);
             else mix_dims<R, 1, true, Form>(found, low, high, r, d, out, lines);
