@@ -75,6 +75,7 @@ def _bias(other: object) -> Bias:
 class Sum(Bias):
     """The sum `a + b` of two biases."""
 
+    is_combined = True
     a: Bias
     b: Bias
 

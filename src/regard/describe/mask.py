@@ -145,6 +145,7 @@ class Mask(Spec):
 class Pair(Mask):
     """Two masks combined; abstract, see `And` and `Or`."""
 
+    is_combined = True
     a: Mask
     b: Mask
 
@@ -210,6 +211,7 @@ class Or(Pair):
 class Not(Mask):
     """Kept where `a` does not keep; written `~a`."""
 
+    is_combined = True
     a: Mask
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:

@@ -124,6 +124,8 @@ class Spec:
     _fields: ClassVar[tuple[str, ...]] = ()
     _serial_name: ClassVar[str] = ""
     _kind: ClassVar[_Kind]
+    is_combined: ClassVar[bool] = False
+    """Whether operators make it of other specs (`a & b`), and no caller names its fields."""
     __array_ufunc__: ClassVar[None] = None  # so numpy leaves `array & mask` to the mask
 
     def fingerprint(self) -> Fingerprint:
@@ -210,7 +212,8 @@ def spec(cls: W) -> W:
     Classes of the same name get different names in the serialised form: a notebook defines one whenever its cell runs.
     """
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    made.__init__ = suggest_keywords(made.__init__)
+    if dataclasses.fields(cast(Any, made)) and not made.is_combined:
+        made.__init__ = suggest_keywords(made.__init__)
     kind = _Kind.of(made)
     plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
     names = (plain if not i else f"{plain}#{i}" for i in itertools.count())
