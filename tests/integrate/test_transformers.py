@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 from regard import Causal, ProblemError, RefusalError
 from regard.attention import Call, observe_calls
 from regard.integrate.layer_mask import LayerMask
-from regard.integrate.transformers import attention, register, use_regard
+from regard.integrate.transformers import attention, check_model, register, use_regard
 from tests.integrate.zoo import BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
 
 SIDES = ["left", "right", "hole"]
@@ -302,6 +302,20 @@ def test_whoever_watches_sees_a_call_once_though_weights_are_asked_for():
 def test_a_model_that_attends_by_itself_is_refused(name: str):
     with pytest.raises(ProblemError, match="never asks transformers' AttentionInterface"):
         use_regard(model(name))
+
+
+def test_a_model_without_source_files_is_checked_all_the_same():
+    """As one of a frozen application, or of a notebook."""
+    code = "def forward(self, x, **more):\n    return ALL_ATTENTION_FUNCTIONS.get_interface(x)(self, {}, **more)"
+    for passed, keyword in (("x", None), ("x, block_indices=x", "passes block_indices= to its attention")):
+        made: dict[str, Any] = {}
+        exec(code.format(passed), made)
+        layer = type("MadeUpAttention", (nn.Module,), made | {"set_attn_implementation": None})()
+        if keyword is None:
+            check_model(layer)
+        else:
+            with pytest.raises(RefusalError, match=f"MadeUpAttention {keyword}"):
+                check_model(layer)
 
 
 def test_only_models_of_transformers_are_taken():

@@ -20,8 +20,8 @@ not see; and dropout draws its own random numbers.
 import contextvars
 import functools
 import inspect
-import re
 import sys
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -50,7 +50,10 @@ Stored = CachedTensor | Latents | SplitLatents
 """Keys, or values, as the attention function reads them. Latents are both at once."""
 
 _COMPUTE_WITH_MASKS = frozenset({"doge", "deepseek_v4"})
-"""Models that test the type of their mask before they compute with it; they get the dense tensor at once."""
+"""Models that test the type of their mask before they compute with it; they get the dense tensor at once.
+
+A `LayerMask` turns dense when code computes with it, but cannot notice `isinstance(mask, BlockMask)` (Doge then leaves
+it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type."""
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The object in which models look their attention function up."""
@@ -106,27 +109,36 @@ def check_model(model: Any) -> None:
             f"use_regard(model) got {type(model).__name__}: expected a model of transformers (a PreTrainedModel). In a "
             "model of your own, call regard.attend."
         )
-    sources = {kind: _forward_source(kind) for kind in {type(module) for module in model.modules()}}
-    sources = {kind: source for kind, source in sources.items() if _INTERFACE in source}
-    if not sources:
+    uses = {kind: _names_in_forward(kind) for kind in {type(module) for module in model.modules()}}
+    uses = {kind: names for kind, names in uses.items() if _INTERFACE in names[0]}
+    if not uses:
         raise ProblemError(
             f"{type(model).__name__} computes attention in its own file ({type(model).__module__}) and never asks "
             "transformers' AttentionInterface, so its attention cannot be replaced. Leave it as it is, or call "
             "regard.attend in a copy of its attention class (ALiBi is bias=regard.Alibi(heads))."
         )
-    for kind, source in sources.items():
-        for name in sorted(UNSUPPORTED.keys() - inspect.signature(attention).parameters.keys()):
-            if re.search(rf"\b{name}=", source):
-                raise not_supported(kind, name)
+    refused = UNSUPPORTED.keys() - inspect.signature(attention).parameters.keys()
+    for kind, (_, keywords) in uses.items():
+        for name in sorted(refused & keywords):
+            raise not_supported(kind, name)
 
 
-@functools.cache
-def _forward_source(kind: type[nn.Module]) -> str:
-    """The source of a module's forward; empty where there is none."""
-    try:
-        return inspect.getsource(inspect.unwrap(kind.forward))
-    except (OSError, TypeError):
-        return ""
+def _names_in_forward(kind: type[nn.Module]) -> tuple[set[str], set[str]]:
+    """(globals and attributes, keywords of calls) that a module's forward names, in its compiled code.
+
+    No public attribute of a model says whether it calls its attention function, or with which keywords; a trial run
+    would need inputs for every kind of model. For a name that is missed, the attention function refuses at the call.
+    """
+    names, keywords, codes = set[str](), set[str](), [getattr(inspect.unwrap(kind.forward), "__code__", None)]
+    for code in codes:
+        for constant in () if code is None else code.co_consts:
+            if isinstance(constant, CodeType):  # a function inside it
+                codes.append(constant)
+            else:  # the keywords of a call are constants: a tuple of strings, or strings before `**kwargs`
+                each = cast("tuple[Any, ...]", constant) if isinstance(constant, tuple) else (constant,)
+                keywords |= {name for name in each if isinstance(name, str)}
+        names |= set() if code is None else set(code.co_names)
+    return names, keywords
 
 
 def mask(
