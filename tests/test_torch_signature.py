@@ -112,6 +112,7 @@ CAUSAL = {"upper left": causal_upper_left, "lower right": causal_lower_right}
 SIZES = [(3, 5, 31, 31, 16), (3, 5, 31, 67, 11), (3, 5, 67, 31, 16), (1, 1, 23, 59, 13), (1, 1, 1, 59, 13)]
 
 
+@pytest.mark.exhaustive(per="variant")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("variant", CAUSAL)

@@ -56,6 +56,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Tensor:
     return attend(q, k, v, backend="reference64")
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("far", [0, 1_000_000])
 @pytest.mark.parametrize("name", [*ROPES, None])
 def test_it_is_the_paper_s_definition_over_hundreds_of_steps(name: str | None, far: int):
@@ -84,6 +85,7 @@ def test_it_is_the_paper_s_definition_over_hundreds_of_steps(name: str | None, f
     assert worst < 2e-6
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("codec", [Int8(16, 5), Int4(16, 0), Fp8(16, 16), Int8(16, 5, rotate=True)], ids=repr)
 @pytest.mark.parametrize("window", [23, 67])
 def test_with_codes_the_sinks_stay_plain_and_the_rest_is_near(codec: Codec, window: int):
