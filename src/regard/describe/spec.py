@@ -36,6 +36,15 @@ _CACHED = ("_fingerprint", "_registered")
 """Attributes of a spec that are caches."""
 
 
+_EXACT = frozenset({int, type(None)})
+"""Types of fields whose equal values are the same: True equals 1, and -0.0 equals 0.0."""
+
+INTERNED = 1024
+"""Fingerprints of constant specs that are kept, so that a mask written in a call costs a look-up and not a new key."""
+
+_interned: "dict[tuple[type[Spec], tuple[Any, ...]], Fingerprint]" = {}
+
+
 class _Kind(ref["type[Spec]"]):
     """A weak reference to the class of a spec: a class may have tensors, and a fingerprint keeps nothing alive.
 
@@ -70,7 +79,7 @@ class Fingerprint:
     ```
     """
 
-    __slots__ = ("_behaviour", "_hash", "_kind", "is_constant", "parts")
+    __slots__ = ("_behaviour", "_hash", "_kind", "is_constant", "is_registered", "parts")
 
     def __init__(self, kind: "type[Spec]", parts: tuple[Any, ...], more: dict[str, Any] | None = None) -> None:
         self.parts = parts
@@ -79,6 +88,10 @@ class Fingerprint:
         self._hash: int | None = None  # cached, as every call looks up its plan by fingerprints
         self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
         """Whether nothing in the spec can change: no tensor, no function, and a class of regard."""
+        self.is_registered: bool = "_serial_name" in kind.__dict__ and all(
+            [part.is_registered for part in parts if type(part) is Fingerprint]
+        )
+        """Whether the classes of the spec and of those in it were made with `@spec`."""
 
     @property
     def kind(self) -> "type[Spec]":
@@ -134,7 +147,10 @@ class Spec:
         if kept is not None:
             return kept
         parts = tuple([p if type(p) in _PLAIN else _fingerprint_part(p) for p in self.parts()])
-        made = Fingerprint(type(self), parts, self._more())
+        if self._kind.is_own and all([type(p) in _EXACT or (type(p) is Fingerprint and p.is_constant) for p in parts]):
+            made = _interned.get((type(self), parts)) or _intern(type(self), parts)
+        else:
+            made = Fingerprint(type(self), parts, self._more())
         if made.is_constant:
             self.__dict__["_fingerprint"] = made
         return made
@@ -247,6 +263,13 @@ def deserialize(text: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Sp
         return node
 
     return read(json.loads(text))
+
+
+def _intern(kind: "type[Spec]", parts: tuple[Any, ...]) -> Fingerprint:
+    made = Fingerprint(kind, parts)
+    if len(_interned) >= INTERNED:
+        _interned.clear()
+    return _interned.setdefault((kind, parts), made)
 
 
 def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:

@@ -141,7 +141,8 @@ def _compile_key() -> Callable[..., tuple[object, Sizes]]:
 
 
 def _content(mask: Mask) -> Fingerprint:
-    if not mask.is_registered() or not (fingerprint := mask.fingerprint()).is_cacheable:
+    fingerprint = mask.fingerprint()
+    if not fingerprint.is_registered or not fingerprint.is_cacheable:
         raise NoKeyError
     return fingerprint
 
