@@ -104,6 +104,7 @@ class Fingerprint:
         return self is other or (
             isinstance(other, Fingerprint)
             and self._kind is other._kind
+            and self.is_registered == other.is_registered
             and self.parts == other.parts
             and self._behaviour == other._behaviour
         )

@@ -142,12 +142,14 @@ def suggest_keywords(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
-        for name in keywords:
-            if name not in known:
-                refuse_keywords(function, [name for name in keywords if name not in known])
-        if len(args) > most:
-            refuse_positions(function, len(args))
-        return function(*args, **keywords)
+        try:
+            return function(*args, **keywords)
+        except TypeError:  # only then: a check before every call would cost more than the call of a small function
+            if unknown := [name for name in keywords if name not in known]:
+                refuse_keywords(function, unknown)
+            if len(args) > most:
+                refuse_positions(function, len(args))
+            raise
 
     return cast(F, call)
 

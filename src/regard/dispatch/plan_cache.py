@@ -99,8 +99,8 @@ def _of_other_sizes(alike: dict[Sizes | None, _Known], request: Request, sizes: 
     mask, bias, call = request.mask, request.bias, _call_sizes(request)
     check_offset(call.offset)
     if mask is not None:
+        check_specs(mask, None, None)
         if not mask.fingerprint().is_constant:
-            check_specs(mask, None, None)
             check_has_data(mask)
         mask = mask.bind(call)
     if not plan.is_for_any_mask and not (mask is None or hides_nothing(mask, call)):
