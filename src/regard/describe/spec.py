@@ -89,7 +89,7 @@ class Fingerprint:
         self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
         """Whether nothing in the spec can change: no tensor, no function, and a class of regard."""
         self.is_registered: bool = "_serial_name" in kind.__dict__ and all(
-            [part.is_registered for part in parts if type(part) is Fingerprint]
+            part.is_registered for part in parts if type(part) is Fingerprint
         )
         """Whether the classes of the spec and of those in it were made with `@spec`."""
 
@@ -148,7 +148,7 @@ class Spec:
         if kept is not None:
             return kept
         parts = tuple([p if type(p) in _PLAIN else _fingerprint_part(p) for p in self.parts()])
-        if self._kind.is_own and all([type(p) in _EXACT or (type(p) is Fingerprint and p.is_constant) for p in parts]):
+        if self._kind.is_own and all(type(p) in _EXACT or (type(p) is Fingerprint and p.is_constant) for p in parts):
             made = _interned.get((type(self), parts)) or _intern(type(self), parts)
         else:
             made = Fingerprint(type(self), parts, self._more())
