@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -15,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import cases, command, report
+from benchmarks import cases, command, performance_pages, report
+from benchmarks.machine_kind import machine_kind, title
 from benchmarks.memory import extra_bytes
 from benchmarks.picture import draw
 from benchmarks.report import Line
@@ -26,7 +28,8 @@ from regard.cli.bench import effort
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.errors import ProblemError
 
-PAGE, PICTURE = "performance.md", "performance.svg"
+PAGE = "performance.md"
+"""The page of all kinds of machines; those of one kind are in the folder `performance`."""
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -92,9 +95,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json != STDOUT:
         _show(lines)
     if args.write and not interrupted:
-        picture = {PICTURE: draw(lines)}
-        command.publish_page(args.write, PAGE, report.page(lines, report.machine(), PICTURE), picture)
+        write_pages(args.write, lines)
     return 130 if interrupted else 0
+
+
+def write_pages(folder: Path, lines: list[Line]) -> None:
+    """The page of this kind of machine with its picture, then the page of all kinds."""
+    kind, pages = machine_kind(), folder / "performance"
+    pages.mkdir(exist_ok=True)
+    text = report.page(lines, report.machine(), title(kind), f"{kind}.svg")
+    command.publish_page(pages, f"{kind}.md", text, {f"{kind}.svg": draw(lines)})
+    found = {path.stem: path.read_text() for path in sorted(pages.glob("*.md"))}
+    command.publish_page(folder, PAGE, performance_pages.overview(found))
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:

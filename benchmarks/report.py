@@ -174,11 +174,11 @@ def unrest(lines: Sequence[Line]) -> list[str]:
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def page(lines: Sequence[Line], where: str, picture: str) -> str:
-    """docs/performance.md."""
+def page(lines: Sequence[Line], where: str, kind: str, picture: str) -> str:
+    """The page of one kind of machine, docs/performance/KIND.md."""
     backends = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
     parts = [
-        "# Performance",
+        f"# Performance on {kind}",
         f"Measured by `./bench` on {where}; backend: {backends}. `regard bench` does the same for shapes of one's own.",
         METHOD,
         *unrest(lines),

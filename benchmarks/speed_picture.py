@@ -7,30 +7,20 @@
 ```
 
 The line at 1 is regard, the dot is torch's `scaled_dot_product_attention`, the ring is the fastest other library
-with its name (`benchmarks/peers.py`). The times of regard and torch are read from docs/performance.md, from `./bench`.
+with its name (`benchmarks/peers.py`). The times of regard and torch are read from docs/performance/zen5.md, from `./bench`.
 Run it with `python docs/refresh.py speed`.
 """
 
 import math
-import re
 import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 from benchmarks.peers import BEST, WHERE
+from benchmarks.performance_pages import CASES, all_times
 from benchmarks.picture import STYLE
 
-CASES = (
-    "causal, 4,096, d 128",
-    "causal, 32/8 heads, 2,048, d 128",
-    "causal, window 512, 4,096, d 64",
-    "ALiBi, causal, 2,048, d 64",
-    "8 packed documents of 512, causal, 4,096, d 64",
-    "8 rows padded to 2,048, d 64",
-    "decode, 32/8 heads, 8,192 keys, d 128",
-    "decode, 32/32 heads, 8,192 keys, d 128",
-)
 TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 LEFT, WIDTH, ROW, TOP = 336, 470, 17, 78
@@ -39,14 +29,10 @@ LEFT, WIDTH, ROW, TOP = 336, 470, 17, 78
 FIRST, LAST = 0.5, 64.0
 """Ends of the axis."""
 
-MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
-
 
 def speed_picture(page: str) -> str:
-    """The picture of the cases in the tables of docs/performance.md."""
-    times: dict[tuple[str, str], tuple[float, float]] = {}
-    for case, taken in _times(page):
-        times.setdefault(case, taken)  # later tables list the same cases beside other libraries
+    """The picture of the cases in the tables of docs/performance/zen5.md."""
+    times = all_times(page)
     body, y = list[str](), TOP
     for case in CASES:
         body.append(_text(LEFT - 52, y + 12, case, anchor="end"))
@@ -72,21 +58,6 @@ def main() -> None:
     """Draw: the page, then the picture."""
     page, picture = map(Path, sys.argv[1:3])
     picture.write_text(speed_picture(page.read_text()))
-
-
-def _times(page: str) -> Iterator[tuple[tuple[str, str], tuple[float, float]]]:
-    """(case, type) and the milliseconds of regard and torch, of every row that has both."""
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        found = [_milliseconds(cell) for cell in cells[2:]]
-        taken = [ms for ms in found if ms is not None]
-        if len(cells) > 2 and cells[1] in TYPES and len(taken) == 2:
-            yield (cells[0], cells[1]), (taken[0], taken[1])
-
-
-def _milliseconds(cell: str) -> float | None:
-    match = re.fullmatch(r"([\d.,]+) (us|ms|s)", cell)
-    return None if match is None else float(match[1].replace(",", "")) * MS[match[2]]
 
 
 def _x(ratio: float) -> float:

@@ -10,7 +10,7 @@ python docs/refresh.py demo       # one of: explain, demo, generate, schedules, 
 | explain | README.md |
 | demo, generate | docs/command.md; demo also makes docs/page.png |
 | schedules | docs/schedules.md |
-| speed | docs/speed.svg, drawn from docs/performance.md, which `./bench --write` measures |
+| speed | docs/speed.svg, drawn from docs/performance/zen5.md, which `./bench --write` measures |
 """
 
 # a script, not a part of a package
@@ -57,9 +57,9 @@ def schedules() -> None:
 
 
 def speed() -> None:
-    """The picture in the README, from the tables of docs/performance.md."""
+    """The picture in the README, from the tables of the machine on which other libraries were measured."""
     drawn = [sys.executable, "-m", "benchmarks.speed_picture"]
-    _output([*drawn, ROOT / "docs" / "performance.md", ROOT / "docs" / "speed.svg"])
+    _output([*drawn, ROOT / "docs" / "performance" / "zen5.md", ROOT / "docs" / "speed.svg"])
 
 
 def _output(command: list[str | Path], **environment: str) -> str:

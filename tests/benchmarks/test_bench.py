@@ -10,6 +10,8 @@ from rich.console import Console
 
 from benchmarks import __main__ as bench
 from benchmarks import cases, memory, peers, report
+from benchmarks.machine_kind import machine_kind
+from benchmarks.performance_pages import CASES
 from benchmarks.picture import draw
 from benchmarks.report import Line
 from regard import Causal, Window, attend
@@ -158,9 +160,17 @@ def test_json_has_what_the_table_has(capsys):
 
 @pytest.mark.usefixtures("tiny")
 def test_the_page_and_the_picture_are_written(tmp_path, capsys):
+    (tmp_path / "performance").mkdir()
+    other = tmp_path / "performance" / "cascade-lake.md"
+    other.write_text(f"Measured by `./bench` on a machine; backend\n\n| {CASES[0]} | fp32 | 10 ms | 21 ms |\n")
     assert bench.main(["--rounds", "1", "--write", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["performance.md", "performance.svg"]
-    assert "small, causal" in (tmp_path / "performance.md").read_text()
+    kind = machine_kind()
+    assert {path.name for path in other.parent.iterdir()} == {other.name, f"{kind}.md", f"{kind}.svg"}
+    assert "small, causal" in (other.parent / f"{kind}.md").read_text()
+    overview = (tmp_path / "performance.md").read_text()
+    assert f"(performance/{kind}.md)" in overview
+    assert "[Cascade Lake](performance/cascade-lake.md): a machine" in overview
+    assert f"| {CASES[0]} | fp32 | 2.10x |" in overview
 
 
 @pytest.mark.usefixtures("tiny")
