@@ -21,6 +21,11 @@ CASES = (
 )
 """The cases of the overview, and of the picture in the README."""
 
+ABOUT = """\
+How long torch's `scaled_dot_product_attention` takes, as a multiple of regard's time, by kind of machine. Each kind has
+a page with all cases, the machine's limits and the goals; `./bench --write` measures the machine at hand. `regard
+bench` does the same for shapes of your own."""
+
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
@@ -35,8 +40,7 @@ def overview(pages: Mapping[str, str]) -> str:
     ]
     return "\n\n".join([
         "# Performance",
-        "How long torch's `scaled_dot_product_attention` takes, as a multiple of regard's time, by kind of machine. Each kind "
-        "has a page with all cases, the machine's limits and goals; `./bench --write` measures the machine at hand.",
+        ABOUT,
         table(("case", "type", *map(title, pages)), rows),
         "\n".join(where),
         METHOD,

@@ -7,8 +7,8 @@
 ```
 
 The line at 1 is regard, the dot is torch's `scaled_dot_product_attention`, the ring is the fastest other library
-with its name (`benchmarks/peers.py`). The times of regard and torch are read from docs/performance/zen5.md, from `./bench`.
-Run it with `python docs/refresh.py speed`.
+with its name (`benchmarks/peers.py`). The times of regard and torch are read from docs/performance/zen5.md, which
+`./bench --write` wrote. Run it with `python docs/refresh.py speed`.
 """
 
 import math

@@ -89,7 +89,7 @@ def test_columns_that_say_nothing_are_left_out():
 
 def test_the_page_has_every_section_and_its_picture():
     lines = list(every_line())
-    page = report.page(lines, "a machine", "picture.svg")
+    page = report.page(lines, "a machine", "Zen 9", "picture.svg")
     for section in (*cases.SECTIONS, cases.MEMORY):
         assert f"\n## {section.title}\n" in page
     assert "](picture.svg)" in page
