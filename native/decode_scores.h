@@ -6,6 +6,7 @@
 #pragma once
 
 #include "coded_scores.h"
+#include "decode_keys.h"
 #include "scores.h"
 
 namespace regard {
@@ -47,18 +48,17 @@ struct DecodeScores {
         found.integers = found.count;
         for (int i = 0; i < stretch.count; ++i)
             if (as_integers(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
-        const int64_t passes = rows / 8 + (rows % 8 + 3) / 4, blocks = (units + W - 1) / W;
-        int64_t asks = passes * blocks * found.integers;
+        int64_t asks = asks_of_rows(found, rows);
 #if defined(REGARD_PAIRS)
         for (int i = found.integers; i < found.count; i += 1 + is_pair(found, i))
             asks += (rows / 4 + (rows % 4 + 1) / 2) * CodedScores::asks(dim, found.keys[i].form == REGARD_INT4);
 #endif
         lines.share(asks);
         int r = 0;
-        for (; r + 8 <= rows; r += 8) sets<8, 2>(found, r, lines);
-        if (r + 4 <= rows) sets<4, VECTORS>(found, r, lines), r += 4;
-        if (r + 2 <= rows) sets<2, VECTORS>(found, r, lines), r += 2;
-        if (r < rows) sets<1, VECTORS>(found, r, lines);
+        for (; r + 8 <= rows; r += 8) sets<8>(found, r, lines);
+        if (r + 4 <= rows) sets<4>(found, r, lines), r += 4;
+        if (r + 2 <= rows) sets<2>(found, r, lines), r += 2;
+        if (r < rows) sets<1>(found, r, lines);
 #if defined(REGARD_PAIRS)
         if constexpr (K::pairs) {
             for (r = 0; r + 4 <= rows; r += 4) coded<4>(found, r, lines);
@@ -70,11 +70,8 @@ struct DecodeScores {
 
   private:
     // W keys: how their elements are read, their column, and which lanes are theirs.
-    struct Keys;
-    using Fill = void (*)(const Keys &keys, int64_t dim, int64_t u, Unit (*block)[W]);
     struct Keys {
-        Fill fill;     // of rows
-        int64_t form;  // of codes
+        int64_t form;
         bool per_token;
         int at, from, to;
         const char *const *row;
@@ -87,6 +84,15 @@ struct DecodeScores {
         Keys keys[BLOCK + BLOCK / W];
         const char *row[BLOCK];
     };
+
+    // How often lines are asked for, but for codes that are multiplied as integers.
+    int64_t asks_of_rows(const Found &found, int rows) const {
+        const int64_t eights = rows / 8, fewer = rows / 4 % 2 + rows / 2 % 2 + rows % 2, tiles = found.tiles;
+        const bool narrow = is_same<S, float> && tiles && found.keys->form == REGARD_BF16;
+        const int64_t words = narrow ? KeyRows<K, bf16>::words(dim) : KeyRows<K, S>::words(dim);
+        return words * (eights * tiles + fewer * ((tiles + 1) / 2)) +
+               (eights + fewer) * (found.integers - tiles) * ((units + W - 1) / W);
+    }
 
     bool is_tiled(const Run &run) const {
         if (sizeof(T) != 4 || !run.part || run.part->form <= REGARD_F16 || !run.part->tiled) return false;
@@ -138,14 +144,9 @@ struct DecodeScores {
             done = high;
             for (int j = begin; j < end; j += 16) some |= 1u << j / 16;
         }
-        Fill fill = fill_rows<S>;
-        if constexpr (is_same<S, float>) {
-            if (form == REGARD_BF16) fill = fill_rows<bf16>;
-            if (form == REGARD_F16) fill = fill_rows<f16>;
-        }
         for (int j = 0; j < BLOCK; j += W)
             if (some & listed & 1u << j / 16)
-                found.keys[found.count++] = {fill, 0, false, j, 0, W, found.row + j, nullptr, nullptr, nullptr};
+                found.keys[found.count++] = {form, false, j, 0, W, found.row + j, nullptr, nullptr, nullptr};
     }
 
     void find_tiles(const Source<K> &keys, const Run &run, int64_t first, Found &found) const {
@@ -153,8 +154,7 @@ struct DecodeScores {
         const int column = int(run.first - first);
         for (int64_t slot = run.slot / W * W; slot < run.slot + run.count; slot += W) {
             const int at = column + int(slot - run.slot);
-            found.keys[found.count++] = {nullptr,
-                                         p.form,
+            found.keys[found.count++] = {p.form,
                                          bool(p.per_token),
                                          at,
                                          at < column ? column - at : 0,
@@ -168,32 +168,58 @@ struct DecodeScores {
 
     // ---- products --------------------------------------------------------------------------------------------------
 
-    template <int R, int G>
+    template <int R>
     void sets(const Found &found, int r, Lines &lines) {
-        int i = 0;
-        for (; i + G <= found.tiles; i += G) set<R, G>(found.keys + i, r, lines);
-        for (; i < found.tiles; ++i) set<R, 1>(found.keys + i, r, lines);
+        if (found.tiles) {
+            if (found.keys->form == K::form) sets_of<R, S>(found, r, lines);
+            if constexpr (is_same<S, float>) {
+                if (found.keys->form == REGARD_BF16) sets_of<R, bf16>(found, r, lines);
+                if (found.keys->form == REGARD_F16) sets_of<R, f16>(found, r, lines);
+            }
+        }
         if constexpr (sizeof(T) == 4)
-            while (i < found.integers) i += tiles<R>(found.keys + i, found.integers - i, r, lines);
+            for (int i = found.tiles; i < found.integers;) i += tiles<R>(found.keys + i, found.integers - i, r, lines);
     }
 
-    template <int R, int G>
+    static constexpr int together(int rows) { return rows < 8 ? 2 : 1; }  // groups of keys
+
+    template <int R, typename From>
+    void sets_of(const Found &found, int r, Lines &lines) {
+        constexpr int G = together(R);
+        int i = 0;
+        for (; i + G <= found.tiles; i += G) set<R, G, From>(found.keys + i, r, lines);
+        for (; i < found.tiles; ++i) set<R, 1, From>(found.keys + i, r, lines);
+    }
+
+    template <int R, int G, typename From>
     __attribute__((noinline)) void set(const Keys *keys, int r, Lines &lines) {
-        alignas(64) Unit block[G][W][W];
+        using Rows = KeyRows<K, From>;
+        constexpr int N = Rows::WORDS;
         V sum[R][G] = {};
-        for (int64_t u = 0; u < units; u += W) {
-            const int count = least(W, units - u);
-            for (int g = 0; g < G; ++g) {
-                keys[g].fill(keys[g], dim, u, block[g]);
-                lines.ask();
-            }
-            const char *q = reinterpret_cast<const char *>(queries + r * units + u);
-            for (int n = 0; n < count; ++n, q += sizeof(Unit)) {
-                typename P::Vector x[G];
+        Lines::Place place = lines.place();
+        const char *q = reinterpret_cast<const char *>(queries + r * units);
+        int64_t u = 0;
+        for (; (u + Rows::UNITS) * P::pair <= dim; u += Rows::UNITS) {
+            typename P::Vector word[G][N];
 #pragma GCC unroll 4
-                for (int g = 0; g < G; ++g) x[g] = load(block[g][n]);
-                meet(x, q, sum);
+            for (int g = 0; g < G; ++g) Rows::turn(keys[g].row, u, word[g]);
+#pragma GCC unroll 16
+            for (int n = 0; n < N; ++n) {
+                lines.ask(place);
+#pragma GCC unroll 2
+                for (int i = 0; i < Rows::UNITS_OF_WORD; ++i, q += sizeof(Unit)) {
+                    typename P::Vector x[G];
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; ++g) x[g] = Rows::unit(word[g][n], i);
+                    meet(x, q, sum);
+                }
             }
+        }
+        lines.back(place);
+        for (; u < units; ++u, q += sizeof(Unit)) {
+            typename P::Vector x[G];
+            for (int g = 0; g < G; ++g) x[g] = Rows::single(keys[g].row, dim, u);
+            meet(x, q, sum);
         }
         put(keys, r, sum);
     }
@@ -219,36 +245,6 @@ struct DecodeScores {
     static REGARD_INLINE void put_lanes(T *row, const Keys &keys, V x) {
         if (keys.from == 0 && keys.to == W) return store(row + keys.at, x);
         for (int i = keys.from; i < keys.to; ++i) row[keys.at + i] = x[i];
-    }
-
-    // ---- rows: W units from u on, as far as there are, block[unit][key] --------------------------------------------
-
-    template <typename From>
-    static void fill_rows(const Keys &keys, int64_t dim, int64_t u, Unit (*block)[W]) {
-        if ((u + W) * P::pair > dim) {
-            for (int n = 0; (u + n) * P::pair < dim; ++n)
-                for (int lane = 0; lane < W; ++lane)
-                    block[n][lane] = single_unit(reinterpret_cast<const From *>(keys.row[lane]), dim, u + n);
-            return;
-        }
-        typename Vec<Unit>::type x[W];
-#pragma GCC unroll 16
-        for (int lane = 0; lane < W; ++lane) x[lane] = load_units(units_of<From>(keys.row[lane]) + u);
-        transpose<Unit>(x);
-#pragma GCC unroll 16
-        for (int lane = 0; lane < W; ++lane) store(block[lane], x[lane]);
-    }
-
-    template <typename From>
-    static REGARD_INLINE auto units_of(const char *row) {
-        if constexpr (K::pairs) return reinterpret_cast<const Unit *>(row);
-        else return reinterpret_cast<const From *>(row);
-    }
-    template <typename From>
-    static REGARD_INLINE Unit single_unit(const From *row, int64_t dim, int64_t u) {
-        if constexpr (K::pairs)
-            return uint32_t(row[2 * u].bits) | (2 * u + 1 < dim ? uint32_t(row[2 * u + 1].bits) << 16 : 0u);
-        else return widen(row[u]);
     }
 
     // ---- tiles of codes, multiplied with the queries as they are decoded -------------------------------------------

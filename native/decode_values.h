@@ -191,14 +191,18 @@ struct DecodeValues {
         Of<N> of = {};
         if (found.groups > 1)
             for (int n = 0; n < N; ++n) of[n] = (d + n * W) / found.group;
+        constexpr bool apart = in_halves<N, tail, Form>;
+        if constexpr (apart) swap_halves<R, N, true>(sum);
+        Lines::Place place = lines.place();
         for (int j = low; j < high; j += P::pair) {
             typename P::Vector value[N];
-            if constexpr (!K::pairs) single<N, tail, Form>(found, j - low, d, of, value);
+            if constexpr (apart) halves<N>(reinterpret_cast<const bf16 *>(found.row[j - low]) + d, value);
+            else if constexpr (!K::pairs) single<N, tail, Form>(found, j - low, d, of, value);
 #if defined(REGARD_PAIRS)
             else if (j + 1 < high) pairs<N, tail, Form>(found, j - low, d, of, value);
             else half_pairs<N, tail, Form>(found, j - low, d, of, value);
 #endif
-            lines.ask();
+            lines.ask(place);
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i) {
                 const typename P::Vector w =
@@ -207,11 +211,38 @@ struct DecodeValues {
                 for (int n = 0; n < N; ++n) sum[i][n] = P::madd(value[n], w, sum[i][n]);
             }
         }
+        lines.back(place);
+        if constexpr (apart) swap_halves<R, N, false>(sum);
 #pragma GCC unroll 8
         for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) store(to + i * width + n * W, sum[i][n]);
     }
+
+    // Whether bf16 are widened as even and odd dims apart.
+#if defined(__AVX512F__)
+    template <int N, bool tail, typename Form>
+    static constexpr bool in_halves = is_same<Form, bf16> && !K::pairs && sizeof(T) == 4 && N % 2 == 0 && !tail;
+    template <int N>
+    static REGARD_INLINE void halves(const bf16 *from, V (&x)[N]) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n += 2) load_halves(from + n * W, x[n], x[n + 1]);
+    }
+    template <int R, int N, bool apart>
+    static REGARD_INLINE void swap_halves(V (&sum)[R][N]) {
+#pragma GCC unroll 8
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n += 2) apart ? part_halves(sum[i][n], sum[i][n + 1]) : join_halves(sum[i][n], sum[i][n + 1]);
+    }
+#else
+    template <int N, bool tail, typename Form>
+    static constexpr bool in_halves = false;
+    template <int N>
+    static void halves(const bf16 *, V (&)[N]) {}
+    template <int R, int N, bool apart>
+    static void swap_halves(V (&)[R][N]) {}
+#endif
 
     // Vectors of dims from d on of token j, widened; those of codes not yet rounded.
     template <int N, bool tail, typename Form>

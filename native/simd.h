@@ -293,6 +293,27 @@ REGARD_INLINE F load_wide(const bf16 *p) {
     return out;
 #endif
 }
+#if defined(__AVX512F__)
+// Of 32 elements the even ones, and the odd ones: half the instructions of two vectors in order.
+REGARD_INLINE void load_halves(const bf16 *p, F &even, F &odd) {
+    const __m512i both = _mm512_loadu_si512(p);
+    even = (F)_mm512_slli_epi32(both, 16);
+    odd = (F)_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
+}
+// Two vectors in order as even and odd ones, and back.
+REGARD_INLINE void part_halves(F &first, F &second) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const F x = _mm512_permutex2var_ps(first, even, second);
+    second = _mm512_permutex2var_ps(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), second);
+    first = x;
+}
+REGARD_INLINE void join_halves(F &even, F &odd) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const F x = _mm512_permutex2var_ps(even, low, odd);
+    odd = _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd);
+    even = x;
+}
+#endif
 REGARD_INLINE F load_wide(const f16 *p) {
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
