@@ -1,13 +1,13 @@
 // Attention for few queries (decoding): at most 16 rows that share a key head make one pass over its keys.
 //
 // Here lanes are keys for the scores, and dims for the output, so that no lane is idle: 16 keys are transposed in
-// registers (4 shuffles for each vector of them), and then meet every row. Each sum is made in the order in which
+// registers (decode_keys.h), and there meet every row. Each sum is made in the order in which
 // forward.h makes it, so a row gets the same bits from either: scores dim after dim, outputs key after key, weights in
 // trees of 16, running sums rescaled at blocks and restarted at spans. Spans are what threads share: the split
 // depends on positions alone.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
-// next) and in the order of memory: into the first cache, since into the second took 1.4 times as long.
+// next) and in the order of memory; source.h says into which cache.
 #pragma once
 
 #include "decode_values.h"

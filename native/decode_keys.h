@@ -18,13 +18,13 @@ struct KeyRows {
     using X = typename Vec<Unit>::type;
     static constexpr int W = K::W, PAIR = K::Product::pair;
 #if defined(__AVX512F__)
-    static constexpr bool halves = sizeof(Unit) == 4;                                 // a vector is of two rows
-    static constexpr bool split = is_same<From, bf16> && halves && !K::pairs;         // a word is two units
+    static constexpr bool halves = sizeof(Unit) == 4;                          // a vector is of two rows
+    static constexpr bool split = is_same<From, bf16> && halves && !K::pairs;  // a word is two units
 #else
     static constexpr bool halves = false, split = false;
 #endif
-    static constexpr int WORDS = halves ? 8 : W;                   // at a time
-    static constexpr int UNITS = split ? 2 * WORDS : WORDS;        // that they become
+    static constexpr int WORDS = halves ? 8 : W;             // at a time
+    static constexpr int UNITS = split ? 2 * WORDS : WORDS;  // that they become
     static constexpr int UNITS_OF_WORD = UNITS / WORDS;
 
     // Words that `turn` gives of keys.
@@ -76,12 +76,12 @@ struct KeyRows {
         const int64_t at = u * PAIR * int64_t(sizeof(From));
         if constexpr (is_same<From, f16>) {
             const __m128i first = _mm_loadu_si128((const __m128i *)(one + at));
-            return (__m512i)_mm512_cvtph_ps(
-                _mm256_inserti128_si256(_mm256_castsi128_si256(first), _mm_loadu_si128((const __m128i *)(other + at)), 1));
+            return (__m512i)_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(first),
+                                                                    _mm_loadu_si128((const __m128i *)(other + at)), 1));
         } else {
             const __m256i first = _mm256_loadu_si256((const __m256i *)(one + at));
-            return _mm512_inserti64x4(_mm512_castsi256_si512(first),
-                                      _mm256_loadu_si256((const __m256i *)(other + at)), 1);
+            return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_loadu_si256((const __m256i *)(other + at)),
+                                      1);
         }
     }
 

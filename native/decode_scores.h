@@ -1,8 +1,8 @@
 // The scores of a few rows: products with the keys of a block, lanes are keys.
 //
-// A source gives W units (dims, or pairs of them) of W keys as vectors: rows of memory are transposed in registers (4
-// shuffles for each vector), tiles of codes hold them as they are. Then G sources meet R rows: G x R sums hide the
-// latency of a multiply-add, and a number of a query is read once for G vectors.
+// A source gives units (dims, or pairs of them) of W keys as vectors: rows of memory are transposed in registers
+// (decode_keys.h), tiles of codes hold them as they are. Then G sources meet R rows: G x R sums hide the latency of a
+// multiply-add, and a number of a query is read once for G vectors.
 #pragma once
 
 #include "coded_scores.h"

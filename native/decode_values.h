@@ -233,7 +233,8 @@ struct DecodeValues {
 #pragma GCC unroll 8
         for (int i = 0; i < R; ++i)
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n += 2) apart ? part_halves(sum[i][n], sum[i][n + 1]) : join_halves(sum[i][n], sum[i][n + 1]);
+            for (int n = 0; n < N; n += 2)
+                apart ? part_halves(sum[i][n], sum[i][n + 1]) : join_halves(sum[i][n], sum[i][n + 1]);
     }
 #else
     template <int N, bool tail, typename Form>
