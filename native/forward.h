@@ -61,6 +61,7 @@ struct Forward {
     char *key_rows, *value_rows;  // of a block, where they come in parts
     const char *paired;           // all values in pairs, made beforehand, or null
     Sums<T> whole, span;
+    Ahead::Part later[2] = {};  // what a tile's first block asks memory for besides
 
     static int64_t bytes(const regard_call &c) {
         const int64_t out = up(c.v_dim * LANES * int64_t(sizeof(T)), 64) + 2 * LANES * int64_t(sizeof(T));
@@ -96,8 +97,8 @@ struct Forward {
     // Rows against all keys. `next`: the rows that come next.
     regard_status run(const Lanes &lanes, int64_t row, const Lanes *next) {
         transpose_queries(lanes);
-        ask<1>(static_cast<const S *>(c.out.data), c.out, lanes, c.v_dim);
-        if (next) ask<0>(static_cast<const S *>(c.q.data), c.q, *next, c.qk_dim);
+        later[0] = rows_at(c.out, lanes, c.v_dim);
+        if (next) later[1] = rows_at(c.q, *next, c.qk_dim);
         Walk walk(c.by_query, row, c.keys);
         bool first = true;
         for (int64_t from = 0; from < c.keys && !walk.bad; from += SPAN) {
@@ -168,14 +169,11 @@ struct Forward {
         span = other;
     }
 
-    // Asks memory for rows while there is other work: where keys are few it would else be a tenth of the time.
-    template <int write>
-    void ask(const S *data, const regard_tensor &t, const Lanes &lanes, int64_t dim) {
-        for (int lane = 0; lane < lanes.count; ++lane) {
-            const char *row = reinterpret_cast<const char *>(
-                data + lanes.batch * t.batch + lanes.head_of(lane) * t.head + lanes.query_of(lane) * t.token);
-            for (int64_t at = 0; at < dim * int64_t(sizeof(S)); at += 64) __builtin_prefetch(row + at, write, 2);
-        }
+    // The rows of a tile, of its first head if there are several.
+    Ahead::Part rows_at(const regard_tensor &t, const Lanes &lanes, int64_t dim) const {
+        const int64_t item = sizeof(S), at = lanes.batch * t.batch + lanes.head * t.head + lanes.first * t.token;
+        return {static_cast<const char *>(t.data) + at * item, t.token * item, dim * item,
+                least(lanes.per_head, lanes.count)};
     }
 
     void transpose_queries(const Lanes &lanes) {
@@ -212,14 +210,13 @@ struct Forward {
         const int low = pieces[0].low, high = pieces[n - 1].high;
         const Rows rows = k.some(block.first + low, high - low, key_rows).across(block.first + low, high - low, keys);
         const Adds<T> adds = whole_scores(block, lanes, tokens);
-        const int64_t last = c.keys - 1, next = block.first + BLOCK;
-        // while scores are computed, this block's values and the next one's keys
-        Ahead ahead[2] = {v.ahead(block.first + low), k.ahead(next < last ? next : last, next + BLOCK <= last)};
+        Ahead ahead = coming(block, low, high, k, v);
+        ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim));
         for (int i = 0; i < n; ++i)
             each_half(pieces[i], [&](const Piece &p, int half) {
                 const uint64_t *hidden = block.half[half].bits ? bits.of : nullptr;
                 const char *from = rows.data + (p.low - low) * rows.stride;
-                score(p, from, rows.stride, adds, scoring.capped || hidden ? nullptr : top, ahead);
+                score(p, from, rows.stride, adds, scoring.capped || hidden ? nullptr : top, &ahead);
                 if (scoring.capped) cap(p, hidden, adds, top);
                 else if (hidden) hide(p, hidden, top);
             });
@@ -227,10 +224,26 @@ struct Forward {
         if (fresh && covers) start(span, top, vectors);
         else if (fresh) clear(span, vectors);
         raise(top, shift, vectors);
-        for (int i = 0; i < n; ++i) weigh(pieces[i], shift);
-        if (c.dropout > 0) drop(block, lanes, pieces, n);
-        mix(block, bits, pieces, n, v, covers);
+        const Values values(*this, block, pieces[0].low, pieces[n - 1].high, v);
+        for (int i = 0; i < n; ++i)
+            in_steps(pieces[i], [&](const Piece &p) {
+                weigh(p, shift);
+                if (c.dropout > 0) drop(block, lanes, p);
+                mix(block, bits, p, values, covers && p.low == pieces[0].low);
+            });
         return true;
+    }
+
+    // What memory is asked for while scores are computed: this block's values, the next one's keys, and in a tile's
+    // first block its rows of the output and the next tile's queries.
+    Ahead coming(const Block &block, int low, int high, const Source<K> &k, const Source<K> &v) {
+        Ahead ahead;
+        const int64_t next = block.first + BLOCK, pairs = c.v_dim * 4;
+        if (paired) ahead.add({paired + (block.first + low) / 2 * pairs, pairs, pairs, (high - low + 1) / 2});
+        else ahead.add(v.ahead(block.first + low, high - low));
+        ahead.add(k.ahead(next, least(BLOCK, c.keys - next)));
+        for (Ahead::Part &rows : later) ahead.add(rows), rows.rows = 0;
+        return ahead;
     }
 
     // Sums of a span whose output the first product will write.
@@ -371,18 +384,17 @@ struct Forward {
     }
 
     // Weights of dropped pairs made 0, others larger.
-    void drop(const Block &block, const Lanes &lanes, const Piece *pieces, int n) {
+    void drop(const Block &block, const Lanes &lanes, const Piece &p) {
         alignas(64) uint32_t row[LANES] = {};
         for (int lane = 0; lane < lanes.count; ++lane)
             row[lane] = dropout_row(c.seed, uint32_t(lanes.batch * c.heads + lanes.head_of(lane)),
                                     uint32_t(lanes.query_of(lane)));
         constexpr int step = K::pairs ? 2 : 1;
-        for (int i = 0; i < n; ++i)
-            for (int j = pieces[i].low / step * step; j < pieces[i].high; j += step) {
-                const uint32_t column[2] = {dropout_column(uint32_t(block.first + j)),
-                                            dropout_column(uint32_t(block.first + j + 1))};
-                for (int v = pieces[i].first; v < pieces[i].last; ++v) drop_at(pieces[i], row + v * W, column, j, v);
-            }
+        for (int j = p.low / step * step; j < p.high; j += step) {
+            const uint32_t column[2] = {dropout_column(uint32_t(block.first + j)),
+                                        dropout_column(uint32_t(block.first + j + 1))};
+            for (int v = p.first; v < p.last; ++v) drop_at(p, row + v * W, column, j, v);
+        }
     }
 
     REGARD_INLINE void drop_at(const Piece &p, const uint32_t *row, const uint32_t *column, int j, int v) {
@@ -410,32 +422,45 @@ struct Forward {
         }
     }
 
-    void mix(const Block &block, const Bits128 &bits, const Piece *pieces, int n, const Source<K> &source, bool fresh) {
-        const int low = pieces[0].low, high = pieces[n - 1].high;
-        const bool partial = block.half[0].bits || block.half[1].bits;
-        const Tokens<K> v = paired && !partial ? Tokens<K>() : source.some(block.first + low, high - low, value_rows);
-        const Rows rows = paired ? Rows{paired + (block.first + low) / 2 * c.v_dim * 4, c.v_dim * 4}
-                                 : v.down(block.first + low, high - low, values);
-        const Unit *weights = reinterpret_cast<const Unit *>(scores);
+    // A piece, in halves of its block where 128 x 64 weights would fill a first level cache: 32 KiB of float32 on
+    // Skylake and Cascade Lake, which take two products a cycle and then wait for the second level. (Zen 4, one product
+    // a cycle: 0.6 % slower.) A sum goes on where it was left, so its bits are the same.
+    template <typename Work>
+    static REGARD_INLINE void in_steps(const Piece &p, Work work) {
+#if defined(__AVX512F__) && !defined(REGARD_PAIRS)
+        each_half(p, [&](const Piece &half, int) { work(half); });
+#else
+        work(p);
+#endif
+    }
+
+    // The values of a block as products read them, and whether some that a mask hides are not finite.
+    struct Values {
+        int low;
+        Tokens<K> tokens;
+        Rows rows;
         bool wild[2];
-        for (int i = 0; i < 2; ++i) {
-            const int from = i ? most(low, TILE) : low, to = i ? high : least(high, TILE);
-            wild[i] = block.half[i].bits && from < to && v.wild(block.first + from, to - from);
-        }
-        for (int i = 0; i < n; ++i) {
-            const Piece &p = pieces[i];
-            const bool first = fresh && i == 0;
-            if (wild[p.low / TILE] || wild[(p.high - 1) / TILE]) {
-                mix_wild(block, bits, p, v, first);
-                continue;
+
+        Values(const Forward &f, const Block &block, int from, int to, const Source<K> &source) : low(from) {
+            const bool partial = block.half[0].bits || block.half[1].bits;
+            if (!f.paired || partial) tokens = source.some(block.first + low, to - low, f.value_rows);
+            rows = f.paired ? Rows{f.paired + (block.first + low) / 2 * f.c.v_dim * 4, f.c.v_dim * 4}
+                            : tokens.down(block.first + low, to - low, f.values);
+            for (int i = 0; i < 2; ++i) {
+                const int first = i ? most(low, TILE) : low, last = i ? to : least(to, TILE);
+                wild[i] = block.half[i].bits && first < last && tokens.wild(block.first + first, last - first);
             }
-            const char *from = rows.data + (p.low - low) / P::pair * rows.stride;
-            const Unit *by = weights + p.low / P::pair * LANES;
-            const int64_t steps = (p.high - p.low + P::pair - 1) / P::pair;
-            if (first)
-                multiply<P, Along::down, Start::zero>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
-            else multiply<P, Along::down>(from, rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
         }
+    };
+
+    void mix(const Block &block, const Bits128 &bits, const Piece &p, const Values &v, bool fresh) {
+        if (v.wild[p.low / TILE] || v.wild[(p.high - 1) / TILE]) return mix_wild(block, bits, p, v.tokens, fresh);
+        const char *from = v.rows.data + (p.low - v.low) / P::pair * v.rows.stride;
+        const Unit *by = reinterpret_cast<const Unit *>(scores) + p.low / P::pair * LANES;
+        const int64_t steps = (p.high - p.low + P::pair - 1) / P::pair;
+        if (fresh)
+            multiply<P, Along::down, Start::zero>(from, v.rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
+        else multiply<P, Along::down>(from, v.rows.stride, c.v_dim, by, steps, span.out, p.first, p.last);
     }
 
     // The same sums, where values that are not finite must not reach lanes that do not see them.

@@ -12,6 +12,12 @@ struct Piece {
     int low, high, first, last;
 };
 
+REGARD_INLINE int rows_of(const Piece *pieces, int n) {
+    int rows = 0;
+    for (int i = 0; i < n; ++i) rows += pieces[i].high - pieces[i].low;
+    return rows;
+}
+
 // The parameters of a call that scores need. A score is the product itself if nothing but a scale above 0
 // is to be done, and multiplied by `unit` where it is used; else it is made whole, and `unit` is 1.
 template <typename T>

@@ -120,12 +120,12 @@ struct Source {
     }
 
     // Rows from a token on, to be prefetched; none if they are no tensor.
-    Ahead ahead(int64_t token, bool more = true) const {
+    Ahead::Part ahead(int64_t token, int64_t count) const {
         const int64_t item = sizeof(S);
-        if (parts.all != &tensor) return {nullptr, 0, 0};
+        if (parts.all != &tensor) return {nullptr, 0, 0, 0};
         const char *row = static_cast<const char *>(tensor.data) +
                           (batch * tensor.data_page + head * tensor.data_head + token * tensor.data_step) * item;
-        return {row, more ? tensor.data_step * item : 0, dim * item};
+        return {row, tensor.data_step * item, dim * item, count};
     }
 
     // Plain elements of the call's type.

@@ -66,7 +66,6 @@ struct Sweep {
     char *const shared_;
     Forward<K> forward;
     T *scores;  // and then weights: those of `forward`
-    Ahead ahead[2];
 
     struct Lane {                                      // of a tile
         alignas(64) T offset[LANES], shift[LANES];     // x = (score - offset) * factor + shift
@@ -265,16 +264,17 @@ struct Sweep {
         const Rows rows =
             k.some(block.first + low, high - low, forward.key_rows).across(block.first + low, high - low, forward.keys);
         const Adds<T> adds = forward.whole_scores(block, lanes, tokens);
-        const int64_t last = c.keys - 1, next = block.first + BLOCK;
-        ahead[0] = {nullptr, 0, 0};
-        ahead[1] = k.ahead(next < last ? next : last, next + BLOCK <= last);
+        const int64_t next = block.first + BLOCK;
+        Ahead ahead;
+        ahead.add(k.ahead(next, least(BLOCK, c.keys - next)));
+        ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim));
         const bool ragged = lanes.count % W;
         if (ragged) hide_missing(block, bits);
         for (int i = 0; i < n; ++i)
             Forward<K>::each_half(pieces[i], [&](const Piece &p, int half) {
                 alignas(64) T top[LANES] = {};
                 const uint64_t *hidden = ragged || block.half[half].bits ? bits.of : nullptr;
-                forward.score(p, rows.data + (p.low - low) * rows.stride, rows.stride, adds, nullptr, ahead);
+                forward.score(p, rows.data + (p.low - low) * rows.stride, rows.stride, adds, nullptr, &ahead);
                 if (forward.scoring.capped) forward.cap(p, hidden, adds, top);
                 else if (hidden) forward.hide(p, hidden, top);
                 gather(p, block.first);

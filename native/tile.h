@@ -73,23 +73,45 @@ constexpr int VECTORS = 2;
 constexpr int rows_at_once(int) { return 6; }
 #endif
 
-// Lines of rows that will be read, prefetched in order.
-struct Ahead {
-    const char *row;
-    int64_t stride, bytes, at = 0;
+// Rows of memory that will be needed, asked for line by line between products: a few lines each eight steps. All at
+// once, they would occupy every line buffer of a core (10 to 24), and products would wait, or lines be dropped.
+class Ahead {
+  public:
+    struct Part {
+        const char *row;
+        int64_t stride, bytes, rows;
+    };
 
-    REGARD_INLINE void ask(int64_t lines) {
-        for (; lines > 0; --lines) {
-            __builtin_prefetch(row + at);
-            at += 64;
-            if (at >= bytes) at = 0, row += stride;
+    void add(const Part &part) {
+        if (part.rows > 0 && part.bytes > 0) parts_[count_++] = part, lines_ += part.rows * ((part.bytes + 63) / 64);
+    }
+
+    // Sets the pace: all lines within the product of `rows` rows in `steps` steps.
+    void start(int64_t rows, int64_t steps) {
+        const int64_t stops = (rows + 5) / 6 * ((steps + 7) / 8);
+        pace_ = stops ? (lines_ + stops - 1) / stops : 0;
+    }
+
+    REGARD_INLINE void ask() {
+        for (int64_t n = pace_; n > 0 && next_ < count_; --n) {
+            Part &p = parts_[next_];
+            __builtin_prefetch(p.row + at_);
+            at_ += 64;
+            if (at_ < p.bytes) continue;
+            at_ = 0, p.row += p.stride;
+            if (!--p.rows) ++next_;
         }
     }
+
+  private:
+    Part parts_[4];
+    int64_t count_ = 0, next_ = 0, at_ = 0, lines_ = 0, pace_ = 0;
 };
 
 template <typename P, Along along, Start start, int R, int N>
 REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::Unit *lanes, int64_t steps,
-                           typename P::Wide *out, typename P::Wide *top, const Adds<typename P::Wide> &adds) {
+                           typename P::Wide *out, typename P::Wide *top, const Adds<typename P::Wide> &adds,
+                           Ahead *ahead) {
     using Wide = typename P::Wide;
     using V = typename Vec<Wide>::type;
     constexpr int W = Vec<Wide>::lanes, size = int(sizeof(typename P::Unit));
@@ -99,15 +121,18 @@ REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::U
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) sum[r][n] = start == Start::out ? load(out + r * LANES + n * W) : V{};
-    for (int64_t i = 0; i < steps; ++i) {
-        typename P::Vector lane[N];
+    for (int64_t i = 0, until = steps; i < steps;) {
+        if (along == Along::across && ahead) ahead->ask(), until = i + 8 < steps ? i + 8 : steps;
+        for (; i < until; ++i) {
+            typename P::Vector lane[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) lane[n] = load(lanes + i * LANES + n * W);
+            for (int n = 0; n < N; ++n) lane[n] = load(lanes + i * LANES + n * W);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const typename P::Vector one = P::repeat(rows + r * row + i * step);
+            for (int r = 0; r < R; ++r) {
+                const typename P::Vector one = P::repeat(rows + r * row + i * step);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sum[r][n] = P::madd(one, lane[n], sum[r][n]);
+                for (int n = 0; n < N; ++n) sum[r][n] = P::madd(one, lane[n], sum[r][n]);
+            }
         }
     }
 #pragma GCC unroll 16
@@ -137,22 +162,21 @@ __attribute__((noinline)) void panel(const char *rows, int64_t stride, int64_t c
     const int64_t row = along == Along::across ? stride : int(sizeof(typename P::Unit));
     int64_t r = 0;
     for (; r + R <= count; r += R) {
-        if (along == Along::across && ahead) {
-            ahead[0].ask(R * ((ahead[0].bytes + 63) / 64));
-            ahead[1].ask(R * ((ahead[1].bytes + 63) / 64));
-        }
-        product<P, along, start, R, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
+        product<P, along, start, R, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r), ahead);
     }
     if constexpr (R > 8)
         if (r + 8 <= count)
-            product<P, along, start, 8, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)),
+            product<P, along, start, 8, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r),
+                                           ahead),
                 r += 8;
     if (r + 4 <= count)
-        product<P, along, start, 4, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 4;
+        product<P, along, start, 4, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r), ahead),
+            r += 4;
     if (r + 2 <= count)
-        product<P, along, start, 2, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r)), r += 2;
+        product<P, along, start, 2, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r), ahead),
+            r += 2;
     if (r < count)
-        product<P, along, start, 1, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r));
+        product<P, along, start, 1, N>(rows + r * row, stride, lanes, steps, out + r * LANES, top, adds.at(r), ahead);
 }
 
 // out[r][vectors first to last] for `count` rows. `stride` is in bytes, from row to row of memory. `top`, if there is
