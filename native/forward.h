@@ -94,20 +94,26 @@ struct Forward {
         }
     }
 
-    // Rows against all keys. `next`: the rows that come next.
-    regard_status run(const Lanes &lanes, int64_t row, const Lanes *next) {
+    // What a thread probably computes next: these rows, from this block of keys on.
+    struct After {
+        Lanes lanes;
+        Block block;
+    };
+
+    // Rows against all keys.
+    regard_status run(const Lanes &lanes, int64_t row, const After *after) {
         transpose_queries(lanes);
         later[0] = rows_at(c.out, lanes, c.v_dim);
-        if (next) later[1] = rows_at(c.q, *next, c.qk_dim);
-        Walk walk(c.by_query, row, c.keys);
+        if (after) later[1] = rows_at(c.q, after->lanes, c.qk_dim);
+        Blocks blocks(c.by_query, row, c.keys, 0, c.keys);
         bool first = true;
-        for (int64_t from = 0; from < c.keys && !walk.bad; from += SPAN) {
-            if (!sum(walk, lanes, from + SPAN)) continue;
+        while (blocks.next()) {
+            if (!sum(blocks, lanes, after)) continue;
             if (first) swap_sums();
             else merge(lanes);
             first = false;
         }
-        if (walk.bad) return REGARD_BAD_SCHEDULE;
+        if (blocks.bad()) return REGARD_BAD_SCHEDULE;
         if (first) clear(whole, vectors(lanes));
         finish(lanes);
         return REGARD_DONE;
@@ -128,12 +134,12 @@ struct Forward {
     }
 
     // Rows against one span.
-    regard_status run_span(const Lanes &lanes, int64_t row, int64_t number, const Part &into) {
+    regard_status run_span(const Lanes &lanes, int64_t row, int64_t number, const Part &into, const After *after) {
         span = into.sums;
         transpose_queries(lanes);
-        Walk walk(c.by_query, row, c.keys, number * SPAN);
-        *into.some = sum(walk, lanes, (number + 1) * SPAN);
-        return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
+        Blocks blocks(c.by_query, row, c.keys, number * SPAN, (number + 1) * SPAN);
+        *into.some = blocks.next() && sum(blocks, lanes, after);
+        return blocks.bad() ? REGARD_BAD_SCHEDULE : REGARD_DONE;
     }
 
     // All spans merged in order; they are `stride` bytes apart.
@@ -153,14 +159,29 @@ struct Forward {
 
     static int vectors(const Lanes &lanes) { return (lanes.count + W - 1) / W; }
 
-    // The sums of the span that ends at `until`; false if it lists no key.
-    bool sum(Walk &walk, const Lanes &lanes, int64_t until) {
-        const int64_t kv = lanes.head / (c.heads / c.kv_heads);
-        const Source<K> k(keys_of(c), c.k, lanes.batch, kv, c.qk_dim), v(values_of(c), c.v, lanes.batch, kv, c.v_dim);
+    // The sums of the next block's span; false if it lists no key.
+    bool sum(Blocks &blocks, const Lanes &lanes, const After *after) {
+        const int64_t group = c.heads / c.kv_heads, number = blocks.next()->first / SPAN;
+        const auto of = [&](const Lanes &l, bool values) {
+            return values ? Source<K>(values_of(c), c.v, l.batch, l.head / group, c.v_dim)
+                          : Source<K>(keys_of(c), c.k, l.batch, l.head / group, c.qk_dim);
+        };
+        const Source<K> k = of(lanes, false), v = of(lanes, true);
         bool fresh = true;
-        Block block;
-        while (walk.next(until, block)) fresh &= !step(block, lanes, k, v, vectors(lanes), fresh);
+        while (blocks.next() && blocks.next()->first / SPAN == number) {
+            const Block block = blocks.take();
+            const Ahead::Part then = blocks.next() ? listed(k, *blocks.next())
+                                     : after       ? listed(of(after->lanes, false), after->block)
+                                                   : Ahead::Part{};
+            fresh &= !step(block, lanes, k, v, vectors(lanes), fresh, then);
+        }
         return !fresh;
+    }
+
+    // The keys that a block lists.
+    Ahead::Part listed(const Source<K> &k, const Block &block) const {
+        const int64_t first = block.first + (block.half[0].listed ? 0 : TILE);
+        return k.ahead(first, least(block.first + (block.half[1].listed ? BLOCK : TILE), c.keys) - first);
     }
 
     void swap_sums() {
@@ -198,7 +219,8 @@ struct Forward {
     }
 
     // One block of keys. `fresh`: the first of a span, whose sums hold nothing yet.
-    bool step(const Block &block, const Lanes &lanes, const Source<K> &k, const Source<K> &v, int vectors, bool fresh) {
+    bool step(const Block &block, const Lanes &lanes, const Source<K> &k, const Source<K> &v, int vectors, bool fresh,
+              const Ahead::Part &then) {
         const int tokens = int(c.keys - block.first < BLOCK ? c.keys - block.first : BLOCK);
         Bits128 bits;
         lane_bits(block, lanes, bits);
@@ -210,7 +232,7 @@ struct Forward {
         const int low = pieces[0].low, high = pieces[n - 1].high;
         const Rows rows = k.some(block.first + low, high - low, key_rows).across(block.first + low, high - low, keys);
         const Adds<T> adds = whole_scores(block, lanes, tokens);
-        Ahead ahead = coming(block, low, high, k, v);
+        Ahead ahead = coming(block, low, high, v, then);
         ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim));
         for (int i = 0; i < n; ++i)
             each_half(pieces[i], [&](const Piece &p, int half) {
@@ -234,14 +256,14 @@ struct Forward {
         return true;
     }
 
-    // What memory is asked for while scores are computed: this block's values, the next one's keys, and in a tile's
+    // What memory is asked for while scores are computed: this block's values, the keys that come then, and in a tile's
     // first block its rows of the output and the next tile's queries.
-    Ahead coming(const Block &block, int low, int high, const Source<K> &k, const Source<K> &v) {
+    Ahead coming(const Block &block, int low, int high, const Source<K> &v, const Ahead::Part &then) {
         Ahead ahead;
-        const int64_t next = block.first + BLOCK, pairs = c.v_dim * 4;
+        const int64_t pairs = c.v_dim * 4;
         if (paired) ahead.add({paired + (block.first + low) / 2 * pairs, pairs, pairs, (high - low + 1) / 2});
         else ahead.add(v.ahead(block.first + low, high - low));
-        ahead.add(k.ahead(next, least(BLOCK, c.keys - next)));
+        ahead.add(then);
         for (Ahead::Part &rows : later) ahead.add(rows), rows.rows = 0;
         return ahead;
     }
@@ -434,6 +456,15 @@ struct Forward {
 #endif
     }
 
+    Rows paired_at(int64_t token) const { return {paired + token / 2 * c.v_dim * 4, c.v_dim * 4}; }
+
+    // Whether some value of these tokens is NaN or infinite: of pairs, if there are, as they are what is in a cache.
+    bool wild(const Tokens<K> &tokens, int64_t first, int count) const {
+        if constexpr (K::pairs)
+            if (paired) return wild_pairs(reinterpret_cast<const uint32_t *>(paired_at(first).data), count, c.v_dim);
+        return tokens.wild(first, count);
+    }
+
     // The values of a block as products read them, and whether some that a mask hides are not finite.
     struct Values {
         int low;
@@ -442,13 +473,12 @@ struct Forward {
         bool wild[2];
 
         Values(const Forward &f, const Block &block, int from, int to, const Source<K> &source) : low(from) {
-            const bool partial = block.half[0].bits || block.half[1].bits;
-            if (!f.paired || partial) tokens = source.some(block.first + low, to - low, f.value_rows);
-            rows = f.paired ? Rows{f.paired + (block.first + low) / 2 * f.c.v_dim * 4, f.c.v_dim * 4}
-                            : tokens.down(block.first + low, to - low, f.values);
+            if (!f.paired) tokens = source.some(block.first + low, to - low, f.value_rows);
+            rows = f.paired ? f.paired_at(block.first + low) : tokens.down(block.first + low, to - low, f.values);
             for (int i = 0; i < 2; ++i) {
                 const int first = i ? most(low, TILE) : low, last = i ? to : least(to, TILE);
-                wild[i] = block.half[i].bits && first < last && tokens.wild(block.first + first, last - first);
+                wild[i] = block.half[i].bits && first < last && f.wild(tokens, block.first + first, last - first);
+                if (f.paired && wild[i]) tokens = source.some(block.first + low, to - low, f.value_rows);
             }
         }
     };

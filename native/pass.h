@@ -83,16 +83,23 @@ struct ForwardPass {
         const Lanes lanes = cut.lanes(unit);
         const int64_t row = cut.row(lanes, cut.tile(unit));
         if (!cut.rows) {
-            const bool more = unit + c.threads < cut.units;
-            const Lanes next = cut.lanes(more ? unit + c.threads : unit);  // probably this thread's
             const char *values = pairs ? shared + cut.key_head(unit) * pairs_of_head() : nullptr;
-            return Forward<K>(c, values, scratch).run(lanes, row, more ? &next : nullptr);
+            typename Forward<K>::After after;
+            return Forward<K>(c, values, scratch).run(lanes, row, follows(unit + c.threads, after) ? &after : nullptr);
         }
         Decode<K> decode(c, scratch);
         char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
         if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
         decode.finish(lanes, part, 0, 1);
         return REGARD_DONE;
+    }
+
+    // What a unit begins with, if there is one: probably this thread's next.
+    bool follows(int64_t unit, typename Forward<K>::After &after) const {
+        if (unit >= cut.units * cut.spans) return false;
+        after.lanes = cut.lanes(unit / cut.spans);
+        const int64_t from = unit % cut.spans * SPAN, row = cut.row(after.lanes, cut.tile(unit / cut.spans));
+        return Walk(c.by_query, row, c.keys, from).next(c.keys, after.block);
     }
 
     // The values of a span of one key head, in pairs.
@@ -121,7 +128,10 @@ struct ForwardPass {
                 .run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part), more ? &next : nullptr,
                      after % cut.spans);
         }
-        return Forward<K>(c, nullptr, scratch).run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part));
+        typename Forward<K>::After after;
+        return Forward<K>(c, nullptr, scratch)
+            .run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part),
+                      follows(unit + c.threads, after) ? &after : nullptr);
     }
 
     regard_status merge(int64_t unit, char *shared, char *scratch) const {

@@ -61,6 +61,20 @@ REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uin
     for (; i < dim; ++i) out[i] = uint32_t(even[i].bits) | (odd ? uint32_t(odd[i].bits) << 16 : 0u);
 }
 
+// Whether some number of `count` rows in pairs, side by side from an even row on, is NaN or infinite.
+REGARD_INLINE bool wild_pairs(const uint32_t *pairs, int count, int64_t dim) {
+    constexpr int W = Vec<uint32_t>::lanes;
+    const int64_t n = (count + 1) / 2 * dim;
+    IntVec<uint32_t> wild{};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const U x = load(pairs + i);
+        wild |= ((x & 0x7f80u) == 0x7f80u) | ((x & 0x7f800000u) == 0x7f800000u);
+    }
+    for (; i < n; ++i) wild[0] |= (pairs[i] & 0x7f80) == 0x7f80 || (pairs[i] & 0x7f800000) == 0x7f800000;
+    return any<uint32_t>(wild);
+}
+
 // The tokens of one head of one batch row, from token `begin` on, with one stride.
 template <typename K>
 struct Tokens {

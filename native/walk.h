@@ -107,5 +107,29 @@ class Walk {
     int64_t run_, run_end_, patch_, patch_end_, at_;
 };
 
+// The same, one block ahead: what comes after a block is known while it is computed.
+class Blocks {
+  public:
+    Blocks(const regard_schedule &s, int64_t row, int64_t tokens, int64_t from, int64_t until)
+        : walk_(s, row, tokens, from), until_(until) {
+        more_ = walk_.next(until_, next_);
+    }
+
+    // The block that `take` will give; null if there is none, or the schedule is bad.
+    const Block *next() const { return more_ ? &next_ : nullptr; }
+    Block take() {
+        const Block now = next_;
+        more_ = walk_.next(until_, next_);
+        return now;
+    }
+    bool bad() const { return walk_.bad; }
+
+  private:
+    Walk walk_;
+    const int64_t until_;
+    Block next_;
+    bool more_;
+};
+
 }  // namespace REGARD_ISA
 }  // namespace regard
