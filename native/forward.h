@@ -162,26 +162,31 @@ struct Forward {
     // The sums of the next block's span; false if it lists no key.
     bool sum(Blocks &blocks, const Lanes &lanes, const After *after) {
         const int64_t group = c.heads / c.kv_heads, number = blocks.next()->first / SPAN;
-        const auto of = [&](const Lanes &l, bool values) {
-            return values ? Source<K>(values_of(c), c.v, l.batch, l.head / group, c.v_dim)
-                          : Source<K>(keys_of(c), c.k, l.batch, l.head / group, c.qk_dim);
+        const auto keys_seen = [&](const Lanes &by) {
+            return Source<K>(keys_of(c), c.k, by.batch, by.head / group, c.qk_dim);
         };
-        const Source<K> k = of(lanes, false), v = of(lanes, true);
+        const Source<K> k = keys_seen(lanes), v(values_of(c), c.v, lanes.batch, lanes.head / group, c.v_dim);
         bool fresh = true;
         while (blocks.next() && blocks.next()->first / SPAN == number) {
             const Block block = blocks.take();
-            const Ahead::Part then = blocks.next() ? listed(k, *blocks.next())
-                                     : after       ? listed(of(after->lanes, false), after->block)
-                                                   : Ahead::Part{};
-            fresh &= !step(block, lanes, k, v, vectors(lanes), fresh, then);
+            Ahead ahead;
+            if (blocks.next()) ask(ahead, k, lanes, *blocks.next());
+            else if (after) ask(ahead, keys_seen(after->lanes), after->lanes, after->block);
+            fresh &= !step(block, lanes, k, v, vectors(lanes), fresh, ahead);
         }
         return !fresh;
     }
 
-    // The keys that a block lists.
-    Ahead::Part listed(const Source<K> &k, const Block &block) const {
+    // What a block's scores will be made of: the keys that it lists, and their biases.
+    void ask(Ahead &ahead, const Source<K> &k, const Lanes &lanes, const Block &block) const {
         const int64_t first = block.first + (block.half[0].listed ? 0 : TILE);
-        return k.ahead(first, least(block.first + (block.half[1].listed ? BLOCK : TILE), c.keys) - first);
+        const int64_t count = least(block.first + (block.half[1].listed ? BLOCK : TILE), c.keys) - first;
+        ahead.add(k.ahead(first, count));
+        if (!c.bias || c.bias_key != 1) return;
+        const int64_t item = c.bias_dtype == REGARD_F64 ? 8 : c.bias_dtype == REGARD_F32 ? 4 : 2;
+        const int64_t at = lanes.batch * c.bias_batch + lanes.head * c.bias_head + lanes.first * c.bias_row + first;
+        const int64_t rows = c.bias_row ? least(lanes.per_head, lanes.count) : 1;
+        ahead.add({static_cast<const char *>(c.bias) + at * item, c.bias_row * item, count * item, rows});
     }
 
     void swap_sums() {
@@ -220,7 +225,7 @@ struct Forward {
 
     // One block of keys. `fresh`: the first of a span, whose sums hold nothing yet.
     bool step(const Block &block, const Lanes &lanes, const Source<K> &k, const Source<K> &v, int vectors, bool fresh,
-              const Ahead::Part &then) {
+              Ahead &ahead) {
         const int tokens = int(c.keys - block.first < BLOCK ? c.keys - block.first : BLOCK);
         Bits128 bits;
         lane_bits(block, lanes, bits);
@@ -232,7 +237,7 @@ struct Forward {
         const int low = pieces[0].low, high = pieces[n - 1].high;
         const Rows rows = k.some(block.first + low, high - low, key_rows).across(block.first + low, high - low, keys);
         const Adds<T> adds = whole_scores(block, lanes, tokens);
-        Ahead ahead = coming(block, low, high, v, then);
+        ask_besides(ahead, block, low, high, v);
         ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim));
         for (int i = 0; i < n; ++i)
             each_half(pieces[i], [&](const Piece &p, int half) {
@@ -246,26 +251,23 @@ struct Forward {
         if (fresh && covers) start(span, top, vectors);
         else if (fresh) clear(span, vectors);
         raise(top, shift, vectors);
-        const Values values(*this, block, pieces[0].low, pieces[n - 1].high, v);
+        const Values all(*this, block, low, high, v);
         for (int i = 0; i < n; ++i)
             in_steps(pieces[i], [&](const Piece &p) {
                 weigh(p, shift);
                 if (c.dropout > 0) drop(block, lanes, p);
-                mix(block, bits, p, values, covers && p.low == pieces[0].low);
+                mix(block, bits, p, all, covers && p.low == low);
             });
         return true;
     }
 
-    // What memory is asked for while scores are computed: this block's values, the keys that come then, and in a tile's
-    // first block its rows of the output and the next tile's queries.
-    Ahead coming(const Block &block, int low, int high, const Source<K> &v, const Ahead::Part &then) {
-        Ahead ahead;
+    // What else memory is asked for while scores are computed: this block's values, and in a tile's first block its
+    // rows of the output and the next tile's queries.
+    void ask_besides(Ahead &ahead, const Block &block, int low, int high, const Source<K> &v) {
         const int64_t pairs = c.v_dim * 4;
-        if (paired) ahead.add({paired + (block.first + low) / 2 * pairs, pairs, pairs, (high - low + 1) / 2});
+        if (paired) ahead.add({paired_at(block.first + low).data, pairs, pairs, (high - low + 1) / 2});
         else ahead.add(v.ahead(block.first + low, high - low));
-        ahead.add(then);
         for (Ahead::Part &rows : later) ahead.add(rows), rows.rows = 0;
-        return ahead;
     }
 
     // Sums of a span whose output the first product will write.

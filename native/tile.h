@@ -104,7 +104,7 @@ class Ahead {
     }
 
   private:
-    Part parts_[4];
+    Part parts_[5];
     int64_t count_ = 0, next_ = 0, at_ = 0, lines_ = 0, pace_ = 0;
 };
 
