@@ -96,8 +96,16 @@ def _packed() -> Mask:
     return Causal() & Documents(torch.arange(4096) // 512)
 
 
+_LENGTHS = torch.arange(256, 2049, 256)
+
+
 def _padded() -> Mask:
-    return KeyLengths(torch.arange(256, 2049, 256))
+    return KeyLengths(_LENGTHS)
+
+
+def _ragged() -> Mask:
+    """Padding is a document of its own, whose keys are hidden: padded queries see nothing, as in a varlen kernel."""
+    return KeyLengths(_LENGTHS) & Documents((torch.arange(2048) >= _LENGTHS[:, None]).long())
 
 
 def _band(tokens: int) -> Tensor:
@@ -163,6 +171,7 @@ WORDS = Section(
             _square("causal, 8 x 512, d 64", 512, batch=8, mask=Causal),
         ),
         Row(_square("8 rows padded to 2,048, d 64", 2048, batch=8, mask=_padded), _MILD, _CAUSAL),
+        Row(_square("8 rows padded to 2,048, no padded query, d 64", 2048, batch=8, mask=_ragged), _MILD, _CAUSAL),
         Row(
             replace(_GROUPED, name="softcap, causal, 16/8 heads, 2,048, d 128", softcap=50.0),
             _goals(Goal(cost=1.15), Goal(cost=1.25)),

@@ -102,10 +102,10 @@ struct Forward {
 
     // Rows against all keys.
     regard_status run(const Lanes &lanes, int64_t row, const After *after) {
-        transpose_queries(lanes);
+        Blocks blocks(c.by_query, row, c.keys, 0, c.keys);
+        if (blocks.next()) transpose_queries(lanes);
         later[0] = rows_at(c.out, lanes, c.v_dim);
         if (after) later[1] = rows_at(c.q, after->lanes, c.qk_dim);
-        Blocks blocks(c.by_query, row, c.keys, 0, c.keys);
         bool first = true;
         while (blocks.next()) {
             if (!sum(blocks, lanes, after)) continue;
