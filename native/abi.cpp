@@ -8,6 +8,7 @@
 #include "check.h"
 #include "detect.h"
 #include "kernels.h"
+#include "linear_pass.h"
 #include "threads.h"
 
 namespace regard {
@@ -202,6 +203,8 @@ const char *regard_best_isa() { return regard::best_isa(); }
 
 int64_t regard_workspace(const regard_call *call) {
     if (!call) return REGARD_BAD_POINTER;
+    if (call->bytes == sizeof(regard_linear))
+        return regard::linear_workspace(*reinterpret_cast<const regard_linear *>(call));
     const bool backward = call->bytes == sizeof(regard_gradient);
     const auto *gradient = backward ? reinterpret_cast<const regard_gradient *>(call) : nullptr;
     const auto *sweep = regard::sweep_of(*call);

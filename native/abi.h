@@ -151,6 +151,37 @@ struct regard_sweep {
     int64_t cell;          // pairs per side of a cell
 };
 
+// The map from an element of a query or key to a feature.
+enum regard_feature : int64_t {
+    REGARD_IDENTITY = 0,
+    REGARD_ELU1 = 1,
+    REGARD_RELU = 2
+};  // x; elu(x) + 1; max(x, 0) + epsilon
+
+// Causal linear attention: a query for each key, and both see the state. The dtype is not REGARD_F64.
+struct regard_linear {
+    int64_t bytes;    // sizeof(regard_linear)
+    int64_t isa;      // as in regard_call
+    int64_t dtype;    // of q, k, v and out
+    int64_t threads;  // at most
+
+    int64_t batch, heads, kv_heads, tokens, qk_dim, v_dim;
+    int64_t chunk;      // tokens of a chunk, 1 to 64
+    int64_t feature;    // a regard_feature, of queries and keys
+    int64_t normalise;  // 1: a row is divided by the sum of its weights, unless that is 0
+    double scale;       // factor of queries; 1 but for REGARD_IDENTITY
+    double epsilon;     // of REGARD_RELU
+
+    regard_tensor q, k, v, out;  // null q: no rows, and no out
+    const void *log_decay;       // float32 [kv_heads], of each token; null: none
+    int64_t log_decay_head;
+    void *state;  // float32 [batch, kv_heads, qk_dim, v_dim + normalise], contiguous: before, and then after all tokens
+    int64_t spoilt;  // set to 1 if an element of q, k or v is not finite: out and state are of no use then
+
+    void *workspace;
+    int64_t workspace_bytes;
+};
+
 // The version of this interface that the library was built with.
 REGARD_API int regard_abi_version();
 
@@ -173,6 +204,9 @@ REGARD_API int64_t regard_backward(regard_gradient *gradient);
 
 // All that a regard_sweep asks for.
 REGARD_API int64_t regard_gather(regard_sweep *sweep);
+
+// Linear attention: out and state. regard_workspace takes its struct as well.
+REGARD_API int64_t regard_attend_linear(regard_linear *linear);
 
 // FLOP/s of products of that dtype that never leave the registers, measured for about `seconds` seconds on `threads`
 // threads: what no kernel of that instruction set can exceed. A regard_status below 0 if the question makes no sense.

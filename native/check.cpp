@@ -263,4 +263,28 @@ regard_status check(const regard_sweep &w) {
     return !w.mean == !w.largest ? REGARD_DONE : REGARD_BAD_POINTER;
 }
 
+regard_status check(const regard_linear &c) {
+    if (c.bytes != int64_t(sizeof(regard_linear)) || c.dtype <= REGARD_F64 || c.dtype > REGARD_F16)
+        return REGARD_BAD_SIZE;
+    for (int64_t size : {c.batch, c.heads, c.kv_heads, c.tokens, c.threads})
+        if (!is_axis(size)) return REGARD_BAD_SIZE;
+    for (int64_t dim : {c.qk_dim, c.v_dim})
+        if (dim < 1 || dim > 1 << 20) return REGARD_BAD_SIZE;
+    if (c.heads && (!c.kv_heads || c.heads % c.kv_heads)) return REGARD_BAD_SIZE;
+    if (c.chunk < 1 || c.chunk > 64 || c.feature < REGARD_IDENTITY || c.feature > REGARD_RELU) return REGARD_BAD_SIZE;
+    if (c.normalise < 0 || c.normalise > 1 || c.log_decay_head < 0) return REGARD_BAD_SIZE;
+    Sizes s;
+    const int64_t heads = s.times(c.batch, c.kv_heads);
+    const int64_t floats = s.times(s.times(heads, c.qk_dim), c.v_dim + 1);
+    s.times(s.times(floats, s.plus(c.threads, c.tokens)), 4 * 64);  // more than the workspace has
+    if (!s.fit) return REGARD_BAD_SIZE;
+    for (const regard_tensor *t : {&c.q, &c.out})
+        if (c.q.data)
+            if (regard_status wrong = tensor(*t, c.dtype, c.batch, c.heads, c.tokens, t == &c.q ? c.qk_dim : c.v_dim))
+                return wrong;
+    if (regard_status wrong = tensor(c.k, c.dtype, c.batch, c.kv_heads, c.tokens, c.qk_dim)) return wrong;
+    if (regard_status wrong = tensor(c.v, c.dtype, c.batch, c.kv_heads, c.tokens, c.v_dim)) return wrong;
+    return floats && !c.state ? REGARD_BAD_POINTER : REGARD_DONE;
+}
+
 }  // namespace regard

@@ -10,5 +10,6 @@ namespace regard {
 regard_status check(const regard_call &call);
 regard_status check(const regard_gradient &gradient);
 regard_status check(const regard_sweep &sweep);
+regard_status check(const regard_linear &linear);
 
 }  // namespace regard

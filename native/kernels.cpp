@@ -4,6 +4,7 @@
 
 #include "gradients.h"
 #include "limits.h"
+#include "linear.h"
 #include "pass.h"
 #include "sweep.h"
 
@@ -81,13 +82,50 @@ int64_t scratch(const regard_call &c, const regard_gradient *g) {
     return by_kind<int64_t>(c.dtype, [&](auto kind) { return ForwardPass<decltype(kind)>(c).scratch(); });
 }
 
+template <typename Stored>
+bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *shared,
+               float *scratch) {
+    Linear<Stored> linear(c, scratch);
+    const int64_t step = Linear<Stored>::state_of(c);
+    switch (pass) {
+        case LinearPass::heads:
+            return linear.run(unit, first, count);
+        case LinearPass::sums:
+            return linear.sums(unit / count, first + unit % count, shared + unit * step);
+        case LinearPass::rows:
+            return linear.read_rows(unit / count, first + unit % count, shared + unit * step);
+        default: {
+            const int64_t parts = (c.qk_dim + SCANNED - 1) / SCANNED, head = unit / parts, low = unit % parts * SCANNED;
+            const int64_t high = low + SCANNED < c.qk_dim ? low + SCANNED : c.qk_dim;
+            linear.scan(head, first, count, low, high, shared + head * count * step);
+            return true;
+        }
+    }
+}
+
+bool linear(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *shared_states,
+            float *mine) {
+    switch (c.dtype) {
+        case REGARD_F32:
+            return linear_of<float>(c, pass, unit, first, count, shared_states, mine);
+        case REGARD_F16:
+            return linear_of<f16>(c, pass, unit, first, count, shared_states, mine);
+        default:
+            return linear_of<bf16>(c, pass, unit, first, count, shared_states, mine);
+    }
+}
+
+int64_t linear_state(const regard_linear &c) { return Linear<float>::state_of(c); }
+int64_t linear_scratch(const regard_linear &c) { return Linear<float>::scratch_of(c); }
+
 }  // namespace
 }  // namespace REGARD_ISA
 
 const Kernels REGARD_KERNELS = {
-    REGARD_ISA::shared,         REGARD_ISA::scratch,  REGARD_ISA::forward_units, REGARD_ISA::forward,
-    REGARD_ISA::backward_units, REGARD_ISA::backward, REGARD_ISA::sweep_units,   REGARD_ISA::sweep,
-    REGARD_ISA::products,       REGARD_ISA::stream,
+    REGARD_ISA::shared,         REGARD_ISA::scratch,        REGARD_ISA::forward_units, REGARD_ISA::forward,
+    REGARD_ISA::backward_units, REGARD_ISA::backward,       REGARD_ISA::sweep_units,   REGARD_ISA::sweep,
+    REGARD_ISA::linear_state,   REGARD_ISA::linear_scratch, REGARD_ISA::linear,        REGARD_ISA::products,
+    REGARD_ISA::stream,
 };
 
 }  // namespace regard

@@ -314,9 +314,56 @@ int64_t scratch(const regard_call &c, const regard_gradient *gradient) {
     return up((gradient ? c.qk_dim : c.v_dim) * 8);
 }
 
+// ---- linear attention, token by token -----------------------------------------------------------------------------
+
+double feature(const regard_linear &c, double x) {
+    if (c.feature == REGARD_ELU1) return x > 0 ? x + 1 : std::exp(x);
+    return c.feature == REGARD_RELU ? (x > 0 ? x : 0) + c.epsilon : x;
+}
+
+int64_t linear_state(const regard_linear &) { return 0; }  // heads are never parted
+int64_t linear_scratch(const regard_linear &c) { return 2 * c.qk_dim * (c.v_dim + 1); }
+
+bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, float *, float *scratch) {
+    const int64_t b = unit / c.kv_heads, h = unit % c.kv_heads, group = c.heads / c.kv_heads;
+    const int64_t columns = c.v_dim + c.normalise;
+    float *kept = static_cast<float *>(c.state) + unit * c.qk_dim * columns;
+    double *state = reinterpret_cast<double *>(scratch);
+    for (int64_t i = 0; i < c.qk_dim * columns; ++i) state[i] = kept[i];
+    const double decay = c.log_decay ? std::exp(get(c.log_decay, REGARD_F32, h * c.log_decay_head)) : 1;
+    bool finite = true;
+    const auto read = [&](const regard_tensor &t, int64_t head, int64_t token, int64_t i) {
+        const double x = get(t.data, c.dtype, place(t, b, head, token) + i);
+        finite &= std::isfinite(x);
+        return x;
+    };
+    for (int64_t token = 0; token < c.tokens; ++token) {
+        for (int64_t f = 0; f < c.qk_dim; ++f) {
+            const double key = feature(c, read(c.k, h, token, f));
+            for (int64_t i = 0; i < columns; ++i) {
+                double &s = state[f * columns + i];
+                s = decay * s + key * (i < c.v_dim ? read(c.v, h, token, i) : 1);
+            }
+        }
+        for (int64_t head = h * group; c.q.data && head < (h + 1) * group; ++head) {
+            const auto row = [&](int64_t i) {
+                double sum = 0;
+                for (int64_t f = 0; f < c.qk_dim; ++f)
+                    sum += c.scale * feature(c, read(c.q, head, token, f)) * state[f * columns + i];
+                return sum;
+            };
+            const double weights = c.normalise ? row(c.v_dim) : 1;
+            for (int64_t i = 0; i < c.v_dim; ++i)
+                put(c.out.data, c.dtype, place(c.out, b, head, token) + i, row(i) / (weights == 0 ? 1 : weights));
+        }
+    }
+    for (int64_t i = 0; i < c.qk_dim * columns; ++i) kept[i] = float(state[i]);
+    return finite;
+}
+
 }  // namespace
 
-const Kernels plain = {shared,   scratch,     forward_units, forward, backward_units,
-                       backward, sweep_units, sweep,         nullptr, nullptr};
+const Kernels plain = {shared, scratch,      forward_units,  forward, backward_units, backward, sweep_units,
+                       sweep,  linear_state, linear_scratch, linear,  nullptr,        nullptr};
 
 }  // namespace regard

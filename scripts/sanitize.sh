@@ -37,7 +37,7 @@ kernels portable -fsanitize=undefined &
 wait $!
 # shellcheck disable=SC2086
 "$compiler" $common -fsanitize=undefined -shared "-DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$best")=1" \
-    native/{abi,check,detect,limits,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
+    native/{abi,check,detect,limits,linear,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
 
 cat >"$place/sanitized.py" <<PYTHON
 from regard import native
@@ -45,7 +45,7 @@ from regard import native
 native._find = lambda: "$place/libregard.so"
 PYTHON
 # Random calls on every kernel, bad structs, and several threads; without what measures time or memory.
-[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,storage,dropout,manners,sweep,sweep_interface}.py \
+[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,linear,storage,dropout,manners,sweep,sweep_interface}.py \
     -k "not ctrl_c and not little_memory" --numprocesses 2
 runtimes=""
 for name in asan ubsan stdc++; do runtimes="$runtimes:$("$compiler" -print-file-name="lib$name.so")"; done

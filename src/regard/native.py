@@ -80,6 +80,14 @@ SWEEP = (
 )
 """The fields of regard_sweep, which begins with a regard_call."""
 
+LINEAR = (
+    *("bytes", "isa", "dtype", "threads", "batch", "heads", "kv_heads", "tokens", "qk_dim", "v_dim"),
+    *("chunk", "feature", "normalise", "scale", "epsilon"),
+    *(*_tensor("q"), *_tensor("k"), *_tensor("v"), *_tensor("out"), "log_decay", "log_decay_head", "state", "spoilt"),
+    *("workspace", "workspace_bytes"),
+)
+"""The fields of regard_linear."""
+
 PART = (
     *("form", "end", "ends", "skip", "page", "pages", "table", "table_pages", "table_row"),
     *("data", "data_page", "data_head", "data_step", "tiled", "per_token", "group"),
@@ -87,7 +95,7 @@ PART = (
 )
 """The fields of regard_part."""
 
-NUMBERS = ("scale", "softcap", "dropout", "seconds")
+NUMBERS = ("scale", "softcap", "dropout", "seconds", "epsilon")
 """The fields that are doubles; all others are integers and addresses."""
 
 WRONG = {
@@ -186,7 +194,8 @@ def best_isa() -> str | None:
 class Entry:
     """A function of the library that runs a struct.
 
-    They are regard_forward of `CALL`, regard_backward of `GRADIENT` and regard_gather of `SWEEP`.
+    They are regard_forward of `CALL`, regard_backward of `GRADIENT`, regard_gather of `SWEEP` and regard_attend_linear of
+    `LINEAR`.
     """
 
     def __init__(self, name: str, fields: tuple[str, ...]) -> None:

@@ -50,7 +50,8 @@ def test_python_and_the_header_name_the_same_fields():
     assert list(native.CALL) == fields("regard_call")
     assert list(native.GRADIENT) == fields("regard_gradient")
     assert list(native.PART) == fields("regard_part")
-    assert set(native.NUMBERS) == doubles("regard_call") | doubles("regard_gradient")
+    assert list(native.LINEAR) == fields("regard_linear")
+    assert set(native.NUMBERS) == doubles("regard_call") | doubles("regard_gradient") | doubles("regard_linear")
 
 
 class Struct:

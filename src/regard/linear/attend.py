@@ -14,6 +14,7 @@ from torch import Tensor
 
 from regard.describe.feature import Elu1, Favor, Feature
 from regard.describe.suggestions import suggest_keywords
+from regard.linear import compiled
 from regard.linear.call import LinearCall, check_call, compute_type, first_carry, last_state
 from regard.linear.finite import guarded, is_all_finite
 from regard.linear.rule import Rule
@@ -99,16 +100,26 @@ def linear_attend(
     call = check_call(q, k, v, features, rule, causal, scale, normalise, state, form, chunk)
     with _without_autocast(q):
         carry = first_carry(call, k, v, state)
-        if is_all_finite(call, q, k, v):
-            out, carry = _run(call, q, k, v, carry)
-        else:
-            out, carry = guarded(_run, call, q, k, v, carry)
+        out, carry = _computed(call, q, k, v, carry)
     return LinearResult(out, last_state(call, carry, state))
+
+
+def _computed(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+    """The rows and the last state, of inputs that may be NaN or infinite."""
+    if compiled.fits(call, q, k, v):
+        out, last, finite = compiled.run(call, q, k, v, carry)
+        if finite:
+            return out, last
+    elif is_all_finite(call, q, k, v):
+        return _run(call, q, k, v, carry)
+    return guarded(_run, call, q, k, v, carry)
 
 
 def _run(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
     """The rows and the last state. Keys before the first query, and queries before the first key, come first."""
     queries, keys = q.shape[2], k.shape[2]
+    if compiled.fits(call, q, k, v):
+        return compiled.run(call, q, k, v, carry)[:2]
     if call.causal and queries == keys:
         return _segments(call, q, k, v, 0, keys, carry)
     early_keys = max(0, keys - queries) if call.causal else keys

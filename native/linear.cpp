@@ -1,0 +1,96 @@
+// Linear attention on several threads: by heads, or by chunks where heads are too few for the threads.
+#include <atomic>
+
+#include "check.h"
+#include "kernels.h"
+#include "linear_pass.h"
+#include "threads.h"
+
+namespace regard {
+namespace {
+
+// Multiply-adds that take about 20 us on one core, as in abi.cpp.
+constexpr double TINY = 1 << 21;
+
+// Floats of the states of chunks that are parted at once: half of an L2 cache of 1 MiB for each thread, but at least
+// this many chunks of a head, or entering three parallel regions takes longer than what is computed.
+constexpr int64_t PARTED = 1 << 17, LEAST = 16;
+
+int64_t chunks_of(const regard_linear &c) { return (c.tokens + c.chunk - 1) / c.chunk; }
+
+int64_t threads_of(const regard_linear &c) {
+    const double rows = double(c.batch) * double(c.heads + c.kv_heads) * double(c.tokens);
+    const double each = double(c.qk_dim) * double(c.v_dim) + double(c.chunk) / 2 * double(c.qk_dim + c.v_dim);
+    return c.threads < 1 || rows * each < TINY ? 1 : c.threads;
+}
+
+// Chunks of each head that are parted at once; 0: heads are not parted.
+int64_t parted(const Kernels &kernels, const regard_linear &c) {
+    const int64_t threads = threads_of(c), heads = c.batch * c.kv_heads, chunks = chunks_of(c);
+    const int64_t state = kernels.linear_state(c);
+    if (threads == 1 || !state || chunks < 2 || heads % threads == 0 || heads >= 8 * threads) return 0;
+    const int64_t fit = PARTED * threads / (heads * state), many = fit > LEAST ? fit : LEAST;
+    return many < chunks ? many : chunks;
+}
+
+struct Pass {
+    const Kernels &kernels;
+    const regard_linear &call;
+    const LinearPass pass;
+    const int64_t units, first, count;
+    float *const shared, *const scratch;
+    std::atomic<int64_t> next{0}, spoilt{0};
+
+    // A pool may have fewer threads than were asked for, and `thread` counts those that came.
+    static void work(void *self, int64_t thread) {
+        Pass &p = *static_cast<Pass *>(self);
+        float *mine = p.scratch + thread * p.kernels.linear_scratch(p.call);
+        for (int64_t unit; (unit = p.next.fetch_add(1, std::memory_order_relaxed)) < p.units;)
+            if (!p.kernels.linear(p.call, p.pass, unit, p.first, p.count, p.shared, mine)) p.spoilt = 1;
+    }
+};
+
+bool run(const Kernels &kernels, const regard_linear &c, LinearPass pass, int64_t units, int64_t first, int64_t count) {
+    const int64_t threads = threads_of(c);
+    float *scratch = static_cast<float *>(c.workspace);
+    Pass work{kernels, c, pass, units, first, count, scratch + threads * kernels.linear_scratch(c), scratch};
+    parallel(threads < units ? threads : units, Pass::work, &work);
+    return !work.spoilt;
+}
+
+bool run(const Kernels &kernels, const regard_linear &c) {
+    const int64_t heads = c.batch * c.kv_heads, chunks = chunks_of(c), some = parted(kernels, c);
+    if (!some) return run(kernels, c, LinearPass::heads, heads, 0, chunks);
+    for (int64_t first = 0; first < chunks; first += some) {
+        const int64_t count = chunks - first < some ? chunks - first : some;
+        const int64_t scans = (c.qk_dim + SCANNED - 1) / SCANNED;
+        if (!run(kernels, c, LinearPass::sums, heads * count, first, count)) return false;
+        run(kernels, c, LinearPass::scan, heads * scans, first, count);
+        if (c.q.data && !run(kernels, c, LinearPass::rows, heads * count, first, count)) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+int64_t linear_workspace(const regard_linear &c) {
+    if (regard_status wrong = check(c)) return wrong;
+    const Kernels *kernels = kernels_of(c.isa);
+    if (!kernels) return REGARD_BAD_ISA;
+    const int64_t states = c.batch * c.kv_heads * parted(*kernels, c) * kernels->linear_state(c);
+    return 4 * (threads_of(c) * kernels->linear_scratch(c) + states);
+}
+
+}  // namespace regard
+
+int64_t regard_attend_linear(regard_linear *linear) {
+    if (!linear) return REGARD_BAD_POINTER;
+    const int64_t needed = regard::linear_workspace(*linear);
+    if (needed < 0) return needed;
+    if (linear->workspace_bytes < needed || reinterpret_cast<uintptr_t>(linear->workspace) % 64)
+        return REGARD_BAD_WORKSPACE;
+    if (!linear->workspace) return REGARD_BAD_POINTER;
+    if (!linear->batch || !linear->kv_heads || !linear->tokens) return REGARD_DONE;
+    linear->spoilt = !regard::run(*regard::kernels_of(linear->isa), *linear);
+    return REGARD_DONE;
+}

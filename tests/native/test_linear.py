@@ -1,0 +1,166 @@
+"""Linear attention by the library: every instruction set equals the plain loops, and bits depend on nothing but a row's past."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from regard import native
+from regard.linear import Decay, Elu1, LinearResult, Relu, compiled, linear_attend
+from regard.linear.call import check_call, first_carry
+from tests.native.test_interface import DONE, ISA, POINTER, SIZE, WORKSPACE
+from tests.native.test_kernels import ROUNDING, repeated, spread, token_by_token
+
+PLAIN = -1
+ISAS = range(len(native.isas()))
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def run(inputs: Inputs, words: dict[str, Any], isa: int | None, state: Tensor | None = None) -> compiled.Found:
+    q, k, v = inputs
+    words = {"features": Elu1(), "rule": None, "scale": None, "normalise": None, "chunk": 64} | words
+    call = check_call(
+        *(q, k, v, words["features"], words["rule"], True),
+        *(words["scale"], words["normalise"], None, "chunked", words["chunk"]),
+    )
+    assert compiled.fits(call, q, k, v)
+    carry = first_carry(call, k, v, None)
+    return compiled.run(call, q, k, v, carry if state is None else carry._replace(matrix=state), isa)
+
+
+def inputs(tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 24), batch: int = 2) -> Inputs:
+    g = torch.Generator().manual_seed(0)
+    (n, kv_heads), (dim, width) = heads, dims
+    sizes = ((n, dim), (kv_heads, dim), (kv_heads, width))
+    q, k, v = (torch.randn(batch, h, tokens, d, generator=g) for h, d in sizes)
+    return q, k, v
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_linear_attention_equals_the_plain_loops(data: st.DataObject):
+    g, draw = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30))), data.draw
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    batch, (heads, kv_heads) = draw(st.integers(1, 2)), draw(st.sampled_from([(1, 1), (4, 2), (3, 3)]))
+    tokens = draw(st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 131, 193]))
+    dim, width = draw(st.sampled_from([(16, 16), (64, 64), (5, 7), (1, 1), (17, 33), (31, 67), (80, 130)]))
+
+    def tensor(h: int, d: int) -> Tensor:
+        made = torch.randn(batch, h, tokens, d, generator=g).to(dtype)
+        return draw(st.sampled_from([made, token_by_token(made), spread(made), repeated(made)]))
+
+    tensors = tensor(heads, dim), tensor(kv_heads, dim), tensor(kv_heads, width)
+    features = draw(st.sampled_from([None, Elu1(), Relu(), Relu(0.0)]))
+    rule = draw(st.sampled_from([None, Decay(0.9), Decay(1 - torch.rand(kv_heads, generator=g))]))
+    words = {"features": features, "rule": rule, "chunk": draw(st.sampled_from([1, 7, 16, 40, 64, 100]))}
+    words["scale"] = None if features else draw(st.sampled_from([None, 0.3]))
+    words["normalise"] = None if features is None else draw(st.booleans())
+    state = torch.rand(batch, kv_heads, dim, width + (features is not None and words["normalise"] is not False))
+    plain = run(tensors, words, PLAIN, state)
+    for isa in ISAS:
+        found = run(tensors, words, isa, state)
+        pairs = [(found.out, plain.out, ROUNDING[dtype]), (found.carry.matrix, plain.carry.matrix, 4e-6)]
+        for one, right, rounding in pairs:
+            size = max(1.0, float(right.abs().max()))
+            torch.testing.assert_close(one.double(), right.double(), rtol=0, atol=rounding * size)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rule", [None, Decay(0.97)])
+def test_threads_and_other_heads_change_no_bit(isa: int, rule: Decay | None, monkeypatch: pytest.MonkeyPatch):
+    tensors = inputs(2500, heads=(3, 3))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    whole = run(tensors, {"rule": rule}, isa)
+    for threads in (2, 4, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found = run(tensors, {"rule": rule}, isa)
+        assert torch.equal(found.out, whole.out)
+        assert torch.equal(found.carry.matrix, whole.carry.matrix)
+    q, k, v = (t[1:, 2:] for t in tensors)
+    alone = run((q, k, v), {"rule": rule}, isa)
+    assert torch.equal(alone.out, whole.out[1:, 2:])
+    assert torch.equal(alone.carry.matrix, whole.carry.matrix[1:, 2:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_calls_of_whole_chunks_give_the_bits_of_one(isa: int, monkeypatch: pytest.MonkeyPatch):
+    tensors = inputs(700)
+    whole = run(tensors, {}, isa)
+    monkeypatch.setattr(compiled, "FLOPS", 1)
+    found = run(tensors, {}, isa)
+    assert torch.equal(found.out, whole.out)
+    assert torch.equal(found.carry.matrix, whole.carry.matrix)
+
+
+def test_a_value_that_is_not_finite_is_found_wherever_it_is():
+    for name, last in (("q", 15), ("k", 15), ("v", 23)):
+        for at in ((0, 0, 0, 0), (1, 1, 129, last)):
+            tensors = dict(zip("qkv", inputs(130), strict=True))
+            tensors[name][at] = torch.inf if at[0] else -torch.nan
+            for isa in (PLAIN, *ISAS):
+                assert not run((tensors["q"], tensors["k"], tensors["v"]), {}, isa).finite
+
+
+@pytest.mark.parametrize("value", [1e4, torch.nan])
+def test_a_later_token_changes_no_bit_of_rows_of_the_library(value: float):
+    q, k, v = inputs(200)
+    before = linear_attend(q, k, v).out
+    for at in (63, 64, 150, 199):
+        for t in (q, k, v):
+            t[:, :, at:] = value
+        assert torch.equal(linear_attend(q, k, v).out[:, :, :at], before[:, :, :at])
+        q, k, v = inputs(200)
+
+
+def test_the_library_and_the_form_in_pytorch_agree(monkeypatch: pytest.MonkeyPatch):
+    q, k, v = inputs(300)
+    a: LinearResult = linear_attend(q, k, v, rule=Decay(0.9), features=Elu1())
+    monkeypatch.setattr(compiled, "fits", lambda *call: False)
+    b: LinearResult = linear_attend(q, k, v, rule=Decay(0.9), features=Elu1())
+    torch.testing.assert_close(a.out, b.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.state.S, b.state.S, rtol=1e-4, atol=1e-4)
+
+
+def status(**changed: float) -> int:
+    """Of a call of 1 x 2 heads on 1, 70 tokens, 16 dims, with these fields changed."""
+    q, k, out = torch.zeros(1, 2, 70, 16), torch.zeros(1, 1, 70, 16), torch.zeros(1, 2, 70, 16)
+    state, memory = torch.zeros(16 * 17), torch.zeros(1 << 20, dtype=torch.uint8)
+    values: dict[str, float] = {"batch": 1, "heads": 2, "kv_heads": 1, "tokens": 70, "qk_dim": 16, "v_dim": 16}
+    values |= {"dtype": 1, "threads": 1, "chunk": 64, "feature": 1, "normalise": 1, "scale": 1.0}
+    for name, t in {"q": q, "k": k, "v": k, "out": out}.items():
+        values |= {f"{name}.data": t.data_ptr(), f"{name}.batch": 70 * 16, f"{name}.head": 70 * 16}
+        values[f"{name}.token"] = 16
+    aligned = -(-memory.data_ptr() // 64) * 64
+    values |= {"state": state.data_ptr(), "workspace": aligned, "workspace_bytes": (1 << 20) - 64}
+    entry: Any = native.Entry("regard_attend_linear", native.LINEAR)
+    return entry._run(entry.opened(entry.packed(values | changed)))
+
+
+WRONG: dict[str, tuple[dict[str, float], int]] = {
+    "nothing": ({}, DONE),
+    "no queries": ({"q.data": 0}, DONE),
+    "no tokens": ({"tokens": 0}, DONE),
+    "no chunk": ({"chunk": 0}, SIZE),
+    "a chunk of more than a panel": ({"chunk": 65}, SIZE),
+    "float64": ({"dtype": 0}, SIZE),
+    "a feature": ({"feature": 3}, SIZE),
+    "heads that do not divide": ({"heads": 3, "kv_heads": 2}, SIZE),
+    "a negative size": ({"tokens": -1}, SIZE),
+    "no features": ({"qk_dim": 0}, SIZE),
+    "sizes that overflow": ({"batch": 1 << 39, "qk_dim": 1 << 20, "v_dim": 1 << 20}, SIZE),
+    "a negative stride": ({"k.token": -1}, SIZE),
+    "no keys": ({"k.data": 0}, POINTER),
+    "no out": ({"out.data": 0}, POINTER),
+    "no state": ({"state": 0}, POINTER),
+    "little workspace": ({"workspace_bytes": 64}, WORKSPACE),
+    "an instruction set": ({"isa": 99}, ISA),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_struct_of_linear_attention_that_makes_no_sense_gives_its_status(name: str):
+    changed, expected = WRONG[name]
+    assert status(**changed) == expected
