@@ -194,8 +194,8 @@ def best_isa() -> str | None:
 class Entry:
     """A function of the library that runs a struct.
 
-    They are regard_forward of `CALL`, regard_backward of `GRADIENT`, regard_gather of `SWEEP` and regard_attend_linear of
-    `LINEAR`.
+    They are regard_forward of `CALL`, regard_backward of `GRADIENT`, regard_gather of `SWEEP` and
+    regard_attend_linear of `LINEAR`.
     """
 
     def __init__(self, name: str, fields: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Linear attention by the library: every instruction set equals the plain loops, and bits depend on nothing but a row's past."""
+"""Linear attention by the library: all instruction sets equal the plain loops, and a row's bits depend on its past."""
 
 from typing import Any
 

@@ -73,7 +73,8 @@ def linear_attend(
         normalise: whether to divide by `z . phi(q)`; None: yes with features, unless the rule is `Delta`.
         form: "chunked", "parallel" (all pairs), "recurrent" (token by token): the same result up to rounding. None:
             recurrent for a single key, else chunked.
-        chunk: tokens of a chunk, at least 1; `Gated` rounds it down to a power of two.
+        chunk: tokens of a chunk, at least 1; `Gated` rounds it down to a power of two, and the compiled library uses
+            at most 64.
 
     Returns:
         (out [batch, heads, queries, v_dim] in the dtype of q, the `LinearState` after the last key). Sums are
