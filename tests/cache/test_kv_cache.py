@@ -131,10 +131,10 @@ def handed_out(layout: str, codec: str) -> Iterator[tuple[Tensor, CachedTensor, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"layout": Rolling}, r"layout is <class .*Rolling.*expected Contiguous\(\)"),
+        ({"layout": Rolling}, r"layout is the class Rolling: did you mean Rolling\(\.\.\.\)\?$"),
         ({"layout": "paged"}, "layout is 'paged'"),
         ({"layout": Int8()}, r"layout is Int8\(.*expected Contiguous\(\)"),
-        ({"codec": Int8}, r"codec is <class .*Int8.*expected Int8\(\)"),
+        ({"codec": Int8}, r"codec is the class Int8: did you mean Int8\(\.\.\.\)\?$"),
         ({"codec": torch.int8}, r"codec is torch.int8: expected Int8\(\)"),
         ({"codec": "int8"}, "codec is 'int8'"),
         ({"evict": Knorm}, r"evict is the class Knorm: expected a policy, such as Knorm\(1024\)"),

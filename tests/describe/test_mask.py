@@ -114,6 +114,8 @@ WRONG = {
     "a window without itself": (lambda: Window(0), "at least 1"),
     "a window without limits": (lambda: Window(None), "limits nothing"),
     "a negative prefix": (lambda: Prefix(-1), "at least 0"),
+    "integers in place of bools": (lambda: TensorMask(torch.ones(2, 2, dtype=torch.int64)), r"t\.bool\(\)"),
+    "lengths in a list": (lambda: KeyLengths([3, 4]), r"such as torch\.tensor\(\[3, 4\]\)"),  # pyright: ignore[reportArgumentType]
     "float lengths": (lambda: KeyLengths(torch.tensor([1.0])), "integer tensor"),
     "lengths with two axes": (lambda: KeyLengths(torch.tensor([[1]])), "integer tensor"),
     "float documents": (lambda: Documents(torch.tensor([1.0])), "expected integers"),
@@ -319,3 +321,26 @@ def test_another_error_of_a_function_stays_what_it_is():
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
         attend(q, q, q, mask=MaskFunction(lambda b, h, q, k: torch.ones(2, 3) + torch.ones(5) > q))
     assert not isinstance(caught.value, ProblemError)
+
+
+@pytest.mark.parametrize("kind", [KeyLengths, Prefix])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_negative_lengths_are_refused_when_a_call_reads_them(kind: Any, queries: int):
+    q, k = torch.randn(2, 2, queries, 8), torch.randn(2, 2, 5, 8)
+    with pytest.raises(ProblemError, match=r"batch row 1 of a mask has length -1: expected 0 or more keys"):
+        attend(q, k, k, mask=kind(torch.tensor([3, -1])))
+
+
+def test_lengths_above_the_keys_keep_all_keys():
+    q = torch.randn(2, 2, 5, 8)
+    assert torch.equal(
+        attend(q, q, q, mask=KeyLengths(torch.tensor([3, 9]))), attend(q, q, q, mask=KeyLengths(torch.tensor([3, 5])))
+    )
+
+
+def test_a_padding_mask_of_two_axes_is_answered_with_the_missing_axes():
+    q = torch.randn(2, 2, 5, 8)
+    with pytest.raises(ProblemError, match=r"2 rows and the call has 5 queries\. .*TensorMask\(t\[:, None, None\]\)"):
+        attend(q, q, q, mask=TensorMask(torch.ones(2, 5, dtype=torch.bool)))
+    with pytest.raises(ProblemError, match=r"has 3 rows and the call has 5 queries\.$"):
+        attend(q, q, q, mask=TensorMask(torch.ones(3, 5, dtype=torch.bool)))

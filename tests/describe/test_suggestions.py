@@ -27,8 +27,8 @@ from regard import (
     attend_state,
     explain,
 )
-from regard.cache import Contiguous
-from regard.describe.suggestions import KEYWORDS, MASKS, NAMES, mask_for
+from regard.cache import Contiguous, Paged, Rolling
+from regard.describe.suggestions import KEYWORDS, MASKS, NAMES, SPECIAL, mask_for
 from regard.linear import linear_attend
 from regard.nn import Decoder, Encoder, LatentAttention
 from regard.rope import Yarn
@@ -53,6 +53,7 @@ SPECS_OF_OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "Documents": (Documents, {"document_ids": [0]}, "say ids="),
     "Alibi": (Alibi, {"num_heads": 3}, "say heads="),
 }
+LAYOUTS = (Contiguous, Paged, Rolling)
 PARAMETERS = {
     name
     for function in [*ANSWERING, *(kind for kind, *_ in SPECS_OF_OTHERS.values()), KeyLengths, MaskFunction]
@@ -164,6 +165,50 @@ def test_a_keyword_of_another_library_does_not_speak_of_torch():
         call(Q, Q, Q, window_size=(3, 0))
 
 
+@pytest.mark.parametrize("name", ["window", "sliding_window", "window_size", "sinks"])
+def test_a_window_of_a_cache_is_its_layout(name: str):
+    make: Any = KVCache
+    with pytest.raises(TypeError, match=rf"^KVCache does not know {name}: say layout=Rolling\(window, sinks=4\)"):
+        make(**{name: 8})
+
+
+ADVISED = {name for name in {*KEYWORDS, *(name for special in SPECIAL.values() for name in special)} if name != "self"}
+
+
+@pytest.mark.parametrize("function", ANSWERING, ids=lambda f: f.__qualname__)
+def test_advice_names_a_parameter_that_the_function_has(function: Any):
+    known = set(inspect.signature(function).parameters)
+    for name in ADVISED - known:
+        with pytest.raises(TypeError) as caught:
+            function(**{name: 1})
+        advised = re.search(r": (?:say|give) (\w+)=", str(caught.value))
+        assert advised is None or advised[1] in known, str(caught.value)
+
+
+PACKED: dict[str, str] = {
+    "cu_seqlens_q": r"say mask=Documents\(ids\), an id per token: torch.repeat_interleave",
+    "max_seqlen_k": "leave it out: packed sequences are mask=Documents",
+    "deterministic": "leave it out",
+    "p": "say dropout=",
+    "head_first": r"leave it out: tensors are always \[batch, heads, tokens, dim\]",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_keywords_of_flash_attention_and_xformers_are_answered(name: str):
+    call: Any = attend
+    with pytest.raises(TypeError, match=rf"^attend does not know {name}: {PACKED[name]}"):
+        call(Q, Q, Q, **{name: 1})
+
+
+def test_linear_attention_has_no_mask():
+    call: Any = linear_attend
+    with pytest.raises(TypeError, match="does not know mask: linear attention has no masks, only causal="):
+        call(Q, Q, Q, mask=Causal())
+    with pytest.raises(TypeError, match=r"does not know is_causal: say causal=\.$"):
+        call(Q, Q, Q, is_causal=True)
+
+
 def test_a_slip_of_the_pen_is_answered_with_the_nearest_and_anything_else_with_all():
     call: Any = attend
     with pytest.raises(TypeError, match=r"know masc: say mask=, if that is meant\.$"):
@@ -179,12 +224,13 @@ def test_what_a_state_cannot_take_is_said_of_it():
 
 
 def test_what_is_said_to_say_can_be_said():
-    parameters = {name for advice in KEYWORDS.values() for name in re.findall(r"\b(\w+)=", advice)}
+    advices = [*KEYWORDS.values(), *(advice for special in SPECIAL.values() for advice in special.values())]
+    parameters = {name for advice in advices for name in re.findall(r"\b(\w+)=", advice)}
     assert parameters >= {"mask", "bias", "softcap", "sink"}
-    assert parameters <= PARAMETERS | set(inspect.signature(Contiguous).parameters)
-    names = {name for advice in KEYWORDS.values() for name in re.findall(r"\b([A-Z]\w+)\(", advice)}
+    assert parameters <= PARAMETERS | {name for kind in LAYOUTS for name in inspect.signature(kind).parameters}
+    names = {name for advice in advices for name in re.findall(r"\b([A-Z]\w+)\(", advice)}
     assert names
-    assert all(hasattr(regard, name) or name == Contiguous.__name__ for name in names)
+    assert all(hasattr(regard, name) or name in {kind.__name__ for kind in LAYOUTS} for name in names)
 
 
 @pytest.mark.parametrize("here", MASKS)
@@ -200,6 +246,8 @@ def test_a_mask_by_name_is_answered_however_it_is_written():
     assert mask_for("Sliding-Window") == mask_for("sliding attention") == mask_for("window") == "Causal() & Window(n)"
     assert mask_for("causal_mask") == mask_for("CAUSAL") == "Causal()"
     assert mask_for("full_attention") == "None"
+    assert mask_for("causal, sinks and padding") == "Causal() & (Window(n) | Prefix(4)) & KeyLengths(lengths)"
+    assert mask_for("causal+blue") is None
 
 
 def test_a_mask_by_name_is_told_by_attend_and_by_the_signs_that_combine():
@@ -253,6 +301,14 @@ def test_operands_that_do_not_combine_are_answered_with_what_to_write(name: str)
 SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "a function": ({"mask": lambda b, h, q, k: q >= k}, r"mask is the function <lambda>: .* MaskFunction\(f\)\.$"),
     "a list": ({"mask": [[True]]}, r"mask is \[\[True\]\]: expected .*TensorMask\(torch.tensor\(t\)\)"),
+    "masks in a list": (
+        {"mask": [Causal(), Window(3)]},
+        r"combine masks with &: Causal\(\) & Window\(left=3\)\.$",
+    ),
+    "two masks by name": (
+        {"mask": "causal+window"},
+        r"the text 'causal\+window': .*combine masks with &: say mask=Causal\(\) & Window\(n\)\.$",
+    ),
     "a bias as a mask": ({"mask": Alibi(2)}, r"mask is Alibi\(heads=2\), which is a bias: .*; pass it as bias=\.$"),
     "a mask as a bias": ({"bias": Causal() & Causal()}, "which is a mask: .*; pass it as mask="),
     "a switch": ({"mask": True}, r"mask is True: .*; say mask=Causal\(\), or None"),

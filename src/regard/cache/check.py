@@ -84,6 +84,9 @@ def check_inference(k: Tensor, v: Tensor | None, owner: str) -> None:
 
 def check_options(layout: object, codec: object, evict: object) -> None:
     """Raise `ProblemError` unless they are a layout, a codec and a policy that work together."""
+    for name, given, kind in (("layout", layout, Layout), ("codec", codec, Codec)):
+        if isinstance(given, type) and issubclass(given, kind):
+            raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
     if type(layout) not in (Contiguous, Rolling, Paged, Latent):
         raise ProblemError(f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank).")
     check_codec(codec, "codec")

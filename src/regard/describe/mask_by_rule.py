@@ -3,6 +3,7 @@
 In the pictures a row is a query, a column a key; █ is kept.
 """
 
+import reprlib
 from collections.abc import Iterable
 from typing import cast
 
@@ -148,7 +149,8 @@ class KeyLengths(Mask):
     """Row b of the batch has `lengths[b]` keys, the rest is padding: `k < lengths[b]`.
 
     Args:
-        lengths: keys per batch row; an integer tensor [batch].
+        lengths: keys per batch row, at least 0; an integer tensor [batch]. A length above the call's keys keeps all of
+            them. Negative lengths raise `ProblemError` when a call first reads them.
 
     >>> from regard import draw
     >>> print(draw(KeyLengths(torch.tensor([2, 3])), 1, 3, batch=0))
@@ -159,8 +161,12 @@ class KeyLengths(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.lengths), Tensor):
-            given = f"{self.lengths!r}: expected an integer tensor [batch]; for the same length in every row, Prefix."
-            raise ProblemError(f"KeyLengths(lengths) is {given}")
+            given = reprlib.repr(self.lengths)
+            hint = f"torch.tensor({given})" if isinstance(self.lengths, list | tuple) else "torch.tensor([3, 5])"
+            raise ProblemError(
+                f"KeyLengths(lengths) is {given}: expected an integer tensor [batch], such as {hint}; for the same "
+                "length in every row, Prefix(size)."
+            )
         _checked_sizes(self.lengths, "KeyLengths(lengths)")
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -301,7 +307,15 @@ def _stop(sizes: int | Tensor) -> int | Ints:
 
 
 def _read(sizes: Tensor) -> Ints:
-    return derived(sizes, "sizes", lambda t: t.detach().cpu().numpy().astype(np.int64))
+    return derived(sizes, "sizes", _checked_rows)
+
+
+def _checked_rows(sizes: Tensor) -> Ints:
+    rows = sizes.detach().cpu().numpy().astype(np.int64)
+    if len(rows) and rows.min() < 0:
+        row = int(rows.argmin())
+        raise ProblemError(f"batch row {row} of a mask has length {rows[row]}: expected 0 or more keys in every row.")
+    return rows
 
 
 def _per_row(mask: Mask, rows: int | Tensor, sizes: CallSizes) -> Mask:

@@ -229,8 +229,11 @@ class TensorMask(Mask):
     Its rows are the queries of the call and its columns the keys. `torch.nn.MultiheadAttention` means the opposite by
     True: pass `TensorMask(~mask)`.
 
+    A padding mask [batch, keys] needs two more axes: `TensorMask(t[:, None, None])`. Without them it is read as
+    [queries, keys], which raises no error where the batch has as many rows as there are queries.
+
     Args:
-        mask: bool, broadcastable to [batch, heads, queries, keys].
+        mask: bool, broadcastable to [batch, heads, queries, keys]; two axes are [queries, keys].
         offset: position of its first row; None: the offset of the call (outside of a call: last row at last column).
 
     >>> from regard import draw
@@ -270,7 +273,11 @@ class TensorMask(Mask):
         if columns not in (1, sizes.keys):
             raise ProblemError(f"{self!r} has {columns} columns and the call has {sizes.keys} keys.")
         if self.offset is None and rows not in (1, sizes.queries):
-            raise ProblemError(f"{self!r} has {rows} rows and the call has {sizes.queries} queries.")
+            is_padding = self.mask.ndim == 2 and rows == sizes.batch
+            hint = (
+                " A padding mask [batch, keys] needs two more axes: TensorMask(t[:, None, None])." if is_padding else ""
+            )
+            raise ProblemError(f"{self!r} has {rows} rows and the call has {sizes.queries} queries.{hint}")
         if rows != 1 and not (first <= sizes.offset and sizes.positions <= first + rows):
             raise ProblemError(
                 f"{self!r} has rows for queries at {first} to {first + rows - 1}, and the call has queries at "
@@ -288,7 +295,9 @@ def _check_tensor(given: object, name: str, axes: tuple[int, ...], expected: str
     table = given_tensor(given, name, expected)
     fits = not (table.is_floating_point() or table.is_complex()) if integers else table.dtype == torch.bool
     if not fits or table.ndim not in axes:
-        raise ProblemError(f"{name} is {table.dtype} {list(table.shape)}: expected {expected}.")
+        is_integer = not (integers or table.dtype == torch.bool or table.is_floating_point() or table.is_complex())
+        hint = " Zeros and ones become bools by t.bool()." if is_integer else ""
+        raise ProblemError(f"{name} is {table.dtype} {list(table.shape)}: expected {expected}.{hint}")
 
 
 def _index_table(table: Tensor, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.spec import Spec
-from regard.describe.suggestions import mask_for
+from regard.describe.suggestions import mask_for, mask_names
 
 
 def received(given: object) -> str:
@@ -52,8 +52,11 @@ def instead(given: object, kind: str) -> str:
 
 
 def _instead_of_mask(given: object) -> str:
+    if isinstance(given, list | tuple) and (masks := _combined(cast("list[object]", given))):
+        return f"combine masks with &: {masks}"
     if name := mask_for(given if isinstance(given, str) else type(given).__name__):
-        return f"say {name}"
+        several = isinstance(given, str) and "(" not in given and len(mask_names(given)) > 1
+        return f"{'combine masks with &: ' if several else ''}say {name}"
     if given is None:
         return "leave None out"
     if isinstance(given, bool):
@@ -62,6 +65,14 @@ def _instead_of_mask(given: object) -> str:
         return "wrap a function of b, h, q and k as MaskFunction(f)"
     tensor = "t" if isinstance(given, Tensor) else "torch.tensor(t)"
     return f"wrap a bool tensor as TensorMask({tensor}) (True keeps), a float one as bias=TensorBias({tensor})"
+
+
+def _combined(given: "list[object] | tuple[object, ...]") -> str | None:
+    """A list of masks as one expression; None unless each is a mask."""
+    masks = [one for one in given if isinstance(one, Spec) and _kind(one) == "mask"]
+    if not masks or len(masks) < len(given):
+        return None
+    return " & ".join(f"({one!r})" if " | " in repr(one) and len(masks) > 1 else repr(one) for one in masks)
 
 
 def _instead_of_bias(given: object) -> str:

@@ -1,12 +1,14 @@
 """Suggestions for error messages: keywords and mask names of other libraries, and what to write here instead.
 
-No name of another library is accepted. `MASKS` is for a mask given as text, `NAMES` and `KEYWORDS` for a keyword that a
-function does not have, among them all of torch's `scaled_dot_product_attention` and `MultiheadAttention`.
+No name of another library is accepted. `MASKS` is for a mask given as text; `NAMES`, `KEYWORDS` and `SPECIAL` are for a
+keyword that a function does not have, among them all of torch's `scaled_dot_product_attention` and
+`MultiheadAttention`. Advice always fits the function: it names only parameters that the function has.
 """
 
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -32,6 +34,12 @@ MASKS = {
 WINDOW = "say mask=Causal() & Window(n), which counts the query itself"
 TENSOR = "say mask=TensorMask(t) for a tensor of bools (True keeps), bias=TensorBias(t) for one that is added"
 MODULE = "that is of a module, see regard.nn.MultiHeadAttention"
+DOCUMENTS = (
+    "say mask=Documents(ids), an id per token: torch.repeat_interleave(torch.arange(len(lengths)), lengths), with "
+    "lengths = cu_seqlens.diff()"
+)
+ROLLING = "say layout=Rolling(window, sinks=4), of regard.cache: the window counts the sinks"
+NO_MASK = "linear attention has no masks, only causal=True or False; for other masks, see regard.attend"
 LOOK = "weights are not kept, see regard.inspect for any of them"
 
 NAMES = {
@@ -54,12 +62,13 @@ NAMES = {
     "offset": ("cache_position", "start_pos", "query_start"),
     "scale": ("softmax_scale", "sm_scale", "scaling", "attn_scale"),
     "softcap": ("soft_cap", "logits_soft_cap", "attn_logit_softcapping"),
-    "dropout": ("dropout_p", "attn_dropout", "attention_dropout", "attn_pdrop"),
+    "causal": ("is_causal",),
+    "dropout": ("dropout_p", "p", "attn_dropout", "attention_dropout", "attn_pdrop"),
     "sink": ("s_aux", "softmax_sink", "attention_sink"),
     "codec": ("dtype", "kv_cache_dtype", "cache_dtype", "quantization"),
-    "layout": ("cache_implementation", "block_size", "page_size", "window_size"),
+    "layout": ("cache_implementation",),
     "left": ("window_size", "sliding_window", "size", "window"),
-    "lengths": ("seq_lens", "seqlens", "cu_seqlens", "key_padding_mask"),
+    "lengths": ("seq_lens", "seqlens"),
     "ids": ("document_ids", "document_id", "segment_ids", "doc_ids"),
     "fn": ("mask_mod", "function", "mask_fn"),
     "dim": ("head_dim", "rotary_dim"),
@@ -108,8 +117,30 @@ KEYWORDS = {
     "max_seq_len": "leave it out: nothing depends on a largest length",
     "bias_k": "regard does not have it",
     "layer_idx": "leave it out: each module gets a cache of its own, cache=",
+    "cu_seqlens": DOCUMENTS,
+    "cu_seqlens_q": DOCUMENTS,
+    "cu_seqlens_k": DOCUMENTS,
+    "max_seqlen": "leave it out: packed sequences are mask=Documents(ids)",
+    "max_seqlen_q": "leave it out: packed sequences are mask=Documents(ids)",
+    "max_seqlen_k": "leave it out: packed sequences are mask=Documents(ids)",
+    "deterministic": "leave it out: there is no such option; the guarantees are in docs/guide.md",
+    "head_first": "leave it out: tensors are always [batch, heads, tokens, dim]",
 }
 """Keywords of torch, transformers, flash-attention, xFormers and JAX, and what to write here."""
+
+SPECIAL = {
+    "layout": {
+        **dict.fromkeys(("window", "window_size", "sliding_window", "local_window_size", "attention_window"), ROLLING),
+        **dict.fromkeys(("sink", "sinks", "num_sink_tokens"), ROLLING),
+        **dict.fromkeys(("page", "page_size", "block_size"), "say layout=Paged(page), of regard.cache"),
+    },
+    "features": dict.fromkeys(("mask", "attn_mask", "attention_mask", "key_padding_mask"), NO_MASK),
+    "lengths": {
+        "cu_seqlens": "say lengths=cu_seqlens.diff()",
+        "key_padding_mask": "say lengths=(~key_padding_mask).sum(1): torch's True is padding",
+    },
+}
+"""The same for functions that have the parameter of the first key; it comes before `NAMES` and `KEYWORDS`."""
 
 TORCHS = {"attn_mask", "dropout_p", "is_causal", "enable_gqa"}
 
@@ -119,9 +150,33 @@ def mask_for(text: str) -> str | None:
 
     >>> mask_for("causal"), mask_for("sliding-attention"), mask_for("Prefix(4)"), mask_for("blue")
     ('Causal()', 'Causal() & Window(n)', 'Prefix(4)', None)
+    >>> mask_for("causal+padding")
+    'Causal() & KeyLengths(lengths)'
     """
     if "(" in text:
         return text  # already an expression, but in quotes
+    masks = [_mask_by_name(name) for name in mask_names(text)]
+    if None in masks:
+        return None
+    several = len(masks) > 1
+    terms = [
+        f"({m})" if several and " | " in m and " & " not in m else m
+        for m in masks
+        if m and not (several and m == "None")
+    ]
+    return " & ".join(dict.fromkeys(term for each in terms for term in each.split(" & "))) or None
+
+
+def mask_names(text: str) -> list[str]:
+    """The names in a text that names one mask or several.
+
+    >>> mask_names("causal+window"), mask_names("full attention")
+    (['causal', 'window'], ['full attention'])
+    """
+    return [name for name in re.split(r"[+&,;|/]| and | with ", text) if name.strip()]
+
+
+def _mask_by_name(text: str) -> str | None:
     name = text.strip().lower().replace("-", "_").replace(" ", "_")
     plain = name.removesuffix("_mask").removesuffix("_attention")
     return next((here for here, names in MASKS.items() if name in names or plain in names), None)
@@ -159,8 +214,8 @@ def refuse_keywords(function: Callable[..., Any], unknown: Collection[str]) -> N
     known = _names(function)
     reasons = "; nor ".join(f"{name}: {_suggestion(name, known)}" for name in unknown)
     drop_in = (
-        " All of torch's names are those of regard.scaled_dot_product_attention."
-        if TORCHS & {*unknown} and {"q", "k", "v"} <= {*known}
+        " For torch's argument names, use regard.scaled_dot_product_attention."
+        if TORCHS & {*unknown} and {"q", "k", "v", "bias"} <= {*known}
         else ""
     )
     raise KeywordError(f"{_title(function)} does not know {reasons}.{drop_in}")
@@ -191,8 +246,16 @@ def _title(function: Callable[..., Any]) -> str:
 
 
 def _suggestion(name: str, known: list[str]) -> str:
+    special = next((advice[name] for ours, advice in SPECIAL.items() if ours in known and name in advice), None)
     ours = next((ours for ours, names in NAMES.items() if ours in known and name in names), None)
-    return f"say {ours}=" if ours else KEYWORDS.get(name) or _nearest(name, known)
+    return special or (f"say {ours}=" if ours else _keyword(name, known) or _nearest(name, known))
+
+
+def _keyword(name: str, known: list[str]) -> str | None:
+    """The advice of `KEYWORDS`, if the function has the parameter that it names first."""
+    advice = KEYWORDS.get(name)
+    parameter = advice and re.search(r"\b(?:say|give) (\w+)=", advice)
+    return None if parameter and parameter[1] not in known else advice
 
 
 def _nearest(name: str, known: list[str]) -> str:
