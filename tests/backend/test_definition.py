@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window
+from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window, attend
 from regard.backend.definition import attention, kept, positions
 
 LOG2, LOG3 = math.log(2), math.log(3)
@@ -127,3 +127,11 @@ def test_positions_broadcast_to_all_pairs():
     shapes = torch.broadcast_shapes(*(t.shape for t in positions(2, 3, 5, 7)))
     assert shapes == (2, 3, 5, 7)
     assert positions(2, 3, 5, 7)[2].flatten().tolist() == [2, 3, 4, 5, 6]
+
+
+def test_the_rows_of_a_bias_are_those_of_the_call():
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8)
+    for bias in (TensorBias(torch.randn(2, 5)), TensorBias(torch.randn(2, 1)), TensorBias(torch.randn(4, 5), offset=1)):
+        for offset in (None, 2) if bias.offset is None else (2,):
+            found = attend(q, k, k, bias=bias, offset=offset)
+            assert torch.allclose(found.double(), attention(q, k, k, bias=bias, offset=offset)[0], atol=1e-6)

@@ -17,6 +17,8 @@ from regard import (
     MaskFunction,
     Prefix,
     ProblemError,
+    RefusalError,
+    T5Bias,
     TensorBias,
     TensorMask,
     Window,
@@ -556,3 +558,56 @@ def test_observers_get_the_plan_of_their_own_call():
         for keys in (4, 7):
             attend(Q[:, :, :1], K[:, :, :keys], V[:, :, :keys], mask=Causal())
     assert [plan.schedule.keys for plan in plans] == [4, 7]
+
+
+def test_a_plan_for_other_sizes_outlives_the_sizes_in_the_cache(monkeypatch: pytest.MonkeyPatch):
+    times = posed(monkeypatch)
+    q, k = torch.randn(1, 1, 1, 4), torch.randn(1, 1, known.KEPT + 9, 4)
+    for keys in range(1, known.KEPT + 9):
+        attend(q, k[:, :, :keys], k[:, :, :keys])
+    assert len(times) == 1
+
+
+ROW = torch.tensor([True, False, True, True])
+
+
+@pytest.mark.parametrize("kind", ["keys", "queries"])
+def test_expanded_masks_of_equal_elements_are_two(kind: str):
+    q = torch.randn(1, 1, 4, 8)
+    down, across = ROW.expand(4, 4), ROW[:, None].expand(4, 4)
+    assert TensorMask(down) != TensorMask(across)
+    for tensor in (down, across) if kind == "keys" else (across, down):
+        found = attend(q, q, q, mask=TensorMask(tensor))
+        assert torch.equal(found, attend(q, q, q, mask=TensorMask(tensor.contiguous())))
+    table = torch.randn(4)
+    for each in (table.expand(4, 4), table[:, None].expand(4, 4)):
+        found = attend(q.expand(1, 4, 4, 8), q, q, bias=T5Bias(each))
+        assert torch.equal(found, attend(q.expand(1, 4, 4, 8), q, q, bias=T5Bias(each.contiguous())))
+
+
+def test_a_write_while_a_call_runs_leaves_no_plan_of_the_old_elements(monkeypatch: pytest.MonkeyPatch):
+    q = torch.randn(1, 1, 6, 8)
+    first, second = (torch.rand(6, 6) > 0.5 for _ in range(2))
+    expected = attend(q, q, q, mask=TensorMask(first.clone()), backend="reference")
+    known.forget()
+    written, schedule = first.clone(), tiling.schedule
+    mask = TensorMask(written)
+    monkeypatch.setattr(tiling, "schedule", lambda *a, **b: written.copy_(second) is None or schedule(*a, **b))
+    attend(q, q, q, mask=Causal())  # the form is known, and its plan serves every mask
+    attend(q, q, q, mask=mask)  # as if another thread wrote between the look-up and the schedule
+    monkeypatch.setattr(tiling, "schedule", schedule)
+    assert torch.allclose(attend(q, q, q, mask=TensorMask(first.clone())), expected, atol=1e-6)
+    written.copy_(first)
+    known.forget()
+    monkeypatch.setattr(tiling, "schedule", lambda *a, **b: written.copy_(second) is None or schedule(*a, **b))
+    attend(q, q, q, mask=mask)  # the same where the form is new
+    monkeypatch.setattr(tiling, "schedule", schedule)
+    assert torch.allclose(attend(q, q, q, mask=TensorMask(first.clone())), expected, atol=1e-6)
+
+
+def test_several_gradients_at_once_are_refused_with_what_to_do():
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(RefusalError, match="is_grads_batched"):
+        torch.autograd.grad(attend(q, q, q), q, torch.randn(3, 1, 1, 4, 8), is_grads_batched=True)
+    found = torch.autograd.functional.jacobian(lambda x: attend(x, x, x, backend="reference"), q, vectorize=True)
+    assert found.shape == (*q.shape, *q.shape)

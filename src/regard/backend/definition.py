@@ -70,7 +70,8 @@ def attention(
         s = compare(q, k) * (1.0 if scale is None else scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    for term in [] if bias is None else bias.terms():
+    bound = None if bias is None else bias.bind(CallSizes(*sizes, sizes[3] - sizes[2] if offset is None else offset))
+    for term in [] if bound is None else bound.terms():
         s = s + term.value(b, h, i, j).to(dtype)
     keep = kept(mask, *sizes, offset) & (s > -torch.inf)
     s = s.masked_fill(~keep, -torch.inf)

@@ -26,16 +26,19 @@ from regard import native
 from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import Listed, listed
 from regard.describe.bias import TensorBias
-from regard.describe.mask import CallSizes
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
+from regard.describe.tensors import reads_again
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, hides_nothing, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
+from regard.plan.request import Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
+from regard.torch_internals import is_legacy_batched
 
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
@@ -200,6 +203,8 @@ class _Kernel:
         struct = _structs.get((self.number, threads, key))
         if struct is None:
             struct = self._make_struct(operands, inputs, threads)
+            if not _is_of(operands.mask, key):
+                return struct
             _structs.put((self.number, threads, key), struct)
         self.latest = key, struct
         return struct
@@ -339,6 +344,11 @@ class _Gradient(torch.autograd.Function):
         *saved: Any,
     ) -> tuple[Any, ...]:
         *parts, out, lse = saved
+        if any(is_legacy_batched(grad) for grad in (dout, dlse) if grad is not None):
+            raise RefusalError(
+                "The backend 'native' differentiates one gradient at a time, and this asks for several at once "
+                '(is_grads_batched, or jacobian with vectorize): name backend="reference", or use torch.func.jacrev.'
+            )
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
@@ -401,6 +411,13 @@ def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> "tuple
     parts = listed(i.stored[0]), listed(i.stored[1])
     call[PARTS] = (parts[0].address, parts[1].address, parts[0].number, parts[1].number)
     return parts
+
+
+def _is_of(mask: Mask | None, key: Sizes) -> bool:
+    """Whether the tensors of the mask still have the content of the key: another thread may have written to them."""
+    if mask is None or key.mask is None or key.mask.is_constant:
+        return True
+    return reads_again(lambda: mask.fingerprint().contents(), key.mask.contents())
 
 
 def _lists(s: Schedule) -> _Schedule:

@@ -121,6 +121,16 @@ class Fingerprint:
             not isinstance(self._behaviour, Untraceable) and all(map(_is_cacheable, self.parts))
         )
 
+    def contents(self) -> list[ContentKey]:
+        """The content keys of the tensors and functions in the spec, in order."""
+        found: list[ContentKey] = []
+        for part in self.parts:
+            if isinstance(part, Fingerprint):
+                found += part.contents()
+            elif isinstance(part, ContentKey):
+                found.append(part)
+        return found
+
     @property
     def text(self) -> str:
         """The spec in printed form."""

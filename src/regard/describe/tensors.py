@@ -118,13 +118,29 @@ def unchanged() -> Generator[None]:
         _read.reset(token)
 
 
+def reads_again(read: Callable[[], object], before: object) -> bool:
+    """Whether reading the tensors again gives what was read before: if not, another thread wrote to them meanwhile.
+
+    To be asked before a result is cached by content that was read before the result was computed.
+    """
+    token = _read.set(None)
+    try:
+        return read() == before
+    finally:
+        _read.reset(token)
+
+
 def derived(tensor: Tensor, name: str, make: Callable[[Tensor], T]) -> T:
     """`make(tensor)`, cached while the tensor lives and is unchanged; the result must not refer to the tensor."""
     kept = cast("dict[str, tuple[ContentKey, Any]]", _derived.setdefault(tensor, {}))
     now = content_key(tensor)
-    if name not in kept or kept[name][0] != now:
-        kept[name] = (now, make(tensor))
-    return kept[name][1]
+    found = kept.get(name)
+    if found is not None and found[0] == now:
+        return found[1]
+    made = make(tensor)
+    if reads_again(lambda: content_key(tensor), now):
+        kept[name] = (now, made)
+    return made
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -137,12 +153,14 @@ def digest(tensor: Tensor) -> bytes:
         if tensor.requires_grad or not _is_plain(tensor):
             with ignore_torch_function():
                 tensor = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu()
-        data = tensor
+        data, expanded = tensor, list[int]()
         for axis, step in enumerate(data.stride()):
-            if not step and data.shape[axis] > 1:  # expanded: each element once
+            if not step and data.shape[axis] > 1:  # each element once, and which axes repeat them
                 data = data.narrow(axis, 0, 1)
+                expanded.append(axis)
         data = data.reshape(-1).view(data.dtype if data.dtype in _NUMPY else _OF_BYTES[data.itemsize])
-        return xxh3_128_digest(data.numpy().data)
+        found = xxh3_128_digest(data.numpy().data)
+        return found if not expanded else xxh3_128_digest(found + bytes(expanded))
 
 
 def _content(tensor: Tensor) -> Hashable:

@@ -20,7 +20,7 @@ from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
-from regard.plan.tiling import KEPT_BYTES, cached_schedule, forget_schedules
+from regard.plan.tiling import KEPT_BYTES, cached_schedule, forget_schedules, is_still
 from regard.state import State
 
 _EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
@@ -165,7 +165,7 @@ def choose(
     plan = _plans.get(key)
     if plan is None:
         plan = _made(problem, operands.mask, backend, dict(without))
-        if _is_cacheable(problem):
+        if _is_cacheable(problem) and (operands.mask is None or is_still(operands.mask, problem.mask)):
             _plans.put(key, plan)
     return plan
 

@@ -149,7 +149,7 @@ def _constant(spec: S | None) -> S | None:
 
 
 def _put(kept: dict[K, V], key: K, value: V) -> None:
-    """Put a value into a dict of at most `KEPT`; the oldest goes where there are too many."""
+    """Put a value into a dict of about `KEPT`; the oldest goes where there are too many, but not the one under None."""
     while len(kept) >= KEPT:
-        kept.pop(next(iter(kept)), None)
+        kept.pop(next(each for each in kept if each is not None))
     kept[key] = value

@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.describe.bias import Bias
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
+from regard.describe.tensors import reads_again
 
 KEPT = 64 << 20
 """The most bytes of cached vectors."""
@@ -35,14 +36,16 @@ def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, cou
 
     A cached vector has more distances than the call needs, so a call with one more key finds it again.
     """
-    key = (bias.fingerprint(), heads, dtype)
+    content = bias.fingerprint()
+    key = (content, heads, dtype)
     low, made = _vectors.get(key) or (0, None)
     if made is None or first < low or first + count > low + made.shape[1]:
         low, high = -_next_power(-first), _next_power(first + count)
         if high - low > 4 * count + 1024:  # far from the diagonal
             low, high = first, first + count
         made = by_distance(bias, heads, dtype, low, high - low).detach()
-        _vectors.put(key, (low, made))
+        if content.is_constant or reads_again(bias.fingerprint, content):
+            _vectors.put(key, (low, made))
     return made[:, first - low : first - low + count]
 
 

@@ -5,7 +5,6 @@ The `Operands` are the tensors, and the specs with their tensors; the backend ge
 """
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint
+from regard.plan.request import Sizes
 from regard.storage.stored import StoredTensor
 
 
@@ -133,7 +133,7 @@ class Operands(NamedTuple):
     score: Score | None = None  # None: the dot product
     stored: tuple[StoredTensor, StoredTensor] | None = None
     offset: int = 0
-    key: Hashable = None
+    key: Sizes | None = None
 
     @property
     def sizes(self) -> CallSizes:

@@ -11,7 +11,8 @@ import torch
 from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Rectangles, kept_pairs, marked
 from regard.describe.recent import Recent
-from regard.describe.tensors import unchanged
+from regard.describe.spec import Fingerprint
+from regard.describe.tensors import reads_again, unchanged
 from regard.plan.closed_form import CELLS, FAR, Grid, closed_form
 from regard.plan.few_rows import few_rows, has_few_rows
 from regard.plan.schedule import Schedule
@@ -59,9 +60,16 @@ def cached_schedule(mask: Mask | None, sizes: CallSizes, tile: int) -> Schedule:
     if tiles is None:
         with unchanged():
             tiles = schedule(mask, tile=tile, **sizes._asdict())
-        if content is None or content.is_cacheable:
+        if mask is None or is_still(mask, content):
             _schedules.put(key, tiles)
     return tiles
+
+
+def is_still(mask: Mask, content: Fingerprint | None) -> bool:
+    """Whether a result of this mask may be cached by its fingerprint, which was taken before."""
+    if content is None or not content.is_cacheable:
+        return False
+    return content.is_constant or reads_again(mask.fingerprint, content)
 
 
 def forget_schedules() -> None:
