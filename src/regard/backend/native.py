@@ -32,8 +32,7 @@ from regard.describe.tensors import reads_again
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, hides_nothing, pack, prepare_score, turn
-from regard.plan.problem import Operands, Problem
-from regard.plan.request import Sizes
+from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
 from regard.plan.tiling import cached_schedule
 from regard.state import State

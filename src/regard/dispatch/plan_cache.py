@@ -20,8 +20,8 @@ from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.plan.checks import check_has_data, check_offset, check_specs, in_transform
 from regard.plan.lower import hides_nothing
 from regard.plan.pose import pose
-from regard.plan.problem import Operands
-from regard.plan.request import Request, Sizes
+from regard.plan.problem import Operands, Sizes
+from regard.plan.request import Request
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -15,7 +15,6 @@ from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
 from regard.describe.spec import Fingerprint
-from regard.plan.request import Sizes
 from regard.storage.stored import StoredTensor
 
 
@@ -112,6 +111,24 @@ class Problem:
 
     def _has_default_scale(self) -> bool:
         return math.isclose(self.scale, 1.0 if self.score else Dot().default_scale(self.qk_dim))
+
+
+class Sizes(NamedTuple):
+    """What differs between the calls of one form; a backend may serve all of them by one plan.
+
+    Attributes:
+        queries, keys, values: tokens of q, k and v.
+        nbytes: of stored keys and values.
+        offset: of the call, None by default.
+        mask: the fingerprint of the mask, not bound to the call.
+    """
+
+    queries: int
+    keys: int
+    values: int
+    nbytes: int
+    offset: int | None
+    mask: Fingerprint | None
 
 
 class Operands(NamedTuple):

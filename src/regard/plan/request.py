@@ -17,6 +17,7 @@ from regard.describe.score import Score
 from regard.describe.spec import Fingerprint, Spec
 from regard.errors import ProblemError
 from regard.plan.checks import check_offset, check_readable
+from regard.plan.problem import Sizes
 from regard.storage.stored import StoredTensor
 
 
@@ -59,24 +60,6 @@ ENCODINGS = By("None if {0} is None else ({0}[0].encodings, {0}[1].encodings)")
 
 OFFSET = By("{0}.__class__")
 """Of the offset: its type. The offset is one of the `Sizes`."""
-
-
-class Sizes(NamedTuple):
-    """What differs between the calls of one form; a backend may serve all of them by one plan.
-
-    Attributes:
-        queries, keys, values: tokens of q, k and v.
-        nbytes: of stored keys and values.
-        offset: of the call, None by default.
-        mask: the fingerprint of the mask, not bound to the call.
-    """
-
-    queries: int
-    keys: int
-    values: int
-    nbytes: int
-    offset: int | None
-    mask: Fingerprint | None
 
 
 class Request(NamedTuple):
