@@ -21,7 +21,9 @@ from regard import Causal, KeyLengths, Mask, Prefix, Window, attend
 from regard.bench.rounds import on_threads
 from regard.dispatch.plan_cache import forget
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
+SHAPES = (32, 8, 128), (8, 8, 64)
+"""Query heads, key heads, dimensions of a head."""
+
 LENGTHS = 64
 """New lengths in a round, one after the other."""
 
@@ -68,11 +70,11 @@ ROWS = (
 )
 
 
-def run(clock: Callable[[], float], rounds: int = ROUNDS) -> str:
-    """The table, in Markdown."""
+def run(shape: tuple[int, int, int], clock: Callable[[], float], rounds: int = ROUNDS) -> str:
+    """The table of a shape, in Markdown."""
     rows: list[tuple[str, ...]] = []
     for row in ROWS:
-        ours, theirs = measure(row, clock, rounds)
+        ours, theirs = measure(row, shape, clock, rounds)
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         reached = ("yes" if ratio <= GOAL else "no") if row.goal else ""
         cells = (f"{1e6 * statistics.median(times):.0f}" for times in (ours, theirs))
@@ -80,10 +82,13 @@ def run(clock: Callable[[], float], rounds: int = ROUNDS) -> str:
     return table(("one call", "regard, us", "torch, us", "regard / torch", f"at most {GOAL}"), rows)
 
 
-def measure(row: Row, clock: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+def measure(
+    row: Row, shape: tuple[int, int, int], clock: Callable[[], float], rounds: int
+) -> tuple[list[float], list[float]]:
     """Seconds of one call by regard and by torch, in each round; every length is new to regard."""
     keys = [row.first + (0 if row.same else i) for i in range(LENGTHS)]
-    calls = [(torch.randn(1, HEADS, row.queries or n, DIM), torch.randn(1, KV_HEADS, n, DIM)) for n in keys]
+    heads, kv_heads, dim = shape
+    calls = [(torch.randn(1, heads, row.queries or n, dim), torch.randn(1, kv_heads, n, dim)) for n in keys]
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
         return attend(q, k, k, mask=row.mask())
@@ -121,8 +126,10 @@ def show(args: argparse.Namespace) -> int:
     """Measure, and print the table."""
     threads = args.threads or torch.get_num_threads()
     with on_threads(threads):
-        print(f"on {machine()}, {threads} threads, {HEADS}/{KV_HEADS} heads, d {DIM}, float32\n")
-        print(run(time.thread_time if args.cpu else time.perf_counter))
+        print(f"on {machine()}, {threads} threads, float32")
+        for heads, kv_heads, dim in SHAPES:
+            print(f"\n{heads}/{kv_heads} heads, d {dim}\n")
+            print(run((heads, kv_heads, dim), time.thread_time if args.cpu else time.perf_counter))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from inspect import unwrap
 
 import numpy as np
 import pytest
@@ -127,13 +128,14 @@ def test_what_is_kept_takes_q_k_and_lse_and_no_more():
 
 
 def test_outside_the_block_nothing_is_seen_and_attend_takes_no_lse(monkeypatch):
-    asked, prepare = [], front_door.__globals__["prepare"]
+    scope = unwrap(front_door).__globals__
+    asked, prepare = [], scope["prepare"]
 
     def spy(*args, **kwargs):
         asked.append(args[0].lse)
         return prepare(*args, **kwargs)
 
-    monkeypatch.setitem(front_door.__globals__, "prepare", spy)
+    monkeypatch.setitem(scope, "prepare", spy)
     model, x = Model(), torch.randn(1, 5, 6)
     model(x)
     with observe(model) as seen:
