@@ -1,7 +1,14 @@
 """A survey made up for the tests of `regard inspect`: nothing is loaded, nothing computed."""
 
 from regard.cli.inspect import Tools
+from regard.cli.progress import STAGES
 from tests.inspect.reports import report
+
+
+def without_stages(err):
+    """What stderr says besides the line of each stage."""
+    stages = {f"regard: {name}\n" for name in (*STAGES.values(), "a stage of tomorrow")}
+    return "".join(line for line in err.splitlines(keepends=True) if line not in stages)
 
 
 class Surveyed:

@@ -35,7 +35,9 @@ def test_it_tells_what_ran_how_fast_and_beside_what(capsys):
     assert [line.split()[0] for line in lines[1:]] == ["regard", "torch", "limit", "medians"]
     assert "GFLOP/s of 700 pairs, backend" in lines[1]
     assert " mask" in lines[2].partition(", with ")[2]
-    assert lines[4] == "  medians of 1 interleaved rounds on 1 thread"
+    assert lines[4] == (
+        "  medians of 1 interleaved rounds on 1 thread; the ratio is the median of those within a round"
+    )
     assert err == ""
 
 
@@ -74,7 +76,7 @@ def test_json_goes_to_stdout_alone_or_to_a_file(tmp_path, capsys):
         (["--mask", "Window(0)"], "Window(left=0) would hide a token from itself"),
         (["--mask", "KeyLengths([1, 2])"], "sizes for 2 batch rows and the call has 1"),
         (["--bias", "Alibi(3)"], "has slopes for 3 heads and the call has 4"),
-        (["--kv-heads", "3"], "query heads must be a whole multiple of key heads"),
+        (["--kv-heads", "3"], "--query-heads 4 is no whole multiple of --kv-heads 3"),
         (["--backend", "cuda"], "backend 'cuda' is not known"),
         (["--softcap", "-1"], "softcap"),
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),

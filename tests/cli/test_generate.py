@@ -71,6 +71,12 @@ def by_transformers(place, prompt, tokens, **settings):
 # ---- what it writes -------------------------------------------------------------------------------------------------
 
 
+def test_no_new_tokens_read_the_prompt_once(capsys, folder):
+    told = generated(capsys, folder, "--max-new-tokens", "0")
+    assert (told["tokens"], told["text"], told["ended"]) == ([], "", "tokens")
+    assert told["prompt_seconds"] > 0
+
+
 def test_the_text_goes_to_stdout_and_the_numbers_to_stderr(folder, capsys):
     assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "23"]) == 0
     out, err = capsys.readouterr()
@@ -442,7 +448,7 @@ def test_what_cannot_be_done_is_said_in_one_line(options, said, folder, capsys):
     ("options", "said"),
     [
         (["--cache", "int2"], "invalid choice: 'int2'"),
-        (["--max-new-tokens", "0"], "'0' is no count"),
+        (["--max-new-tokens", "-1"], "'-1' is no count"),
         (["--top-p", "0"], "expected a number above 0, at most 1"),
         (["--temperature", "-1"], "expected a number 0 or more"),
         (["--temperature", "nan"], "expected a number 0 or more"),

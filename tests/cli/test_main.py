@@ -43,7 +43,16 @@ def test_version_tells_what_is_installed(capsys):
         (["inspect", "--model"], "expected one argument"),
         (["generate", "--prompt", "why?"], "unrecognized arguments: --prompt (the prompt takes no option)"),
         (["generate", "why?", "--tokens=3"], "--tokens=3 (it is --max-new-tokens, or --prompt-tokens for the prompt)"),
-        (["bench", "--heads", "8"], "--heads 8 (a number of heads is --query-heads)"),
+        (["bench", "--heads", "8"], "--heads (a number of heads is --query-heads)"),
+        (
+            ["inspect", "--modle", "x"],
+            "unrecognized arguments: --modle. Did you mean --model? See regard inspect --help.",
+        ),
+        (["generate", "--tokns", "3", "x"], "unrecognized arguments: --tokns. Did you mean --"),
+        (["inspct"], ". Did you mean inspect? See regard --help."),
+        (["generate", "x", "--cache", "int9"], "Did you mean int8? See regard generate --help."),
+        (["bench", "--quick"], "--rounds 3). See"),
+        (["bench", "--queries", "0"], "expected 1, 2, 3 ... See regard bench --help."),
         (
             ["inspect", "--top", "3", "--compare", "b"],
             "(it is --compare-model, or --compare-cache). See regard inspect",
@@ -80,6 +89,11 @@ finally:
         ["generate", "--help"],
         ["generate", "why?", "--temperature", "0", "--seed", "1"],
         ["bench", "--heads", "1"],
+        ["bench", "--query-heads", "7", "--kv-heads", "2"],
+        ["bench", "--mask", "causal"],
+        ["inspect", "--model", "./nowhere"],
+        ["inspect", "--heads", "99.99"],
+        ["generate", "why?", "--model", "./nowhere"],
     ],
 )
 def test_help_and_wrong_arguments_are_answered_without_torch(arguments):

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from regard.cli.argument_types import count
+from regard.cli.expression_names import BIASES, MASKS, check_names
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_json
 from regard.cli.progress import progress_bars
 from regard.errors import ProblemError
@@ -13,10 +14,6 @@ if TYPE_CHECKING:
     from regard.bench.case import Case
     from regard.bench.measure import Result
     from regard.bench.rounds import Effort
-
-MASKS = ("Causal", "Window", "Prefix", "KeyLengths", "Documents", "Global", "Dilated", "Blocks", "Tree", "TensorMask")
-BIASES = ("Alibi", "T5Bias", "TensorBias")
-"""Classes that `expression` reads, named in the help. A test compares the two: `expression` imports torch."""
 
 EPILOG = f"""\
 example: regard bench --queries 4096 --query-heads 32 --kv-heads 8 --mask "Causal() & Window(512)"
@@ -60,7 +57,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the case of the options. Every error in them is found before."""
+    """Measure the case of the options. Every error in them is found before, most of them before torch is imported."""
+    _check(args)
     check_outputs(output_files(("--json", args.json, "JSON")), force=args.force)
     import torch
 
@@ -82,6 +80,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json != STDOUT:
         print(table(result))
     return 130 if result.interrupted else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise `ProblemError` for options that contradict each other, without torch."""
+    kv_heads = args.kv_heads or args.query_heads
+    if args.query_heads % kv_heads:
+        raise ProblemError(
+            f"--query-heads {args.query_heads} is no whole multiple of --kv-heads {kv_heads}: query heads share "
+            "key heads in groups of one size."
+        )
+    check_names(args.mask)
+    check_names(args.bias)
 
 
 def case_of(args: argparse.Namespace) -> "Case":
@@ -134,8 +144,8 @@ def table(result: "Result") -> str:
         f"  regard  {duration(r.seconds)}  {r.rate / 1e9:,.0f} GFLOP/s of {r.pairs:,} pairs, {_backend(r.backend)}",
         f"  torch   {_torch(r)}",
         f"  limit   {_limit(r)}",
-        f"  medians of {r.rounds} interleaved rounds on {r.threads} thread{'s' * (r.threads > 1)}"
-        + (", ended early" if r.interrupted else ""),
+        f"  medians of {r.rounds} interleaved rounds on {r.threads} thread{'s' * (r.threads > 1)}; "
+        "the ratio is the median of those within a round" + (", ended early" if r.interrupted else ""),
     ]
     return "\n".join(lines)
 

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from regard.cli.expression_names import unknown
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal, Dilated, Global, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
-from regard.describe.mask_function import MaskFunction
 from regard.describe.spec import Spec
-from regard.describe.suggestions import mask_for
 from regard.errors import ProblemError
 
 W = TypeVar("W", bound=Spec)
@@ -106,24 +105,11 @@ def _value(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=named) if name in SPECS:
             return _make(node, SPECS[name], arguments, named)
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
-            raise ProblemError(_unknown(name))
+            raise ProblemError(unknown(name))
         case _:
             raise ProblemError(
                 f"{_short(ast.unparse(node))} is not understood: expected masks or biases, & | ~ +, numbers, lists."
             )
-
-
-def _unknown(name: str) -> str:
-    if name in SPECS:
-        return f"{name} is not understood: expected {name}() with its parentheses."
-    if near := next((known for known in SPECS if known.lower() == name.lower()), None):
-        return f"{name} is not understood: expected {near}{'()' if near == Causal.__name__ else '(...)'}."
-    if mask := mask_for(name):
-        return f"{name} is not understood: expected {mask}."
-    can = f"{_names(MASKS)} for a mask; {_names(BIASES)} for a bias"
-    if name == MaskFunction.__name__:
-        return f"{name} takes a function, which only Python can express. Expected one of {can}."
-    return f"{name} is not understood: expected one of {can}."
 
 
 def _names(kinds: tuple[type[Spec], ...]) -> str:

@@ -13,6 +13,7 @@ from regard.cli.argument_types import count
 from regard.cli.outputs import add_force, add_json, check_outputs, output_files
 from regard.cli.prompt import add_prompt, prompt_source, read_prompt
 from regard.errors import ProblemError
+from regard.integrate.model_folder import check_name
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,7 +35,10 @@ def add_to(commands: Any) -> None:
     form.add_argument("--chat", action="store_true", help="the prompt is a question, for the model's chat template")
     form.add_argument("--raw", action="store_true", help="the prompt is a text to continue (default without template)")
     parser.add_argument(
-        "--max-new-tokens", type=count(1), metavar="N", help=f"tokens to generate at most (default: {NEW_TOKENS})"
+        "--max-new-tokens",
+        type=count(0),
+        metavar="N",
+        help=f"tokens to generate at most (default: {NEW_TOKENS}; 0: read the prompt once)",
     )
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="generate all --max-new-tokens, past the model's end")
@@ -61,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt, args.prompt_file).removesuffix("\n")
     files = output_files(("--json", args.json, "JSON"))
     check_outputs(files, force=args.force, prompts=[prompt_source(args)], models=[args.model])
+    if args.device != "cpu":
+        from regard.integrate.checkpoint import device_of
+
+        device_of(args.device)
     from regard.cli.generate_text import generate_text
 
     return generate_text(args, prompt)
@@ -70,6 +78,7 @@ def _check(args: argparse.Namespace) -> None:
     """Raise `ProblemError` for options that do not go together."""
     generate_options.check_cache_options(args)
     generate_options.check_sampling_options(args)
+    check_name(args.model)
     if "" in (args.stop or ()):
         raise ProblemError("--stop is empty, and every text begins with that: give a character or more.")
     for option in ("--json", "--compare-cache", "--stop", "--ignore-eos"):

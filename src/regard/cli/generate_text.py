@@ -22,7 +22,6 @@ from regard.cli.outputs import STDOUT, write_json
 from regard.cli.progress import progress_bars
 from regard.cli.text_stream import TextStream
 from regard.errors import ProblemError
-from regard.integrate.checkpoint import device_of
 from regard.storage.stored import Rolling
 
 CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | dict.fromkeys(range(127, 160), "�")
@@ -31,7 +30,6 @@ CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | dic
 
 def generate_text(args: argparse.Namespace, prompt: str) -> int:
     """Generate as the options say, and return the exit code."""
-    device_of(args.device)
     spec = cache_spec(args)
     with on_threads(args.threads or torch.get_num_threads()), _without_warnings(), ExitStack() as bars:
         progress = bars.enter_context(progress_bars())
@@ -191,18 +189,19 @@ def new_tokens(model: Any, prompt: int, limit: int | None, window: int | None) -
     """
     context = context_length(model)
     if context is None:
-        return limit or NEW_TOKENS
+        return NEW_TOKENS if limit is None else limit
     if window is not None:
         if window > context:
             raise ProblemError(f"--window {window:,} is more than the {context:,} positions of the model.")
-        return limit or NEW_TOKENS
+        return NEW_TOKENS if limit is None else limit
     left = context if model.config.is_encoder_decoder else context - prompt
-    if prompt > context or left < (limit or 1):
+    if prompt > context or left < (1 if limit is None else limit):
+        wanted = NEW_TOKENS if limit is None else limit
         raise ProblemError(
-            f"the prompt is {prompt:,} tokens and {limit or NEW_TOKENS:,} are to be generated, and the model has "
-            f"{context:,} positions: shorten the prompt, generate fewer (--max-new-tokens), or use --window."
+            f"the prompt is {prompt:,} tokens and {wanted:,} are to be generated, and the model has {context:,} "
+            f" positions: shorten the prompt, generate fewer (--max-new-tokens), or use --window."
         )
-    return limit or min(NEW_TOKENS, left)
+    return min(NEW_TOKENS, left) if limit is None else limit
 
 
 def context_length(model: Any) -> int | None:

@@ -86,9 +86,13 @@ def generate(
 
     Args:
         ids: the prompt, [1, tokens].
-        settings: keyword arguments of transformers' `generate`.
+        settings: keyword arguments of transformers' `generate`. With 0 new tokens, the first token is computed, as it
+            is the result of the prompt, and dropped.
     """
-    count, ended = ids.shape[1], "tokens"
+    count, ended, reads_only = ids.shape[1], "tokens", settings["max_new_tokens"] == 0
+    if reads_only:
+        settings = settings | {"max_new_tokens": 1, "min_new_tokens": 1}
+        listener.show = lambda piece: None
 
     def show_prefill(*_: object) -> None:
         if listener.times is None:
@@ -101,7 +105,10 @@ def generate(
     hook, start = model.register_forward_hook(show_prefill), time.perf_counter()
     try:
         model.generate(ids, past_key_values=cache, stopping_criteria=[listener], **settings)
-        ended = "stop" if listener.stream.stopped else "end" if listener.tokens[-1] in end_tokens(model) else "tokens"
+        if not reads_only:
+            ended = (
+                "stop" if listener.stream.stopped else "end" if listener.tokens[-1] in end_tokens(model) else "tokens"
+            )
     except KeyboardInterrupt:
         ended = INTERRUPTED
     finally:
@@ -110,8 +117,8 @@ def generate(
     first, last = listener.times or (None, 0.0)
     return Generation(
         prompt_tokens=count,
-        tokens=listener.tokens,
-        text=listener.stream.text,
+        tokens=[] if reads_only else listener.tokens,
+        text="" if reads_only else listener.stream.text,
         ended=ended,
         prompt_seconds=None if first is None else first - start,
         seconds=0.0 if first is None else last - first,

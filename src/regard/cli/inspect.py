@@ -18,6 +18,7 @@ from regard.cli.outputs import STDOUT, add_force, add_json, as_json, check_outpu
 from regard.cli.progress import Progress, progress_bars
 from regard.cli.prompt import SAMPLE, add_prompt, prompt_source, read_prompt
 from regard.errors import ProblemError
+from regard.integrate.model_folder import check_name, sizes_of
 
 if TYPE_CHECKING:
     from regard.inspect.surveying.report import Report
@@ -130,7 +131,8 @@ def run(args: argparse.Namespace, tools: Callable[[], Tools] = tools) -> int:
     prompt = SAMPLE if sample else read_prompt(args.prompt, args.prompt_file)
     _check(args)
     view = _view()
-    with progress_bars() as progress:
+    with progress_bars(lines=True) as progress:
+        progress("model", 0, len(_names(args)))
         report = _survey(tools(), prompt, args, progress)
     _write(report, args)
     quiet = STDOUT in (args.json, args.csv)
@@ -156,10 +158,28 @@ def _check(args: argparse.Namespace) -> None:
     for layer, head in args.heads or ():
         if args.layers is not None and layer not in args.layers:
             raise ProblemError(f"head {layer}.{head} is in none of the --layers: add layer {layer}, or leave them out.")
+    for name in _names(args):
+        check_name(name)
+        _check_heads(args, sizes_of(name))
     if args.device != "cpu":
         from regard.integrate.checkpoint import device_of
 
         device_of(args.device)
+
+
+def _check_heads(args: argparse.Namespace, sizes: tuple[int, int] | None) -> None:
+    """Raise `ProblemError` for layers and heads beyond those of the model; sizes are (layers, heads), None: unknown."""
+    if sizes is None:
+        return
+    for layer in sorted({*(args.layers or ()), *(layer for layer, _ in args.heads or ())}):
+        if layer >= sizes[0]:
+            raise ProblemError(f"layer {layer} does not exist: the model has {sizes[0]} layers, 0 to {sizes[0] - 1}.")
+    for layer, head in args.heads or ():
+        if head >= (heads := sizes[1]):
+            raise ProblemError(
+                f"head {layer}.{head} does not exist: layer {layer} has {heads} heads, {layer}.0 to "
+                f"{layer}.{heads - 1}."
+            )
 
 
 def _survey(tools: Tools, prompt: str, args: argparse.Namespace, progress: Progress) -> "Report":
@@ -168,7 +188,6 @@ def _survey(tools: Tools, prompt: str, args: argparse.Namespace, progress: Progr
 
     names = _names(args)
     models: list[tuple[Any, Any, str]] = []
-    progress("model", 0, len(names))
     for name in names:
         if (config := tools.config(name)) is not None:
             select(args.measures, args.layers, args.heads, args.ablate).check_config(config)

@@ -31,8 +31,10 @@ Arguments are read before torch is imported, so that help and errors in them com
 """
 
 import argparse
+import difflib
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -59,6 +61,7 @@ HINTS = {
     "--heads": "a number of heads is --query-heads",
     "--group": "it is --group-size",
     "--no-end": "it is --ignore-eos",
+    "--quick": "the number of rounds is --rounds, such as --rounds 3",
 }
 """What to write in place of an option that a command does not have."""
 
@@ -114,20 +117,44 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+        self.exit(
+            2, f"{self.prog}: error: {message}{'' if message.endswith(('.', '?')) else '.'} See {self.prog} --help.\n"
+        )
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A question with the known name that is nearest, or nothing.
+
+    >>> did_you_mean("--modle", ["--model", "--mask"])
+    '. Did you mean --model?'
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
+    parser, commands = _parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hints = [f" ({HINTS[name]})" for name in (each.partition("=")[0] for each in unknown) if name in HINTS]
         parser.prog = " ".join(filter(None, (parser.prog, args.command)))
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints[:1])}")
+        parser.error(_unrecognized(unknown, (commands[args.command] if args.command else parser).format_usage()))
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _unrecognized(unknown: list[str], usage: str) -> str:
+    """The message for arguments that a command does not have; of options and their values, the options alone."""
+    options = [each for each in unknown if each.startswith("--")]
+    message = f"unrecognized arguments: {' '.join(options or unknown)}"
+    names = [each.partition("=")[0] for each in options]
+    if hints := [f" ({HINTS[name]})" for name in names if name in HINTS]:
+        return message + hints[0]
+    return message + next(filter(None, (did_you_mean(n, re.findall(r"--[\w-]+", usage)) for n in names)), "")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of `regard`, and those of its commands by name."""
     parser = Parser(
         prog="regard",
         description="Attention as a library; its command shows what goes on in a model, and how fast it is here.",
@@ -138,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_to(commands)
     generate.add_to(commands)
     bench.add_to(commands)
-    return parser
+    return parser, commands.choices
 
 
 class _Version(argparse.Action):

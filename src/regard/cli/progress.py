@@ -1,4 +1,4 @@
-"""Progress bars on stderr, one per stage, removed at the end. Without rich, or without a terminal, nothing is shown."""
+"""Progress bars on stderr, one per stage, removed at the end. Without a terminal: a line per stage, or nothing."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -24,8 +24,15 @@ STAGES = {
 
 
 @contextmanager
-def progress_bars() -> Generator[Progress]:
-    """Yield a function that updates the bar of a stage."""
+def progress_bars(*, lines: bool = False) -> Generator[Progress]:
+    """Yield a function that updates the bar of a stage.
+
+    Args:
+        lines: whether to print the name of each stage once where stderr is no terminal.
+    """
+    if not sys.stderr.isatty():
+        yield _print_stages() if lines else lambda stage, done, total: None
+        return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
@@ -40,7 +47,7 @@ def progress_bars() -> Generator[Progress]:
         MofNCompleteColumn(), Elapsed(), TextColumn("left"), Remaining(),
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
-    with Bars(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
 
         def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -48,3 +55,14 @@ def progress_bars() -> Generator[Progress]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield update
+
+
+def _print_stages() -> Progress:
+    stages: set[str] = set()
+
+    def show(stage: str, done: int, total: int) -> None:
+        if stage not in stages:
+            stages.add(stage)
+            print(f"regard: {STAGES.get(stage, stage)}", file=sys.stderr, flush=True)
+
+    return show

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from regard.errors import ProblemError
+from regard.integrate.model_folder import check_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights can be loaded as."""
@@ -139,12 +140,9 @@ def _check_installed(package: str) -> None:
 
 
 def _loaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    if not name.strip():
-        raise ProblemError("the name of the model is empty: give a directory or a model id.")
-    if Path(name).expanduser().exists():
-        return _from_directory(Path(name).expanduser(), dtype)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
-        raise ProblemError(f"there is no directory {name}.")
+    check_name(name)
+    if (path := Path(name).expanduser()).exists():
+        return _from_pretrained(str(path), str(path), dtype)
     cached = _cached_folder(name)
     if cached is None:
         _ask_hub(name)
@@ -162,16 +160,6 @@ def _loaded(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 def _download(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     with _loud():
         return _from_pretrained(name, name, dtype)
-
-
-def _from_directory(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    if not path.is_dir():
-        raise ProblemError(
-            f"{path} is a file: give the directory of a model, with its config.json, weights and tokenizer."
-        )
-    if not (path / "config.json").is_file():
-        raise ProblemError(f"{path} is no model: it has no config.json (what save_pretrained writes).")
-    return _from_pretrained(str(path), str(path), dtype)
 
 
 def _cached_folder(name: str) -> str | None:
