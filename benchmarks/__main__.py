@@ -17,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import cases, command, performance_pages, report
+from benchmarks.instruction_set import LIMITS, limit
 from benchmarks.machine_kind import machine_kind, title
 from benchmarks.memory import extra_bytes
 from benchmarks.picture import draw
 from benchmarks.report import Line
+from regard import native
 from regard.bench.measure import measure
 from regard.bench.rounds import QUICK, Effort
 from regard.cli.argument_types import count
@@ -71,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=[*TYPES], help="this type alone (default: both)")
     parser.add_argument("--rounds", type=count(1), metavar="N", help="rounds per case (default: as many as fit in 2 s)")
     parser.add_argument("--quick", action="store_true", help="few rounds: a first look, in a fraction of the time")
+    parser.add_argument(
+        "--isa", choices=native.isas() or [*LIMITS], help="limit regard and torch to an instruction set"
+    )
     parser.add_argument("--list", action="store_true", help="list the cases, and measure nothing")
     add_json(parser, "the results")
     add_force(parser)
@@ -79,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the cases, show their tables, and write the page if `--write` is given."""
-    if args.write and (args.cases or args.dtype):
-        raise ProblemError("--write writes the whole page: leave --cases and --dtype out.")
+    if args.write and (args.cases or args.dtype or args.isa):
+        raise ProblemError("--write writes the whole page of this machine: leave --cases, --dtype and --isa out.")
     if args.quick and args.rounds:
         raise ProblemError("--quick and --rounds both set the number of rounds: leave one of them out.")
     check_outputs(output_files(("--json", args.json, "JSON")), force=args.force)
@@ -90,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print(*(job.name for job in jobs), sep="\n")
         return 0
+    if args.isa:
+        limit(args.isa)
     lines, interrupted = _measure(jobs, args)
     write_json(args.json, {"machine": report.machine(), "lines": [line.to_dict() for line in lines]})
     if args.json != STDOUT:

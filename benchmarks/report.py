@@ -1,5 +1,6 @@
 """The results: a line for each case and type, with its goal; as tables for terminals and as a page."""
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -73,9 +74,11 @@ class Line:
 def machine() -> str:
     """The machine and the versions of the measurement."""
     library = native.isa() if native.available() else "without the compiled library"
+    limited = os.environ.get("ATEN_CPU_CAPABILITY")
+    torch_name = f"torch {torch.__version__}" + (f" limited to {limited}" if limited else "")
     day = datetime.now(UTC).date()
     python = platform.python_version()
-    return f"{device(torch.device('cpu'))}, {library}, torch {torch.__version__}, Python {python}, {day}"
+    return f"{device(torch.device('cpu'))}, {library}, {torch_name}, Python {python}, {day}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

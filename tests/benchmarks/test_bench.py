@@ -1,6 +1,7 @@
 """`./bench`: the project's cases, their goals, and the page that is made of them."""
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as bench
-from benchmarks import cases, memory, peers, report
+from benchmarks import cases, instruction_set, memory, peers, report
 from benchmarks.machine_kind import machine_kind
 from benchmarks.performance_pages import CASES
 from benchmarks.picture import draw
@@ -212,6 +213,7 @@ def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
         (["--cases", "nothing like it"], "no case has 'nothing like it' in its name"),
         (["--write", "--cases", "causal"], "--write writes the whole page"),
         (["--write", "--dtype", "float32"], "--write writes the whole page"),
+        (["--write", "--isa", "portable"], "--write writes the whole page"),
         (["--quick", "--rounds", "3"], "leave one of them out"),
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
     ],
@@ -221,6 +223,20 @@ def test_what_makes_no_sense_is_said_in_one_line(arguments, said, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
+
+
+def test_an_instruction_set_limits_regard_and_torch_of_a_new_process(monkeypatch):
+    started = []
+    monkeypatch.setattr(instruction_set.os, "execve", lambda *command: started.append(command))
+    instruction_set.limit("portable")
+    (program, arguments, environment), *more = started
+    assert (program, arguments[0], more) == (sys.executable, sys.executable, [])
+    assert (environment["REGARD_ISA"], environment["ATEN_CPU_CAPABILITY"]) == ("portable", "default")
+    for name, value in instruction_set.limits("portable").items():
+        monkeypatch.setenv(name, value)
+    instruction_set.limit("portable")
+    assert len(started) == 1
+    assert "limited to default" in report.machine()
 
 
 @pytest.mark.parametrize("arguments", [["--threads", "0"], ["--dtype", "int8"], ["--rounds", "few"], ["more"]])
