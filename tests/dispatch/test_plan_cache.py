@@ -592,14 +592,19 @@ def test_a_write_while_a_call_runs_leaves_no_plan_of_the_old_elements(monkeypatc
     known.forget()
     written, schedule = first.clone(), tiling.schedule
     mask = TensorMask(written)
-    monkeypatch.setattr(tiling, "schedule", lambda *a, **b: written.copy_(second) is None or schedule(*a, **b))
+
+    def write_first(*mask: Any, **sizes: Any) -> Any:
+        written.copy_(second)
+        return schedule(*mask, **sizes)
+
+    monkeypatch.setattr(tiling, "schedule", write_first)
     attend(q, q, q, mask=Causal())  # the form is known, and its plan serves every mask
     attend(q, q, q, mask=mask)  # as if another thread wrote between the look-up and the schedule
     monkeypatch.setattr(tiling, "schedule", schedule)
     assert torch.allclose(attend(q, q, q, mask=TensorMask(first.clone())), expected, atol=1e-6)
     written.copy_(first)
     known.forget()
-    monkeypatch.setattr(tiling, "schedule", lambda *a, **b: written.copy_(second) is None or schedule(*a, **b))
+    monkeypatch.setattr(tiling, "schedule", write_first)
     attend(q, q, q, mask=mask)  # the same where the form is new
     monkeypatch.setattr(tiling, "schedule", schedule)
     assert torch.allclose(attend(q, q, q, mask=TensorMask(first.clone())), expected, atol=1e-6)
