@@ -5,20 +5,40 @@ import math
 import pytest
 import torch
 
-from regard import Alibi, ProblemError, T5Bias, TensorBias
+from regard import Alibi, ProblemError, T5Bias, TensorBias, attend, explain
 from regard.describe.mask import CallSizes
 
 
 def test_alibi_slopes_are_the_papers():
-    assert Alibi(8).slopes().tolist() == [2.0**-i for i in range(1, 9)]  # §3: 1/2, 1/4, ..., 1/256 for 8 heads
-    twelve = Alibi(12).slopes().tolist()
-    assert twelve[:8] == Alibi(8).slopes().tolist()
+    assert Alibi(8).slope_per_head().tolist() == [2.0**-i for i in range(1, 9)]  # §3: 1/2, 1/4, ..., 1/256 for 8 heads
+    twelve = Alibi(12).slope_per_head().tolist()
+    assert twelve[:8] == Alibi(8).slope_per_head().tolist()
     assert twelve[8:] == pytest.approx([2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5])
 
 
 def test_alibi_grows_with_the_distance_to_either_side():
     value = Alibi(2).value(0, torch.tensor([0, 1])[:, None], torch.tensor(2), torch.arange(4))
     assert value.tolist() == [[-0.125, -0.0625, 0.0, -0.0625], [-2 / 256, -1 / 256, 0.0, -1 / 256]]
+
+
+def test_alibi_takes_slopes():
+    slopes = Alibi(4).slope_per_head().float()
+    q = torch.randn(1, 4, 7, 8)
+    torch.testing.assert_close(attend(q, q, q, bias=Alibi(slopes=slopes)), attend(q, q, q, bias=Alibi(4)))
+    assert repr(Alibi(slopes=slopes)) == "Alibi(heads=4, slopes=float32[4])"
+    assert Alibi(slopes=slopes) == Alibi(4, slopes.clone()) != Alibi(slopes=slopes + 1)
+    assert "bias Alibi(heads=4, slopes=float32[4])" in str(explain(q, q, q, bias=Alibi(slopes=slopes)))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_gradients_flow_to_slopes(backend: str | None):
+    q, k, v = torch.randn(3, 1, 2, 7, 8, dtype=torch.float64)
+    slopes = torch.tensor([0.5, 0.25], dtype=torch.float64, requires_grad=True)
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+    bias = TensorBias(-slopes[:, None, None] * distance)
+    (expected,) = torch.autograd.grad(attend(q, k, v, bias=bias, backend="reference").square().sum(), slopes)
+    out = attend(q, k, v, bias=Alibi(slopes=slopes), backend=backend)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), slopes)[0], expected)
 
 
 def _t5_bucket(distance: int, *, bidirectional: bool, buckets: int, limit: int) -> int:
@@ -56,6 +76,10 @@ def test_biases_add():
 
 FRAME = CallSizes(batch=2, heads=4, queries=3, keys=5, offset=2)
 WRONG = {
+    "alibi of nothing": (Alibi, "give a number of query heads, or slopes="),
+    "slopes with two axes": (lambda: Alibi(slopes=torch.ones(2, 4)), r"float32 \[2, 4\]: expected floats \[heads\]"),
+    "slopes for other heads": (lambda: Alibi(3, torch.ones(4)), r"\[4\] for 3 heads: expected floats \[heads\]"),
+    "slopes for heads that the call lacks": (lambda: Alibi(slopes=torch.ones(3)).bind(FRAME), "3 heads and the call"),
     "alibi for other heads": (lambda: Alibi(3).bind(FRAME), "3 heads and the call has 4"),
     "t5 for other heads": (lambda: T5Bias(torch.zeros(32, 3)).bind(FRAME), "3 heads"),
     "t5 of integers": (lambda: T5Bias(torch.zeros(32, 3, dtype=torch.int64)), "expected floats"),

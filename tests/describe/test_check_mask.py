@@ -21,6 +21,10 @@ def test_every_mask_of_regard_is_right(data: st.DataObject):
     check_mask(data.draw(masks(queries, keys)), queries=queries, keys=keys, batch=BATCH, heads=HEADS)
 
 
+def test_sizes_have_defaults():
+    check_mask(Causal())
+
+
 @spec
 class Diagonal(Mask):
     """k <= q, right; the wrong ones below change one method each."""

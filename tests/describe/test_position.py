@@ -702,7 +702,7 @@ def alibi_of_the_paper(heads: int) -> list[float]:
 
 @pytest.mark.parametrize("heads", [*range(1, 18), 40, 71, 112])
 def test_alibi_slopes_for_any_number_of_heads(heads: int):
-    assert Alibi(heads).slopes().tolist() == pytest.approx(alibi_of_the_paper(heads))
+    assert Alibi(heads).slope_per_head().tolist() == pytest.approx(alibi_of_the_paper(heads))
 
 
 def test_alibi_reaches_past_the_training_length():

@@ -412,3 +412,11 @@ def test_the_name_can_be_given_when_a_model_is_made():
     with torch.no_grad(), observe_calls(calls.append):
         made(tokens())
     assert len(calls) == 2
+
+
+def test_use_regard_returns_the_model_and_is_undone_by_the_name_of_another_attention():
+    made = model("llama")
+    assert use_regard(made) is made
+    assert made.config._attn_implementation == "regard"
+    made.set_attn_implementation("sdpa")
+    assert made.config._attn_implementation == "sdpa"

@@ -41,6 +41,7 @@ TENSORS: dict[type[Spec], torch.dtype] = {
     Documents: torch.int64,
     Blocks: torch.bool,
     TensorMask: torch.bool,
+    Alibi: torch.float32,
     T5Bias: torch.float32,
     TensorBias: torch.float32,
 }

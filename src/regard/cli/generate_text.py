@@ -199,7 +199,7 @@ def new_tokens(model: Any, prompt: int, limit: int | None, window: int | None) -
         wanted = NEW_TOKENS if limit is None else limit
         raise ProblemError(
             f"the prompt is {prompt:,} tokens and {wanted:,} are to be generated, and the model has {context:,} "
-            f" positions: shorten the prompt, generate fewer (--max-new-tokens), or use --window."
+            "positions: shorten the prompt, generate fewer (--max-new-tokens), or use --window."
         )
     return min(NEW_TOKENS, left) if limit is None else limit
 

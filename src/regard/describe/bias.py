@@ -105,29 +105,51 @@ class Alibi(Bias):
     rule). The paper is causal; for keys after the query the distance counts as well, as in flash-attention.
 
     Args:
-        heads: query heads of the call, at least 1.
+        heads: query heads of the call, at least 1; None: as many as there are slopes.
+        slopes: slopes of your own in place of those of the paper, floats [heads], such as flash-attention's
+            `alibi_slopes`; gradients flow to them. None: those of the paper.
 
-    >>> Alibi(4).slopes().tolist()
+    >>> Alibi(4).slope_per_head().tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
-    >>> Alibi(3).slopes().tolist()
+    >>> Alibi(3).slope_per_head().tolist()
     [0.0625, 0.00390625, 0.25]
+    >>> learned = Alibi(slopes=torch.tensor([0.5, 0.25], requires_grad=True))
+    >>> learned, learned.value(0, 1, torch.tensor(9), 5).item()
+    (Alibi(heads=2, slopes=float32[2]), -1.0)
     """
 
-    heads: int
+    heads: int | None = None
+    slopes: Tensor | None = None
 
     def __post_init__(self) -> None:
+        expected = "floats [heads], a slope per query head"
+        if self.slopes is not None:
+            slopes = given_tensor(self.slopes, "Alibi(slopes)", expected)
+            if not slopes.is_floating_point() or slopes.ndim != 1 or self.heads not in (None, len(slopes)):
+                for_heads = "" if self.heads is None else f" for {self.heads} heads"
+                raise ProblemError(
+                    f"Alibi(slopes) is {slopes.dtype} {list(slopes.shape)}{for_heads}: expected {expected}."
+                )
+            object.__setattr__(self, "heads", len(slopes))
+        elif self.heads is None:
+            raise ProblemError(
+                "Alibi() has no heads: give a number of query heads, or slopes= with one per query head."
+            )
         object.__setattr__(self, "heads", whole(self.heads, "Alibi(heads)", "query heads", least=1))
 
-    def slopes(self) -> Tensor:
-        """The slope of each head, float64 [heads]."""
-        power = 1 << (self.heads.bit_length() - 1)
+    def slope_per_head(self) -> Tensor:
+        """The slope of each head, [heads]: float64 for those of the paper."""
+        if self.slopes is not None:
+            return self.slopes
+        heads = cast(int, self.heads)
+        power = 1 << (heads.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
         between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
-        return torch.tensor((slopes + between)[: self.heads], dtype=torch.float64, device="cpu")
+        return torch.tensor((slopes + between)[:heads], dtype=torch.float64, device="cpu")
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         (distance,) = as_tensors(q - k)
-        return -self.slopes().to(distance.device)[h] * distance.abs()
+        return -self.slope_per_head().to(distance.device)[h] * distance.abs()
 
     def bind(self, sizes: CallSizes) -> Bias:
         if self.heads != sizes.heads:

@@ -34,7 +34,14 @@ class _Checked(NamedTuple):
 
 
 def check_mask(
-    mask: Mask, *, queries: int, keys: int, batch: int = 2, heads: int = 2, offset: int | None = None, seed: int = 0
+    mask: Mask,
+    *,
+    queries: int = 200,
+    keys: int = 300,
+    batch: int = 2,
+    heads: int = 2,
+    offset: int | None = None,
+    seed: int = 0,
 ) -> None:
     """Check the methods of a mask against its `keep`, on a call of these sizes.
 
@@ -44,6 +51,8 @@ def check_mask(
     A mask without `bounds` is right, and has every tile evaluated; with `bounds`, only the tiles at its edges are.
 
     Args:
+        queries: at least 1.
+        keys: at least 1.
         offset: position of the first query; None puts the last query at the last key.
         seed: of the random rectangles.
 

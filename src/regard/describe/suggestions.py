@@ -94,7 +94,7 @@ KEYWORDS = {
     "sliding_window": WINDOW,
     "local_window_size": WINDOW,
     "attn_bias": "say bias=TensorBias(t), or mask= for what hides keys",
-    "alibi_slopes": "say bias=Alibi(heads)",
+    "alibi_slopes": "say bias=Alibi(slopes=t), t of shape [heads]; Alibi(heads) has the slopes of the paper",
     "score_mod": "say bias= for what is added to scores, softcap= for a cap",
     "enable_gqa": "leave it out: query heads may be any whole multiple of key heads",
     "sinks": "say sink=, a logit per head; for first tokens that stay visible, mask=Causal() & (Window(n) | Prefix(4))",

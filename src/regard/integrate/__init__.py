@@ -1,8 +1,9 @@
 """regard inside transformers: the attention and the KV cache of its models, and a model to try them on.
 
 ```python
-from regard.integrate import regard_cache, use_regard
+from regard.integrate import load, regard_cache, use_regard
 
+model, tokenizer, label = load()  # or a model of your own
 use_regard(model)
 model.generate(**inputs, past_key_values=regard_cache(model, codec=Int8()))
 ```
@@ -17,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regard.integrate.cache import regard_cache
     from regard.integrate.cache_load import load_cache
+    from regard.integrate.checkpoint import load
     from regard.integrate.continuous import continuous_batching
     from regard.integrate.transformers import use_regard
 
-__all__ = ["continuous_batching", "load_cache", "regard_cache", "use_regard"]
+__all__ = ["continuous_batching", "load", "load_cache", "regard_cache", "use_regard"]
 
 _HOMES = {
     "continuous_batching": "regard.integrate.continuous",
+    "load": "regard.integrate.checkpoint",
     "load_cache": "regard.integrate.cache_load",
     "regard_cache": "regard.integrate.cache",
     "use_regard": "regard.integrate.transformers",

@@ -83,7 +83,7 @@ def regard_cache(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    >>> use_regard(model)
+    >>> model = use_regard(model)
     >>> cache = regard_cache(model)
     >>> ids = torch.tensor([[1, 2, 3]])
     >>> out = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)

@@ -31,7 +31,7 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | Non
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    >>> use_regard(model)
+    >>> model = use_regard(model)
     >>> prompt, folder = torch.tensor([[1, 2, 3, 4, 5]]), tempfile.TemporaryDirectory()
     >>> cache = regard_cache(model)
     >>> with torch.no_grad():

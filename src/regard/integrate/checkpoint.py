@@ -15,6 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,6 +27,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub's first answer; transformers by itself would retry for 23 s without a network."""
+
+
+_tokenizers: "WeakKeyDictionary[torch.nn.Module, Any]" = WeakKeyDictionary()
+
+
+def tokenizer_of(model: torch.nn.Module) -> Any:
+    """The tokenizer that `load` returned with this model; None for other models."""
+    return _tokenizers.get(model)
 
 
 def load(
@@ -60,7 +69,9 @@ def load(
         else:
             (model, tokenizer), label = _loaded(name, dtype), Path(name).name
     with _one_line(f"{label} cannot be moved to {place}"):
-        return model.to(place), tokenizer, label
+        model = model.to(place)
+    _tokenizers[model] = tokenizer
+    return model, tokenizer, label
 
 
 def device_of(device: torch.device | str) -> torch.device:

@@ -22,7 +22,7 @@ import functools
 import inspect
 import sys
 from types import CodeType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ _COMPUTE_WITH_MASKS = frozenset({"doge", "deepseek_v4"})
 A `LayerMask` turns dense when code computes with it, but cannot notice `isinstance(mask, BlockMask)` (Doge then leaves
 it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type."""
 
+M = TypeVar("M")
+
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The object in which models look their attention function up."""
 
@@ -70,8 +72,10 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def use_regard(model: Any) -> None:
-    """Let regard compute the attention of a transformers model, from now on.
+def use_regard(model: M) -> M:
+    """Let regard compute the attention of a transformers model, from now on; returns the model.
+
+    `model.set_attn_implementation("sdpa")` undoes it.
 
     Latent attention (MLA: DeepSeek-V3 and others) decodes without expanding the cached latents, with the caches of
     transformers as with regard's. `regard_cache(model).explain()` says so, or why not.
@@ -81,7 +85,7 @@ def use_regard(model: Any) -> None:
     >>> sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     >>> ids, eager = torch.tensor([[1, 2, 3]]), model(torch.tensor([[1, 2, 3]])).logits
-    >>> use_regard(model)
+    >>> model = use_regard(model)
     >>> torch.allclose(model(ids).logits, eager, atol=1e-6)
     True
 
@@ -94,7 +98,8 @@ def use_regard(model: Any) -> None:
     check_model(model)
     register()
     pass_latents(model)
-    model.set_attn_implementation(NAME)
+    cast(Any, model).set_attn_implementation(NAME)
+    return model
 
 
 def check_model(model: Any) -> None:

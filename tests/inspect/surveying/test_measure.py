@@ -117,6 +117,16 @@ def test_what_makes_no_sense_is_refused(decoder, text, measures, message):
         measure(decoder, text, measures)
 
 
+def test_a_text_is_read_by_the_tokenizer_that_was_loaded_with_the_model(tmp_path):
+    from regard.integrate import load
+
+    llama().save_pretrained(tmp_path)
+    words().save_pretrained(tmp_path)
+    model, tokenizer, _ = load(str(tmp_path))
+    found, expected = measure(model, TEXT, "sink"), measure(model, TEXT, "sink", tokenizer=tokenizer)
+    assert torch.equal(found["sink"].value, expected["sink"].value)
+
+
 def test_a_key_of_the_library_is_not_given_to_another_measure():
     with pytest.raises(ProblemError, match="one of your own named 'sink'"):
         survey(llama(), words(), TEXT, measures=[Measure.of_pattern("sink", two_back)])

@@ -127,7 +127,7 @@ def edit_outputs(
     if model is not None and place.ran and not sites.heads:
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention is regard's, so nothing could be changed. Call "
-            "use_regard(model) of regard.integrate.transformers first."
+            "use_regard(model) of regard.integrate first."
         )
     if sites.heads:
         sites.check_all_seen()

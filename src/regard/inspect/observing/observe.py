@@ -203,7 +203,7 @@ def _calls_of(
     if model is not None and tracker.ran and not attended:
         raise ProblemError(
             f"{type(model).__name__} ran and none of its attention was observed: it is not regard's. Call "
-            "use_regard(model) of regard.integrate.transformers first. Modules that torch.compile compiles within the "
+            "use_regard(model) of regard.integrate first. Modules that torch.compile compiles within the "
             "block are not observed: compile them before, then they run uncompiled within it."
         )
     if attended and layers is not None and not layers <= attended:

@@ -27,6 +27,7 @@ from regard.inspect.surveying.inputs import (
 )
 from regard.inspect.surveying.model import evaluating, prepared
 from regard.inspect.surveying.selection import named_measures
+from regard.integrate.checkpoint import tokenizer_of
 
 
 @brief
@@ -111,7 +112,8 @@ def measure(
         model: a model of transformers, or of regard (`regard.nn.Decoder`).
         text_or_ids: a text, for which a tokenizer is needed; or token ids, integer [tokens] or [batch, tokens].
         measures: keys of `regard.inspect.MEASURES`, and `Measure` values of your own.
-        tokenizer: tokenises the text, and determines which tokens are drawn for repeats.
+        tokenizer: tokenises the text, and determines which tokens are drawn for repeats. None: for a text, the one that
+            `regard.integrate.load` returned with the model.
         layers: layer numbers from 0; None for all.
 
     Raises:
@@ -130,6 +132,8 @@ def measure(
     chosen = named_measures(measures)
     if not chosen:
         raise ProblemError("measures is empty: name some, such as ['sink', 'induction'] (regard.inspect.MEASURES).")
+    if tokenizer is None and isinstance(text_or_ids, str):
+        tokenizer = tokenizer_of(model)
     with torch.no_grad(), _running(model) as (body, run):
         texts = _texts(model, text_or_ids, chosen, tokenizer)
         scores: dict[str, dict[int, HeadScores]] = {measure.key: {} for measure in chosen}
