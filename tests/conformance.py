@@ -78,7 +78,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "alibi, heads no power of two": lambda: _call(131, 131, heads=6, mask=Causal(), bias=Alibi(6)),
     "t5": lambda: _call(131, 131, bias=T5Bias(_tensor(32, 4))),
     "a bias tensor": lambda: _call(53, 131, bias=TensorBias(_tensor(2, 1, 53, 131))),
-    "alibi, slopes of the call": lambda: _call(53, 131, mask=Causal(), bias=Alibi(slopes=_tensor(4).abs())),
+    "alibi, slopes of the call": lambda: _call(
+        53, 131, mask=Causal(), bias=Alibi(slopes=torch.tensor([0.3, 0.05, 0.1, 0.01]))
+    ),
     "biases added": lambda: _call(53, 131, bias=TensorBias(_tensor(4, 53, 131)) + Alibi(4)),
     "softcap": lambda: _call(131, 131, mask=Causal(), softcap=2.0),
     "scale": lambda: _call(37, 53, scale=1.0),
