@@ -20,7 +20,7 @@ for needed in aarch64-linux-gnu-g++ qemu-aarch64 c++; do
 done
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
-flags="-std=c++17 -fPIC -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fno-math-errno -fno-trapping-math"
+flags="-std=c++17 -fPIC -Wall -Wextra -Werror -ffp-contract=off -fno-math-errno -fno-trapping-math"
 
 # arm OUTPUT ARGS...: compiles for 64-bit ARM, with the options of CMakeLists.txt.
 arm() {
