@@ -124,6 +124,18 @@ def test_the_library_and_the_form_in_pytorch_agree(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(a.state.S, b.state.S, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rule", [None, Decay(0.9)])
+def test_a_single_token_is_computed_by_the_library_unless_a_form_is_chosen(rule: Decay | None):
+    q, k, v = inputs(9)
+    calls = [check_call(q, k, v, Elu1(), rule, True, None, None, None, form, 64) for form in (None, "recurrent")]
+    assert [compiled.fits(call, q, k, v) for call in calls] == [True, False]
+    state = linear_attend(*(t[:, :, :8] for t in (q, k, v)), rule=rule, features=Elu1()).state
+    last = [t[:, :, 8:] for t in (q, k, v)]
+    found, right = (linear_attend(*last, Elu1(), state=state, rule=rule, form=form) for form in (None, "recurrent"))
+    torch.testing.assert_close(found.out, right.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.state.S, right.state.S, rtol=1e-5, atol=1e-6)
+
+
 def status(**changed: float) -> int:
     """Of a call of 1 x 2 heads on 1, 70 tokens, 16 dims, with these fields changed."""
     q, k, out = torch.zeros(1, 2, 70, 16), torch.zeros(1, 1, 70, 16), torch.zeros(1, 2, 70, 16)

@@ -72,7 +72,7 @@ def linear_attend(
             softmax), and 1 without features. The papers of the rules use `qk_dim ** -0.5`.
         normalise: whether to divide by `z . phi(q)`; None: yes with features, unless the rule is `Delta`.
         form: "chunked", "parallel" (all pairs), "recurrent" (token by token): the same result up to rounding. None:
-            recurrent for a single key, else chunked.
+            recurrent for a single key, else chunked; the compiled library computes a single key as a chunk.
         chunk: tokens of a chunk, at least 1; `Gated` rounds it down to a power of two, and the compiled library uses
             at most 64.
 

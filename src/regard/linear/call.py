@@ -31,6 +31,7 @@ class LinearCall(NamedTuple):
     made_by: str | None  # the features and the rule as text; None while torch traces, which cannot format them
     bounded: bool  # runs in segments
     in_place: bool  # neither autograd nor tracing records the steps
+    any_form: bool  # no form was chosen
     log_gamma: Tensor | None
     log_gate: Tensor | None
     beta: Tensor | None
@@ -78,7 +79,8 @@ def check_call(
     run = _run_of(name, rule)
     made_by = None if traced else _made_by(features, rule, scale, k.shape[3])
     return LinearCall(
-        features, rule, causal, scale, normalise, run, chunk, made_by, bounded, in_place, *_lowered(rule, k)
+        *(features, rule, causal, scale, normalise, run, chunk, made_by, bounded, in_place, form is None),
+        *_lowered(rule, k),
     )
 
 

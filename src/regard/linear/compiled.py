@@ -14,6 +14,7 @@ from regard import native
 from regard.describe.feature import Elu1, Relu
 from regard.linear import sums
 from regard.linear.call import LinearCall
+from regard.linear.rule import Decay
 from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, has_own_operators
 from regard.torch_internals import dispatch_modes
@@ -43,7 +44,8 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     tensors = (q, k, v)
     return (
         call.in_place
-        and call.run is sums.chunked
+        and (call.any_form or call.run is sums.chunked)
+        and (call.rule is None or isinstance(call.rule, Decay))
         and call.causal
         and q.shape[2] == k.shape[2]
         and (call.features is None or (type(call.features) in (Elu1, Relu) and call.scale is None))
