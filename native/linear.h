@@ -221,22 +221,35 @@ class Linear {
     float *place(int64_t head) const { return static_cast<float *>(c.state) + head * dim * columns(); }
 
     void read_state(int64_t head, float *to, int64_t low = 0, int64_t high = -1) {
+        float *const z = to + panels * dim * LANES;
         for (int64_t f = low; f < (high < 0 ? dim : high); ++f) {
             const float *from = place(head) + f * columns();
             for (int64_t p = 0; p < panels; ++p)
-                for (int64_t i = 0; i < LANES; ++i)
-                    to[(p * dim + f) * LANES + i] = p * LANES + i < c.v_dim ? from[p * LANES + i] : 0.0f;
-            to[panels * dim * LANES + f] = c.normalise ? from[c.v_dim] : 0.0f;
+                copy(from + p * LANES, to + (p * dim + f) * LANES, c.v_dim - p * LANES, true);
+            z[f] = c.normalise ? from[c.v_dim] : 0.0f;
         }
-        for (int64_t f = dim; f < padded; ++f) to[panels * dim * LANES + f] = 0;
+        for (int64_t f = dim; f < padded; ++f) z[f] = 0;
     }
 
     void write_state(int64_t head, const float *from, int64_t low = 0, int64_t high = -1) {
+        const float *const z = from + panels * dim * LANES;
         for (int64_t f = low; f < (high < 0 ? dim : high); ++f) {
             float *to = place(head) + f * columns();
-            for (int64_t i = 0; i < c.v_dim; ++i) to[i] = from[(i / LANES * dim + f) * LANES + i % LANES];
-            if (c.normalise) to[c.v_dim] = from[panels * dim * LANES + f];
+            for (int64_t p = 0; p < panels; ++p)
+                copy(from + (p * dim + f) * LANES, to + p * LANES, c.v_dim - p * LANES, false);
+            if (c.normalise) to[c.v_dim] = z[f];
         }
+    }
+
+    // A row of a panel: up to 64 floats, and zeros after them if it is to be filled.
+    static REGARD_INLINE void copy(const float *from, float *to, int64_t size, bool fill) {
+        if (size >= LANES) {
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i += W) store(to + i, load(from + i));
+            return;
+        }
+        for (int64_t i = 0; i < size; ++i) to[i] = from[i];
+        for (int64_t i = size; fill && i < LANES; ++i) to[i] = 0;
     }
 
     int vectors(int64_t panel) const {
