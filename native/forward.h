@@ -50,6 +50,15 @@ struct Forward {
     using S = typename K::Stored;
     static constexpr int W = K::W;
     static constexpr double NEVER = -INFINITE;
+    // Whether 128 x 64 floats, 32 KiB, are more than the first level cache can hold besides: on Skylake and Cascade
+    // Lake, which start two products a cycle and so wait for the second level where an operand comes from there. Zen 4
+    // has the same cache, but one product a cycle: there halves cost 0.6 %. (Machines with bf16 products and two a
+    // cycle, Zen 5 and Sapphire Rapids, have 48 KiB.)
+#if defined(__AVX512F__) && !defined(REGARD_PAIRS)
+    static constexpr bool SMALL_CACHE = true;
+#else
+    static constexpr bool SMALL_CACHE = false;
+#endif
 
     const regard_call &c;
     const Scoring<T> scoring;
@@ -304,9 +313,22 @@ struct Forward {
         if (scoring.whole && !scoring.capped)
             multiply<P, Along::across, Start::score>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last,
                                                      top, adds.at(p.low), ahead);
-        else
-            multiply<P, Along::across>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, top, {},
-                                       ahead);
+        else multiply_scores(p, rows, stride, units, out, top, ahead);
+    }
+
+    // Products in parts of the dims, so that the queries of a part, 64 dims x 64 floats, stay in a small cache while
+    // all keys pass. 128 dims at once fill 32 KiB, and come from the second level for each 6 keys.
+    REGARD_INLINE void multiply_scores(const Piece &p, const char *rows, int64_t stride, int64_t units, T *out, T *top,
+                                       Ahead *ahead) {
+        const int64_t parts = SMALL_CACHE ? (units + 79) / 96 : 1, part = (units + parts - 1) / parts;
+        const int keys = p.high - p.low;
+        multiply<P, Along::across>(rows, stride, keys, queries, least(part, units), out, p.first, p.last,
+                                   part < units ? nullptr : top, {}, ahead);
+        if constexpr (SMALL_CACHE)
+            for (int64_t i = part; i < units; i += part)
+                multiply<P, Along::across, Start::out>(rows + i * int64_t(sizeof(Unit)), stride, keys,
+                                                       queries + i * LANES, least(part, units - i), out, p.first,
+                                                       p.last, i + part < units ? nullptr : top, {}, ahead);
     }
 
     // Hidden scores become -inf.
@@ -446,16 +468,12 @@ struct Forward {
         }
     }
 
-    // A piece, in halves of its block where 128 x 64 weights would fill a first level cache: 32 KiB of float32 on
-    // Skylake and Cascade Lake, which take two products a cycle and then wait for the second level. (Zen 4, one product
-    // a cycle: 0.6 % slower.) A sum goes on where it was left, so its bits are the same.
+    // A piece, in halves of its block where weights would fill the cache. A sum goes on where it was left, so its bits
+    // are the same.
     template <typename Work>
     static REGARD_INLINE void in_steps(const Piece &p, Work work) {
-#if defined(__AVX512F__) && !defined(REGARD_PAIRS)
-        each_half(p, [&](const Piece &half, int) { work(half); });
-#else
-        work(p);
-#endif
+        if constexpr (SMALL_CACHE) each_half(p, [&](const Piece &half, int) { work(half); });
+        else work(p);
     }
 
     Rows paired_at(int64_t token) const { return {paired + token / 2 * c.v_dim * 4, c.v_dim * 4}; }

@@ -67,7 +67,7 @@ struct Adds {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int VECTORS = 4;
-constexpr int rows_at_once(int vectors) { return vectors == 4 ? 6 : vectors == 3 ? 8 : 12; }
+constexpr int rows_at_once(int vectors) { return vectors == 4 ? 6 : vectors == 3 ? 8 : vectors == 2 ? 12 : 16; }
 #else
 constexpr int VECTORS = 2;
 constexpr int rows_at_once(int) { return 6; }
