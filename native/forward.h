@@ -247,7 +247,7 @@ struct Forward {
         const Rows rows = k.some(block.first + low, high - low, key_rows).across(block.first + low, high - low, keys);
         const Adds<T> adds = whole_scores(block, lanes, tokens);
         ask_besides(ahead, block, low, high, v);
-        ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim));
+        ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim), vectors);
         for (int i = 0; i < n; ++i)
             each_half(pieces[i], [&](const Piece &p, int half) {
                 const uint64_t *hidden = block.half[half].bits ? bits.of : nullptr;
@@ -321,12 +321,12 @@ struct Forward {
     REGARD_INLINE void multiply_scores(const Piece &p, const char *rows, int64_t stride, int64_t units, T *out, T *top,
                                        Ahead *ahead) {
         const int64_t parts = SMALL_CACHE ? (units + 79) / 96 : 1, part = (units + parts - 1) / parts;
-        const int keys = p.high - p.low;
-        multiply<P, Along::across>(rows, stride, keys, queries, least(part, units), out, p.first, p.last,
+        const int count = p.high - p.low;
+        multiply<P, Along::across>(rows, stride, count, queries, least(part, units), out, p.first, p.last,
                                    part < units ? nullptr : top, {}, ahead);
         if constexpr (SMALL_CACHE)
             for (int64_t i = part; i < units; i += part)
-                multiply<P, Along::across, Start::out>(rows + i * int64_t(sizeof(Unit)), stride, keys,
+                multiply<P, Along::across, Start::out>(rows + i * int64_t(sizeof(Unit)), stride, count,
                                                        queries + i * LANES, least(part, units - i), out, p.first,
                                                        p.last, i + part < units ? nullptr : top, {}, ahead);
     }

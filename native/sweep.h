@@ -267,7 +267,7 @@ struct Sweep {
         const int64_t next = block.first + BLOCK;
         Ahead ahead;
         ahead.add(k.ahead(next, least(BLOCK, c.keys - next)));
-        ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim));
+        ahead.start(rows_of(pieces, n), Tokens<K>::units(c.qk_dim), vectors);
         const bool ragged = lanes.count % W;
         if (ragged) hide_missing(block, bits);
         for (int i = 0; i < n; ++i)

@@ -86,9 +86,10 @@ class Ahead {
         if (part.rows > 0 && part.bytes > 0) parts_[count_++] = part, lines_ += part.rows * ((part.bytes + 63) / 64);
     }
 
-    // Sets the pace: all lines within the product of `rows` rows in `steps` steps.
-    void start(int64_t rows, int64_t steps) {
-        const int64_t stops = (rows + 5) / 6 * ((steps + 7) / 8);
+    // Sets the pace: all lines within the product of `rows` rows by so many vectors in `steps` steps.
+    void start(int64_t rows, int64_t steps, int vectors) {
+        const int64_t at_once = rows_at_once(vectors < VECTORS ? vectors : VECTORS);
+        const int64_t stops = (rows + at_once - 1) / at_once * ((steps + 7) / 8);
         pace_ = stops ? (lines_ + stops - 1) / stops : 0;
     }
 
