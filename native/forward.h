@@ -320,7 +320,7 @@ struct Forward {
     // all keys pass. 128 dims at once fill 32 KiB, and come from the second level for each 6 keys.
     REGARD_INLINE void multiply_scores(const Piece &p, const char *rows, int64_t stride, int64_t units, T *out, T *top,
                                        Ahead *ahead) {
-        const int64_t parts = SMALL_CACHE ? (units + 79) / 96 : 1, part = (units + parts - 1) / parts;
+        const int64_t parts = SMALL_CACHE && units > 112 ? (units + 79) / 96 : 1, part = (units + parts - 1) / parts;
         const int count = p.high - p.low;
         multiply<P, Along::across>(rows, stride, count, queries, least(part, units), out, p.first, p.last,
                                    part < units ? nullptr : top, {}, ahead);
