@@ -135,13 +135,13 @@ def attend(
     over the keys, with a further column `sink[head]` that takes weight and gives no value; dropout; `@ v`. Vaswani et
     al. 2017, arXiv:1706.03762, §3.2.
 
-    A query that may see no key gives 0, and gradients of 0. What is masked is never read into a result, be it NaN.
-    The backends `native` and `sdpa` can be differentiated once, `backend="reference"` any number of times.
+    A query that may see no key gives 0, and gradients of 0. Masked keys and values never affect the result, even if
+    they are NaN. The backends `native` and `sdpa` can be differentiated once, `backend="reference"` any number of times.
 
     Args:
         q: [batch, heads, queries, qk_dim].
-        k: [batch, kv_heads, keys, qk_dim]; heads is a whole multiple of kv_heads, and query head h uses key head
-            `h // (heads // kv_heads)` (MHA, GQA and MQA are this number; nothing is repeated in memory).
+        k: [batch, kv_heads, keys, qk_dim]; kv_heads decides between MHA, GQA and MQA. heads is a whole multiple of
+            kv_heads, and query head h uses key head `h // (heads // kv_heads)`; nothing is repeated in memory.
         v: [batch, kv_heads, keys, v_dim]. In place of k and v, what a cache's `append` gave: also pages and codes.
         mask: which query may see which key; None for all.
         bias: what is added to the scores; None for nothing.
@@ -224,7 +224,7 @@ def explain(
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
     q, k and v may be meta tensors (`torch.empty(..., device="meta")`): then the plan is for this machine, its GPU if
-    it has one. `print` shows the problem, the backend, which ones were passed over and why, the tiles, GFLOP and MiB.
+    it has one. `print` shows the problem, the backend, which ones were not chosen and why, the tiles, GFLOP and MiB.
 
     >>> import torch
     >>> from regard import explain, Causal, Window

@@ -273,8 +273,8 @@ def _load(path: str) -> ctypes.CDLL | str:
     """The loaded library, or the sentence that says why it cannot be had."""
     if not Path(path).is_file():
         return (
-            "regard is here without its compiled library: when installed, no C++ compiler was found or it failed, "
-            "or it runs from its sources. Install g++ or clang++, and then regard again, with pip --verbose."
+            "The compiled library is missing: the install found no working C++ compiler, or regard runs from its "
+            "sources. Install g++ or clang++, and then regard again, with pip --verbose."
         )
     try:
         library = ctypes.CDLL(path)
@@ -285,8 +285,8 @@ def _load(path: str) -> ctypes.CDLL | str:
         return f"regard's compiled library cannot be used ({error}). Install regard again on this machine."
     if version != ABI:
         return (
-            f"regard's compiled library speaks version {version} of its interface and these sources speak {ABI}: it is "
-            f"left over from another version. Install regard again."
+            f"The compiled library has interface version {version}, these sources need {ABI}: it is left over from "
+            "another version. Install regard again."
         )
     return library
 

@@ -145,7 +145,7 @@ def test_what_is_cropped_is_forgotten():
     assert cache.tokens == 3
     keys, _ = append(cache, k[:, :, 5:], k[:, :, 5:])
     assert torch.equal(keys, torch.cat([k[:, :, :3], k[:, :, 5:]], dim=2))
-    with pytest.raises(ProblemError, match=r"crop\(6\): expected a number from 0 to the 5 tokens"):
+    with pytest.raises(ProblemError, match=r"crop\(6\): expected 0 to 5, the tokens"):
         cache.crop(6)
 
 
@@ -227,6 +227,6 @@ def test_tokens_are_forgotten_head_by_head():
     assert (cache.tokens, cache.tokens_seen) == (39, 103)
     cache.crop(102)
     assert cache.tokens == 38
-    with pytest.raises(ProblemError, match=r"crop\(63\): expected a number from 64 to the 102"):
+    with pytest.raises(ProblemError, match=r"crop\(63\): expected 64 to 102"):
         cache.crop(63)
     assert (cache.tokens, cache.tokens_seen) == (38, 102)

@@ -190,9 +190,7 @@ def test_it_is_a_list_of_tokens(sinks: int, steps: list[tuple[str, Any]]):
             left = max(gone + len(kept) - what, 0)
             if gone and 0 < left < gone + window - 1:
                 for cache in caches:
-                    with pytest.raises(
-                        ProblemError, match=rf"crop\({left}\): expected a number from {gone + window - 1}"
-                    ):
+                    with pytest.raises(ProblemError, match=rf"crop\({left}\): expected {gone + window - 1}"):
                         cache.crop(left)
                 continue
             for cache in caches:
@@ -223,9 +221,7 @@ def test_a_crop_gives_the_cache_without_the_drafts_or_is_refused(codec: Codec | 
         if left < cache.min_crop:
             refused += 1
             before = [dense(side) for side in cache.append(k[:, :, :0], v[:, :, :0])]
-            with pytest.raises(
-                ProblemError, match=rf"crop\({left}\): expected a number from {cache.min_crop} .*Rolling"
-            ):
+            with pytest.raises(ProblemError, match=rf"crop\({left}\): expected {cache.min_crop} .*Rolling"):
                 cache.crop(left)
             assert all(map(torch.equal, before, (dense(side) for side in cache.append(k[:, :, :0], v[:, :, :0]))))
             continue

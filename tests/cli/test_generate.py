@@ -373,7 +373,9 @@ def test_a_text_too_short_for_codes_says_so(folder, capsys):
     assert main([*asked, "5"]) == 0
     err = capsys.readouterr().err
     assert "100 % of the " in err
-    assert "note       the first and the last tokens are stored unquantised, up to 63 in all: so short a text" in err
+    assert (
+        "note       up to 63 tokens (the first and the latest) stay unquantised, so this codec saves no memory" in err
+    )
     assert main([*asked, "38"]) == 0
     assert "unquantised" not in capsys.readouterr().err
 

@@ -53,8 +53,8 @@ def test_heads_are_counted_by_kind_first_with_how_sure_that_is(capsys):
 def test_the_columns_are_explained_below_the_table(capsys):
     main(["inspect", "--top", "2"], tools=Surveyed())
     out = capsys.readouterr().out
-    legend = out[out.index("sure elsewhere:") :].splitlines()[:3]
-    assert legend[0].startswith("sure elsewhere: the share of draws from three other texts")
+    legend = out[out.index("same kind on other texts:") :].splitlines()[:3]
+    assert legend[0].startswith("same kind on other texts: the share of draws from three other texts")
     assert legend[1].startswith("chance: the score of uniform attention")
     assert legend[2] == "induction: measured on random tokens that repeat, not on the prompt"
     main(["inspect", "--top", "2", "--measures", "sink", "--force"], tools=Surveyed())
@@ -63,11 +63,12 @@ def test_the_columns_are_explained_below_the_table(capsys):
 
 def test_sinks_are_told_by_both_thresholds_in_a_row(capsys):
     main(["inspect", "--top", "2"], tools=Surveyed())
-    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sinks ")]
-    assert row == (
-        "  sinks     25 % of heads have alpha (mean over rows of A[i,0]) above 0.3: token 0 at 0.50 of the mean |v|; "
-        "17 % above 0.8: token 0 at 0.38 of the mean |v|"
-    )
+    lines = capsys.readouterr().out.splitlines()
+    [row] = [i for i, line in enumerate(lines) if line.startswith("  sinks ")]
+    assert lines[row : row + 2] == [
+        "  sinks     25 % of heads have alpha (mean over rows of A[i,0]) above 0.3: token 0 at 0.50 of the mean |v|",
+        "            17 % have it above 0.8: token 0 at 0.38 of the mean |v|",
+    ]
 
 
 def test_into_a_pipe_go_plain_columns(capsys):

@@ -345,7 +345,7 @@ def test_explain_says_what_is_done_to_a_score_and_what_it_costs():
     )
     plan = explain(q, k, v, score=scores(q_dim=3, k_dim=7)["additive"])
     assert plan.backend == "reference"
-    assert "passed over native: the score v . tanh(q + k), v float64[7] is not known to it" in str(plan)
+    assert "not chosen: native (the score v . tanh(q + k), v float64[7] is not known to it" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ def test_a_refusal_is_also_what_python_calls_not_implemented():
 def test_the_plan_says_who_was_passed_over_and_why():
     plan = explain(meta(1, 2, 64, 8), meta(1, 2, 64, 8), meta(1, 2, 64, 8), mask=Causal() & Window(8), softcap=2.0)
     assert plan.backend == "reference"
-    assert "without its compiled library" in plan.passed_over["native"][0]
+    assert "The compiled library is missing" in plan.passed_over["native"][0]
     assert plan.passed_over["sdpa"] == [
         "mask Causal() & Window(left=8) would be built in full, [queries, keys], and every hidden pair computed",
         "it has no softcap",
     ]
-    assert "by name" in plan.passed_over["flex"][0]
+    assert 'only with backend="flex"' in plan.passed_over["flex"][0]
 
 
 @needs_library
@@ -63,12 +63,17 @@ def test_a_plan_is_printed_with_problem_engine_reasons_tiles_and_costs():
         "q [1, 32, 4096, 128] · kv [1, 8, 4096, 128|128] float32 on cpu, mask Causal() & Window(left=5000), bias None",
         "  simplify_mask: Causal() & Window(left=5000) is Causal() here",
         "runs on native",
-        f"  passed over flex: {ASIDE['cpu', 'flex']}",
-        "  passed over reference64: it is used only by name: float64 costs twice the time",
+        f"  not chosen: flex ({ASIDE['cpu', 'flex']})",
+        '  not chosen: reference64 (only with backend="reference64": float64 costs twice the time)',
         "tiles of 64 x 64: 66,560 computed (64,512 full, 2,048 partial in 1 patterns), 64,512 skipped",
         "pairs 268,500,992 of 536,870,912 (50 %)",
         "137.5 GFLOP, at least 160 MiB read and written",
     ]
+
+
+def test_a_small_call_is_counted_in_flop_and_bytes():
+    q = torch.randn(1, 1, 2, 64)
+    assert str(explain(q, q, q)).split("\n")[-1] == "1,024 FLOP, at least 2,048 bytes read and written"
 
 
 def test_explaining_computes_nothing():

@@ -243,11 +243,11 @@ class KVCache:
         seen, min_crop = self.tokens_seen, self.min_crop
         tokens = whole(tokens, "the argument of crop")
         if not 0 <= tokens <= seen:
-            raise ProblemError(f"crop({tokens!r}): expected a number from 0 to the {seen} tokens that were seen.")
+            raise ProblemError(f"crop({tokens!r}): expected 0 to {seen}, the tokens seen so far.")
         if 0 < tokens < min_crop:
             owner = "the policy" if self.evict is not None else repr(self.layout)
             raise ProblemError(
-                f"crop({tokens}): expected a number from {min_crop} to the {seen} tokens that were seen: some tokens "
+                f"crop({tokens}): expected {min_crop} to {seen}, the tokens seen so far: some tokens "
                 f"visible to the next token were evicted by {owner}. Start again with reset()."
             )
 

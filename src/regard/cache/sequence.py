@@ -88,7 +88,7 @@ class Sequence(BlockTable):
         self.check_usable()
         tokens = whole(tokens, "the argument of crop")
         if not 0 <= tokens <= self.tokens:
-            raise ProblemError(f"crop({tokens}): expected a number from 0 to the {self.tokens} tokens that are stored.")
+            raise ProblemError(f"crop({tokens}): expected 0 to {self.tokens}, the tokens that are stored.")
         crop_sequences([self], tokens)
 
     def release_from(self, position: int) -> None:

@@ -59,7 +59,11 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--cache", choices=[*FLOATS, *CODECS], default="dense", help="how keys and values are stored (default: dense)"
     )
     group.add_argument("--group-size", type=size, metavar="N", help="elements that share a scale (int8, int4, fp8)")
-    group.add_argument("--rotate", action="store_true", help="rotate channels before they are quantised (the same)")
+    group.add_argument(
+        "--rotate",
+        action="store_true",
+        help="rotate keys and values by a Hadamard matrix before they are quantised (int8, int4, fp8)",
+    )
     group.add_argument("--window", type=size, metavar="N", help="keep the first and the last tokens, N in all")
     group.add_argument("--sinks", type=count(0), metavar="N", help=f"first tokens kept by --window (default: {SINKS})")
     group.add_argument("--page-size", type=size, metavar="N", help="keep tokens in pages of N")

@@ -89,8 +89,8 @@ def report(made: Generation, plain: Generation | None, memory: CacheMemory, fact
     lines += [f"             {line}" for line in memory.layers]
     if memory.unquantised is not None and memory.tokens <= memory.unquantised:
         lines.append(
-            f"  note       the first and the last tokens are stored unquantised, up to {memory.unquantised:,} in all: "
-            "so short a text saves nothing, and is generated as with a plain cache"
+            f"  note       up to {memory.unquantised:,} tokens (the first and the latest) stay unquantised, so this "
+            "codec saves no memory on a text this short"
         )
     if plain is not None:
         lines.append(f"  compare    {_comparison(made, plain)}")

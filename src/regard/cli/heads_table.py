@@ -43,8 +43,8 @@ def kinds(report: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(f"{len(report.heads)} heads", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("sure elsewhere", justify="right", no_wrap=True)
-    table.add_column("most remarkable of them", no_wrap=True)
+    table.add_column("same kind on other texts", justify="right", no_wrap=True)
+    table.add_column("strongest heads", no_wrap=True)
     of_kind: dict[str, list[Head]] = {}
     for head in report.heads:
         of_kind.setdefault(head.kind, []).append(head)
@@ -57,7 +57,7 @@ def kinds(report: Report) -> Table:
 def legend(measures: Sequence[str], *, sure: bool) -> Text:
     """What the columns of the tables mean, where these measures are shown; `sure`: whether other texts were read."""
     lines = (
-        ["sure elsewhere: the share of draws from three other texts in which the heads have the same kind"]
+        ["same kind on other texts: the share of draws from three other texts in which the heads have the same kind"]
         if sure
         else []
     )
@@ -78,14 +78,14 @@ def sureness(heads: Sequence[Head]) -> str:
 
 
 def sinks(shares: Sequence[SinkShare]) -> str:
-    """The share of heads with a sink by threshold, and the layers in which most heads have one.
+    """The share of heads with a sink and the layers in which most heads have one, a line per threshold.
 
     >>> sinks([SinkShare(0.3, 0.75, 0.5, 1.0, {0: 0.25, 1: 1.0, 2: 1.0}, 0.125)])
     '75 % of heads have alpha (mean over rows of A[i,0]) above 0.3: most of layers 1-2, token 0 at 0.12 of the mean |v|'
     """
-    parts = [f"{100 * share.share:.0f} % above {share.threshold}{_where(share)}" for share in shares]
-    first = parts[0].replace(" above", " of heads have alpha (mean over rows of A[i,0]) above", 1)
-    return "; ".join([first, *parts[1:]])
+    parts = [f"{100 * share.share:.0f} % have it above {share.threshold}{_where(share)}" for share in shares]
+    first = parts[0].replace("have it", "of heads have alpha (mean over rows of A[i,0])", 1)
+    return "\n".join([first, *parts[1:]])
 
 
 def _where(share: SinkShare) -> str:

@@ -89,7 +89,10 @@ def add_to(commands: Any) -> None:
     )
     add_prompt(parser, " (default: a sample paragraph)")
     parser.add_argument(
-        "--prompt-tokens", type=tokens, metavar="N", help="read the first N tokens of the prompt, or 32k (default: all)"
+        "--prompt-tokens",
+        type=tokens,
+        metavar="N",
+        help="read only the first N tokens of the prompt, such as 500 or 32k (default: all)",
     )
     parser.add_argument(
         "--max-new-tokens", type=count(0), default=NEW_TOKENS, metavar="N",

@@ -84,7 +84,7 @@ def _facts(report: Report) -> Text:
     rows += [("sinks", heads_table.sinks(report.sink_shares))] if report.sink_shares else []
     rows += [("note", visible(note)) for note in run.notes]
     for name, value in rows:
-        text.append(f"\n  {name:<10}", "dim").append(value)
+        text.append(f"\n  {name:<10}", "dim").append(value.replace("\n", "\n" + 12 * " "))
     return text
 
 

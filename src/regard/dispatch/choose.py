@@ -35,10 +35,13 @@ ORDER: dict[str, tuple[str, ...]] = {
 """The backends tried on each device, best first; on other devices only the reference."""
 
 ASIDE = {
-    ("cpu", "flex"): "on cpu it is used only by name: it compiles for seconds, and has no gradients and no log-sum-exp",
-    ("cpu", "reference64"): "it is used only by name: float64 costs twice the time",
-    ("cuda", "native"): "it computes on cpu",
-    ("cuda", "reference64"): "it is used only by name: float64 costs many times the time",
+    (
+        "cpu",
+        "flex",
+    ): 'on CPU only with backend="flex": it compiles for seconds, and has no gradients and no log-sum-exp',
+    ("cpu", "reference64"): 'only with backend="reference64": float64 costs twice the time',
+    ("cuda", "native"): "it computes on CPU",
+    ("cuda", "reference64"): 'only with backend="reference64": float64 costs many times the time',
 }
 """Why a backend is not in the row of a device."""
 
@@ -139,12 +142,20 @@ class Plan:
             str(self.asked),
             *(f"  {step}" for step in self.steps),
             f"runs on {self.backend}",
-            *(f"  passed over {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()),
+            *(f"  not chosen: {name} ({'; '.join(reasons)})" for name, reasons in self.passed_over.items()),
             f"tiles of {s.tile} x {s.tile}: {full + mixed:,} computed ({kinds}), {skipped:,} skipped",
             f"pairs {s.pairs:,} of {every:,} ({share})",
-            f"{self.flops / 1e9:.4g} GFLOP, at least {self.bytes / 2**20:.4g} MiB read and written",
+            f"{_flop(self.flops)}, at least {_memory(self.bytes)} read and written",
         ]
         return "\n".join(lines)
+
+
+def _flop(count: int) -> str:
+    return f"{count / 1e9:.4g} GFLOP" if count >= 10**6 else f"{count:,} FLOP"
+
+
+def _memory(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.4g} MiB" if nbytes >= 2**20 else f"{nbytes:,} bytes"
 
 
 def choose(
