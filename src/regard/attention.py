@@ -136,7 +136,8 @@ def attend(
     al. 2017, arXiv:1706.03762, §3.2.
 
     A query that may see no key gives 0, and gradients of 0. Masked keys and values never affect the result, even if
-    they are NaN. The backends `native` and `sdpa` can be differentiated once, `backend="reference"` any number of times.
+    they are NaN. The backends `native` and `sdpa` can be differentiated once, `backend="reference"` any number of
+    times.
 
     Args:
         q: [batch, heads, queries, qk_dim].
