@@ -30,6 +30,9 @@ constexpr Named built[] = {
 #if REGARD_WITH_AVX512
     {"avx512", &avx512},
 #endif
+#if REGARD_WITH_AVX512VNNI
+    {"avx512vnni", &avx512vnni},
+#endif
 #if REGARD_WITH_AVX512BF16
     {"avx512bf16", &avx512bf16},
 #endif

@@ -11,7 +11,7 @@
 #include "fixed.h"
 #include "source.h"
 
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_INTEGERS)
 namespace regard {
 namespace REGARD_ISA {
 
@@ -22,6 +22,8 @@ struct CodedTile {
     bool per_token;
 };
 
+// Unit: what queries are of, pairs of bf16 or float.
+template <typename Unit>
 class CodedScores {
   public:
     static constexpr int SOME = 32;                    // channels
@@ -29,8 +31,8 @@ class CodedScores {
 
     static int64_t bytes(int64_t dim) { return up(dim, SOME) / SOME * 4 * (64 + 2 * 64); }
 
-    // queries [rows][units]: pairs of bf16, from the first row of four.
-    CodedScores(int64_t d, const uint32_t *q, int64_t of_row, char *scratch)
+    // queries [rows][units], from the first row of four.
+    CodedScores(int64_t d, const Unit *q, int64_t of_row, char *scratch)
         : dim(d), units(of_row), blocks((d + SOME - 1) / SOME), queries(q) {
         bytes_ = reinterpret_cast<int8_t *>(scratch);
         numbers_ = reinterpret_cast<float *>(bytes_ + 4 * blocks * 2 * SOME);
@@ -64,7 +66,7 @@ class CodedScores {
 
   private:
     const int64_t dim, units, blocks;
-    const uint32_t *const queries;
+    const Unit *const queries;
     int8_t *bytes_;                           // [4][blocks][64]
     float *numbers_;                          // [blocks][2][4][16]
     bool written_ = false, nibbles_ = false;  // for these scales
@@ -85,6 +87,21 @@ class CodedScores {
         odd = (F)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)));
     }
 
+    // Channels of block b of a query, even and odd ones.
+    REGARD_INLINE void take_query(int s, int64_t b, F &even, F &odd) const {
+        constexpr bool pairs = is_same<Unit, uint32_t>;
+        const Unit *const from = queries + s * units + b * (pairs ? 16 : 32);
+        const int64_t left = units - b * (pairs ? 16 : 32);
+        const uint32_t real = left >= 32 ? 0xffffffff : (1u << left) - 1;
+        if constexpr (pairs) {
+            halves(_mm512_maskz_loadu_epi32(__mmask16(real), from), even, odd);
+        } else {
+            even = _mm512_maskz_loadu_ps(__mmask16(real), from);
+            odd = _mm512_maskz_loadu_ps(__mmask16(real >> 16), from + 16);
+            part_halves(even, odd);
+        }
+    }
+
     // R rows times the scales, in fixed point.
     template <int R, bool nibbles, bool has_low>
     __attribute__((noinline)) void write(const bf16 *scale, const bf16 *low) {
@@ -94,11 +111,10 @@ class CodedScores {
             F by_even, by_odd, low_even{}, low_odd{};
             widened(scale, b * SOME, by_even, by_odd);
             if (has_low) widened(low, b * SOME, low_even, low_odd);
-            const __mmask16 real = units - b * 16 >= 16 ? 0xffff : __mmask16((1u << (units - b * 16)) - 1);
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s) {
                 F even, odd;
-                halves(_mm512_maskz_loadu_epi32(real, queries + s * units + b * 16), even, odd);
+                take_query(s, b, even, odd);
                 if (has_low) added[s] = fma(odd, low_odd, fma(even, low_even, added[s]));
                 even *= by_even, odd *= by_odd;
                 store(numbers_ + (b * 8 + s) * 16, even);

@@ -11,7 +11,7 @@
 #include "fixed.h"
 #include "scores.h"
 
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_INTEGERS)
 namespace regard {
 namespace REGARD_ISA {
 

@@ -23,6 +23,12 @@ inline float coded(int64_t form, int code) {
     return form == REGARD_FP8 ? fp8_number(uint8_t(code)) : form == REGARD_INT8 ? float(int8_t(code)) : float(code);
 }
 
+// A decoded number as few rows of S meet it. Of bf16 it is rounded only where pairs of them are multiplied.
+template <typename S>
+REGARD_INLINE F rounded(F x) {
+    return is_same<S, bf16> ? x : as_stored<S>(x);
+}
+
 // W bytes as integers, without or with their signs.
 REGARD_INLINE I widen_bytes(const uint8_t *p) {
 #if defined(__AVX512F__)
@@ -101,9 +107,11 @@ constexpr Fp8Bytes FP8_BYTES;
 #endif
 
 struct Fp8 : OfBytes<Fp8> {
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512F__)
     static constexpr bool fours = true;
     static REGARD_INLINE void tiles(const uint8_t *codes, int64_t d, F (&x)[4]) { some(codes + d * TOKENS, x); }
+#endif
+#if defined(__AVX512VBMI__)
     static REGARD_INLINE F at(const uint8_t *p) {
         F x[1];
         some(p, x);
@@ -145,6 +153,25 @@ struct Fp8 : OfBytes<Fp8> {
         return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
     }
 #else
+#if defined(__AVX512F__)
+    template <int N>
+    static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
+        if constexpr (N == 1) {
+            x[0] = at(p);
+        } else {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n += 2) two(p + n * 16, x[n], x[n + 1]);
+        }
+    }
+    static REGARD_INLINE void two(const uint8_t *p, F &first, F &second) {
+        const __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)), ones = _mm512_set1_epi16(127);
+        const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(x, 7), _mm512_set1_epi16(short(0xbfff)));
+        const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, ones), ones);
+        const __m512i y = _mm512_mask_blend_epi16(nan, bits, _mm512_set1_epi16(0x7e00));
+        first = _mm512_cvtph_ps(_mm512_castsi512_si256(y)) * 256.0f;
+        second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(y, 1)) * 256.0f;
+    }
+#endif
     // As f16 with the exponent 8 too small, whose subnormals every machine converts exactly.
     static REGARD_INLINE F at(const uint8_t *p) {
 #if defined(__AVX512F__)

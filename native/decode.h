@@ -156,7 +156,7 @@ struct Decode {
         if (!plain) return;
         if ((block.half[0].bits || block.half[1].bits) && mixed_wild(todo, plain, lanes, values, into)) return;
         DecodeValues<K> mix(c.v_dim, width, weights, value_rows);
-        if (!asks) value_lines.share((todo.high() - todo.low()) / P::pair * ((c.v_dim + 4 * W - 1) / (4 * W)));
+        if (!asks) value_lines.share(DecodeValues<K>::asks(todo.high() - todo.low(), c.v_dim, lanes.count));
         each_plain(todo, plain, [&](int low, int high) {
             mix.add(values, todo.values, block.first, low, high, lanes.count, into.out, value_lines);
         });
@@ -181,8 +181,8 @@ struct Decode {
                       [[maybe_unused]] const Source<K> &values, [[maybe_unused]] const Part &into, uint32_t &plain) {
         plain = listed;
         int64_t asks = 0;
-#if defined(REGARD_PAIRS)
-        if constexpr (K::pairs) {
+#if defined(REGARD_INTEGERS)
+        if constexpr (K::integers) {
             const Block &block = todo.block;
             Segment segments[4];
             const int count = CodedValues::segments(todo.values, block.first, c.v_dim, segments);
@@ -193,7 +193,7 @@ struct Decode {
                 plain &= ~of[i];
                 asks += CodedValues::asks(__builtin_popcount(of[i]), c.v_dim, lanes.count);
             }
-            value_lines.share(asks + __builtin_popcount(plain) * 8 * ((c.v_dim + 4 * W - 1) / (4 * W)));
+            value_lines.share(asks + DecodeValues<K>::asks(__builtin_popcount(plain) * 16, c.v_dim, lanes.count));
             CodedValues mix(c.v_dim, width, scores, into.out, value_rows + DecodeValues<K>::coded_at(c.v_dim));
             const auto kept = [&](int r, int token) { return kept_bits(block, todo.bits, r, token, 16); };
             for (int i = 0; i < count; ++i)

@@ -30,8 +30,8 @@ struct DecodeScores {
     char *const scratch;        // rows of a block, for those that no other way is known for
 
     static int64_t bytes(int64_t dim) {
-#if defined(REGARD_PAIRS)
-        if (K::pairs) return Source<K>::bytes(dim, BLOCK) + CodedScores::bytes(dim);
+#if defined(REGARD_INTEGERS)
+        if (K::integers) return Source<K>::bytes(dim, BLOCK) + CodedScores<Unit>::bytes(dim);
 #endif
         return Source<K>::bytes(dim, BLOCK);
     }
@@ -49,9 +49,9 @@ struct DecodeScores {
         for (int i = 0; i < stretch.count; ++i)
             if (as_integers(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
         int64_t asks = asks_of_rows(found, rows);
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_INTEGERS)
         for (int i = found.integers; i < found.count; i += 1 + is_pair(found, i))
-            asks += (rows / 4 + (rows % 4 + 1) / 2) * CodedScores::asks(dim, found.keys[i].form == REGARD_INT4);
+            asks += (rows / 4 + (rows % 4 + 1) / 2) * CodedScores<Unit>::asks(dim, found.keys[i].form == REGARD_INT4);
 #endif
         lines.share(asks);
         int r = 0;
@@ -59,8 +59,8 @@ struct DecodeScores {
         if (r + 4 <= rows) sets<4>(found, r, lines), r += 4;
         if (r + 2 <= rows) sets<2>(found, r, lines), r += 2;
         if (r < rows) sets<1>(found, r, lines);
-#if defined(REGARD_PAIRS)
-        if constexpr (K::pairs) {
+#if defined(REGARD_INTEGERS)
+        if constexpr (K::integers) {
             for (r = 0; r + 4 <= rows; r += 4) coded<4>(found, r, lines);
             if (r + 2 <= rows) coded<2>(found, r, lines), r += 2;
             if (r < rows) coded<1>(found, r, lines);
@@ -96,12 +96,12 @@ struct DecodeScores {
 
     bool is_tiled(const Run &run) const {
         if (sizeof(T) != 4 || !run.part || run.part->form <= REGARD_F16 || !run.part->tiled) return false;
-#if defined(REGARD_PAIRS)
-        if (K::pairs && run.part->form != REGARD_FP8) return dim <= CodedScores::DIMS;
+#if defined(REGARD_INTEGERS)
+        if (K::integers && run.part->form != REGARD_FP8) return dim <= CodedScores<Unit>::DIMS;
 #endif
         return true;
     }
-    bool as_integers(const Run &run) const { return K::pairs && is_tiled(run) && run.part->form != REGARD_FP8; }
+    bool as_integers(const Run &run) const { return K::integers && is_tiled(run) && run.part->form != REGARD_FP8; }
 
     // Elements of a narrower type, which are widened as they are loaded.
     static bool is_narrow(const Run &run) {
@@ -193,24 +193,24 @@ struct DecodeScores {
 
     template <int R, int G, typename From>
     __attribute__((noinline)) void set(const Keys *keys, int r, Lines &lines) {
-        using Rows = KeyRows<K, From>;
-        constexpr int N = Rows::WORDS;
+        using Turned = KeyRows<K, From>;
+        constexpr int N = Turned::WORDS;
         V sum[R][G] = {};
         Lines::Place place = lines.place();
         const char *q = reinterpret_cast<const char *>(queries + r * units);
         int64_t u = 0;
-        for (; (u + Rows::UNITS) * P::pair <= dim; u += Rows::UNITS) {
+        for (; (u + Turned::UNITS) * P::pair <= dim; u += Turned::UNITS) {
             typename P::Vector word[G][N];
 #pragma GCC unroll 4
-            for (int g = 0; g < G; ++g) Rows::turn(keys[g].row, u, word[g]);
+            for (int g = 0; g < G; ++g) Turned::turn(keys[g].row, u, word[g]);
 #pragma GCC unroll 16
             for (int n = 0; n < N; ++n) {
                 lines.ask(place);
 #pragma GCC unroll 2
-                for (int i = 0; i < Rows::UNITS_OF_WORD; ++i, q += sizeof(Unit)) {
+                for (int i = 0; i < Turned::UNITS_OF_WORD; ++i, q += sizeof(Unit)) {
                     typename P::Vector x[G];
 #pragma GCC unroll 4
-                    for (int g = 0; g < G; ++g) x[g] = Rows::unit(word[g][n], i);
+                    for (int g = 0; g < G; ++g) x[g] = Turned::unit(word[g][n], i);
                     meet(x, q, sum);
                 }
             }
@@ -218,7 +218,7 @@ struct DecodeScores {
         lines.back(place);
         for (; u < units; ++u, q += sizeof(Unit)) {
             typename P::Vector x[G];
-            for (int g = 0; g < G; ++g) x[g] = Rows::single(keys[g].row, dim, u);
+            for (int g = 0; g < G; ++g) x[g] = Turned::single(keys[g].row, dim, u);
             meet(x, q, sum);
         }
         put(keys, r, sum);
@@ -253,7 +253,7 @@ struct DecodeScores {
     template <int R>
     int tiles(const Keys *keys, int count, int r, Lines &lines) {
         const bool two = count > 1 && keys[1].scale == keys[0].scale && !keys[0].per_token;
-        if constexpr (!K::pairs) {
+        if constexpr (!K::integers) {
             if (keys->form == REGARD_INT8) tiles_of<R, Int8>(keys, two, r, lines);
             if (keys->form == REGARD_INT4) tiles_of<R, Int4>(keys, two, r, lines);
         }
@@ -320,7 +320,7 @@ struct DecodeScores {
             for (int i = 0; i < 4; ++i) code[i] = number<per_token>(code[i], scales, n * P::pair + i);
 #pragma GCC unroll 4
             for (int i = 0; i < FOUR; ++i) {
-                if constexpr (!K::pairs) x[i][g] = as_stored<S>(code[i]);
+                if constexpr (!K::pairs) x[i][g] = rounded<S>(code[i]);
 #if defined(REGARD_PAIRS)
                 else x[i][g] = pack_pairs(code[2 * i], code[2 * i + 1]);
 #endif
@@ -341,7 +341,7 @@ struct DecodeScores {
         if constexpr (!K::pairs) {
 #pragma GCC unroll 2
             for (int g = 0; g < G; ++g)
-                x[g] = as_stored<S>(number<per_token>(Code::tile(keys[g].codes + at, n), scales, n));
+                x[g] = rounded<S>(number<per_token>(Code::tile(keys[g].codes + at, n), scales, n));
 #if defined(REGARD_PAIRS)
         } else {
 #pragma GCC unroll 2
@@ -360,7 +360,7 @@ struct DecodeScores {
         for (; i < count; ++i) to[i] = widen(from[i]);
     }
 
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_INTEGERS)
     // ---- tiles of codes that are multiplied as integers ------------------------------------------------------------
 
     // Whether a tile and the next have the same scales, or scales of tokens.
@@ -372,7 +372,7 @@ struct DecodeScores {
 
     template <int R>
     __attribute__((noinline)) void coded(const Found &found, int r, Lines &lines) {
-        CodedScores products(dim, queries + r * units, units, scratch + Source<K>::bytes(dim, BLOCK));
+        CodedScores<Unit> products(dim, queries + r * units, units, scratch + Source<K>::bytes(dim, BLOCK));
         for (int i = found.integers; i < found.count;) {
             const Keys *const keys = found.keys + i;
             const bool two = is_pair(found, i);
@@ -386,7 +386,7 @@ struct DecodeScores {
     }
 
     template <int R, int G, bool nibbles>
-    REGARD_INLINE void coded_set(CodedScores &products, const Keys *keys, int r, Lines &lines) {
+    REGARD_INLINE void coded_set(CodedScores<Unit> &products, const Keys *keys, int r, Lines &lines) {
         CodedTile tile[G];
         for (int g = 0; g < G; ++g) tile[g] = {keys[g].codes, keys[g].scale, keys[g].low, keys[g].per_token};
         V sum[R][G];

@@ -28,8 +28,8 @@ struct DecodeValues {
 
     static int64_t groups(int64_t dim) { return (dim + 15) / 16; }
     static int64_t bytes(int64_t dim) {
-#if defined(REGARD_PAIRS)
-        if (K::pairs) return coded_at(dim) + CodedValues::bytes(dim);
+#if defined(REGARD_INTEGERS)
+        if (K::integers) return coded_at(dim) + CodedValues::bytes(dim);
 #endif
         return coded_at(dim);
     }
@@ -50,9 +50,9 @@ struct DecodeValues {
     void add(const Source<K> &values, const Stretch &stretch, int64_t first, int low, int high, int rows, T *out,
              Lines &lines) {
         int run = 0;
-        for (int j = low; j < high; j += SOME) {
-            const int end = j + SOME < high ? j + SOME : high;
+        for (int j = low, end; j < high; j = end) {
             while (stretch.run[run].first + stretch.run[run].count <= first + j) ++run;
+            end = least(until_other(stretch, run, first), least(j + SOME, high));
             const Found found = find(values, stretch, run, first, j, end);
             switch (found.form) {
                 case REGARD_INT8:
@@ -76,7 +76,20 @@ struct DecodeValues {
         }
     }
 
+    // How often `add` asks for lines.
+    static int64_t asks(int64_t tokens, int64_t dim, int rows) {
+        const int64_t few = (rows / 2 % 2 + rows % 2) * times<8>(dim), many = rows / 8 * times<2>(dim);
+        return tokens / P::pair * (many + rows / 4 % 2 * times<4>(dim) + few);
+    }
+
   private:
+    // How many times `mix` goes through the tokens.
+    template <int N>
+    static int64_t times(int64_t dim) {
+        const int64_t left = dim % (N * W), four = N > 4 && left >= 4 * W;
+        return dim / (N * W) + four + (left - four * 4 * W + W - 1) / W;
+    }
+
     // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
     struct Found {
         int64_t form, group = 0, groups = 0;
@@ -87,13 +100,25 @@ struct DecodeValues {
     template <int N>
     using Of = int64_t[N];
 
+    template <typename Form>
+    static constexpr bool is_code = !is_same<Form, S> && !is_same<Form, bf16> && !is_same<Form, f16>;
+
     // Whether its rows can be read in place: a vector of dims has one scale.
     bool in_place(const Run &run) const {
         if (!run.part) return false;
         const regard_part &p = *run.part;
         if (p.form == K::form) return true;
         if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
+        if (K::integers && p.form != REGARD_FP8) return false;
         return sizeof(T) == 4 && !K::pairs && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
+    }
+
+    // Where a part ends, so that tokens beside one another change no bit; a pair of tokens may be of two.
+    int until_other(const Stretch &stretch, int run, int64_t first) const {
+        if (K::pairs) return int(BLOCK);
+        const regard_part *const part = stretch.run[run].part;
+        while (run < stretch.count && stretch.run[run].part == part) ++run;
+        return run < stretch.count ? int(stretch.run[run].first - first) : int(BLOCK);
     }
 
     Found find(const Source<K> &values, const Stretch &stretch, int from, int64_t first, int low, int high) const {
@@ -156,7 +181,7 @@ struct DecodeValues {
 
     template <typename Form>
     void mix_by(const Found &found, int low, int high, int rows, T *out, Lines &lines) const {
-        constexpr bool code = !is_same<Form, S> && !is_same<Form, bf16> && !is_same<Form, f16> && !K::pairs;
+        constexpr bool code = is_code<Form> && !K::pairs && (!K::integers || is_same<Form, Fp8>);
         if constexpr (is_same<Form, S> || is_same<S, float> || (code && sizeof(T) == 4)) {
             int r = 0;
             for (; r + 8 <= rows; r += 8) mix<8, 2, Form>(found, low, high, r, out, lines);
@@ -279,7 +304,7 @@ struct DecodeValues {
         wide<N, tail, Form>(found, j, d, of, x);
         if constexpr (!is_same<Form, S>)
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) x[n] = as_stored<S>(x[n]);
+            for (int n = 0; n < N; ++n) x[n] = is_code<Form> ? rounded<S>(x[n]) : as_stored<S>(x[n]);
     }
 
 #if defined(REGARD_PAIRS)

@@ -28,10 +28,12 @@ bool avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+// Cascade Lake, Ice Lake.
+bool avx512vnni() { return avx512() && __builtin_cpu_supports("avx512vnni"); }
+
 // Cooper Lake, which has bf16 and no VBMI, takes the row above.
 bool avx512bf16() {
-    return avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-           __builtin_cpu_supports("avx512vbmi");
+    return avx512vnni() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 }
 #endif
 
@@ -41,6 +43,7 @@ constexpr Isa table[] = {
 #if defined(__x86_64__)
     {"avx2", avx2, REGARD_WITH_AVX2},
     {"avx512", avx512, REGARD_WITH_AVX512},
+    {"avx512vnni", avx512vnni, REGARD_WITH_AVX512VNNI},
     {"avx512bf16", avx512bf16, REGARD_WITH_AVX512BF16},
 #elif defined(__aarch64__)
     {"neon", always, REGARD_WITH_NEON},  // every 64-bit ARM has it

@@ -8,6 +8,9 @@
 #if !defined(REGARD_WITH_AVX512)
 #define REGARD_WITH_AVX512 0
 #endif
+#if !defined(REGARD_WITH_AVX512VNNI)
+#define REGARD_WITH_AVX512VNNI 0
+#endif
 #if !defined(REGARD_WITH_AVX512BF16)
 #define REGARD_WITH_AVX512BF16 0
 #endif

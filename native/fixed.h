@@ -10,7 +10,7 @@
 
 #include "codes.h"
 
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_INTEGERS)
 namespace regard {
 namespace REGARD_ISA {
 
@@ -97,10 +97,16 @@ REGARD_INLINE I add_steps(I sums, __m512i x) { return (I)_mm512_dpwssd_epi32((__
 
 // Bytes [4][16] as [16][4].
 REGARD_INLINE __m512i turned(__m512i x) {
+#if defined(__AVX512VBMI__)
     const __m512i first = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
                                            0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
                                            0x33231303, 0x32221202, 0x31211101, 0x30201000);
     return _mm512_permutexvar_epi8(first, x);
+#else  // fours of bytes to their quarter, and there each byte to its place
+    const __m512i fours = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m128i bytes = _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(fours, x), _mm512_broadcast_i32x4(bytes));
+#endif
 }
 // Codes from -128 to 127 as those from 0 to 255.
 REGARD_INLINE __m512i without_sign(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }

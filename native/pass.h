@@ -48,7 +48,8 @@ struct Cut {
     }
 };
 
-template <typename K>
+// few: only calls whose units are rows (Cut::rows); the code for others is left out.
+template <typename K, bool few = false>
 struct ForwardPass {
     const Cut cut;
     const regard_call &c;
@@ -82,11 +83,13 @@ struct ForwardPass {
     regard_status whole(int64_t unit, const char *shared, char *scratch) const {
         const Lanes lanes = cut.lanes(unit);
         const int64_t row = cut.row(lanes, cut.tile(unit));
-        if (!cut.rows) {
-            const char *values = pairs ? shared + cut.key_head(unit) * pairs_of_head() : nullptr;
-            typename Forward<K>::After after;
-            return Forward<K>(c, values, scratch).run(lanes, row, follows(unit + c.threads, after) ? &after : nullptr);
-        }
+        if constexpr (!few)
+            if (!cut.rows) {
+                const char *values = pairs ? shared + cut.key_head(unit) * pairs_of_head() : nullptr;
+                typename Forward<K>::After after;
+                const bool more = follows(unit + c.threads, after);
+                return Forward<K>(c, values, scratch).run(lanes, row, more ? &after : nullptr);
+            }
         Decode<K> decode(c, scratch);
         char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
         if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
@@ -120,7 +123,7 @@ struct ForwardPass {
         const Lanes lanes = cut.lanes(unit / cut.spans);
         const int64_t number = unit % cut.spans;
         char *part = shared + unit * part_bytes();
-        if (cut.rows) {
+        if (few || cut.rows) {
             const int64_t after = unit + c.threads;  // probably this thread's
             const bool more = after < cut.units * cut.spans;
             const Lanes next = cut.lanes(more ? after / cut.spans : 0);
@@ -128,16 +131,20 @@ struct ForwardPass {
                 .run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part), more ? &next : nullptr,
                      after % cut.spans);
         }
-        typename Forward<K>::After after;
-        return Forward<K>(c, nullptr, scratch)
-            .run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part),
-                      follows(unit + c.threads, after) ? &after : nullptr);
+        if constexpr (!few) {
+            typename Forward<K>::After after;
+            return Forward<K>(c, nullptr, scratch)
+                .run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part),
+                          follows(unit + c.threads, after) ? &after : nullptr);
+        }
+        return REGARD_DONE;
     }
 
     regard_status merge(int64_t unit, char *shared, char *scratch) const {
         char *parts = shared + unit * cut.spans * part_bytes();
         if (cut.rows) Decode<K>(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
-        else Forward<K>(c, nullptr, scratch).finish_spans(cut.lanes(unit), parts, part_bytes(), cut.spans);
+        else if constexpr (!few)
+            Forward<K>(c, nullptr, scratch).finish_spans(cut.lanes(unit), parts, part_bytes(), cut.spans);
         return REGARD_DONE;
     }
 };

@@ -18,6 +18,11 @@ struct Kind {
     using V = typename Vec<Wide>::type;
     static constexpr int W = Vec<Wide>::lanes;
     static constexpr bool pairs = P::pair == 2;
+#if defined(REGARD_INTEGERS)
+    static constexpr bool integers = is_same<S, bf16>;  // few rows meet codes so (fixed.h)
+#else
+    static constexpr bool integers = false;
+#endif
     static constexpr bool in_place = sizeof(S) == sizeof(Wide);  // no conversion, no pairing
     static constexpr int64_t form = is_same<S, double>  ? REGARD_F64
                                     : is_same<S, float> ? REGARD_F32

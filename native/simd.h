@@ -34,6 +34,9 @@ constexpr int VECTOR_BYTES = 16;
 #if defined(__AVX512BF16__)
 #define REGARD_PAIRS 1  // bf16 products, two at a time
 #endif
+#if defined(__AVX512VNNI__)
+#define REGARD_INTEGERS 1  // products of bytes, four at a time
+#endif
 
 struct bf16 {
     uint16_t bits;

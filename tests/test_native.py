@@ -34,7 +34,8 @@ CPUINFO = Path("/proc/cpuinfo")
 X86_FEATURES = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512bf16": {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
+    "avx512vnni": {"avx512_vnni"},
+    "avx512bf16": {"avx512_bf16", "avx512vbmi"},
 }
 
 

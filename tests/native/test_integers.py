@@ -15,11 +15,11 @@ from tests.native.engines import ALL
 from tests.native.test_same_bits import threads
 from tests.stored import coded
 
-ENGINE = "native avx512bf16"
+ENGINES = [engine for engine in ("native avx512vnni", "native avx512bf16") if engine in ALL]
 CODECS = {"int8": Int8(), "int4": Int4(), "int8, groups of 16": Int8(group=16), "int4, groups of 48": Int4(group=48)}
 
 pytestmark = [
-    pytest.mark.skipif(ENGINE not in ALL, reason="only there codes meet bf16 as integers"),
+    pytest.mark.parametrize("engine", ENGINES),  # only there codes meet bf16 as integers
     pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS),
 ]
 
@@ -111,7 +111,7 @@ def plain_output(p: Tensor, part: Part, dim: int) -> Tensor:
 
 
 def rough_exp2(x: Tensor) -> Tensor:
-    """2^x as native/exp.h has it for bf16."""
+    """2^x as native/exp.h has it for products of bf16."""
     whole = x.floor()
     f, p = x - whole, torch.tensor(0.07706705142)
     for coefficient in (0.2276449809, 0.6951167888, 1.0):
@@ -121,21 +121,22 @@ def rough_exp2(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["by channel", "by token"])
 @pytest.mark.parametrize("dim", [1, 5, 33, 64, 128, 300])
-def test_scores_are_those_of_the_plain_form(codec: Codec, dim: int, per_token: bool) -> None:
+def test_scores_are_those_of_the_plain_form(engine: str, codec: Codec, dim: int, per_token: bool) -> None:
     call = made(codec, 96, queries=16, dim=dim, heads=1, per_token=per_token)
     # each row sees one key, so its lse is that score
-    found = attend_state(call.q, call.k, call.v, mask=Causal() & Window(1), scale=1.0, backend=ENGINE).lse[0, 0]
+    found = attend_state(call.q, call.k, call.v, mask=Causal() & Window(1), scale=1.0, backend=engine).lse[0, 0]
     expected = plain_scores(call.q[0, 0], call.k.parts[0])[:, -16:].diagonal()
     size = float((call.q.float().norm(dim=-1) * call.keys[0, 0, -16:].norm(dim=-1)).max())
     assert (found - expected).abs().max() < 1e-6 * size
 
 
-def test_outputs_are_those_of_the_plain_form(codec: Codec) -> None:
+def test_outputs_are_those_of_the_plain_form(engine: str, codec: Codec) -> None:
     call = made(codec, 96)
     scores = plain_scores(call.q[0, :, 0], call.k.parts[0]).float()
-    p = rough_exp2((scores - scores.amax(-1, keepdim=True)) * (64**-0.5 / torch.log(torch.tensor(2.0))))
+    exp2 = rough_exp2 if engine == "native avx512bf16" else torch.exp2
+    p = exp2((scores - scores.amax(-1, keepdim=True)) * (64**-0.5 / torch.log(torch.tensor(2.0))))
     expected = (plain_output(p, call.v.parts[0], 64) / p.double().sum(-1, keepdim=True)).bfloat16()
-    found = attend(call.q, call.k, call.v, backend=ENGINE)[0, :, 0]
+    found = attend(call.q, call.k, call.v, backend=engine)[0, :, 0]
     assert (found == expected).double().mean() > 0.98  # elsewhere they round to neighbours
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7, atol=1e-4)
 
@@ -145,47 +146,49 @@ def test_outputs_are_those_of_the_plain_form(codec: Codec) -> None:
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["by channel", "by token"])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_the_error_is_less_than_that_of_numbers_in_bf16(codec: Codec, queries: int, per_token: bool) -> None:
+def test_the_error_is_less_than_that_of_numbers_in_bf16(
+    engine: str, codec: Codec, queries: int, per_token: bool
+) -> None:
     call = made(codec, 960, queries=queries, per_token=per_token)
-    whole = attend(call.q, call.k, call.v, backend=ENGINE).double() - call.exact
-    rounded = attend(call.q, call.k.dense(), call.v.dense(), backend=ENGINE).double() - call.exact
+    whole = attend(call.q, call.k, call.v, backend=engine).double() - call.exact
+    rounded = attend(call.q, call.k.dense(), call.v.dense(), backend=engine).double() - call.exact
     assert whole.norm() < 0.8 * rounded.norm()
     lse = [torch.logsumexp(call.q.double() @ call.keys.double().mT / 8, -1)]
-    lse += [attend_state(call.q, k, call.v, backend=ENGINE).lse for k in (call.k, call.k.dense())]
+    lse += [attend_state(call.q, k, call.v, backend=engine).lse for k in (call.k, call.k.dense())]
     assert (lse[1] - lse[0]).norm() < 0.5 * (lse[2] - lse[0]).norm()
 
 
-def test_neither_rows_beside_nor_threads_change_a_bit(codec: Codec) -> None:
+def test_neither_rows_beside_nor_threads_change_a_bit(engine: str, codec: Codec) -> None:
     call = made(codec, 576, queries=4)
-    whole = attend_state(call.q, call.k, call.v, mask=Causal(), backend=ENGINE)
+    whole = attend_state(call.q, call.k, call.v, mask=Causal(), backend=engine)
     for last in (1, 2, 3):
-        few = attend_state(call.q[:, :, -last:], call.k, call.v, mask=Causal(), backend=ENGINE)
+        few = attend_state(call.q[:, :, -last:], call.k, call.v, mask=Causal(), backend=engine)
         assert torch.equal(few.out, whole.out[:, :, -last:])
         assert torch.equal(few.lse, whole.lse[:, :, -last:])
     for head in range(4):
-        alone = attend(call.q[:, head : head + 1, -1:], call.k, call.v, backend=ENGINE)
+        alone = attend(call.q[:, head : head + 1, -1:], call.k, call.v, backend=engine)
         assert torch.equal(alone[0, 0, 0], whole.out[0, head, -1])
     with threads(2):
-        assert torch.equal(attend(call.q, call.k, call.v, mask=Causal(), backend=ENGINE), whole.out)
+        assert torch.equal(attend(call.q, call.k, call.v, mask=Causal(), backend=engine), whole.out)
 
 
 @pytest.mark.parametrize("window", [9, 40, 130, 333])
-def test_what_a_window_hides_from_one_row_changes_no_bit_of_another(codec: Codec, window: int) -> None:
+def test_what_a_window_hides_from_one_row_changes_no_bit_of_another(engine: str, codec: Codec, window: int) -> None:
     call = made(codec, 576, queries=4)
     mask = Causal() & Window(window)
-    whole = attend(call.q, call.k, call.v, mask=mask, backend=ENGINE)
+    whole = attend(call.q, call.k, call.v, mask=mask, backend=engine)
     for row in range(4):
-        alone = attend(call.q[:, :, row : row + 1], call.k, call.v, mask=mask, offset=572 + row, backend=ENGINE)
+        alone = attend(call.q[:, :, row : row + 1], call.k, call.v, mask=mask, offset=572 + row, backend=engine)
         assert torch.equal(alone, whole[:, :, row : row + 1])
 
 
-def test_pages_in_any_order_change_nothing(codec: Codec) -> None:
+def test_pages_in_any_order_change_nothing(engine: str, codec: Codec) -> None:
     call = made(codec, 576)
     k, v = normal(1, 1, 576, 64), normal(1, 1, 576, 64, seed=1)
-    expected = attend(call.q, call.k, call.v, backend=ENGINE)
+    expected = attend(call.q, call.k, call.v, backend=engine)
     for page in (codec.group, 3 * codec.group):
         paged = (stored(coded(t, codec, keys=keys, page=page), t) for t, keys in ((k, True), (v, False)))
-        assert torch.equal(attend(call.q, *paged, backend=ENGINE), expected)
+        assert torch.equal(attend(call.q, *paged, backend=engine), expected)
 
 
 def with_value_scale(call: Made, token: int, x: float) -> StoredTensor:
@@ -197,29 +200,29 @@ def with_value_scale(call: Made, token: int, x: float) -> StoredTensor:
 
 
 @pytest.mark.parametrize("x", [torch.nan, torch.inf])
-def test_a_hidden_scale_that_is_not_finite_never_shows(codec: Codec, x: float) -> None:
+def test_a_hidden_scale_that_is_not_finite_never_shows(engine: str, codec: Codec, x: float) -> None:
     call = made(codec, 576, queries=3)
     mask = Causal() & Window(60)
     v = with_value_scale(call, 514, x)  # the first row sees it, the others do not
-    found = attend(call.q, call.k, v, mask=mask, backend=ENGINE)
+    found = attend(call.q, call.k, v, mask=mask, backend=engine)
     assert not bool(torch.isfinite(found[:, :, 0]).any())
-    assert torch.equal(found[:, :, 1:], attend(call.q, call.k, call.v, mask=mask, backend=ENGINE)[:, :, 1:])
+    assert torch.equal(found[:, :, 1:], attend(call.q, call.k, call.v, mask=mask, backend=engine)[:, :, 1:])
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x * torch.nan, lambda x: x * torch.inf], ids=["nan", "inf"])
-def test_a_query_that_is_not_finite_gives_nan(codec: Codec, spoil: Callable[[Tensor], Tensor]) -> None:
+def test_a_query_that_is_not_finite_gives_nan(engine: str, codec: Codec, spoil: Callable[[Tensor], Tensor]) -> None:
     call = made(codec, 96)
     q = call.q.clone()
     q[0, 1, 0, 5] = spoil(q[0, 1, 0, 5])
-    found = attend(q, call.k, call.v, backend=ENGINE)
+    found = attend(q, call.k, call.v, backend=engine)
     assert bool(found[0, 1].isnan().all())
-    assert torch.equal(found[0, 2:], attend(call.q, call.k, call.v, backend=ENGINE)[0, 2:])
+    assert torch.equal(found[0, 2:], attend(call.q, call.k, call.v, backend=engine)[0, 2:])
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
-def test_numbers_of_any_size_keep_their_precision(codec: Codec, size: float) -> None:
+def test_numbers_of_any_size_keep_their_precision(engine: str, codec: Codec, size: float) -> None:
     call = made(codec, 96)
     q, scale = call.q.double() * size, 1 / (8 * size)
-    found = attend(q.bfloat16(), call.k, call.v, scale=scale, backend=ENGINE)
+    found = attend(q.bfloat16(), call.k, call.v, scale=scale, backend=engine)
     exact = attend(q.bfloat16().double(), call.keys.double(), call.values.double(), scale=scale, backend="reference")
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=1e-2)

@@ -97,15 +97,16 @@ def stored(parts: list[Part], counts: list[int], heads: int, dim: int, dtype: to
     return StoredTensor(tuple(parts), (len(counts), heads, max(counts), dim), dtype, lengths)
 
 
-def by_integers(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str) -> bool:
-    """Whether codes may be multiplied as integers."""
+def unrounded(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str) -> bool:
+    """Whether codes may be multiplied before they are rounded to bf16, or as integers."""
     few = q.shape[1] // k.shape[1] * q.shape[2] <= 16
-    coded = any(part.kind in ("int8", "int4") for side in (k, v) for part in side.parts)
-    return engine == "native avx512bf16" and q.dtype == torch.bfloat16 and few and coded
+    kinds = ("int8", "int4") if engine == "native avx512bf16" else ("int8", "int4", "fp8")
+    coded = any(part.kind in kinds for side in (k, v) for part in side.parts)
+    return q.dtype == torch.bfloat16 and few and coded
 
 
 def agree(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str, **words: Any) -> Tensor:
-    """What stored ones give, after a look that their tensors give the same bits, or nearly where integers are used."""
+    """What stored ones give, after a look that their tensors give the same bits, or nearly if codes are not rounded."""
     assert not any("gather" in str(step) for step in explain(q, k, v, backend=engine, **words).steps)
     found = attend_state(q, k, v, backend=engine, **words)
     dense = dict(words)
@@ -113,7 +114,7 @@ def agree(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str, **words: Any
         dense["mask"] = Ragged(words.get("mask"), k.lengths.tolist())
     expected = attend_state(q, k.dense(), v.dense(), backend=engine, **dense)
     assert found.out.dtype == q.dtype
-    if by_integers(q, k, v, engine):
+    if unrounded(q, k, v, engine):
         same(found.out, expected.out, ROUNDING[q.dtype])
         same(found.lse, expected.lse, ROUNDING[q.dtype])
         return found.out
@@ -270,7 +271,7 @@ def test_decoding_gives_the_bits_of_the_prompt(form: str, dtype: torch.dtype, en
     whole = attend(q, ks, vs, mask=Causal(), backend=engine)
     for last in (1, 2, 3, 4, 16):
         few = attend(q[:, :, -last:], ks, vs, mask=Causal(), backend=engine)
-        if by_integers(q[:, :, -last:], ks, vs, engine):
+        if unrounded(q[:, :, -last:], ks, vs, engine):
             same(few, whole[:, :, -last:], ROUNDING[dtype])
         else:
             assert torch.equal(few, whole[:, :, -last:])
