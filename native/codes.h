@@ -62,12 +62,14 @@ REGARD_INLINE F numbers(I x) {
 #endif
 }
 
+// What is read of a code, times `unit`, a power of 2 that the scale is multiplied with, is its value.
 // Each has `tile`: dim d of W tokens of a tile, whose bytes begin at `codes`; `row`: dims d to d + W of one token; and
 // `rows`: N such vectors, of which the first begins at a multiple of N * W. `fours`: four dims at once are had for
 // less, by `tiles`. Codes of a byte; `Code::at` reads W of them, and `Code::some` N times as many.
 template <typename Code>
 struct OfBytes {
     static constexpr bool nibbles = false, fours = false;
+    static constexpr float unit = 1;
     static REGARD_INLINE F tile(const uint8_t *codes, int64_t d) { return Code::at(codes + d * TOKENS); }
     static REGARD_INLINE F row(const uint8_t *codes, int64_t d) { return Code::at(codes + d); }
     template <int N>
@@ -168,11 +170,14 @@ struct Fp8 : OfBytes<Fp8> {
         const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(x, 7), _mm512_set1_epi16(short(0xbfff)));
         const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, ones), ones);
         const __m512i y = _mm512_mask_blend_epi16(nan, bits, _mm512_set1_epi16(0x7e00));
-        first = _mm512_cvtph_ps(_mm512_castsi512_si256(y)) * 256.0f;
-        second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(y, 1)) * 256.0f;
+        first = _mm512_cvtph_ps(_mm512_castsi512_si256(y));
+        second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(y, 1));
     }
 #endif
     // As f16 with the exponent 8 too small, whose subnormals every machine converts exactly.
+#if defined(__AVX2__)
+    static constexpr float unit = 256;
+#endif
     static REGARD_INLINE F at(const uint8_t *p) {
 #if defined(__AVX512F__)
         const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
@@ -180,13 +185,13 @@ struct Fp8 : OfBytes<Fp8> {
         const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(short(0xbfff)));
         const __m256i nan =
             _mm256_and_si256(_mm256_cmpeq_epi16(size, _mm256_set1_epi16(127)), _mm256_set1_epi16(0x7c00));
-        return _mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
+        return _mm512_cvtph_ps(_mm256_or_si256(bits, nan));
 #elif defined(__AVX2__)
         const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
         const __m128i size = _mm_and_si128(x, _mm_set1_epi16(127));
         const __m128i bits = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(short(0xbfff)));
         const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(size, _mm_set1_epi16(127)), _mm_set1_epi16(0x7c00));
-        return _mm256_cvtph_ps(_mm_or_si128(bits, nan)) * 256.0f;
+        return _mm256_cvtph_ps(_mm_or_si128(bits, nan));
 #else
         F x{};
         for (int i = 0; i < Vec<float>::lanes; ++i) x[i] = fp8_number(p[i]);
@@ -198,6 +203,7 @@ struct Fp8 : OfBytes<Fp8> {
 
 struct Int4 {
     static constexpr bool nibbles = true, fours = false;
+    static constexpr float unit = 1;
     static REGARD_INLINE F low(I x) {
 #if defined(__AVX512F__)
         const F all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -272,20 +272,21 @@ struct DecodeScores {
     struct Scales {
         alignas(64) float scale[CHANNELS], low[CHANNELS] = {};
 
+        template <typename Code>
         void take(const Keys &keys, int64_t from, int64_t count) {
-            widen_all(keys.scale + from, count, scale);
-            if (keys.low) widen_all(keys.low + from, count, low);
+            widen_all(keys.scale + from, count, Code::unit, scale);
+            if (keys.low) widen_all(keys.low + from, count, 1, low);
         }
     };
 
     template <int R, int G, typename Code, bool per_token>
     __attribute__((noinline)) void tile_set(const Keys *keys, int r, Lines &lines) {
         Scales scales;
-        if (per_token) scales.take(*keys, 0, W);
+        if (per_token) scales.template take<Code>(*keys, 0, W);
         V sum[R][G] = {};
         for (int64_t u = 0; u < units; u += W) {
             const int64_t d = u * P::pair, dims = least(dim - d, CHANNELS);
-            if (!per_token) scales.take(*keys, d, dims);
+            if (!per_token) scales.template take<Code>(*keys, d, dims);
             for (int g = 0; g < G; ++g) lines.ask();
             const char *q = reinterpret_cast<const char *>(queries + r * units + u);
             const int64_t at = d / (Code::nibbles ? 2 : 1) * TOKENS;
@@ -354,10 +355,10 @@ struct DecodeScores {
         }
     }
 
-    static REGARD_INLINE void widen_all(const bf16 *from, int64_t count, float *to) {
+    static REGARD_INLINE void widen_all(const bf16 *from, int64_t count, float unit, float *to) {
         int64_t i = 0;
-        for (; i + W <= count; i += W) store(to + i, load_wide(from + i));
-        for (; i < count; ++i) to[i] = widen(from[i]);
+        for (; i + W <= count; i += W) store(to + i, load_wide(from + i) * unit);
+        for (; i < count; ++i) to[i] = widen(from[i]) * unit;
     }
 
 #if defined(REGARD_INTEGERS)

@@ -160,22 +160,23 @@ struct DecodeValues {
         const uint8_t *at = codes_of(p, run.page, values.head, run.slot);
         for (int i = 0; i < run.count; ++i) row[i] = reinterpret_cast<const char *>(at + i * p.data_step);
         widen_scales(p, scales_of(p, p.scale, run.page, values.head, run.slot), found.groups, run.count,
-                     scales + j * found.groups);
-        widen_scales(p, scales_of(p, p.low, run.page, values.head, run.slot), found.groups, run.count,
+                     p.form == REGARD_FP8 ? Fp8::unit : 1, scales + j * found.groups);
+        widen_scales(p, scales_of(p, p.low, run.page, values.head, run.slot), found.groups, run.count, 1,
                      lows + j * found.groups);
     }
 
-    static void widen_scales(const regard_part &p, const bf16 *from, int64_t groups, int64_t tokens, float *to) {
+    static void widen_scales(const regard_part &p, const bf16 *from, int64_t groups, int64_t tokens, float unit,
+                             float *to) {
         constexpr int lanes = Vec<float>::lanes;
         if (!from) {
             for (int64_t i = 0; i < tokens * groups; ++i) to[i] = 0;
         } else if (p.scale_step == groups) {
             int64_t i = 0;
-            for (; i + lanes <= tokens * groups; i += lanes) store(to + i, load_wide(from + i));
-            for (; i < tokens * groups; ++i) to[i] = widen(from[i]);
+            for (; i + lanes <= tokens * groups; i += lanes) store(to + i, load_wide(from + i) * unit);
+            for (; i < tokens * groups; ++i) to[i] = widen(from[i]) * unit;
         } else {
             for (int64_t j = 0; j < tokens; ++j)
-                for (int64_t i = 0; i < groups; ++i) to[j * groups + i] = widen(from[j * p.scale_step + i]);
+                for (int64_t i = 0; i < groups; ++i) to[j * groups + i] = widen(from[j * p.scale_step + i]) * unit;
         }
     }
 

@@ -140,7 +140,7 @@ void code_vectors(const Run &run, int64_t head, int64_t dim, S *to) {
         int64_t d = 0;
         for (int64_t g = 0; d < dim; ++g) {
             const int64_t end = dim - d < p.group ? dim : d + p.group;
-            const F by = broadcast(widen(scale[g])), with = low ? broadcast(widen(low[g])) : F{};
+            const F by = broadcast(widen(scale[g]) * Code::unit), with = low ? broadcast(widen(low[g])) : F{};
             d = code_dims<N, S, Code>(codes, d, end, by, with, to);
             if (N > 1) d = code_dims<1, S, Code>(codes, d, end, by, with, to);
             if (d == end) continue;
@@ -184,7 +184,7 @@ void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
         const uint8_t *codes = codes_of(p, run.page, head, slot) + slot % TOKENS;
         const bf16 *scale = scales_of(p, p.scale, run.page, head, slot);
         const bf16 *low = scales_of(p, p.low, run.page, head, slot);
-        F by = widened(scale, p.per_token ? W : 0), with = widened(low, p.per_token ? W : 0);
+        F by = widened(scale, p.per_token ? W : 0) * Code::unit, with = widened(low, p.per_token ? W : 0);
         for (int64_t d = 0; d < dim; d += W) {
             F block[W];
             for (int i = 0; i < W; ++i) {
@@ -192,7 +192,8 @@ void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
                 if (p.per_token) block[i] = fma(block[i], by, with);
             }
             transpose<float>(block);
-            if (!p.per_token) by = widened(scale + d, dim - d), with = widened(low ? low + d : nullptr, dim - d);
+            if (!p.per_token)
+                by = widened(scale + d, dim - d) * Code::unit, with = widened(low ? low + d : nullptr, dim - d);
             for (int i = 0; i < W; ++i) {
                 if (slot + i < run.slot || slot + i >= end) continue;
                 S *const row = to + (slot + i - run.slot) * dim + d;
