@@ -4,10 +4,10 @@ The library is a file beside this one: C++ behind a C interface (native/abi.h), 
 every torch. regard works without it: then `available()` is False, `absence()` says why, and the first call that it
 would have computed warns of that (`SlowWarning`), unless the environment variable `REGARD_QUIET` is set.
 
-Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512vnni", "avx512bf16" on x86 or "neon" on 64-bit ARM. An
-installation from source compiles "portable" and the best one of the machine; with the environment variable
-`REGARD_ISAS=all` it compiles all of them, as wheels do. A call uses the best compiled one that the machine runs, unless
-the environment variable `REGARD_ISA` names another.
+Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512vnni", "avx512bf16" on x86 or "neon" on
+64-bit ARM. An installation from source compiles "portable" and the best one of the machine ("avx512vnni" brings
+"avx512", whose kernels it shares); with the environment variable `REGARD_ISAS=all` it compiles all of them, as wheels
+do. A call uses the best compiled one that the machine runs, unless the environment variable `REGARD_ISA` names another.
 
 A call is a struct whose every field has 8 bytes. `CALL` and `GRADIENT` name the fields in order; an `Entry`
 writes and runs it.
