@@ -88,8 +88,9 @@ class Ahead {
 
     // Sets the pace: all lines within the product of `rows` rows by so many vectors in `steps` steps.
     void start(int64_t rows, int64_t steps, int vectors) {
+        const int64_t passes = (vectors + VECTORS - 1) / VECTORS;
         const int64_t at_once = rows_at_once(vectors < VECTORS ? vectors : VECTORS);
-        const int64_t stops = (rows + at_once - 1) / at_once * ((steps + 7) / 8);
+        const int64_t stops = (rows + at_once - 1) / at_once * ((steps + 7) / 8) * passes;
         pace_ = stops ? (lines_ + stops - 1) / stops : 0;
     }
 
