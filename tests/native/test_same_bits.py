@@ -54,6 +54,17 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
 
 
 @pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("dim", [112, 113, 192, 257])
+def test_few_rows_of_many_dims_have_the_bits_of_many_rows(engine: str, dtype: torch.dtype, dim: int):
+    """Kernels for many rows may multiply so many dims in parts."""
+    q, k, v = (x[:, :, :150] for x in tensors(dtype, dim=dim))
+    whole = attend_state(q, k, v, mask=Causal(), backend=engine)
+    few = attend_state(q[:, :, -3:], k, v, mask=Causal(), backend=engine)
+    assert torch.equal(few.out, whole.out[:, :, -3:])
+    assert torch.equal(few.lse, whole.lse[:, :, -3:])
+
+
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("queries", [1, 3, KEYS])
 def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dtype, queries: int):
     q, k, v = tensors(dtype, batch=3)
