@@ -40,8 +40,9 @@ c++ $flags -O2 -fvisibility=hidden -shared tests/arm/relay.cpp -o "$place/relay.
 arm machine -O2 -rdynamic tests/arm/machine.cpp -ldl -lpthread
 wait "$portable"
 wait "$neon"
-arm libregard.so -O2 -shared -Wl,--no-undefined -DREGARD_WITH_NEON=1 \
-    native/{abi,check,detect,limits,plain,threads}.cpp "$place"/{neon,portable}.o -ldl -lpthread
+sources=$(sed -n 's/^add_library(regard MODULE \(.*\))$/\1/p' CMakeLists.txt)
+# shellcheck disable=SC2086
+arm libregard.so -O2 -shared -Wl,--no-undefined -DREGARD_WITH_NEON=1 $sources "$place"/{neon,portable}.o -ldl -lpthread
 
 cat >"$place/relayed.py" <<PYTHON
 from regard import native

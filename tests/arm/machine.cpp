@@ -165,6 +165,9 @@ int main(int argc, char **argv) {
             case GATHER:
                 status = NAMED(regard_gather)(static_cast<regard_sweep *>(call));
                 break;
+            case LINEAR:
+                status = NAMED(regard_attend_linear)(static_cast<regard_linear *>(call));
+                break;
             case PRODUCTS:
                 answer.number = NAMED(regard_products)(given[0], given[1], given[2], message.number);
                 break;

@@ -142,6 +142,8 @@ int64_t regard_gather(regard_sweep *sweep) {
     return run(GATHER, pointer(sweep)).arguments[0];
 }
 
+int64_t regard_attend_linear(regard_linear *linear) { return run(LINEAR, pointer(linear)).arguments[0]; }
+
 double regard_products(int64_t isa, int64_t dtype, int64_t threads, double seconds) {
     return run(PRODUCTS, isa, dtype, threads, 0, seconds).number;
 }
