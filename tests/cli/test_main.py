@@ -48,7 +48,7 @@ def test_version_tells_what_is_installed(capsys):
             ["inspect", "--modle", "x"],
             "unrecognized arguments: --modle. Did you mean --model? See regard inspect --help.",
         ),
-        (["generate", "--tokns", "3", "x"], "unrecognized arguments: --tokns. Did you mean --"),
+        (["generate", "--tokns", "3", "x"], "unrecognized arguments: --tokns (it is --max-new-tokens, or"),
         (["inspct"], ". Did you mean inspect? See regard --help."),
         (["generate", "x", "--cache", "int9"], "Did you mean int8? See regard generate --help."),
         (["bench", "--quick"], "--rounds 3). See"),

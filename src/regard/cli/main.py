@@ -37,7 +37,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
@@ -118,20 +118,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
-            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+            near = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+            message += f". Did you mean {near}?" if near else ""
         self.exit(
             2, f"{self.prog}: error: {message}{'' if message.endswith(('.', '?')) else '.'} See {self.prog} --help.\n"
         )
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A question with the known name that is nearest, or nothing.
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that is nearest; None if none is near.
 
-    >>> did_you_mean("--modle", ["--model", "--mask"])
-    '. Did you mean --model?'
+    >>> nearest("--modle", ["--model", "--mask"]), nearest("--blue", ["--model"])
+    ('--model', None)
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -147,13 +147,17 @@ def _unrecognized(unknown: list[str], usage: str) -> str:
     """The message for arguments that a command does not have; of options and their values, the options alone."""
     options = [each for each in unknown if each.startswith("--")]
     message = f"unrecognized arguments: {' '.join(options or unknown)}"
-    names = [each.partition("=")[0] for each in options]
-    if hints := [f" ({HINTS[name]})" for name in names if name in HINTS]:
-        return message + hints[0]
-    return message + next(filter(None, (did_you_mean(n, re.findall(r"--[\w-]+", usage)) for n in names)), "")
+    known = re.findall(r"--[\w-]+", usage)
+    for name in (each.partition("=")[0] for each in options):
+        near = nearest(name, [*HINTS, *known])
+        if near in HINTS:
+            return f"{message} ({HINTS[near]})"
+        if near:
+            return f"{message}. Did you mean {near}?"
+    return message
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser of `regard`, and those of its commands by name."""
     parser = Parser(
         prog="regard",

@@ -128,7 +128,7 @@ KEYWORDS = {
 }
 """Keywords of torch, transformers, flash-attention, xFormers and JAX, and what to write here."""
 
-SPECIAL = {
+SPECIAL: dict[str, dict[str, str]] = {
     "layout": {
         **dict.fromkeys(("window", "window_size", "sliding_window", "local_window_size", "attention_window"), ROLLING),
         **dict.fromkeys(("sink", "sinks", "num_sink_tokens"), ROLLING),

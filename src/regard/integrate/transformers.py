@@ -97,7 +97,7 @@ def use_regard(model: M) -> M:
     """
     check_model(model)
     register()
-    pass_latents(model)
+    pass_latents(cast(Any, model))
     cast(Any, model).set_attn_implementation(NAME)
     return model
 
