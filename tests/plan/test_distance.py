@@ -26,8 +26,8 @@ def test_a_vector_holds_the_bias_of_each_distance(bias: Bias, first: int, count:
 
 def test_ever_longer_calls_make_few_vectors(monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
-    slopes = Alibi.slopes
-    monkeypatch.setattr(Alibi, "slopes", lambda self: made.append(1) or slopes(self))
+    slopes = Alibi.slope_per_head
+    monkeypatch.setattr(Alibi, "slope_per_head", lambda self: made.append(1) or slopes(self))
     for keys in range(1, 1000):
         kept_by_distance(Alibi(4), 4, torch.float32, 0, keys)
     assert len(made) <= 11
