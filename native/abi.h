@@ -158,7 +158,8 @@ enum regard_feature : int64_t {
     REGARD_RELU = 2
 };  // x; elu(x) + 1; max(x, 0) + epsilon
 
-// Causal linear attention: a query for each key, and both see the state. The dtype is not REGARD_F64.
+// Causal linear attention: a query for each key, which sees the state and the keys up to its own. The dtype is not
+// REGARD_F64.
 struct regard_linear {
     int64_t bytes;    // sizeof(regard_linear)
     int64_t isa;      // as in regard_call
@@ -172,7 +173,7 @@ struct regard_linear {
     double scale;       // factor of queries; 1 but for REGARD_IDENTITY
     double epsilon;     // of REGARD_RELU
 
-    regard_tensor q, k, v, out;  // null q: no rows, and no out
+    regard_tensor q, k, v, out;  // null q: no rows, and no out. Null k: no v, rows see the state alone; no decay then
     const void *log_decay;       // float32 [kv_heads], of each token; null: none
     int64_t log_decay_head;
     void *state;  // float32 [batch, kv_heads, qk_dim, v_dim + normalise], contiguous: before, and then after all tokens

@@ -282,8 +282,12 @@ regard_status check(const regard_linear &c) {
         if (c.q.data)
             if (regard_status wrong = tensor(*t, c.dtype, c.batch, c.heads, c.tokens, t == &c.q ? c.qk_dim : c.v_dim))
                 return wrong;
-    if (regard_status wrong = tensor(c.k, c.dtype, c.batch, c.kv_heads, c.tokens, c.qk_dim)) return wrong;
-    if (regard_status wrong = tensor(c.v, c.dtype, c.batch, c.kv_heads, c.tokens, c.v_dim)) return wrong;
+    if (!c.k.data && c.log_decay) return REGARD_BAD_SIZE;
+    for (const regard_tensor *t : {&c.k, &c.v})
+        if (c.k.data)
+            if (regard_status wrong =
+                    tensor(*t, c.dtype, c.batch, c.kv_heads, c.tokens, t == &c.k ? c.qk_dim : c.v_dim))
+                return wrong;
     return floats && !c.state ? REGARD_BAD_POINTER : REGARD_DONE;
 }
 

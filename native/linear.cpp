@@ -64,8 +64,10 @@ bool run(const Kernels &kernels, const regard_linear &c) {
     for (int64_t first = 0; first < chunks; first += some) {
         const int64_t count = chunks - first < some ? chunks - first : some;
         const int64_t scans = (c.qk_dim + SCANNED - 1) / SCANNED;
-        if (!run(kernels, c, LinearPass::sums, heads * count, first, count)) return false;
-        run(kernels, c, LinearPass::scan, heads * scans, first, count);
+        if (c.k.data) {
+            if (!run(kernels, c, LinearPass::sums, heads * count, first, count)) return false;
+            run(kernels, c, LinearPass::scan, heads * scans, first, count);
+        }
         if (c.q.data && !run(kernels, c, LinearPass::rows, heads * count, first, count)) return false;
     }
     return true;

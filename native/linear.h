@@ -65,7 +65,7 @@ class Linear {
             const int64_t tokens = begin(head, n);
             if (c.q.data) rows(head, n, tokens, state);
             fade(state);
-            add(tokens, state, true);
+            if (c.k.data) add(tokens, state, true);
         }
         write_state(head, state);
         return is_finite();
@@ -98,7 +98,8 @@ class Linear {
 
     // The rows of chunk n, before which the state is `from`.
     bool read_rows(int64_t head, int64_t n, const float *from) {
-        rows(head, n, begin(head, n), from);
+        if (!c.k.data) read_state(head, state);
+        rows(head, n, begin(head, n), c.k.data ? from : state);
         return is_finite();
     }
 
@@ -167,6 +168,7 @@ class Linear {
     int64_t begin(int64_t head, int64_t n) {
         const int64_t tokens = tokens_of(n), b = batch(head), h = key_head(head), at = n * c.chunk;
         set_ages(head, tokens);
+        if (!c.k.data) return tokens;
         features(c.k, b, h, at, tokens, 1, k);
         for (int64_t p = 0; p < panels; ++p) {
             const int64_t left = c.v_dim - p * LANES;
@@ -287,12 +289,13 @@ class Linear {
 
     void rows(int64_t head, int64_t n, int64_t tokens, const float *s) {
         const auto key = [&](int64_t lane) { return reinterpret_cast<const char *>(k + lane * padded); };
-        gather_lanes<float, float>(key, int(tokens), dim, k_lanes);
+        if (c.k.data) gather_lanes<float, float>(key, int(tokens), dim, k_lanes);
         for (int64_t g = 0; g < group; ++g) {
             const int64_t b = batch(head), h = key_head(head) * group + g;
             features(c.q, b, h, n * c.chunk, tokens, float(c.scale), q);
             of_earlier(tokens, s);
-            for (int64_t i = 0; i < tokens; i += STEP) of_chunk(i, tokens - i < STEP ? tokens - i : STEP, tokens);
+            for (int64_t i = 0; c.k.data && i < tokens; i += STEP)
+                of_chunk(i, tokens - i < STEP ? tokens - i : STEP, tokens);
             if (c.normalise) divide(tokens, s + panels * dim * LANES);
             write_rows(b, h, n * c.chunk, tokens);
         }
@@ -342,7 +345,7 @@ class Linear {
                 for (int64_t f = 0; f < padded; f += W)
                     sums[r] = fma(load(q + (i + r) * padded + f), load(z + f), sums[r]);
                 if (c.log_decay) sums[r] *= read[i + r];
-                for (int64_t l = 0; l <= i + r; l += W) sums[r] += load(weights + (i + r) * LANES + l);
+                for (int64_t l = 0; c.k.data && l <= i + r; l += W) sums[r] += load(weights + (i + r) * LANES + l);
             }
             transpose<float>(sums);
             for (int r = 1; r < W; ++r) sums[0] += sums[r];

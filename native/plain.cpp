@@ -338,7 +338,7 @@ bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, 
         return x;
     };
     for (int64_t token = 0; token < c.tokens; ++token) {
-        for (int64_t f = 0; f < c.qk_dim; ++f) {
+        for (int64_t f = 0; c.k.data && f < c.qk_dim; ++f) {
             const double key = feature(c, read(c.k, h, token, f));
             for (int64_t i = 0; i < columns; ++i) {
                 double &s = state[f * columns + i];

@@ -136,6 +136,34 @@ def test_a_single_token_is_computed_by_the_library_unless_a_form_is_chosen(rule:
     torch.testing.assert_close(found.state.S, right.state.S, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("isa", [PLAIN, *ISAS])
+@pytest.mark.parametrize("threads", [1, 7])
+def test_rows_of_the_state_alone_and_keys_alone(isa: int, threads: int, monkeypatch: pytest.MonkeyPatch):
+    q, k, v = (t.double() for t in inputs(1100, heads=(3, 1)))
+    right = linear_attend(q, k, v, Elu1(), causal=False)
+    q, k, v = inputs(1100, heads=(3, 1))
+    call = check_call(q, k, v, Elu1(), None, False, None, None, None, "chunked", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    carry = compiled.run(call, None, k, v, first_carry(call, k, v, None), isa).carry
+    torch.testing.assert_close(carry.matrix[..., :-1].double(), right.state.S, rtol=1e-5, atol=1e-3)
+    found = compiled.run(call, q, None, None, carry, isa)
+    torch.testing.assert_close(found.out.double(), right.out, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found.carry.matrix, carry.matrix)
+
+
+@pytest.mark.parametrize("sizes", [(70, 200), (200, 70), (0, 70), (70, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_and_keys_may_differ_in_number(sizes: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch):
+    tensors = inputs(200)
+    q, k, v = tensors[0][:, :, : sizes[0]], tensors[1][:, :, : sizes[1]], tensors[2][:, :, : sizes[1]]
+    words: dict[str, Any] = {"causal": causal, "rule": Decay(0.9), "features": Relu()}
+    found = linear_attend(q, k, v, **words)
+    monkeypatch.setattr(compiled, "fits", lambda *call: False)
+    right = linear_attend(q, k, v, **words)
+    torch.testing.assert_close(found.out, right.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.state.S, right.state.S, rtol=1e-4, atol=1e-4)
+
+
 def status(**changed: float) -> int:
     """Of a call of 1 x 2 heads on 1, 70 tokens, 16 dims, with these fields changed."""
     q, k, out = torch.zeros(1, 2, 70, 16), torch.zeros(1, 1, 70, 16), torch.zeros(1, 2, 70, 16)
@@ -164,7 +192,9 @@ WRONG: dict[str, tuple[dict[str, float], int]] = {
     "no features": ({"qk_dim": 0}, SIZE),
     "sizes that overflow": ({"batch": 1 << 39, "qk_dim": 1 << 20, "v_dim": 1 << 20}, SIZE),
     "a negative stride": ({"k.token": -1}, SIZE),
-    "no keys": ({"k.data": 0}, POINTER),
+    "no keys": ({"k.data": 0, "v.data": 0}, DONE),
+    "a decay without keys": ({"k.data": 0, "log_decay": 64}, SIZE),
+    "no values": ({"v.data": 0}, POINTER),
     "no out": ({"out.data": 0}, POINTER),
     "no state": ({"state": 0}, POINTER),
     "little workspace": ({"workspace_bytes": 64}, WORKSPACE),

@@ -107,8 +107,8 @@ def linear_attend(
 
 def _computed(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
     """The rows and the last state, of inputs that may be NaN or infinite."""
-    if compiled.fits(call, q, k, v):
-        out, last, finite = compiled.run(call, q, k, v, carry)
+    if call.causal and q.shape[2] == k.shape[2] and compiled.fits(call, q, k, v):
+        out, last, finite = compiled.run(call, q, k, v, carry)  # which looks whether they are finite as it reads them
         if finite:
             return out, last
     elif is_all_finite(call, q, k, v):
@@ -119,8 +119,6 @@ def _computed(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -
 def _run(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
     """The rows and the last state. Keys before the first query, and queries before the first key, come first."""
     queries, keys = q.shape[2], k.shape[2]
-    if compiled.fits(call, q, k, v):
-        return compiled.run(call, q, k, v, carry)[:2]
     if call.causal and queries == keys:
         return _segments(call, q, k, v, 0, keys, carry)
     early_keys = max(0, keys - queries) if call.causal else keys
@@ -144,6 +142,9 @@ def _segments(
     call: LinearCall, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, carry: Carry
 ) -> tuple[Tensor, Carry]:
     """Keys start <= t < stop with a query each, or with none if q has none."""
+    queried = q if q.shape[2] else None
+    if start < stop and compiled.fits(call, k if queried is None else q, k, v):
+        return compiled.run(call, queried, k[:, :, start:stop], v[:, :, start:stop], carry)[:2]
     size = _segment_tokens(call, q, k, v, stop - start)
     out = _Rows(call, q, v, whole=size >= stop - start)
     if start == stop:
@@ -161,6 +162,8 @@ def _segments(
 
 def _read(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> Tensor:
     """The output of queries that see the state only, in the same segments."""
+    if compiled.fits(call, q, k, v):
+        return compiled.run(call, q, None, None, carry).out
     size = _segment_tokens(call, q, k, v, q.shape[2])
     out = _Rows(call, q, v, whole=size >= q.shape[2])
     for t in range(0, q.shape[2], size):

@@ -1,4 +1,4 @@
-"""Linear attention by the compiled library (native/linear.h): a causal call without a rule or with `Decay`, on the CPU.
+"""Linear attention by the compiled library (native/linear.h): without a rule or with `Decay`, on the CPU.
 
 One pass maps features, multiplies chunks and divides rows, and no intermediate tensor leaves the cache. The forms in
 PyTorch (`sums.py`) remain for gradients, tracing, float64, other devices and other features.
@@ -40,19 +40,18 @@ class Found(NamedTuple):
 
 
 def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the library computes this call."""
+    """Whether the library computes this call, with any number of tokens."""
     tensors = (q, k, v)
     return (
         call.in_place
         and (call.any_form or call.run is sums.chunked)
         and (call.rule is None or isinstance(call.rule, Decay))
-        and call.causal
-        and q.shape[2] == k.shape[2]
         and (call.features is None or (type(call.features) in (Elu1, Relu) and call.scale is None))
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.dtype == v.dtype == q.dtype
-        and all(t.numel() and not t.is_neg() and not has_own_operators(t) for t in tensors)
+        and all(t.shape[0] * t.shape[1] * t.shape[3] for t in tensors)
+        and not any(t.is_neg() or has_own_operators(t) for t in tensors)
         and not dispatch_modes()
         and can_be_read(*tensors)
         and _entry() is not None
@@ -73,24 +72,29 @@ def _chosen() -> int:
     return native.isas().index(native.isa())
 
 
-def run(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry, isa: int | None = None) -> Found:
-    """The rows and the last state of a call that `fits`.
+def run(
+    call: LinearCall, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry, isa: int | None = None
+) -> Found:
+    """The rows and the last state of tensors that `fits`, causal, with a query for each key.
 
     Args:
+        q: None for no rows; `out` has none then.
+        k, v: None for rows of the state alone, without its decay.
         isa: an index into `native.isas()`, or -1 for the plain loops; None for the one in use.
     """
-    entry = _entry()
+    entry, shown = _entry(), k if q is None else q
     assert entry is not None
-    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    assert shown is not None
     state = carry.matrix.clone(memory_format=torch.contiguous_format)
-    fade = None if call.log_gamma is None else call.log_gamma.reshape(-1).contiguous()
-    values = _values(call, q, k, v, fade) | {"isa": _chosen() if isa is None else isa, "state": state.data_ptr()}
-    size = _tokens_of_a_call(call, q, k, v)
-    for start in range(0, q.shape[2], size):
-        stop = min(start + size, q.shape[2])
-        pieces = {name: t[:, :, start:stop] for name, t in (("q", q), ("k", k), ("v", v), ("out", out))}
-        struct = entry.opened(entry.packed(values | {"tokens": stop - start} | _places(pieces)))
+    out = shown.new_empty(*shown.shape[:2], 0 if q is None else q.shape[2], state.shape[3] - call.normalise)
+    fade = None if call.log_gamma is None or k is None else call.log_gamma.reshape(-1).contiguous()
+    values = _values(call, shown, state, fade) | {"isa": _chosen() if isa is None else isa}
+    tensors = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in _given(q, k, v, out)}
+    size = _tokens_of_a_call(call, shown, state)
+    for start in range(0, shown.shape[2], size):
+        stop = min(start + size, shown.shape[2])
+        places = _places({name: t[:, :, start:stop] for name, t in tensors.items()})
+        struct = entry.opened(entry.packed(values | places | {"tokens": stop - start}))
         memory = torch.empty(entry.workspace(struct) + 64, dtype=torch.uint8)
         struct[AT["workspace"]] = -(-memory.data_ptr() // 64) * 64
         struct[AT["workspace_bytes"]] = memory.nbytes - 64
@@ -100,19 +104,27 @@ def run(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, carry: Carry, isa: in
     return Found(out, Carry(state, None), True)
 
 
-def _values(call: LinearCall, q: Tensor, k: Tensor, v: Tensor, fade: Tensor | None) -> dict[str, float]:
+def _given(q: Tensor | None, k: Tensor | None, v: Tensor | None, out: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors that there are, by name."""
+    every = (("q", q), ("k", k), ("v", v), ("out", None if q is None else out))
+    return [(name, t) for name, t in every if t is not None]
+
+
+def _values(call: LinearCall, shown: Tensor, state: Tensor, fade: Tensor | None) -> dict[str, float]:
     """The fields of regard_linear that do not depend on the tokens."""
     feature, epsilon = IDENTITY, 0.0
     if isinstance(call.features, Relu):
         feature, epsilon = RELU, call.features.epsilon
     elif call.features is not None:
         feature = ELU1
-    sizes = {
-        "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "qk_dim": q.shape[3], "v_dim": v.shape[3],
-    }  # fmt: skip
     return {
-        **sizes,
-        "dtype": native.DTYPES[q.dtype],
+        "batch": shown.shape[0],
+        "heads": shown.shape[1],
+        "kv_heads": state.shape[1],
+        "qk_dim": state.shape[2],
+        "v_dim": state.shape[3] - call.normalise,
+        "state": state.data_ptr(),
+        "dtype": native.DTYPES[shown.dtype],
         "threads": torch.get_num_threads(),
         "chunk": min(call.chunk, CHUNK),
         "feature": feature,
@@ -133,8 +145,8 @@ def _places(tensors: dict[str, Tensor]) -> dict[str, int]:
     return found
 
 
-def _tokens_of_a_call(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> int:
+def _tokens_of_a_call(call: LinearCall, shown: Tensor, state: Tensor) -> int:
     """Whole chunks of up to `FLOPS` FLOPs, at least one."""
-    chunk, (features, width) = min(call.chunk, CHUNK), (k.shape[3], v.shape[3])
-    token = 2 * q.shape[0] * (q.shape[1] + k.shape[1]) * (features * width + chunk * (features + width))
+    chunk, (batch, kv_heads, features, width) = min(call.chunk, CHUNK), state.shape
+    token = 2 * batch * (shown.shape[1] + kv_heads) * (features * width + chunk * (features + width))
     return max(1, FLOPS // token // chunk) * chunk
