@@ -178,7 +178,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print("regard", __version__)
         for name in ("torch", "transformers"):
-            print(name, _installed(name))
+            print(name, _installed(name), flush=True)  # the library is loaded after torch, which takes seconds
         print("compiled library:", _library())
         parser.exit()
 
