@@ -290,6 +290,10 @@ REGARD_INLINE F load_wide(const bf16 *p) {
     return F(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 #elif defined(__AVX2__)
     return F(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+#elif defined(__x86_64__)
+    return F(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p)));
+#elif defined(__aarch64__)
+    return F(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t *>(p)), 16));
 #else
     F out{};
     for (int i = 0; i < Vec<float>::lanes; ++i) out[i] = widen(p[i]);
@@ -322,6 +326,12 @@ REGARD_INLINE F load_wide(const f16 *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__x86_64__)  // as the scalar one
+    const U bits = U(_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)p), _mm_setzero_si128()));
+    const U special = (bits & 0x7c00) == 0x7c00 ? U{} + 0x7f800000u : U{};
+    return F(U(F((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16 | special);
+#elif defined(__aarch64__)
+    return F(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t *>(p)))));
 #else
     F out{};
     for (int i = 0; i < Vec<float>::lanes; ++i) out[i] = widen(p[i]);
