@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Causal, MultiHeadAttention, ProblemError, RefusalError, State, attend, attend_state, explain
-from regard.dispatch.choose import ENGINES
+from regard.dispatch.choose import BACKENDS
 from regard.extend import Backend, Kernel, Operands, Problem, Schedule, register_backend
 
 Q, K = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 9, 8)
@@ -89,4 +89,4 @@ def test_a_traced_call_takes_a_registered_engine():
         with pytest.raises(ProblemError, match="another backend is named 'counting'"):
             register_backend(Counting(any_length=True))
     finally:
-        del ENGINES["counting"]
+        del BACKENDS["counting"]

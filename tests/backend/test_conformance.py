@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard import Causal, Mask, RefusalError, TensorBias, Window, attend, attend_state, explain
-from regard.dispatch.choose import ENGINES
+from regard.dispatch.choose import BACKENDS
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
 from regard.plan.request import Request
@@ -22,7 +22,7 @@ COMPILED = [
 
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "flex"])
+@pytest.mark.parametrize("engine", [name for name in BACKENDS if name != "flex"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_computes_the_formula_or_says_why_not(name: str, engine: str, dtype: torch.dtype):
     try:

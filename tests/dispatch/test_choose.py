@@ -20,7 +20,7 @@ from regard import (
     explain,
 )
 from regard.dispatch import choose
-from regard.dispatch.choose import ASIDE, ENGINES, ORDER
+from regard.dispatch.choose import ASIDE, BACKENDS, ORDER
 from tests.test_native import needs_library
 
 
@@ -61,7 +61,7 @@ def test_a_plan_is_printed_with_problem_engine_reasons_tiles_and_costs():
     q, kv = meta(1, 32, 4096, 128), meta(1, 8, 4096, 128)
     assert str(explain(q, kv, kv, mask=Causal() & Window(5000))).split("\n") == [
         "q [1, 32, 4096, 128] · kv [1, 8, 4096, 128|128] float32 on cpu, mask Causal() & Window(left=5000), bias None",
-        "  simplify_mask: Causal() & Window(left=5000) is Causal() here",
+        "  simplify_mask: Causal() & Window(left=5000) keeps the same pairs as Causal() in this call",
         "runs on native",
         f"  not chosen: flex ({ASIDE['cpu', 'flex']})",
         '  not chosen: reference64 (only with backend="reference64": float64 costs twice the time)',
@@ -88,8 +88,8 @@ def test_explaining_computes_nothing():
     [
         (Window(64), "hides nothing"),
         (KeyLengths(torch.tensor([64])), "hides nothing"),
-        (Causal() & Window(64), "is Causal() here"),
-        (Causal() & Documents(torch.zeros(64, dtype=torch.int64)), "is Causal() here"),
+        (Causal() & Window(64), "keeps the same pairs as Causal() in this call"),
+        (Causal() & Documents(torch.zeros(64, dtype=torch.int64)), "keeps the same pairs as Causal() in this call"),
         (Causal() & Window(63), None),
         (Causal(), None),
     ],
@@ -126,7 +126,7 @@ def test_the_cache_of_plans_keeps_no_tensor_alive():
 
 def test_every_engine_has_a_place_or_a_reason_not_to():
     for device, row in ORDER.items():
-        assert {*row, *(name for place, name in ASIDE if place == device)} >= set(ENGINES) - {"sdpa"}
+        assert {*row, *(name for place, name in ASIDE if place == device)} >= set(BACKENDS) - {"sdpa"}
 
 
 def test_bytes_count_each_key_once():

@@ -6,7 +6,7 @@ import pytest
 
 from regard import native
 from regard.backend.native import Native
-from regard.dispatch.choose import ENGINES
+from regard.dispatch.choose import BACKENDS
 from tests.native.engines import ALL, PLAIN
 
 
@@ -16,7 +16,7 @@ def engines() -> Iterator[None]:
     if not native.available():
         pytest.skip(str(native.absence()))
     made = {name: Native(name=name, isa=name.removeprefix("native ")) for name in (*ALL, PLAIN)}
-    ENGINES.update(made)
+    BACKENDS.update(made)
     yield
     for name in made:
-        del ENGINES[name]
+        del BACKENDS[name]

@@ -15,11 +15,11 @@ from tests.native.engines import ALL
 from tests.native.test_same_bits import threads
 from tests.stored import coded
 
-ENGINES = [engine for engine in ("native avx512vnni", "native avx512bf16") if engine in ALL]
+BACKENDS = [engine for engine in ("native avx512vnni", "native avx512bf16") if engine in ALL]
 CODECS = {"int8": Int8(), "int4": Int4(), "int8, groups of 16": Int8(group=16), "int4, groups of 48": Int4(group=48)}
 
 pytestmark = [
-    pytest.mark.parametrize("engine", ENGINES),  # only there codes meet bf16 as integers
+    pytest.mark.parametrize("engine", BACKENDS),  # only there codes meet bf16 as integers
     pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS),
 ]
 

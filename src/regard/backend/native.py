@@ -490,7 +490,7 @@ class _Workspace(NamedTuple):
 
 
 class _Workspaces(threading.local):
-    """Memory for a call, kept for the thread's next: making it anew would cost a tiny call 1 us of 10."""
+    """Memory for a call, kept for the thread's next: allocating it would cost a tiny call 1 us of 10."""
 
     kept: _Workspace | None = None
 

@@ -25,7 +25,7 @@ from regard.state import State
 
 _EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
 
-ENGINES: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Tiled(), _EXACT)}
+BACKENDS: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Tiled(), _EXACT)}
 """Every backend, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ class Plan:
     """What will run, why, and what it costs.
 
     Attributes:
-        asked: the problem as it was posed.
+        posed: the problem before the lowering steps.
         problem: the problem as the backend gets it, after the lowering steps.
         schedule: the tiles.
         steps: what lowering did.
@@ -59,7 +59,7 @@ class Plan:
         passed_over: the backends that were not chosen, by name, with their reasons.
     """
 
-    asked: Problem
+    posed: Problem
     problem: Problem
     schedule: Schedule
     steps: tuple[Step, ...]
@@ -125,7 +125,7 @@ class Plan:
     @property
     def bytes(self) -> int:
         """The bytes that must be read and written at least; see `regard.cost.attention.bytes_moved`."""
-        p, stored = self.problem, self.asked.storage
+        p, stored = self.problem, self.posed.storage
         if stored is not None:
             return stored.nbytes + p.batch * p.heads * p.queries * (p.qk_dim + p.v_dim) * p.dtype.itemsize
         return cost.bytes_moved(
@@ -139,7 +139,7 @@ class Plan:
         share = f"{100 * s.pairs / every:.3g} %" if every else "none"
         kinds = f"{full:,} full, {mixed:,} partial in {len(s.patterns):,} patterns"
         lines = [
-            str(self.asked),
+            str(self.posed),
             *(f"  {step}" for step in self.steps),
             f"runs on {self.backend}",
             *(f"  not chosen: {name} ({'; '.join(reasons)})" for name, reasons in self.passed_over.items()),
@@ -183,11 +183,11 @@ def choose(
 
 def check_backend(backend: object) -> None:
     """Raise `ProblemError` unless it is a `Backend`, the name of one, or None."""
-    if backend is None or (isinstance(backend, str) and backend in ENGINES):
+    if backend is None or (isinstance(backend, str) and backend in BACKENDS):
         return
     if not isinstance(backend, Backend):
         raise ProblemError(
-            f"backend {backend!r} is not known: expected one of {', '.join(ENGINES)}, an object of a class that "
+            f"backend {backend!r} is not known: expected one of {', '.join(BACKENDS)}, an object of a class that "
             "subclasses regard.extend.Backend, or None to let regard choose."
         )
     if type(backend).__hash__ is None:
@@ -203,7 +203,7 @@ def register_backend(backend: Backend) -> None:
         ProblemError: another backend has its name.
     """
     check_backend(backend)
-    if ENGINES.setdefault(backend.name, backend) != backend:
+    if BACKENDS.setdefault(backend.name, backend) != backend:
         raise ProblemError(f"another backend is named {backend.name!r}: give yours another name.")
 
 
@@ -213,18 +213,18 @@ def forget_plans() -> None:
     forget_schedules()
 
 
-def _made(asked: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
-    chosen = ENGINES[backend] if isinstance(backend, str) else backend
-    sizes = CallSizes(asked.batch, asked.heads, asked.queries, asked.keys, asked.offset)
+def _made(posed: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
+    chosen = BACKENDS[backend] if isinstance(backend, str) else backend
+    sizes = CallSizes(posed.batch, posed.heads, posed.queries, posed.keys, posed.offset)
     passed: dict[str, list[str]] = {}
-    for engine in [chosen] if chosen else [ENGINES[name] for name in ORDER.get(asked.device, ("reference",))]:
+    for engine in [chosen] if chosen else [BACKENDS[name] for name in ORDER.get(posed.device, ("reference",))]:
         tiles = cached_schedule(mask, sizes, engine.tile)
-        problem, steps = _lowered(asked, tiles, engine)
+        problem, steps = _lowered(posed, tiles, engine)
         reasons = [without[engine.name]] if engine.name in without else engine.refusals(problem)
         if not reasons:
-            return Plan(asked, problem, tiles, steps, engine, passed | ({} if chosen else _aside(asked.device)))
+            return Plan(posed, problem, tiles, steps, engine, passed | ({} if chosen else _aside(posed.device)))
         passed[engine.name] = reasons
-    raise RefusalError(refused(asked, passed, chosen))
+    raise RefusalError(refused(posed, passed, chosen))
 
 
 def _is_cacheable(problem: Problem) -> bool:
@@ -232,8 +232,8 @@ def _is_cacheable(problem: Problem) -> bool:
     return all(spec is None or spec.is_cacheable for spec in (problem.mask, problem.bias, problem.score))
 
 
-def _lowered(asked: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
-    problem, steps = asked, list[Step]()
+def _lowered(posed: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem, tuple[Step, ...]]:
+    problem, steps = posed, list[Step]()
     for lowering in (simplify_mask, *engine.lowerings):
         problem, step = lowering(problem, tiles)
         steps += [step] if step else []

@@ -36,8 +36,8 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
     if not plan.is_careful or _clean(plan.problem, operands):
         return plan, _run(plan, operands)
     if backend is not None:
-        raise RefusalError(refused(plan.asked, {plan.backend: [LEAKS]}, plan.engine))
-    exact = choose(plan.asked, operands, None, without=((plan.backend, LEAKS),))
+        raise RefusalError(refused(plan.posed, {plan.backend: [LEAKS]}, plan.engine))
+    exact = choose(plan.posed, operands, None, without=((plan.backend, LEAKS),))
     if plan.problem.grad and not is_finite(operands.q):
         return exact, _run(exact, operands)
     bad = ~(_finite_rows(operands.k) & _finite_rows(operands.v))

@@ -24,7 +24,7 @@ from regard.describe.mask_function import MaskFunction
 from regard.describe.score import Dot
 from regard.describe.spec import deserialize
 from regard.describe.tensors import is_without_data
-from regard.dispatch.choose import ENGINES, check_backend
+from regard.dispatch.choose import BACKENDS, check_backend
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
 from regard.errors import RefusalError
@@ -156,7 +156,7 @@ def _name(backend: Any) -> str | None:
     check_backend(backend)
     if backend is None or isinstance(backend, str):
         return backend
-    if ENGINES.get(backend.name) is not backend:
+    if BACKENDS.get(backend.name) is not backend:
         raise RefusalError(
             f"The backend {backend.name!r} is an object, and a traced call takes names: call "
             "regard.extend.register_backend(backend) once, before."

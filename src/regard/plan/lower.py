@@ -64,11 +64,13 @@ def simplify_mask(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | No
     if problem.mask is None:
         return problem, None
     if not len(tiles.patch_tile) and tiles.pairs == problem.batch * problem.heads * problem.queries * problem.keys:
-        return replace(problem, mask=None), Step("simplify_mask", f"{problem.mask} hides nothing here")
+        return replace(problem, mask=None), Step("simplify_mask", f"{problem.mask} hides nothing in this call")
     if problem.offset >= problem.keys - 1:  # `Causal()` would hide nothing
         return problem, None
     if problem.mask != _CAUSAL and tiles.maps == (1, 1) and _is_triangle(tiles):
-        return replace(problem, mask=_CAUSAL), Step("simplify_mask", f"{problem.mask} is Causal() here")
+        return replace(problem, mask=_CAUSAL), Step(
+            "simplify_mask", f"{problem.mask} keeps the same pairs as Causal() in this call"
+        )
     return problem, None
 
 

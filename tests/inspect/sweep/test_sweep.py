@@ -34,7 +34,7 @@ class Tilted(Bias):
         return 0.01 * (k + 0 * (b + h + q)).float()  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
 
 
-ENGINES = {"torch": by_torch.swept, "the library": by_native.swept}
+BACKENDS = {"torch": by_torch.swept, "the library": by_native.swept}
 
 
 @pytest.fixture(params=MORE)
@@ -88,7 +88,7 @@ def same(found: Sweep, expected: Sweep, call: Call) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BACKENDS)
 @pytest.mark.parametrize("picture", [1, 3, 8, 100])
 def test_a_sweep_is_what_the_dense_weights_say(call, picture, engine):
     batch, keys = call.k.shape[0], call.k.shape[2]
@@ -97,7 +97,7 @@ def test_a_sweep_is_what_the_dense_weights_say(call, picture, engine):
     weights = Weights.of(call)
     if engine == "the library" and not by_native.takes(weights):
         pytest.skip("the compiled library is not there, or has no sweep")
-    same(ENGINES[engine](weights, picture, along), gathered(call, along, cell), call)
+    same(BACKENDS[engine](weights, picture, along), gathered(call, along, cell), call)
 
 
 def test_what_is_not_asked_for_is_not_made():
