@@ -132,3 +132,19 @@ def test_tiles_are_drawn_once_for_calls_of_any_length():
     for tokens in range(512, 1024, 64):
         schedule(mask, batch=1, heads=1, queries=tokens, keys=tokens, offset=0, tile=64)
     assert 0 < len(bits_of) <= 8
+
+
+def test_few_rows_give_what_a_backend_reads_as_the_schedule_would_compute_it():
+    for mask in (
+        Causal(),
+        Causal() & (Window(70) | Prefix(4)),
+        Window(9),
+        Prefix(0),
+        KeyLengths(torch.tensor([3, 90])),
+    ):
+        union = mask.intervals(CallSizes(2, 3, 70, 130, 60))
+        assert union is not None
+        made = few_rows(union, grid_of(mask, 2, 70, 130, 60, 64))
+        expected = closed_form(union, grid_of(mask, 2, 70, 130, 60, 64))
+        assert np.array_equal(made.turned_patterns, expected.turned_patterns)
+        assert np.array_equal(made.lists, expected.lists)

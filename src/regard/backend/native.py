@@ -420,11 +420,9 @@ def _is_of(mask: Mask | None, key: Sizes) -> bool:
 
 
 def _lists(s: Schedule) -> _Schedule:
-    lists = s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern
-    whole = np.concatenate(lists, dtype=np.int64)
-    patterns = np.ascontiguousarray(s.turned_patterns, dtype=np.uint8)
+    whole, patterns = s.lists, np.ascontiguousarray(s.turned_patterns, dtype=np.uint8)
     addresses, address = list[int](), int(whole.__array_interface__["data"][0])
-    for one in lists:
+    for one in (s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern):
         addresses.append(address)
         address += 8 * len(one)
     listed = (*s.maps, s.query_tiles, *addresses, int(patterns.__array_interface__["data"][0]), len(patterns))

@@ -4,6 +4,8 @@ The same arithmetic as in `closed_form.py`. For one decoded token or a short pro
 numpy exceed the work: integers take a fifth of the time.
 """
 
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -80,11 +82,26 @@ def few_rows(intervals: list[Interval], grid: Grid) -> Schedule:
             patch_start.append(len(patches))
     index = {bits: i for i, bits in enumerate(sorted({patch.bits for patch in patches}))}
     patterns = np.frombuffer(b"".join(index), np.uint8).reshape(-1, grid.tile, grid.tile // 8)
-    lists = run_start, run_tile, run_length, patch_start, [x.tile for x in patches], [index[x.bits] for x in patches]
-    a, b, c, d, e, f = (np.array(each, dtype=np.int64) for each in lists)
-    return Schedule(
+    each = run_start, run_tile, run_length, patch_start, [x.tile for x in patches], [index[x.bits] for x in patches]
+    lists, ends = np.array([n for one in each for n in one], dtype=np.int64), [0, *accumulate(map(len, each))]
+    a, b, c, d, e, f = (lists[start:end] for start, end in pairwise(ends))
+    schedule = Schedule(
         grid.batch, grid.heads, grid.queries, grid.keys, grid.offset, grid.tile, grid.maps, a, b, c, d, e, f, patterns
     )
+    schedule.__dict__["lists"] = lists  # as `Schedule.lists` would copy them
+    if index:
+        turned = [_turned(bits, grid.tile) for bits in index]
+        schedule.__dict__["turned_patterns"] = turned[0] if len(turned) == 1 else np.concatenate(turned)
+    return schedule
+
+
+@lru_cache(maxsize=1024)
+def _turned(bits: bytes, tile: int) -> np.ndarray:
+    """`Schedule.turned_patterns` of one pattern, which a window in a decoding loop has again every `tile` tokens."""
+    rows = np.unpackbits(np.frombuffer(bits, np.uint8).reshape(tile, tile // 8), axis=1, bitorder="little")
+    turned = np.packbits(rows.T, axis=1, bitorder="little")[None]
+    turned.flags.writeable = False
+    return turned
 
 
 def _of_map(x: Interval, m: int) -> _Edges:

@@ -114,6 +114,12 @@ class Schedule:
         return sum(x.nbytes for x in lists) + 10 * self.patterns.nbytes
 
     @cached_property
+    def lists(self) -> Ints:
+        """The six lists, one after the other, in memory of their own."""
+        each = self.run_start, self.run_tile, self.run_length, self.patch_start, self.patch_tile, self.patch_pattern
+        return np.concatenate(each, dtype=np.int64)
+
+    @cached_property
     def turned_patterns(self) -> np.ndarray:
         """The patterns with queries and keys exchanged: a row for each key, a bit for each query."""
         return np.packbits(self._bits.transpose(0, 2, 1), axis=2, bitorder="little")
