@@ -21,6 +21,9 @@ from benchmarks.peers import BEST, WHERE
 from benchmarks.performance_pages import CASES, all_times
 from benchmarks.picture import STYLE
 
+DRAWN = tuple(case for case in CASES if (case, "float32") in BEST)
+"""Those of the cases in which other libraries were measured."""
+
 TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 LEFT, WIDTH, ROW, TOP = 336, 470, 17, 78
@@ -34,7 +37,7 @@ def speed_picture(page: str) -> str:
     """The picture of the cases in the tables of docs/performance/zen5.md."""
     times = all_times(page)
     body, y = list[str](), TOP
-    for case in CASES:
+    for case in DRAWN:
         body.append(_text(LEFT - 52, y + 12, case, anchor="end"))
         for kind, dtype in TYPES.items():
             ours, torch = times[case, kind]
