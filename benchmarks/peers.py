@@ -7,7 +7,7 @@ kernels for rows of their own lengths, which compute no padded query.
 """
 
 WHERE = "2 cores of AMD EPYC (Zen 5), November 2026"
-CPU, THREADS = "AMD EPYC", 2
+KIND, THREADS = "zen5", 2
 
 BEST: dict[tuple[str, str], tuple[float, str]] = {
     ("causal, 2,048, d 64", "float32"): (12.2, "vLLM"),

@@ -4,7 +4,7 @@ A page is read back from its Markdown: the machine of another kind is seldom at 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from benchmarks.machine_kind import title
 from benchmarks.report import METHOD, TYPES, table
@@ -29,10 +29,19 @@ bench` does the same for shapes of your own."""
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
-def overview(pages: Mapping[str, str]) -> str:
-    """docs/performance.md, from the text of each page by kind."""
+def overview(pages: Mapping[str, str], others: Collection[str] = ()) -> str:
+    """docs/performance.md, from the text of each page by kind.
+
+    Args:
+        others: the kinds of machines that have a page of `./bench others`.
+    """
     times = {kind: all_times(page) for kind, page in pages.items()}
-    where = [f"- [{title(kind)}](performance/{kind}.md): {_measured(page)}" for kind, page in pages.items()]
+    where = [
+        f"- [{title(kind)}](performance/{kind}.md)"
+        + f" ([beside vLLM and OpenVINO](performance/others/{kind}.md))" * (kind in others)
+        + f": {_measured(page)}"
+        for kind, page in pages.items()
+    ]
     rows = [
         (case, name, *(_ratio(times[kind].get((case, name))) for kind in pages))
         for case in CASES

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.cases import MEMORY, SECTIONS, Goal, Section
+from benchmarks.machine_kind import machine_kind
 from regard import native
 from regard.bench.measure import Result
 from regard.cli.bench import duration
@@ -196,7 +197,7 @@ def page(lines: Sequence[Line], where: str, kind: str, picture: str) -> str:
 
 def _beside_peers(lines: Sequence[Line]) -> list[str]:
     """Beside what others took, where this is the machine on which they were measured."""
-    if peers.CPU not in device(torch.device("cpu")) or torch.get_num_threads() != peers.THREADS:
+    if machine_kind() != peers.KIND or torch.get_num_threads() != peers.THREADS:
         return []
     rows = [
         (line.name, TYPES[line.dtype], duration(line.result.seconds), f"{best:g} ms", whose,
