@@ -12,6 +12,7 @@ from regard.describe.position import Learned, Position, Rope, Sinusoidal
 from regard.dispatch.choose import Plan
 from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
 from regard.nn import MultiHeadAttention
+from regard.override.switch import everywhere
 from regard.shared_prefix import attend_shared
 from regard.state import State
 from regard.torch_signature import scaled_dot_product_attention
@@ -51,6 +52,7 @@ __all__ = [
     "attend_state",
     "check_mask",
     "draw",
+    "everywhere",
     "explain",
     "observe_calls",
     "replace_outputs",

@@ -6,6 +6,7 @@ wrapped in a function is looked up when it is called, as its value changes or it
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -47,6 +48,19 @@ is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 flash_attention_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """torch's fused kernel on the CPU, (out, lse); torch 2.2."""
 
+_attention = torch.ops.aten.scaled_dot_product_attention.default
+
+attention_of_torch: Callable[..., Tensor] = partial(
+    cast(Any, _attention)._op_dk, _C.DispatchKey.CompositeImplicitAutograd
+)
+"""torch's own attention, also while another kernel is registered for it (`OpOverload._op_dk`; torch 2.0)."""
+
+encoder_layer_of_torch: Callable[..., Tensor] = cast(Any, torch)._transformer_encoder_layer_fwd
+"""`torch.nn.TransformerEncoderLayer` in one C++ function, for inference; torch 1.12."""
+
+packed_attention_of_torch: Callable[..., tuple[Tensor, Tensor | None]] = cast(Any, torch)._native_multi_head_attention
+"""`torch.nn.MultiheadAttention` in one C++ function, for inference; torch 1.12."""
+
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many dispatch modes are on, as torch's FLOP counter is one; torch 2.0."""
 
@@ -64,3 +78,23 @@ def version(tensor: Tensor) -> int:
 def recompile_limit(variants: int) -> AbstractContextManager[None]:
     """Inside, dynamo compiles at most this number of variants of a function (`torch._dynamo.config`; torch 2.6)."""
     return cast(Any, torch)._dynamo.config.patch(recompile_limit=variants)
+
+
+def skip_frames(function: Any) -> None:
+    """Let dynamo compile neither this function nor what it calls (`eval_frame.set_code_exec_strategy`; torch 2.7).
+
+    torch's dispatcher calls it, also inside of what torch.compile runs: dynamo would take its frame for a program's.
+    """
+    frames = _C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def replace_in_torch(function: Any, replacement: Any) -> None:
+    """Let `torch.NAME`, where NAME is that of a builtin function, be another; TorchScript compiles the builtin still.
+
+    (`torch.jit._builtins._register_builtin`; torch 1.6.)
+    """
+    name = function.__name__
+    setattr(torch, name, replacement)
+    cast(Any, torch).jit._builtins._register_builtin(replacement, f"aten::{name}")

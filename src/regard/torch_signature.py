@@ -57,12 +57,12 @@ def scaled_dot_product_attention(
     True
     """
     try:
-        return _attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return attend_as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except ProblemError as error:
         raise TorchError(str(error)) from None
 
 
-def _attended(
+def attend_as_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -71,16 +71,21 @@ def _attended(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    backend: str | None = None,
 ) -> Tensor:
+    """`scaled_dot_product_attention` with the errors of `attend`, and with its choice of a backend."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_readable(name, t, "a tensor [..., heads, tokens, dim]")
     if attn_mask is not None and is_causal:
         raise ProblemError(
             "attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend."
         )
-    lead = _leading(query, key, value, enable_gqa)
-    shared = enable_gqa and key.shape[-3] == value.shape[-3]
-    q, k, v = _four(query, lead), _four(key, lead, shared), _four(value, lead, shared)
+    if query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        lead, q, k, v = tuple(query.shape[:2]), query, key, value
+    else:
+        lead = _leading(query, key, value, enable_gqa)
+        shared = enable_gqa and key.shape[-3] == value.shape[-3]
+        q, k, v = _four(query, lead), _four(key, lead, shared), _four(value, lead, shared)
     mask, bias, offset = (Causal() if is_causal else None), None, 0
     if _is_causal_bias(attn_mask):
         mask, offset = Causal(), _causal_offset(attn_mask, q.shape[2], k.shape[2])
@@ -91,11 +96,12 @@ def _attended(
         raise ProblemError(f"dropout_p is {dropout}: expected a probability, 0 <= dropout_p <= 1.")
     dropped = dropout == 1
     out = attend(
-        q, k, v, mask=mask, bias=bias, scale=_number(scale), dropout=0.0 if dropped else dropout, offset=offset
-    )
+        q, k, v, mask=mask, bias=bias, scale=_number(scale), dropout=0.0 if dropped else dropout, offset=offset,
+        backend=backend,
+    )  # fmt: skip
     if dropped:
         out = out * 0.0  # torch's zeros, and zeros for gradients of all that it was computed from
-    return out.reshape(*lead, *out.shape[-2:])
+    return out if q is query else out.reshape(*lead, *out.shape[-2:])
 
 
 def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None, Bias | None]:

@@ -1,0 +1,84 @@
+"""What torch's dispatcher calls for `aten::scaled_dot_product_attention` on the CPU, while regard is on.
+
+The dispatcher is the one place that every caller passes: Python code whatever name it imported, torch's own modules,
+C++, every thread, and torch.compile while it traces. Autocast, nested tensors, vmap and other devices are dealt with
+before it, by torch as ever.
+"""
+
+import torch
+from torch import Tensor
+
+from regard.errors import RegardError
+from regard.override import report
+from regard.override.decide import why_torch
+from regard.override.mask_content import readable
+from regard.torch_internals import attention_of_torch, skip_frames
+from regard.torch_signature import attend_as_torch
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function, by regard where it is faster; torch's own errors where the arguments are wrong."""
+    why = why_torch(query, key, value, attn_mask, dropout_p, is_causal)
+    if why is not None and not report.is_on():
+        return attention_of_torch(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def ours() -> Tensor:
+        mask = readable(attn_mask, query.numel() * key.shape[-2], query.dtype)
+        out = attend_as_torch(query, key, value, mask, 0.0, is_causal, scale, enable_gqa, backend="native")
+        return _in_torchs_layout(out, query)
+
+    def theirs() -> Tensor:
+        return attention_of_torch(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    out = None
+    if why is None:
+        try:
+            out = ours()
+        except RegardError as error:
+            why = str(error).splitlines()[0]
+    if report.is_on() and query.ndim > 1:
+        for row in report.count(query.shape, key.shape[-2], query, why, _kind(attn_mask, is_causal, out)):
+            row.time(ours, theirs)
+    return theirs() if out is None else out
+
+
+def _kind(mask: Tensor | None, causal: bool, out: Tensor | None) -> str:
+    """The mask, and whether gradients flow, for a report."""
+    masked = ", causal" if causal else "" if mask is None else ", bool mask" if mask.dtype == torch.bool else ", bias"
+    return masked + (", gradients" if out is not None and out.requires_grad else "")
+
+
+def _in_torchs_layout(out: Tensor, query: Tensor) -> Tensor:
+    """The output token by token in memory where the query is, since programs call `.transpose(1, 2).view(...)` on it.
+
+    Only the operator of a traced graph does not do so.
+    """
+    if out.ndim != 4 or out.shape[3] != query.shape[3]:
+        return out.contiguous()
+    if query.stride(1) < query.stride(2) and out.stride(1) > out.stride(2):
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out
+
+
+def attention_below_autograd(*arguments: object, **options: object) -> Tensor:
+    """The same where autograd is not asked: in inference mode, and inside of an operator with its own derivative."""
+    with torch.no_grad():
+        return attention(*arguments, **options)  # pyright: ignore[reportArgumentType]
+
+
+for _kernel in (attention, attention_below_autograd):
+    skip_frames(_kernel)

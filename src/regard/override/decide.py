@@ -1,0 +1,63 @@
+"""Which calls of torch's attention regard runs, and for which reason the others are passed on to torch.
+
+A call is passed on where torch means something that regard does not compute alike (dropout from torch's generator,
+derivatives of forward mode), and where it is small. regard needs some 25 us more than torch before a call computes, and
+100 us with gradients: Python in place of C++. So a call must have some work for which regard is faster.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.torch_internals import FakeTensor, FunctionalTensor, current_func_transform, in_forward_mode
+
+LEAST = {torch.float32: 2_000_000, torch.float64: 2_000_000, torch.bfloat16: 500_000, torch.float16: 500_000}
+"""The fewest multiply-adds of `query @ key^T`, for each thread, that are run by regard, by dtype.
+
+On one thread of AMD Zen 5 torch's kernel takes 0.2 ms for that. Half precision gains more, so less work is enough.
+"""
+
+SMALL = "small: torch is faster"
+DROPOUT = "dropout: drawn from torch's generator, as without regard"
+MASK_AND_CAUSAL = "attn_mask together with is_causal"
+KIND = "a tensor subclass, or a tensor that torch.jit, make_fx or torch.export trace"
+TRANSFORM = "torch.func, vmap or forward-mode derivatives"
+CHOSEN = "the program chose torch's kernel (torch.nn.attention.sdpa_kernel)"
+WEIGHTS = "weights are returned: pass need_weights=False where nobody reads them"
+DTYPE = "a dtype without kernels here, or q, k and v differ in dtype"
+
+_PLAIN = (Tensor, nn.Parameter)
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+def is_small(products: int, dtype: torch.dtype) -> bool:
+    """Whether torch is the faster one for so little work.
+
+    Args:
+        products: multiply-adds of `query @ key^T`.
+    """
+    return products < LEAST.get(dtype, LEAST[torch.float32]) * torch.get_num_threads()
+
+
+def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool) -> str | None:
+    """The reason for which a call is passed on to torch; None if regard runs it."""
+    if query.ndim < 2 or key.ndim < 2 or is_small(query.numel() * key.shape[-2], query.dtype):
+        return SMALL
+    if dropout:
+        return DROPOUT
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in LEAST:
+        return DTYPE
+    if causal and mask is not None:
+        return MASK_AND_CAUSAL
+    if not all(_is_known(t) for t in (query, key, value, mask)):
+        return KIND
+    if current_func_transform() is not None or in_forward_mode():
+        return TRANSFORM
+    return None if torch.backends.cuda.flash_sdp_enabled() else CHOSEN
+
+
+def _is_known(t: Any) -> bool:
+    """Whether it is an ordinary tensor, or one that torch.compile traces."""
+    kind = type(t)
+    return kind in _PLAIN or t is None or (kind in _TRACED and torch.compiler.is_compiling())

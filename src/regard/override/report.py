@@ -1,0 +1,166 @@
+"""What was caught: calls by form and by reason, and how much faster regard was.
+
+A report counts while somebody has it. One that prints also measures: a few of the calls of each form that regard runs
+are run by torch as well, forward only, and the faster run of each counts.
+"""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+TIMED = range(2, 5)
+"""The calls of a form that are measured; the first makes a plan."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What calls have in common that are counted together.
+
+    Attributes:
+        query: the shape of the query.
+        keys: the number of keys.
+        text: dtype, mask, whether gradients flow, whether torch.compile traced it (then a call is a trace).
+        why: the reason for which torch runs it; None for those of regard.
+    """
+
+    query: tuple[int, ...]
+    keys: int
+    text: str
+    why: str | None
+
+
+@dataclass
+class Row:
+    """The calls of a form.
+
+    Attributes:
+        calls: their number.
+        seconds, torch_seconds: the fastest forward pass of regard and of torch; None where they were not measured.
+    """
+
+    form: Form
+    calls: int = 0
+    seconds: float | None = None
+    torch_seconds: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """torch's time / regard's; None where they were not measured."""
+        return self.torch_seconds / self.seconds if self.seconds and self.torch_seconds else None
+
+    def time(self, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> None:
+        """Run both once."""
+        with torch.no_grad():
+            self.seconds = min(self.seconds or 1e9, _seconds(ours))
+            self.torch_seconds = min(self.torch_seconds or 1e9, _seconds(theirs))
+
+
+@dataclass(eq=False)
+class Tally:
+    """The counts of one `regard.everywhere`.
+
+    Attributes:
+        measures: whether calls are timed.
+    """
+
+    measures: bool = False
+    by_form: dict[Form, Row] = field(default_factory=dict[Form, Row])
+
+    def rows(self) -> tuple[Row, ...]:
+        """Most frequent forms first."""
+        return tuple(sorted(self.by_form.values(), key=lambda row: -row.calls))
+
+
+_tallies: tuple[weakref.ref[Tally], ...] = ()
+_lock = Lock()
+
+
+def listen(tally: Tally) -> None:
+    """Count calls in it from now on, as long as it lives."""
+    global _tallies  # noqa: PLW0603
+    with _lock:
+        _tallies = (*_tallies, weakref.ref(tally, _forget))
+
+
+def ignore(tally: Tally) -> None:
+    """Count no more calls in it."""
+    global _tallies  # noqa: PLW0603
+    with _lock:
+        _tallies = tuple(each for each in _tallies if each() not in (tally, None))
+
+
+def _forget(gone: weakref.ref[Tally]) -> None:
+    global _tallies  # noqa: PLW0603
+    _tallies = tuple(each for each in _tallies if each is not gone)
+
+
+def is_on() -> bool:
+    """Whether anybody counts."""
+    return bool(_tallies)
+
+
+def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: str = "") -> list[Row]:
+    """Count a call, and return the rows in which it is to be timed.
+
+    Args:
+        like: has the dtype of the call.
+        kind: its mask, and whether gradients flow.
+    """
+    traced = ", traced" if torch.compiler.is_compiling() else ""
+    text = f"{str(like.dtype).removeprefix('torch.')}{kind}{traced}"
+    form = Form(tuple(int(size) for size in query), int(keys), text, why)
+    timed: list[Row] = []
+    with _lock:
+        for tally in filter(None, (each() for each in _tallies)):
+            row = tally.by_form.setdefault(form, Row(form))
+            row.calls += 1
+            if tally.measures and why is None and not traced and row.calls in TIMED:
+                timed.append(row)
+    return timed
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def text(rows: Sequence[Row], most: int = 20) -> str:
+    """The table that is printed.
+
+    Args:
+        most: the most forms that are listed.
+    """
+    ours = [row for row in rows if row.form.why is None]
+    theirs: dict[str, int] = {}
+    for row in rows:
+        if row.form.why is not None:
+            theirs[row.form.why] = theirs.get(row.form.why, 0) + row.calls
+    run, passed = sum(row.calls for row in ours), sum(theirs.values())
+    lines = [f"regard.everywhere: {run + passed:,} calls of attention, {run:,} run by regard, {passed:,} by torch"]
+    if ours:
+        lines.append(f"  {'run by regard':60} {'calls':>8} {'regard ms':>10} {'torch ms':>10}")
+        lines += [_line(row) for row in ours[:most]]
+        lines += [f"  and {len(ours) - most} other forms"] if len(ours) > most else []
+    if theirs:
+        lines.append(f"  {'passed on to torch':60} {'calls':>8}")
+        lines += [f"  {why:60} {calls:8,}" for why, calls in theirs.items()]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    form = f"{list(row.form.query)}, {row.form.keys:,} keys, {row.form.text}"
+    times = [row.seconds, row.torch_seconds]
+    shown = " ".join(f"{'-' if t is None else f'{1e3 * t:.2f}':>10}" for t in times)
+    return f"  {form:60} {row.calls:8,} {shown}{'' if row.ratio is None else f'   {row.ratio:.2f}x'}"
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table to stderr."""
+    sys.stderr.write(f"{text(rows)}\n")

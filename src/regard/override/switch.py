@@ -1,0 +1,144 @@
+"""`regard.everywhere`: on and off, for the whole process."""
+
+import atexit
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from regard.errors import ProblemError
+from regard.override import report
+from regard.override.attention import attention, attention_below_autograd
+from regard.override.encoder import encoder_layer, packed_attention
+from regard.torch_internals import encoder_layer_of_torch, packed_attention_of_torch, replace_in_torch
+
+CACHE_TAG = " regard.everywhere"
+"""Sets what torch.compile writes to disk apart: its caches do not know which kernels were registered."""
+
+_lock = Lock()
+
+
+class _Process:
+    """What is on in this process.
+
+    Attributes:
+        for_good: whether it was turned on without an end.
+        entered, paused: how many `with` blocks that turn it on, and off, are being run, in all threads.
+        library: what registers the kernels while it lives; None while torch's own are used.
+    """
+
+    for_good = False
+    entered = 0
+    paused = 0
+    library: torch.library.Library | None = None
+
+    def settle(self) -> None:
+        """Install or remove the kernels."""
+        on = (self.for_good or self.entered > 0) and not self.paused
+        if on and self.library is None:
+            self.library = torch.library.Library("aten", "IMPL")
+            self.library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+            self.library.impl("scaled_dot_product_attention", attention_below_autograd, "CPU")
+            replace_in_torch(encoder_layer_of_torch, encoder_layer)
+            replace_in_torch(packed_attention_of_torch, packed_attention)
+            torch.compiler.config.cache_key_tag += CACHE_TAG
+        elif not on and self.library is not None:
+            self.library = None
+            replace_in_torch(encoder_layer_of_torch, encoder_layer_of_torch)
+            replace_in_torch(packed_attention_of_torch, packed_attention_of_torch)
+            torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(CACHE_TAG, "")
+
+
+_process = _Process()
+
+
+def is_on() -> bool:
+    """Whether torch's attention is run by regard now."""
+    return _process.library is not None
+
+
+class Everywhere:
+    """What `regard.everywhere` returns: a context manager, and the counts of the calls since then.
+
+    `print` shows them; `rows` has them as data (`regard.override.report.Row`).
+    """
+
+    def __init__(self, on: bool, prints: bool) -> None:
+        self._on, self._prints = on, prints
+        self._tally = report.Tally(measures=prints)
+        with _lock:
+            self._before = _process.for_good
+            _process.for_good = on
+            _process.settle()
+        if on:
+            report.listen(self._tally)
+        if prints:
+            atexit.register(self._show)
+
+    @property
+    def rows(self) -> tuple[report.Row, ...]:
+        """The calls by form, most frequent forms first."""
+        return self._tally.rows()
+
+    def __str__(self) -> str:
+        return report.text(self.rows)
+
+    __repr__ = __str__
+
+    def __enter__(self) -> Self:
+        with _lock:
+            _process.for_good = self._before
+            _process.entered += self._on
+            _process.paused += not self._on
+            _process.settle()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with _lock:
+            _process.entered -= self._on
+            _process.paused -= not self._on
+            _process.settle()
+        report.ignore(self._tally)
+        if self._prints:
+            atexit.unregister(self._show)
+            self._show()
+
+    def _show(self) -> None:
+        report.show(self.rows)
+
+
+def everywhere(on: bool = True, *, report: bool = False) -> Everywhere:
+    """Let regard run torch's own attention in this process, in programs that do not know regard.
+
+    Every call of `torch.nn.functional.scaled_dot_product_attention` on the CPU, whoever makes it and in whatever
+    thread: your code, `torch.nn.MultiheadAttention`, `torch.nn.TransformerEncoderLayer`, other packages, graphs of
+    torch.compile that are traced from now on. Forward and backward; outputs are torch's up to rounding. Calls for which
+    torch is faster, or means something that regard does not compute alike (dropout), are passed on to torch.
+
+    ```python
+    regard.everywhere()                  # from now on
+    regard.everywhere(False)             # no longer
+    with regard.everywhere() as caught:  # inside, in all threads
+        model(x)
+    print(caught)                        # what was caught, and what was passed on and why
+    ```
+
+    Args:
+        on: False turns it off.
+        report: print at the end, of the process or of the `with` block, what was caught, how much faster it was, and
+            what was passed on and why, to stderr. A few calls of each form are then run by torch as well, to compare.
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 8, 256, 64)
+    >>> with regard.everywhere() as caught:
+    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> caught.rows[0].calls, caught.rows[0].form.why
+    (1, None)
+    """
+    for name, value in (("on", on), ("report", report)):
+        if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(f"{name} is {value!r}: expected True or False.")
+    return Everywhere(on, report)

@@ -1,0 +1,355 @@
+"""`regard.everywhere`: programs that do not know regard give torch's results, and their attention is regard's."""
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import regard
+from regard import ProblemError, native, observe_calls
+from regard.override import decide, mask_content, switch
+from tests.override.programs import PROGRAMS
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    regard.everywhere(False)
+
+
+def of_size(*sizes: int, **options: Any) -> Tensor:
+    return torch.randn(*sizes, **options)
+
+
+def qkv(*sizes: int, **options: Any) -> list[Tensor]:
+    return [of_size(*(sizes or (2, 8, 256, 64)), **options) for _ in range(3)]
+
+
+def reasons(run: Callable[[], object]) -> list[str | None]:
+    """Why torch ran each form of the calls that `run` makes; None for those that regard ran."""
+    with regard.everywhere() as caught:
+        run()
+    return [row.form.why for row in caught.rows for _ in range(row.calls)]
+
+
+def in_float64(module: nn.Module, x: Tensor) -> Tensor:
+    return copy.deepcopy(module).double()(x if not x.is_floating_point() else x.double())
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "compiled", "gradients"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_gives_torchs_results(name: str, how: str):
+    make, sample = PROGRAMS[name]
+    module, x = make().eval(), sample()
+    run: Any = torch.compile(module, backend="aot_eager") if how == "compiled" else module
+    context: Any = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)
+    exact = in_float64(module, x)
+    with context():
+        theirs = module(x)
+        with regard.everywhere() as caught:
+            ours = run(x)
+    assert sum(row.calls for row in caught.rows if row.form.why is None) >= 1
+    assert (ours.double() - exact).abs().max() < 2 * (theirs.double() - exact).abs().max() + 1e-6
+    if how == "gradients":
+        for a, b in zip(*(torch.autograd.grad(out.sin().sum(), [*module.parameters()]) for out in (ours, theirs)),
+                        strict=True):  # fmt: skip
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "nothing hidden": {},
+    "causal": {"is_causal": True},
+    "a scale": {"scale": 0.3},
+    "a bool mask": {"attn_mask": torch.ones(256, 256, dtype=torch.bool).tril()},
+    "a float mask that hides": {"attn_mask": torch.full((256, 256), -torch.inf).triu(1)},
+    "a float mask of least numbers": {"attn_mask": torch.full((256, 256), torch.finfo(torch.float32).min).triu(1)},
+    "a float mask of other numbers": {"attn_mask": torch.linspace(-1, 1, 256)[None]},
+    "padding": {"attn_mask": (torch.arange(256) < torch.tensor([[200], [256]]))[:, None, None]},
+    "the same mask for all heads": {
+        "attn_mask": torch.ones(256, 256, dtype=torch.bool).tril().expand(2, 8, 256, 256).contiguous()
+    },
+    "a row that sees nothing": {"attn_mask": torch.ones(256, 256, dtype=torch.bool).tril(-1)},
+    "a row that sees nothing, by -inf": {"attn_mask": torch.full((256, 256), -torch.inf).triu(0)},
+    "a row that sees nothing, by least numbers": {
+        "attn_mask": torch.full((256, 256), torch.finfo(torch.float32).min).triu(0)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_gives_torchs_output_and_gradients_also_when_its_mask_is_known(name: str):
+    words = CALLS[name]
+    for _ in range(3):
+        leaves = qkv(requires_grad=True)
+        theirs = F.scaled_dot_product_attention(*leaves, **words)
+        with regard.everywhere() as caught:
+            ours = F.scaled_dot_product_attention(*leaves, **words)
+        assert [row.form.why for row in caught.rows] == [None]
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert ours.stride() == theirs.stride()
+        grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, theirs)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(64, 128, 64)] * 3,
+        [(2, 3, 4, 128, 64)] * 3,
+        [(2, 8, 128, 64), (2, 8, 128, 64), (2, 8, 128, 32)],
+        [(2, 8, 128, 64), (1, 8, 128, 64), (2, 8, 128, 64)],
+    ],
+    ids=["three axes", "five axes", "narrow values", "keys that broadcast"],
+)
+def test_other_shapes_have_torchs_values_and_strides(sizes: list[tuple[int, ...]]):
+    inputs = [of_size(*each) for each in sizes]
+    theirs = F.scaled_dot_product_attention(*inputs)
+    assert reasons(lambda: F.scaled_dot_product_attention(*inputs)) == [None]
+    with regard.everywhere():
+        ours = F.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert ours.stride() == theirs.stride()
+
+
+def test_heads_in_groups_are_regards():
+    q, k = of_size(2, 8, 256, 64), of_size(2, 2, 256, 64)
+    theirs = F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    with regard.everywhere() as caught:
+        torch.testing.assert_close(
+            F.scaled_dot_product_attention(q, k, k, enable_gqa=True), theirs, atol=1e-5, rtol=1e-5
+        )
+    assert caught.rows[0].form.why is None
+
+
+def test_a_new_mask_is_added_and_a_known_one_is_skipped():
+    q, k, v = qkv()
+    mask = torch.ones(256, 256, dtype=torch.bool).tril().roll(1, 0)
+    plans = []
+    with regard.everywhere(), observe_calls(lambda call: plans.append(call.plan)):
+        F.scaled_dot_product_attention(q, k, v, mask)
+        F.scaled_dot_product_attention(q, k, v, mask.clone())
+    assert [plan.problem.mask is None for plan in plans] == [True, False]
+    assert plans[1].schedule.tiles[2] > 0
+
+
+def test_a_write_into_a_known_mask_is_seen():
+    q, k, v = qkv()
+    mask = torch.full((256, 256), -torch.inf).triu(1)
+    with regard.everywhere():
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v, mask)
+        mask.data[:, 5] = 1.5
+        ours = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, mask), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_a_float_mask_are_torchs():
+    q, k, v = qkv()
+    mask = of_size(1, 8, 256, 256, requires_grad=True)
+    found = []
+    for on in (False, True):
+        with regard.everywhere(on):
+            found += torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask).sin().sum(), mask)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+PASSED = {
+    "small": (decide.SMALL, lambda: F.scaled_dot_product_attention(*qkv(1, 2, 8, 16))),
+    "dropout": (decide.DROPOUT, lambda: F.scaled_dot_product_attention(*qkv(), dropout_p=0.1)),
+    "a chosen kernel": (decide.CHOSEN, lambda: with_math(*qkv())),
+    "a mask and causal": (
+        decide.MASK_AND_CAUSAL,
+        lambda: F.scaled_dot_product_attention(*qkv(), torch.ones(256, 256, dtype=torch.bool), is_causal=True),
+    ),
+    "torch.func": (decide.TRANSFORM, lambda: differentiated(qkv()[0])),
+    "a subclass": (decide.KIND, lambda: F.scaled_dot_product_attention(qkv()[0].as_subclass(Own), *qkv()[1:])),
+    "fake tensors": (decide.KIND, lambda: faked(*qkv())),
+    "weights": (decide.WEIGHTS, lambda: with_weights(of_size(2, 256, 128))),
+}  # fmt: skip
+
+
+def differentiated(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: F.scaled_dot_product_attention(q, q, q).sum())(x)
+
+
+class Own(Tensor):
+    pass
+
+
+def with_math(*inputs: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*inputs)
+
+
+def faked(*inputs: Tensor) -> Tensor:
+    with FakeTensorMode() as mode:
+        return F.scaled_dot_product_attention(*map(mode.from_tensor, inputs))
+
+
+@torch.no_grad()
+def with_weights(x: Tensor) -> Tensor:
+    return nn.MultiheadAttention(128, 4, batch_first=True).eval()(x, x, x)[1]
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_torch_does_better_or_otherwise_is_passed_on(name: str):
+    why, run = PASSED[name]
+    assert reasons(run) == [why]
+
+
+def test_dropout_draws_what_it_draws_without_regard():
+    inputs, found = qkv(), []
+    for on in (False, True):
+        torch.manual_seed(5)
+        with regard.everywhere(on):
+            found.append(F.scaled_dot_product_attention(*inputs, dropout_p=0.2))
+    assert torch.equal(*found)
+
+
+def test_vmap_and_forward_mode_are_torchs():
+    q = of_size(3, 2, 64, 256, 16)
+
+    def attend(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own forward-mode tables use what torch deprecates
+        theirs = torch.vmap(attend)(q), torch.func.jvp(attend, (q,), (q,))[1]
+        with regard.everywhere():
+            ours = torch.vmap(attend)(q), torch.func.jvp(attend, (q,), (q,))[1]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_torchs_own_errors_are_raised():
+    q, k, v = qkv()
+    found = []
+    for on in (False, True):
+        with regard.everywhere(on), pytest.raises(RuntimeError) as caught:
+            F.scaled_dot_product_attention(q, k[:, :3], v[:, :3])
+        found.append(str(caught.value))
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_torchs():
+    parts = [of_size(n, 8, 64) for n in (200, 256)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    theirs = F.scaled_dot_product_attention(q, q, q)
+    with regard.everywhere():
+        ours = F.scaled_dot_product_attention(q, q, q)
+    assert all(torch.equal(a, b) for a, b in zip(ours.unbind(), theirs.unbind(), strict=True))
+
+
+def test_autocast_gives_its_dtype():
+    inputs = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = F.scaled_dot_product_attention(*inputs)
+        with regard.everywhere() as caught:
+            ours = F.scaled_dot_product_attention(*inputs)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert caught.rows[0].form.why is None
+    torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.02)
+
+
+def test_every_thread_is_reached():
+    inputs = qkv()
+
+    def run() -> None:
+        thread = threading.Thread(target=lambda: F.scaled_dot_product_attention(*inputs))
+        thread.start()
+        thread.join()
+
+    assert reasons(run) == [None]
+
+
+def test_an_exported_program_needs_no_regard():
+    layer = nn.TransformerEncoderLayer(128, 4, dropout=0.0, batch_first=True)
+    with regard.everywhere():
+        graph = torch.export.export(layer, (of_size(2, 256, 128),)).graph
+    assert not [node for node in graph.nodes if "regard" in str(node.target)]
+
+
+def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
+    run: Any = torch.compile(
+        lambda q: F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2), backend="aot_eager", dynamic=True
+    )
+    with regard.everywhere() as caught:
+        for tokens in (256, 320):
+            q = of_size(2, tokens, 8, 64).transpose(1, 2).requires_grad_()
+            ours = run(q)
+            theirs = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+            for a, b in zip(*(torch.autograd.grad(t.sin().sum(), q) for t in (ours, theirs)), strict=True):
+                torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+    assert any("traced" in row.form.text and row.form.why is None for row in caught.rows)
+
+
+def test_it_is_off_outside_and_for_good_until_it_is_turned_off():
+    before = torch._transformer_encoder_layer_fwd
+    with regard.everywhere():
+        assert switch.is_on()
+        with regard.everywhere(False):
+            assert not switch.is_on()
+        assert switch.is_on()
+    assert not switch.is_on()
+    assert torch._transformer_encoder_layer_fwd is before
+    regard.everywhere()
+    with regard.everywhere():
+        pass
+    assert switch.is_on()
+    regard.everywhere(False)
+    assert not switch.is_on()
+    assert "regard" not in torch.compiler.config.cache_key_tag
+
+
+def test_blocks_of_several_threads_may_overlap():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with regard.everywhere():
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=other)
+    with regard.everywhere():
+        thread.start()
+        inside.wait()
+    assert switch.is_on()
+    go_on.set()
+    thread.join()
+    assert not switch.is_on()
+
+
+def test_the_report_prints_what_was_caught_and_how_much_faster(capsys: pytest.CaptureFixture[str]):
+    inputs = qkv()
+    with regard.everywhere(report=True) as caught:
+        for _ in range(5):
+            F.scaled_dot_product_attention(*inputs, is_causal=True)
+        F.scaled_dot_product_attention(*inputs, dropout_p=0.5)
+    printed = capsys.readouterr().err
+    assert printed.startswith("regard.everywhere: 6 calls of attention, 5 run by regard, 1 by torch")
+    assert "[2, 8, 256, 64], 256 keys, float32, causal" in printed
+    assert decide.DROPOUT in printed
+    assert printed.strip() == str(caught)
+    assert caught.rows[0].ratio is not None
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ProblemError, match="on is 'yes': expected True or False"):
+        regard.everywhere("yes")
+
+
+def test_masks_that_were_seen_take_bounded_memory():
+    assert mask_content._seen._most <= 64 << 20
