@@ -4,6 +4,7 @@
 regard inspect  [PROMPT]   what the heads of a model do
 regard generate  PROMPT    text with any KV cache, its speed and memory
 regard bench               how fast attention of given shapes is here
+regard script.py ...       a program of yours, with its attention run by regard (script.py)
 ```
 
 A prompt is a text without an option, `-` for stdin, or `--prompt-file FILE`. An option has one meaning in all commands:
@@ -43,7 +44,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from regard import __version__
-from regard.cli import bench, generate, inspect
+from regard.cli import bench, generate, inspect, script
 from regard.errors import RegardError
 
 HINTS = {
@@ -72,6 +73,12 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
     Args:
         tools: the functions that `inspect` uses, replaced in tests.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if script.is_program(given):
+        try:
+            return script.run_program(given)
+        except RegardError as error:
+            return _end(2, f"error: {error}")
 
     def run() -> int:
         args = _parse(arguments)

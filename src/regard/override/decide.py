@@ -12,13 +12,21 @@ from torch import Tensor, nn
 
 from regard.torch_internals import FakeTensor, FunctionalTensor, current_func_transform, in_forward_mode
 
-LEAST = {torch.float32: 2_000_000, torch.float64: 2_000_000, torch.bfloat16: 500_000, torch.float16: 500_000}
+LEAST = {torch.float32: 1_500_000, torch.float64: 1_500_000, torch.bfloat16: 250_000, torch.float16: 250_000}
 """The fewest multiply-adds of `query @ key^T`, for each thread, that are run by regard, by dtype.
 
-On one thread of AMD Zen 5 torch's kernel takes 0.2 ms for that. Half precision gains more, so less work is enough.
+On one core of AMD Zen 5 torch's kernel takes 0.15 ms for those of float32. In half precision regard is 2 to 3 times as
+fast for the same work, so less is enough.
 """
 
+WITH_GRADIENTS = 3
+"""By how much more work is needed where gradients flow: Python also sees to the backward pass."""
+
+SHORT = 32
+"""Fewer keys than this are torch's in float32: its matrix products take them whole, and tiles here have 64."""
+
 SMALL = "small: torch is faster"
+SHAPE = "a tensor of fewer than two axes"
 DROPOUT = "dropout: drawn from torch's generator, as without regard"
 MASK_AND_CAUSAL = "attn_mask together with is_causal"
 KIND = "a tensor subclass, or a tensor that torch.jit, make_fx or torch.export trace"
@@ -31,18 +39,23 @@ _PLAIN = (Tensor, nn.Parameter)
 _TRACED = (FakeTensor, FunctionalTensor)
 
 
-def is_small(products: int, dtype: torch.dtype) -> bool:
+def is_small(products: int, keys: int, dtype: torch.dtype, gradients: bool = False) -> bool:
     """Whether torch is the faster one for so little work.
 
     Args:
         products: multiply-adds of `query @ key^T`.
     """
-    return products < LEAST.get(dtype, LEAST[torch.float32]) * torch.get_num_threads()
+    wide = dtype.itemsize >= 4
+    least = LEAST.get(dtype, LEAST[torch.float32]) * torch.get_num_threads()
+    return products < (least * WITH_GRADIENTS if gradients and wide else least) or (wide and keys < SHORT)
 
 
 def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool) -> str | None:
     """The reason for which a call is passed on to torch; None if regard runs it."""
-    if query.ndim < 2 or key.ndim < 2 or is_small(query.numel() * key.shape[-2], query.dtype):
+    if query.ndim < 2 or key.ndim < 2:
+        return SHAPE
+    gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if is_small(query.numel() * key.shape[-2], key.shape[-2], query.dtype, gradients):
         return SMALL
     if dropout:
         return DROPOUT
