@@ -10,7 +10,8 @@ RegardError(Exception)
 
 Every message has what was received, what was expected, and what to do.
 
-`SlowWarning` (a `UserWarning`) is not an error: the result is right, but slower than possible.
+Two warnings, each a `UserWarning`, are no errors. `SlowWarning`: the result is right, but slower than possible.
+`VersionWarning`: regard was not tested with this version of torch.
 """
 
 
@@ -45,4 +46,11 @@ class SlowWarning(UserWarning):
 
     Issued once per process, at the first call of `attend` that they would have computed. To silence it:
     `warnings.filterwarnings("ignore", category=regard.SlowWarning)`, or the environment variable `REGARD_QUIET=1`.
+    """
+
+
+class VersionWarning(UserWarning):
+    """This version of torch is newer than those that regard was tested with: calls may fail, and the message says why.
+
+    Issued once per process, at the first call of `attend`; silenced like `SlowWarning`.
     """

@@ -125,17 +125,18 @@ def warn_of_absence() -> None:
         warn_once(f"Attention on the CPU is several times slower than it could be: {absent}")
 
 
-def warn_once(slow: str) -> None:
-    """Give a `SlowWarning` with this sentence: once in a process, and not if `REGARD_QUIET` is set."""
+def warn_once(sentence: str, category: type[Warning] = SlowWarning) -> None:
+    """Give a warning with this sentence: once in a process, and not if `REGARD_QUIET` is set."""
     if os.environ.get("REGARD_QUIET", "0") in ("", "0"):
-        _warn(slow)
+        _warn(sentence, category)
 
 
 @cache
-def _warn(slow: str) -> None:
+def _warn(sentence: str, category: type[Warning]) -> None:
     warnings.warn(
-        f'{slow} To silence this: warnings.filterwarnings("ignore", category=regard.SlowWarning), or REGARD_QUIET=1.',
-        SlowWarning,
+        f'{sentence} To silence this: warnings.filterwarnings("ignore", category=regard.{category.__name__}), or '
+        "REGARD_QUIET=1.",
+        category,
         stacklevel=_outside(),
     )
 

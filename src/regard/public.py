@@ -10,7 +10,7 @@ from regard.describe.mask_by_table import Blocks, Documents, TensorMask, Tree
 from regard.describe.mask_function import MaskFunction
 from regard.describe.position import Learned, Position, Rope, Sinusoidal
 from regard.dispatch.choose import Plan
-from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
+from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning, VersionWarning
 from regard.nn import MultiHeadAttention
 from regard.override.switch import everywhere
 from regard.shared_prefix import attend_shared
@@ -46,6 +46,7 @@ __all__ = [
     "TensorBias",
     "TensorMask",
     "Tree",
+    "VersionWarning",
     "Window",
     "attend",
     "attend_shared",

@@ -1,83 +1,199 @@
-"""Every name that torch keeps private and regard needs: one line each on what it is, and since which torch it exists.
+"""Every name that torch keeps private and regard needs: what it is for, and what happens where it is missing.
 
-No other file uses a private name of torch (`tests/architecture` checks this), so a new torch is checked here. What is
-wrapped in a function is looked up when it is called, as its value changes or its module is heavy.
+No other file uses a private name of torch (`tests/architecture` checks this), so a new torch is checked here. A name
+that a torch lacks gets a substitute: results stay right, or torch raises its own error. `MISSING` says which;
+`regard doctor` and the warning of a torch that is newer than the tested ones (`torch_versions.py`) repeat it.
+
+What is wrapped in a function is looked up when it is called, as its value changes or its module is heavy.
 """
 
+import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor  # a tensor of sizes alone, while torch traces; torch 1.13
-from torch._subclasses.functional_tensor import FunctionalTensor  # how aot_autograd wraps tensors; torch 2.1
 from torch.autograd import forward_ad
+
+from regard.errors import RefusalError
 
 __all__ = ["FakeTensor", "FunctionalTensor"]
 
-_C: Any = getattr(torch, "_C")  # noqa: B009
-_functorch: Any = _C._functorch
-_forward_ad: Any = forward_ad
+MISSING: dict[str, str] = {}
+"""What happens without each private name that this torch lacks, by the name; empty for the versions that were tried."""
 
-is_any_autocast_enabled: Callable[[], bool] = _C._is_any_autocast_enabled
+
+class _Absent:
+    """A class without instances, in place of a class that torch no longer has."""
+
+
+def _find(name: str, substitute: Any, consequence: str) -> Any:
+    """The private name, `torch.a.b`; where torch lacks it, the substitute, with the consequence noted in `MISSING`."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(_module(module), attribute)
+    except (ImportError, AttributeError):
+        MISSING[name] = consequence
+        return substitute
+
+
+def _module(name: str) -> Any:
+    """The module, or the attribute of a module: some parts of `torch._C` are no modules to Python."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        parent, _, attribute = name.rpartition(".")
+        if not parent:
+            raise
+        return getattr(_module(parent), attribute)
+
+
+if TYPE_CHECKING:
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+else:
+    FakeTensor = _find(
+        "torch._subclasses.FakeTensor",
+        _Absent,
+        "a call that torch traces may fail with torch's own error, where a mask has a tensor",
+    )
+    """A tensor of sizes alone, while torch traces; torch 1.13."""
+
+    FunctionalTensor = _find(
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+        _Absent,
+        "a call that torch.export or aot_autograd traces raises ProblemError where a mask has a tensor",
+    )
+    """How aot_autograd wraps tensors; torch 2.1."""
+
+is_any_autocast_enabled: Callable[[], bool] = _find(
+    "torch._C._is_any_autocast_enabled",
+    lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+    "torch.autocast is seen for the CPU and for CUDA only",
+)
 """Whether `torch.autocast` is on for any device, in 50 ns; torch 1.13."""
 
-DisabledTorchFunction: Any = _C._disabled_torch_function_impl
+DisabledTorchFunction: Any = _find(
+    "torch._C._disabled_torch_function_impl",
+    object(),
+    "tensors of a class whose __torch_function__ changes nothing raise ProblemError",
+)
 """What a subclass has as its `__torch_function__` where it changes nothing; torch 1.7."""
 
-ignore_torch_function: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
+ignore_torch_function: Callable[[], AbstractContextManager[None]] = _find(
+    "torch._C.DisableTorchFunctionSubclass",
+    nullcontext,
+    "tensors of a class of their own in a mask are read by the functions of that class",
+)
 """Inside, the `__torch_function__` of subclasses is not called; torch 2.0."""
 
-ignore_func_transforms: Callable[[], AbstractContextManager[None]] = _C._DisableFuncTorch
+ignore_func_transforms: Callable[[], AbstractContextManager[None]] = _find(
+    "torch._C._DisableFuncTorch",
+    nullcontext,
+    "a call inside torch.func may fail with torch's own error",
+)
 """Inside, `torch.func` (vmap, grad ...) does not see operators; torch 2.0."""
 
-current_func_transform: Callable[[], object | None] = _functorch.peek_interpreter_stack
+current_func_transform: Callable[[], object | None] = _find(
+    "torch._C._functorch.peek_interpreter_stack",
+    lambda: "unknown",
+    'every call is computed as inside torch.func, by backend "reference": slowly',
+)
 """The innermost transform of `torch.func` at work, None outside of all; torch 2.0."""
 
-is_func_wrapper: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+is_func_wrapper: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    lambda _: current_func_transform() is not None,
+    "inside torch.func, the tensors of masks and biases are not compared, so calls are planned each time",
+)
 """Whether a tensor is a wrapper that `torch.func` made around another; torch 2.0."""
 
-is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
+is_batched: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_batchedtensor",
+    lambda _: False,
+    "a mask that torch.vmap maps over fails with torch's own error",
+)
 """Whether `torch.vmap` maps over the tensor; torch 2.0."""
 
-is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+is_legacy_batched: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_legacy_batchedtensor",
+    lambda _: False,
+    "autograd.grad(is_grads_batched=True) fails with torch's own error",
+)
 """The same inside `autograd.grad(is_grads_batched=True)`; torch 2.1."""
 
-flash_attention_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_for_cpu: Any = _find(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    None,
+    'the backend "sdpa" refuses every call',
+)
 """torch's fused kernel on the CPU, (out, lse); torch 2.2."""
 
-_attention = torch.ops.aten.scaled_dot_product_attention.default
+_NO_EVERYWHERE = "regard.everywhere() raises RefusalError"
 
 attention_of_torch: Callable[..., Tensor] = partial(
-    cast(Any, _attention)._op_dk, _C.DispatchKey.CompositeImplicitAutograd
+    _find("torch.ops.aten.scaled_dot_product_attention.default._op_dk", _Absent, _NO_EVERYWHERE),
+    _find("torch._C.DispatchKey.CompositeImplicitAutograd", None, _NO_EVERYWHERE),
 )
 """torch's own attention, also while another kernel is registered for it (`OpOverload._op_dk`; torch 2.0)."""
 
-encoder_layer_of_torch: Callable[..., Tensor] = cast(Any, torch)._transformer_encoder_layer_fwd
+encoder_layer_of_torch: Callable[..., Tensor] = _find("torch._transformer_encoder_layer_fwd", None, _NO_EVERYWHERE)
 """`torch.nn.TransformerEncoderLayer` in one C++ function, for inference; torch 1.12."""
 
-packed_attention_of_torch: Callable[..., tuple[Tensor, Tensor | None]] = cast(Any, torch)._native_multi_head_attention
+packed_attention_of_torch: Callable[..., tuple[Tensor, Tensor | None]] = _find(
+    "torch._native_multi_head_attention", None, _NO_EVERYWHERE
+)
 """`torch.nn.MultiheadAttention` in one C++ function, for inference; torch 1.12."""
 
-dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+_register_builtin: Any = _find("torch.jit._builtins._register_builtin", None, _NO_EVERYWHERE)
+_dynamo_frames: Any = _find(
+    "torch._C._dynamo.eval_frame",
+    None,
+    "torch.compile may compile parts of regard inside regard.everywhere()",
+)
+
+dispatch_modes: Callable[[], int] = _find(
+    "torch._C._len_torch_dispatch_stack",
+    lambda: 1,
+    "every call runs as an operator, which costs some 30 us more, and fails inside torch.func with torch's own error",
+)
 """How many dispatch modes are on, as torch's FLOP counter is one; torch 2.0."""
+
+_find(
+    "torch.autograd.forward_ad._current_level",
+    None,
+    "calls that torch.compile traces raise RefusalError",
+)
+_find(
+    "torch.Tensor._version",
+    None,
+    "calls whose mask or bias has a tensor on a GPU are planned each time",
+)
+_forward_ad: Any = forward_ad
+_counter = itertools.count()
 
 
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is at work (`forward_ad._current_level`; torch 1.10)."""
-    return _forward_ad._current_level >= 0
+    return getattr(_forward_ad, "_current_level", 0) >= 0
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place (`Tensor._version`; torch 0.4)."""
-    return cast(Any, tensor)._version
+    """How often a tensor was written to in place (`Tensor._version`; torch 0.4), or a new number each time."""
+    found = getattr(tensor, "_version", None)
+    return next(_counter) if found is None else found
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[None]:
-    """Inside, dynamo compiles at most this number of variants of a function (`torch._dynamo.config`; torch 2.6)."""
-    return cast(Any, torch)._dynamo.config.patch(recompile_limit=variants)
+    """Inside, dynamo compiles at most this number of variants of a function (`torch._dynamo.config`; torch 2.6).
+
+    Where the setting is missing, dynamo keeps its own limit, and runs what exceeds it uncompiled.
+    """
+    config: Any = import_module("torch._dynamo.config")
+    return config.patch(recompile_limit=variants) if hasattr(config, "recompile_limit") else nullcontext()
 
 
 def skip_frames(function: Any) -> None:
@@ -85,9 +201,19 @@ def skip_frames(function: Any) -> None:
 
     torch's dispatcher calls it, also inside of what torch.compile runs: dynamo would take its frame for a program's.
     """
-    frames = _C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    with suppress(AttributeError):
+        skip = _dynamo_frames._FrameAction.SKIP
+        strategy = _dynamo_frames._FrameExecStrategy(skip, skip)
+        _dynamo_frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def check_replaceable() -> None:
+    """Raise `RefusalError` if this torch lacks a name that `replace_in_torch` or torch's own kernels need."""
+    if lost := [name for name, consequence in MISSING.items() if consequence == _NO_EVERYWHERE]:
+        raise RefusalError(
+            f"regard.everywhere needs {', '.join(lost)} of torch, and torch {torch.__version__} has no such name: "
+            "call regard.attend instead, or install a torch that `regard doctor` lists as tested."
+        )
 
 
 def replace_in_torch(function: Any, replacement: Any) -> None:
@@ -97,4 +223,8 @@ def replace_in_torch(function: Any, replacement: Any) -> None:
     """
     name = function.__name__
     setattr(torch, name, replacement)
-    cast(Any, torch).jit._builtins._register_builtin(replacement, f"aten::{name}")
+    _register_builtin(replacement, f"aten::{name}")
+
+
+DYNAMO_LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether traced code can list the attributes of frozen dataclasses; else user-defined masks become tables."""

@@ -4,7 +4,7 @@ It knows one mask, the causal triangle with its corner at the top left. Everythi
 [queries, keys] tensor, and computes every hidden pair; so it is asked for nothing else.
 
 The kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to
-2.13), since it gives the log-sum-exp and never becomes torch's own fallback, which materialises all scores.
+2.15), since it gives the log-sum-exp and never becomes torch's own fallback, which materialises all scores.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ class Sdpa(Backend):
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
         found = {
+            "this version of torch lacks its kernel": flash_attention_for_cpu is None,
             f"only torch's CPU kernel is used, and the tensors are on {p.device}": p.device != "cpu",
             f"mask {p.mask} would be built in full, [queries, keys], and every hidden pair computed": not _known(p),
             "a bias would be built in full for every head": p.bias is not None,

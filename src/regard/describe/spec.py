@@ -24,6 +24,7 @@ from torch import Tensor
 from regard.describe.content import Untraceable, content, values
 from regard.describe.suggestions import suggest_keywords
 from regard.describe.tensors import ContentKey, content_key, form
+from regard.torch_internals import DYNAMO_LISTS_ATTRIBUTES
 
 W = TypeVar("W", bound="type[Spec]")
 
@@ -88,7 +89,7 @@ class Fingerprint:
         self._hash: int | None = None  # cached, as every call looks up its plan by fingerprints
         self.is_constant: bool = self._kind.is_own and all(map(_is_constant, parts))
         """Whether nothing in the spec can change: no tensor, no function, and a class of regard."""
-        self.is_registered: bool = "_serial_name" in kind.__dict__ and all(
+        self.is_registered: bool = kind._made is kind and all(  # pyright: ignore[reportPrivateUsage]
             part.is_registered for part in parts if type(part) is Fingerprint
         )
         """Whether the classes of the spec and of those in it were made with `@spec`."""
@@ -147,6 +148,8 @@ class Spec:
     _serialized: ClassVar[WeakValueDictionary[str, "type[Spec]"]] = WeakValueDictionary()
     _fields: ClassVar[tuple[str, ...]] = ()
     _serial_name: ClassVar[str] = ""
+    _made: ClassVar["type[Spec] | None"] = None
+    """The class that `@spec` made; a subclass without `@spec` inherits that of another class."""
     _kind: ClassVar[_Kind]
     is_combined: ClassVar[bool] = False
     """Whether operators make it of other specs (`a & b`), and no caller names its fields."""
@@ -192,6 +195,8 @@ class Spec:
 
     def can_be_serialized(self) -> bool:
         """Whether the spec has no attributes but fields, and each field can be serialised."""
+        if not (self._kind.is_own or DYNAMO_LISTS_ATTRIBUTES) and torch.compiler.is_compiling():
+            return False  # it may have more attributes
         return not self._more() and all(map(_can_be_serialized, self.parts()))
 
     def _more(self) -> dict[str, Any]:
@@ -203,7 +208,7 @@ class Spec:
     def is_registered(self) -> bool:
         """Whether the classes of this spec and of the specs in it were made with `@spec`."""
         if "_registered" not in self.__dict__:
-            self.__dict__["_registered"] = "_serial_name" in type(self).__dict__ and all(
+            self.__dict__["_registered"] = self._made is type(self) and all(
                 part.is_registered() for part in self.parts() if isinstance(part, Spec)
             )
         return self.__dict__["_registered"]
@@ -246,7 +251,7 @@ def spec(cls: W) -> W:
     names = (plain if not i else f"{plain}#{i}" for i in itertools.count())
     name = next(name for name in names if name not in Spec._serialized)  # pyright: ignore[reportPrivateUsage]
     made._fields = tuple(f.name for f in dataclasses.fields(cast(Any, made)))  # pyright: ignore[reportPrivateUsage]
-    made._serial_name, made._kind = name, kind  # pyright: ignore[reportPrivateUsage]
+    made._serial_name, made._kind, made._made = name, kind, made  # pyright: ignore[reportPrivateUsage]
     Spec._serialized[name] = made  # pyright: ignore[reportPrivateUsage]
     return made
 

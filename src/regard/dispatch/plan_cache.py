@@ -22,6 +22,7 @@ from regard.plan.lower import hides_nothing
 from regard.plan.pose import pose
 from regard.plan.problem import Operands, Sizes
 from regard.plan.request import Request
+from regard.torch_versions import warn_of_untested
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -76,6 +77,7 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
         plan = choose(problem, operands, request.backend)
     if plan.passed_over.get("native") == [native.absence()]:  # nothing else was against it
         native.warn_of_absence()
+    warn_of_untested()
     if key is None:
         return plan, operands
     _put_call(*key, plan, operands)

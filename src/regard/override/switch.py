@@ -11,7 +11,12 @@ from regard.errors import ProblemError
 from regard.override import report
 from regard.override.attention import attention, attention_below_autograd
 from regard.override.encoder import encoder_layer, packed_attention
-from regard.torch_internals import encoder_layer_of_torch, packed_attention_of_torch, replace_in_torch
+from regard.torch_internals import (
+    check_replaceable,
+    encoder_layer_of_torch,
+    packed_attention_of_torch,
+    replace_in_torch,
+)
 
 CACHE_TAG = " regard.everywhere"
 """Sets what torch.compile writes to disk apart: its caches do not know which kernels were registered."""
@@ -131,6 +136,9 @@ def everywhere(on: bool = True, *, report: bool = False) -> Everywhere:
         report: print at the end, of the process or of the `with` block, what was caught, how much faster it was, and
             what was passed on and why, to stderr. A few calls of each form are then run by torch as well, to compare.
 
+    Raises:
+        RefusalError: this torch lacks a private name that regard would need.
+
     >>> import torch, regard
     >>> q = torch.randn(1, 8, 256, 64)
     >>> with regard.everywhere() as caught:
@@ -141,4 +149,5 @@ def everywhere(on: bool = True, *, report: bool = False) -> Everywhere:
     for name, value in (("on", on), ("report", report)):
         if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ProblemError(f"{name} is {value!r}: expected True or False.")
+    check_replaceable()
     return Everywhere(on, report)
