@@ -8,7 +8,8 @@ What most programs use is here, listed in `public.py`. The rest is grouped:
 - `regard.rope`: scalings of rotary embeddings. `regard.scores`: other scores than the dot product, kernel regression.
 - `regard.cache`: layouts, codecs and eviction policies of KV caches. `regard.nn`: modules.
 - `regard.extend`: what masks, biases, backends and eviction policies of your own are made of.
-- `regard.linear`: linear (kernel) attention. `regard.inspect`: what heads do. `regard.integrate`: transformers.
+- `regard.flex`: FlexAttention's functions. `regard.linear`: linear (kernel) attention.
+- `regard.inspect`: what heads do. `regard.integrate`: transformers.
 
 Names are imported when the first of them is used (PEP 562), and torch with them: the command `regard` reads its
 arguments before that.
@@ -39,5 +40,5 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        groups = ("cache", "extend", "inspect", "integrate", "linear", "nn", "rope", "scores")
+        groups = ("cache", "extend", "flex", "inspect", "integrate", "linear", "nn", "rope", "scores")
         return sorted({"__version__", *groups, *__getattr__("__all__")})

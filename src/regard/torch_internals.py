@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from regard.errors import RefusalError
 
-__all__ = ["FakeTensor", "FunctionalTensor"]
+__all__ = ["DispatchMode", "FakeTensor", "FunctionalTensor"]
 
 MISSING: dict[str, str] = {}
 """What happens without each private name that this torch lacks, by the name; empty for the versions that were tried."""
@@ -54,6 +54,7 @@ def _module(name: str) -> Any:
 if TYPE_CHECKING:
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 else:
     FakeTensor = _find(
         "torch._subclasses.FakeTensor",
@@ -68,6 +69,13 @@ else:
         "a call that torch.export or aot_autograd traces raises ProblemError where a mask has a tensor",
     )
     """How aot_autograd wraps tensors; torch 2.1."""
+
+    DispatchMode = _find(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        _Absent,
+        "regard.flex calls each mask_mod and score_mod for every pair",
+    )
+    """A context that is shown each operator; torch 1.12."""
 
 is_any_autocast_enabled: Callable[[], bool] = _find(
     "torch._C._is_any_autocast_enabled",

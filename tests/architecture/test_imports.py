@@ -15,7 +15,7 @@ SOURCES = ROOT / "src" / "regard"
 # What may be imported in which files or folders of src/regard only.
 HOMES = {
     "triton": ["backend/triton.py"],
-    "torch.nn.attention": ["backend/flex.py"],
+    "torch.nn.attention": ["backend/flex.py", "flex/"],
     "torch.distributed": ["parallel/"],
     "transformers": ["integrate/"],
     "ctypes": ["native.py", "integrate/heap.py"],

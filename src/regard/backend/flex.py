@@ -46,6 +46,7 @@ class Flex(Backend):
             "it has no float64": p.dtype == torch.float64,
             "it has no dropout": p.dropout > 0,
             f"the score {p.score} is not known to it": p.score is not None,
+            f"the function of the score in {p.bias} is not known to it": p.changes_scores,
             "it has no gradients on cpu": cpu and p.grad,
             "it has no log-sum-exp on cpu, which a State and a sink need": cpu and (p.lse or p.sink),
             "it has no vmap or forward-mode derivative": p.transformed,

@@ -84,6 +84,7 @@ class Native(Backend):
         found = {
             f"it computes on cpu, and the tensors are on {p.device}": p.device != "cpu",
             f"the score {p.score} is not known to it": p.score is not None,
+            f"the function of the score in {p.bias} is not known to it": p.changes_scores,
             "it has no vmap or forward-mode derivative": p.transformed,
             "a tensor is lazily negated, or of a class with a __torch_dispatch__ of its own": p.opaque,
         }

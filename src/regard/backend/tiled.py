@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.backend.contract import Backend, Kernel
 from regard.backend.tile_products import products, weighted_values
 from regard.describe.score import Score
+from regard.describe.score_function import ScoreFunction
 from regard.plan.checks import is_finite
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -176,7 +177,7 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
     if block.problem.softcap is not None:
         scores = block.problem.softcap * torch.tanh(scores / block.problem.softcap)
     if block.operands.bias is not None:
-        scores = scores + _bias(block, first, q, pieces)
+        scores = _with_bias(block, scores, first, q, pieces)
     if beyond is not None:
         scores = torch.where(beyond, -torch.inf, scores)
     if keep is not None:
@@ -258,16 +259,19 @@ def _kept(schedule: Schedule, pieces: list[_Piece], rows: int, device: torch.dev
     return torch.cat(parts, dim=1).to(device)
 
 
-def _bias(block: _Block, first: int, q: Tensor, pieces: list[_Piece]) -> Tensor:
-    """The bias over a tile of queries and pieces of keys, broadcastable to [batch, heads, queries, keys]."""
+def _with_bias(block: _Block, scores: Tensor, first: int, q: Tensor, pieces: list[_Piece]) -> Tensor:
+    """The scores [batch, heads, queries, keys] of a tile of queries and pieces of keys, with the bias."""
     (batch, heads, rows), device = q.shape[:3], q.device
     b = torch.arange(block.first[0], block.first[0] + batch, device=device).view(-1, 1, 1, 1)
     h = torch.arange(block.first[1], block.first[1] + heads, device=device).view(-1, 1, 1)
     start = block.problem.offset + first
     query = torch.arange(start, start + rows, device=device).view(-1, 1)
     key = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
-    assert block.operands.bias is not None
-    return reduce(add, (term.value(b, h, query, key).to(q.dtype) for term in block.operands.bias.terms()))
+    bias = block.operands.bias
+    assert bias is not None
+    if isinstance(bias, ScoreFunction):
+        return bias.changed(scores, b, h, query, key)
+    return scores + reduce(add, (term.value(b, h, query, key).to(q.dtype) for term in bias.terms()))
 
 
 def _joined(states: list[State], dim: int) -> State:

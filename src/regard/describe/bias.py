@@ -273,3 +273,38 @@ class TensorBias(Bias):
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return cast("tuple[int, int, int, int]", (1,) * (4 - self.tensor.ndim) + tuple(self.tensor.shape))
+
+
+@spec
+class DistanceBias(Bias):
+    """Any bias that depends on the head and on the distance q - k, as a table; gradients flow to it.
+
+    Args:
+        table: floats [heads or 1, distances].
+        first: the distance q - k of its first column.
+
+    >>> DistanceBias(torch.tensor([[0.0, -1.0, -2.0]]), first=0).value(0, 0, 5, torch.tensor([4, 5])).tolist()
+    [-1.0, 0.0]
+    """
+
+    table: Tensor
+    first: int
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        """The value; distances beyond the table have that of its last column, and no call that binds has them."""
+        rows, columns = self.table.shape
+        head, distance = as_tensors(h, q - k)
+        return self.table[head * 0 if rows == 1 else head, (distance - self.first).clamp(0, columns - 1)]
+
+    def bind(self, sizes: CallSizes) -> Bias:
+        rows, columns = self.table.shape
+        low, high = sizes.offset - (sizes.keys - 1), sizes.positions - 1
+        if rows not in (1, sizes.heads) or low < self.first or high >= self.first + columns:
+            raise ProblemError(
+                f"{self!r} has distances {self.first} to {self.first + columns - 1} for {rows} heads, and the call has "
+                f"distances {low} to {high} and {sizes.heads} heads."
+            )
+        return self
+
+    def per_distance(self) -> bool:
+        return True

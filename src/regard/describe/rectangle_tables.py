@@ -22,7 +22,7 @@ class RangeExtremes:
     overlapping entries cover any range.
     """
 
-    def __init__(self, values: Ints) -> None:
+    def __init__(self, values: np.ndarray) -> None:
         rows, tokens = values.shape
         padded = np.pad(values, ((0, 0), (0, -tokens % BLOCK)), mode="edge").reshape(rows, -1, BLOCK)
         self.lowest, self.highest = [padded.min(axis=2)], [padded.max(axis=2)]
@@ -31,11 +31,11 @@ class RangeExtremes:
             self.lowest.append(np.minimum(low[:, :-step], low[:, step:]))
             self.highest.append(np.maximum(high[:, :-step], high[:, step:]))
 
-    def __call__(self, row: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    def __call__(self, row: Ints, start: Ints, stop: Ints) -> tuple[np.ndarray, np.ndarray]:
         """(least, greatest) over blocks that cover start <= i < stop, for arrays of queries at once."""
         first, last = start // BLOCK, (stop - 1) // BLOCK
         level = np.frexp(last - first + 1)[1] - 1  # floor(log2(blocks))
-        low, high = np.empty_like(start), np.empty_like(start)
+        low, high = np.empty((2, len(start)), dtype=self.lowest[0].dtype)
         for j in np.unique(level):
             at = level == j
             left, right = first[at], last[at] - (1 << int(j)) + 1

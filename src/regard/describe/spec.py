@@ -301,6 +301,8 @@ def _serialize_part(part: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return "null"
     if isinstance(part, bool):
         return "true" if part else "false"
+    if isinstance(part, str):
+        return '"' + part + '"'  # names alone, without quotes in them
     if isinstance(part, float):
         return '{"float": "' + part.hex() + '"}'  # every bit; torch cannot trace other texts of a float
     ints.append(part)

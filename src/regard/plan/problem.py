@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Dot, Score
+from regard.describe.score_function import ScoreFunction
 from regard.describe.spec import Fingerprint
 from regard.storage.stored import StoredTensor
 
@@ -91,6 +92,11 @@ class Problem:
     storage: Storage | None = None
     pairwise: tuple[int, ...] = ()
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the bias is a function of the score, and not a value that is added to it."""
+        return self.bias is not None and self.bias.kind is ScoreFunction
+
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         q = f"q [{self.batch}, {self.heads}, {self.queries}, {self.qk_dim}]"
@@ -159,5 +165,5 @@ class Operands(NamedTuple):
 
 
 def is_pairwise(term: Bias) -> bool:
-    """Whether a term of a bias is no tensor, and depends on more than the head and the distance."""
-    return not isinstance(term, TensorBias) and not term.per_distance()
+    """Whether a term of a bias is a value that is no tensor, and depends on more than the head and the distance."""
+    return not isinstance(term, TensorBias | ScoreFunction) and not term.per_distance()
