@@ -1,0 +1,132 @@
+"""A machine as its limits: FLOP/s by type, bytes/s of memory, bytes of memory; and the roofline of both.
+
+The time of a part is the longer of two: its products at the peak, and its bytes at the bandwidth (Williams, Waterman
+and Patterson 2009, Roofline: An Insightful Visual Performance Model for Multicore Architectures). A machine needs no
+less; real kernels need more.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from regard.cost.near_names import unknown_name
+from regard.errors import ProblemError
+
+TERA, GIGA, GIB, KIB = 10**12, 10**9, 2**30, 2**10
+
+WIDER = {"bfloat16": ("float32",), "float16": ("float32",), "fp8": ("bfloat16", "float16", "float32"), "float64": ()}
+"""The types whose products are computed where a machine has none of the first: operands are converted."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The limits of a machine.
+
+    Attributes:
+        name, title, source: its short name, its full name, and where the figures are published.
+        flops: FLOP/s of dense products, by type.
+        bandwidth: bytes/s of memory.
+        memory: bytes of memory.
+        fast_memory: bytes that a tile of one kernel can use.
+        count: machines that share the work evenly; communication between them is not counted.
+    """
+
+    name: str
+    title: str
+    source: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: int
+    fast_memory: int
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        limits = {"bandwidth": self.bandwidth, "memory": self.memory, "fast_memory": self.fast_memory}
+        for name, value in {**limits, **self.flops}.items():
+            if not value > 0:
+                raise ProblemError(f"machine {self.name}: {name} is {value}: expected more than 0.")
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of a type.
+
+        Raises:
+            ProblemError: no figure for it is published.
+        """
+        found = next((self.flops[each] for each in (dtype, *WIDER.get(dtype, ())) if each in self.flops), None)
+        if found is None:
+            raise ProblemError(
+                f"{self.title} has no published FLOP/s of {dtype}: expected one of {', '.join(self.flops)}."
+            )
+        return found
+
+    def seconds(self, flops: float, moved: float, dtype: str) -> float:
+        """The roofline: the least time for this many FLOPs and bytes.
+
+        >>> h100 = find_machine("h100")
+        >>> round(1e3 * h100.seconds(989.4e12, 0, "bfloat16")), round(1e3 * h100.seconds(0, 3352e9, "bfloat16"))
+        (1000, 1000)
+        """
+        return max(flops / self.peak(dtype), moved / self.bandwidth)
+
+    def balance(self, dtype: str) -> float:
+        """FLOPs for each byte at which products and memory take equally long."""
+        return self.peak(dtype) / self.bandwidth
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "machines.toml").read_text())
+
+
+def machine_names() -> list[str]:
+    """The machines of machines.toml."""
+    return list(_table())
+
+
+def find_machine(name: str) -> Machine:
+    """A machine by its name; `8xh100` is eight of them that share the work evenly.
+
+    Raises:
+        ProblemError: there is no such machine; near names are listed.
+
+    >>> find_machine("8xh100").memory // 2**30
+    640
+    """
+    plain = name.lower().replace("_", "-").replace(" ", "-")
+    several = re.fullmatch(r"([1-9]\d{0,5})x-?(.+)", plain, re.ASCII)
+    count, plain = (int(several[1]), several[2]) if several else (1, plain)
+    names = {alias: each for each, row in _table().items() for alias in (each, *row.get("aliases", ()))}
+    if plain not in names:
+        raise unknown_name("machine", plain, machine_names())
+    return _times(_machine(names[plain]), count)
+
+
+def _machine(name: str) -> Machine:
+    row = _table()[name]
+    return Machine(
+        name=name,
+        title=row["title"],
+        source=row["source"],
+        flops={dtype: value * TERA for dtype, value in row["flops"].items()},
+        bandwidth=row["bandwidth"] * GIGA,
+        memory=row["memory"] * GIB,
+        fast_memory=row["fast_memory"] * KIB,
+    )
+
+
+def _times(one: Machine, count: int) -> Machine:
+    if count == 1:
+        return one
+    return replace(
+        one,
+        name=f"{count}x{one.name}",
+        title=f"{count} x {one.title}",
+        flops={dtype: count * value for dtype, value in one.flops.items()},
+        bandwidth=count * one.bandwidth,
+        memory=count * one.memory,
+        count=count,
+    )

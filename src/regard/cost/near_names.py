@@ -1,0 +1,19 @@
+"""Errors for unknown names, with the names that are near."""
+
+import difflib
+from collections.abc import Sequence
+
+from regard.errors import ProblemError
+
+
+def unknown_name(kind: str, name: str, known: Sequence[str], otherwise: str = "") -> ProblemError:
+    """The error for a name that is not known.
+
+    >>> print(unknown_name("machine", "h1000", ["a100", "h100", "h200"]))
+    unknown machine 'h1000'. Near: h100, h200, a100.
+    """
+    plain = name.lower()
+    near = difflib.get_close_matches(plain, known, n=5)
+    near += [each for each in known if len(plain) > 2 and plain in each and each not in near]
+    names = f"Near: {', '.join(near[:8])}" if near else f"Known: {', '.join(known)}"
+    return ProblemError(f"unknown {kind} {name!r}. {names}{f'; {otherwise}' if otherwise else ''}.")

@@ -1,0 +1,98 @@
+"""Parameters of a model, by part.
+
+| part | parameters |
+|---|---|
+| MHA, GQA, MQA | d h q + d g (q + v) + h v d; biases h q + g (q + v) and d |
+| MLA | d (c + r) + c + c h (n + v) + h v d, and for queries d h (n + r), or d c' + c' + c' h (n + r) |
+| MLP | 2 d w, or 3 d w if gated, times the experts; a router of d for each expert |
+| embeddings | vocab d, twice if the output has weights of its own; learned positions d each |
+
+d = d_model, h = heads, g = kv_heads, q = qk_dim, v = v_dim, c = kv_rank, c' = q_rank, r = rope_dim, n = nope_dim.
+"""
+
+from dataclasses import dataclass
+
+from regard.cost.model import Attention, Layer, Mlp, Model
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by part.
+
+    Attributes:
+        attention, mlp, norms: of all layers.
+        embeddings: of tokens, positions, and the output if it has weights of its own.
+        other: what the shapes do not explain.
+        active: those that one token passes through: of all experts only its own, of the embeddings only the output's.
+    """
+
+    attention: int
+    mlp: int
+    norms: int
+    embeddings: int
+    other: int
+    active: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.attention + self.mlp + self.norms + self.embeddings + self.other
+
+
+def parameters(model: Model) -> Parameters:
+    """The parameters of a model.
+
+    >>> from regard.cost.model import find_model
+    >>> parameters(find_model("llama-2-7b")).total
+    6738415616
+    """
+    d, layers = model.d_model, (*model.encoder, *model.layers)
+    attention = sum(attention_parameters(a, d) for layer in layers for a in layer.attentions)
+    mlp = sum(mlp_parameters(layer.mlp, d) for layer in layers)
+    norms = sum(_norms(layer, model) for layer in layers)
+    norms += model.final_norm * d * model.norm_weights * (1 + bool(model.encoder))
+    output = model.vocab * d * model.has_output
+    embeddings = (model.vocab + model.positions) * d + (0 if model.tied else output)
+    idle = sum(mlp_parameters(layer.mlp, d) - active_mlp_parameters(layer.mlp, d) for layer in layers)
+    return Parameters(
+        attention, mlp, norms, embeddings, model.other_parameters, attention + mlp - idle + norms + output
+    )
+
+
+def attention_parameters(a: Attention, d_model: int) -> int:
+    """Parameters of the projections of an attention, with their biases and norms."""
+    out = a.heads * a.v_dim * d_model + a.out_bias * d_model + a.sink * a.heads
+    if a.latent is not None:
+        c = a.latent
+        heads = a.heads * a.qk_dim
+        queries = d_model * heads if c.q_rank is None else c.q_rank * (d_model + 1 + heads)
+        return queries + d_model * c.cached + c.kv_rank * (1 + a.heads * (c.nope_dim + a.v_dim)) + out
+    keys = 0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim)
+    width = a.heads * a.qk_dim + keys
+    norms = {"": 0, "head": (2 - a.shares_cache) * a.qk_dim, "all": (a.heads + a.kv_heads) * a.qk_dim}[a.norm]
+    return d_model * width + a.qkv_bias * width + norms + out
+
+
+def mlp_parameters(m: Mlp, d_model: int) -> int:
+    """Parameters of the feed-forward part of a layer: all experts, and the router."""
+    return m.experts * _expert(m, d_model) + _always(m, d_model)
+
+
+def active_mlp_parameters(m: Mlp, d_model: int) -> int:
+    """The same, of the experts that one token takes."""
+    return m.active * _expert(m, d_model) + _always(m, d_model)
+
+
+def _expert(m: Mlp, d_model: int) -> int:
+    biases = m.bias * ((m.matrices - 1) * m.width + d_model)
+    return m.matrices * d_model * m.width + biases
+
+
+def _always(m: Mlp, d_model: int) -> int:
+    """The router and the experts that every token takes."""
+    router = m.experts * (d_model + m.router_bias) if m.experts > 1 else 0
+    return router + m.matrices * d_model * m.shared + m.shared_gate * d_model
+
+
+def _norms(layer: Layer, model: Model) -> int:
+    return layer.norms * model.d_model * model.norm_weights

@@ -1,0 +1,57 @@
+"""Machines: their figures are complete and consistent, and errors list what there is."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import regard.cost.machine
+from regard.cost.machine import find_machine, machine_names
+from regard.errors import ProblemError
+
+ROWS = tomllib.loads((Path(regard.cost.machine.__file__).parent / "machines.toml").read_text())
+
+
+def test_the_machines_that_engineers_choose_from_are_there():
+    assert {"a100", "h100", "h200", "b200", "mi300x", "m4-max", "epyc-9654", "xeon-8480"} <= {*machine_names()}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_machine_has_its_figures_and_their_source(name):
+    row, machine = ROWS[name], find_machine(name)
+    assert row["source"]
+    assert {"float32", "float16"} & machine.flops.keys() or "bfloat16" in machine.flops
+    assert machine.peak("bfloat16") >= machine.peak("float32")
+    assert 2**10 < machine.fast_memory < machine.memory
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ROWS if "cores" in ROWS[name]["title"] and "Hz" in ROWS[name]["source"]]
+)
+def test_products_of_cpus_are_whole_flops_a_cycle(name):
+    """Cores times clock times 32 or 64 FLOP a cycle in float32: the figure is computed as its source says."""
+    import re
+
+    row = ROWS[name]
+    cores, clock = int(re.search(r"(\d+) cores", row["title"])[1]), float(re.search(r"([\d.]+) GHz", row["source"])[1])
+    per_cycle = row["flops"]["float32"] * 1e12 / (cores * clock * 1e9)
+    assert min(abs(per_cycle / each - 1) for each in (32, 64)) < 0.01
+
+
+def test_the_figures_are_dense_and_not_sparse():
+    assert find_machine("h100").peak("bfloat16") == pytest.approx(989.4e12)
+    assert find_machine("a100").peak("float16") == pytest.approx(312e12)
+    assert find_machine("b200").peak("fp8") == pytest.approx(4500e12)
+
+
+def test_several_machines_share_the_work():
+    one, eight = find_machine("h100"), find_machine("8xH100")
+    assert eight.seconds(1e15, 1e12, "bfloat16") == pytest.approx(one.seconds(1e15, 1e12, "bfloat16") / 8)
+    assert (eight.memory, eight.fast_memory) == (8 * one.memory, one.fast_memory)
+
+
+def test_unknown_machines_and_types_list_what_there_is():
+    with pytest.raises(ProblemError, match=r"unknown machine 'h300'. Near: h200, h100"):
+        find_machine("h300")
+    with pytest.raises(ProblemError, match=r"V100.* has no published FLOP/s of int8: expected one of float16"):
+        find_machine("v100").peak("int8")

@@ -1,0 +1,186 @@
+"""Shapes of models: the rows of models.toml against their published parameters, config.json against transformers."""
+
+import json
+
+import pytest
+
+from regard.cost.config import from_config, load_model, read_config
+from regard.cost.model import Attention, find_model, from_fields, model_names
+from regard.cost.parameters import parameters
+from regard.errors import ProblemError
+
+ROUNDED = {
+    "transformer-base": 0.035,  # the paper rounds to 65 million, and leaves out the size of its vocabulary
+    "transformer-big": 0.01,
+    "gpt3": 0.005,
+    "gpt3-13b": 0.005,
+    "opt-175b": 0.005,
+    "llama-4-scout": 0.02,  # published with the image encoder
+    "llama-4-maverick": 0.01,
+}
+"""Relative error allowed where the source rounds; every other row has the exact parameters of a checkpoint."""
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_published_model_has_its_published_parameters(name):
+    model = find_model(name)
+    assert model.source
+    if model.published_parameters is not None:
+        assert parameters(model).total == pytest.approx(model.published_parameters, rel=ROUNDED.get(name, 0))
+
+
+SMALL = {"num_hidden_layers": 4}
+FAMILIES = {
+    "gpt2": {"n_layer": 3},
+    "gptj": {"n_layer": 2},
+    "gpt_neox": SMALL,
+    "opt": SMALL,
+    "bert": SMALL,
+    "modernbert": SMALL | {"layer_types": None},
+    "llama": SMALL | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
+    "mistral": SMALL | {"tie_word_embeddings": True},
+    "mixtral": SMALL,
+    "ministral": SMALL | {"head_dim": 128},
+    "smollm3": SMALL,
+    "granite": SMALL,
+    "seed_oss": SMALL,
+    "llama4_text": SMALL | {"interleave_moe_layer_step": 2},
+    "qwen2": SMALL,
+    "qwen2_moe": SMALL,
+    "qwen3": SMALL | {"num_key_value_heads": 8},
+    "qwen3_moe": SMALL | {"head_dim": 128, "num_experts": 16},
+    "gemma": SMALL,
+    "gemma2": SMALL,
+    "gemma3_text": SMALL,
+    "phi": SMALL,
+    "phi3": SMALL,
+    "falcon": SMALL,
+    "olmo2": SMALL | {"num_key_value_heads": 8},
+    "olmo3": SMALL | {"sliding_window": 512},
+    "starcoder2": SMALL,
+    "cohere": SMALL,
+    "cohere2": SMALL,
+    "deepseek_v2": SMALL | {"first_k_dense_replace": 1},
+    "deepseek_v3": SMALL,
+    "gpt_oss": SMALL,
+}
+"""Families of models.toml, and settings other than the defaults of transformers."""
+
+NOT_HERE = {"transformer": "no configuration of transformers", "gemma3n_text": "its own parameters are not explained"}
+
+
+def test_every_family_is_compared_with_transformers():
+    from regard.cost.model import _tables
+
+    assert set(_tables()["families"]) == FAMILIES.keys() | NOT_HERE.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_json_has_the_parameters_that_transformers_makes_of_it(family, tmp_path):
+    torch, auto = pytest.importorskip("torch"), pytest.importorskip("transformers.models.auto")
+    config = auto.configuration_auto.CONFIG_MAPPING[family](**FAMILIES[family])
+    config.save_pretrained(tmp_path)
+    kind = auto.AutoModel if family in ("bert", "modernbert") else auto.AutoModelForCausalLM
+    with torch.device("meta"):
+        made = kind.from_config(config)
+    model = load_model(str(tmp_path))
+    assert parameters(model).total == sum({id(p): p.numel() for p in made.parameters()}.values())
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        letters = {"full_attention": (None, None), "sliding_attention": (1, None), "chunked_attention": (None, 1)}
+        patterns = [layer.attention.pattern for layer in model.layers]
+        assert [(p.window and 1, p.chunk and 1) for p in patterns] == [letters[each] for each in kinds]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("bert", "bert-base"),
+        ("gpt2", "gpt2"),
+        ("gptj", "gpt-j-6b"),
+        ("gpt_neox", "gpt-neox-20b"),
+        ("llama", "llama-7b"),
+        ("llama4_text", "llama-4-scout"),
+        ("gemma", "gemma-7b"),
+        ("gemma2", "gemma-2-2b"),
+        ("phi3", "phi-3-mini"),
+        ("falcon", "falcon-7b"),
+        ("gpt_oss", "gpt-oss-120b"),
+        ("deepseek_v3", "deepseek-v3"),
+        ("modernbert", "modernbert-base"),
+    ],
+)
+def test_the_defaults_of_transformers_are_the_published_shapes(family, name):
+    auto = pytest.importorskip("transformers.models.auto")
+    config = auto.configuration_auto.CONFIG_MAPPING[family]().to_dict()
+    if family == "phi3":
+        config["sliding_window"] = 2047  # of the checkpoint, not of the class
+    read, row = from_config(name, config), find_model(name)
+    assert (read.layers, read.d_model, read.vocab, read.tied) == (row.layers, row.d_model, row.vocab, row.tied)
+
+
+def test_a_family_that_is_not_known_is_read_as_llamas_with_a_note():
+    entries = {"model_type": "newest", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = from_config("m", {**entries, "vocab_size": 7, "intermediate_size": 16})
+    assert "newest" in model.notes[0]
+    assert model.layers[0].mlp.gated
+
+
+def test_the_text_part_of_a_model_with_images_is_read():
+    text = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 7}
+    model = from_config("m", {"model_type": "seer", "text_config": text})
+    assert (model.d_model, model.notes) == (64, ("The text model alone.",))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 5, "head_dim": None}, "d_model 64 is no whole multiple of 5 heads"),
+        ({"num_key_value_heads": 3}, "4 query heads and 3 key heads: query heads must be a whole multiple"),
+        ({"num_hidden_layers": "32"}, "layers is '32': expected a number"),
+        ({"num_hidden_layers": 0}, "0 layers: expected 1 or more"),
+        ({"vocab_size": None}, "m has no vocab."),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "m has layers of 'linear_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding layers and no sliding_window"),
+        ({"is_encoder_decoder": True}, "an encoder with a decoder"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 8}, "8 of 4 experts"),
+    ],
+)
+def test_impossible_shapes_say_why(change, message):
+    entries = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 7,
+        "intermediate_size": 16,
+    }  # fmt: skip
+    with pytest.raises(ProblemError, match=message):
+        from_config("m", entries | change)
+
+
+def test_unknown_models_list_near_names():
+    with pytest.raises(ProblemError, match=r"unknown model 'llama-2-80b'. Near: llama-2-70b"):
+        load_model("llama-2-80b")
+    with pytest.raises(ProblemError, match="there is no directory"):
+        load_model("./nowhere")
+    with pytest.raises(ProblemError, match=r"unknown field 'kv_head'. Near: kv_heads"):
+        from_fields("m", "here", {"kv_head": 1})
+
+
+@pytest.mark.parametrize("name", ["LLAMA-2-70B", "meta-llama/Llama_2_70b", "llama 2 70b"])
+def test_names_are_read_in_any_spelling(name):
+    assert find_model(name).name == "llama-2-70b"
+
+
+def test_files_that_are_no_configuration_say_why(tmp_path):
+    for text, message in (("{", "is no JSON"), ("[]", "has no settings")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ProblemError, match=message):
+            load_model(str(tmp_path))
+    with pytest.raises(ProblemError, match="cannot be read"):
+        read_config(tmp_path / "other.json")
+    (tmp_path / "shapes.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(ProblemError, match="shapes has no layers, heads, vocab"):
+        read_config(tmp_path / "shapes.json")
+
+
+def test_kinds_of_attention_have_the_fields_names():
+    kinds = [Attention(8, n, 64, 64).kind for n in (8, 2, 1)]
+    assert (kinds, find_model("deepseek-v3").layers[0].attention.kind) == (["MHA", "GQA-2", "MQA"], "MLA")
