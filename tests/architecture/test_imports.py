@@ -17,6 +17,7 @@ HOMES = {
     "triton": ["backend/triton.py"],
     "torch.nn.attention": ["backend/flex.py", "flex/"],
     "torch.distributed": ["parallel/"],
+    "torch.onnx": ["dispatch/onnx_form.py", "integrate/onnx.py"],
     "transformers": ["integrate/"],
     "ctypes": ["native.py", "integrate/heap.py"],
     "rich": ["cli/"],

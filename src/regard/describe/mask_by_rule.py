@@ -138,7 +138,7 @@ class Prefix(Mask):
         return (_sizes(self.size, r.b) - r.k0)[:, None]
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return (len(self.size), 1) if isinstance(self.size, Tensor) else (1, 1)
+        return (self.size.shape[0], 1) if isinstance(self.size, Tensor) else (1, 1)
 
     def bind(self, sizes: CallSizes) -> Mask:
         return _per_row(self, self.size, sizes)
@@ -182,7 +182,7 @@ class KeyLengths(Mask):
         return (_sizes(self.lengths, r.b) - r.k0)[:, None]
 
     def broadcast_shape(self) -> tuple[int, int]:
-        return len(self.lengths), 1
+        return self.lengths.shape[0], 1
 
     def bind(self, sizes: CallSizes) -> Mask:
         return _per_row(self, self.lengths, sizes)
@@ -218,7 +218,7 @@ class Global(Mask):
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         q, k = as_tensors(q, k)
         chosen = torch.tensor(tuple(self.positions), dtype=torch.int64, device=q.device)
-        return torch.isin(q, chosen) | torch.isin(k, chosen)
+        return _is_among(q, chosen) | _is_among(k, chosen)
 
     def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
         queries, keys = self._count(r.q0, r.q1), self._count(r.k0, r.k1)
@@ -286,6 +286,12 @@ def _checked_sizes(sizes: object, what: str) -> int | Tensor:
     return sizes
 
 
+def _is_among(positions: Tensor, chosen: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # `isin` becomes a binary search, which ONNX does not have
+        return (positions[..., None] == chosen).any(-1)
+    return torch.isin(positions, chosen)
+
+
 def _before(sizes: int | Tensor, b: Positions, k: Positions) -> Tensor:
     if isinstance(sizes, Tensor):
         sizes = sizes.to(k.device if isinstance(k, Tensor) else sizes.device, torch.int64)[b]  # uint64 has no `<`
@@ -319,6 +325,6 @@ def _checked_rows(sizes: Tensor) -> Ints:
 
 
 def _per_row(mask: Mask, rows: int | Tensor, sizes: CallSizes) -> Mask:
-    if isinstance(rows, Tensor) and len(rows) != sizes.batch:
-        raise ProblemError(f"{mask!r} has sizes for {len(rows)} batch rows and the call has {sizes.batch}.")
+    if isinstance(rows, Tensor) and rows.shape[0] != sizes.batch:  # `len` is no size that torch can trace
+        raise ProblemError(f"{mask!r} has sizes for {rows.shape[0]} batch rows and the call has {sizes.batch}.")
     return mask

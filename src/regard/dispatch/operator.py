@@ -26,6 +26,7 @@ from regard.describe.spec import deserialize
 from regard.describe.tensors import is_without_data
 from regard.dispatch.choose import BACKENDS, check_backend
 from regard.dispatch.execute import execute
+from regard.dispatch.onnx_form import in_onnx, is_exporting_to_onnx
 from regard.dispatch.plan_cache import prepare
 from regard.errors import RefusalError
 from regard.plan.checks import (
@@ -131,6 +132,8 @@ def attend_traced(request: Request) -> State:
         k, v = stored_k.dense(), stored_v.dense()
     check_tensors(q, k, v)
     check_sink(sink, q.shape[1], q)
+    if is_exporting_to_onnx():
+        return in_onnx(request._replace(k=k, v=v, mask=mask, offset=offset))
     carried: list[Tensor] = []
     numbers: list[int] = []
     start = k.shape[2] - q.shape[2] if offset is None else offset
@@ -177,6 +180,13 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     return TensorMask(
         mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device))
     )
+
+
+def attend_in_onnx(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator `regard::attend` in operators that ONNX has: its decomposition for programs that have it already."""
+    a = _Arguments(*arguments)
+    state = in_onnx(a.request())
+    return state.out, state.lse
 
 
 def _run(a: _Arguments, before: State | None = None) -> State:
