@@ -108,6 +108,11 @@ WRONG = {
 """regard_status below 0."""
 
 
+def path() -> str:
+    """Where the compiled library is, or would be."""
+    return _find()
+
+
 def available() -> bool:
     """Whether the compiled library is there and fits this version of regard."""
     return absence() is None

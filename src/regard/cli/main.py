@@ -4,6 +4,7 @@
 regard inspect  [PROMPT]   what the heads of a model do
 regard generate  PROMPT    text with any KV cache, its speed and memory
 regard bench               how fast attention of given shapes is here
+regard doctor              what is installed, what runs, and what is wrong; for reports of bugs
 regard script.py ...       a program of yours, with its attention run by regard (script.py)
 ```
 
@@ -26,6 +27,8 @@ A prompt is a text without an option, `-` for stdin, or `--prompt-file FILE`. An
 | `--device`, `--dtype`, `--threads` | where and in which type it is computed | `--device` | x | not `--device` |
 | `--html`, `--json`, `--csv`, `--force` | files to write; overwrite files of others | x | `--json` | `--json` |
 
+`doctor` has `--json` and `--force` only.
+
 Exit codes: 0 done; 2 the request cannot be satisfied, with one line that says why; 130 interrupted with Ctrl-C.
 
 Arguments are read before torch is imported, so that help and errors in them come at once.
@@ -44,7 +47,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from regard import __version__
-from regard.cli import bench, generate, inspect, script
+from regard.cli import bench, doctor, generate, inspect, script
 from regard.errors import RegardError
 
 HINTS = {
@@ -176,6 +179,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     inspect.add_to(commands)
     generate.add_to(commands)
     bench.add_to(commands)
+    doctor.add_to(commands)
     return parser, commands.choices
 
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from regard.inspect.surveying.model import settle
+from regard.machine import processor
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) to report progress."""
@@ -51,7 +51,7 @@ def machine(device: torch.device) -> str:
     if device.type != "cpu":
         return str(device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return f"{_processor()}, {torch.get_num_threads()} threads" + (f", {memory / 2**30:.0f} GiB" if memory else "")
+    return f"{processor()}, {torch.get_num_threads()} threads" + (f", {memory / 2**30:.0f} GiB" if memory else "")
 
 
 def versions() -> dict[str, str]:
@@ -63,10 +63,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

