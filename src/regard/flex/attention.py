@@ -53,6 +53,7 @@ class _Call(NamedTuple):
     computed: tuple[Term, ...] = ()
 
 
+@torch.compiler.disable(reason="regard.flex traces score_mod and mask_mod itself")
 def flex_attention(
     query: Tensor,
     key: Tensor,

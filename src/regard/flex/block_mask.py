@@ -28,6 +28,7 @@ CHUNK = 1 << 22
 """Pairs that are evaluated at once."""
 
 
+@torch.compiler.disable(reason="regard.flex traces mask_mod itself")
 def create_block_mask(
     mask_mod: Mod,
     B: int | None,  # noqa: N803  # torch's names
