@@ -6,7 +6,7 @@ import pytest
 
 from regard.cost.config import from_config, load_model, read_config
 from regard.cost.model import Attention, find_model, from_fields, model_names
-from regard.cost.parameters import parameters
+from regard.cost.parameter_count import parameters
 from regard.errors import ProblemError
 
 ROUNDED = {

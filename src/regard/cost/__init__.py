@@ -1,1 +1,66 @@
-"""What attention costs: arithmetic over a problem and its schedule. Nothing is run."""
+"""What attention costs: arithmetic over a problem and its schedule, or over the shapes of a whole model.
+
+>>> from regard.cost import cost
+>>> c = cost("llama-2-70b", context=32768, machine="8xh100")
+>>> c.cache_bytes / 2**30, c.model.layers[0].attention.kind
+(10.0, 'GQA-8')
+
+`call_cost(explain(q, k, v))` is the cost of one call. Nothing is run, and for a model nothing of torch is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.cost.call import CallCost, call_cost
+    from regard.cost.config import load_model
+    from regard.cost.machine import Machine, find_machine, machine_names
+    from regard.cost.model import Attention, Latent, Layer, Mlp, Model, find_model, model_names
+    from regard.cost.model_cost import ModelCost, cost
+    from regard.cost.pairs import Pattern
+    from regard.cost.parameter_count import parameters
+    from regard.cost.storage import Storage, cache_bytes
+    from regard.cost.training import training_memory
+
+__all__ = [
+    "Attention",
+    "CallCost",
+    "Latent",
+    "Layer",
+    "Machine",
+    "Mlp",
+    "Model",
+    "ModelCost",
+    "Pattern",
+    "Storage",
+    "cache_bytes",
+    "call_cost",
+    "cost",
+    "find_machine",
+    "find_model",
+    "load_model",
+    "machine_names",
+    "model_names",
+    "parameters",
+    "training_memory",
+]
+
+MODULES = {
+    "call": ("CallCost", "call_cost"),
+    "config": ("load_model",),
+    "machine": ("Machine", "find_machine", "machine_names"),
+    "model": ("Attention", "Latent", "Layer", "Mlp", "Model", "find_model", "model_names"),
+    "model_cost": ("ModelCost", "cost"),
+    "pairs": ("Pattern",),
+    "parameter_count": ("parameters",),
+    "storage": ("Storage", "cache_bytes"),
+    "training": ("training_memory",),
+}
+"""The public names of each module: imported when the first is used, as `import regard` needs none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    module = next((module for module, names in MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module 'regard.cost' has no attribute {name!r}")
+    return getattr(import_module(f"regard.cost.{module}"), name)

@@ -6,6 +6,7 @@
 8.589934592
 """
 
+from regard.cost.products import attention_flops, attention_gradient_flops
 from regard.plan.schedule import Schedule
 
 
@@ -14,7 +15,7 @@ def flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
 
     The convention of Dao et al. 2022, arXiv:2205.14135, §4 and of torch's FLOP counter; softmax is not counted.
     """
-    return 2 * schedule.pairs * (qk_dim + v_dim)
+    return attention_flops(schedule.pairs, qk_dim, v_dim)
 
 
 def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
@@ -22,7 +23,7 @@ def gradient_flops(schedule: Schedule, *, qk_dim: int, v_dim: int) -> int:
 
     The five products that Dao et al. 2022, arXiv:2205.14135, §B.4 and torch's FLOP counter count.
     """
-    return 2 * schedule.pairs * (3 * qk_dim + 2 * v_dim)
+    return attention_gradient_flops(schedule.pairs, qk_dim, v_dim)
 
 
 def bytes_moved(schedule: Schedule, *, kv_heads: int, qk_dim: int, v_dim: int, item: int) -> int:

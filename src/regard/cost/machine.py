@@ -6,7 +6,6 @@ less; real kernels need more.
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -79,6 +78,8 @@ class Machine:
 
 @cache
 def _table() -> dict[str, Any]:
+    import tomllib  # noqa: PLC0415 - `import regard` needs no table
+
     return tomllib.loads((Path(__file__).parent / "machines.toml").read_text())
 
 

@@ -3,7 +3,6 @@
 `find_model` reads models.toml, the shapes of published models, each with its source; `config.py` reads a config.json.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -312,6 +311,8 @@ def _mlp(f: Mapping[str, Any], index: int) -> Mlp:
 
 @cache
 def _tables() -> dict[str, Any]:
+    import tomllib  # noqa: PLC0415 - `import regard` needs no table
+
     return tomllib.loads((Path(__file__).parent / "models.toml").read_text())
 
 

@@ -1,6 +1,5 @@
 """Errors for unknown names, with the names that are near."""
 
-import difflib
 from collections.abc import Sequence
 
 from regard.errors import ProblemError
@@ -12,6 +11,8 @@ def unknown_name(kind: str, name: str, known: Sequence[str], otherwise: str = ""
     >>> print(unknown_name("machine", "h1000", ["a100", "h100", "h200"]))
     unknown machine 'h1000'. Near: h100, h200, a100.
     """
+    import difflib  # noqa: PLC0415 - only errors need it
+
     plain = name.lower()
     near = difflib.get_close_matches(plain, known, n=5)
     near += [each for each in known if len(plain) > 2 and plain in each and each not in near]

@@ -76,6 +76,20 @@ class Pattern:
         before = start + 1 - self.window  # keys before the window of the first query
         return ends - _ramp(before, queries, keys) + _ramp(before, queries, min(self.sinks, keys))
 
+    def keys_seen(self, *, queries: int, keys: int) -> int:
+        """Keys that any of the last `queries` of `keys` tokens sees: what is read, once each.
+
+        >>> Pattern(window=512).keys_seen(queries=1, keys=4096), Pattern(chunk=8192).keys_seen(queries=10, keys=8200)
+        (512, 8200)
+        """
+        if not queries:
+            return 0
+        if self.chunk:
+            return keys - (keys - queries) // self.chunk * self.chunk
+        if self.step > 1 and queries == 1:
+            return -(-keys // self.step)
+        return keys if self.window is None else min(keys, queries - 1 + self.window + self.sinks)
+
     def stored(self, context: int) -> int:
         """Tokens that a KV cache must hold, so that the next query sees what it may see of `context` tokens.
 

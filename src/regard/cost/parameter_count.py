@@ -11,6 +11,7 @@ d = d_model, h = heads, g = kv_heads, q = qk_dim, v = v_dim, c = kv_rank, c' = q
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from regard.cost.model import Attention, Layer, Mlp, Model
 
@@ -59,18 +60,43 @@ def parameters(model: Model) -> Parameters:
     )
 
 
+class Weights(NamedTuple):
+    """Elements of the weight matrices of an attention, without biases and norms.
+
+    Attributes:
+        queries: of the projections to queries.
+        keys: of the projections to keys and values, or down to their latent.
+        expand: from the latent up to the keys and values of all heads; 0 without a latent.
+        out: of the projection of the output.
+    """
+
+    queries: int
+    keys: int
+    expand: int
+    out: int
+
+
+def attention_weights(a: Attention, d_model: int) -> Weights:
+    """The weight matrices of an attention.
+
+    >>> attention_weights(Attention(8, 2, 64, 64), 512)
+    Weights(queries=262144, keys=131072, expand=0, out=262144)
+    """
+    heads, out, c = a.heads * a.qk_dim, a.heads * a.v_dim * d_model, a.latent
+    if c is None:
+        return Weights(d_model * heads, 0 if a.shares_cache else d_model * a.kv_heads * (a.qk_dim + a.v_dim), 0, out)
+    queries = d_model * heads if c.q_rank is None else c.q_rank * (d_model + heads)
+    return Weights(queries, d_model * c.cached, c.kv_rank * a.heads * (c.nope_dim + a.v_dim), out)
+
+
 def attention_parameters(a: Attention, d_model: int) -> int:
     """Parameters of the projections of an attention, with their biases and norms."""
-    out = a.heads * a.v_dim * d_model + a.out_bias * d_model + a.sink * a.heads
+    matrices = sum(attention_weights(a, d_model)) + a.out_bias * d_model + a.sink * a.heads
     if a.latent is not None:
-        c = a.latent
-        heads = a.heads * a.qk_dim
-        queries = d_model * heads if c.q_rank is None else c.q_rank * (d_model + 1 + heads)
-        return queries + d_model * c.cached + c.kv_rank * (1 + a.heads * (c.nope_dim + a.v_dim)) + out
-    keys = 0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim)
-    width = a.heads * a.qk_dim + keys
+        return matrices + a.latent.kv_rank + (a.latent.q_rank or 0)
+    width = a.heads * a.qk_dim + (0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim))
     norms = {"": 0, "head": (2 - a.shares_cache) * a.qk_dim, "all": (a.heads + a.kv_heads) * a.qk_dim}[a.norm]
-    return d_model * width + a.qkv_bias * width + norms + out
+    return matrices + a.qkv_bias * width + norms
 
 
 def mlp_parameters(m: Mlp, d_model: int) -> int:
@@ -83,15 +109,19 @@ def active_mlp_parameters(m: Mlp, d_model: int) -> int:
     return m.active * _expert(m, d_model) + _always(m, d_model)
 
 
+def mlp_weights(m: Mlp, d_model: int) -> tuple[int, int]:
+    """Elements of the weight matrices of (one expert, what every token takes: router and shared experts)."""
+    router = m.experts * d_model if m.experts > 1 else 0
+    return m.matrices * d_model * m.width, router + m.matrices * d_model * m.shared
+
+
 def _expert(m: Mlp, d_model: int) -> int:
-    biases = m.bias * ((m.matrices - 1) * m.width + d_model)
-    return m.matrices * d_model * m.width + biases
+    return mlp_weights(m, d_model)[0] + m.bias * ((m.matrices - 1) * m.width + d_model)
 
 
 def _always(m: Mlp, d_model: int) -> int:
     """The router and the experts that every token takes."""
-    router = m.experts * (d_model + m.router_bias) if m.experts > 1 else 0
-    return router + m.matrices * d_model * m.shared + m.shared_gate * d_model
+    return mlp_weights(m, d_model)[1] + m.experts * (m.experts > 1 and m.router_bias) + m.shared_gate * d_model
 
 
 def _norms(layer: Layer, model: Model) -> int:

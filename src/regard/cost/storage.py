@@ -1,0 +1,137 @@
+"""Bytes of a KV cache: what `KVCache.bytes` is for the same tokens, computed without one.
+
+| storage | bytes of a token, for each key head |
+|---|---|
+| plain | (qk_dim + v_dim) item |
+| latent | (kv_rank + rope_dim) item, once for all heads |
+| int8, fp8 | qk_dim + v_dim codes, 2 qk_dim / group + 2 of scales |
+| int4 | half a byte for each code, 4 qk_dim / group + 4 v_dim / group of scales and zero points |
+
+The first and the latest tokens of codes stay plain (`regard.storage.codec.Codec`); pages are allocated whole.
+"""
+
+from dataclasses import dataclass
+
+from regard.cost.model import Attention, Model
+from regard.cost.near_names import unknown_name
+from regard.errors import ProblemError
+
+ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+"""Bytes of an element, by type."""
+
+CODECS = ("int8", "int4", "fp8")
+SCALE = 2
+"""Bytes of a scale or of a zero point: bf16."""
+
+VALUE_CHUNK = 32
+"""int4 codes of values come in chunks of 32 channels (`regard.storage.codec.CHUNK`)."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a cache stores keys and values.
+
+    Args:
+        kind: a type of `ITEMS`, or a codec: int8, int4, fp8. A name of both means the codec.
+        group, residual, sinks: of the codec, as of `regard.cache.Int8`.
+        page: tokens of a page; None: as many as there are.
+
+    Raises:
+        ProblemError: the kind is not known, or a number is out of range.
+    """
+
+    kind: str = "bfloat16"
+    group: int = 32
+    residual: int = 32
+    sinks: int = 4
+    page: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in (*ITEMS, *CODECS):
+            raise unknown_name("storage", self.kind, sorted({*ITEMS, *CODECS}))
+        if self.group < 16 or self.group % 16:
+            raise ProblemError(f"group {self.group}: expected a multiple of 16 tokens, 16 or more.")
+        for name, value, least in (("residual", self.residual, 0), ("sinks", self.sinks, 0), ("page", self.page, 1)):
+            if value is not None and value < least:
+                raise ProblemError(f"{name} {value}: expected {least} or more.")
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether keys and values are codes."""
+        return self.kind in CODECS
+
+
+def stored_bytes(a: Attention, context: int, storage: Storage, item: int) -> int:
+    """Bytes of the keys and values of one layer and one batch row.
+
+    Args:
+        context: tokens that the layer has seen; a window stores fewer.
+        item: bytes of an element that stays plain.
+    """
+    if a.shares_cache or not (a.pattern.causal or a.is_cross):
+        return 0
+    tokens = context if a.is_cross else a.pattern.stored(context)
+    if storage.page is not None:
+        tokens = -(-tokens // storage.page) * storage.page
+    if not storage.is_coded:
+        return tokens * a.cached * ITEMS[storage.kind]
+    plain, coded = split_tokens(tokens, storage)
+    dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
+    codes = sum(coded_bytes(coded, dim, storage, is_key=is_key) for dim, is_key in dims)
+    return plain * a.cached * item + codes * (1 if a.latent else a.kv_heads)
+
+
+def split_tokens(tokens: int, storage: Storage) -> tuple[int, int]:
+    """(tokens that stay plain, tokens that are codes): first ones, and the latest that fill no group, stay plain."""
+    first = min(tokens, -(-storage.sinks // storage.group) * storage.group)
+    coded = max(0, tokens - first - storage.residual) // storage.group * storage.group
+    return tokens - coded, coded
+
+
+def coded_bytes(tokens: int, dim: int, storage: Storage, *, is_key: bool) -> int:
+    """Bytes of codes, scales and zero points of one head.
+
+    >>> coded_bytes(32, 128, Storage("int8"), is_key=True), coded_bytes(32, 128, Storage("int4"), is_key=False)
+    (4352, 2560)
+    """
+    parts = 2 if storage.kind == "int4" else 1  # int4 has zero points
+    halves = (dim + 1) // 2 if is_key else -(-dim // VALUE_CHUNK) * VALUE_CHUNK // 2
+    codes = halves if storage.kind == "int4" else dim
+    if is_key:
+        return tokens * codes + tokens // storage.group * dim * SCALE * parts
+    scales = -(-dim // min(storage.group, dim)) if storage.kind == "int4" else 1
+    return tokens * (codes + scales * SCALE * parts)
+
+
+def cache_bytes(
+    model: Model, context: int, *, batch: int = 1, storage: Storage | None = None, dtype: str = "bfloat16"
+) -> int:
+    """Bytes of the KV cache of a model.
+
+    >>> from regard.cost.model import find_model
+    >>> cache_bytes(find_model("llama-2-70b"), 32768) / 2**30
+    10.0
+    """
+    storage = storage or Storage(dtype)
+    each = (stored_bytes(a, context, storage, ITEMS[dtype]) for layer in model.layers for a in layer.attentions)
+    return batch * sum(each)
+
+
+def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bfloat16") -> int:
+    """Bytes that one more token takes in the caches of all layers before a window is full; of codes, on average.
+
+    >>> from regard.cost.model import find_model
+    >>> token_bytes(find_model("deepseek-v3")), token_bytes(find_model("gpt3"))
+    (70272, 4718592)
+    """
+    storage = storage or Storage(dtype)
+    if not storage.is_coded:
+        return sum(a.cached for x in model.layers for a in x.attentions if a.pattern.causal) * ITEMS[storage.kind]
+    layers = (x.attention for x in model.layers if not x.attention.shares_cache)
+    return sum(_coded_token(a, storage) for a in layers)
+
+
+def _coded_token(a: Attention, storage: Storage) -> int:
+    dims = [(a.latent.cached, True)] if a.latent else [(a.qk_dim, True), (a.v_dim, False)]
+    group = sum(coded_bytes(storage.group, dim, storage, is_key=is_key) for dim, is_key in dims)
+    return group * (1 if a.latent else a.kv_heads) // storage.group

@@ -1,0 +1,212 @@
+"""Costs against what is measured: torch's FLOP counter, a run of the definition, caches, and stored activations."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from regard import Causal, Prefix, Window, attend, explain
+from regard.backend.definition import attention
+from regard.cache import Contiguous, Fp8, Int4, Int8, KVCache, Paged, Rolling
+from regard.cost import Attention, Pattern, Storage, call_cost, find_machine, training_memory
+from regard.cost.config import from_config
+from regard.cost.model import Layer, Mlp, Model, from_fields
+from regard.cost.storage import stored_bytes
+from regard.cost.training import layer_bytes
+from regard.cost.work import Call, forward, prompt_call, training_step
+
+# ---- FLOPs ----------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64},
+    "gemma2": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "phi": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "falcon": {"hidden_size": 64, "num_attention_heads": 4},
+    "deepseek_v3": {
+        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 3, "intermediate_size": 96,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_torchs_counter_counts_the_projections_the_mlps_and_the_output(family):
+    """With eager attention torch counts its products over the whole square: here the pattern keeps every pair."""
+    auto = pytest.importorskip("transformers.models.auto")
+    settings = {"num_hidden_layers": 3, "vocab_size": 101} | SMALL[family]
+    config = auto.configuration_auto.CONFIG_MAPPING[family](**settings, attn_implementation="eager")
+    model = auto.AutoModelForCausalLM.from_config(config).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(2, 37, dtype=torch.long), use_cache=False)
+    counted = counter.get_flop_counts()["Global"]
+    read = from_config(family, config.to_dict())
+    parts = forward(read, Call(2, 37, outputs=37))
+    square = sum(x.attention.heads * 2 * 37**2 * 2 * (x.attention.qk_dim + x.attention.v_dim) for x in read.layers)
+    rope = 0 if family == "gpt2" else counted[torch.ops.aten.bmm] - square  # angles are a product of positions
+    assert 0 <= rope <= 3 * 2 * 2 * 37 * 64
+    assert sum(counted.values()) - rope == parts.total.flops - parts.attention.flops + square
+
+
+class Pairs(TorchDispatchMode):
+    """Counts the weights above zero in every softmax that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket == torch.ops.aten._softmax:
+            self.pairs += int((out > 0).sum())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("mask", "pattern"),
+    [
+        (None, Pattern(causal=False)),
+        (Causal(), Pattern()),
+        (Causal() & Window(11), Pattern(window=11)),
+        (Causal() & (Window(11) | Prefix(3)), Pattern(window=11, sinks=3)),
+    ],
+)
+def test_a_run_of_the_definition_computes_the_pairs_that_are_counted(mask, pattern):
+    """Weights of a definition in full: those above zero are the kept pairs, for each of which two products count."""
+    q, k, v = (torch.randn(2, heads, tokens, 16) for heads, tokens in ((6, 29), (3, 47), (3, 47)))
+    plan = explain(q, k, v, mask=mask)
+    with Pairs() as counter:
+        attention(q, k, v, mask=mask)
+    expected = 2 * 6 * pattern.pairs(queries=29, keys=47)
+    assert counter.pairs == expected == call_cost(plan).pairs
+    assert plan.flops == call_cost(plan).flops == expected * 2 * (16 + 16)
+
+
+def test_the_counter_of_torch_sees_our_operator_as_the_model_counts_it():
+    model = from_fields("m", "here", {"d_model": 64, "layers": 1, "heads": 4, "kv_heads": 2, "vocab": 9, "mlp": 8})
+    q, k = torch.randn(1, 4, 53, 16, requires_grad=True), torch.randn(1, 2, 53, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, k, mask=Causal()).sum().backward()
+    assert counter.get_total_flops() == training_step(model, 53).attention.flops
+
+
+def test_the_cost_of_a_call_is_that_of_its_plan():
+    q, k = (torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    plan = explain(q, k, k, mask=Causal())
+    c = call_cost(plan, machine="a100")
+    assert (c.flops, c.least_bytes) == (plan.flops, plan.bytes)
+    assert c.seconds == find_machine("a100").seconds(c.flops, c.least_bytes, "bfloat16")
+    assert c.least_bytes < c.tiled_bytes < c.naive_bytes
+    assert c.intensity == plan.flops / plan.bytes
+
+
+# ---- bytes of caches ------------------------------------------------------------------------------------------------
+
+
+def filled(cache: KVCache, tokens: int, *, heads: int = 3, dim: int = 48, v_dim: int = 40) -> KVCache:
+    for start in range(0, tokens, 37):
+        n = min(37, tokens - start)
+        cache.append(torch.randn(2, heads, n, dim).bfloat16(), torch.randn(2, heads, n, v_dim).bfloat16())
+    return cache
+
+
+PLAIN = Attention(6, 3, 48, 40)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 64, 100, 331])
+@pytest.mark.parametrize(
+    ("codec", "storage"),
+    [
+        (None, Storage("bfloat16")),
+        (Int8(), Storage("int8")),
+        (Int4(), Storage("int4")),
+        (Fp8(), Storage("fp8")),
+        (Int8(group=16, residual=50, sinks=0), Storage("int8", group=16, residual=50, sinks=0)),
+        (Int4(group=64), Storage("int4", group=64)),
+    ],
+)
+def test_a_cache_stores_the_bytes_that_are_counted(codec, storage, tokens):
+    cache = filled(KVCache(codec=codec), tokens)
+    assert cache.bytes == 2 * stored_bytes(PLAIN, tokens, storage, 2)
+
+
+@pytest.mark.parametrize("tokens", [10, 64, 331])
+def test_a_cache_of_known_size_allocates_the_bytes_that_are_counted(tokens):
+    cache = filled(KVCache(layout=Contiguous(capacity=tokens)), tokens)
+    assert cache.allocated_bytes == 2 * stored_bytes(PLAIN, tokens, Storage(), 2)
+
+
+@pytest.mark.parametrize("tokens", [10, 64, 331])
+def test_a_window_stores_the_tokens_that_the_next_query_sees(tokens):
+    cache = filled(KVCache(layout=Rolling(64, sinks=4)), tokens - 1)
+    cache.append(torch.zeros(2, 3, 1, 48).bfloat16(), torch.zeros(2, 3, 1, 40).bfloat16())
+    windowed = Attention(6, 3, 48, 40, pattern=Pattern(window=60, sinks=4))
+    assert cache.bytes == 2 * stored_bytes(windowed, tokens, Storage(), 2)
+
+
+@pytest.mark.parametrize("tokens", [10, 64, 331])
+def test_pages_hold_whole_pages(tokens):
+    cache = filled(KVCache(layout=Paged(16)), tokens)
+    counted = 2 * stored_bytes(PLAIN, tokens, Storage(page=16), 2)
+    assert cache.bytes <= counted <= cache.allocated_bytes
+    assert counted % (16 * PLAIN.cached * 2) == 0
+
+
+# ---- activations ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer as large models have it: norms before its parts, grouped heads, a gated MLP."""
+
+    def __init__(self, d: int, heads: int, kv_heads: int, width: int) -> None:
+        super().__init__()
+        self.sizes = (heads, kv_heads, d // heads)
+        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])  # torch's RMSNorm is not fused on a CPU
+        self.q, self.out = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
+        self.k, self.v = (nn.Linear(d, kv_heads * (d // heads), bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(d, width, bias=False) for _ in range(2))
+        self.down = nn.Linear(width, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, kv_heads, dim = self.sizes
+        y = self.norms[0](x)
+        q, k, v = (
+            p(y).unflatten(2, (n, dim)).transpose(1, 2)
+            for p, n in ((self.q, heads), (self.k, kv_heads), (self.v, kv_heads))
+        )
+        x = x + self.out(attend(q, k, v, mask=Causal()).transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def test_autograd_stores_the_activations_that_are_counted():
+    """Every tensor that autograd stores for a layer, counted once, without its weights: two statistics in 100 bytes."""
+    d, heads, kv_heads, width, tokens = 256, 4, 2, 704, 96
+    block, x = Block(d, heads, kv_heads, width), torch.randn(1, tokens, d, requires_grad=True)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    stored: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            stored[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = block(x)
+    layer = Layer(Attention(heads, kv_heads, d // heads, d // heads), Mlp(width, gated=True))
+    counted = layer_bytes(layer, d, 4) * tokens
+    assert sum(stored.values()) == pytest.approx(counted, rel=0.01)
+    assert out.requires_grad
+
+
+def test_recomputation_stores_one_layer_in_full_and_the_input_of_each():
+    layer = Layer(Attention(4, 4, 64, 64), Mlp(1024))
+    model = Model("m", "here", 256, 100, (layer,) * 10)
+    m = training_memory(model, 512)
+    assert m.activations - m.recomputed == (9 * layer_bytes(layer, 256, 2) - 10 * 256 * 2) * 512
+    assert training_memory(model, 512, batch=3).activations == 3 * m.activations
+    assert forward(model, prompt_call(512)).total.flops > 0

@@ -1,0 +1,228 @@
+"""Costs of models against figures that others published, and against each other."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from regard.cost import Storage, cost, find_model, parameters
+from regard.cost.fit import USABLE
+from regard.cost.model import Latent, Model, from_fields, model_names
+from regard.cost.model_cost import with_kv_heads, with_window
+from regard.cost.storage import cache_bytes, token_bytes
+from regard.cost.traffic import naive_elements, tiled_elements
+from regard.cost.training import layer_bytes, training_memory
+from regard.cost.work import forward, prompt_call, step_call, training_step
+from regard.errors import ProblemError
+
+GIB = 2**30
+
+TOKEN_BYTES = {
+    "gpt3": 4_718_592,
+    "opt-13b": 819_200,
+    "llama-2-7b": 524_288,
+    "llama-2-70b": 327_680,
+    "llama-3-1-70b": 327_680,
+    "qwen2.5-72b": 327_680,
+    "llama-3-1-405b": 516_096,
+    "llama-3-1-8b": 131_072,
+    "mistral-7b": 131_072,
+    "falcon-40b": 122_880,
+    "falcon-7b": 8_192,
+    "gemma-7b": 458_752,
+    "gemma-2-9b": 344_064,
+    "qwen3-0.6b": 114_688,
+    "smollm2-135m": 23_040,
+    "gpt2": 36_864,
+    "deepseek-v3": 70_272,
+    "deepseek-v2": 69_120,
+    "deepseek-v2-lite": 31_104,
+}
+"""Bytes of a token in 2-byte elements, as papers and model cards print them (docs/cost.md)."""
+
+
+@pytest.mark.parametrize(("name", "nbytes"), TOKEN_BYTES.items())
+def test_a_token_takes_the_published_bytes(name, nbytes):
+    assert token_bytes(find_model(name)) == nbytes
+
+
+def test_llama_2_70b_at_32k_takes_80_gib_with_all_heads_and_10_gib_with_8():
+    model = find_model("llama-2-70b")
+    assert cache_bytes(model, 32768) == 10 * GIB
+    assert cache_bytes(with_kv_heads(model, None), 32768) == 80 * GIB
+
+
+def test_public_caches_of_whole_contexts():
+    assert cache_bytes(find_model("gpt3"), 2048) == 9 * GIB
+    assert cache_bytes(find_model("qwen2.5-72b"), 32768) == 10 * GIB
+    assert cache_bytes(find_model("mistral-7b"), 10**6) == 512 * 2**20  # its window
+    assert round(cache_bytes(find_model("llama-3-1-70b"), 10**6) / 1e9) == 328  # kvpress prints 330 GB
+    assert cache_bytes(find_model("deepseek-v3"), 160 * 1024) / GIB == pytest.approx(10.72, abs=0.01)
+
+
+def test_a_square_of_512_weights_takes_a_mebibyte_and_144_heads_of_them_144():
+    """512 tokens, float32: one head's weights, and those of BERT-base's 12 layers of 12 heads."""
+    heads = sum(layer.attention.heads for layer in find_model("bert-base").layers)
+    assert (512 * 512 * 4 / 2**20, heads * 512 * 512 * 4 / 2**20) == (1, 144)
+
+
+def test_dot_products_cost_n_squared_d():
+    """The order of growth: four times the FLOPs at twice the length, without a mask, and projections twice."""
+    encoder = find_model("bert-base")
+    short, long = (forward(encoder, prompt_call(n)) for n in (256, 512))
+    assert long.attention.flops == 4 * short.attention.flops == 4 * 12 * 4 * 256**2 * 768
+    assert long.projections.flops == 2 * short.projections.flops == 2 * 12 * 2 * 4 * 768**2 * 256
+
+
+def test_attention_outweighs_its_projections_from_twice_d_on_without_a_mask_and_four_times_with_one():
+    """Not from n = d on: projections take 8 n d^2, attention 4 n^2 d, of which a causal mask keeps half."""
+    assert cost("bert-base", context=512).crossing == 2 * 768
+    assert cost("llama-2-7b").crossing == 4 * 4096 - 1
+    assert cost("mistral-7b").crossing is None  # 4,096 keys for each query, whatever the length
+
+
+def test_latents_of_deepseek_are_71_times_smaller_than_heads():
+    model = find_model("deepseek-v3")
+    a = model.layers[0].attention
+    assert len(model.layers) * a.heads * (a.qk_dim + a.v_dim) * 2 == 4_997_120
+    assert 4_997_120 // token_bytes(model) == 71
+
+
+def test_latent_attention_runs_expanded_for_a_prompt_and_absorbed_for_a_step():
+    model, c = find_model("deepseek-v3"), 512
+    step = forward(model, step_call(4096)).attention.flops / 61
+    assert step == 4096 * 2 * 128 * (2 * c + 64)
+    prompt = forward(model, prompt_call(4096)).attention.flops / 61
+    assert prompt == 2 * 128 * (192 + 128) * (4096 * 4097 // 2)
+
+
+def test_shared_caches_store_and_project_nothing():
+    model = find_model("gemma-3n-e4b")
+    kept = [layer for layer in model.layers if layer.attention.cached]
+    assert (len(model.layers), len(kept)) == (35, 20)
+    assert token_bytes(model) == 20 * 2 * (256 + 256) * 2
+
+
+def test_chinchillas_rule_holds_for_long_training():
+    """Training takes about 6 FLOPs a parameter and token, where attention is small (Kaplan et al. 2020, §2.1)."""
+    model = find_model("llama-2-7b")
+    step = training_step(model, 128)
+    assert step.total.flops / (6 * parameters(model).active * 128) == pytest.approx(1, abs=0.01)
+    again = training_step(model, 128, recompute=True)
+    assert again.projections.flops / step.projections.flops == 4 / 3
+
+
+def test_gpt3s_training_takes_its_published_flops():
+    """Brown et al. 2020, table D.1: 3.14e23 FLOPs for 300 billion tokens, counted without attention's own products."""
+    step = training_step(find_model("gpt3"), 2048)
+    per_token = (step.total.flops - step.attention.flops) / 2048
+    assert per_token * 300e9 == pytest.approx(3.14e23, rel=0.01)
+
+
+def test_activations_are_those_of_korthikanti():
+    """34 s b h bytes of a layer, and 5 a s / h more for the squares; arXiv:2205.05198, equation 2."""
+    model = find_model("gpt3")
+    assert layer_bytes(model.layers[0], 12288, 2, dropout=True) == 34 * 12288
+    m = training_memory(model, 2048, dropout=True)
+    assert m.naive - m.activations == 96 * 5 * 96 * 2048**2
+    assert m.recomputed < m.activations / 10
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_has_a_cost_and_grows_with_context_and_batch(name):
+    model = find_model(name)
+    length = min(model.context or 4096, 4096)
+    one = cost(model, context=length // 2, machine="h100")
+    assert one.to_dict()["parameters"]["total"] == parameters(model).total
+    for more in (replace(one, context=length), replace(one, batch=2)):
+        assert more.cache_bytes >= one.cache_bytes
+        assert more.prompt.total.flops > one.prompt.total.flops
+        assert more.seconds(more.prompt) >= one.seconds(one.prompt)
+    assert one.traffic.least <= one.traffic.tiled
+    assert one.training_memory.recomputed <= one.training_memory.activations <= one.training_memory.naive
+
+
+def test_what_fits_fits_and_one_more_does_not():
+    c = cost("llama-3-8b", context=8192, batch=3, storage="int8", machine="a100")
+    room = int(c.machine.memory * USABLE) - c.weight_bytes
+
+    def size(context, batch):
+        return cache_bytes(c.model, context, batch=batch, storage=c.storage)
+
+    assert size(8192, c.largest_batch) <= room < size(8192, c.largest_batch + 1)
+    assert size(c.largest_context, 3) <= room < size(c.largest_context + 32, 3)
+    assert c.fits
+    assert not replace(c, context=c.largest_context + 32).fits
+    assert cost("llama-2-70b", machine="a100").largest_context == 0
+
+
+def test_pages_waste_what_their_last_one_does_not_fill():
+    model = find_model("llama-2-7b")
+    assert cache_bytes(model, 100, storage=Storage(page=16)) == 112 * token_bytes(model)
+
+
+def test_windows_change_full_layers_alone():
+    model = with_window(find_model("gemma-2-9b"), 1000, 4)
+    kinds = [str(layer.attention.pattern) for layer in model.layers[:2]]
+    assert kinds == ["window 4,096", "window 1,000 + 4 sinks"]
+
+
+def test_what_ifs_are_changes_alone():
+    names = [name for name, _ in cost("llama-2-70b", context=32768).what_if()]
+    assert names == ["as it is", "MHA", "MQA", "MLA", "int8 cache", "int4 cache", "window 4,096 + 4 sinks"]
+    names = [name for name, _ in cost("deepseek-v3", context=2048).what_if()]
+    assert names == ["as it is", "int8 cache", "int4 cache"]
+    assert [name for name, _ in cost("bert-base").what_if()] == ["as it is"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "llama-2-70b", "dtype": "bf16"}, "unknown dtype 'bf16'. Near: bfloat16"),
+        ({"model": "llama-2-70b", "context": 0}, "context 0: expected 1 or more"),
+        ({"model": "gpt2", "context": 2048}, "gpt2 has 1,024 learned positions"),
+        ({"model": "transformer-base"}, "transformer-base has no longest context: give context"),
+        ({"model": "llama-2-70b", "storage": "int9"}, "unknown storage 'int9'. Near: int"),
+    ],
+)
+def test_wrong_arguments_say_why(arguments, message):
+    with pytest.raises(ProblemError, match=message):
+        cost(**arguments)
+
+
+# ---- traffic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m", "d", "fast"), [*itertools.product((7, 64), (13, 64), (4, 8), (96, 1024))])
+def test_algorithm_1_makes_the_loads_and_stores_that_are_counted(n, m, d, fast):
+    """The loops of Dao et al. 2022, algorithm 1, counting elements."""
+    columns = max(1, fast // (4 * d))
+    rows = min(columns, d)
+    moved = 0
+    for j in range(0, m, columns):
+        moved += min(columns, m - j) * (d + d)  # line 6: load K_j, V_j
+        for i in range(0, n, rows):
+            height = min(rows, n - i)
+            moved += height * (d + d + 2)  # line 8: load Q_i, O_i, l_i, m_i
+            moved += height * (d + 2)  # lines 12, 13: write O_i, l_i, m_i
+    assert tiled_elements(n, m, d, d, fast) == moved
+
+
+def test_theorem_2_tiles_move_n_squared_d_squared_by_m():
+    n, d, fast = 2**16, 64, 2**16
+    base = tiled_elements(n, n, d, d, fast)
+    assert tiled_elements(2 * n, 2 * n, d, d, fast) / base == pytest.approx(4, rel=0.01)
+    assert tiled_elements(n, n, 2 * d, 2 * d, fast) / base == pytest.approx(4, rel=0.02)
+    assert tiled_elements(n, n, d, d, 2 * fast) / base == pytest.approx(1 / 2, rel=0.01)
+    assert naive_elements(n, n, d, d) / (4 * n * n) == pytest.approx(1, rel=0.01)
+
+
+def tiny(**fields) -> Model:
+    return from_fields("tiny", "here", {"d_model": 64, "layers": 2, "heads": 4, "vocab": 100, "mlp": 256} | fields)
+
+
+def test_absorbed_latents_read_the_cache_once_for_all_heads():
+    model = tiny(kv_rank=32, rope_dim=8, nope_dim=16, v_dim=16)
+    assert model.layers[0].attention.latent == Latent(32, 8, 16)
+    moved = forward(model, step_call(10_000)).attention.moved
+    assert moved == pytest.approx(2 * 10_000 * (32 + 8) * 2, rel=0.01)
