@@ -10,15 +10,17 @@ What is wrapped in a function is looked up when it is called, as its value chang
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard.errors import RefusalError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = ["DispatchMode", "FakeTensor", "FunctionalTensor"]
 
@@ -236,3 +238,22 @@ def replace_in_torch(function: Any, replacement: Any) -> None:
 
 DYNAMO_LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 """Whether traced code can list the attributes of frozen dataclasses; else user-defined masks become tables."""
+
+
+def leave_to_python(reason: str) -> Callable[[_F], _F]:
+    """A decorator: `torch.compile` breaks a graph at the function, and compiles nothing of the function itself.
+
+    With `fullgraph=True`, torch raises its own error.
+    """
+
+    def decorate(function: _F) -> _F:
+        disabled = torch.compiler.disable(function, reason=reason)
+
+        @wraps(function)
+        def outside(*args: Any, **kwargs: Any) -> Any:  # torch.compile would look inside of what is disabled
+            return disabled(*args, **kwargs)
+
+        skip_frames(outside)
+        return outside  # pyright: ignore[reportReturnType]
+
+    return decorate

@@ -30,6 +30,7 @@ from regard.flex.score import (
 )
 from regard.flex.trace import Mod, element_by_element, trace
 from regard.state import State
+from regard.torch_internals import leave_to_python
 
 MOST_BIAS = 1 << 24
 """Elements of a bias that are computed at once, 64 MiB; for more, the call runs in pieces of some queries."""
@@ -53,7 +54,7 @@ class _Call(NamedTuple):
     computed: tuple[Term, ...] = ()
 
 
-@torch.compiler.disable(reason="regard.flex traces score_mod and mask_mod itself")
+@leave_to_python("regard.flex traces score_mod and mask_mod itself")
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -105,6 +106,8 @@ def flex_attention(
             return_aux=return_aux,
         )  # fmt: skip
     check_call(query, key, value, block_mask, enable_gqa, return_lse, kernel_options, return_aux)
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
     if key.shape[0] != query.shape[0]:
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
     if key.dtype != query.dtype or value.dtype != query.dtype:  # keys and values of a narrower type
@@ -113,11 +116,20 @@ def flex_attention(
     mask = None if block_mask is None else as_mask(mask_of_block_mask(block_mask, sizes, query.device))
     call = _Call(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale)
     state = _state(call if score_mod is None else _modified(call, score_mod, sizes))
-    out = state.out.to(query.dtype)
+    out = _laid_out_as(query, state.out.to(query.dtype))
     if return_aux is not None:
         most = max_scores(query, key, score_mod, mask, call.scale) if return_aux.max_scores else None
         return out, AuxOutput(lse=state.lse if return_aux.lse else None, max_scores=most)
     return (out, state.lse) if return_lse else out
+
+
+def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+    """The output with its axes in memory in the order of the query's, as torch returns it."""
+    order = sorted(range(4), key=lambda axis: -query.stride(axis))
+    if order == [0, 1, 2, 3]:
+        return out
+    back = [order.index(axis) for axis in range(4)]
+    return out.permute(order).contiguous().permute(back)
 
 
 def _modified(call: _Call, score_mod: Mod, sizes: CallSizes) -> _Call:

@@ -22,13 +22,13 @@ from regard.describe.term import Captured, Constant, Op, Term, Variable
 from regard.errors import ProblemError
 from regard.flex.mod_mask import is_opaque, mask_of_mod
 from regard.flex.trace import Mod
-from regard.torch_internals import version
+from regard.torch_internals import leave_to_python, version
 
 CHUNK = 1 << 22
 """Pairs that are evaluated at once."""
 
 
-@torch.compiler.disable(reason="regard.flex traces mask_mod itself")
+@leave_to_python("regard.flex traces mask_mod itself")
 def create_block_mask(
     mask_mod: Mod,
     B: int | None,  # noqa: N803  # torch's names

@@ -24,6 +24,10 @@ def check_call(
             raise NotImplementedError(f"{name} is a nested tensor: convert it to a dense one, and give a block_mask.")
         if t.dim() != 4:
             raise NotImplementedError(f"{name} has shape {list(t.shape)}: expected [batch, heads, tokens, dim].")
+        if t.device != query.device:
+            raise ValueError(f"Expected query, key, and value to have the same device type: {name} is on {t.device}.")
+    if key.size(-2) != value.size(-2):
+        raise ValueError(f"key has {key.size(-2)} tokens and value {value.size(-2)}: expected as many.")
     if query.size(-1) != key.size(-1):
         raise ValueError(f"query has {query.size(-1)} dimensions and key {key.size(-1)}: expected the same.")
     _check_heads(query.size(1), key.size(1), enable_gqa)

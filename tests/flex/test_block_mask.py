@@ -1,0 +1,185 @@
+"""Block masks: torch's are read as they are, ours are torch's, and making one looks at few pairs."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as of_torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from regard import ProblemError, observe_calls
+from regard.flex import create_block_mask, flex_attention
+from tests.flex.definition import Mod, attended
+
+TOKENS = 300
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def tensors(batch: int = 2, heads: int = 2, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, tokens, 16) for _ in range(3))
+    return q, k, v
+
+
+def by_lists(given: BlockMask) -> Tensor:
+    """Which pairs a block mask keeps, from its lists and its function, block by block."""
+    batch, heads = given.kv_num_blocks.shape[:2]
+    rows, columns = given.BLOCK_SIZE
+    kept = torch.zeros(batch, heads, *given.seq_lengths, dtype=torch.bool)
+    lists = [(given.kv_num_blocks, given.kv_indices, True)]
+    if given.full_kv_num_blocks is not None and given.full_kv_indices is not None:
+        lists.append((given.full_kv_num_blocks, given.full_kv_indices, False))
+    for counts, order, partial in lists:
+        for b, h, row in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+            for column in order[b, h, row, : counts[b, h, row]].tolist():
+                q = torch.arange(row * rows, min((row + 1) * rows, given.seq_lengths[0]))[:, None]
+                k = torch.arange(column * columns, min((column + 1) * columns, given.seq_lengths[1]))
+                found = given.mask_mod(torch.tensor(b), torch.tensor(h), q, k) if partial else torch.tensor(data=True)
+                kept[b, h, q, k] = found
+    return kept
+
+
+def compared(given: BlockMask, used: list[str] | None = None) -> None:
+    """Compare a call under a block mask with the definition."""
+    q, k, v = tensors(tokens=given.seq_lengths[0])
+    kept = by_lists(given).expand(2, 2, -1, -1)
+    with observe_calls(lambda call: (used if used is not None else []).append(str(call.mask))):
+        out = flex_attention(q, k, v, block_mask=given)
+    expected, _ = attended(q, k, v, None, lambda b, h, q, k: kept[b, h, q, k])
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block", [64, (32, 128), 100])
+def test_a_block_mask_of_torch_is_read(block: Any):
+    used: list[str] = []
+    compared(of_torch.create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=block), used)
+    assert used == ["Causal()"]  # the lists are those of the function, so it alone says what is kept
+
+
+def test_lists_that_differ_from_the_function_decide():
+    counts = torch.tensor([[[1, 2, 1, 2, 0]]], dtype=torch.int32)
+    order = torch.tensor([[[[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [3, 0, 0, 0, 0], [0, 3, 1, 2, 4], [0] * 5]]]).int()
+    full = torch.tensor([[[0, 0, 1, 0, 1]]], dtype=torch.int32)
+    full_order = torch.tensor([[[[4, 0, 1, 2, 3]] * 4 + [[2, 0, 1, 3, 4]]]]).int()
+    compared(BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=60, seq_lengths=(300, 300)))
+    compared(BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=60, seq_lengths=(300, 300), mask_mod=causal))
+    compared(BlockMask.from_kv_blocks(counts, order, full, full_order, 60, causal, seq_lengths=(300, 300)))
+    compared(BlockMask.from_kv_blocks(counts, order, full, full_order, (64, 61), causal, seq_lengths=(299, 290 + 9)))
+
+
+def test_lists_of_each_row_and_head_decide():
+    torch.manual_seed(3)
+    kept = torch.rand(2, 2, 5, 5) < 0.5
+    counts, order = kept.sum(dim=3, dtype=torch.int32), (~kept).int().argsort(dim=3, stable=True).int()
+    compared(BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=60, seq_lengths=(300, 300), mask_mod=causal))
+
+
+def test_lists_that_are_written_to_are_read_again():
+    made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)
+    compared(made)
+    made.kv_num_blocks[0, 0, 2] = 0
+    compared(made)
+
+
+def test_a_function_may_be_replaced():
+    made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)
+    sliced = made[:, :, 3:5]
+    sliced.mask_mod = lambda b, h, q, k: q + 180 >= k
+    sliced.seq_lengths = (120, TOKENS)
+    q, k, v = tensors()
+    out = flex_attention(q[:, :, 180:], k, v, block_mask=sliced)
+    torch.testing.assert_close(out, flex_attention(q, k, v, block_mask=made)[:, :, 180:])
+
+
+def test_a_sliced_mask_without_a_function_says_so():
+    made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)[:, :, 3:5]
+    made.seq_lengths = (120, TOKENS)
+    q, k, v = tensors()
+    with pytest.raises(RuntimeError, match="sliced BlockMask"):
+        flex_attention(q[:, :, 180:], k, v, block_mask=made)
+
+
+def test_what_a_function_has_captured_may_change():
+    ids = torch.zeros(TOKENS, dtype=torch.int64)
+    ids[100:] = 1
+    made = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)
+    compared(made)
+    ids[100:] = torch.arange(200) // 70  # torch reads it again as well, and keeps the lists
+    compared(made)
+
+
+def test_a_mask_works_in_torchs_function():
+    q, k, v = tensors(tokens=TOKENS)
+    made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu")
+    theirs: Any = of_torch.flex_attention
+    with pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
+        expected = theirs(q, k, v, block_mask=made)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=made), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_one_set_of_keys_serves_a_batch():
+    q, k, v = tensors(batch=3)
+    made = create_block_mask(causal, 3, None, TOKENS, TOKENS, "cpu")
+    shared = flex_attention(q, k[:1], v[:1], block_mask=made)
+    each = flex_attention(q, k[:1].expand(3, -1, -1, -1), v[:1].expand(3, -1, -1, -1), block_mask=made)
+    torch.testing.assert_close(shared, each)
+
+
+def documents(tokens: int) -> Mod:
+    ids = torch.arange(tokens) * 60 // tokens
+    starts = torch.searchsorted(ids, torch.arange(60))
+    return lambda b, h, q, k: (ids[q] == ids[k]) & (q - starts[ids[q]] >= k - starts[ids[k]])
+
+
+LONG: dict[str, Mod] = {
+    "causal": causal,
+    "window": lambda b, h, q, k: (q >= k) & (q - k < 1000),
+    "prefix": lambda b, h, q, k: (q >= k) | (k < 1000),
+    "documents": documents(32_768),
+    "per head": lambda b, h, q, k: (q - k < (h + 1) * 1000) & (q >= k),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_mask_costs_a_small_part_of_its_pairs(name: str, monkeypatch: pytest.MonkeyPatch):
+    evaluated: list[int] = []
+    from regard.flex import block_mask
+
+    before = block_mask.kept_pairs
+
+    def counted(mask: Any, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        kept = before(mask, b, h, q, k)
+        evaluated.append(kept.numel())
+        return kept
+
+    monkeypatch.setattr(block_mask, "kept_pairs", counted)
+    start = time.perf_counter()
+    made = create_block_mask(LONG[name], None, 4, 32_768, 32_768, "cpu")
+    assert time.perf_counter() - start < 5  # torch: 17 s and more, on a machine at rest
+    assert made.shape == (1, 4, 32_768, 32_768)
+    assert sum(evaluated) < 0.02 * 32_768**2
+
+
+def test_a_mask_mod_that_gives_no_bools_is_refused():
+    with pytest.raises(ProblemError, match=r"mask_mod returned torch.int64: expected a bool tensor"):
+        create_block_mask(lambda b, h, q, k: q - k, None, None, 64, 64, "cpu")
+
+
+def test_a_mask_mod_that_reads_positions_raises_as_in_torch():
+    with pytest.raises(RuntimeError, match=r"vmap|data-dependent"):
+        create_block_mask(lambda b, h, q, k: q >= k if bool(q > 3) else q < k, None, None, 64, 64, "cpu")
+
+
+def test_a_mask_prints_as_torchs():
+    sizes: tuple[Any, ...] = (causal, 1, 1, 512, 512, "cpu")
+    own, theirs = create_block_mask(*sizes), of_torch.create_block_mask(*sizes)
+    assert repr(own) == repr(theirs)
+    assert str(own[0]) == str(theirs[0])
+    torch.testing.assert_close(own.to_dense(), theirs.to_dense())
+    assert math.isclose(own.sparsity(), theirs.sparsity())

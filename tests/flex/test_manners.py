@@ -1,0 +1,179 @@
+"""What `flex_attention` returns, checks and leaves to torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard import observe_calls
+from regard.flex import AuxRequest, attention, create_block_mask, flex_attention
+from tests.flex.definition import attended
+
+TOKENS = 130
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, TOKENS, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    return q, k, v
+
+
+MASK = create_block_mask(lambda b, h, q, k: (q >= k) & (q != 7), None, None, TOKENS, TOKENS, "cpu")
+
+
+def test_a_query_that_sees_no_key_gives_0():
+    q, k, v = tensors()
+    out, aux = flex_attention(q, k, v, block_mask=MASK, return_aux=AuxRequest(lse=True, max_scores=True))
+    assert not out[:, :, 7].any()
+    assert (aux.lse[:, :, 7] == -torch.inf).all()
+    assert (aux.max_scores[:, :, 7] == -torch.inf).all()
+    (out.sum() + aux.lse[:, :, 8:].sum()).backward()
+    assert q.grad is not None
+    assert not q.grad[:, :, 7].any()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_greatest_scores(kv_heads: int):
+    q, k, v = tensors()
+    mod = lambda s, b, h, q, k: torch.sin(s) + h * 0.1  # noqa: E731
+    out, aux = flex_attention(
+        q, k[:, :kv_heads], v[:, :kv_heads], mod, MASK, enable_gqa=True, return_aux=AuxRequest(max_scores=True)
+    )
+    assert aux.lse is None
+    scores = torch.sin(q @ k[:, :kv_heads].mT / 4) + torch.arange(2)[:, None, None] * 0.1
+    at = torch.meshgrid(torch.arange(TOKENS), torch.arange(TOKENS), indexing="ij")
+    scores = torch.where((at[0] >= at[1]) & (at[0] != 7), scores, -torch.inf)
+    torch.testing.assert_close(aux.max_scores, scores.amax(dim=3), atol=1e-5, rtol=1e-5)
+    assert not aux.max_scores.requires_grad
+    assert out.requires_grad
+
+
+def test_the_forms_of_a_result():
+    q, k, v = tensors()
+    out = flex_attention(q, k, v)
+    assert isinstance(out, Tensor)
+    pair = flex_attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(pair[0], out)
+    assert pair[1].dtype == torch.float32
+    assert flex_attention(q, k, v, return_aux=AuxRequest())[1] == (None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_types(dtype: torch.dtype):
+    q, k, v = tensors(dtype)
+    per_head = torch.tensor([0.5, 1.5], dtype=dtype, requires_grad=True)
+    out = flex_attention(q, k, v, lambda s, b, h, q, k: s * per_head[h] - (q - k).abs() * 0.01, MASK)
+    assert out.dtype == dtype
+    exact = per_head.detach().double().requires_grad_()  # so that its gradient is not summed in half precision
+    expected, _ = attended(
+        q, k, v, lambda s, b, h, q, k: s * exact[h] - (q - k).abs() * 0.01, lambda b, h, q, k: (q >= k) & (q != 7)
+    )
+    fine = {torch.float64: 1e-12, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected, atol=fine, rtol=fine)
+    weight = torch.randn_like(expected).to(dtype).double()
+    (grad,) = torch.autograd.grad((out.double() * weight).sum(), [per_head])
+    (want,) = torch.autograd.grad((expected * weight).sum(), [exact])
+    torch.testing.assert_close(grad.double(), want, atol=fine, rtol=fine)
+
+
+def test_autocast_is_followed():
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_a_bias_of_every_pair_is_computed_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    q, k, v = tensors()
+    learned = torch.rand(TOKENS, requires_grad=True)
+    mod = lambda s, b, h, q, k: s + learned[q] * learned[k] + 0.1 * h  # noqa: E731
+    whole = flex_attention(q, k, v, mod, MASK, return_lse=True)
+    monkeypatch.setattr(attention, "MOST_BIAS", 2 * 20 * TOKENS)
+    sizes: list[int] = []
+    with observe_calls(lambda call: sizes.append(call.q.shape[2])):
+        pieces = flex_attention(q, k, v, mod, MASK, return_lse=True)
+    assert max(sizes) <= 40
+    assert sum(sizes) == TOKENS
+    for one, other in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    inputs = [q, k, v, learned]
+    for one, other in zip(
+        torch.autograd.grad(whole[0].square().sum(), inputs),
+        torch.autograd.grad(pieces[0].square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_the_output_is_laid_out_as_the_query():
+    x = torch.randn(2, TOKENS, 2, 16)
+    q = x.transpose(1, 2)
+    assert flex_attention(q, q, q).stride() == q.stride()
+
+
+class Model(nn.Module):
+    """Attention with a learned bias by distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+        self.slope = nn.Parameter(torch.rand(2))
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score - self.slope[h] * (q - k)
+
+        y = self.project(x)
+        return flex_attention(y, y, y, score_mod, mask).relu()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # of torch's own
+def test_a_compiled_model_and_a_compiled_function_give_the_same():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x = Model(), tensors()[0]
+    expected = model(x, MASK)
+    grads = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    out = compiled(x, MASK)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(torch.autograd.grad(out.sum(), list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(one, other)
+    function: Any = torch.compile(flex_attention, dynamic=False)
+    torch.testing.assert_close(function(x, x, x, block_mask=MASK), flex_attention(x, x, x, block_mask=MASK))
+
+
+def test_kernel_options_are_checked_and_change_nothing():
+    q, k, v = tensors()
+    torch.testing.assert_close(
+        flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, "BACKEND": "TRITON"}), flex_attention(q, k, v)
+    )
+    with pytest.raises(ValueError, match="Invalid BACKEND"):
+        flex_attention(q, k, v, kernel_options={"BACKEND": "FAST"})
+    with pytest.raises(RuntimeError, match="BACKEND cannot be combined"):
+        flex_attention(q, k, v, kernel_options={"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True})
+
+
+def test_calls_that_make_no_sense_raise_what_torch_raises():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"query has 2 heads and key 1: expected as many, or enable_gqa=True"):
+        flex_attention(q, k[:, :1], v[:, :1])
+    with pytest.raises(ValueError, match=r"query has 2 batch rows and key 1"):
+        flex_attention(q, k[:1], v[:1])
+    with pytest.raises(ValueError, match=r"block_mask was created for 130 queries and 130 keys, and the call has 129"):
+        flex_attention(q[:, :, 1:], k, v, block_mask=MASK)
+    with pytest.raises(ValueError, match="return_lse and return_aux"):
+        flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True))
+    with pytest.raises(NotImplementedError, match=r"expected \[batch, heads, tokens, dim\]"):
+        flex_attention(q[0], k[0], v[0])
+
+
+def test_an_index_out_of_range_is_an_error():
+    q, k, v = tensors()
+    short = torch.rand(TOKENS - 1)
+    with pytest.raises(IndexError):
+        flex_attention(q, k, v, lambda s, b, h, q, k: s + short[k])
