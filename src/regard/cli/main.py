@@ -172,6 +172,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     parser = Parser(
         prog="regard",
         description="Attention as a library; its command shows what goes on in a model, and how fast it is here.",
+        epilog="regard [--report] script.py ..., regard [--report] -m module ...: run a program on regard",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and the compiled library, and exit")
     parser.set_defaults(run=lambda _: parser.print_help() or 0)

@@ -1,0 +1,20 @@
+"""`./bench programs`: whole programs with and without regard."""
+
+import torch
+
+from benchmarks import programs
+from regard.bench.rounds import Effort
+
+
+def test_a_program_is_measured_forward_and_training():
+    case = programs.Case("a small one", None, lambda: programs.gpt(1, 160, 128, 1))
+    found = list(programs.lines(case, [torch.float32], Effort(seconds=0.0, least=1)))
+    assert [line.step for line in found] == ["forward", "training step"]
+    assert all(line.ratio > 0 and line.error < 1e-4 for line in found)
+
+
+def test_the_table_is_printed_and_unknown_names_are_refused(capsys):
+    assert programs.main(["--cases", "2 x 10", "--dtype", "float32", "--seconds", "0.01", "--threads", "1"]) == 0
+    assert "| nn.TransformerEncoder, 2 x 10 tokens | float32 | forward |" in capsys.readouterr().out
+    assert programs.main(["--cases", "nothing"]) == 2
+    assert "no program has 'nothing' in its name" in capsys.readouterr().err
