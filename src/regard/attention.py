@@ -152,7 +152,9 @@ def attend(
         sink: a logit per head, [heads]; None for none. See `State.with_sink`.
         dropout: the probability that a weight is dropped, drawn from torch's generator.
         offset: position of the first query, where keys start at 0; None puts the last query at the last key. An integer
-            tensor of one element is read when the call runs: a graph of `torch.compile` then serves every position.
+            tensor of one element is read when the call runs: a graph of `torch.compile` then serves every position. An
+            integer tensor [batch] has the position of the first query of each row, as in a batch of sequences that
+            have different numbers of tokens; `KeyLengths` hides keys that a row does not have.
         backend: a backend by name, or one of your own (`regard.extend.Backend`), which runs or raises; None lets regard
             choose, and `explain` shows why.
 

@@ -68,7 +68,11 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
     "an offset beyond 64 bits": ((Q, K, V), {"offset": 2**63}, "offset is 9223372036854775808: expected an int from"),
     "an offset far before": ((Q, K, V), {"offset": -(2**63) - 1, "mask": Causal()}, "expected an int from"),
     "positions that would wrap": ((Q, K, V), {"offset": 2**63 - 1, "mask": Causal()}, "expected an int from"),
-    "offsets of rows": ((Q, K, V), {"offset": torch.tensor([2, 3])}, r"offset is tensor\(\[2, 3\]\): expected an int"),
+    "offsets of other rows": (
+        (Q, K, V),
+        {"offset": torch.tensor([2, 3, 4])},
+        r"offset is torch.int64 \[3\] for 2 batch rows: expected an int",
+    ),
     "offset by bool": ((Q, K, V), {"offset": True}, "expected an int"),
     "lengths of another batch": (
         (Q, K, V),

@@ -81,7 +81,9 @@ class _Call:
     def positions(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch rows, heads, positions of queries and of keys, which broadcast to [batch, heads, queries, keys]."""
         b, h, i, j = (torch.arange(size, device=self.q.device) for size in self.sizes[:4])
-        return b[:, None, None, None], h[:, None, None], i[:, None] + self.offset, j
+        b, h, i, offset = b[:, None, None, None], h[:, None, None], i[:, None], self.offset
+        per_row = isinstance(offset, Tensor) and offset.ndim == 1 and offset.shape[0] != 1
+        return b, h, i + (offset[:, None, None, None] if per_row else offset), j
 
 
 def in_onnx(request: Request) -> State:

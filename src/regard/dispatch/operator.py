@@ -124,7 +124,7 @@ def attend_traced(request: Request) -> State:
     check_numbers(scale, softcap, dropout)
     backend = _name(backend)
     if isinstance(offset, Tensor):
-        check_offset_tensor(offset)
+        check_offset_tensor(offset, q.shape[0])
     elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
     if isinstance(k, StoredTensor) or isinstance(v, StoredTensor):  # an operator takes tensors
@@ -176,7 +176,7 @@ def _tabulated(mask: Mask, q: Tensor, keys: int, start: int | Tensor) -> Mask:
     if not isinstance(mask, MaskFunction) and mask.can_be_serialized():
         return mask
     batch, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
-    row = queries[:, None] + start
+    row = queries[:, None] + _by_row(start)
     return TensorMask(
         mask.keep(batch[:, None, None, None], heads[:, None, None], row, torch.arange(keys, device=q.device))
     )
@@ -187,6 +187,11 @@ def attend_in_onnx(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = _Arguments(*arguments)
     state = in_onnx(a.request())
     return state.out, state.lse
+
+
+def _by_row(start: int | Tensor) -> int | Tensor:
+    """The position of the first query, or of that of each batch row, [batch, 1, 1, 1]."""
+    return start[:, None, None, None] if isinstance(start, Tensor) and start.numel() != 1 else start
 
 
 def _run(a: _Arguments, before: State | None = None) -> State:
@@ -263,9 +268,9 @@ def _counted(a: _Arguments) -> Schedule:
     sizes = {"batch": a.q.shape[0], "heads": a.q.shape[1], "queries": a.q.shape[2], "keys": a.k.shape[2]}
     if not a.mask or any(map(is_without_data, a.carried)):
         return schedule(None, tile=128, offset=0, **sizes)
-    sizes["offset"] = int(a.carried[-1]) if a.offset is None else a.offset
-    mask = cast(Mask, a.spec(a.mask))
-    return schedule(mask.bind(CallSizes(**sizes)), tile=128, **sizes)
+    request = a.request().resolved()
+    sizes["offset"] = request.offset
+    return schedule(cast(Mask, request.mask).bind(CallSizes(**sizes)), tile=128, **sizes)
 
 
 def _score_dim(a: _Arguments) -> int:

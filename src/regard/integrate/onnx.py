@@ -18,6 +18,9 @@ from regard.dispatch.onnx_form import exporting_to
 from regard.dispatch.operator import attend_in_onnx
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.onnx_cache import join_caches
+from regard.integrate.onnx_operator import attention
+
+__all__ = ["attention", "decompositions", "export"]
 
 NEWEST = 25
 """The newest version of the operator set whose `Attention` was read and tried."""

@@ -197,16 +197,30 @@ def check_offset(offset: object) -> int:
     return index
 
 
-def check_offset_tensor(offset: Tensor) -> None:
-    """Raise `ProblemError` unless it is an integer tensor of one element; does not read the element."""
-    if offset.numel() != 1 or offset.is_floating_point() or offset.is_complex():
+def check_offset_tensor(offset: Tensor, batch: int) -> None:
+    """Raise `ProblemError` unless it has one integer, or one for each batch row; does not read them."""
+    if offset.is_floating_point() or offset.is_complex() or offset.dtype == torch.bool:
         raise _no_offset(f"{offset.dtype} {list(offset.shape)}")
+    if offset.numel() != 1 and tuple(offset.shape) != (batch,):
+        raise _no_offset(f"{offset.dtype} {list(offset.shape)} for {batch} batch rows")
+
+
+def row_offsets(offset: object, q: object) -> tuple[int, ...] | None:
+    """The position of the first query of each batch row, if a tensor has one for each; None for one of the call.
+
+    Raises:
+        ProblemError: it has neither one integer nor one for each batch row.
+    """
+    if not isinstance(offset, Tensor) or offset.numel() == 1 or not isinstance(q, Tensor) or q.ndim != 4:
+        return None
+    check_offset_tensor(offset, q.shape[0])
+    return tuple(check_offset(first) for first in offset.tolist())
 
 
 def _no_offset(given: str) -> ProblemError:
     return ProblemError(
-        f"offset is {given}: expected an int, an integer tensor of one element, or None to put the last query at the "
-        "last key."
+        f"offset is {given}: expected an int, an integer tensor of one element or one for each batch row, or None to "
+        "put the last query at the last key."
     )
 
 

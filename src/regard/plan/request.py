@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from regard.describe.bias import Bias
+from regard.describe.by_row import bias_by_row, mask_by_row
 from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint, Spec
 from regard.errors import ProblemError
-from regard.plan.checks import check_offset, check_readable
+from regard.plan.checks import check_offset, check_readable, check_specs, row_offsets
 from regard.plan.problem import Sizes
 from regard.storage.stored import StoredTensor
 
@@ -88,16 +89,25 @@ class Request(NamedTuple):
     def resolved(self) -> "Request":
         """The request with the offset as an int, and stored keys and values in `stored`.
 
+        An offset for each batch row becomes part of the mask and the bias, and the offset of the call is then 0.
+
         Raises:
             ProblemError: an offset that is not an integer; keys and values that do not belong together.
         """
         request = self
         if self.offset is not None and type(self.offset) is not int:  # integers of numpy overflow, tensors are read
-            request = request._replace(offset=check_offset(self.offset))
+            rows = row_offsets(self.offset, self.q)
+            request = request._replace(offset=check_offset(self.offset)) if rows is None else self._by_row(rows)
         if isinstance(self.k, StoredTensor) or isinstance(self.v, StoredTensor):
             mask, (k, v) = stored_pair(self.k, self.v, self.mask, self.bias, request.offset)
             request = request._replace(k=k.placeholder, v=v.placeholder, mask=mask, stored=(k, v))
         return request
+
+    def _by_row(self, first: tuple[int, ...]) -> "Request":
+        if isinstance(self.k, StoredTensor) and self.k.row_lengths is not None:
+            return self  # `stored_pair` raises: the rows have their positions already
+        check_specs(self.mask, self.bias, self.score)
+        return self._replace(mask=mask_by_row(self.mask, first), bias=bias_by_row(self.bias, first), offset=0)
 
     def key(self) -> tuple[object, Sizes] | None:
         """(form of the call, its sizes), by which plans are cached; None if none may be, or an argument is wrong."""

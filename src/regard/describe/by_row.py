@@ -1,0 +1,123 @@
+"""Masks and biases of a call whose batch rows start at different positions: `attend(..., offset=tensor_of_batch)`.
+
+Query i of row b is at position first[b] + i. The call itself starts at position 0, so a spec of positions moves its
+queries by first[b], and one that is laid out by the call (`TensorMask`, `TensorBias`) stays as it is.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias, Sum, TensorBias
+from regard.describe.interval import Edge, Union
+from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Positions, Rectangles
+from regard.describe.mask_by_rule import Causal, KeyLengths, Prefix, Window
+from regard.describe.mask_by_table import TensorMask, Tree
+from regard.describe.spec import spec
+from regard.errors import ProblemError
+
+
+@spec
+class MaskByRow(Mask):
+    """A mask of positions in a call whose row b starts at position first[b].
+
+    Args:
+        inner: the mask.
+        first: position of the first query of each row.
+
+    >>> from regard import Causal, draw
+    >>> print(draw(MaskByRow(Causal(), (0, 2)), 2, 4, offset=0, batch=1))
+    █ █ █ ·
+    █ █ █ █
+    """
+
+    inner: Mask
+    first: Sequence[int]
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self.inner.keep(b, h, q + _of_rows(self.first, b), k)
+
+    def bounds(self, r: Rectangles) -> tuple[Bools, Bools]:
+        return self.inner.bounds(self._moved(r))
+
+    def intervals(self, sizes: CallSizes) -> Union:
+        inner = self.inner.intervals(sizes) if isinstance(self.inner, Causal | Window) else None
+        by = np.asarray(self.first, dtype=np.int64)[:, None]
+        return inner and [x._replace(left=_plus(x.left, by), right=_plus(x.right, by)) for x in inner]
+
+    def signature(self, r: Rectangles) -> Ints:
+        return self.inner.signature(self._moved(r))
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        return len(self.first), self.inner.broadcast_shape()[1]
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        least, most = min(self.first, default=0), max(self.first, default=0)
+        all_rows = sizes._replace(queries=sizes.queries + most - least, offset=least)
+        return MaskByRow(self.inner.bind(all_rows), self.first)
+
+    def _moved(self, r: Rectangles) -> Rectangles:
+        by = np.asarray(self.first, dtype=np.int64)[r.b]
+        return r._replace(q0=r.q0 + by, q1=r.q1 + by)
+
+
+@spec
+class BiasByRow(Bias):
+    """A bias of positions in a call whose row b starts at position first[b].
+
+    Args:
+        inner: the bias.
+        first: position of the first query of each row.
+    """
+
+    inner: Bias
+    first: Sequence[int]
+
+    def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self.inner.value(b, h, q + _of_rows(self.first, b), k)
+
+    def bind(self, sizes: CallSizes) -> Bias:
+        return BiasByRow(self.inner.bind(sizes), self.first)
+
+
+def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
+    """The mask of a call whose row b starts at position first[b], and which itself starts at 0.
+
+    Raises:
+        ProblemError: the mask has a `Tree`, whose place is the end of the call's keys.
+    """
+    if mask is None or isinstance(mask, Prefix | KeyLengths | TensorMask):
+        return mask
+    if isinstance(mask, And | Or):
+        return type(mask)(cast(Mask, mask_by_row(mask.a, first)), cast(Mask, mask_by_row(mask.b, first)))
+    if isinstance(mask, Not):
+        return Not(cast(Mask, mask_by_row(mask.a, first)))
+    if isinstance(mask, Tree):
+        raise ProblemError(
+            f"{mask!r} with an offset for each batch row: a tree is at the last keys of the call. Call attend row by "
+            "row."
+        )
+    return MaskByRow(mask, first)
+
+
+def bias_by_row(bias: Bias | None, first: tuple[int, ...]) -> Bias | None:
+    """The bias of a call whose row b starts at position first[b], and which itself starts at 0."""
+    if bias is None or isinstance(bias, TensorBias):
+        return bias
+    if isinstance(bias, Sum):
+        return Sum(cast(Bias, bias_by_row(bias.a, first)), cast(Bias, bias_by_row(bias.b, first)))
+    return BiasByRow(bias, first)
+
+
+def _of_rows(first: Sequence[int], b: Positions) -> Positions:
+    """The position of the first query in rows b."""
+    if isinstance(b, int):
+        return first[b]
+    return torch.tensor(first, dtype=torch.int64, device=b.device)[b]
+
+
+def _plus(edge: Edge, by: Ints) -> Edge:
+    return None if edge is None else edge + by

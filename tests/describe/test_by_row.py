@@ -1,0 +1,121 @@
+"""Calls whose batch rows start at different positions: `offset` with a position for each row."""
+
+import pytest
+import torch
+
+from regard import (
+    Alibi,
+    Causal,
+    Dilated,
+    Documents,
+    Global,
+    KeyLengths,
+    MaskFunction,
+    Prefix,
+    ProblemError,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    Tree,
+    Window,
+    attend,
+    attend_state,
+    explain,
+)
+
+FIRST = torch.tensor([0, 4, -1, 7])
+TABLE = torch.randn(32, 4)
+MASKS = {
+    "causal": Causal(),
+    "window": Causal() & Window(3),
+    "sinks": Causal() & (Window(2) | Prefix(1)),
+    "not": ~Window(3, 2),
+    "lengths": Causal() & KeyLengths(torch.tensor([5, 9, 2, 11])),
+    "dilated": Causal() & Dilated(2),
+    "function": MaskFunction(lambda b, h, q, k: (q + k) % 3 == b % 3),
+    "a tensor": Causal() & TensorMask(torch.rand(4, 1, 5, 11) > 0.3),
+    "none": None,
+}
+
+
+def row(mask, b: int):
+    """The mask of one row."""
+    if isinstance(mask, KeyLengths):
+        return KeyLengths(mask.lengths[b : b + 1])
+    if isinstance(mask, TensorMask):
+        return TensorMask(mask.mask[b : b + 1])
+    if isinstance(mask, MaskFunction):
+        return MaskFunction(lambda _, h, q, k: (q + k) % 3 == b % 3)
+    return type(mask)(row(mask.a, b), row(mask.b, b)) if hasattr(mask, "b") else mask
+
+
+@pytest.fixture
+def qkv():
+    torch.manual_seed(0)
+    return torch.randn(4, 4, 5, 8), torch.randn(4, 2, 11, 8), torch.randn(4, 2, 11, 8)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("name", MASKS)
+def test_each_row_is_a_call_at_its_own_offset(name: str, backend: str | None, qkv):
+    q, k, v = qkv
+    mask = MASKS[name]
+    together = attend_state(q, k, v, mask=mask, offset=FIRST, backend=backend)
+    for b, first in enumerate(FIRST.tolist()):
+        one = (t[b : b + 1] for t in qkv)
+        alone = attend_state(*one, mask=row(mask, b), offset=first, backend=backend)
+        torch.testing.assert_close(together.out[b : b + 1], alone.out)
+        torch.testing.assert_close(together.lse[b : b + 1], alone.lse)
+
+
+@pytest.mark.parametrize("bias", [Alibi(4), T5Bias(TABLE), TensorBias(torch.randn(5, 11)), Alibi(4) + T5Bias(TABLE)])
+def test_a_bias_is_of_the_positions_of_each_row(bias, qkv):
+    q, k, v = qkv
+    together = attend(q, k, v, mask=Causal(), bias=bias, offset=FIRST)
+    for b, first in enumerate(FIRST.tolist()):
+        alone = attend(*(t[b : b + 1] for t in qkv), mask=Causal(), bias=bias, offset=first)
+        torch.testing.assert_close(together[b : b + 1], alone)
+
+
+def test_gradients_are_those_of_each_row(qkv):
+    leaves = [t.requires_grad_() for t in qkv]
+    attend(*leaves, mask=Causal() & Window(4), offset=FIRST).square().sum().backward()
+    together = [t.grad for t in leaves]
+    for t in leaves:
+        t.grad = None
+    for b, first in enumerate(FIRST.tolist()):
+        attend(*(t[b : b + 1] for t in leaves), mask=Causal() & Window(4), offset=first).square().sum().backward()
+    for ours, t in zip(together, leaves, strict=True):
+        torch.testing.assert_close(ours, t.grad)
+
+
+def test_documents_and_global_tokens_are_found_at_the_positions_of_each_row(qkv):
+    q, k, v = qkv
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2])
+    first = torch.tensor([0, 4, 1, 6])
+    for mask in (Causal() & Documents(ids), Window(2) | Global([0, 3])):
+        together = attend(q, k, v, mask=mask, offset=first)
+        for b, start in enumerate(first.tolist()):
+            alone = attend(*(t[b : b + 1] for t in qkv), mask=mask, offset=start)
+            torch.testing.assert_close(together[b : b + 1], alone)
+
+
+def test_a_compiled_graph_serves_other_rows(qkv):
+    q, k, v = qkv
+    compiled = torch.compile(
+        lambda q, k, v, first: attend(q, k, v, mask=Causal(), offset=first), fullgraph=True, backend="eager"
+    )
+    for first in (FIRST, FIRST + 2):
+        torch.testing.assert_close(compiled(q, k, v, first), attend(q, k, v, mask=Causal(), offset=first))
+
+
+def test_native_runs_it(qkv):
+    plan = explain(*qkv, mask=Causal() & Window(3), offset=FIRST)
+    assert plan.backend == "native"
+
+
+def test_a_tree_and_other_counts_are_refused(qkv):
+    with pytest.raises(ProblemError, match="a tree is at the last keys of the call"):
+        attend(*qkv, mask=Tree([-1, 0, 0, 0, 0]), offset=FIRST)
+    with pytest.raises(ProblemError, match=r"offset is torch.int64 \[3\] for 4 batch rows"):
+        attend(*qkv, mask=Causal(), offset=torch.tensor([1, 2, 3]))
