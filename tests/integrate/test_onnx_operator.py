@@ -1,5 +1,7 @@
 """The published cases of the ONNX operator `Attention`, computed by regard."""
 
+import warnings
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,9 @@ ml_dtypes = pytest.importorskip("ml_dtypes", reason="the package ml_dtypes is mi
 
 def published() -> dict[str, Any]:
     """The cases of the package onnx by their names, without those of the operator written out in others."""
-    import warnings
-
     with warnings.catch_warnings():  # some cases of other operators overflow on purpose
         warnings.simplefilter("ignore")
-        from onnx.backend.test.case.node import collect_testcases
-
-        cases = collect_testcases("Attention")
+        cases = import_module("onnx.backend.test.case.node").collect_testcases("Attention")
     return {case.name: case for case in cases if not case.name.endswith("_expanded")}
 
 

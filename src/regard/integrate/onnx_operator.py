@@ -153,8 +153,9 @@ def _shown(
     if mode < 2:
         return s
     call = Request(q, k, k, mask, bias, offset=offset).resolved()
-    sizes = CallSizes(*s.shape, cast(int, call.offset))
-    b, h, i, j = map(torch.arange, s.shape)
+    (batch, heads, queries), keys = s.shape[:3], s.shape[3]
+    sizes = CallSizes(batch, heads, queries, keys, cast(int, call.offset))
+    b, h, i, j = map(torch.arange, (batch, heads, queries, keys))
     if bias is not None:
         s = s + bias.tensor
     if call.mask is not None:
