@@ -75,7 +75,8 @@ def create_block_mask(
     (kv, q), (full_kv, full_q) = lists if separate_full_blocks else (lists[0], ((None, None), (None, None)))
     made = BlockMask((Q_LEN, KV_LEN), *kv, *full_kv, *q, *full_q, BLOCK_SIZE=block, mask_mod=mask_mod)
     if isinstance(mask, Mask) and mask.fingerprint().is_cacheable:
-        _read(made).agrees[mask.fingerprint()] = True
+        partial, full = (torch.from_numpy(kept) for kept in (some & ~whole, whole))
+        _readings[made] = _Reading(_versions(made), partial, full, {mask.fingerprint(): True})
     return made
 
 
@@ -140,8 +141,8 @@ def _ordered(kept: Bools, sizes: CallSizes, device: torch.device) -> Lists:
     order = torch.from_numpy(np.argsort(~kept, axis=3, kind="stable").astype(np.int32))
     batch, heads = sizes[:2]
     return (
-        counts.to(device).expand(batch, heads, *counts.shape[2:]),
-        order.to(device).expand(batch, heads, *order.shape[2:]),
+        counts.to(device).expand(batch, heads, *counts.shape[2:]).contiguous(),  # users take views of them
+        order.to(device).expand(batch, heads, *order.shape[2:]).contiguous(),
     )
 
 
@@ -189,9 +190,13 @@ def mask_of_block_mask(given: BlockMask, sizes: CallSizes, device: torch.device)
     return Or(full, partial) if bool(reading.full.any()) else partial
 
 
-def _read(given: BlockMask) -> _Reading:
+def _versions(given: BlockMask) -> tuple[object, ...]:
     lists = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
-    versions = tuple((id(t), None if t is None or t.is_inference() else version(t)) for t in lists)
+    return tuple((id(t), None if t is None or t.is_inference() else version(t)) for t in lists)
+
+
+def _read(given: BlockMask) -> _Reading:
+    versions = _versions(given)
     reading = _readings.get(given)
     if reading is None or reading.versions != versions:
         columns = -(-given.seq_lengths[1] // given.BLOCK_SIZE[1])
@@ -204,8 +209,8 @@ def _read(given: BlockMask) -> _Reading:
 
 
 def _dense(counts: Tensor, order: Tensor, columns: int) -> Tensor:
-    """The lists as bool [batch or 1, heads or 1, rows, columns]; axes that are expanded have size 1."""
-    counts, order = (_narrowed(t.detach().cpu()) for t in (counts, order))
+    """The lists as bool [batch, heads, rows, columns]."""
+    counts, order = (_checked(t.detach().cpu()) for t in (counts, order))
     batch, heads = (max(counts.shape[i], order.shape[i]) for i in range(2))
     order = order.expand(batch, heads, *order.shape[2:])
     listed = (torch.arange(order.shape[3]) < counts[..., None]).expand_as(order)
@@ -214,12 +219,9 @@ def _dense(counts: Tensor, order: Tensor, columns: int) -> Tensor:
     return dense[..., :columns].contiguous()
 
 
-def _narrowed(lists: Tensor) -> Tensor:
+def _checked(lists: Tensor) -> Tensor:
     if lists.ndim < 3:
         raise ProblemError(f"the lists of a BlockMask are {list(lists.shape)}: expected [batch, heads, rows, ...].")
-    for axis in (0, 1):
-        if lists.stride(axis) == 0 and lists.shape[axis] > 1:
-            lists = lists.narrow(axis, 0, 1)
     return lists
 
 
