@@ -8,6 +8,10 @@
 // chosen when regard is installed: CMakeLists.txt defines REGARD_WITH_... as 1 or leaves it undefined (detect.h).
 #include "detect.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace regard {
 namespace {
 
@@ -20,21 +24,54 @@ struct Isa {
 bool always() { return true; }
 
 #if defined(__x86_64__)
-// F16C, which kernels of this row may use too, came before AVX2 everywhere; Clang before 17 cannot ask for it.
-bool avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+// What the processor and the operating system let a program use, asked of them and not of the compiler's runtime: that
+// of Zig answers no to everything, and Clang before 17 cannot ask for F16C. Bits: Intel's manual, volume 2, CPUID, and
+// volume 1, 13.3 (the registers that the system saves, XCR0).
+struct Features {
+    bool avx2 = false, avx512 = false, vnni = false, bf16 = false;
 
-bool avx512() {
-    return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    Features() {
+        unsigned a, b, c, d, more = 0;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !all(c, FMA | OSXSAVE | AVX | F16C)) return;
+        const unsigned saved = saved_registers();
+        if (!all(saved, 0x6) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        avx2 = all(b, AVX2);
+        avx512 = avx2 && all(saved, 0xe0) && all(b, AVX512F | AVX512DQ | AVX512BW | AVX512VL);
+        vnni = avx512 && all(c, AVX512VNNI);
+        if (a < 1 || !__get_cpuid_count(7, 1, &more, &a, &b, &d)) return;
+        bf16 = vnni && all(c, AVX512VBMI) && all(more, AVX512BF16);
+    }
+
+  private:
+    static constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29;  // 1, ecx
+    static constexpr unsigned AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17;              // 7, ebx
+    static constexpr unsigned AVX512BW = 1u << 30, AVX512VL = 1u << 31;                             // 7, ebx
+    static constexpr unsigned AVX512VBMI = 1u << 1, AVX512VNNI = 1u << 11;                          // 7, ecx
+    static constexpr unsigned AVX512BF16 = 1u << 5;                                                 // 7.1, eax
+
+    static bool all(unsigned value, unsigned bits) { return (value & bits) == bits; }
+
+    static unsigned saved_registers() {  // the intrinsic would need -mxsave
+        unsigned low, high;
+        __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        return low;
+    }
+};
+
+const Features &features() {
+    static const Features once;
+    return once;
 }
+
+bool avx2() { return features().avx2; }
+
+bool avx512() { return features().avx512; }
 
 // Cascade Lake, Ice Lake.
-bool avx512vnni() { return avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool avx512vnni() { return features().vnni; }
 
 // Cooper Lake, which has bf16 and no VBMI, takes the row above.
-bool avx512bf16() {
-    return avx512vnni() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-}
+bool avx512bf16() { return features().bf16; }
 #endif
 
 // Plainest first; a machine that runs a row runs all rows above it.

@@ -1,7 +1,9 @@
 // See threads.h.
 #include "threads.h"
 
+#if !defined(_WIN32)
 #include <dlfcn.h>
+#endif
 
 #include <atomic>
 #include <thread>
@@ -23,9 +25,15 @@ struct Work {
     }
 };
 
+// torch's OpenMP, whichever library that is: GCC's and LLVM's both have this function. On Windows (untested), torch's
+// has not, and each call starts its own threads.
 Parallel pool() {
+#if defined(_WIN32)
+    return nullptr;
+#else
     static const Parallel found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     return found;
+#endif
 }
 
 }  // namespace

@@ -1,0 +1,27 @@
+"""The build backend of pyproject.toml: scikit-build-core's, with another file name for a wheel without kernels.
+
+pip keeps each wheel that it builds from an sdist, and installs it again the next time: without kernels also where there
+is a compiler by then. So it gets a file name for "py0", no Python at all: pip installs what it has built without a look
+at the name, and never takes it from its cache. Other front ends (uv, build) get the usual name, as uv does look.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import scikit_build_core.build as backend
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever else a front end asks a backend for."""
+    return getattr(backend, name)
+
+
+def build_wheel(folder: str, settings: Any = None, metadata: str | None = None) -> str:
+    """Build the wheel and return its file name; it has no kernels if it is for any machine."""
+    name: str = backend.build_wheel(folder, settings, metadata)
+    if "PIP_BUILD_TRACKER" not in os.environ or not name.endswith("-py3-none-any.whl"):
+        return name
+    for_no_python = name.replace("-py3-none-any.whl", "-py0-none-any.whl")
+    Path(folder, name).rename(Path(folder, for_no_python))
+    return for_no_python

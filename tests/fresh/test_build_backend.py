@@ -1,0 +1,64 @@
+"""A wheel without kernels never takes the place of one with them: pip does not find it in its cache."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
+
+backend = pytest.importorskip("scikit_build_core.build", reason="the packages that build regard are not here")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found = importlib.util.spec_from_file_location("build_backend", ROOT / "scripts" / "build_backend.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def build(ours: ModuleType, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Build a wheel where scikit-build-core makes one of this name; its new name, under which the file must be."""
+
+    def build_wheel(folder: str, *_: object) -> str:
+        Path(folder, name).write_text("wheel")
+        return name
+
+    monkeypatch.setattr(backend, "build_wheel", build_wheel)
+    built = ours.build_wheel(str(folder))
+    assert [path.name for path in folder.iterdir()] == [built]
+    return built
+
+
+def is_taken_from_a_cache(name: str) -> bool:
+    return not parse_wheel_filename(name)[3].isdisjoint(sys_tags())
+
+
+def test_a_wheel_without_kernels_that_pip_builds_is_not_taken_from_its_cache(ours, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_BUILD_TRACKER", "/tmp/tracker")
+    built = build(ours, "regard-0.1.0-py3-none-any.whl", tmp_path, monkeypatch)
+    assert is_taken_from_a_cache("regard-0.1.0-py3-none-any.whl")
+    assert not is_taken_from_a_cache(built)
+
+
+def test_a_wheel_with_kernels_keeps_its_name(ours, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_BUILD_TRACKER", "/tmp/tracker")
+    name = "regard-0.1.0-py3-none-linux_x86_64.whl"
+    assert build(ours, name, tmp_path, monkeypatch) == name
+
+
+def test_front_ends_that_look_at_the_name_get_the_usual_one(ours, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_BUILD_TRACKER", raising=False)
+    name = "regard-0.1.0-py3-none-any.whl"
+    assert build(ours, name, tmp_path, monkeypatch) == name
+
+
+def test_all_else_is_scikit_build_cores(ours):
+    assert ours.build_sdist is backend.build_sdist
+    assert ours.build_editable is backend.build_editable
