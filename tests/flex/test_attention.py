@@ -127,6 +127,7 @@ MASK_MODS: dict[str, Mod] = {
     "dilated": lambda b, h, q, k: (q - k) % 4 == 0,
     "natten": natten,
     "table": lambda b, h, q, k: (torch.arange(TOKENS * TOKENS).view(TOKENS, TOKENS) * 7 % 11 < 5)[q, k],
+    "documents of shifted positions": lambda b, h, q, k: IDS[q] == IDS[(k + 5).clamp(max=TOKENS - 1)],
     "both": and_masks(causal, documents),
     "not": lambda b, h, q, k: ~(q < k) | (b == 1),
     "some rows empty": some_rows_empty,

@@ -141,5 +141,5 @@ def _looked_up(term: Term) -> torch.Tensor | None:
     return None
 
 
-def _name(term: Term) -> str | None:
-    return term.name if isinstance(term, Variable) else None
+def _name(term: Term) -> str:
+    return term.name if isinstance(term, Variable) else ""
