@@ -100,6 +100,7 @@ def test_the_cost_of_a_call_is_that_of_its_plan():
     c = call_cost(plan, machine="a100")
     assert (c.flops, c.least_bytes) == (plan.flops, plan.bytes)
     assert c.seconds == find_machine("a100").seconds(c.flops, c.least_bytes, "bfloat16")
+    assert c.tiled_bytes is not None
     assert c.least_bytes < c.tiled_bytes < c.naive_bytes
     assert c.intensity == plan.flops / plan.bytes
 

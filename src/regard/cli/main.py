@@ -4,28 +4,32 @@
 regard inspect  [PROMPT]   what the heads of a model do
 regard generate  PROMPT    text with any KV cache, its speed and memory
 regard bench               how fast attention of given shapes is here
+regard cost      [MODEL]   what a model costs, before it runs
 regard doctor              what is installed, what runs, and what is wrong; for reports of bugs
 regard script.py ...       a program of yours, with its attention run by regard (script.py)
 ```
 
 A prompt is a text without an option, `-` for stdin, or `--prompt-file FILE`. An option has one meaning in all commands:
 
-| option | meaning | inspect | generate | bench |
-|---|---|---|---|---|
-| `--model`, `--compare-model` | folder or name of a model; a second model | x | `--model` | |
-| `--prompt-file` | file that the prompt is read from | x | x | |
-| `--prompt-tokens` | first tokens of the prompt that are read | x | | |
-| `--max-new-tokens` | tokens to generate at most | x | x | |
-| `--stop`, `--ignore-eos`, `--chat`, `--raw` | where a text ends, how a prompt is read | | x | |
-| `--temperature`, `--top-p`, `--top-k`, `--seed` | sampling | | x | |
-| `--cache`, `--group-size`, `--rotate` | how the KV cache stores keys and values | | x | |
-| `--window`, `--sinks`, `--page-size`, `--evict`, `--budget` | which tokens the KV cache keeps | | x | |
-| `--compare-cache`, `--explain` | the same with a plain cache; layers and plans | | x | |
-| `--measures`, `--layers`, `--heads`, `--ablate`, `--no-eager`, `--top` | what is measured and listed | x | | |
-| `--queries`, `--keys`, `--batch`, `--query-heads`, `--kv-heads`, `--dim`, `--v-dim` | sizes | | | x |
-| `--mask`, `--bias`, `--softcap`, `--backward`, `--backend`, `--rounds` | the call that is measured | | | x |
-| `--device`, `--dtype`, `--threads` | where and in which type it is computed | `--device` | x | not `--device` |
-| `--html`, `--json`, `--csv`, `--force` | files to write; overwrite files of others | x | `--json` | `--json` |
+| option | meaning | inspect | generate | bench | cost |
+|---|---|---|---|---|---|
+| `--model`, `--compare-model` | folder or name of a model; a second model | x | `--model` | | |
+| `--prompt-file` | file that the prompt is read from | x | x | | |
+| `--prompt-tokens` | first tokens of the prompt that are read | x | | | |
+| `--max-new-tokens` | tokens to generate at most | x | x | | |
+| `--stop`, `--ignore-eos`, `--chat`, `--raw` | where a text ends, how a prompt is read | | x | | |
+| `--temperature`, `--top-p`, `--top-k`, `--seed` | sampling | | x | | |
+| `--cache`, `--group-size` | how the KV cache stores keys and values | | x | | x |
+| `--window`, `--sinks`, `--page-size` | which tokens the KV cache keeps, and in which layout | | x | | x |
+| `--rotate`, `--evict`, `--budget` | codes of rotated keys and values; eviction | | x | | |
+| `--compare-cache`, `--explain` | the same with a plain cache; layers and plans | | x | | |
+| `--measures`, `--layers`, `--heads`, `--ablate`, `--no-eager`, `--top` | what is measured and listed | x | | | |
+| `--batch` | batch rows | | | x | x |
+| `--queries`, `--keys`, `--query-heads`, `--kv-heads`, `--dim`, `--v-dim` | sizes | | | x | |
+| `--mask`, `--bias`, `--softcap`, `--backward`, `--backend`, `--rounds` | the call that is measured | | | x | |
+| `--context`, `--machine`, `--plot` | tokens and machine that costs are for; a picture | | | | x |
+| `--device`, `--dtype`, `--threads` | where, in which type | `--device` | x | not `--device` | `--dtype` |
+| `--html`, `--json`, `--csv`, `--force` | files; overwrite files of others | x | `--json` | `--json` | `--json` |
 
 `doctor` has `--json` and `--force` only.
 
@@ -47,7 +51,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from regard import __version__
-from regard.cli import bench, doctor, generate, inspect, script
+from regard.cli import bench, cost, doctor, generate, inspect, script
 from regard.errors import RegardError
 
 HINTS = {
@@ -180,6 +184,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     inspect.add_to(commands)
     generate.add_to(commands)
     bench.add_to(commands)
+    cost.add_to(commands)
     doctor.add_to(commands)
     return parser, commands.choices
 

@@ -1,0 +1,125 @@
+"""`regard cost`: what a model costs at a context, beside what it would cost with other attention.
+
+Neither torch nor rich is imported: the table is there at once.
+"""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from regard import __version__
+from regard.cli.argument_types import count
+from regard.cli.generate_options import SINKS
+from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_text
+from regard.errors import ProblemError
+
+if TYPE_CHECKING:
+    from regard.cost.model_cost import ModelCost
+
+EPILOG = """\
+examples: regard cost llama-2-70b --context 32k --machine 8xh100
+          regard cost path/to/folder --context 128k --batch 16 --cache int8    the config.json of a model
+          regard cost gpt-oss-20b --machine this                               measured here once, and stored
+          regard cost                                                          the models and machines that are known
+
+Memory is in KiB, MiB and GiB (powers of 1,024), work in FLOP (a multiply-add is 2, masked pairs cost nothing).
+"""
+
+DTYPES = ("bfloat16", "float16", "float32")
+CACHES = ("dense", "bf16", "fp16", "int8", "int4", "fp8")
+"""Values of `--cache`, as of `regard generate`."""
+
+NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+MACHINE = "h100"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command and its options to the parser of `regard`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "cost",
+        help="what a model costs, before it runs",
+        description="Memory, FLOPs and times of a model at a context, beside other heads, caches and windows.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    size = count(1)
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="a published model, or a folder with a config.json")
+    parser.add_argument("--context", type=size, metavar="N", help="tokens, such as 32k (default: the model's longest)")
+    parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch rows (default: 1)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help=f"type of the weights (default: {DTYPES[0]})"
+    )
+    parser.add_argument(
+        "--machine", default=MACHINE, metavar="NAME", help=f"such as a100, 8xh100, or this (default: {MACHINE})"
+    )
+    group = parser.add_argument_group("KV cache")
+    group.add_argument("--cache", choices=CACHES, default="dense", help="how keys and values are stored")
+    group.add_argument("--group-size", type=size, metavar="N", help="elements that share a scale (int8, int4, fp8)")
+    group.add_argument("--window", type=size, metavar="N", help="keep the first and the last tokens, N in all")
+    group.add_argument("--sinks", type=count(0), metavar="N", help=f"first tokens kept by --window (default: {SINKS})")
+    group.add_argument("--page-size", type=size, metavar="N", help="keep tokens in pages of N")
+    add_json(parser, "the costs")
+    parser.add_argument("--plot", metavar="FILE", help="draw memory and times over the context, as SVG")
+    add_force(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the costs of the options."""
+    from regard.cli import cost_view
+
+    if args.name is None:
+        print(cost_view.known())
+        return 0
+    check_outputs(output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "picture")), force=args.force)
+    asked = cost_of(args)
+    changes = list(asked.what_if())
+    if args.json is not None:
+        rows = {name: changed.to_dict() for name, changed in changes}
+        content = {"regard": __version__, **rows.pop("as it is"), "what_if": rows}
+        write_text(args.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if args.plot is not None:
+        from regard.cli.cost_plot import draw
+
+        write_text(args.plot, draw(changes))
+    if STDOUT not in (args.json, args.plot):
+        print(cost_view.view(asked, changes))
+    return 0
+
+
+def cost_of(args: argparse.Namespace) -> "ModelCost":
+    """The cost that the options describe.
+
+    Raises:
+        ProblemError: options contradict each other, or name what is not known.
+    """
+    from regard.cost import Storage, cost, find_machine, load_model
+    from regard.cost.model_cost import with_window
+
+    if args.sinks is not None and args.window is None:
+        raise ProblemError(f"--sinks {args.sinks} are the first tokens of a window: add --window.")
+    if args.window is not None and args.page_size is not None:
+        raise ProblemError("--window and --page-size are two layouts of the cache: leave one of them out.")
+    if args.group_size and args.cache in ("dense", *NAMES):
+        raise ProblemError(f"--group-size is for codes, and --cache is {args.cache}: expected int8, int4 or fp8.")
+    kind = args.dtype if args.cache == "dense" else NAMES.get(args.cache, args.cache)
+    storage = Storage(kind, group=args.group_size or 32, page=args.page_size)
+    model, machine = load_model(args.name), this_machine() if args.machine == "this" else find_machine(args.machine)
+    if args.window is not None:
+        sinks = min(SINKS, args.window - 1) if args.sinks is None else args.sinks
+        if sinks >= args.window:
+            raise ProblemError(f"--window {args.window} counts its {sinks} sinks: expected more than those.")
+        model = with_window(model, args.window - sinks, sinks)
+    return cost(model, context=args.context, batch=args.batch, dtype=args.dtype, storage=storage, machine=machine)
+
+
+def this_machine() -> Any:
+    """The machine that runs this, measured once and stored."""
+    from regard.cost.this_machine import read_this_machine
+
+    found = read_this_machine()
+    if found is not None:
+        return found
+    from regard.bench.this_machine import measure_this_machine
+
+    return measure_this_machine()

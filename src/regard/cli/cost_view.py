@@ -1,0 +1,212 @@
+"""The costs of a model as text: every number with its unit, memory in powers of 1,024 throughout."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from regard.cost.fit import USABLE
+from regard.cost.machine import Machine, find_machine, machine_names
+from regard.cost.model import Model, find_model, model_names
+from regard.cost.model_cost import ModelCost
+from regard.cost.parameter_count import parameters
+from regard.cost.work import Parts
+
+TITLES = {"projections": "projections", "attention": "attention", "mlp": "MLPs", "logits": "output"}
+INFINITE = "any"
+
+
+def view(asked: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> str:
+    """The whole table."""
+    blocks = [_head(asked), _memory(asked), _work(asked), _facts(asked), _what_if(asked, changes)]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def known() -> str:
+    """The models and machines that are known."""
+    models = [(name, parameters(find_model(name)).total) for name in model_names()]
+    names = [f"  {name:18} {big(count)} parameters" for name, count in models]
+    machines = [f"  {name:18} {find_machine(name).title}" for name in machine_names()]
+    return "\n".join(["models:", *names, "", "machines, or several as 8xh100, or this:", *machines])
+
+
+def _head(c: ModelCost) -> list[str]:
+    lines = [f"{c.model.name}: {_sizes(c.model)}", *(f"  layers   {text}" for text in _layers(c.model))]
+    lines.append(f"  source   {c.model.source}")
+    lines += [f"  note     {note}" for note in c.model.notes]
+    rows = f"{c.batch:,} row{'s' * (c.batch > 1)}"
+    page = "" if c.storage.page is None else f" in pages of {c.storage.page:,} tokens"
+    lines.append(f"  problem  {c.context:,} tokens x {rows}, {c.dtype}, KV cache {c.storage.kind}{page}")
+    if c.model.context is not None and c.context > c.model.context:
+        lines.append(f"  note     The model was made for {c.model.context:,} tokens.")
+    return [*lines, f"  machine  {_machine(c.machine, c.dtype)}"] if c.machine else lines
+
+
+def _sizes(model: Model) -> str:
+    experts = max((layer.mlp for layer in model.layers), key=lambda mlp: mlp.experts)
+    mixture = f", {experts.active} of {experts.experts} experts" if experts.experts > 1 else ""
+    encoder = f", and {len(model.encoder)} of an encoder" if model.encoder else ""
+    return f"{len(model.layers)} layers{encoder}, d_model {model.d_model:,}, vocabulary {model.vocab:,}{mixture}"
+
+
+def _layers(model: Model) -> list[str]:
+    """Which layers a model has, the same kinds counted: `80 of GQA-8 (64 query heads of 128), causal`."""
+    kinds = Counter(
+        f"{a.kind} ({a.heads} query heads of {a.qk_dim}), {a.pattern}{', shared cache' * a.shares_cache}"
+        for a in (layer.attention for layer in model.layers)
+    )
+    return [f"{count} of {kind}" for kind, count in kinds.items()]
+
+
+def _machine(m: Machine, dtype: str) -> str:
+    return f"{m.title}: {m.peak(dtype) / 1e12:,.4g} TFLOP/s of {dtype}, {size(m.bandwidth)}/s, {size(m.memory)}"
+
+
+def _memory(c: ModelCost) -> list[str]:
+    p, t = c.parameters, c.training_memory
+    active = f", {big(p.active)} active for a token" if p.active < 0.9 * p.total else ""
+    cache = f"{size(c.cache_bytes):>12}   {size(c.token_bytes)} a token"
+    rows = {
+        "weights": f"{size(c.weight_bytes):>12}   {big(p.total)} parameters{active}",
+        "KV cache": cache if c.model.is_causal else f"{'none':>12}",
+        "training": _states(t.states, t.activations, f", {size(t.states)} of states (Adam)"),
+        "  recomputed": _states(t.states, t.recomputed, ", where layers are computed again"),
+        "  naive": _states(t.states, t.naive, ", where attention stores its weights"),
+    }
+    return ["memory", *(f"  {name:<13}{text}" for name, text in rows.items())]
+
+
+def _states(states: int, activations: int, more: str) -> str:
+    return f"{size(states + activations):>12}   {size(activations)} of activations{more}"
+
+
+def _work(c: ModelCost) -> list[str]:
+    head = ("work", "FLOP", "bytes", "FLOP/byte", "roofline", "bound by")
+    rows = [*_pass(c, "prompt", c.prompt)]
+    if c.step is not None:
+        rows += _pass(c, "one more token", c.step)
+    rows += _pass(c, "training step", c.training(), is_short=True)
+    rows += _pass(c, "  recomputing", c.training(recompute=True), is_short=True)
+    return _table([head, *rows])
+
+
+def _pass(c: ModelCost, name: str, parts: Parts, *, is_short: bool = False) -> Iterator[tuple[str, ...]]:
+    total = parts.total
+    yield (name, flop(total.flops), size(total.moved), f"{total.intensity:,.3g}", duration(c.seconds(parts)), "")
+    for part, work in parts.each.items():
+        if is_short or not work.flops:
+            continue
+        seconds = None if c.machine is None else c.machine.seconds(work.flops, work.moved, c.dtype)
+        bound = "" if c.machine is None else "memory" if work.intensity < c.machine.balance(c.dtype) else "products"
+        yield (
+            f"  {TITLES[part]}", flop(work.flops), size(work.moved), f"{work.intensity:,.3g}", duration(seconds), bound,
+        )  # fmt: skip
+
+
+def _facts(c: ModelCost) -> list[str]:
+    lines: list[str] = []
+    if c.traffic is not None and c.machine is not None:
+        t = c.traffic
+        lines.append(
+            f"Attention of the prompt moves {size(t.naive)} naively, {size(t.tiled)} tiled in "
+            f"{size(c.machine.fast_memory)} of fast memory, {size(t.least)} at least."
+        )
+    over, over_all = ("at no length" if n is None else f"from {n:,} tokens on" for n in (c.crossing, c.crossing_all))
+    lines.append(f"Attention outweighs its projections {over}, and projections with MLPs {over_all}.")
+    if c.machine is not None and c.model.is_causal:
+        lines.append(_fit(c, c.machine))
+    return lines
+
+
+def _fit(c: ModelCost, machine: Machine) -> str:
+    usable = f"{100 * USABLE:.0f} % of {size(machine.memory)}"
+    if c.largest_context == 0:
+        more = -(-c.weight_bytes // int(machine.memory // machine.count * USABLE))
+        hint = f"{more}x{machine.name.rpartition('x')[2] if machine.count > 1 else machine.name}"
+        return f"It does not fit: {size(c.weight_bytes)} of weights, {usable}. Try --machine {hint}."
+    context = INFINITE if c.largest_context is None else f"{c.largest_context:,}"
+    batch = INFINITE if c.largest_batch is None else f"{c.largest_batch:,}"
+    fits = "It fits" if c.fits else f"It does not fit ({size(c.weight_bytes + c.cache_bytes)})"
+    return (
+        f"{fits} in {usable}: at most {context} tokens of context in this batch, or a batch of {batch} at this context."
+    )
+
+
+def _what_if(asked: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list[str]:
+    if len(changes) < 2:
+        return []
+    has_times = asked.machine is not None
+    head = ["what if", "KV cache", "a token", "parameters", "prompt", "one more token"]
+    rows = [head + ["longest context", "largest batch"] * has_times]
+    for name, c in changes:
+        step = c.step
+        row = [name, size(c.cache_bytes), size(c.token_bytes), big(c.parameters.total)]
+        if has_times:
+            longest = INFINITE if c.largest_context is None else f"{c.largest_context:,}"
+            batch = INFINITE if c.largest_batch is None else f"{c.largest_batch:,}"
+            row += [duration(c.seconds(c.prompt)), duration(step and c.seconds(step)), longest, batch]
+        else:
+            row += [flop(c.prompt.total.flops), flop(step.total.flops) if step else "-"]
+        rows.append(row)
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(w) if not i or cell in ("memory", "products", "bound by") else cell.rjust(w)
+                  for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]  # fmt: skip
+    return [line for line, _ in groupby(lines)]
+
+
+# ---- numbers with their units ---------------------------------------------------------------------------------------
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1,024.
+
+    >>> size(10 * 2**30), size(70_272), size(12)
+    ('10.00 GiB', '68.62 KiB', '12 bytes')
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            value = count / unit
+            return f"{value:,.2f} {name}" if value < 100 else f"{value:,.0f} {name}"
+    return f"{count:,.0f} bytes"
+
+
+def flop(count: float) -> str:
+    """FLOPs in powers of 1,000.
+
+    >>> flop(4.4e12), flop(2e9), flop(12)
+    ('4.40 TFLOP', '2.00 GFLOP', '12 FLOP')
+    """
+    for unit, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if count >= unit:
+            value = count / unit
+            return f"{value:,.2f} {name}" if value < 100 else f"{value:,.0f} {name}"
+    return f"{count:,.0f} FLOP"
+
+
+def big(count: int) -> str:
+    """A number of parameters.
+
+    >>> big(68_976_648_192), big(134_515_008)
+    ('68.98 B', '134.52 M')
+    """
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.2f} M"
+
+
+def duration(seconds: float | None) -> str:
+    """A time.
+
+    >>> duration(0.0234), duration(2.5), duration(0.0000234), duration(None)
+    ('23.4 ms', '2.5 s', '23.4 us', '-')
+    """
+    if seconds is None:
+        return "-"
+    value, unit = (
+        (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms") if seconds >= 1e-3 else (1e6 * seconds, "us")
+    )
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:,.3g} {unit}"

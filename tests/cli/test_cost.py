@@ -1,0 +1,132 @@
+"""`regard cost`: the table, its files, its errors; at once, and without torch."""
+
+import json
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from regard.cli.main import main
+from regard.cost import cost, find_machine, model_names
+
+
+def shown(capsys, *arguments: str) -> str:
+    assert main(["cost", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_cache_of_llama_2_70b_is_10_gib_and_80_with_all_heads(capsys):
+    out = shown(capsys, "llama-2-70b", "--context", "32k", "--machine", "8xh100")
+    assert re.search(r"KV cache +10.00 GiB +320 KiB a token", out)
+    rows = dict(re.findall(r"^(\w.*?)  +(\S+ GiB) .* B  ", out, re.MULTILINE))
+    assert rows == {
+        "as it is": "10.00 GiB",
+        "MHA": "80.00 GiB",
+        "MQA": "1.25 GiB",
+        "MLA": "2.81 GiB",
+        "int8 cache": "5.20 GiB",
+        "int4 cache": "3.14 GiB",
+        "window 4,096 + 4 sinks": "1.25 GiB",
+    }
+    assert "It fits in 90 % of 640 GiB: at most 1,466,436 tokens" in out
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_is_shown_with_units_of_one_kind(name, capsys):
+    out = shown(capsys, name, *(["--context", "512"] if name.startswith("transformer") else []), "--machine", "b200")
+    assert not re.search(r"\d ?[KMGT]B\b", out)
+    assert all(len(line) <= 140 for line in out.splitlines() if not line.startswith(("  source", "  note")))
+
+
+def test_what_does_not_fit_says_how_many_would(capsys):
+    out = shown(capsys, "llama-2-70b", "--machine", "h100")
+    assert "It does not fit: 128 GiB of weights, 90 % of 80.00 GiB. Try --machine 2xh100." in out
+    out = shown(capsys, "llama-3-8b", "--batch", "100", "--machine", "a100", "--context", "8k")
+    assert "It does not fit (115 GiB) in 90 % of 80.00 GiB: at most" in out
+
+
+def test_options_of_the_cache_count(capsys):
+    out = shown(capsys, "llama-2-7b", "--context", "1000", "--cache", "int8", "--group-size", "64", "--page-size", "64")
+    assert "KV cache int8 in pages of 64 tokens" in out
+    out = shown(capsys, "llama-2-7b", "--context", "100k", "--window", "2048", "--sinks", "8")
+    assert re.search(r"KV cache +1.00 GiB", out)
+    assert "window 2,040 + 8 sinks" in out
+
+
+def test_without_a_model_the_known_ones_are_listed(capsys):
+    out = shown(capsys)
+    assert all(name in out for name in (*model_names(), "mi300x", "m4-max"))
+
+
+def test_json_has_everything_and_what_if(capsys):
+    out = shown(capsys, "qwen3-0.6b", "--context", "4k", "--json", "-")
+    content = json.loads(out)
+    c = cost("qwen3-0.6b", context=4096, machine="h100")
+    assert content["regard"]
+    assert content["cache_bytes"] == c.cache_bytes == 4096 * 114_688
+    assert content["step"]["roofline_seconds"] == c.seconds(c.step)
+    assert content["what_if"]["MQA"]["cache_bytes"] == c.cache_bytes // 8
+
+
+def test_the_plot_is_a_picture_of_two_panels(tmp_path, capsys):
+    file = tmp_path / "cost.svg"
+    for _ in range(2):  # a picture of ours is replaced
+        shown(capsys, "gemma-3-12b", "--plot", str(file))
+    root = ET.fromstring(file.read_text())
+    texts = ["".join(each.itertext()) for each in root.iter() if each.tag.endswith("text")]
+    assert {"memory: weights and KV cache", "least time of one more token", "memory of the machine"} <= {*texts}
+    assert len([each for each in root.iter() if each.tag.endswith("polyline")]) == 2 * 7
+    shown(capsys, "bert-base", "--plot", str(file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-2-80b"], "unknown model 'llama-2-80b'. Near: llama-2-70b"),
+        (["llama-2-7b", "--machine", "h1000"], "unknown machine 'h1000'. Near: h100"),
+        (["llama-2-7b", "--sinks", "4"], "add --window"),
+        (["llama-2-7b", "--window", "4", "--sinks", "4"], "--window 4 counts its 4 sinks"),
+        (["llama-2-7b", "--window", "64", "--page-size", "4"], "leave one of them out"),
+        (["llama-2-7b", "--group-size", "64"], "--group-size is for codes, and --cache is dense"),
+        (["llama-2-7b", "--cache", "int8", "--group-size", "20"], "group 20: expected a multiple of 16"),
+        (["gpt2", "--context", "2k"], "gpt2 has 1,024 learned positions, and a context of 2,048"),
+        (["transformer-big"], "has no longest context: give context"),
+        (["v100", "--machine", "v100"], "unknown model 'v100'"),
+        (["llama-2-7b", "--plot", "/nowhere/at/all.svg"], "/nowhere/at/all.svg"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(arguments, message, capsys):
+    assert main(["cost", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_a_folder_with_a_config_json_is_a_model(tmp_path, capsys):
+    entries = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"vocab_size": 100, "intermediate_size": 128}))
+    assert "2 of MHA (4 query heads of 16)" in shown(capsys, str(tmp_path), "--context", "100")
+
+
+PROBE = """
+import sys
+from regard.cli.main import main
+main(sys.argv[1:])
+print(*(name in sys.modules for name in ("torch", "numpy", "rich", "transformers")), file=sys.stderr)
+import time; print(time.process_time(), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--json", "-"]])
+def test_it_is_there_in_less_than_a_third_of_a_second_and_without_torch(more):
+    """Seconds of the processor: the time on a clock depends on what else runs here."""
+    call = [sys.executable, "-c", PROBE, "cost", "llama-2-70b", "--context", "32k", *more]
+    runs = [subprocess.run(call, capture_output=True, text=True, check=True).stderr.split() for _ in range(3)]
+    assert {(*run[:4],) for run in runs} == {("False", "False", "False", "False")}
+    assert min(float(run[4]) for run in runs) < 0.3
+
+
+def test_several_machines_are_named_as_such():
+    assert find_machine("8xh100").title == "8 x NVIDIA H100 SXM5"
