@@ -1,14 +1,15 @@
 """Expected times beside measured ones: how far `regard.cost.expected` is off, for 30 problems on this machine.
 
-`./bench cost` prints the table. The limits of the machine are measured in every round beside the call, so that other load
-slows both alike; the error of a round is that of the expected time from the limits of the same round.
+`./bench cost` prints the table. What the kernels reach of the limits is measured first, on three other calls, as
+`regard cost --machine this` does. Then the limits of the machine are measured in every round beside each call, and
+the best of the rounds counts, of the call and of the limits: other load only makes them slower.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,9 +20,10 @@ from regard import Alibi, Causal, Documents, Prefix, Window, attend, explain
 from regard.bench import limits
 from regard.bench.case import Case
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
+from regard.bench.this_machine import EFFORT, measure_efficiency
 from regard.cli.bench import duration
-from regard.cost.expected import expected_seconds
-from regard.cost.machine import Machine
+from regard.cost.expected import BACKWARD, expected_seconds
+from regard.cost.machine import Efficiency, Machine
 from regard.errors import ProblemError
 from regard.native import absence, available
 
@@ -59,19 +61,18 @@ TYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Line:
-    """A problem: medians over the rounds.
-
-    Attributes:
-        expected, measured, roofline: seconds.
-        error: the expected time over the measured one of the same round, less 1.
-    """
+    """A problem, and its expected, measured and least times in seconds."""
 
     name: str
     dtype: str
     expected: float
     measured: float
     roofline: float
-    error: float
+
+    @property
+    def error(self) -> float:
+        """The expected time over the measured one, less 1."""
+        return self.expected / self.measured - 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,16 +91,18 @@ def run(args: argparse.Namespace) -> int:
     command.check_part(args.write, PAGE, PART)
     threads = args.threads or torch.get_num_threads()
     effort = Effort(seconds=args.seconds, least=3)
+    with on_threads(threads):
+        found = {dtype: measure_efficiency(dtype, threads, EFFORT)[1] for dtype in TYPES}
     lines: list[Line] = []
     for case in CASES:
         for dtype in TYPES:
             print(f"{case.name} {dtype}", file=sys.stderr)
-            lines.append(compare(case, dtype, threads, effort))
+            lines.append(compare(case, dtype, threads, effort, found[dtype]))
     command.publish_part(args.write, PAGE, PART, text_of(lines))
     return 0
 
 
-def compare(case: Case, dtype: torch.dtype, threads: int, effort: Effort) -> Line:
+def compare(case: Case, dtype: torch.dtype, threads: int, effort: Effort, efficiency: Efficiency) -> Line:
     """Measure a case, and the limits of the machine in the same rounds."""
     with on_threads(threads), torch.set_grad_enabled(case.backward):
         copies, options = case.copies(dtype), case.options(dtype)
@@ -116,21 +119,19 @@ def compare(case: Case, dtype: torch.dtype, threads: int, effort: Effort) -> Lin
 
         measures = {
             "call": timed(call),
-            "products": lambda: limits.products(dtype, threads) or 0.0,
-            "stream": lambda: limits.stream(threads) or 0.0,
+            "products": lambda: limits.best_products(dtype, threads),
+            "stream": lambda: limits.best_stream(threads),
         }
         rounds = interleaved(measures, effort)
     name = str(dtype).removeprefix("torch.")
-    base = Machine("this", "this machine", "measured", {name: 1.0}, 1.0, limits.MEMORY, 1 << 20)
-    times: list[tuple[float, float, float]] = []
-    for one in rounds.rounds:
-        machine = replace(base, flops={name: one["products"]}, bandwidth=one["stream"])
-        passes = 1 + 2.5 * case.backward
-        least = machine.seconds(plan.flops * passes, plan.bytes * passes, name)
-        times.append((expected_seconds(plan, machine, backward=case.backward), one["call"], least))
-    expected, measured, roofline = (statistics.median(column) for column in zip(*times, strict=True))
-    error = statistics.median(e / m - 1 for e, m, _ in times)
-    return Line(case.name, name, expected, measured, roofline, error)
+    peak, bandwidth = (max(one[limit] for one in rounds.rounds) for limit in ("products", "stream"))
+    machine = Machine(
+        "this", "this machine", "measured", {name: peak}, bandwidth, limits.MEMORY, 1, efficiency={name: efficiency}
+    )
+    passes, spent = 1 + BACKWARD * case.backward, min(one["call"] for one in rounds.rounds)
+    least = machine.seconds(plan.flops * passes, plan.bytes * passes, name)
+    expected = expected_seconds(plan, machine, backward=case.backward)
+    return Line(case.name, name, expected, spent, least)
 
 
 def text_of(lines: Sequence[Line]) -> str:

@@ -1,48 +1,112 @@
-"""The limits of the machine at hand, measured for `regard cost --machine this` and stored."""
+"""The limits of the machine at hand and what the kernels reach of them, measured for `regard cost --machine this`.
+
+The best of several rounds counts, of kernels and of limits: other load only makes them slower.
+"""
+
+import time
+from dataclasses import replace
 
 import torch
 
+from regard import Causal, Window, attend, explain
 from regard.bench import limits
-from regard.cost.machine import Machine
+from regard.bench.case import Case
+from regard.bench.rounds import Effort, Measure, interleaved
+from regard.cost.expected import START, partial_pairs
+from regard.cost.machine import Efficiency, Machine
 from regard.cost.this_machine import NAME, fast_memory, identity, store_this_machine, stored_at
 from regard.errors import ProblemError
-from regard.native import absence
+from regard.native import absence, available
 
 TYPES = (torch.float32, torch.bfloat16)
-"""Types whose products are measured; float16 is computed as float32 here."""
+"""Types that are measured; float16 is computed as float32 here."""
 
-TRIES = 5
-"""Measurements of a limit, of which the best counts: other load only lowers them."""
+EFFORT = Effort(seconds=1.5, least=10)
+"""For each type."""
+
+CALLS = 12
+"""Calls in a round, of which the fastest counts: the first ones fill the caches of the processor."""
+
+TILES = Case("dense", 512, 512)
+EDGES = Case("window", 1024, 1024, mask=lambda: Causal() & Window(256))
+FEW = Case("few queries", 1, 1024, heads=32, kv_heads=8, dim=128, mask=Causal)
 
 
 def measure_this_machine() -> Machine:
-    """Measure the processor in under a second, store its limits, and return them.
+    """Measure the processor in a few seconds, store what was found, and return it.
 
     Raises:
-        ProblemError: the compiled library, which measures them, is missing.
+        ProblemError: the compiled library, which measures it, is missing.
     """
-    threads = torch.get_num_threads()
-    flops = {_name(dtype): _best([limits.products(dtype, threads, 0.05) for _ in range(TRIES)]) for dtype in TYPES}
-    bandwidth = _best([limits.stream(threads) for _ in range(TRIES)])
+    if not available():
+        raise ProblemError(f"this machine cannot be measured: {absence()} Name another one with --machine.")
+    peaks, found, streams = dict[str, float](), dict[str, Efficiency](), list[float]()
+    for dtype in TYPES:
+        name = str(dtype).removeprefix("torch.")
+        peaks[name], found[name], bandwidth = measure_efficiency(dtype, torch.get_num_threads(), EFFORT)
+        streams.append(bandwidth)
     machine = Machine(
         name=NAME,
         title=identity(),
         source=f"measured here: {stored_at()}",
-        flops=flops,
-        bandwidth=bandwidth,
+        flops=peaks,
+        bandwidth=max(streams),
         memory=limits.MEMORY,
         fast_memory=fast_memory(),
+        efficiency=found,
     )
     store_this_machine(machine)
     return machine
 
 
-def _best(rates: list[float | None]) -> float:
-    measured = [rate for rate in rates if rate is not None]
-    if not measured:
-        raise ProblemError(f"this machine cannot be measured: {absence()} Name another one with --machine.")
-    return max(measured)
+def measure_efficiency(dtype: torch.dtype, threads: int, effort: Effort) -> tuple[float, Efficiency, float]:
+    """(FLOP/s of products, what the kernels reach of them, bytes/s of memory) on torch's threads."""
+    heads = 2 * threads  # every thread has work, and a call is short
+    tiles, edges_case = (replace(case, heads=heads, kv_heads=heads) for case in (TILES, EDGES))
+    with torch.no_grad():
+        calls = {case.name: _call(case, dtype) for case in (tiles, edges_case, FEW)}
+        measures: dict[str, Measure] = {
+            **calls,
+            "products": lambda: limits.best_products(dtype, threads),
+            "stream": lambda: limits.best_stream(threads),
+        }
+        rounds = interleaved(measures, effort).rounds
+    full = _flops(tiles, dtype)[0]
+    inside, edges = _flops(edges_case, dtype)
+    few = _flops(FEW, dtype)[0]
+
+    peak, bandwidth = (max(one[name] for one in rounds) for name in ("products", "stream"))
+
+    def share_of(work: float, case: Case) -> float:
+        seconds = min(one[case.name] for one in rounds)
+        return min(1.0, work / peak / max(seconds - START, seconds / 2))
+
+    share = share_of(full, tiles)
+    spent = share * inside / share_of(inside, edges_case)  # FLOPs of FULL tiles in the time of that call
+    efficiency = Efficiency(
+        share=share,
+        partial_cost=max(0.5, (spent - inside) / edges),
+        few_share=share_of(few, FEW),
+    )
+    return peak, efficiency, bandwidth
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _call(case: Case, dtype: torch.dtype) -> Measure:
+    (q, k, v), options = case.tensors(dtype), case.options(dtype)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        attend(q, k, v, **options)
+        return time.perf_counter() - start
+
+    return lambda: min(seconds() for _ in range(CALLS))
+
+
+def _flops(case: Case, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOPs of the pairs in (FULL tiles, PARTIAL tiles); for few queries (of the kept pairs, 0)."""
+    plan = explain(*case.tensors(dtype), **case.options(dtype))
+    each, s = 4 * case.dim, plan.schedule
+    if case.queries == 1:
+        return each * s.pairs, 0.0
+    edges = partial_pairs(s, case.queries)
+    return each * (s.covered - edges), each * edges

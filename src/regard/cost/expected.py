@@ -1,19 +1,19 @@
-"""The time of a call on a CPU as its limits and the measured efficiency of regard's kernels give it.
+"""The time of a call on a CPU as its limits and the efficiency of regard's kernels give it.
 
-The roofline is a limit that no kernel reaches. Three things keep ours below it, each a number read off the tables of
-docs/performance (zen5.md): kernels reach a share of the peak on FULL tiles; a PARTIAL tile takes longer than a FULL one,
-as its mask is applied; and with few queries products and reads do not overlap, and products reach less.
+The roofline is a limit that no kernel reaches. Three things keep ours below it: kernels reach a share of the peak on
+FULL tiles; a PARTIAL tile takes another time than a FULL one, as its mask is applied; and with few queries products and
+reads do not overlap, and products reach less.
 
     many queries   t = start + max(4 d (full + partial_cost * partial) / (share * peak), bytes / bandwidth)
     few queries    t = start + 4 d pairs / (few_share * peak) + bytes / bandwidth
 
-`full` and `partial` are pairs in tiles of the schedule; FLOPs of a backward pass are 2.5 times those of the forward pass.
+`full` and `partial` are pairs in tiles of the schedule; a backward pass has 2.5 times the FLOPs of the forward pass.
+The three numbers are measured with the limits (`regard.bench.this_machine`), on three calls.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from regard.cost.machine import Machine
+from regard.cost.machine import Efficiency, Machine
 
 FEW = 16
 """Queries up to which the kernels of few queries run."""
@@ -24,35 +24,20 @@ BACKWARD = 2.5
 START = 20e-6
 """Seconds from the call to the kernel, of a call that was made before."""
 
-
-@dataclass(frozen=True)
-class Efficiency:
-    """What the kernels reach of a machine's limits.
-
-    Attributes:
-        share: of the peak, on FULL tiles.
-        partial_cost: time of a PARTIAL tile, in that of a FULL one.
-        few_share: of the peak, for few queries.
-    """
-
-    share: float
-    partial_cost: float
-    few_share: float
-
-
 EFFICIENCY = {"float32": Efficiency(0.84, 1.7, 0.4), "bfloat16": Efficiency(0.77, 2.3, 0.4)}
-"""By type: medians over the rows `dense`, `causal` and `window` of the section Prompts, and over those of Decoding."""
+"""For a machine whose efficiency was not measured: by type, from the rows `dense`, `causal`, `window` and `decode` of
+docs/performance/zen5.md."""
 
 
 class Tiled(Protocol):
     """A plan: its problem, its tiles, and the bytes it moves at least. `regard.Plan` is one."""
 
     @property
-    def problem(self) -> Any: ...  # noqa: D102 - sizes and dtype
+    def problem(self) -> Any: ...
     @property
-    def schedule(self) -> Any: ...  # noqa: D102 - tiles and pairs
+    def schedule(self) -> Any: ...
     @property
-    def bytes(self) -> int: ...  # noqa: D102
+    def bytes(self) -> int: ...
 
 
 def expected_seconds(plan: Tiled, machine: Machine, *, backward: bool = False) -> float:
@@ -64,11 +49,16 @@ def expected_seconds(plan: Tiled, machine: Machine, *, backward: bool = False) -
     """
     p, s = plan.problem, plan.schedule
     dtype = str(p.dtype).removeprefix("torch.")
-    e, peak = EFFICIENCY.get(dtype, EFFICIENCY["float32"]), machine.peak(dtype)
+    known = {**EFFICIENCY, **(machine.efficiency or {})}
+    e, peak = known.get(dtype, known["float32"]), machine.peak(dtype)
     per_pair, passes = 2 * (p.score_dim + p.v_dim), 1 + BACKWARD * backward
     reading = plan.bytes * passes / machine.bandwidth
     if p.queries <= FEW:
         return START + s.pairs * per_pair / (e.few_share * peak) + reading
-    partial = min(s.covered, s.tiles[1] * s.tile * min(s.tile, p.queries))
-    pairs = s.covered + (e.partial_cost - 1) * partial
+    pairs = s.covered + (e.partial_cost - 1) * partial_pairs(s, p.queries)
     return START + max(passes * pairs * per_pair / (e.share * peak), reading)
+
+
+def partial_pairs(schedule: Any, queries: int) -> int:
+    """Pairs in PARTIAL tiles, kept or not."""
+    return min(schedule.covered, schedule.tiles[1] * schedule.tile * min(schedule.tile, queries))

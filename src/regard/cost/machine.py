@@ -22,6 +22,21 @@ WIDER = {"bfloat16": ("float32",), "float16": ("float32",), "fp8": ("bfloat16", 
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """What regard's kernels on a CPU reach of its limits; see `regard.cost.expected`.
+
+    Attributes:
+        share: of the peak, on FULL tiles.
+        partial_cost: time of a PARTIAL tile, in that of a FULL one.
+        few_share: of the peak, for few queries.
+    """
+
+    share: float
+    partial_cost: float
+    few_share: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """The limits of a machine.
 
@@ -32,6 +47,7 @@ class Machine:
         memory: bytes of memory.
         fast_memory: bytes that a tile of one kernel can use.
         count: machines that share the work evenly; communication between them is not counted.
+        efficiency: what kernels reach, by type, where it was measured.
     """
 
     name: str
@@ -42,6 +58,7 @@ class Machine:
     memory: int
     fast_memory: int
     count: int = 1
+    efficiency: Mapping[str, Efficiency] | None = None
 
     def __post_init__(self) -> None:
         limits = {"bandwidth": self.bandwidth, "memory": self.memory, "fast_memory": self.fast_memory}

@@ -5,11 +5,13 @@ Reading them needs nothing of torch. They are measured again after the file is d
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from regard.atomic_write import write_whole
-from regard.cost.machine import Machine
+from regard.cost.machine import Efficiency, Machine
+from regard.errors import ProblemError
 from regard.machine import processor
 
 NAME = "this"
@@ -40,15 +42,18 @@ def read_this_machine() -> Machine | None:
         return None
     try:
         limits = {key: found[key] for key in ("flops", "bandwidth", "memory", "fast_memory")}
-    except KeyError:
+        efficiency = {dtype: Efficiency(**each) for dtype, each in found["efficiency"].items()}
+        where = f"measured here: {stored_at()}"
+        return Machine(name=NAME, title=identity(), source=where, **limits, efficiency=efficiency)
+    except (KeyError, TypeError, AttributeError, ProblemError):  # of another version
         return None
-    return Machine(name=NAME, title=identity(), source=f"measured here: {stored_at()}", **limits)
 
 
 def store_this_machine(machine: Machine) -> None:
     """Write the limits to the file; without a place for it they are measured again next time."""
     limits = {key: getattr(machine, key) for key in ("bandwidth", "memory", "fast_memory")}
-    content = {"identity": identity(), "flops": dict(machine.flops), **limits}
+    efficiency = {dtype: asdict(each) for dtype, each in (machine.efficiency or {}).items()}
+    content = {"identity": identity(), "flops": dict(machine.flops), **limits, "efficiency": efficiency}
     try:
         stored_at().parent.mkdir(parents=True, exist_ok=True)
         write_whole(stored_at(), json.dumps(content, indent=1).encode())
