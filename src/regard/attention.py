@@ -4,12 +4,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.arrays import A, Array, as_array_like, as_tensor
 from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -113,7 +114,7 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
         _observers.reset(token)
 
 
-@suggest_keywords
+@overload
 def attend(
     q: Float[Tensor, "batch heads queries qk_dim"],
     k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor,
@@ -128,7 +129,39 @@ def attend(
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
     backend: str | Backend | None = None,
-) -> Float[Tensor, "batch heads queries v_dim"]:
+) -> Float[Tensor, "batch heads queries v_dim"]: ...
+@overload
+def attend(
+    q: A,
+    k: Any,
+    v: Any,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Any = None,
+    dropout: float = 0.0,
+    offset: Any = None,
+    backend: str | Backend | None = None,
+) -> A: ...
+@suggest_keywords
+def attend(
+    q: Float[Tensor, "batch heads queries qk_dim"] | Array,
+    k: Float[Tensor, "batch kv_heads keys qk_dim"] | StoredTensor | Array,
+    v: Float[Tensor, "batch kv_heads keys v_dim"] | StoredTensor | Array,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | Array | None = None,
+    dropout: float = 0.0,
+    offset: int | Tensor | Array | None = None,
+    backend: str | Backend | None = None,
+) -> Float[Tensor, "batch heads queries v_dim"] | Array:
     """Attention: `softmax(scale * q k^T, over the keys that the mask keeps) @ v`.
 
     In order: `s = scale * q . k`; softcap `c * tanh(s / c)`; `+ bias`; what the mask hides gets no weight; softmax
@@ -140,7 +173,9 @@ def attend(
     times.
 
     Args:
-        q: [batch, heads, queries, qk_dim].
+        q: [batch, heads, queries, qk_dim]. A tensor, or an array of NumPy, JAX or another library with `__dlpack__` or
+            `__array__`: then k and v are arrays as well (and sink and offset may be), and so is the output, without
+            gradients. Masks and biases take tensors only.
         k: [batch, kv_heads, keys, qk_dim]; kv_heads decides between MHA, GQA and MQA. heads is a whole multiple of
             kv_heads, and query head h uses key head `h // (heads // kv_heads)`; nothing is repeated in memory.
         v: [batch, kv_heads, keys, v_dim]. In place of k and v, what a cache's `append` gave: also pages and codes.
@@ -171,9 +206,14 @@ def attend(
     >>> attend(q, k, v, mask=Causal() & (Window(32) | Prefix(4))).shape
     torch.Size([1, 8, 64, 16])
     """
+    column: Any = sink
+    if not isinstance(q, Tensor):
+        return _attend_arrays(
+            Request(cast(Any, q), k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend)
+        )
     if is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
-    return _run(Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)).out
+        q, k, v = _autocast(q, cast(Any, k), cast(Any, v))
+    return _run(Request(q, k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend)).out
 
 
 @suggest_keywords
@@ -243,6 +283,15 @@ def explain(
     if problem.device == "meta":
         problem = replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
     return choose(problem, operands, backend)
+
+
+def _attend_arrays(request: Request) -> Any:
+    """The output of a call whose q is no tensor, as an array of its kind."""
+    names = ("q", "k", "v", "sink", "offset")
+    tensors: dict[str, Any] = {name: as_tensor(name, getattr(request, name)) for name in names}
+    with torch.no_grad():
+        out = _run(request._replace(**tensors)).out
+    return as_array_like(request.q, out)
 
 
 def _run(request: Request) -> State:
