@@ -11,7 +11,7 @@
 #pragma once
 
 #include "decode_values.h"
-#include "forward.h"
+#include "forward_sums.h"
 
 namespace regard {
 namespace REGARD_ISA {

@@ -1,6 +1,7 @@
 // Linear attention on several threads: by heads, or by chunks where heads are too few for the threads.
 #include <atomic>
 
+#include "caches.h"
 #include "check.h"
 #include "kernels.h"
 #include "linear_pass.h"
@@ -12,9 +13,9 @@ namespace {
 // Multiply-adds that take about 20 us on one core, as in abi.cpp.
 constexpr double TINY = 1 << 21;
 
-// Floats of the states of chunks that are parted at once: half of an L2 cache of 1 MiB for each thread, but at least
-// this many chunks of a head, or entering three parallel regions takes longer than what is computed.
-constexpr int64_t PARTED = 1 << 17, LEAST = 16;
+// Chunks of a head that are parted at once, at least: or entering three parallel regions takes longer than what is
+// computed.
+constexpr int64_t LEAST = 16;
 
 int64_t chunks_of(const regard_linear &c) { return (c.tokens + c.chunk - 1) / c.chunk; }
 
@@ -29,7 +30,8 @@ int64_t parted(const Kernels &kernels, const regard_linear &c) {
     const int64_t threads = threads_of(c), heads = c.batch * c.kv_heads, chunks = chunks_of(c);
     const int64_t state = kernels.linear_state(c);
     if (threads == 1 || !state || chunks < 2 || heads % threads == 0 || heads >= 8 * threads) return 0;
-    const int64_t fit = PARTED * threads / (heads * state), many = fit > LEAST ? fit : LEAST;
+    // their states take half of the second level cache of each thread, in floats
+    const int64_t fit = caches().second / 8 * threads / (heads * state), many = fit > LEAST ? fit : LEAST;
     return many < chunks ? many : chunks;
 }
 

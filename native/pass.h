@@ -1,9 +1,10 @@
 // A forward pass, cut into units that any thread may do in any order.
 //
-// Many queries: a unit is a tile of 64 of one head, against all keys. Few: heads of a group share a unit, as lanes
-// (forward.h) or, up to 16, as rows (decode.h); then keys are cut into spans as well, so that all threads have work,
-// and the second half merges them. How a pass is cut follows from its shape, never from the number of threads; and
-// whichever way a row is computed, it gets the same bits.
+// Many queries: a unit is a tile of 64 of one head, or two of them, against all keys. Few: heads of a group share a
+// unit, as lanes (forward.h) or, up to 16, as rows (decode.h); then keys are cut into spans as well, so that all
+// threads have work, and the second half merges them. How a pass is cut follows from its shape and from the caches, and
+// only whether two tiles share a unit from the number of threads; whichever way a row is computed, it gets the same
+// bits.
 #pragma once
 
 #include "decode.h"
@@ -14,12 +15,16 @@ namespace REGARD_ISA {
 
 struct Cut {
     const regard_call &c;
-    int64_t group, at_once, parts;  // heads of a key head; of a unit; units that a group makes
-    bool rows;                      // few enough queries for decode.h
-    int64_t spans;                  // that keys are cut into
-    int64_t units;                  // in which all queries are
+    int64_t group, at_once, parts;         // heads of a key head; of a unit; units that a group makes
+    bool rows;                             // few enough queries for decode.h
+    int64_t spans;                         // that keys are cut into
+    int64_t tiles, strips;                 // of a unit, which go through keys together; units that a head's tiles make
+    int64_t units;                         // in which all queries are
+    static constexpr int64_t ENOUGH = 16;  // units for a thread, so that none waits long for the last
 
-    explicit Cut(const regard_call &call) : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
+    // tiles_at_most: of a head, that had better share a unit.
+    explicit Cut(const regard_call &call, int64_t tiles_at_most = 1)
+        : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
         const int64_t together = c.maps_head > 1 ? 1 : group;  // heads with one mask
         rows = together * c.queries <= FEW;
         at_once =
@@ -27,15 +32,19 @@ struct Cut {
         parts = (group + at_once - 1) / at_once;
         spans = c.by_query.rows == 1 ? (c.keys + SPAN - 1) / SPAN : 1;
         spans = spans ? spans : 1;
-        units = c.heads ? c.batch * c.kv_heads * parts * c.by_query.rows : 0;
+        const int64_t all = c.heads ? c.batch * c.kv_heads * parts * c.by_query.rows : 0;
+        tiles = c.by_query.rows > 1 && at_once == 1 && all >= ENOUGH * tiles_at_most * c.threads ? tiles_at_most : 1;
+        strips = (c.by_query.rows + tiles - 1) / tiles;
+        units = all / (c.by_query.rows ? c.by_query.rows : 1) * strips;
     }
 
-    // Tiles of a head from its last on, which under a causal mask is the longest.
-    int64_t tile(int64_t unit) const { return c.by_query.rows - 1 - unit % c.by_query.rows; }
-    int64_t key_head(int64_t unit) const { return unit / c.by_query.rows / parts; }  // counted through the batch
+    // A unit's first tile, of a head's from its last on, which under a causal mask is the longest.
+    int64_t tile(int64_t unit) const { return (strips - 1 - unit % strips) * tiles; }
+    int64_t key_head(int64_t unit) const { return unit / strips / parts; }  // counted through the batch
 
-    Lanes lanes(int64_t unit) const {
-        const int64_t part = unit / c.by_query.rows % parts, kv = key_head(unit), first = tile(unit) * TILE;
+    // Of a unit's tile `number`.
+    Lanes lanes(int64_t unit, int64_t number = 0) const {
+        const int64_t part = unit / strips % parts, kv = key_head(unit), first = (tile(unit) + number) * TILE;
         const int64_t heads = group - part * at_once < at_once ? group - part * at_once : at_once;
         const int64_t queries = c.queries - first < TILE ? c.queries - first : TILE;
         return {kv / c.kv_heads, kv % c.kv_heads * group + part * at_once, first, at_once > 1 ? c.queries : TILE,
@@ -51,22 +60,36 @@ struct Cut {
 // few: only calls whose units are rows (Cut::rows); the code for others is left out.
 template <typename K, bool few = false>
 struct ForwardPass {
-    const Cut cut;
+    using Strip = typename Forward<K>::Strip;
+    static constexpr int64_t PAIRS_AT_MOST = int64_t(40) << 20;  // of memory; no cache is meant
+
     const regard_call &c;
-    int64_t pairs;  // bytes of all values in pairs, made once where many tiles use them; 0: made where they are used
+    const int64_t pairs;  // bytes of all values in pairs, made once where many tiles use them; 0: made where they are
+    const Cut cut;
 
-    static constexpr int64_t PAIRS_AT_MOST = int64_t(40) << 20;
+    explicit ForwardPass(const regard_call &call) : c(call), pairs(bytes_of_pairs()), cut(call, tiles_at_most()) {}
 
-    explicit ForwardPass(const regard_call &call) : cut(call), c(call), pairs(0) {
+    int64_t bytes_of_pairs() const {
         const int64_t all = c.batch * c.kv_heads * pairs_of_head();
-        if (K::pairs && c.by_query.rows >= 4 && all <= PAIRS_AT_MOST) pairs = up(all, 64);
+        return K::pairs && c.by_query.rows >= 4 && all <= PAIRS_AT_MOST ? up(all, 64) : 0;
+    }
+
+    // Two tiles share keys and values where those are converted, which is then done half as often: 0.97 to 0.98 of the
+    // time on Zen 4, for bf16 on AVX2 and AVX-512. Also where they stream from a third level and products wait even for
+    // the second (Cascade Lake); Zen 4 takes as long either way. What both need must fit the second level.
+    int64_t tiles_at_most() const {
+        const int64_t of_key = (c.qk_dim + c.v_dim) * int64_t(sizeof(typename K::Stored));
+        if (few || Forward<K>::bytes(c, TILES) + 2 * BLOCK * of_key > caches().second) return 1;
+        const bool converted = keys_of(c) || values_of(c) || (K::pairs ? !pairs : !K::in_place);
+        const bool streams = c.keys * of_key > caches().second && nearby() < caches().second;
+        return converted || streams ? TILES : 1;
     }
 
     int64_t pairs_of_head() const { return (c.keys + 1) / 2 * c.v_dim * 4; }
     int64_t part_bytes() const { return cut.rows ? Decode<K>::part_bytes(c) : Forward<K>::part_bytes(c); }
 
     int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * part_bytes() : pairs; }
-    int64_t scratch() const { return cut.rows ? Decode<K>::bytes(c) : Forward<K>::bytes(c); }
+    int64_t scratch() const { return cut.rows ? Decode<K>::bytes(c) : Forward<K>::bytes(c, cut.tiles); }
 
     int64_t units(int half) const {
         if (cut.spans > 1) return half ? cut.units : cut.units * cut.spans;
@@ -81,15 +104,15 @@ struct ForwardPass {
 
     // The rows of a unit against all keys.
     regard_status whole(int64_t unit, const char *shared, char *scratch) const {
-        const Lanes lanes = cut.lanes(unit);
-        const int64_t row = cut.row(lanes, cut.tile(unit));
         if constexpr (!few)
             if (!cut.rows) {
                 const char *values = pairs ? shared + cut.key_head(unit) * pairs_of_head() : nullptr;
                 typename Forward<K>::After after;
                 const bool more = follows(unit + c.threads, after);
-                return Forward<K>(c, values, scratch).run(lanes, row, more ? &after : nullptr);
+                return Forward<K>(c, values, scratch, cut.tiles).run(strip(unit), more ? &after : nullptr);
             }
+        const Lanes lanes = cut.lanes(unit);
+        const int64_t row = cut.row(lanes, cut.tile(unit));
         Decode<K> decode(c, scratch);
         char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
         if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
@@ -100,9 +123,20 @@ struct ForwardPass {
     // What a unit begins with, if there is one: probably this thread's next.
     bool follows(int64_t unit, typename Forward<K>::After &after) const {
         if (unit >= cut.units * cut.spans) return false;
-        after.lanes = cut.lanes(unit / cut.spans);
-        const int64_t from = unit % cut.spans * SPAN, row = cut.row(after.lanes, cut.tile(unit / cut.spans));
-        return Walk(c.by_query, row, c.keys, from).next(c.keys, after.block);
+        after.strip = strip(unit / cut.spans);
+        return Walk(c.by_query, after.strip.row[0], c.keys, unit % cut.spans * SPAN).next(c.keys, after.block);
+    }
+
+    // The tiles of a unit.
+    Strip strip(int64_t unit) const {
+        Strip found;
+        const int64_t first = cut.tile(unit);
+        found.count = least(cut.tiles, c.by_query.rows - first);
+        for (int i = 0; i < found.count; ++i) {
+            found.lanes[i] = cut.lanes(unit, i);
+            found.row[i] = cut.row(found.lanes[i], first + i);
+        }
+        return found;
     }
 
     // The values of a span of one key head, in pairs.
@@ -133,9 +167,9 @@ struct ForwardPass {
         }
         if constexpr (!few) {
             typename Forward<K>::After after;
-            return Forward<K>(c, nullptr, scratch)
-                .run_span(lanes, cut.row(lanes, 0), number, Forward<K>::part(c, part),
-                          follows(unit + c.threads, after) ? &after : nullptr);
+            Forward<K> forward(c, nullptr, scratch);
+            return forward.run_span(strip(unit / cut.spans), number, forward.part(part),
+                                    follows(unit + c.threads, after) ? &after : nullptr);
         }
         return REGARD_DONE;
     }

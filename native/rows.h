@@ -184,6 +184,7 @@ struct Lanes {
     int64_t head_of(int lane) const { return one_head() ? head : head + lane / per_head; }
     int64_t query_of(int lane) const { return first + (one_head() ? lane : lane % per_head); }
     bool one_head() const { return count <= per_head; }
+    int vectors(int width) const { return (count + width - 1) / width; }
 };
 
 }  // namespace REGARD_ISA

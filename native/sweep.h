@@ -13,7 +13,7 @@
 // in the second half, in order as well. Segments follow from the call's sizes, so no thread changes a bit.
 #pragma once
 
-#include "forward.h"
+#include "forward_scores.h"
 
 namespace regard {
 namespace REGARD_ISA {
@@ -64,8 +64,9 @@ struct Sweep {
     const regard_call &c;
     const SweepCut cut_;
     char *const shared_;
-    Forward<K> forward;
-    T *scores;  // and then weights: those of `forward`
+    Scores<K> products;
+    T *scores;  // those of `products`, and then weights
+    typename K::Unit *queries;
 
     struct Lane {                                      // of a tile
         alignas(64) T offset[LANES], shift[LANES];     // x = (score - offset) * factor + shift
@@ -92,13 +93,16 @@ struct Sweep {
     int64_t head, first_query, end_query;
 
     static int64_t bytes(const regard_sweep &s) {
-        return up(Forward<K>::bytes(s.call), 64) + up(int64_t(sizeof(Lane)), 64) +
+        return of_scores(s.call) + up(int64_t(sizeof(Lane)), 64) +
                s.vector_count * LANES * int64_t(sizeof(T) + sizeof(double));
     }
 
+    static int64_t of_scores(const regard_call &c) { return up(Scores<K>::bytes(c) + Scores<K>::queries_bytes(c), 64); }
+
     Sweep(const regard_sweep &sweep, char *shared, char *scratch)
-        : s(sweep), c(sweep.call), cut_(sweep), shared_(shared), forward(c, nullptr, scratch), scores(forward.scores) {
-        char *at = scratch + up(Forward<K>::bytes(c), 64);
+        : s(sweep), c(sweep.call), cut_(sweep), shared_(shared), products(c, scratch), scores(products.scores) {
+        char *at = scratch + of_scores(c);
+        queries = reinterpret_cast<typename K::Unit *>(scratch + Scores<K>::bytes(c));
         lane = reinterpret_cast<Lane *>(at);
         alongs = reinterpret_cast<double *>(at + up(int64_t(sizeof(Lane)), 64));
         along = reinterpret_cast<T *>(alongs + s.vector_count * LANES);
@@ -211,8 +215,8 @@ struct Sweep {
     regard_status tile(int64_t number) {
         const int64_t b = head / c.heads, h = head % c.heads, first = number * TILE;
         lanes = {b, h, first, TILE, least(TILE, c.queries - first)};
-        vectors = Forward<K>::vectors(lanes);
-        forward.transpose_queries(lanes);
+        vectors = lanes.vectors(W);
+        products.transpose_queries(lanes, queries);
         begin();
         const int64_t map = (c.maps_batch > 1 ? b : 0) * c.maps_head + (c.maps_head > 1 ? h : 0);
         const Source<K> k(keys_of(c), c.k, b, h / (c.heads / c.kv_heads), c.qk_dim);
@@ -239,10 +243,10 @@ struct Sweep {
             const double own = i < lanes.count ? double(lse[row_of(i)]) : -double(INFINITE);
             const double total = sink && i < lanes.count ? log_of_both(own, double(sink[lanes.head])) : own;
             lane->total[i] = total;
-            const double unit = total / double(forward.scoring.unit);
+            const double unit = total / double(products.scoring.unit);
             lane->offset[i] = own == -double(INFINITE) ? T(INFINITE) : T(unit);
             const double rest = unit - double(lane->offset[i]);
-            lane->shift[i] = rest - rest == 0 ? T(-rest * double(forward.factor)) : T(0);
+            lane->shift[i] = rest - rest == 0 ? T(-rest * double(products.factor)) : T(0);
         }
     }
 
@@ -261,9 +265,8 @@ struct Sweep {
         const int n = cut<W>(block, bits, tokens, lanes.count, pieces);
         if (!n) return;
         const int low = pieces[0].low, high = pieces[n - 1].high;
-        const Rows rows =
-            k.some(block.first + low, high - low, forward.key_rows).across(block.first + low, high - low, forward.keys);
-        const Adds<T> adds = forward.whole_scores(block, lanes, tokens);
+        const Rows rows = products.rows(k, block.first + low, high - low);
+        const Adds<T> adds = products.whole_scores(block, lanes, tokens);
         const int64_t next = block.first + BLOCK;
         Ahead ahead;
         ahead.add(k.ahead(next, least(BLOCK, c.keys - next)));
@@ -271,12 +274,12 @@ struct Sweep {
         const bool ragged = lanes.count % W;
         if (ragged) hide_missing(block, bits);
         for (int i = 0; i < n; ++i)
-            Forward<K>::each_half(pieces[i], [&](const Piece &p, int half) {
+            products.each_half(pieces[i], [&](const Piece &p, int half) {
                 alignas(64) T top[LANES] = {};
                 const uint64_t *hidden = ragged || block.half[half].bits ? bits.of : nullptr;
-                forward.score(p, rows.data + (p.low - low) * rows.stride, rows.stride, adds, nullptr, &ahead);
-                if (forward.scoring.capped) forward.cap(p, hidden, adds, top);
-                else if (hidden) forward.hide(p, hidden, top);
+                products.score(p, queries, rows.data + (p.low - low) * rows.stride, rows.stride, adds, nullptr, &ahead);
+                if (products.scoring.capped) products.cap(p, hidden, adds, top);
+                else if (hidden) products.hide(p, hidden, top);
                 gather(p, block.first);
             });
         settle();
@@ -312,7 +315,7 @@ struct Sweep {
     // The weights of a stretch of keys and a vector of lanes, in place of scores, and their sums.
     REGARD_INLINE void weigh(int v, int low, int high, int64_t first) {
         const V offset = load(lane->offset + v * W), shift = load(lane->shift + v * W),
-                factor = broadcast(forward.factor);
+                factor = broadcast(products.factor);
         V entropy = load(lane->entropy + v * W), squares = load(lane->squares + v * W), sum{}, most{};
         for (int j = low; j < high; ++j) {
             T *at = scores + j * LANES + v * W;

@@ -110,7 +110,7 @@ class Ahead {
     }
 
   private:
-    Part parts_[5];
+    Part parts_[8];  // of two tiles: keys, values; of each its bias, its output, the next one's queries
     int64_t count_ = 0, next_ = 0, at_ = 0, lines_ = 0, pace_ = 0;
 };
 

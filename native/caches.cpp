@@ -1,0 +1,80 @@
+// Reads the sizes of the caches: by sysconf on Linux, which on x86 asks the processor and on ARM often reports nothing,
+// by sysctl on macOS. Where nothing is reported, a size is that of most machines.
+#include "caches.h"
+
+#include <cstdlib>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#else
+#include <unistd.h>
+#endif
+
+namespace regard {
+namespace {
+
+#if defined(__APPLE__)
+int64_t reported(const char *name) {
+    int64_t bytes = 0;
+    size_t size = sizeof bytes;
+    return sysctlbyname(name, &bytes, &size, nullptr, 0) ? 0 : bytes;
+}
+
+// Of the fast cores, where there are several kinds.
+Caches reported() {
+    const int64_t first = reported("hw.perflevel0.l1dcachesize"), second = reported("hw.perflevel0.l2cachesize");
+    return {first ? first : reported("hw.l1dcachesize"), second ? second : reported("hw.l2cachesize"),
+            reported("hw.l3cachesize"), 0};
+}
+#elif defined(_SC_LEVEL1_DCACHE_SIZE)
+Caches reported() {
+    return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), sysconf(_SC_LEVEL3_CACHE_SIZE), 0};
+}
+#else
+Caches reported() { return {}; }
+#endif
+
+// Zen 4 starts one 512-bit product a cycle, and operands may as well come from its second level: smaller blocks cost
+// 1 to 2 % there. Skylake and Cascade Lake start two and wait. (Zen 5 starts two; its first level has 48 KiB, which
+// all blocks fit.)
+bool second_is_near() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+#else
+    return false;
+#endif
+}
+
+// Skylake and Zen 1 to 4 have 32 KiB; no machine since then has less than 256 KiB for a core.
+Caches found() {
+    Caches sizes = reported();
+    const bool is_pinned = std::getenv("REGARD_CACHES");
+    int64_t *const all[] = {&sizes.first, &sizes.second, &sizes.third};
+    if (const char *at = std::getenv("REGARD_CACHES"))
+        for (int64_t *size : all) {
+            char *end = nullptr;
+            const long long bytes = std::strtoll(at, &end, 10);
+            if (end == at) break;
+            *size = bytes;
+            at = *end == ',' ? end + 1 : end;
+        }
+    if (sizes.first <= 0) sizes.first = int64_t(32) << 10;
+    if (sizes.second < sizes.first) sizes.second = int64_t(512) << 10;
+    if (sizes.third < 0) sizes.third = 0;
+    sizes.near = !is_pinned && second_is_near() ? sizes.second : sizes.first;
+    return sizes;
+}
+
+}  // namespace
+
+const Caches &caches() {
+    static const Caches once = found();
+    return once;
+}
+
+}  // namespace regard

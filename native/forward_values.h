@@ -1,0 +1,102 @@
+// Weights by the values of a block, into an output [v_dim][64].
+#pragma once
+
+#include "scores.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+template <typename K>
+class Values {
+    using T = typename K::Wide;
+    using V = typename K::V;
+    using P = typename K::Product;
+    using Unit = typename K::Unit;
+    static constexpr int W = K::W;
+
+  public:
+    static int64_t bytes(const regard_call &c) {
+        return Tokens<K>::down_bytes(c.v_dim, BLOCK) + Source<K>::bytes(c.v_dim, values_of(c) ? BLOCK : 0);
+    }
+
+    // pairs: all values of the head in pairs, made beforehand, or null.
+    Values(const regard_call &c, const char *pairs, char *scratch)
+        : dim(c.v_dim), paired(pairs), memory(scratch), row_memory(scratch + Tokens<K>::down_bytes(dim, BLOCK)) {}
+
+    // What memory is asked for beforehand: tokens first to first + count, from an even one on.
+    Ahead::Part ahead(const Source<K> &v, int64_t first, int64_t count) const {
+        if (paired) return {paired_at(first).data, dim * 4, dim * 4, (count + 1) / 2};
+        return v.ahead(first, count);
+    }
+
+    // Tokens low to high of the block that starts at `first`. partial: whether a mask hides some of a half.
+    void read(const Source<K> &v, int64_t first, int low, int high, const bool *partial) {
+        low_ = low;
+        if (!paired) tokens_ = v.some(first + low, high - low, row_memory);
+        rows_ = paired ? paired_at(first + low) : tokens_.down(first + low, high - low, memory);
+        for (int i = 0; i < 2; ++i) {
+            const int from = i ? most(low, TILE) : low, to = i ? high : least(high, TILE);
+            wild_[i] = partial[i] && from < to && wild(first + from, to - from);
+            if (paired && wild_[i]) tokens_ = v.some(first + low, high - low, row_memory);
+        }
+    }
+
+    void mix(const Block &block, const Bits128 &bits, const Piece &p, const T *weights, T *out, bool fresh) const {
+        if (wild_[p.low / TILE] || wild_[(p.high - 1) / TILE]) return mix_wild(block, bits, p, weights, out, fresh);
+        const char *from = rows_.data + (p.low - low_) / P::pair * rows_.stride;
+        const Unit *by = reinterpret_cast<const Unit *>(weights) + p.low / P::pair * LANES;
+        const int64_t steps = (p.high - p.low + P::pair - 1) / P::pair;
+        if (fresh) multiply<P, Along::down, Start::zero>(from, rows_.stride, dim, by, steps, out, p.first, p.last);
+        else multiply<P, Along::down>(from, rows_.stride, dim, by, steps, out, p.first, p.last);
+    }
+
+    // The same sums, where values that are not finite must not reach lanes that do not see them.
+    void mix_wild(const Block &block, const Bits128 &bits, const Piece &p, const T *weights, T *out, bool fresh) const {
+        for (int64_t d = 0; d < dim; ++d)
+            for (int vector = p.first; vector < p.last; ++vector) {
+                T *at = out + d * LANES + vector * W;
+                V sum = fresh ? V{} : load(at);
+                for (int j = p.low; j < p.high; j += P::pair) {
+                    const V even = seen(block, bits, j, vector, d);
+                    const typename P::Vector weight =
+                        load(reinterpret_cast<const Unit *>(weights) + j / P::pair * LANES + vector * W);
+                    if constexpr (K::pairs) {
+                        const V odd = j + 1 < p.high ? seen(block, bits, j + 1, vector, d) : V{};
+                        sum = P::madd(pack_pairs(even, odd), weight, sum);
+                    } else {
+                        sum = P::madd(even, weight, sum);
+                    }
+                }
+                store(at, sum);
+            }
+    }
+
+  private:
+    V seen(const Block &block, const Bits128 &bits, int j, int vector, int64_t d) const {
+        const T value = widen(tokens_.at(block.first + j)[d]);
+        const V all = broadcast(value);
+        if (value - value == 0 || !block.half[j / TILE].bits) return all;
+        return select(bits.of[j] >> (vector * W), all, V{});
+    }
+
+    Rows paired_at(int64_t token) const { return {paired + token / 2 * dim * 4, dim * 4}; }
+
+    // Whether some value of these tokens is NaN or infinite: of pairs, if there are, as they are what is in a cache.
+    bool wild(int64_t first, int count) const {
+        if constexpr (K::pairs)
+            if (paired) return wild_pairs(reinterpret_cast<const uint32_t *>(paired_at(first).data), count, dim);
+        return tokens_.wild(first, count);
+    }
+
+    const int64_t dim;
+    const char *const paired;
+    char *const memory, *const row_memory;
+    // of the block that was read
+    int low_;
+    Tokens<K> tokens_;
+    Rows rows_;
+    bool wild_[2];  // whether a half has values that are not finite and a mask that may hide them
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard
