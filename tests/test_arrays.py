@@ -78,6 +78,8 @@ def test_elements_and_mixtures_that_make_no_sense_are_refused(qkv: tuple[Any, ..
         attend(q.astype(object), k, v)
     with pytest.raises(ProblemError, match="k is ndarray: expected a tensor"):
         attend(torch.from_numpy(q), k, v)
+    with pytest.raises(ProblemError, match="q is ndarray: expected a tensor, as v is, or arrays for all"):
+        attend(q, k, torch.from_numpy(v))
 
 
 class TestJax:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arrays import A, Array, as_array_like, as_tensor
+from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -287,6 +287,11 @@ def explain(
 
 def _attend_arrays(request: Request) -> Any:
     """The output of a call whose q is no tensor, as an array of its kind."""
+    for name in ("k", "v"):
+        if is_array(request.q) and isinstance(getattr(request, name), Tensor):
+            raise ProblemError(
+                f"q is {type(request.q).__name__}: expected a tensor, as {name} is, or arrays for all of q, k and v."
+            )
     names = ("q", "k", "v", "sink", "offset")
     tensors: dict[str, Any] = {name: as_tensor(name, getattr(request, name)) for name in names}
     with torch.no_grad():

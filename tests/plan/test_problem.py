@@ -136,7 +136,10 @@ def test_a_tensor_whose_elements_cannot_be_read_is_refused_wherever_it_comes_in(
     q, k, v = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
     mask = Causal()
     FRONT[front](q, k, v, mask=mask)  # so that the same call is known
-    for called in ((make(q), k, v), (q, make(k), v), (q, k, make(v)), (make(q), make(k), make(v))):
+    calls = [(make(q), k, v), (q, make(k), v), (q, k, make(v)), (make(q), make(k), make(v))]
+    if (name, front) == ("an array", "attend"):
+        calls.pop()  # arrays alone are taken
+    for called in calls:
         with pytest.raises(ProblemError, match=f"^[qkv] {says}"):
             FRONT[front](*called)
         with pytest.raises(ProblemError, match=f"^[qkv] {says}"):
