@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -130,3 +131,10 @@ def test_it_is_there_in_less_than_a_third_of_a_second_and_without_torch(more):
 
 def test_several_machines_are_named_as_such():
     assert find_machine("8xh100").title == "8 x NVIDIA H100 SXM5"
+
+
+def test_the_example_of_the_page_is_what_is_printed(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
+    example = re.search(r"<!-- example -->\n```\n(.*?)```\n", page, re.DOTALL)
+    assert example
+    assert example[1] == shown(capsys, "llama-2-70b", "--context", "32k", "--machine", "8xh100")

@@ -52,6 +52,17 @@ def test_torchs_counter_counts_the_projections_the_mlps_and_the_output(family):
     assert sum(counted.values()) - rope == parts.total.flops - parts.attention.flops + square
 
 
+def test_torchs_counter_misses_the_default_attention_of_transformers_on_a_cpu():
+    """As docs/cost.md says of counters of FLOPs: the products of torch's fused attention have no formula there."""
+    auto = pytest.importorskip("transformers.models.auto")
+    config = auto.configuration_auto.CONFIG_MAPPING["llama"](num_hidden_layers=2, vocab_size=101, **SMALL["llama"])
+    model = auto.AutoModelForCausalLM.from_config(config).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 37, dtype=torch.long), use_cache=False)
+    parts = forward(from_config("m", config.to_dict()), Call(1, 37, outputs=37))
+    assert counter.get_total_flops() == pytest.approx(parts.total.flops - parts.attention.flops, rel=0.001)
+
+
 class Pairs(TorchDispatchMode):
     """Counts the weights above zero in every softmax that is computed."""
 

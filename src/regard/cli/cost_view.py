@@ -91,15 +91,14 @@ def _work(c: ModelCost) -> list[str]:
 
 def _pass(c: ModelCost, name: str, parts: Parts, *, is_short: bool = False) -> Iterator[tuple[str, ...]]:
     total = parts.total
-    yield (name, flop(total.flops), size(total.moved), f"{total.intensity:,.3g}", duration(c.seconds(parts)), "")
+    yield (name, flop(total.flops), size(total.moved), intensity(total.intensity), duration(c.seconds(parts)), "")
     for part, work in parts.each.items():
         if is_short or not work.flops:
             continue
         seconds = None if c.machine is None else c.machine.seconds(work.flops, work.moved, c.dtype)
         bound = "" if c.machine is None else "memory" if work.intensity < c.machine.balance(c.dtype) else "products"
-        yield (
-            f"  {TITLES[part]}", flop(work.flops), size(work.moved), f"{work.intensity:,.3g}", duration(seconds), bound,
-        )  # fmt: skip
+        numbers = (flop(work.flops), size(work.moved), intensity(work.intensity), duration(seconds))
+        yield (f"  {TITLES[part]}", *numbers, bound)
 
 
 def _facts(c: ModelCost) -> list[str]:
@@ -187,6 +186,15 @@ def flop(count: float) -> str:
             value = count / unit
             return f"{value:,.2f} {name}" if value < 100 else f"{value:,.0f} {name}"
     return f"{count:,.0f} FLOP"
+
+
+def intensity(value: float) -> str:
+    """FLOPs for each byte.
+
+    >>> intensity(5912.3), intensity(1.514)
+    ('5,912', '1.51')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def big(count: int) -> str:
