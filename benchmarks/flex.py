@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -139,7 +139,7 @@ def block_masks() -> str:
     )
 
 
-def _row(name: str, ways: dict[str, Callable[[], object]], seconds: float) -> tuple[str, ...]:
+def _row(name: str, ways: Mapping[str, Callable[[], object]], seconds: float) -> tuple[str, ...]:
     rounds = interleaved({way: timed(run) for way, run in ways.items()}, Effort(seconds=seconds, least=3))
     ours, theirs = (rounds.median(lambda x: x, way) or math.nan for way in ways)
     ratio = rounds.median(lambda a, b: b / a, *ways) or math.nan

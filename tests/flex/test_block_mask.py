@@ -176,6 +176,26 @@ def test_a_mask_mod_that_reads_positions_raises_as_in_torch():
         create_block_mask(lambda b, h, q, k: q >= k if bool(q > 3) else q < k, None, None, 64, 64, "cpu")
 
 
+def test_lists_may_have_blocks_that_are_not_there():
+    counts = torch.tensor([[[2, 2]]], dtype=torch.int32)
+    order = torch.tensor([[[[0, -1], [1, 7]]]], dtype=torch.int32)  # as paged attention has for pages without memory
+    q, k, v = tensors(tokens=120)
+    given = BlockMask(
+        (120, 120), counts, order, None, None, None, None, None, None, BLOCK_SIZE=(60, 60), mask_mod=causal
+    )
+    out = flex_attention(q, k, v, block_mask=given)
+    expected, _ = attended(q, k, v, None, lambda b, h, q, k: (q // 60 == k // 60) & (q >= k))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_options_for_gpus_are_torchs():
+    own, theirs = (
+        make(causal, None, None, TOKENS, TOKENS, "cpu", compute_dq_write_order=True)
+        for make in (create_block_mask, of_torch.create_block_mask)
+    )
+    torch.testing.assert_close(own.dq_write_order, theirs.dq_write_order)
+
+
 def test_a_mask_prints_as_torchs():
     sizes: tuple[Any, ...] = (causal, 1, 1, 512, 512, "cpu")
     own, theirs = create_block_mask(*sizes), of_torch.create_block_mask(*sizes)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from regard.describe.mask import And, Bools, CallSizes, Mask, Or, Rectangles, kept_pairs, marked
@@ -55,7 +56,7 @@ def create_block_mask(
         device: of the lists; None for the accelerator, or "cpu" without one, as in torch.
         BLOCK_SIZE: tokens per side of a block, or (queries, keys).
         separate_full_blocks: whether blocks that are kept whole have lists of their own.
-        options: further ones of torch's (`compute_dq_write_order`), which torch's own function handles.
+        options: further ones of torch's, as `compute_dq_write_order`; torch's own function makes the mask then.
 
     >>> from regard.flex import create_block_mask
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 32768, 32768, device="cpu").sparsity()
@@ -69,6 +70,11 @@ def create_block_mask(
     block = _pair_of(BLOCK_SIZE)
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     mask = mask_of_mod(mask_mod, sizes, place)
+    if options or (is_opaque(mask) and place.type != "cpu"):
+        make: Any = of_torch.create_block_mask
+        return make(
+            mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks=separate_full_blocks, **options
+        )
     some, every = block_layout(mask, sizes, block)
     whole = every & _is_uncut(sizes, block) if separate_full_blocks else np.zeros_like(every)
     lists = [_lists(kept, sizes, place) for kept in (some & ~whole, whole)]
@@ -213,7 +219,7 @@ def _dense(counts: Tensor, order: Tensor, columns: int) -> Tensor:
     counts, order = (_checked(t.detach().cpu()) for t in (counts, order))
     batch, heads = (max(counts.shape[i], order.shape[i]) for i in range(2))
     order = order.expand(batch, heads, *order.shape[2:])
-    listed = (torch.arange(order.shape[3]) < counts[..., None]).expand_as(order)
+    listed = (torch.arange(order.shape[3]) < counts[..., None]) & (order >= 0) & (order < columns)
     dense = torch.zeros(*order.shape[:3], columns + 1, dtype=torch.bool)
     dense.scatter_(3, torch.where(listed, order, columns).long(), value=True)
     return dense[..., :columns].contiguous()
