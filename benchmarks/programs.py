@@ -8,6 +8,7 @@ before anything is measured.
 import argparse
 import importlib
 import importlib.util
+import math
 import sys
 import tempfile
 import time
@@ -25,6 +26,9 @@ from benchmarks import command
 from benchmarks.report import machine, table
 from regard.bench.rounds import Effort, Rounds, interleaved, on_threads
 from regard.errors import ProblemError
+
+LONG = 0.1
+"""The seconds that a measurement lasts at least."""
 
 Program = tuple[nn.Module, Callable[[], Tensor]]
 """A model, and a call of it on one input."""
@@ -276,19 +280,22 @@ def _line(
     if not error < (1e-4 if dtype == torch.float32 else 0.05):
         raise AssertionError(f"{case.name}, {dtype}, {step}: outputs differ by {error:.1e} of their size")
 
+    calls = max(1, math.ceil(LONG / _seconds(once, 1)))
+
     def ours() -> float:
         with regard.everywhere():
-            return _seconds(once)
+            return _seconds(once, calls)
 
-    rounds = interleaved({"torch": lambda: _seconds(once), "regard": ours}, effort)
+    rounds = interleaved({"torch": lambda: _seconds(once, calls), "regard": ours}, effort)
     return _median(case, dtype, step, error, rounds)
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], object], calls: int) -> float:
     """The processor time of a call: what other programs take of the machine does not count."""
     start = time.process_time()
-    run()
-    return time.process_time() - start
+    for _ in range(calls):
+        run()
+    return (time.process_time() - start) / calls
 
 
 def _median(case: Case, dtype: torch.dtype, step: str, error: float, rounds: Rounds) -> Line:

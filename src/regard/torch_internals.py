@@ -150,6 +150,18 @@ attention_of_torch: Callable[..., Tensor] = partial(
 )
 """torch's own attention, also while another kernel is registered for it (`OpOverload._op_dk`; torch 2.0)."""
 
+fused_attention_of_torch: Callable[..., tuple[Tensor, Tensor]] | None = _find(
+    "torch._scaled_dot_product_flash_attention_for_cpu",
+    None,
+    "small calls inside regard.everywhere() take some 20 us more",
+)
+"""The fused kernel by the function that Python code calls, some us faster than by `torch.ops`; torch 2.2."""
+
+choice_of_torch: Callable[..., int] = _find(
+    "torch._fused_sdp_choice", lambda *_: -1, "small calls inside regard.everywhere() take some 20 us more"
+)
+"""Which kernel torch's attention would choose: 1 for the fused one; torch 2.0."""
+
 encoder_layer_of_torch: Callable[..., Tensor] = _find("torch._transformer_encoder_layer_fwd", None, _NO_EVERYWHERE)
 """`torch.nn.TransformerEncoderLayer` in one C++ function, for inference; torch 1.12."""
 
@@ -226,13 +238,13 @@ def check_replaceable() -> None:
         )
 
 
-def replace_in_torch(function: Any, replacement: Any) -> None:
-    """Let `torch.NAME`, where NAME is that of a builtin function, be another; TorchScript compiles the builtin still.
+def replace_in_torch(function: Any, replacement: Any, module: Any = torch) -> None:
+    """Let `module.NAME`, where NAME is that of a builtin function, be another; TorchScript compiles the builtin still.
 
     (`torch.jit._builtins._register_builtin`; torch 1.6.)
     """
     name = function.__name__
-    setattr(torch, name, replacement)
+    setattr(module, name, replacement)
     _register_builtin(replacement, f"aten::{name}")
 
 

@@ -1,9 +1,13 @@
 """`regard.everywhere`: programs that do not know regard give torch's results, and their attention is regard's."""
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,9 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="without the comp
 def off() -> Iterator[None]:
     yield
     regard.everywhere(False)
+
+
+FUSED = "_transformer_encoder_layer_fwd"
 
 
 def of_size(*sizes: int, **options: Any) -> Tensor:
@@ -232,6 +239,22 @@ def test_vmap_and_forward_mode_are_torchs():
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 8, 16), (2, 8, 1, 64), (8, 16), (2, 8, 16), (0, 2, 8, 16)], ids=str)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_small_calls_have_the_bits_and_the_strides_of_torch(sizes: tuple[int, ...], gradients: bool):
+    found = []
+    inputs = [t.transpose(-2, -3).contiguous().transpose(-2, -3) if t.ndim > 2 else t for t in qkv(*sizes)]
+    inputs = [t.requires_grad_(gradients) for t in inputs]
+    for on in (False, True):
+        with regard.everywhere(on):
+            for words in ({}, {"is_causal": True}, {"scale": 0.3}):
+                out = F.scaled_dot_product_attention(*inputs, **words)
+                found.append([out, *(torch.autograd.grad(out.sum(), inputs) if gradients else ())])
+    for theirs, ours in zip(found[:3], found[3:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True) if a.numel())
+
+
 def test_torchs_own_errors_are_raised():
     q, k, v = qkv()
     found = []
@@ -297,14 +320,14 @@ def test_a_compiled_graph_has_the_operator_and_serves_other_lengths():
 
 
 def test_it_is_off_outside_and_for_good_until_it_is_turned_off():
-    before = torch._transformer_encoder_layer_fwd
+    before = getattr(torch, FUSED)
     with regard.everywhere():
         assert switch.is_on()
         with regard.everywhere(False):
             assert not switch.is_on()
         assert switch.is_on()
     assert not switch.is_on()
-    assert torch._transformer_encoder_layer_fwd is before
+    assert getattr(torch, FUSED) is before
     regard.everywhere()
     with regard.everywhere():
         pass
@@ -344,6 +367,27 @@ def test_the_report_prints_what_was_caught_and_how_much_faster(capsys: pytest.Ca
     assert decide.DROPOUT in printed
     assert printed.strip() == str(caught)
     assert caught.rows[0].ratio is not None
+
+
+def test_caches_of_compiled_code_on_disk_are_kept_apart(tmp_path: Path):
+    """The graph that dynamo makes is the same with and without regard, and what torch compiles from it is not."""
+    program = (
+        "import sys, torch, torch.nn.functional as F\n"
+        "if sys.argv[1] == 'on':\n    import regard\n    regard.everywhere()\n"
+        "run = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q) * 2)\n"
+        "with torch.profiler.profile() as seen:\n    run(torch.ones(2, 8, 256, 64))\n"
+        "print(any('regard' in event.name for event in seen.events()))\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    found = [
+        subprocess.run(
+            [sys.executable, str(tmp_path / "program.py"), on],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True, text=True, check=True,
+        ).stdout.split()[-1]
+        for on in ("on", "off", "on")
+    ]  # fmt: skip
+    assert found == ["True", "False", "True"]
 
 
 def test_wrong_arguments_are_refused():

@@ -6,14 +6,28 @@ before it, by torch as ever.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.errors import RegardError
 from regard.override import report
-from regard.override.decide import why_torch
+from regard.override.decide import SMALL, is_small, why_torch
 from regard.override.mask_content import readable
-from regard.torch_internals import attention_of_torch, skip_frames
+from regard.torch_internals import (
+    attention_of_torch,
+    choice_of_torch,
+    current_func_transform,
+    fused_attention_of_torch,
+    is_any_autocast_enabled,
+    skip_frames,
+)
 from regard.torch_signature import attend_as_torch
+
+attention_of_functional = F.scaled_dot_product_attention
+"""torch's function, which calls the dispatcher."""
+
+FUSED = 1
+"""What torch calls its fused kernel, `SDPBackend.FLASH_ATTENTION`."""
 
 
 def attention(
@@ -56,6 +70,36 @@ def attention(
     return theirs() if out is None else out
 
 
+def small_first(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.scaled_dot_product_attention` itself, with a short way to torch's kernel for small calls.
+
+    The way from torch's dispatcher to Python and back takes 3 us, and 25 us where other code was run in between: too
+    much for the smallest models. So a small call for which torch would choose its fused kernel calls that at once.
+    """
+    if (
+        not torch.compiler.is_compiling()
+        and fused_attention_of_torch is not None
+        and attn_mask is None
+        and not (dropout_p or enable_gqa)
+        and type(query) is type(key) is type(value) is Tensor
+        and query.ndim == 4
+        and query.is_cpu
+        and is_small(query.numel() * key.shape[-2], key.shape[-2], query.dtype)
+        and not is_any_autocast_enabled()
+        and current_func_transform() is None
+        and choice_of_torch(query, key, value, None, 0.0, is_causal) == FUSED
+    ):
+        if report.is_on():
+            report.count(query.shape, key.shape[-2], query, SMALL, _kind(None, is_causal, None))
+        return fused_attention_of_torch(query, key, value, 0.0, is_causal, scale=scale)[0]
+    return attention_of_functional(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 def _kind(mask: Tensor | None, causal: bool, out: Tensor | None) -> str:
     """The mask, and whether gradients flow, for a report."""
     masked = ", causal" if causal else "" if mask is None else ", bool mask" if mask.dtype == torch.bool else ", bias"
@@ -80,5 +124,5 @@ def attention_below_autograd(*arguments: object, **options: object) -> Tensor:
         return attention(*arguments, **options)  # pyright: ignore[reportArgumentType]
 
 
-for _kernel in (attention, attention_below_autograd):
+for _kernel in (attention, attention_below_autograd, small_first):
     skip_frames(_kernel)

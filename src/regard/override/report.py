@@ -77,6 +77,11 @@ class Tally:
         return tuple(sorted(self.by_form.values(), key=lambda row: -row.calls))
 
 
+FORMS = 1024
+"""The most forms whose text is kept."""
+
+_forms: dict[object, Form] = {}
+
 _tallies: tuple[weakref.ref[Tally], ...] = ()
 _lock = Lock()
 
@@ -112,13 +117,19 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
         like: has the dtype of the call.
         kind: its mask, and whether gradients flow.
     """
-    traced = ", traced" if torch.compiler.is_compiling() else ""
-    text = f"{str(like.dtype).removeprefix('torch.')}{kind}{traced}"
-    form = Form(tuple(int(size) for size in query), int(keys), text, why)
+    traced = torch.compiler.is_compiling()
+    known = (query, keys, like.dtype, kind, traced, why) if not traced else None
+    form = _forms.get(known)
+    if form is None:
+        text = f"{str(like.dtype).removeprefix('torch.')}{kind}{', traced' if traced else ''}"
+        form = Form(tuple(int(size) for size in query), int(keys), text, why)
+        if known is not None and len(_forms) < FORMS:
+            _forms[known] = form
     timed: list[Row] = []
-    with _lock:
-        for tally in filter(None, (each() for each in _tallies)):
-            row = tally.by_form.setdefault(form, Row(form))
+    for each in _tallies:
+        tally = each()
+        if tally is not None:
+            row = tally.by_form.get(form) or tally.by_form.setdefault(form, Row(form))
             row.calls += 1
             if tally.measures and why is None and not traced and row.calls in TIMED:
                 timed.append(row)
