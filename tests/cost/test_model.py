@@ -60,7 +60,7 @@ FAMILIES = {
     "starcoder2": SMALL,
     "cohere": SMALL,
     "cohere2": SMALL,
-    "deepseek_v2": SMALL | {"first_k_dense_replace": 1},
+    "deepseek_v2": SMALL | {"first_k_dense_replace": 1, "attention_bias": True},
     "deepseek_v3": SMALL,
     "gpt_oss": SMALL,
 }
@@ -124,6 +124,12 @@ def test_a_family_that_is_not_known_is_read_as_llamas_with_a_note():
     model = from_config("m", {**entries, "vocab_size": 7, "intermediate_size": 16})
     assert "newest" in model.notes[0]
     assert model.layers[0].mlp.gated
+
+
+def test_a_quantised_checkpoint_has_a_note():
+    entries = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = from_config("m", {**entries, "vocab_size": 7, "quantization_config": {"quant_method": "mxfp4"}})
+    assert "quantised" in model.notes[0]
 
 
 def test_the_text_part_of_a_model_with_images_is_read():

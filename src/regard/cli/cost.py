@@ -102,7 +102,7 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
         raise ProblemError("--window and --page-size are two layouts of the cache: leave one of them out.")
     if args.group_size and args.cache in ("dense", *NAMES):
         raise ProblemError(f"--group-size is for codes, and --cache is {args.cache}: expected int8, int4 or fp8.")
-    kind = args.dtype if args.cache == "dense" else NAMES.get(args.cache, args.cache)
+    kind = args.dtype if args.cache == "dense" else str(NAMES.get(args.cache, args.cache))
     storage = Storage(kind, group=args.group_size or 32, page=args.page_size)
     model, machine = load_model(args.name), this_machine() if args.machine == "this" else find_machine(args.machine)
     if args.window is not None:

@@ -26,7 +26,9 @@ def draw(changes: Sequence[tuple[str, ModelCost]]) -> str:
         return [(name, [(float(n), y) for n, y in each if y]) for name, each in points]
 
     is_step = asked.model.is_causal
-    panels = [("memory: weights and KV cache", lines(lambda c: c.weight_bytes + c.cache_bytes), size)]
+    panels: list[tuple[str, list[Line], Callable[..., str]]] = [
+        ("memory: weights and KV cache", lines(lambda c: c.weight_bytes + c.cache_bytes), size)
+    ]
     if asked.machine is not None:
         title = "least time of one more token" if is_step else "least time of a prompt"
         panels.append((title, lines(lambda c: c.seconds(c.step or c.prompt)), duration))
@@ -55,7 +57,7 @@ def _contexts(c: ModelCost) -> list[int]:
     return sorted({round(least * (most / least) ** (i / steps)) for i in range(steps + 1)})
 
 
-def _panel(x0: float, title: str, lines: Sequence[Line], unit: Callable[[float], str], limit: float | None) -> str:
+def _panel(x0: float, title: str, lines: Sequence[Line], unit: Callable[..., str], limit: float | None) -> str:
     points = [point for _, each in lines for point in each]
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
     values = [y for _, y in points] + ([limit] if limit else [])

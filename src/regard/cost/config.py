@@ -94,6 +94,8 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     if shared is None:
         shared = family_fields("llama") or {}
         notes.append(f"model_type {family!r} is not known: biases, norms and MLP count as Llama's.")
+    if config.get("quantization_config"):
+        notes.append("The checkpoint is quantised; its weights count in the type of the option.")
     fields: dict[str, Any] = dict(shared)
     for field, names in NAMES.items():
         value = next((config[each] for each in names if config.get(each) is not None), None)

@@ -93,7 +93,8 @@ def attention_parameters(a: Attention, d_model: int) -> int:
     """Parameters of the projections of an attention, with their biases and norms."""
     matrices = sum(attention_weights(a, d_model)) + a.out_bias * d_model + a.sink * a.heads
     if a.latent is not None:
-        return matrices + a.latent.kv_rank + (a.latent.q_rank or 0)
+        c = a.latent
+        return matrices + c.kv_rank + (c.q_rank or 0) + a.qkv_bias * (c.cached + (c.q_rank or 0))
     width = a.heads * a.qk_dim + (0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim))
     norms = {"": 0, "head": (2 - a.shares_cache) * a.qk_dim, "all": (a.heads + a.kv_heads) * a.qk_dim}[a.norm]
     return matrices + a.qkv_bias * width + norms
