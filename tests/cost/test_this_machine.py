@@ -10,6 +10,7 @@ from regard import Causal, Window, explain, native
 from regard.bench import this_machine
 from regard.bench.rounds import Effort
 from regard.cli.cost import this_machine as found_machine
+from regard.cost import call_cost, find_machine
 from regard.cost.expected import BACKWARD, START, expected_seconds
 from regard.cost.machine import Efficiency, Machine
 from regard.cost.this_machine import fast_memory, read_this_machine, stored_at
@@ -24,13 +25,14 @@ def _own_folder(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not native.available(), reason="the compiled library measures the limits")
 def test_the_machine_is_measured_once_and_then_read(monkeypatch):
-    assert read_this_machine() is None
+    with pytest.raises(ProblemError, match="this machine was not measured yet: `regard cost --machine this`"):
+        find_machine("this")
     measured = found_machine()
     assert measured.bandwidth > 1e8
     assert measured.peak("bfloat16") > 1e8
     assert measured.fast_memory == fast_memory() >= 2**14
     monkeypatch.setattr(this_machine, "measure_this_machine", lambda: pytest.fail("measured again"))
-    assert found_machine() == measured == read_this_machine()
+    assert found_machine() == measured == read_this_machine() == find_machine("this")
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled library measures the limits")
@@ -76,8 +78,10 @@ def test_partial_tiles_take_their_own_time():
 
 
 def test_few_queries_add_their_products_to_the_read():
-    plan = plan_of(1, 4096, Causal(), torch.bfloat16)
-    expected = expected_seconds(plan, machine(bfloat16=Efficiency(1.0, 1.0, 0.25)))
+    plan, here = plan_of(1, 4096, Causal(), torch.bfloat16), machine(bfloat16=Efficiency(1.0, 1.0, 0.25))
+    expected = expected_seconds(plan, here)
+    assert expected == call_cost(plan, machine=here).expected_seconds
+    assert call_cost(plan, machine="h100").expected_seconds is None
     assert expected == pytest.approx(START + 8 * 4096 * 4 * 64 / 0.5e11 + plan.bytes / 1e10)
 
 

@@ -11,6 +11,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from regard.cost.expected import expected_seconds
 from regard.cost.machine import Machine, find_machine
 from regard.cost.products import attention_flops, attention_gradient_flops
 from regard.cost.traffic import naive_elements, tiled_elements
@@ -39,6 +40,8 @@ class CallCost:
             machine, as it depends on the fast memory.
         intensity: FLOPs for each of the least bytes.
         seconds: the roofline of the forward pass; None without a machine.
+        expected_seconds: its expected time on a CPU, see `regard.cost.expected`; None where the efficiency of regard's
+            kernels was not measured (on a machine other than `this`).
     """
 
     pairs: int
@@ -49,6 +52,7 @@ class CallCost:
     naive_bytes: int
     intensity: float
     seconds: float | None
+    expected_seconds: float | None
 
 
 def call_cost(plan: Planned, *, machine: Machine | str | None = None) -> CallCost:
@@ -79,4 +83,5 @@ def call_cost(plan: Planned, *, machine: Machine | str | None = None) -> CallCos
         naive_bytes=heads * naive_elements(*dims) * item,
         intensity=flops / plan.bytes if plan.bytes else 0.0,
         seconds=None if machine is None else machine.seconds(flops, plan.bytes, dtype),
+        expected_seconds=expected_seconds(plan, machine) if machine and machine.efficiency else None,
     )

@@ -106,21 +106,32 @@ def machine_names() -> list[str]:
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by its name; `8xh100` is eight of them that share the work evenly.
+    """A machine by its name; `8xh100` is eight of them that share the work evenly, `this` the machine at hand.
 
     Raises:
-        ProblemError: there is no such machine; near names are listed.
+        ProblemError: there is no such machine (near names are listed), or this one was not measured yet.
 
     >>> find_machine("8xh100").memory // 2**30
     640
     """
     plain = name.lower().replace("_", "-").replace(" ", "-")
+    if plain == "this":
+        return _this_machine()
     several = re.fullmatch(r"([1-9]\d{0,5})x-?(.+)", plain, re.ASCII)
     count, plain = (int(several[1]), several[2]) if several else (1, plain)
     names = {alias: each for each, row in _table().items() for alias in (each, *row.get("aliases", ()))}
     if plain not in names:
         raise unknown_name("machine", plain, machine_names())
     return _times(_machine(names[plain]), count)
+
+
+def _this_machine() -> Machine:
+    from regard.cost.this_machine import read_this_machine  # noqa: PLC0415 - it makes a Machine
+
+    found = read_this_machine()
+    if found is None:
+        raise ProblemError("this machine was not measured yet: `regard cost --machine this` measures it once.")
+    return found
 
 
 def _machine(name: str) -> Machine:
