@@ -390,6 +390,14 @@ def test_caches_of_compiled_code_on_disk_are_kept_apart(tmp_path: Path):
     assert found == ["True", "False", "True"]
 
 
+def test_the_report_names_weights_that_are_returned_while_gradients_flow():
+    layer, x = nn.MultiheadAttention(128, 4, batch_first=True), of_size(2, 256, 128)
+    with regard.everywhere(report=True) as caught:
+        out, weights = layer(x, x, x)
+    assert (out.shape, weights.shape) == ((2, 256, 128), (2, 256, 256))
+    assert [(row.form.why, row.form.query) for row in caught.rows] == [(decide.WEIGHTS, (2, 4, 256, 32))]
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ProblemError, match="on is 'yes': expected True or False"):
         regard.everywhere("yes")

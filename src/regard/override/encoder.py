@@ -9,6 +9,10 @@ One result differs from the fused functions: a row that may see no key gives 0 b
 in torch's own layer while it trains; the fused functions give NaN.
 """
 
+from functools import wraps
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +35,20 @@ def packed_attention(
             mask_type,
         )  # fmt: skip
     return _attention(query, heads, w_in, b_in, w_out, b_out, _hidden(mask, mask_type)), None
+
+
+forward_of_torch = F.multi_head_attention_forward
+"""What `torch.nn.MultiheadAttention` calls where gradients flow."""
+
+
+@wraps(forward_of_torch)
+def forward_counted(
+    query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The same, counting the calls that want weights: these compute all scores, and call no attention of torch."""
+    if options.get("need_weights", True) and report.is_on() and not torch.compiler.is_compiling():
+        report.count((*query.shape[1:-1], heads, query.shape[0], width // heads), key.shape[0], query, WEIGHTS)
+    return forward_of_torch(query, key, value, width, heads, *arguments, **options)
 
 
 def encoder_layer(

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 
 from regard.errors import ProblemError
 from regard.override import report
@@ -15,7 +16,7 @@ from regard.override.attention import (
     attention_of_functional,
     small_first,
 )
-from regard.override.encoder import encoder_layer, packed_attention
+from regard.override.encoder import encoder_layer, forward_counted, forward_of_torch, packed_attention
 from regard.torch_internals import (
     check_replaceable,
     encoder_layer_of_torch,
@@ -87,6 +88,7 @@ class Everywhere:
             report.listen(self._tally)
         if prints:
             atexit.register(self._show)
+            F.multi_head_attention_forward = forward_counted
 
     @property
     def rows(self) -> tuple[report.Row, ...]:
@@ -116,6 +118,7 @@ class Everywhere:
         report.ignore(self._tally)
         if self._prints:
             atexit.unregister(self._show)
+            F.multi_head_attention_forward = forward_of_torch
             self._show()
 
     def _show(self) -> None:
