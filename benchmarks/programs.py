@@ -182,7 +182,7 @@ def unet() -> Program:
     model = module.UNet2DConditionModel(
         sample_size=64, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(64, 128),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=64, attention_head_dim=32, norm_num_groups=16,
+        cross_attention_dim=64, attention_head_dim=2, norm_num_groups=16,  # heads, for all its name
     )  # fmt: skip
     x, text = torch.randn(1, 4, 64, 64), torch.randn(1, 77, 64)
 
@@ -235,7 +235,7 @@ CASES = (
     Case("transformers: Llama, 2,048 tokens", "transformers", lambda: llama(2048)),
     Case("timm: ViT-S/16, 8 x 197 tokens", "timm", lambda: timm_vit("vit_small_patch16_224", 224, 8), heavy=False),
     Case("timm: ViT-S/8, 785 tokens", "timm", lambda: timm_vit("vit_small_patch8_224", 224, 1), heavy=False),
-    Case("timm: ViT-T/8, 384 pixels, 2,305 tokens", "timm", lambda: timm_vit("vit_small_patch8_224", 384, 1)),
+    Case("timm: ViT-S/8, 384 pixels, 2,305 tokens", "timm", lambda: timm_vit("vit_small_patch8_224", 384, 1)),
     Case("sentence-transformers: 16 texts to 256 tokens", "sentence_transformers", lambda: sentences(16, 250)),
     Case("openai-whisper: tiny, 1,500 tokens", "whisper", whisper, half=False),
     Case("x-transformers: 2,048 tokens", "x_transformers", lambda: x_transformer(2048)),
