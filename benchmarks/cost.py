@@ -6,6 +6,7 @@ the best of the rounds counts, of the call and of the limits: other load only ma
 """
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise ProblemError(f"the limits of this machine cannot be measured: {absence()}")
     command.check_part(args.write, PAGE, PART)
     threads = args.threads or torch.get_num_threads()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     effort = Effort(seconds=args.seconds, least=3)
     with on_threads(threads):
         found = {dtype: measure_efficiency(dtype, threads, EFFORT)[1] for dtype in TYPES}
@@ -98,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
         for dtype in TYPES:
             print(f"{case.name} {dtype}", file=sys.stderr)
             lines.append(compare(case, dtype, threads, effort, found[dtype]))
-    command.publish_part(args.write, PAGE, PART, text_of(lines))
+    busy = f"\n\nThe machine was not quiet: its load was {load:.1f} before the first measurement." if load > 0.5 else ""
+    command.publish_part(args.write, PAGE, PART, text_of(lines) + busy)
     return 0
 
 
