@@ -15,6 +15,7 @@ from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
+from regard.describe.score_function import ScoreFunction
 from regard.describe.suggestions import suggest_keywords
 from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
@@ -304,7 +305,7 @@ def _run(request: Request) -> State:
     if torch.compiler.is_compiling():
         return attend_traced(request)
     observers = _observers.get()
-    if is_counted() and not observers:
+    if is_counted() and not observers and _passes_operator(request.bias):
         return attend_traced(request)
     prepared = prepare(request._replace(lse=True), observed=True) if observers else prepare(request)
     if prepared is None:
@@ -312,6 +313,11 @@ def _run(request: Request) -> State:
     plan, operands = prepared
     plan, state = execute(plan, operands, request.backend)
     return _observed(observers, request.score, plan, operands, state) if observers else state
+
+
+def _passes_operator(bias: object) -> bool:
+    """Whether a bias passes through the operator: a function of the score does not, and its steps are counted apart."""
+    return not isinstance(bias, ScoreFunction) or bias.can_be_serialized()
 
 
 def _observed(observers: Observers, score: Score | None, plan: Plan, operands: Operands, state: State) -> State:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from regard import observe_calls
 from regard.flex import AuxRequest, attention, create_block_mask, flex_attention
@@ -113,6 +114,14 @@ def test_the_output_is_laid_out_as_the_query():
     x = torch.randn(2, TOKENS, 2, 16)
     q = x.transpose(1, 2)
     assert flex_attention(q, q, q).stride() == q.stride()
+
+
+def test_operations_are_counted_whatever_the_function():
+    q, k, v = tensors()
+    for score_mod in (None, lambda s, b, h, q, k: s * s, lambda s, b, h, q, k: torch.stack([s, s]).sum()):
+        with FlopCounterMode(display=False) as counter:
+            flex_attention(q, k, v, score_mod, MASK).sum().backward()
+        assert counter.get_total_flops() > 2 * 2 * 2 * 16 * TOKENS**2 // 2
 
 
 class Model(nn.Module):
