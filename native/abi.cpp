@@ -9,6 +9,7 @@
 #include "detect.h"
 #include "kernels.h"
 #include "linear_pass.h"
+#include "listing.h"
 #include "threads.h"
 
 namespace regard {
@@ -150,7 +151,7 @@ int64_t workspace(const Kernels &kernels, const regard_call &c, const regard_gra
     const int64_t of_thread = kernels.scratch(c, gradient) + int64_t(sizeof(Slot));
     if (__builtin_mul_overflow(threads_of(kernels, c, gradient), of_thread, &bytes)) return REGARD_BAD_SIZE;
     if (__builtin_add_overflow(bytes, kernels.shared(c, gradient), &bytes)) return REGARD_BAD_SIZE;
-    return bytes;
+    return bytes + listing_bytes(c);
 }
 
 regard_status run(regard_call &call, const regard_gradient *gradient) {
@@ -162,8 +163,10 @@ regard_status run(regard_call &call, const regard_gradient *gradient) {
     if (call.workspace_bytes < needed || reinterpret_cast<uintptr_t>(call.workspace) % 64) return REGARD_BAD_WORKSPACE;
     if (needed && !call.workspace) return REGARD_BAD_POINTER;
     const int64_t threads = threads_of(*kernels, call, gradient), bytes = kernels->scratch(call, gradient);
-    Slot *const slots = static_cast<Slot *>(call.workspace);
-    char *const memory = static_cast<char *>(call.workspace) + threads * int64_t(sizeof(Slot));
+    char *const lists = static_cast<char *>(call.workspace), *const own = lists + listing_bytes(call);
+    if (own != lists) list_tiles(call, lists);
+    Slot *const slots = reinterpret_cast<Slot *>(own);
+    char *const memory = own + threads * int64_t(sizeof(Slot));
     if (!call.next)
         for (int64_t i = 0; i < threads; ++i) slots[i] = Slot{};
     const auto until =
@@ -186,6 +189,46 @@ regard_status run(regard_call &call, const regard_gradient *gradient) {
     }
     return REGARD_DONE;
 }
+
+// The call of a form with its operands. Without a place for lse, there is one at the front of the workspace.
+struct Whole {
+    regard_call call;
+    int64_t lse_bytes = 0;
+
+    Whole(const regard_call &form, const regard_operands &o, int64_t next) : call(form) {
+        call.q = o.q, call.k = o.k, call.v = o.v, call.out = o.out;
+        call.lse = o.lse, call.threads = o.threads, call.queries = o.queries, call.keys = o.keys;
+        if (o.interval_count) {
+            regard_schedule &s = call.by_query;
+            s.intervals = o.intervals, s.interval_count = o.interval_count, s.offset = o.offset;
+            s.rows = (o.queries + 63) / 64;
+            call.maps_batch = o.maps_batch, call.maps_head = 1;
+        }
+        call.workspace = o.workspace, call.workspace_bytes = o.workspace_bytes, call.next = next;
+    }
+
+    regard_status check() {
+        if (call.lse) return regard::check(call);
+        call.lse = this;  // until there is a workspace
+        const regard_status wrong = regard::check(call);
+        if (wrong == REGARD_DONE) lse_bytes = (call.batch * call.heads * call.queries * 8 + 63) / 64 * 64;
+        return wrong;
+    }
+
+    int64_t workspace() const {
+        const Kernels *kernels = kernels_of(call.isa);
+        if (!kernels) return REGARD_BAD_ISA;
+        const int64_t rest = regard::workspace(*kernels, call, nullptr);
+        return rest < 0 ? rest : rest + lse_bytes;
+    }
+
+    regard_status run() {
+        if (lse_bytes > call.workspace_bytes) return REGARD_BAD_WORKSPACE;
+        if (lse_bytes) call.lse = call.workspace;
+        call.workspace = static_cast<char *>(call.workspace) + lse_bytes, call.workspace_bytes -= lse_bytes;
+        return regard::run(call, nullptr);
+    }
+};
 
 }  // namespace
 
@@ -226,6 +269,21 @@ int64_t regard_forward(regard_call *call) {
     if (!call) return REGARD_BAD_POINTER;
     if (regard_status wrong = regard::check(*call)) return wrong;
     return regard::run(*call, nullptr);
+}
+
+int64_t regard_attend(const regard_call *form, const regard_operands *operands, int64_t next) {
+    if (!form || !operands) return REGARD_BAD_POINTER;
+    regard::Whole whole(*form, *operands, next);
+    if (regard_status wrong = whole.check()) return wrong;
+    const regard_status status = whole.run();
+    return status == REGARD_MORE ? whole.call.next : status;
+}
+
+int64_t regard_attend_workspace(const regard_call *form, const regard_operands *operands) {
+    if (!form || !operands) return REGARD_BAD_POINTER;
+    regard::Whole whole(*form, *operands, 0);
+    if (regard_status wrong = whole.check()) return wrong;
+    return whole.workspace();
 }
 
 int64_t regard_backward(regard_gradient *gradient) {

@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#define REGARD_ABI_VERSION 4
+#define REGARD_ABI_VERSION 5
 #define REGARD_API extern "C" __attribute__((visibility("default")))
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
@@ -65,10 +65,20 @@ struct regard_part {
     int64_t scale_page, scale_head, scale_step;
 };
 
+// The keys k of the query at position p with max(p + left, start) <= k < min(p + right, stop). Edges beyond 2^60 are
+// none.
+struct regard_interval {
+    int64_t left, right, start, stop;
+};
+
 // Compressed sparse rows, as src/regard/plan/schedule.py has them, with tiles of 64 x 64. A row is a tile of queries;
-// rows of all maps follow one another.
+// rows of all maps follow one another. With intervals, what they keep is listed into the workspace, and then the lists
+// here are there: see listing.h.
 struct regard_schedule {
-    int64_t rows;                                             // tiles of queries in each map
+    const regard_interval *intervals;  // [maps][interval_count], of each map a union; all heads share a map then
+    int64_t interval_count;            // 0: the lists are given
+    int64_t offset;                    // the position of query 0 to the intervals; key 0 is at position 0
+    int64_t rows;                      // tiles of queries in each map
     const int64_t *run_start, *run_tile, *run_length;         // FULL tiles
     const int64_t *patch_start, *patch_tile, *patch_pattern;  // PARTIAL tiles
     const uint64_t *patterns;  // [patterns][64]: for each key of a tile, a bit for each query, least bit first
@@ -110,6 +120,18 @@ struct regard_call {
     int64_t workspace_bytes;
     double seconds;  // return MORE after about so long; 0: never
     int64_t next;    // 0 at first; the first unit of work that is still to do
+};
+
+// What differs from call to call where all else is alike: the fields of a regard_call that have these names.
+struct regard_operands {
+    regard_tensor q, k, v, out;
+    void *lse;  // null: not wanted
+    int64_t threads, queries, keys;
+    const regard_interval *intervals;
+    int64_t interval_count;  // 0: the schedule is that of the call
+    int64_t offset, maps_batch;
+    void *workspace;
+    int64_t workspace_bytes;
 };
 
 // The gradients of a call: by recomputation from lse. `call.out` and `call.lse` are what the forward pass gave.
@@ -199,6 +221,13 @@ REGARD_API int64_t regard_workspace(const regard_call *call);
 
 // Attention: out and lse. Nothing is read or written before all sizes are checked.
 REGARD_API int64_t regard_forward(regard_call *call);
+
+// The same of `form` with the operands in it, which leaves both as they are. `next` is 0 at first; a result above 0 is
+// the next one to call again with. Too small a workspace gives REGARD_BAD_WORKSPACE, and nothing was done.
+REGARD_API int64_t regard_attend(const regard_call *form, const regard_operands *operands, int64_t next);
+
+// The bytes of workspace that regard_attend needs.
+REGARD_API int64_t regard_attend_workspace(const regard_call *form, const regard_operands *operands);
 
 // Its gradients: dq, dk, dv, delta, ddistance, dbias.
 REGARD_API int64_t regard_backward(regard_gradient *gradient);

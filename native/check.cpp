@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "listing.h"
+
 namespace regard {
 namespace {
 
@@ -173,6 +175,14 @@ bool ascends(const regard_schedule &s, int64_t row, int64_t runs, int64_t patche
     return true;
 }
 
+// Of few intervals and rows, as they are listed on one thread.
+regard_status intervals(const regard_call &c, const regard_schedule &s, int64_t rows) {
+    if (s.interval_count < 0 || s.interval_count > INTERVALS || rows > LISTED_ROWS || c.maps_head != 1)
+        return REGARD_BAD_SCHEDULE;
+    if (s.offset > LONGEST || s.offset < -LONGEST) return REGARD_BAD_SIZE;
+    return s.intervals ? REGARD_DONE : REGARD_BAD_POINTER;
+}
+
 // `tokens` of the axis whose tiles are the rows, `others` of the other one.
 regard_status schedule(const regard_call &c, const regard_schedule &s, int64_t tokens, int64_t others) {
     if (s.rows != (tokens + 63) / 64 || s.pattern_count < 0) return REGARD_BAD_SCHEDULE;
@@ -182,6 +192,7 @@ regard_status schedule(const regard_call &c, const regard_schedule &s, int64_t t
     const int64_t rows = sizes.times(sizes.times(c.maps_batch, c.maps_head), s.rows);
     if (!sizes.fit) return REGARD_BAD_SIZE;
     if (!rows) return REGARD_DONE;
+    if (s.interval_count) return intervals(c, s, rows);
     if (!s.run_start || !s.patch_start) return REGARD_BAD_POINTER;
     const int64_t runs = s.run_start[rows], patches = s.patch_start[rows];
     if (s.run_start[0] != 0 || s.patch_start[0] != 0 || runs < 0 || patches < 0) return REGARD_BAD_SCHEDULE;

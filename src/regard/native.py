@@ -10,22 +10,24 @@ Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512vnni
 do. A call uses the best compiled one that the machine runs, unless the environment variable `REGARD_ISA` names another.
 
 A call is a struct whose every field has 8 bytes. `CALL` and `GRADIENT` name the fields in order; an `Entry`
-writes and runs it.
+writes and runs it. `Attend` runs many calls of one form, and writes only what differs between them.
 """
 
 import ctypes
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from inspect import currentframe
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 # Before the library: its OpenMP must find the threads that torch brought, and not start others.
 import torch
+from torch import Tensor
 
 from regard.errors import ProblemError, RefusalError, RegardError, SlowWarning
 
@@ -36,7 +38,7 @@ FORMS = {"int8": 4, "int4": 5, "fp8": 6}
 """regard_form of native/abi.h: how a part is written that is not plain."""
 
 LIBRARY = "libregard.so"
-ABI = 4  # REGARD_ABI_VERSION of native/abi.h
+ABI = 5  # REGARD_ABI_VERSION of native/abi.h
 
 
 def _tensor(name: str) -> tuple[str, ...]:
@@ -45,7 +47,8 @@ def _tensor(name: str) -> tuple[str, ...]:
 
 def _schedule(name: str) -> tuple[str, ...]:
     lists = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern", "patterns")
-    return tuple(f"{name}.{field}" for field in ("rows", *lists, "pattern_count"))
+    intervals = ("intervals", "interval_count", "offset")
+    return tuple(f"{name}.{field}" for field in (*intervals, "rows", *lists, "pattern_count"))
 
 
 CALL = (
@@ -67,6 +70,12 @@ CALL = (
     *("maps_batch", "maps_head", *_schedule("by_query"), "workspace", "workspace_bytes", "seconds", "next"),
 )
 """The fields of regard_call."""
+
+OPERANDS = (
+    *(*_tensor("q"), *_tensor("k"), *_tensor("v"), *_tensor("out"), "lse", "threads", "queries", "keys"),
+    *("intervals", "interval_count", "offset", "maps_batch", "workspace", "workspace_bytes"),
+)
+"""The fields of regard_operands."""
 
 GRADIENT = (
     *(*CALL, *_tensor("dout"), "dlse", *_tensor("dq"), *_tensor("dk"), *_tensor("dv"), "delta", "ddistance", "dbias"),
@@ -97,6 +106,12 @@ PART = (
 
 NUMBERS = ("scale", "softcap", "dropout", "seconds", "epsilon")
 """The fields that are doubles; all others are integers and addresses."""
+
+KEPT_WORKSPACE = 1 << 20
+"""Bytes of workspace that each thread of Python keeps from call to call; a call that needs more makes its own."""
+
+TOO_SMALL = -4
+"""The regard_status of a call whose workspace is too small."""
 
 WRONG = {
     -1: "a size makes no sense",
@@ -233,6 +248,71 @@ class Entry:
                 _wrong(status)
             if tick is not None:
                 tick()
+
+
+class Attend:
+    """regard_attend: runs a struct of `CALL` with operands that differ from call to call.
+
+    One call of `struct.pack` writes them all, and nothing else is written where they are all that differs.
+    """
+
+    def __init__(self) -> None:
+        library: Any = _load(_find())
+        self._pack = struct.Struct(f"={len(OPERANDS)}q").pack
+        self._run, self._workspace = library.regard_attend, library.regard_attend_workspace
+        self._run.restype = self._workspace.restype = ctypes.c_int64
+        self._run.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64)
+        self._workspace.argtypes = self._run.argtypes[:2]
+
+    def __call__(self, form: Any, operands: tuple[int, ...]) -> None:
+        """Run a struct, of which an `Entry` opened the form, with operands in the order of `OPERANDS`.
+
+        Args:
+            operands: without the workspace.
+        """
+        memory = _workspaces.take()
+        packed = self._pack(*operands, memory.address, memory.size)
+        status = self._run(form, packed, 0)
+        if status == TOO_SMALL:
+            memory = memory_of(self._workspace(form, packed))
+            packed = self._pack(*operands, memory.address, memory.size)
+            status = self._run(form, packed, 0)
+        while status:  # in between, Python sees to its signals
+            if status < 0:
+                _wrong(status)
+            status = self._run(form, packed, status)
+        _workspaces.give(memory)
+
+
+class Workspace(NamedTuple):
+    """Memory for a call of the library."""
+
+    memory: Tensor
+    size: int  # bytes
+    address: int
+
+
+def memory_of(size: int) -> Workspace:
+    """Workspace of `size` bytes."""
+    memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    return Workspace(memory, size, memory.data_ptr())
+
+
+class _Workspaces(threading.local):
+    """Memory kept for a thread's next call: allocating it would cost a tiny call 1 us of 10."""
+
+    kept: Workspace | None = None
+
+    def take(self) -> Workspace:
+        found, self.kept = self.kept, None  # who calls from a signal handler, inside a call, gets other memory
+        return memory_of(0) if found is None else found
+
+    def give(self, workspace: Workspace) -> None:
+        if workspace.size <= KEPT_WORKSPACE:
+            self.kept = workspace
+
+
+_workspaces = _Workspaces()
 
 
 def _wrong(status: int) -> NoReturn:

@@ -9,32 +9,25 @@ A row's bits depend on its query, the keys that it sees and their positions: not
 or on the chunk of a prompt that it came in.
 """
 
-import threading
-from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, reduce
-from itertools import count
 from operator import add
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from regard import native
 from regard.backend.contract import Backend, Kernel
-from regard.backend.native_parts import Listed, listed
+from regard.backend.native_parts import listed
+from regard.backend.native_tiles import ALL, QUERIES, Tiles, tiles_of
 from regard.describe.bias import TensorBias
-from regard.describe.mask import CallSizes, Mask
-from regard.describe.recent import Recent
-from regard.describe.tensors import reads_again
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
-from regard.plan.lower import Lowering, add_biases, gather_where_needed, hides_nothing, pack, prepare_score, turn
-from regard.plan.problem import Operands, Problem, Sizes
+from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
+from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
-from regard.plan.tiling import cached_schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import is_legacy_batched
@@ -42,23 +35,13 @@ from regard.torch_internals import is_legacy_batched
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
 
-KEPT_STRUCTS = 1024
-"""The most structs that are cached, for all kernels."""
-
-KEPT_BYTES = 64 << 20
-"""The most bytes of the cached structs and of the schedules that they refer to."""
-
-KEPT_WORKSPACE = 1 << 20
-"""Bytes of workspace that each thread of Python keeps from call to call; a call that needs more makes its own."""
-
-
 _AT = {name: number for number, name in enumerate(native.GRADIENT)}
-SEED, SINK, WORKSPACE, WORKSPACE_BYTES = (_AT[name] for name in ("seed", "sink", "workspace", "workspace_bytes"))
-THREADS, QUERIES, KEYS = (_AT[name] for name in ("threads", "queries", "keys"))
-LISTED = slice(_AT["maps_batch"], _AT["workspace"])
-TENSORS, DISTANCE = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["distance"], _AT["bias"])
-PARTS, LSE = slice(_AT["k_parts"], _AT["lse"]), _AT["lse"]
-BIAS, GRADIENTS = slice(_AT["bias"], _AT["maps_batch"]), slice(len(native.CALL), len(native.GRADIENT))
+SEED, SINK, LSE, THREADS = _AT["seed"], _AT["sink"], _AT["lse"], _AT["threads"]
+WORKSPACE = slice(_AT["workspace"], _AT["workspace_bytes"] + 1)
+SIZES = slice(_AT["queries"], _AT["keys"] + 1)
+TENSORS, PARTS = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["k_parts"], LSE)
+DISTANCE, BIAS = slice(_AT["distance"], _AT["bias"]), slice(_AT["bias"], _AT["maps_batch"])
+TILES, GRADIENTS = slice(_AT["maps_batch"], _AT["workspace"]), slice(len(native.CALL), len(native.GRADIENT))
 """Indexes of the struct fields that differ from call to call."""
 
 
@@ -122,34 +105,19 @@ class _Wanted(NamedTuple):
     bias: bool
 
 
-class _Schedule(NamedTuple):
-    """A schedule as the library reads it.
+class _Call(NamedTuple):
+    """What a call has besides its inputs.
 
     Attributes:
-        sizes: the fields of `QUERIES` and `KEYS`.
-        listed: the fields of `LISTED`.
-        memory: the arrays whose addresses are in the fields.
+        offset: position of the first query.
+        seed: of the dropout.
+        lse: whether the log-sum-exp is wanted; without, a tensor of no element takes its place.
     """
 
-    sizes: tuple[int, int]
-    listed: tuple[int, ...]
-    memory: tuple[memoryview, ...]
-
-
-class _Struct(NamedTuple):
-    """A struct in which all is written that is the same for equal sizes and masks."""
-
-    threads: int
-    packed: bytes
-    workspace: int  # bytes
-    schedule: _Schedule
-    out: Tensor  # of the sizes of the output, of one element
-    lse: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the struct and of the schedule."""
-        return len(self.packed) + sum(each.nbytes for each in self.schedule.memory)
+    tiles: Tiles
+    offset: int
+    seed: int
+    lse: bool
 
 
 class _Kernel:
@@ -159,94 +127,85 @@ class _Kernel:
         p = problem
         self.problem, self.schedule = problem, schedule
         self.wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        self.forward = _entry("regard_forward")
+        self.entry = _entry("regard_forward")
         self.fields: dict[str, float] = {
             "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
             "isa": isa, "dtype": native.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
             "dropout": p.dropout, "seconds": SECONDS,
         }  # fmt: skip
-        self.packed = self.forward.packed(self.fields)
-        self.number = next(_numbers)
-        self.latest: tuple[Hashable, _Struct] | None = None
+        self.attend, self.packed = native.Attend(), self.entry.packed(self.fields)
+        self.form = self.entry.opened(self.packed)
+        self.latest: tuple[Hashable, Tiles] | None = None
+        self.likes: tuple[int, Tensor, Tensor] | None = None
+        self.no_lse = torch.empty(0, dtype=self.wide, device="cpu")
 
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
             return self._differentiable(operands, None)
-        inputs = self._inputs(operands)
-        out, lse = self.compute(inputs, self._struct(operands, inputs), self._seed() if self.problem.dropout else 0)
-        return State(out, lse)
+        seed = self._seed() if self.problem.dropout else 0
+        call = _Call(self._tiles(operands), operands.offset, seed, operands.lse)
+        return State(*self.compute(self._inputs(operands), call))
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
 
-    def compute(self, inputs: _Inputs, struct: _Struct, seed: int) -> tuple[Tensor, Tensor]:
+    def compute(self, inputs: _Inputs, call: _Call) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        out, lse = _empty_out(struct.out, inputs.q), torch.empty_like(struct.lse)
-        if not lse.numel():
-            return out, lse
-        call = self.forward.opened(struct.packed)
-        parts = _write(call, inputs, out, lse, seed)
-        memory = _workspaces.take(struct.workspace)
-        call[WORKSPACE] = memory.address
-        self.forward(call)
-        del parts  # they were needed until now
-        _workspaces.give(memory)
+        q, k, v, sink, distance, bias, stored = inputs
+        tiles, offset, seed, wants_lse = call
+        queries, like, like_lse = self._likes(q.shape[2])
+        out = _empty_out(like, q)
+        lse = torch.empty_like(like_lse) if wants_lse else self.no_lse
+        if tiles.count and not seed and sink is None and distance is None and bias is None and stored is None:
+            form, kept = self.form, None
+        else:
+            form, kept = self._form(inputs, call)
+        (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _) = q.stride(), k.stride(), v.stride()
+        ob, oh, ot, _ = out.stride()
+        self.attend(form, (
+            q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
+            lse.data_ptr() if wants_lse else 0, torch.get_num_threads(), queries, k.shape[2],
+            tiles.intervals, tiles.count, offset, tiles.maps_batch,
+        ))  # fmt: skip
+        del kept  # it was needed until now
         return out, lse
 
-    def _struct(self, operands: Operands, inputs: _Inputs) -> _Struct:
-        """The struct for the sizes and the mask of a call, from the cache if the call has a key."""
-        key, threads, latest = operands.key, torch.get_num_threads(), self.latest
-        if latest is not None and latest[0] == key and latest[1].threads == threads:
+    def _likes(self, queries: int) -> tuple[int, Tensor, Tensor]:
+        """(queries, a tensor of the sizes of the output, one of those of lse); they hold one element.
+
+        `torch.empty_like` of such costs 0.4 us less than `torch.empty`.
+        """
+        if self.likes is None or self.likes[0] != queries:
+            p = self.problem
+            out = _element(p.dtype).expand(p.batch, p.heads, queries, p.v_dim)
+            self.likes = made = queries, out, _element(self.wide).expand(p.batch, p.heads, queries)
+            return made
+        return self.likes
+
+    def _tiles(self, operands: Operands) -> Tiles:
+        if operands.mask is None and operands.q.shape[2] <= QUERIES:
+            return ALL
+        key, latest = operands.key, self.latest
+        if latest is not None and latest[0] == key:
             return latest[1]
-        if key is None:
-            return self._make_struct(operands, inputs, threads)
-        struct = _structs.get((self.number, threads, key))
-        if struct is None:
-            struct = self._make_struct(operands, inputs, threads)
-            if not _is_of(operands.mask, key):
-                return struct
-            _structs.put((self.number, threads, key), struct)
-        self.latest = key, struct
-        return struct
+        tiles, is_kept = tiles_of(operands, self.schedule)
+        if is_kept:
+            self.latest = key, tiles
+        return tiles
 
-    def _make_struct(self, operands: Operands, inputs: _Inputs, threads: int) -> _Struct:
-        """The library tells the workspace of a whole struct only."""
-        p, sizes = self.problem, operands.sizes
-        # `torch.empty_like` of these, which hold one element, costs 0.4 us less than `torch.empty`
-        out = _element(p.dtype).expand(p.batch, p.heads, sizes.queries, p.v_dim)
-        lse = _element(self.wide).expand(p.batch, p.heads, sizes.queries)
-        schedule = self._schedule(operands)
-        call = self._opened(self.forward, threads, schedule)
-        packed, needed = bytes(call), 0
-        if lse.numel():
-            parts = _write(call, inputs, out, lse, 0)
-            needed = self.forward.workspace(call)
-            del parts
-            call = self.forward.opened(packed)
-            call[WORKSPACE_BYTES] = needed
-            packed = bytes(call)
-        return _Struct(threads, packed, needed, schedule, out, lse)
-
-    def _schedule(self, operands: Operands) -> _Schedule:
-        mask, sizes, tile = operands.mask, operands.sizes, self.schedule.tile
-        if mask is None or hides_nothing(mask, sizes):
-            return _all_tiles(sizes, tile)
-        return _lists(self.schedule if operands.key is None else cached_schedule(mask, sizes, tile))
-
-    def _opened(self, entry: native.Entry, threads: int, schedule: _Schedule) -> Any:
-        """A struct with all that is the same for equal sizes and masks."""
-        call = entry.opened(entry.packed(self.fields) if entry is not self.forward else self.packed)
-        call[THREADS], call[LISTED] = threads, schedule.listed
-        call[QUERIES], call[KEYS] = schedule.sizes
-        return call
+    def _form(self, i: _Inputs, call: _Call) -> tuple[Any, Any]:
+        """A struct with all that its operands do not have, and what must stay in memory until it was run."""
+        struct = self.entry.opened(self.packed)
+        if not call.tiles.count:
+            struct[TILES] = call.tiles.lists
+        return struct, _write(struct, i, call.seed)
 
     def gradients(
         self,
         inputs: _Inputs,
-        struct: _Struct,
+        call: _Call,
         wanted: _Wanted,
         state: State,
-        seed: int,
         dout: Tensor,
         dlse: Tensor | None,
     ) -> _Inputs:
@@ -259,23 +218,26 @@ class _Kernel:
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
         delta = torch.empty(i.q.shape[:3], dtype=self.wide, device="cpu")
         backward = _entry("regard_backward")
-        call = self._opened(backward, torch.get_num_threads(), struct.schedule)
-        _write(call, i, state.out, state.lse, seed)
-        call[GRADIENTS] = (
+        struct = backward.opened(backward.packed(self.fields))
+        queries, keys = i.q.shape[2], i.k.shape[2]
+        struct[TENSORS] = (*_placed(i.q), *_placed(i.k), *_placed(i.v), *_placed(state.out))
+        struct[LSE], struct[THREADS], struct[SIZES] = state.lse.data_ptr(), torch.get_num_threads(), (queries, keys)
+        struct[TILES] = call.tiles.fields(queries, call.offset)
+        _write(struct, i, call.seed)
+        struct[GRADIENTS] = (
             *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
             _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
         )  # fmt: skip
-        call[WORKSPACE_BYTES] = needed = backward.workspace(call)
-        memory = _workspaces.take(needed)
-        call[WORKSPACE] = memory.address
-        backward(call)
-        _workspaces.give(memory)
+        memory = native.memory_of(backward.workspace(struct))
+        struct[WORKSPACE] = memory.address, memory.size
+        backward(struct)
         dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
         return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
 
     def _differentiable(self, operands: Operands, state: State | None) -> State:
         inputs = self._inputs(operands)
-        computed = _Attention.apply(self, self._struct(operands, inputs), state, self._seed(), *inputs[:6])
+        call = _Call(self._tiles(operands), operands.offset, self._seed(), True)
+        computed = _Attention.apply(self, call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
     def _inputs(self, o: Operands) -> _Inputs:
@@ -313,20 +275,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: _Kernel, struct: _Struct, state: State | None, seed: int, *parts: Tensor | None
+        ctx: Any, kernel: _Kernel, call: _Call, state: State | None, *parts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         inputs = _Inputs(*cast(Any, parts))
-        out, lse = kernel.compute(inputs, struct, seed) if state is None else (state.out.detach(), state.lse.detach())
+        out, lse = kernel.compute(inputs, call) if state is None else (state.out.detach(), state.lse.detach())
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.struct, ctx.seed = kernel, struct, seed
+        ctx.kernel, ctx.call = kernel, call
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wanted = _Wanted(*ctx.needs_input_grad[4:])
-        found = _Gradient.apply(ctx.kernel, ctx.struct, wanted, ctx.seed, *grads, *ctx.saved_tensors)
-        return None, None, None, None, *cast(Any, found)
+        wanted = _Wanted(*ctx.needs_input_grad[3:])
+        found = _Gradient.apply(ctx.kernel, ctx.call, wanted, *grads, *ctx.saved_tensors)
+        return None, None, None, *cast(Any, found)
 
 
 class _Gradient(torch.autograd.Function):
@@ -336,9 +298,8 @@ class _Gradient(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: _Kernel,
-        struct: _Struct,
+        call: _Call,
         wanted: _Wanted,
-        seed: int,
         dout: Tensor | None,
         dlse: Tensor | None,
         *saved: Any,
@@ -352,7 +313,7 @@ class _Gradient(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        return kernel.gradients(_Inputs(*cast(Any, parts)), struct, wanted, State(out, lse), seed, dout, dlse)
+        return kernel.gradients(_Inputs(*cast(Any, parts)), call, wanted, State(out, lse), dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -381,64 +342,25 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(dim=(0, 2))
 
 
-def _write(call: Any, i: _Inputs, out: Tensor, lse: Tensor, seed: int) -> "tuple[Listed, Listed] | None":
-    """Write into an opened struct what differs from call to call, but for the workspace.
+def _write(struct: Any, i: _Inputs, seed: int) -> object:
+    """Write into an opened struct what differs from call to call and is in few calls.
 
     Returns:
         What must stay in memory until the struct was run.
     """
-    q, k, v = i.q, i.k, i.v
-    (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _), (ob, oh, ot, _) = (
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        out.stride(),
-    )
-    call[TENSORS] = (
-        q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
-    )  # fmt: skip
-    call[LSE] = lse.data_ptr()
     if seed:
-        call[SEED] = seed
+        struct[SEED] = seed
     if i.sink is not None:
-        call[SINK] = i.sink.data_ptr()
+        struct[SINK] = i.sink.data_ptr()
     if i.distance is not None:
-        call[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
+        struct[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
     if i.bias is not None:
-        call[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
+        struct[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
     if i.stored is None:
         return None
-    parts = listed(i.stored[0]), listed(i.stored[1])
-    call[PARTS] = (parts[0].address, parts[1].address, parts[0].number, parts[1].number)
-    return parts
-
-
-def _is_of(mask: Mask | None, key: Sizes) -> bool:
-    """Whether the tensors of the mask still have the content of the key: another thread may have written to them."""
-    if mask is None or key.mask is None or key.mask.is_constant:
-        return True
-    return reads_again(lambda: mask.fingerprint().contents(), key.mask.contents())
-
-
-def _lists(s: Schedule) -> _Schedule:
-    whole, patterns = s.lists, np.ascontiguousarray(s.turned_patterns, dtype=np.uint8)
-    addresses, address = list[int](), int(whole.__array_interface__["data"][0])
-    for one in (s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern):
-        addresses.append(address)
-        address += 8 * len(one)
-    listed = (*s.maps, s.query_tiles, *addresses, int(patterns.__array_interface__["data"][0]), len(patterns))
-    return _Schedule((s.queries, s.keys), listed, (whole.data, patterns.data))
-
-
-def _all_tiles(call: CallSizes, tile: int) -> _Schedule:
-    """The schedule that lists every tile: in each row of tiles one run of all."""
-    rows = -(-call.queries // tile)
-    run_start = range(rows + 1) if call.keys else [0] * (rows + 1)
-    memory = array("q", [*run_start, *[0] * rows, *[-(-call.keys // tile)] * rows, *[0] * (rows + 1)])
-    start = memory.buffer_info()[0]
-    run_tile, run_length, patch_start = (start + 8 * (n * rows + 1) for n in (1, 2, 3))
-    listed = (1, 1, rows, start, run_tile, run_length, patch_start, start, start, start, 0)
-    return _Schedule((call.queries, call.keys), listed, (memoryview(memory),))
+    k, v = listed(i.stored[0]), listed(i.stored[1])
+    struct[PARTS] = (k.address, v.address, k.number, v.number)
+    return k, v
 
 
 @cache
@@ -480,35 +402,3 @@ def _in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
     for axis in repeated:
         t = t.narrow(axis, 0, 1)
     return t
-
-
-class _Workspace(NamedTuple):
-    memory: Tensor
-    size: int  # bytes
-    address: int
-
-
-class _Workspaces(threading.local):
-    """Memory for a call, kept for the thread's next: allocating it would cost a tiny call 1 us of 10."""
-
-    kept: _Workspace | None = None
-
-    def take(self, size: int) -> _Workspace:
-        found, self.kept = self.kept, None  # who calls from a signal handler, inside a call, gets other memory
-        if found is not None and found.size >= size:
-            return found
-        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return _Workspace(memory, size, memory.data_ptr())
-
-    def give(self, workspace: _Workspace) -> None:
-        if workspace.size <= KEPT_WORKSPACE:
-            self.kept = workspace
-
-
-_workspaces = _Workspaces()
-
-_numbers = count()
-"""Of kernels: a key of `_structs` that keeps no kernel alive."""
-
-_structs: Recent[Hashable, _Struct] = Recent(entries=KEPT_STRUCTS, nbytes=KEPT_BYTES, size=lambda made: made.nbytes)
-"""By kernel, threads and `Operands.key`."""

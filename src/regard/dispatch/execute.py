@@ -40,6 +40,7 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
     exact = choose(plan.posed, operands, None, without=((plan.backend, LEAKS),))
     if plan.problem.grad and not is_finite(operands.q):
         return exact, _run(exact, operands)
+    operands = operands._replace(lse=True)  # both states are merged
     bad = ~(_finite_rows(operands.k) & _finite_rows(operands.v))
     cleaned = operands._replace(k=operands.k.masked_fill(bad, 0), v=operands.v.masked_fill(bad, 0))
     touched = _sees(exact, operands, bad)

@@ -198,7 +198,7 @@ def _run(a: _Arguments, before: State | None = None) -> State:
     """The state of a call; `before` is its state of an earlier run, which a resumable kernel differentiates."""
     prepared = prepare(a.request())
     assert prepared is not None  # the operator runs on data, or its fake kernel does
-    plan, operands = prepared
+    plan, operands = prepared[0], prepared[1]._replace(lse=True)  # the operator returns it, and differentiates by it
     with torch.random.fork_rng(enabled=a.seed is not None):
         if a.seed is not None:
             torch.manual_seed(int(a.seed))

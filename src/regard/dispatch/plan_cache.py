@@ -115,7 +115,7 @@ def _of_other_sizes(alike: dict[Sizes | None, _Known], request: Request, sizes: 
 
 
 def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Operands:
-    q, k, v, mask, bias, score, _, _, sink, _, offset, _, _, stored = request
+    q, k, v, mask, bias, score, _, _, sink, _, offset, _, lse, stored = request
     if mask is not None:
         mask = known.mask
         if mask is None and (plan.is_for_any_mask or plan.problem.mask is not None):
@@ -125,7 +125,7 @@ def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Oper
     if score is not None and isinstance(score, Dot):
         score = None
     offset = sizes.keys - sizes.queries if offset is None else offset
-    return Operands(q, k, v, mask, bias, sink, score, stored, offset, sizes)
+    return Operands(q, k, v, mask, bias, sink, score, stored, offset, sizes, lse)
 
 
 def _call_sizes(request: Request) -> CallSizes:

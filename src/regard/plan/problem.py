@@ -145,6 +145,7 @@ class Operands(NamedTuple):
     Attributes:
         key: equal for calls of one form that have the same sizes, offset and mask; None if the plan was made for this
             call alone.
+        lse: whether somebody reads the log-sum-exp; if not, that of the state may be a tensor of no element.
     """
 
     q: Tensor
@@ -157,6 +158,7 @@ class Operands(NamedTuple):
     stored: tuple[StoredTensor, StoredTensor] | None = None
     offset: int = 0
     key: Sizes | None = None
+    lse: bool = True
 
     @property
     def sizes(self) -> CallSizes:

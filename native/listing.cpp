@@ -1,0 +1,143 @@
+// See listing.h.
+#include "listing.h"
+
+namespace regard {
+namespace {
+
+constexpr int64_t TILE = 64, FAR = int64_t(1) << 60;
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t within(int64_t x, int64_t low, int64_t high) { return least(most(x, low), high); }
+uint64_t first_bits(int64_t count) { return count >= TILE ? ~uint64_t(0) : (uint64_t(1) << count) - 1; }
+
+// A row of tiles: its queries, at positions q0 to q1, and what an interval reaches and covers of the tiles of keys.
+class Row {
+  public:
+    Row(const regard_call &c, int64_t row)
+        : keys_(c.keys), across_((c.keys + TILE - 1) / TILE), count_(int(c.by_query.interval_count)) {
+        const regard_schedule &s = c.by_query;
+        const int64_t first = row % s.rows * TILE;
+        const regard_interval *union_of_map = s.intervals + row / s.rows * count_;
+        queries_ = least(c.queries - first, TILE);
+        q0_ = first + s.offset;
+        const int64_t q1 = q0_ + queries_ - 1;
+        for (int i = 0; i < count_; ++i) {
+            const regard_interval &x = union_of_map[i];
+            const regard_interval &near = near_[i] = {within(x.left, -FAR, FAR), within(x.right, -FAR, FAR),
+                                                      within(x.start, -FAR, FAR), within(x.stop, -FAR, FAR)};
+            reached_[i] = {low(near, q0_) / TILE, (high(near, q1) + TILE - 1) / TILE};
+            const int64_t stop = high(near, q0_);  // the last tile of keys may be cut
+            covered_[i] = {(low(near, q1) + TILE - 1) / TILE, stop == keys_ ? across_ : stop / TILE};
+        }
+    }
+
+    // run(from, to) for tiles that an interval covers, mixed(tile) for those that are only reached; in order.
+    template <typename Run, typename Mixed>
+    void each(Run run, Mixed mixed) const {
+        for (int64_t t = 0; t < across_;) {
+            int64_t to = t, next = across_;
+            bool reached = false;
+            for (int i = 0; i < count_; ++i) {
+                if (covered_[i].first <= t) to = most(to, covered_[i].last);
+                if (reached_[i].first >= reached_[i].last) continue;
+                if (reached_[i].first > t) next = least(next, reached_[i].first);
+                else reached |= t < reached_[i].last;
+            }
+            if (to > t) run(t, to), t = to;
+            else if (reached) mixed(t), ++t;
+            else t = next;
+        }
+    }
+
+    enum Kept { nothing, some, all };
+
+    // Writes the bits of a tile: a word for each key, a bit for each query.
+    Kept draw(int64_t tile, uint64_t *bits) const {
+        uint64_t any = 0, every = first_bits(queries_);
+        const int64_t first = tile * TILE, count = least(keys_ - first, TILE);
+        for (int64_t j = 0; j < count; ++j) {
+            uint64_t word = 0;
+            for (int i = 0; i < count_; ++i) word |= seen(near_[i], first + j);
+            bits[j] = word, any |= word, every &= word;
+        }
+        for (int64_t j = count; j < TILE; ++j) bits[j] = 0;
+        return !any ? nothing : every == first_bits(queries_) ? all : some;
+    }
+
+  private:
+    struct Tiles {
+        int64_t first, last;
+    };
+
+    int64_t low(const regard_interval &x, int64_t q) const { return within(most(q + x.left, x.start), 0, keys_); }
+    int64_t high(const regard_interval &x, int64_t q) const { return within(least(q + x.right, x.stop), 0, keys_); }
+
+    // The queries that see the key.
+    uint64_t seen(const regard_interval &x, int64_t key) const {
+        if (key < x.start || key >= x.stop) return 0;
+        const int64_t at = key - q0_, from = most(at - x.right + 1, 0), to = least(at - x.left + 1, queries_);
+        return from < to ? first_bits(to) & ~first_bits(from) : 0;
+    }
+
+    const int64_t keys_, across_;
+    const int count_;
+    int64_t queries_, q0_;
+    regard_interval near_[INTERVALS];
+    Tiles reached_[INTERVALS], covered_[INTERVALS];
+};
+
+// Runs and patches of all rows, at most: a drawn tile may be either.
+struct Counts {
+    int64_t rows = 0, runs = 0, patches = 0;
+
+    explicit Counts(const regard_call &c) : rows(c.maps_batch * c.by_query.rows) {
+        for (int64_t row = 0; row < rows; ++row)
+            Row(c, row).each([&](int64_t, int64_t) { ++runs; }, [&](int64_t) { ++runs, ++patches; });
+    }
+
+    int64_t bytes() const {
+        const int64_t words = 2 * (rows + 1) + 2 * runs + 2 * patches;
+        return (words * 8 + 63) / 64 * 64 + patches * TILE * 8;
+    }
+};
+
+}  // namespace
+
+int64_t listing_bytes(const regard_call &c) { return c.by_query.interval_count ? Counts(c).bytes() : 0; }
+
+void list_tiles(regard_call &c, char *memory) {
+    const Counts most(c);
+    uint64_t *const patterns = reinterpret_cast<uint64_t *>(memory);
+    int64_t *const run_start = reinterpret_cast<int64_t *>(patterns + most.patches * TILE);
+    int64_t *const patch_start = run_start + most.rows + 1, *const run_tile = patch_start + most.rows + 1;
+    int64_t *const run_length = run_tile + most.runs, *const patch_tile = run_length + most.runs;
+    int64_t *const patch_pattern = patch_tile + most.patches;
+    int64_t runs = 0, patches = 0;
+    for (int64_t number = 0; number < most.rows; ++number) {
+        run_start[number] = runs, patch_start[number] = patches;
+        const auto add = [&](int64_t from, int64_t to) {
+            if (runs > run_start[number] && run_tile[runs - 1] + run_length[runs - 1] == from) {
+                run_length[runs - 1] += to - from;
+            } else {
+                run_tile[runs] = from, run_length[runs] = to - from;
+                ++runs;
+            }
+        };
+        const Row row(c, number);
+        row.each(add, [&](int64_t tile) {
+            const Row::Kept kept = row.draw(tile, patterns + patches * TILE);
+            if (kept == Row::all) add(tile, tile + 1);
+            if (kept != Row::some) return;
+            patch_tile[patches] = tile, patch_pattern[patches] = patches;
+            ++patches;
+        });
+    }
+    run_start[most.rows] = runs, patch_start[most.rows] = patches;
+    regard_schedule &s = c.by_query;
+    s.run_start = run_start, s.run_tile = run_tile, s.run_length = run_length;
+    s.patch_start = patch_start, s.patch_tile = patch_tile, s.patch_pattern = patch_pattern;
+    s.patterns = patterns, s.pattern_count = patches;
+}
+
+}  // namespace regard

@@ -1,0 +1,139 @@
+"""The tiles of a call as the library reads them: intervals, from which it lists the tiles itself, or the lists.
+
+Where the keys that a mask keeps are a union of few intervals, the library lists the tiles of each call
+(native/listing.h), in less time than a cache would take to find them. Other masks, and calls of very many queries, have
+a `Schedule`, whose lists are cached.
+"""
+
+from array import array
+from collections.abc import Hashable
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from regard.describe.interval import Interval
+from regard.describe.mask import CallSizes, Ints, Mask
+from regard.describe.recent import Recent
+from regard.describe.tensors import reads_again
+from regard.plan.closed_form import FAR, is_by_query
+from regard.plan.problem import Operands, Sizes
+from regard.plan.schedule import Schedule
+from regard.plan.tiling import cached_schedule
+
+QUERIES = 1 << 16
+"""Of all maps; the tiles of more queries are listed once, and not in each call."""
+
+FARTHEST = 1 << 40
+"""Of an offset, for the library."""
+
+KEPT = 1024
+"""The most tiles that are cached, for all kernels."""
+
+KEPT_BYTES = 64 << 20
+"""The most bytes of them."""
+
+
+class Tiles(NamedTuple):
+    """The tiles of a call.
+
+    Attributes:
+        intervals, count: the address of the intervals, and how many each map has; 0, 0 for lists.
+        maps_batch: 1 or the batch rows.
+        lists: without intervals, the fields of `native.CALL` from "maps_batch" to the last of the schedule.
+        memory: the arrays whose addresses are in the fields.
+    """
+
+    intervals: int
+    count: int
+    maps_batch: int
+    lists: tuple[int, ...]
+    memory: tuple[memoryview, ...]
+
+    def fields(self, queries: int, offset: int) -> tuple[int, ...]:
+        """The fields of `native.CALL` from "maps_batch" to the last of the schedule."""
+        if not self.count:
+            return self.lists
+        return self.maps_batch, 1, self.intervals, self.count, offset, -(-queries // 64), *(0,) * 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(each.nbytes for each in self.memory)
+
+
+def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
+    """The tiles of a call, and whether they are those of every call with its key.
+
+    Args:
+        posed: the schedule of the call that the kernel was made for.
+    """
+    mask, key, sizes = operands.mask, operands.key, operands.sizes
+    if key is None:
+        return _listed(posed), False
+    name = sizes.batch, sizes.heads, key
+    tiles = _kept.get(name)
+    if tiles is not None:
+        return tiles, True
+    tiles = _made(mask, sizes, posed.tile)
+    if not _is_of(mask, key):
+        return tiles, False
+    _kept.put(name, tiles)
+    return tiles, True
+
+
+def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
+    maps, heads = (1, 1) if mask is None else mask.broadcast_shape()
+    maps = sizes.batch if maps > 1 else 1
+    if mask is not None and heads == 1 and sizes.queries * maps <= QUERIES and abs(sizes.offset) <= FARTHEST:
+        union = mask.intervals(sizes)
+        if union is not None and not is_by_query(union):
+            return _of_intervals(union, maps)
+    return _listed(cached_schedule(mask, sizes, tile))
+
+
+def _of_intervals(union: list[Interval], maps: int) -> Tiles:
+    edges = [_edges(x) for x in union or [_NOTHING]]
+    if all(isinstance(edge, int) for x in edges for edge in x):
+        memory = array("q", [cast(int, edge) for x in edges for edge in x])
+        return Tiles(memory.buffer_info()[0], len(edges), 1, (), (memoryview(memory),))
+    whole = np.empty((maps, len(edges), 4), dtype=np.int64)
+    for i, x in enumerate(edges):
+        for j, edge in enumerate(x):
+            whole[:, i, j] = edge if isinstance(edge, int) else edge[:maps, 0]
+    return Tiles(whole.ctypes.data, len(edges), maps, (), (whole.data,))
+
+
+def _edges(x: Interval) -> list[int | Ints]:
+    """The edges, FAR where there is none."""
+    return [none if edge is None else _near(edge) for edge, none in zip(x, (-FAR, FAR, -FAR, FAR), strict=True)]
+
+
+def _near(edge: int | Ints) -> int | Ints:
+    return max(-FAR, min(edge, FAR)) if isinstance(edge, int) else edge.clip(-FAR, FAR)
+
+
+def _listed(s: Schedule) -> Tiles:
+    whole, patterns = s.lists, np.ascontiguousarray(s.turned_patterns, dtype=np.uint8)
+    addresses, address = list[int](), int(whole.__array_interface__["data"][0])
+    for one in (s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern):
+        addresses.append(address)
+        address += 8 * len(one)
+    lists = (*addresses, int(patterns.__array_interface__["data"][0]), len(patterns))
+    return Tiles(0, 0, s.maps[0], (*s.maps, 0, 0, 0, s.query_tiles, *lists), (whole.data, patterns.data))
+
+
+def _is_of(mask: Mask | None, key: Sizes) -> bool:
+    """Whether the tensors of the mask still have the content of the key: another thread may have written to them."""
+    if mask is None or key.mask is None or key.mask.is_constant:
+        return True
+    return reads_again(lambda: mask.fingerprint().contents(), key.mask.contents())
+
+
+_NOTHING = Interval(start=0, stop=0)
+"""For a union of no interval: the library reads lists where there are none."""
+
+ALL = _of_intervals([Interval()], 1)
+"""Of a call without a mask, of up to `QUERIES` queries."""
+
+_kept: Recent[Hashable, Tiles] = Recent(entries=KEPT, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
+"""By batch, heads and `Operands.key`."""
