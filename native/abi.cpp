@@ -107,7 +107,7 @@ struct Half {
 
     static bool is_late(const void *self) {
         const Half &h = *static_cast<const Half *>(self);
-        return h.call.seconds != 0 && Clock::now() >= h.until;
+        return h.until != Clock::time_point::max() && Clock::now() >= h.until;
     }
 
     bool goes_on() const { return status.load(std::memory_order_relaxed) == REGARD_DONE && !is_late(this); }
@@ -154,6 +154,12 @@ int64_t workspace(const Kernels &kernels, const regard_call &c, const regard_gra
     return bytes + listing_bytes(c);
 }
 
+// When to return; never for a call so short that asking for the time would be a tenth of it.
+Clock::time_point end_of(const regard_call &c, const regard_gradient *gradient) {
+    if (c.seconds == 0 || is_tiny(c, gradient)) return Clock::time_point::max();
+    return Clock::now() + std::chrono::microseconds(int64_t(c.seconds < 1e9 ? c.seconds * 1e6 : 1e15));
+}
+
 regard_status run(regard_call &call, const regard_gradient *gradient) {
     const Kernels *kernels = kernels_of(call.isa);
     if (!kernels) return REGARD_BAD_ISA;
@@ -169,8 +175,7 @@ regard_status run(regard_call &call, const regard_gradient *gradient) {
     char *const memory = own + threads * int64_t(sizeof(Slot));
     if (!call.next)
         for (int64_t i = 0; i < threads; ++i) slots[i] = Slot{};
-    const auto until =
-        Clock::now() + std::chrono::microseconds(int64_t(call.seconds < 1e9 ? call.seconds * 1e6 : 1e15));
+    const auto until = end_of(call, gradient);
     int64_t before = 0;
     for (int half = 0; half < 2; ++half) {
         const int64_t units = units_of(*kernels, call, gradient, half);

@@ -270,7 +270,8 @@ class Attend:
         Args:
             operands: without the workspace.
         """
-        memory = _workspaces.take()
+        # who calls from a signal handler, inside a call, gets other memory
+        memory, _workspace.kept = _workspace.kept, NO_MEMORY
         packed = self._pack(*operands, memory.address, memory.size)
         status = self._run(form, packed, 0)
         if status == TOO_SMALL:
@@ -281,7 +282,8 @@ class Attend:
             if status < 0:
                 _wrong(status)
             status = self._run(form, packed, status)
-        _workspaces.give(memory)
+        if memory.size <= KEPT_WORKSPACE:
+            _workspace.kept = memory
 
 
 class Workspace(NamedTuple):
@@ -298,21 +300,16 @@ def memory_of(size: int) -> Workspace:
     return Workspace(memory, size, memory.data_ptr())
 
 
-class _Workspaces(threading.local):
-    """Memory kept for a thread's next call: allocating it would cost a tiny call 1 us of 10."""
-
-    kept: Workspace | None = None
-
-    def take(self) -> Workspace:
-        found, self.kept = self.kept, None  # who calls from a signal handler, inside a call, gets other memory
-        return memory_of(0) if found is None else found
-
-    def give(self, workspace: Workspace) -> None:
-        if workspace.size <= KEPT_WORKSPACE:
-            self.kept = workspace
+NO_MEMORY = memory_of(0)
 
 
-_workspaces = _Workspaces()
+class _Kept(threading.local):
+    """Memory for a thread's next call: allocating it would cost a tiny call 1 us of 10."""
+
+    kept = NO_MEMORY
+
+
+_workspace = _Kept()
 
 
 def _wrong(status: int) -> NoReturn:

@@ -105,21 +105,6 @@ class _Wanted(NamedTuple):
     bias: bool
 
 
-class _Call(NamedTuple):
-    """What a call has besides its inputs.
-
-    Attributes:
-        offset: position of the first query.
-        seed: of the dropout.
-        lse: whether the log-sum-exp is wanted; without, a tensor of no element takes its place.
-    """
-
-    tiles: Tiles
-    offset: int
-    seed: int
-    lse: bool
-
-
 class _Kernel:
     """The library for one problem, of any sizes, offset, mask and bias: these are taken from the operands."""
 
@@ -143,31 +128,43 @@ class _Kernel:
         if self.problem.grad:
             return self._differentiable(operands, None)
         seed = self._seed() if self.problem.dropout else 0
-        call = _Call(self._tiles(operands), operands.offset, seed, operands.lse)
-        return State(*self.compute(self._inputs(operands), call))
+        o, tiles = operands, self._tiles(operands)
+        if o.bias is None and o.sink is None and not seed and o.stored is None and tiles.count:
+            return State(*self.run(self.form, o.q, o.k, o.v, tiles, o.offset, o.lse))
+        return State(*self.compute(self._inputs(o), tiles, o.offset, seed, o.lse))
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
 
-    def compute(self, inputs: _Inputs, call: _Call) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
-        q, k, v, sink, distance, bias, stored = inputs
-        tiles, offset, seed, wants_lse = call
-        queries, like, like_lse = self._likes(q.shape[2])
-        out = _empty_out(like, q)
-        lse = torch.empty_like(like_lse) if wants_lse else self.no_lse
-        if tiles.count and not seed and sink is None and distance is None and bias is None and stored is None:
-            form, kept = self.form, None
-        else:
-            form, kept = self._form(inputs, call)
+    def compute(
+        self, inputs: _Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse); without lse, a tensor of no element takes its place."""
+        form = self.entry.opened(self.packed)
+        if not tiles.count:
+            form[TILES] = tiles.lists
+        kept = _write(form, inputs, seed)
+        done = self.run(form, inputs.q, inputs.k, inputs.v, tiles, offset, wants_lse)
+        del kept  # it was needed until now
+        return done
+
+    def run(
+        self, form: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, offset: int, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a struct that has all but these."""
         (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _) = q.stride(), k.stride(), v.stride()
+        queries, like, like_lse = self._likes(q.shape[2])
+        # in memory token by token if q is, else head by head
+        by_head = qh >= qt or queries == 1
+        out = torch.empty_like(like) if by_head else torch.empty_like(like.transpose(1, 2)).transpose(1, 2)
+        lse = torch.empty_like(like_lse) if wants_lse else self.no_lse
         ob, oh, ot, _ = out.stride()
+        intervals, count, maps, _, _ = tiles
         self.attend(form, (
             q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
             lse.data_ptr() if wants_lse else 0, torch.get_num_threads(), queries, k.shape[2],
-            tiles.intervals, tiles.count, offset, tiles.maps_batch,
+            intervals, count, offset, maps,
         ))  # fmt: skip
-        del kept  # it was needed until now
         return out, lse
 
     def _likes(self, queries: int) -> tuple[int, Tensor, Tensor]:
@@ -193,17 +190,12 @@ class _Kernel:
             self.latest = key, tiles
         return tiles
 
-    def _form(self, i: _Inputs, call: _Call) -> tuple[Any, Any]:
-        """A struct with all that its operands do not have, and what must stay in memory until it was run."""
-        struct = self.entry.opened(self.packed)
-        if not call.tiles.count:
-            struct[TILES] = call.tiles.lists
-        return struct, _write(struct, i, call.seed)
-
     def gradients(
         self,
         inputs: _Inputs,
-        call: _Call,
+        tiles: Tiles,
+        offset: int,
+        seed: int,
         wanted: _Wanted,
         state: State,
         dout: Tensor,
@@ -222,8 +214,8 @@ class _Kernel:
         queries, keys = i.q.shape[2], i.k.shape[2]
         struct[TENSORS] = (*_placed(i.q), *_placed(i.k), *_placed(i.v), *_placed(state.out))
         struct[LSE], struct[THREADS], struct[SIZES] = state.lse.data_ptr(), torch.get_num_threads(), (queries, keys)
-        struct[TILES] = call.tiles.fields(queries, call.offset)
-        _write(struct, i, call.seed)
+        struct[TILES] = tiles.fields(queries, offset)
+        _write(struct, i, seed)
         struct[GRADIENTS] = (
             *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
             _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
@@ -236,8 +228,8 @@ class _Kernel:
 
     def _differentiable(self, operands: Operands, state: State | None) -> State:
         inputs = self._inputs(operands)
-        call = _Call(self._tiles(operands), operands.offset, self._seed(), True)
-        computed = _Attention.apply(self, call, state, *inputs[:6])
+        call = self._tiles(operands), operands.offset, self._seed()
+        computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
     def _inputs(self, o: Operands) -> _Inputs:
@@ -275,20 +267,29 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: _Kernel, call: _Call, state: State | None, *parts: Tensor | None
+        ctx: Any,
+        kernel: _Kernel,
+        tiles: Tiles,
+        offset: int,
+        seed: int,
+        state: State | None,
+        *parts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = _Inputs(*cast(Any, parts))
-        out, lse = kernel.compute(inputs, call) if state is None else (state.out.detach(), state.lse.detach())
+        if state is None:
+            out, lse = kernel.compute(inputs, tiles, offset, seed)
+        else:
+            out, lse = state.out.detach(), state.lse.detach()
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.call = kernel, call
+        ctx.kernel, ctx.call = kernel, (tiles, offset, seed)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wanted = _Wanted(*ctx.needs_input_grad[3:])
-        found = _Gradient.apply(ctx.kernel, ctx.call, wanted, *grads, *ctx.saved_tensors)
-        return None, None, None, *cast(Any, found)
+        wanted = _Wanted(*ctx.needs_input_grad[5:])
+        found = _Gradient.apply(ctx.kernel, *ctx.call, wanted, *grads, *ctx.saved_tensors)
+        return None, None, None, None, None, *cast(Any, found)
 
 
 class _Gradient(torch.autograd.Function):
@@ -298,7 +299,9 @@ class _Gradient(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: _Kernel,
-        call: _Call,
+        tiles: Tiles,
+        offset: int,
+        seed: int,
         wanted: _Wanted,
         dout: Tensor | None,
         dlse: Tensor | None,
@@ -313,7 +316,8 @@ class _Gradient(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        return kernel.gradients(_Inputs(*cast(Any, parts)), call, wanted, State(out, lse), dout, dlse)
+        inputs = _Inputs(*cast(Any, parts))
+        return kernel.gradients(inputs, tiles, offset, seed, wanted, State(out, lse), dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -321,14 +325,6 @@ class _Gradient(torch.autograd.Function):
             "The backend 'native' can be differentiated once, and this asks for a second derivative: name "
             'backend="reference", which can be differentiated any number of times.'
         )
-
-
-def _empty_out(like: Tensor, q: Tensor) -> Tensor:
-    """[batch, heads, queries, v_dim], in memory token by token if q is, else head by head."""
-    _, between_heads, between_tokens, _ = q.stride()
-    if between_heads < between_tokens:
-        return torch.empty_like(like.transpose(1, 2)).transpose(1, 2)
-    return torch.empty_like(like)
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

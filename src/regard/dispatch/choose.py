@@ -4,7 +4,6 @@ Without `backend=`, the first backend in the device's row of `ORDER` that refuse
 caller chose runs, or raises with its reasons; no other takes its place.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,25 +91,27 @@ class Plan:
         p = self.problem
         return p.batch * p.heads * p.queries * p.keys > 0
 
+    @cached_property
+    def run(self) -> Kernel:
+        """The kernel between the lowering steps: from the operands of a call to the state as the caller gets it."""
+        if not any(step.apply or step.finish for step in self.steps):
+            return self.kernel
+
+        def run(operands: Operands) -> State:
+            state = self.kernel(self.changed(operands))
+            for step in reversed(self.steps):
+                if step.finish is not None:
+                    state = step.finish(state)
+            return state
+
+        return run
+
     def changed(self, operands: Operands) -> Operands:
         """The operands as the backend gets them, after the lowering steps."""
-        for change in self._changes:
-            operands = change(operands)
+        for step in self.steps:
+            if step.apply is not None:
+                operands = step.apply(operands)
         return operands
-
-    @cached_property
-    def _changes(self) -> tuple[Callable[[Operands], Operands], ...]:
-        return tuple(step.apply for step in self.steps if step.apply is not None)
-
-    def finished(self, state: State) -> State:
-        """The state as the caller gets it: the lowering steps undone on that of the backend."""
-        for finish in self._finishes:
-            state = finish(state)
-        return state
-
-    @cached_property
-    def _finishes(self) -> tuple[Callable[[State], State], ...]:
-        return tuple(step.finish for step in self.steps if step.finish is not None)
 
     @cached_property
     def is_careful(self) -> bool:

@@ -52,9 +52,9 @@ def execute(plan: Plan, operands: Operands, backend: str | Backend | None) -> tu
 
 def _run(plan: Plan, operands: Operands) -> State:
     if not is_any_autocast_enabled():
-        return plan.finished(plan.kernel(plan.changed(operands)))
+        return plan.run(operands)
     with torch.autocast(plan.problem.device, enabled=False):  # the types are settled; products keep theirs
-        return plan.finished(plan.kernel(plan.changed(operands)))
+        return plan.run(operands)
 
 
 def _clean(problem: Problem, operands: Operands) -> bool:

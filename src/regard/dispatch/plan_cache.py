@@ -125,7 +125,8 @@ def _operands(request: Request, known: _Known, plan: Plan, sizes: Sizes) -> Oper
     if score is not None and isinstance(score, Dot):
         score = None
     offset = sizes.keys - sizes.queries if offset is None else offset
-    return Operands(q, k, v, mask, bias, sink, score, stored, offset, sizes, lse)
+    fields = q, k, v, mask, bias, sink, score, stored, offset, sizes, lse
+    return tuple.__new__(Operands, fields)  # `Operands` itself would take 0.2 us longer, of some 15 of a tiny call
 
 
 def _call_sizes(request: Request) -> CallSizes:

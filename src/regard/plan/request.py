@@ -39,7 +39,7 @@ class By(NamedTuple):
 
 FORM = By(
     "{0}_batch, {0}_heads, {0}_dim, {0}.stride()[3] == 1 or {0}_dim < 2, {0}.dtype, {0}.is_cpu or {0}.device, "
-    "{0}.__class__, {0}.is_neg(), {0}.layout, {0}.requires_grad",
+    "{0}.__class__, {0}.is_neg(), {0}.layout, grad and {0}.requires_grad",
     "{0}_batch, {0}_heads, {0}_tokens, {0}_dim = {0}.shape",
 )
 """Of q, k and v: all but elements, token counts (see `Sizes`) and the strides that no plan depends on."""
@@ -123,11 +123,13 @@ def _compile_key() -> Callable[..., tuple[object, Sizes]]:
     before = "".join(f"    {by.before.format(name)}\n" for name, by in fields.items() if by.before)
     entries = ", ".join(by.entries.format(name) for name, by in fields.items())
     nbytes = "0 if stored is None else stored[0].nbytes + stored[1].nbytes"
-    sizes = f"Sizes(q_tokens, k_tokens, v_tokens, {nbytes}, offset, mask_content)"
-    source = f"def key({', '.join(fields)}):\n{before}    return (is_grad_enabled(), {entries}), {sizes}"
+    sizes = f"new(Sizes, (q_tokens, k_tokens, v_tokens, {nbytes}, offset, mask_content))"  # faster than `Sizes`
+    source = (
+        f"def key({', '.join(fields)}):\n    grad = is_grad_enabled()\n{before}    return (grad, {entries}), {sizes}"
+    )
     scope: dict[str, Any] = {
         "is_grad_enabled": torch.is_grad_enabled, "_content": _content, "_tensors": _tensors, "_tensor": _tensor,
-        "Sizes": Sizes,
+        "Sizes": Sizes, "new": tuple.__new__,
     }  # fmt: skip
     exec(source, scope)  # noqa: S102  # as namedtuple and dataclass make their methods
     return scope["key"]
