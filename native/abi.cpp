@@ -156,7 +156,7 @@ int64_t workspace(const Kernels &kernels, const regard_call &c, const regard_gra
 
 // When to return; never for a call so short that asking for the time would be a tenth of it.
 Clock::time_point end_of(const regard_call &c, const regard_gradient *gradient) {
-    if (c.seconds == 0 || is_tiny(c, gradient)) return Clock::time_point::max();
+    if (c.seconds == 0 || (c.seconds > 0.01 && is_tiny(c, gradient))) return Clock::time_point::max();
     return Clock::now() + std::chrono::microseconds(int64_t(c.seconds < 1e9 ? c.seconds * 1e6 : 1e15));
 }
 
@@ -169,8 +169,7 @@ regard_status run(regard_call &call, const regard_gradient *gradient) {
     if (call.workspace_bytes < needed || reinterpret_cast<uintptr_t>(call.workspace) % 64) return REGARD_BAD_WORKSPACE;
     if (needed && !call.workspace) return REGARD_BAD_POINTER;
     const int64_t threads = threads_of(*kernels, call, gradient), bytes = kernels->scratch(call, gradient);
-    char *const lists = static_cast<char *>(call.workspace), *const own = lists + listing_bytes(call);
-    if (own != lists) list_tiles(call, lists);
+    char *const own = static_cast<char *>(call.workspace) + list_tiles(call, static_cast<char *>(call.workspace));
     Slot *const slots = reinterpret_cast<Slot *>(own);
     char *const memory = own + threads * int64_t(sizeof(Slot));
     if (!call.next)

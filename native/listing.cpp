@@ -106,7 +106,8 @@ struct Counts {
 
 int64_t listing_bytes(const regard_call &c) { return c.by_query.interval_count ? Counts(c).bytes() : 0; }
 
-void list_tiles(regard_call &c, char *memory) {
+int64_t list_tiles(regard_call &c, char *memory) {
+    if (!c.by_query.interval_count) return 0;
     const Counts most(c);
     uint64_t *const patterns = reinterpret_cast<uint64_t *>(memory);
     int64_t *const run_start = reinterpret_cast<int64_t *>(patterns + most.patches * TILE);
@@ -138,6 +139,7 @@ void list_tiles(regard_call &c, char *memory) {
     s.run_start = run_start, s.run_tile = run_tile, s.run_length = run_length;
     s.patch_start = patch_start, s.patch_tile = patch_tile, s.patch_pattern = patch_pattern;
     s.patterns = patterns, s.pattern_count = patches;
+    return most.bytes();
 }
 
 }  // namespace regard

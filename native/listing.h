@@ -15,7 +15,7 @@ constexpr int64_t LISTED_ROWS = 1 << 16;  // at most, of all maps
 // Bytes that the lists of a call take, a multiple of 64; 0 where they are given.
 int64_t listing_bytes(const regard_call &c);
 
-// Writes them to `memory`, and their addresses into the schedule.
-void list_tiles(regard_call &c, char *memory);
+// Writes them to `memory`, and their addresses into the schedule. Returns their bytes.
+int64_t list_tiles(regard_call &c, char *memory);
 
 }  // namespace regard

@@ -21,7 +21,7 @@ from torch import Tensor
 from regard import native
 from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import listed
-from regard.backend.native_tiles import ALL, QUERIES, Tiles, tiles_of
+from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.describe.bias import TensorBias
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
@@ -182,6 +182,8 @@ class _Kernel:
     def _tiles(self, operands: Operands) -> Tiles:
         if operands.mask is None and operands.q.shape[2] <= QUERIES:
             return ALL
+        if (fixed := fixed_tiles(operands)) is not None:
+            return fixed
         key, latest = operands.key, self.latest
         if latest is not None and latest[0] == key:
             return latest[1]

@@ -11,9 +11,12 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from regard.describe.interval import Interval
-from regard.describe.mask import CallSizes, Ints, Mask
+from regard.describe.interval import Edge, Interval
+from regard.describe.mask import CallSizes, Ints, Mask, is_made_of
+from regard.describe.mask_by_rule import KeyLengths
+from regard.describe.ragged import OF_POSITIONS
 from regard.describe.recent import Recent
+from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again
 from regard.plan.closed_form import FAR, is_by_query
 from regard.plan.problem import Operands, Sizes
@@ -25,6 +28,9 @@ QUERIES = 1 << 16
 
 FARTHEST = 1 << 40
 """Of an offset, for the library."""
+
+FIXED = (*OF_POSITIONS, KeyLengths)
+"""Masks whose intervals are the same in calls of all sizes."""
 
 KEPT = 1024
 """The most tiles that are cached, for all kernels."""
@@ -77,11 +83,30 @@ def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
     tiles = _made(mask, sizes, posed.tile)
     if not _is_of(mask, key):
         return tiles, False
-    _kept.put(name, tiles)
+    if tiles.count and mask is not None and key.mask is not None and is_made_of(mask, FIXED):
+        _put_fixed(key.mask, tiles)
+    else:
+        _kept.put(name, tiles)
     return tiles, True
 
 
+def fixed_tiles(operands: Operands) -> Tiles | None:
+    """The tiles of a call if they are known, and the same for all calls under its mask; some of other calls are not."""
+    key = operands.key
+    if key is None or key.mask is None or key.queries > QUERIES or not -FARTHEST <= operands.offset <= FARTHEST:
+        return None
+    return _fixed.get(key.mask)
+
+
+def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
+    if len(_fixed) >= KEPT:
+        _fixed.clear()
+    _fixed[mask] = tiles
+
+
 def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
+    if not sizes.batch * sizes.heads:
+        return ALL
     maps, heads = (1, 1) if mask is None else mask.broadcast_shape()
     maps = sizes.batch if maps > 1 else 1
     if mask is not None and heads == 1 and sizes.queries * maps <= QUERIES and abs(sizes.offset) <= FARTHEST:
@@ -92,24 +117,21 @@ def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
 
 
 def _of_intervals(union: list[Interval], maps: int) -> Tiles:
-    edges = [_edges(x) for x in union or [_NOTHING]]
-    if all(isinstance(edge, int) for x in edges for edge in x):
-        memory = array("q", [cast(int, edge) for x in edges for edge in x])
-        return Tiles(memory.buffer_info()[0], len(edges), 1, (), (memoryview(memory),))
-    whole = np.empty((maps, len(edges), 4), dtype=np.int64)
-    for i, x in enumerate(edges):
-        for j, edge in enumerate(x):
-            whole[:, i, j] = edge if isinstance(edge, int) else edge[:maps, 0]
-    return Tiles(whole.ctypes.data, len(edges), maps, (), (whole.data,))
+    edges = [_near(edge, none) for x in union or [_NOTHING] for edge, none in zip(x, _NONE, strict=True)]
+    try:
+        memory, maps = array("q", cast("list[int]", edges)), 1
+    except TypeError:  # an edge is an array, [maps, 1]
+        columns = [[edge] * maps if isinstance(edge, int) else edge[:maps, 0].tolist() for edge in edges]
+        columns = [column if len(column) == maps else column * maps for column in columns]
+        memory = array("q", [edge for row in zip(*columns, strict=True) for edge in row])
+    return Tiles(memory.buffer_info()[0], len(edges) // 4, maps, (), (memoryview(memory),))
 
 
-def _edges(x: Interval) -> list[int | Ints]:
-    """The edges, FAR where there is none."""
-    return [none if edge is None else _near(edge) for edge, none in zip(x, (-FAR, FAR, -FAR, FAR), strict=True)]
-
-
-def _near(edge: int | Ints) -> int | Ints:
-    return max(-FAR, min(edge, FAR)) if isinstance(edge, int) else edge.clip(-FAR, FAR)
+def _near(edge: Edge, none: int) -> int | Ints:
+    """The edge; an int is cut to the distance FAR."""
+    if edge is None:
+        return none
+    return edge if isinstance(edge, np.ndarray) else max(-FAR, min(edge, FAR))
 
 
 def _listed(s: Schedule) -> Tiles:
@@ -129,6 +151,9 @@ def _is_of(mask: Mask | None, key: Sizes) -> bool:
     return reads_again(lambda: mask.fingerprint().contents(), key.mask.contents())
 
 
+_NONE = (-FAR, FAR, -FAR, FAR)
+"""The edges of an interval that has none."""
+
 _NOTHING = Interval(start=0, stop=0)
 """For a union of no interval: the library reads lists where there are none."""
 
@@ -137,3 +162,6 @@ ALL = _of_intervals([Interval()], 1)
 
 _kept: Recent[Hashable, Tiles] = Recent(entries=KEPT, nbytes=KEPT_BYTES, size=lambda tiles: tiles.nbytes)
 """By batch, heads and `Operands.key`."""
+
+_fixed: dict[Fingerprint, Tiles] = {}
+"""By masks whose intervals are the same in every call."""

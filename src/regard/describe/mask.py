@@ -244,6 +244,13 @@ def marked(mask: Mask, r: Rectangles) -> Ints:
     return np.where(every[:, None], ALL, np.where(some[:, None], own, NONE))
 
 
+def is_made_of(mask: Mask, kinds: tuple[type[Mask], ...]) -> bool:
+    """Whether a mask is of one of these kinds, or combined of such masks."""
+    if isinstance(mask, Pair):
+        return is_made_of(mask.a, kinds) and is_made_of(mask.b, kinds)
+    return is_made_of(mask.a, kinds) if isinstance(mask, Not) else isinstance(mask, kinds)
+
+
 def kept_pairs(mask: Mask, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
     """`mask.keep` of these positions.
 

@@ -1,17 +1,19 @@
 """`Ragged`: a mask over rows of different lengths, with the last query of each row at its own last key."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from regard.describe.interval import Edge, Interval, Union, intersection
-from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Pair, Positions, Rectangles, marked
+from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, is_made_of, marked
 from regard.describe.mask_by_rule import Causal, Dilated, Global, Prefix, Window
 from regard.describe.spec import spec
 from regard.errors import ProblemError
+
+OF_POSITIONS = (Causal, Window, Prefix, Dilated, Global)
+"""Masks that depend on positions alone."""
 
 
 @spec
@@ -41,7 +43,7 @@ class Ragged(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
-        if self.inner is not None and not _is_of_positions(self.inner):
+        if self.inner is not None and not is_made_of(self.inner, OF_POSITIONS):
             raise ProblemError(
                 f"{self.inner!r} with rows of different lengths: expected a mask of positions (Causal, Window, Prefix, "
                 "Dilated, Global and combinations of them). Call attend row by row for others."
@@ -95,14 +97,6 @@ class Ragged(Mask):
     def _moved(self, r: Rectangles) -> Rectangles:
         by = self._keys - self._of_rows(r)
         return r._replace(q0=r.q0 - by, q1=r.q1 - by)
-
-
-def _is_of_positions(mask: Mask) -> bool:
-    if isinstance(mask, And | Or):
-        return _is_of_positions(cast(Pair, mask).a) and _is_of_positions(cast(Pair, mask).b)
-    if isinstance(mask, Not):
-        return _is_of_positions(mask.a)
-    return isinstance(mask, Causal | Window | Prefix | Dilated | Global)
 
 
 def _plus(edge: Edge, by: Ints) -> Edge:

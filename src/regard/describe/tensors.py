@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self, TypeVar, cast
 from weakref import ref
 
@@ -149,6 +150,8 @@ def digest(tensor: Tensor) -> bytes:
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([1, 2])), digest(torch.arange(2)) == digest(torch.ones(2))
     (True, False)
     """
+    if tensor.dtype in _NUMPY and not tensor.requires_grad and tensor.is_contiguous() and _is_plain(tensor):
+        return xxh3_128_digest(tensor.numpy().data)
     with ignore_func_transforms():
         if tensor.requires_grad or not _is_plain(tensor):
             with ignore_torch_function():
@@ -189,5 +192,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _text(tensor: Tensor) -> str:
-    sizes = "[nested]" if tensor.is_nested else list(tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')}{sizes}"
+    return _written(tensor.dtype, None if tensor.is_nested else tensor.shape)
+
+
+@lru_cache
+def _written(dtype: torch.dtype, shape: torch.Size | None) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{'[nested]' if shape is None else list(shape)}"

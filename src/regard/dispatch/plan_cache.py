@@ -8,13 +8,15 @@ one plan where the backend can: under every mask (`Backend.any_mask`), or where 
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 from weakref import ref
 
 from regard import native
 from regard.describe.bias import Bias
-from regard.describe.mask import CallSizes, Mask
+from regard.describe.mask import CallSizes, Mask, is_made_of
+from regard.describe.ragged import OF_POSITIONS
 from regard.describe.score import Dot
+from regard.describe.spec import Fingerprint
 from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.plan.checks import check_has_data, check_offset, check_specs, in_transform
@@ -40,8 +42,11 @@ class _Known:
     bias: Bias | None
 
 
-_calls: dict[object, dict[Sizes | None, _Known]] = {}
-"""By form, then by sizes; under None, the plan for other sizes."""
+_Alike: TypeAlias = "dict[Sizes | Fingerprint | None, _Known]"
+
+_calls: dict[object, _Alike] = {}
+"""By form, then by sizes; or for any sizes, by the mask where it depends on positions alone, and under None without a
+mask or for other masks."""
 
 _lock = Lock()
 
@@ -91,26 +96,31 @@ def forget() -> None:
     forget_plans()
 
 
-def _of_other_sizes(alike: dict[Sizes | None, _Known], request: Request, sizes: Sizes) -> _Known | None:
+def _of_other_sizes(alike: _Alike, request: Request, sizes: Sizes) -> _Known | None:
     """The plan for other sizes, if it serves these; from then on it is the plan of these."""
-    known = alike.get(None)
+    known, content, mask, bias = alike.get(None), sizes.mask, request.mask, request.bias
     if known is None or not sizes.queries or not sizes.keys or sizes.keys != sizes.values:
         return None
+    if sizes.offset is not None:
+        check_offset(sizes.offset)
+    if bias is None and (fixed := alike.get(content)) is not None:
+        return fixed
     if (plan := known.plan()) is None:
         return None
-    mask, bias, call = request.mask, request.bias, _call_sizes(request)
-    check_offset(call.offset)
-    if mask is not None:
+    call = _call_sizes(request)
+    if mask is not None and content is not None:
         check_specs(mask, None, None)
-        if not mask.fingerprint().is_constant:
+        if not content.is_constant:
             check_has_data(mask)
         mask = mask.bind(call)
     if not plan.is_for_any_mask and not (mask is None or hides_nothing(mask, call)):
         return None
     bias = None if bias is None else bias.bind(call)
-    known = _Known(known.plan, _constant(mask), _constant(bias))
+    is_constant = content is None or content.is_constant
+    known = _Known(known.plan, mask if is_constant else None, _constant(bias))
+    is_fixed = is_constant and plan.is_for_any_mask and mask is not None and is_made_of(mask, OF_POSITIONS)
     with _lock:
-        _put(alike, sizes, known)
+        _put(alike, content if is_fixed and bias is None else sizes, known)
     return known
 
 

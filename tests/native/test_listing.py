@@ -1,0 +1,129 @@
+"""The tiles that the library lists from intervals are those of the Python algorithm, array by array."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard import Causal, KeyLengths, Mask, Prefix, Window, attend, native
+from regard.backend import native_tiles
+from regard.backend.native_tiles import FARTHEST, Tiles
+from regard.describe.mask import CallSizes
+from regard.plan.closed_form import Grid, closed_form, is_by_query
+from regard.plan.few_rows import few_rows
+from regard.plan.schedule import Schedule
+from tests.native.engines import BEST
+from tests.plan.test_closed_form import expressions, grid_of
+
+AT = {name: number for number, name in enumerate(native.CALL)}
+LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile")
+
+
+def tiles_of(mask: Mask, grid: Grid) -> Tiles:
+    return native_tiles._made(mask, CallSizes(*grid[:5]), 64)
+
+
+def struct_of(tiles: Tiles, grid: Grid, entry: native.Entry) -> tuple[Any, list[torch.Tensor]]:
+    """An opened struct of a call, whose tensors have one element a token, and its memory."""
+    q, k = torch.ones(grid.batch, grid.heads, grid.queries, 1), torch.ones(grid.batch, 1, grid.keys, 1)
+    out, lse, memory = torch.empty_like(q), torch.empty_like(q), torch.empty(1 << 22, dtype=torch.uint8)
+    fields = {"isa": -1, "dtype": native.DTYPES[torch.float32], "threads": 1, "scale": 1.0, "batch": grid.batch}
+    fields |= {"heads": grid.heads, "kv_heads": 1, "queries": grid.queries, "keys": grid.keys, "qk_dim": 1, "v_dim": 1}
+    for name, t in {"q": q, "k": k, "v": k, "out": out}.items():
+        strides = zip(("batch", "head", "token"), t.stride(), strict=False)
+        fields |= {f"{name}.data": t.data_ptr()} | {f"{name}.{axis}": stride for axis, stride in strides}
+    fields |= {"lse": lse.data_ptr(), "workspace": memory.data_ptr(), "workspace_bytes": memory.nbytes}
+    struct = entry.opened(entry.packed(fields))
+    struct[AT["maps_batch"] : AT["workspace"]] = tiles.fields(grid.queries, grid.offset)
+    return struct, [q, k, out, lse, memory]
+
+
+def array(address: int, count: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_int64 * count).from_address(address), np.int64).copy() if count else np.empty(0)
+
+
+def assert_lists(tiles: Tiles, grid: Grid, expected: Schedule) -> None:
+    entry = native.Entry("regard_forward", native.CALL)
+    struct, kept = struct_of(tiles, grid, entry)
+    entry(struct)
+    for name in LISTS:
+        whole: np.ndarray = getattr(expected, name)
+        assert np.array_equal(array(struct[AT[f"by_query.{name}"]], len(whole)), whole), name
+    number = array(struct[AT["by_query.patch_pattern"]], len(expected.patch_tile)).astype(int)
+    assert struct[AT["by_query.pattern_count"]] == len(number)
+    drawn = array(struct[AT["by_query.patterns"]], 64 * len(number)).reshape(-1, 64)
+    turned = np.ascontiguousarray(expected.turned_patterns).view(np.int64).reshape(-1, 64)
+    assert np.array_equal(drawn[number], turned[expected.patch_pattern])
+    del kept
+
+
+@given(data=st.data(), batch=st.sampled_from([1, 3]))
+def test_listed_tiles_are_those_of_the_closed_form(data: st.DataObject, batch: int):
+    keys = data.draw(st.integers(1, 400))
+    queries = data.draw(st.one_of(st.just(1), st.integers(1, keys)))
+    offset = data.draw(st.integers(0, keys - queries))
+    sizes = CallSizes(batch, 3, queries, keys, offset)
+    mask = data.draw(expressions(batch, queries, keys)).bind(sizes)
+    union = mask.intervals(sizes)
+    if union is None or is_by_query(union):
+        return
+    grid = grid_of(mask, batch, queries, keys, offset, 64)
+    tiles = tiles_of(mask, grid)
+    assert tiles.count == max(len(union), 1)
+    if tiles.maps_batch != grid.maps[0]:  # no edge differs from row to row
+        grid = grid._replace(maps=(1, 1))
+    assert_lists(tiles, grid, closed_form(union, grid))
+
+
+@pytest.mark.parametrize("offset", [-40, 0, 7, 500, FARTHEST, -FARTHEST])
+@pytest.mark.parametrize("queries", [1, 64, 100])
+def test_queries_may_start_anywhere(offset: int, queries: int):
+    for mask in (Causal(), Window(30, 4), ~Causal() | Prefix(5), Prefix(0), KeyLengths(torch.tensor([3, 90]))):
+        grid = grid_of(mask, 2, queries, 90, offset, 64)
+        union = mask.intervals(CallSizes(2, 3, queries, 90, offset))
+        assert union is not None
+        assert_lists(tiles_of(mask, grid), grid, few_rows(union, grid))
+
+
+def test_long_calls_agree_too():
+    mask = Causal() & (Window(256) | Prefix(4))
+    grid = grid_of(mask, 1, 2999, 2999, 0, 64)
+    union = mask.intervals(CallSizes(1, 3, 2999, 2999, 0))
+    assert union is not None
+    assert_lists(tiles_of(mask, grid), grid, closed_form(union, grid))
+
+
+WRONG = {
+    "too many intervals": ({"by_query.interval_count": 5}, -3),
+    "fewer than none": ({"by_query.interval_count": -1}, -3),
+    "a map for each head": ({"maps_head": 3}, -3),
+    "a map that is not there": ({"maps_batch": 7}, -3),
+    "tiles for other queries": ({"by_query.rows": 3}, -3),
+    "no intervals": ({"by_query.intervals": 0}, -2),
+    "an offset beyond all keys": ({"by_query.offset": FARTHEST + 1}, -1),
+    "too small a workspace": ({"workspace_bytes": 64}, -4),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_intervals_that_make_no_sense_give_their_status(name: str):
+    changes, status = WRONG[name]
+    grid, entry = Grid(2, 3, 70, 90, 20, 64, (1, 1)), native.Entry("regard_forward", native.CALL)
+    struct, kept = struct_of(tiles_of(Causal(), grid), grid, entry)
+    for field, value in changes.items():
+        struct[AT[field]] = value
+    with pytest.raises(native.RegardError, match=rf"status {status} "):
+        entry(struct)
+    assert kept
+
+
+def test_a_call_of_very_many_queries_has_its_tiles_from_a_schedule(monkeypatch: pytest.MonkeyPatch):
+    q = torch.randn(1, 2, 300, 8)
+    expected = attend(q, q, q, mask=Causal(), backend=BEST)
+    monkeypatch.setattr(native_tiles, "QUERIES", 100)
+    monkeypatch.setattr(native_tiles, "_fixed", {})
+    assert torch.equal(attend(q, q, q, mask=Causal(), backend=BEST), expected)
