@@ -159,6 +159,14 @@ int main(int argc, char **argv) {
             case FORWARD:
                 status = NAMED(regard_forward)(static_cast<regard_call *>(call));
                 break;
+            case ATTEND:
+                status = NAMED(regard_attend)(static_cast<const regard_call *>(call),
+                                              reinterpret_cast<const regard_operands *>(given[1]), given[2]);
+                break;
+            case ATTEND_WORKSPACE:
+                status = NAMED(regard_attend_workspace)(static_cast<const regard_call *>(call),
+                                                        reinterpret_cast<const regard_operands *>(given[1]));
+                break;
             case BACKWARD:
                 status = NAMED(regard_backward)(static_cast<regard_gradient *>(call));
                 break;

@@ -15,7 +15,7 @@
 constexpr int64_t PAGE = 4096, COUNT = 16;
 
 enum Kind : int64_t { CALL, FETCH, STORE, DONE };
-enum Function : int64_t { WORKSPACE, FORWARD, BACKWARD, GATHER, LINEAR, PRODUCTS, STREAM };
+enum Function : int64_t { WORKSPACE, FORWARD, ATTEND, ATTEND_WORKSPACE, BACKWARD, GATHER, LINEAR, PRODUCTS, STREAM };
 
 struct Message {
     Kind kind;

@@ -94,9 +94,10 @@ Message run(Function function, int64_t a, int64_t b = 0, int64_t c = 0, int64_t 
 using Run = int64_t(void *);
 
 // The function of this machine's library, for a call of the plain loops; else null.
-Run *plain(const regard_call *call, const char *name) {
+template <typename Function = Run>
+Function *plain(const regard_call *call, const char *name) {
     static void *const library = dlopen(getenv("REGARD_PLAIN") ? getenv("REGARD_PLAIN") : "", RTLD_NOW | RTLD_LOCAL);
-    return library && call && call->isa == -1 ? reinterpret_cast<Run *>(dlsym(library, name)) : nullptr;
+    return library && call && call->isa == -1 ? reinterpret_cast<Function *>(dlsym(library, name)) : nullptr;
 }
 
 int64_t pointer(const void *p) { return reinterpret_cast<int64_t>(p); }
@@ -130,6 +131,17 @@ int64_t regard_workspace(const regard_call *call) {
 int64_t regard_forward(regard_call *call) {
     if (Run *here = plain(call, "regard_forward")) return here(call);
     return run(FORWARD, pointer(call)).arguments[0];
+}
+
+int64_t regard_attend(const regard_call *form, const regard_operands *operands, int64_t next) {
+    if (auto *here = plain<decltype(regard_attend)>(form, "regard_attend")) return here(form, operands, next);
+    return run(ATTEND, pointer(form), pointer(operands), next).arguments[0];
+}
+
+int64_t regard_attend_workspace(const regard_call *form, const regard_operands *operands) {
+    if (auto *here = plain<decltype(regard_attend_workspace)>(form, "regard_attend_workspace"))
+        return here(form, operands);
+    return run(ATTEND_WORKSPACE, pointer(form), pointer(operands)).arguments[0];
 }
 
 int64_t regard_backward(regard_gradient *gradient) {
