@@ -73,7 +73,7 @@ def test_listed_tiles_are_those_of_the_closed_form(data: st.DataObject, batch: i
         return
     grid = grid_of(mask, batch, queries, keys, offset, 64)
     tiles = tiles_of(mask, grid)
-    assert tiles.count == max(len(union), 1)
+    assert tiles.number == max(len(union), 1)
     if tiles.maps_batch != grid.maps[0]:  # no edge differs from row to row
         grid = grid._replace(maps=(1, 1))
     assert_lists(tiles, grid, closed_form(union, grid))
@@ -119,6 +119,14 @@ def test_intervals_that_make_no_sense_give_their_status(name: str):
     with pytest.raises(native.RegardError, match=rf"status {status} "):
         entry(struct)
     assert kept
+
+
+def test_tiles_of_a_call_without_a_batch_are_not_those_of_others():
+    q, k = torch.randn(2, 2, 23, 8), torch.randn(2, 2, 11, 8)
+    attend(q, k, k, mask=~Causal() & Window(9, 9), backend=BEST)  # the form is known from here on
+    assert not attend(q[:0], k[:0], k[:0], mask=~Causal(), backend=BEST).numel()
+    assert not attend(q[:0], k[:0], k[:0], mask=~Causal(), backend=BEST).numel()
+    assert torch.equal(attend(q, k, k, mask=~Causal(), backend=BEST)[:, :, -1], torch.zeros(2, 2, 8))
 
 
 def test_a_call_of_very_many_queries_has_its_tiles_from_a_schedule(monkeypatch: pytest.MonkeyPatch):

@@ -146,7 +146,7 @@ class _Kernel:
             return self._differentiable(operands, None)
         seed = self._seed() if self.problem.dropout else 0
         o, tiles = operands, self._tiles(operands)
-        if o.bias is None and o.sink is None and not seed and o.stored is None and tiles.count:
+        if o.bias is None and o.sink is None and not seed and o.stored is None and tiles.number:
             return State(*self.run(self.form, o.q, o.k, o.v, tiles, o.offset, o.lse))
         return State(*self.compute(self._inputs(o), tiles, o.offset, seed, o.lse))
 
@@ -158,7 +158,7 @@ class _Kernel:
     ) -> tuple[Tensor, Tensor]:
         """(out, lse); without lse, a tensor of no element takes its place."""
         form = self.entry.opened(self.packed)
-        if not tiles.count:
+        if not tiles.number:
             form[TILES] = tiles.lists
         kept = _write(form, inputs, seed)
         done = self.run(form, inputs.q, inputs.k, inputs.v, tiles, offset, wants_lse)
@@ -176,11 +176,11 @@ class _Kernel:
         _, _, like_out, (ob, oh, ot), like_lse = like
         out = torch.empty_like(like_out)
         lse = torch.empty_like(like_lse) if wants_lse else self.no_lse
-        intervals, count, maps, _, _ = tiles
+        intervals, number, maps, _, _ = tiles
         self.attend(form, (
             q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
             lse.data_ptr() if wants_lse else 0, torch.get_num_threads(), queries, k.shape[2],
-            intervals, count, offset, maps,
+            intervals, number, offset, maps,
         ))  # fmt: skip
         return (out.transpose(1, 2) if by_token else out), lse
 

@@ -43,23 +43,23 @@ class Tiles(NamedTuple):
     """The tiles of a call.
 
     Attributes:
-        intervals, count: the address of the intervals, and how many each map has; 0, 0 for lists.
+        intervals, number: the address of the intervals, and how many each map has; 0, 0 for lists.
         maps_batch: 1 or the batch rows.
         lists: without intervals, the fields of `native.CALL` from "maps_batch" to the last of the schedule.
         memory: the arrays whose addresses are in the fields.
     """
 
     intervals: int
-    count: int
+    number: int
     maps_batch: int
     lists: tuple[int, ...]
     memory: tuple[memoryview, ...]
 
     def fields(self, queries: int, offset: int) -> tuple[int, ...]:
         """The fields of `native.CALL` from "maps_batch" to the last of the schedule."""
-        if not self.count:
+        if not self.number:
             return self.lists
-        return self.maps_batch, 1, self.intervals, self.count, offset, -(-queries // 64), *(0,) * 8
+        return self.maps_batch, 1, self.intervals, self.number, offset, -(-queries // 64), *(0,) * 8
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +74,8 @@ def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
         posed: the schedule of the call that the kernel was made for.
     """
     mask, key, sizes = operands.mask, operands.key, operands.sizes
+    if not sizes.batch * sizes.heads:  # there is nothing to compute, and no row of the mask to read
+        return ALL, False
     if key is None:
         return _listed(posed), False
     name = sizes.batch, sizes.heads, key
@@ -83,7 +85,7 @@ def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
     tiles = _made(mask, sizes, posed.tile)
     if not _is_of(mask, key):
         return tiles, False
-    if tiles.count and mask is not None and key.mask is not None and is_made_of(mask, FIXED):
+    if tiles.number and mask is not None and key.mask is not None and is_made_of(mask, FIXED):
         _put_fixed(key.mask, tiles)
     else:
         _kept.put(name, tiles)
@@ -105,8 +107,6 @@ def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
 
 
 def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
-    if not sizes.batch * sizes.heads:
-        return ALL
     maps, heads = (1, 1) if mask is None else mask.broadcast_shape()
     maps = sizes.batch if maps > 1 else 1
     if mask is not None and heads == 1 and sizes.queries * maps <= QUERIES and abs(sizes.offset) <= FARTHEST:
