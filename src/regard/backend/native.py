@@ -144,11 +144,11 @@ class _Kernel:
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
             return self._differentiable(operands, None)
-        seed = self._seed() if self.problem.dropout else 0
-        o, tiles = operands, self._tiles(operands)
-        if o.bias is None and o.sink is None and not seed and o.stored is None and tiles.number:
-            return State(*self.run(self.form, o.q, o.k, o.v, tiles, o.offset, o.lse))
-        return State(*self.compute(self._inputs(o), tiles, o.offset, seed, o.lse))
+        q, k, v, _, bias, sink, _, stored, offset, _, wants_lse = operands
+        tiles, seed = self._tiles(operands), self._seed() if self.problem.dropout else 0
+        if bias is None and sink is None and not seed and stored is None and tiles.number:
+            return State(*self.run(self.form, q, k, v, tiles, offset, wants_lse))
+        return State(*self.compute(self._inputs(operands), tiles, offset, seed, wants_lse))
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
@@ -170,7 +170,8 @@ class _Kernel:
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of a struct that has all but these."""
         (qb, qh, qt, _), (kb, kh, kt, _), (vb, vh, vt, _) = q.stride(), k.stride(), v.stride()
-        queries, by_token, like = q.shape[2], qh < qt, self.like
+        queries, like = q.shape[2], self.like
+        by_token = qh < qt and queries > 1  # a single token is the same either way
         if like is None or like[0] != queries or like[1] != by_token:
             self.like = like = self._make_like(queries, by_token)
         _, _, like_out, (ob, oh, ot), like_lse = like

@@ -11,6 +11,8 @@ from threading import Lock
 from typing import TypeAlias, TypeVar, cast
 from weakref import ref
 
+from torch import Tensor
+
 from regard import native
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask, is_made_of
@@ -63,7 +65,8 @@ def prepare(request: Request, *, observed: bool = False) -> tuple[Plan, Operands
     """
     if request.offset is not None and is_without_data(request.offset):
         return None
-    request = request.resolved()
+    if not (request.offset is None and type(request.k) is type(request.v) is Tensor):  # else it is resolved
+        request = request.resolved()
     key = None if observed or in_transform() else request.key()
     if key is not None:
         form, sizes = key
