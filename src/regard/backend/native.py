@@ -112,7 +112,7 @@ class _Like(NamedTuple):
         by_token: whether outputs are [batch, queries, heads, v_dim] in memory, else [batch, heads, queries, v_dim].
         out: of the sizes of the output as it is in memory, of one element.
         strides: of the output: batch, head, token.
-        lse: of the sizes of the log-sum-exp, of one element.
+        lse: of the sizes of the log-sum-exp, of one element, NaN.
     """
 
     queries: int
@@ -139,7 +139,6 @@ class _Kernel:
         self.form = self.entry.opened(self.packed)
         self.latest: tuple[Hashable, Tiles] | None = None
         self.like: _Like | None = None
-        self.no_lse = torch.empty(0, dtype=self.wide, device="cpu")
 
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
@@ -156,7 +155,7 @@ class _Kernel:
     def compute(
         self, inputs: _Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse); without lse, a tensor of no element takes its place."""
+        """(out, lse); lse is NaN where it is not wanted."""
         form = self.entry.opened(self.packed)
         if not tiles.number:
             form[TILES] = tiles.lists
@@ -176,7 +175,7 @@ class _Kernel:
             self.like = like = self._make_like(queries, by_token)
         _, _, like_out, (ob, oh, ot), like_lse = like
         out = torch.empty_like(like_out)
-        lse = torch.empty_like(like_lse) if wants_lse else self.no_lse
+        lse = torch.empty_like(like_lse) if wants_lse else like_lse
         intervals, number, maps, _, _ = tiles
         self.attend(form, (
             q.data_ptr(), qb, qh, qt, k.data_ptr(), kb, kh, kt, v.data_ptr(), vb, vh, vt, out.data_ptr(), ob, oh, ot,
@@ -379,7 +378,7 @@ def _write(struct: Any, i: _Inputs, seed: int) -> object:
 
 @cache
 def _element(dtype: torch.dtype) -> Tensor:
-    return torch.empty((), dtype=dtype, device="cpu")
+    return torch.full((), torch.nan, dtype=dtype, device="cpu")
 
 
 @cache

@@ -145,7 +145,7 @@ class Operands(NamedTuple):
     Attributes:
         key: equal for calls of one form that have the same sizes, offset and mask; None if the plan was made for this
             call alone.
-        lse: whether somebody reads the log-sum-exp; if not, that of the state may be a tensor of no element.
+        lse: whether somebody reads the log-sum-exp; if not, that of the state may be NaN.
     """
 
     q: Tensor
