@@ -37,7 +37,7 @@ kernels portable -fsanitize=undefined &
 wait $!
 # shellcheck disable=SC2086
 "$compiler" $common -fsanitize=undefined -shared "-DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$best")=1" \
-    native/{abi,check,detect,limits,linear,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
+    native/{abi,caches,check,detect,limits,linear,listing,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
 
 cat >"$place/sanitized.py" <<PYTHON
 from regard import native
