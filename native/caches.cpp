@@ -27,13 +27,10 @@ int64_t reported(const char *name) {
 // Of the fast cores, where there are several kinds.
 Caches reported() {
     const int64_t first = reported("hw.perflevel0.l1dcachesize"), second = reported("hw.perflevel0.l2cachesize");
-    return {first ? first : reported("hw.l1dcachesize"), second ? second : reported("hw.l2cachesize"),
-            reported("hw.l3cachesize"), 0};
+    return {first ? first : reported("hw.l1dcachesize"), second ? second : reported("hw.l2cachesize"), 0};
 }
 #elif defined(_SC_LEVEL1_DCACHE_SIZE)
-Caches reported() {
-    return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), sysconf(_SC_LEVEL3_CACHE_SIZE), 0};
-}
+Caches reported() { return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), 0}; }
 #else
 Caches reported() { return {}; }
 #endif
@@ -54,7 +51,7 @@ bool second_is_near() {
 Caches found() {
     Caches sizes = reported();
     const bool is_pinned = std::getenv("REGARD_CACHES");
-    int64_t *const all[] = {&sizes.first, &sizes.second, &sizes.third};
+    int64_t *const all[] = {&sizes.first, &sizes.second};
     if (const char *at = std::getenv("REGARD_CACHES"))
         for (int64_t *size : all) {
             char *end = nullptr;
@@ -65,7 +62,6 @@ Caches found() {
         }
     if (sizes.first <= 0) sizes.first = int64_t(32) << 10;
     if (sizes.second < sizes.first) sizes.second = int64_t(512) << 10;
-    if (sizes.third < 0) sizes.third = 0;
     sizes.near = !is_pinned && second_is_near() ? sizes.second : sizes.first;
     return sizes;
 }
