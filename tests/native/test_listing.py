@@ -56,7 +56,7 @@ def assert_lists(tiles: Tiles, grid: Grid, expected: Schedule) -> None:
     number = array(struct[AT["by_query.patch_pattern"]], len(expected.patch_tile)).astype(int)
     assert struct[AT["by_query.pattern_count"]] == len(number)
     drawn = array(struct[AT["by_query.patterns"]], 64 * len(number)).reshape(-1, 64)
-    turned = np.ascontiguousarray(expected.turned_patterns).view(np.int64).reshape(-1, 64)
+    turned = np.ascontiguousarray(expected.transposed_patterns).view(np.int64).reshape(-1, 64)
     assert np.array_equal(drawn[number], turned[expected.patch_pattern])
     del kept
 

@@ -146,5 +146,5 @@ def test_few_rows_give_what_a_backend_reads_as_the_schedule_would_compute_it():
         assert union is not None
         made = few_rows(union, grid_of(mask, 2, 70, 130, 60, 64))
         expected = closed_form(union, grid_of(mask, 2, 70, 130, 60, 64))
-        assert np.array_equal(made.turned_patterns, expected.turned_patterns)
+        assert np.array_equal(made.transposed_patterns, expected.transposed_patterns)
         assert np.array_equal(made.lists, expected.lists)

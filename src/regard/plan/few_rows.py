@@ -90,18 +90,18 @@ def few_rows(intervals: list[Interval], grid: Grid) -> Schedule:
     )
     schedule.__dict__["lists"] = lists  # as `Schedule.lists` would copy them
     if index:
-        turned = [_turned(bits, grid.tile) for bits in index]
-        schedule.__dict__["turned_patterns"] = turned[0] if len(turned) == 1 else np.concatenate(turned)
+        transposed = [_transposed(bits, grid.tile) for bits in index]
+        schedule.__dict__["transposed_patterns"] = transposed[0] if len(transposed) == 1 else np.concatenate(transposed)
     return schedule
 
 
 @lru_cache(maxsize=1024)
-def _turned(bits: bytes, tile: int) -> np.ndarray:
-    """`Schedule.turned_patterns` of one pattern, which a window in a decoding loop has again every `tile` tokens."""
+def _transposed(bits: bytes, tile: int) -> np.ndarray:
+    """`Schedule.transposed_patterns` of one pattern: a window in a decoding loop has it again every `tile` tokens."""
     rows = np.unpackbits(np.frombuffer(bits, np.uint8).reshape(tile, tile // 8), axis=1, bitorder="little")
-    turned = np.packbits(rows.T, axis=1, bitorder="little")[None]
-    turned.flags.writeable = False
-    return turned
+    transposed = np.packbits(rows.T, axis=1, bitorder="little")[None]
+    transposed.flags.writeable = False
+    return transposed
 
 
 def _of_map(x: Interval, m: int) -> _Edges:

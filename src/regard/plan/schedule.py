@@ -120,7 +120,7 @@ class Schedule:
         return np.concatenate(each, dtype=np.int64)
 
     @cached_property
-    def turned_patterns(self) -> np.ndarray:
+    def transposed_patterns(self) -> np.ndarray:
         """The patterns with queries and keys exchanged: a row for each key, a bit for each query."""
         return np.packbits(self._bits.transpose(0, 2, 1), axis=2, bitorder="little")
 

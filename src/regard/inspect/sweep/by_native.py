@@ -157,7 +157,7 @@ class _Inputs:
             "patch_tile": tiles.patch_tile[patches], "patch_pattern": tiles.patch_pattern[patches],
         }  # fmt: skip
         lists: dict[str, np.ndarray] = {name: np.ascontiguousarray(x, np.int64) for name, x in arrays.items()}
-        lists["patterns"] = np.ascontiguousarray(tiles.turned_patterns, np.uint8)
+        lists["patterns"] = np.ascontiguousarray(tiles.transposed_patterns, np.uint8)
         self._kept.append(lists)
         self.fields |= {f"by_query.{name}": x.ctypes.data for name, x in lists.items()}
         self.fields |= {"by_query.rows": tiles.query_tiles, "by_query.pattern_count": len(lists["patterns"])}
