@@ -83,7 +83,7 @@ struct Decode {
         for (bool more = true; more;) {
             key_lines.clear(), value_lines.clear();
             more = find(walk, until, lanes, k, v, *later);
-            if (more) k.list(later->keys, key_lines), v.list(later->values, value_lines);
+            if (more) list(*later, lanes, k, v);
             else if (next) ask_for(*next, next_span * SPAN, *later);
             step(*now, lanes, k, v, into);
             Todo *const done = now;
@@ -125,8 +125,12 @@ struct Decode {
         const Source<K> k(keys_of(c), c.k, lanes.batch, kv, c.qk_dim), v(values_of(c), c.v, lanes.batch, kv, c.v_dim);
         k.find(first, last, room.keys);
         v.find(first, last, room.values);
-        k.list(room.keys, key_lines);
-        v.list(room.values, value_lines);
+        list(room, lanes, k, v);
+    }
+
+    void list(const Todo &todo, const Lanes &lanes, const Source<K> &k, const Source<K> &v) {
+        k.list(todo.keys, key_lines);
+        v.list(todo.values, value_lines, DecodeValues<K>::in_order(c.v_dim, lanes.count));
     }
 
     void take_queries(const Lanes &lanes) {

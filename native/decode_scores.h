@@ -85,13 +85,27 @@ struct DecodeScores {
         const char *row[BLOCK];
     };
 
+    // Groups of keys: sums enough for the latency of a product. Where a turned word is a vector of two rows, shuffles
+    // take as long as one sum after another, but for pairs of bf16, whose product takes 6 cycles (Zen 4).
+    static constexpr int together(int rows) {
+        if (KeyRows<K, S>::halves) return K::pairs && rows > 1 && rows < 8 ? 2 : 1;
+        return rows < 8 ? 2 : 1;
+    }
+    // Words between which lines are asked for: up to four at once are as good as one, and take fewer branches.
+    static constexpr int words_of_ask(int groups) { return KeyRows<K, S>::halves && groups == 1 ? 4 : 1; }
+
     // How often lines are asked for, but for codes that are multiplied as integers.
     int64_t asks_of_rows(const Found &found, int rows) const {
-        const int64_t eights = rows / 8, fewer = rows / 4 % 2 + rows / 2 % 2 + rows % 2, tiles = found.tiles;
+        const int64_t tiles = found.tiles;
         const bool narrow = is_same<S, float> && tiles && found.keys->form == REGARD_BF16;
         const int64_t words = narrow ? KeyRows<K, bf16>::words(dim) : KeyRows<K, S>::words(dim);
-        return words * (eights * tiles + fewer * ((tiles + 1) / 2)) +
-               (eights + fewer) * (found.integers - tiles) * ((units + W - 1) / W);
+        int64_t asks = 0;
+        for (int left = rows, some; left; left -= some) {
+            some = left < 8 ? left < 4 ? left < 2 ? 1 : 2 : 4 : 8;
+            asks += (found.integers - tiles) * ((units + W - 1) / W);
+            asks += (tiles + together(some) - 1) / together(some) * (words / words_of_ask(together(some)));
+        }
+        return asks;
     }
 
     bool is_tiled(const Run &run) const {
@@ -181,8 +195,6 @@ struct DecodeScores {
             for (int i = found.tiles; i < found.integers;) i += tiles<R>(found.keys + i, found.integers - i, r, lines);
     }
 
-    static constexpr int together(int rows) { return rows < 8 ? 2 : 1; }  // groups of keys
-
     template <int R, typename From>
     void sets_of(const Found &found, int r, Lines &lines) {
         constexpr int G = together(R);
@@ -205,7 +217,7 @@ struct DecodeScores {
             for (int g = 0; g < G; ++g) Turned::turn(keys[g].row, u, word[g]);
 #pragma GCC unroll 16
             for (int n = 0; n < N; ++n) {
-                lines.ask(place);
+                if (n % words_of_ask(G) == 0) lines.ask(place);
 #pragma GCC unroll 2
                 for (int i = 0; i < Turned::UNITS_OF_WORD; ++i, q += sizeof(Unit)) {
                     typename P::Vector x[G];

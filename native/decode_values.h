@@ -76,6 +76,9 @@ struct DecodeValues {
         }
     }
 
+    // Whether whole rows are read one after another: of four rows of weights or more, no 8 vectors stay in registers.
+    static bool in_order(int64_t dim, int rows) { return rows < 4 && dim <= 8 * W; }
+
     // How often `add` asks for lines.
     static int64_t asks(int64_t tokens, int64_t dim, int rows) {
         const int64_t few = (rows / 2 % 2 + rows % 2) * times<8>(dim), many = rows / 8 * times<2>(dim);
@@ -92,7 +95,7 @@ struct DecodeValues {
 
     // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
     struct Found {
-        int64_t form, group = 0, groups = 0;
+        int64_t form, group = 0, groups = 0, step = 0;  // step: from row to row; 0: not the same
         const char *row[SOME];
     };
 
@@ -102,6 +105,10 @@ struct DecodeValues {
 
     template <typename Form>
     static constexpr bool is_code = !is_same<Form, S> && !is_same<Form, bf16> && !is_same<Form, f16>;
+
+    // Bytes of a row that are skipped for a dim by those who call `wide`.
+    template <typename Form>
+    static constexpr int64_t skip = is_code<Form> ? 0 : int64_t(sizeof(Form));
 
     // Whether its rows can be read in place: a vector of dims has one scale.
     bool in_place(const Run &run) const {
@@ -138,6 +145,10 @@ struct DecodeValues {
             if (before > 0) part.first += before, part.slot += before, part.count -= before;
             take(values, part, int(part.first - first - low), alike, found);
         }
+        const int last = high - low - 1;  // see mix_dims
+        found.step = last ? found.row[1] - found.row[0] : 64;
+        for (int j = 2; j <= last; ++j)
+            if (found.row[j] - found.row[j - 1] != found.step) found.step = 0;
         return found;
     }
 
@@ -220,13 +231,22 @@ struct DecodeValues {
         constexpr bool apart = in_halves<N, tail, Form>;
         if constexpr (apart) swap_halves<R, N, true>(sum);
         Lines::Place place = lines.place();
+        const int64_t skipped = d * skip<Form>;  // of a row
+        // addresses are computed where that can be: behind loads of them, lines come a quarter slower (Zen 4)
+        const char *next = found.row[0] + skipped;
         for (int j = low; j < high; j += P::pair) {
+            const char *row[2] = {next, next + found.step};
+            next += P::pair * found.step;
+            if (__builtin_expect(!found.step, 0)) {
+                row[0] = found.row[j - low] + skipped;
+                if (j + 1 < high) row[1] = found.row[j - low + 1] + skipped;
+            }
             typename P::Vector value[N];
-            if constexpr (apart) halves<N>(reinterpret_cast<const bf16 *>(found.row[j - low]) + d, value);
-            else if constexpr (!K::pairs) single<N, tail, Form>(found, j - low, d, of, value);
+            if constexpr (apart) halves<N>(reinterpret_cast<const bf16 *>(row[0]), value);
+            else if constexpr (!K::pairs) single<N, tail, Form>(found, row[0], j - low, d, of, value);
 #if defined(REGARD_PAIRS)
-            else if (j + 1 < high) pairs<N, tail, Form>(found, j - low, d, of, value);
-            else half_pairs<N, tail, Form>(found, j - low, d, of, value);
+            else if (j + 1 < high) pairs<N, tail, Form>(found, row, j - low, d, of, value);
+            else half_pairs<N, tail, Form>(found, row[0], j - low, d, of, value);
 #endif
             lines.ask(place);
 #pragma GCC unroll 8
@@ -273,10 +293,9 @@ struct DecodeValues {
 
     // Vectors of dims from d on of token j, widened; those of codes not yet rounded.
     template <int N, bool tail, typename Form>
-    REGARD_INLINE void wide(const Found &found, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
-        const char *row = found.row[j];
+    REGARD_INLINE void wide(const Found &found, const char *row, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
         if constexpr (is_same<Form, S> || is_same<Form, bf16> || is_same<Form, f16>) {
-            const Form *at = reinterpret_cast<const Form *>(row) + d;
+            const Form *at = reinterpret_cast<const Form *>(row);
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) {
                 if constexpr (tail) {
@@ -301,8 +320,8 @@ struct DecodeValues {
     }
 
     template <int N, bool tail, typename Form>
-    REGARD_INLINE void single(const Found &found, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
-        wide<N, tail, Form>(found, j, d, of, x);
+    REGARD_INLINE void single(const Found &found, const char *row, int j, int64_t d, const Of<N> &of, V (&x)[N]) const {
+        wide<N, tail, Form>(found, row, j, d, of, x);
         if constexpr (!is_same<Form, S>)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) x[n] = is_code<Form> ? rounded<S>(x[n]) : as_stored<S>(x[n]);
@@ -311,32 +330,33 @@ struct DecodeValues {
 #if defined(REGARD_PAIRS)
     // The same of tokens j and j + 1 side by side.
     template <int N, bool tail, typename Form>
-    REGARD_INLINE void pairs(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+    REGARD_INLINE void pairs(const Found &found, const char *const (&row)[2], int j, int64_t d, const Of<N> &of,
+                             U (&x)[N]) const {
         if constexpr (is_same<Form, S> && N % 2 == 0) {
-            const bf16 *even = reinterpret_cast<const bf16 *>(found.row[j]) + d;
-            const bf16 *odd = reinterpret_cast<const bf16 *>(found.row[j + 1]) + d;
+            const bf16 *even = reinterpret_cast<const bf16 *>(row[0]);
+            const bf16 *odd = reinterpret_cast<const bf16 *>(row[1]);
 #pragma GCC unroll 8
             for (int n = 0; n < N; n += 2) pair_dims(even + n * W, odd + n * W, x[n], x[n + 1]);
         } else if constexpr (is_same<Form, S>) {
             const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
-            x[0] = (U)_mm512_or_si512(words(found.row[j], d, real),
-                                      _mm512_slli_epi32(words(found.row[j + 1], d, real), 16));
+            x[0] = (U)_mm512_or_si512(words(row[0], real), _mm512_slli_epi32(words(row[1], real), 16));
         } else {
-            pairs_of<N, tail, Form>(found, j, d, of, x);
+            pairs_of<N, tail, Form>(found, row, j, d, of, x);
         }
     }
 
     // From wide values, two vectors at a time: more would not stay in registers.
     template <int N, bool tail, typename Form>
-    REGARD_INLINE void pairs_of(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+    REGARD_INLINE void pairs_of(const Found &found, const char *const (&row)[2], int j, int64_t d, const Of<N> &of,
+                                U (&x)[N]) const {
         constexpr int step = N % 2 ? 1 : 2;
 #pragma GCC unroll 8
         for (int n = 0; n < N; n += step) {
             V even[step], odd[step];
             Of<step> some;
             for (int i = 0; i < step; ++i) some[i] = of[n + i];
-            wide<step, tail, Form>(found, j, d + n * W, some, even);
-            wide<step, tail, Form>(found, j + 1, d + n * W, some, odd);
+            wide<step, tail, Form>(found, row[0] + n * W * skip<Form>, j, d + n * W, some, even);
+            wide<step, tail, Form>(found, row[1] + n * W * skip<Form>, j + 1, d + n * W, some, odd);
 #pragma GCC unroll 2
             for (int i = 0; i < step; ++i) x[n + i] = pack_pairs(even[i], odd[i]);
         }
@@ -344,19 +364,20 @@ struct DecodeValues {
 
     // The same where there is no token j + 1.
     template <int N, bool tail, typename Form>
-    REGARD_INLINE void half_pairs(const Found &found, int j, int64_t d, const Of<N> &of, U (&x)[N]) const {
+    REGARD_INLINE void half_pairs(const Found &found, const char *row, int j, int64_t d, const Of<N> &of,
+                                  U (&x)[N]) const {
         if constexpr (is_same<Form, S>) {
             const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
-            for (int n = 0; n < N; ++n) x[n] = (U)words(found.row[j], d + n * W, real);
+            for (int n = 0; n < N; ++n) x[n] = (U)words(row + n * W * 2, real);
         } else {
             V even[N];
-            wide<N, tail, Form>(found, j, d, of, even);
+            wide<N, tail, Form>(found, row, j, d, of, even);
             for (int n = 0; n < N; ++n) x[n] = pack_pairs(even[n], F{});
         }
     }
 
-    static REGARD_INLINE __m512i words(const char *row, int64_t d, __mmask16 real) {
-        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, reinterpret_cast<const bf16 *>(row) + d));
+    static REGARD_INLINE __m512i words(const char *row, __mmask16 real) {
+        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, row));
     }
 #endif
 };

@@ -33,19 +33,21 @@ struct Stretch {
     Run run[BLOCK];
 };
 
-// Memory that will be read, prefetched line by line in the order of addresses, a few lines at a time and evenly:
-// bursts come later.
+// Memory that will be read, prefetched in the order of addresses, a few lines at a time and evenly: bursts come later.
 class Lines {
   public:
+    static constexpr int LINE = 64, SPARSE = 512;
+
     Lines() : into_first_(prefetches_into_first()), count_(0) {}
 
     void clear() { count_ = 0, lines_ = 0, place_ = {}; }
-    void add(const void *from, int64_t bytes) {
+    // One line of each `step` bytes.
+    void add(const void *from, int64_t bytes, int step = LINE) {
         if (count_ == SPOTS || bytes <= 0) return;
         const char *at = static_cast<const char *>(from);
-        if (!count_) place_.at = at, place_.end = at + bytes;
-        spots_[count_++] = {at, at + bytes};
-        lines_ += (bytes + 63) / 64;
+        if (!count_) place_.at = at, place_.end = at + bytes, place_.step = step;
+        spots_[count_++] = {at, at + bytes, step};
+        lines_ += (bytes + step - 1) / step;
     }
     // All of them in this many calls.
     void share(int64_t times) { place_.pace = times > 0 ? int((lines_ * WHOLE + times - 1) / times) : 0; }
@@ -53,7 +55,7 @@ class Lines {
     // Where it got to, for loops that keep that in registers.
     struct Place {
         const char *at = nullptr, *end = nullptr;
-        int pace = 0, due = 0, spot = 0;  // pace, due: in lines / WHOLE
+        int pace = 0, due = 0, spot = 0, step = LINE;  // pace, due: in lines / WHOLE
     };
     REGARD_INLINE Place place() const { return place_; }
     REGARD_INLINE void back(const Place &place) { place_ = place; }
@@ -62,13 +64,13 @@ class Lines {
         for (p.due += p.pace; p.due >= WHOLE; p.due -= WHOLE) {
             if (into_first_) __builtin_prefetch(p.at);
             else __builtin_prefetch(p.at, 0, 2);  // into the second
-            p.at += 64;
+            p.at += p.step;
             if (__builtin_expect(p.at >= p.end, 0)) {
                 if (++p.spot == count_) {
                     p.at = p.end;
                     return;
                 }
-                p.at = spots_[p.spot].from, p.end = spots_[p.spot].end;
+                p.at = spots_[p.spot].from, p.end = spots_[p.spot].end, p.step = spots_[p.spot].step;
             }
         }
     }
@@ -78,6 +80,7 @@ class Lines {
     static constexpr int SPOTS = 4 * BLOCK, WHOLE = 256;
     struct Spot {
         const char *from, *end;
+        int step;
     };
     const bool into_first_;
     int count_;
@@ -140,14 +143,17 @@ struct Source {
 
     static int64_t bytes_of(int64_t form) { return form == REGARD_F64 ? 8 : form == REGARD_F32 ? 4 : 2; }
 
-    // The memory of a stretch.
-    void list(const Stretch &stretch, Lines &lines) const {
+    // The memory of a stretch. `in_order`: plain elements will be read row after row, by loads that the machine's own
+    // prefetching follows. Then a line of each 512 bytes does, so that pages are looked up in time; every one would
+    // take the places that those loads need (Zen 4; how it is on Zen 5 is not known).
+    void list(const Stretch &stretch, Lines &lines, bool in_order = false) const {
+        const int step = in_order && !prefetches_into_first() ? Lines::SPARSE : Lines::LINE;
         for (int i = 0; i < stretch.count; ++i) {
             const Run &run = stretch.run[i];
             if (!run.part) continue;
             const regard_part &p = *run.part;
             if (p.form <= REGARD_F16)
-                list(row(run, 0), dim * bytes_of(p.form), p.data_step * bytes_of(p.form), run.count, lines);
+                list(row(run, 0), dim * bytes_of(p.form), p.data_step * bytes_of(p.form), run.count, lines, step);
             else list_codes(run, lines);
         }
     }
@@ -173,8 +179,9 @@ struct Source {
         if (p.low) list(scales_of(p, p.low, run.page, head, run.slot), 2 * numbers, 2 * p.scale_step, scales, lines);
     }
 
-    static void list(const void *from, int64_t bytes, int64_t stride, int64_t rows, Lines &lines) {
-        if (bytes == stride) return lines.add(from, bytes * rows);
+    static void list(const void *from, int64_t bytes, int64_t stride, int64_t rows, Lines &lines,
+                     int step = Lines::LINE) {
+        if (bytes == stride) return lines.add(from, bytes * rows, step);  // others are no one stream
         for (int64_t i = 0; i < rows; ++i) lines.add(static_cast<const char *>(from) + i * stride, bytes);
     }
 };
