@@ -231,13 +231,15 @@ struct DecodeValues {
         constexpr bool apart = in_halves<N, tail, Form>;
         if constexpr (apart) swap_halves<R, N, true>(sum);
         Lines::Place place = lines.place();
+        // Of fewer rows, addresses are computed where that can be: behind loads of them, lines come a quarter slower
+        // (Zen 4). More rows wait for products instead, and AVX2 lacks registers for it (1.1).
+        constexpr bool in_steps = R < 4;
         const int64_t skipped = d * skip<Form>;  // of a row
-        // addresses are computed where that can be: behind loads of them, lines come a quarter slower (Zen 4)
         const char *next = found.row[0] + skipped;
         for (int j = low; j < high; j += P::pair) {
             const char *row[2] = {next, next + found.step};
             next += P::pair * found.step;
-            if (__builtin_expect(!found.step, 0)) {
+            if (!in_steps || __builtin_expect(!found.step, 0)) {
                 row[0] = found.row[j - low] + skipped;
                 if (j + 1 < high) row[1] = found.row[j - low + 1] + skipped;
             }
