@@ -16,7 +16,7 @@ namespace regard {
 namespace {
 
 // Multiply-adds that take about 20 us on one core, below which waking another costs more than it gains. Where up to 4
-// rows share a key head, keys are loaded and turned for few products: 8 to 12 multiply-adds a nanosecond on Zen 4,
+// rows share a key head, keys are loaded and transposed for few products: 8 to 12 multiply-adds a nanosecond on Zen 4,
 // against 100 of a prompt.
 constexpr double TINY = 1 << 21, TINY_DECODE = 1 << 18;
 

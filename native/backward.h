@@ -655,7 +655,7 @@ struct Backward {
         return static_cast<T *>(g.dbias) + row * n[3] + (n[3] > 1 ? first : 0);
     }
 
-    // W keys from j on by a vector of lanes, turned: memory has keys side by side.
+    // W keys from j on by a vector of lanes, transposed: memory has keys side by side.
     void add_bias_square(int j, int v, int some, T *const *to) const {
         V block[W];
         for (int i = 0; i < W; ++i) block[i] = load(added + (j + i) * LANES + v * W);

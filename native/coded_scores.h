@@ -175,7 +175,7 @@ class CodedScores {
     REGARD_INLINE void step(const uint8_t *const (&at)[G], const int8_t *q, I (&high)[R][G], I (&low)[R][G]) const {
         __m512i codes[G];
 #pragma GCC unroll 2
-        for (int g = 0; g < G; ++g) codes[g] = turned(_mm512_loadu_si512(at[g]));
+        for (int g = 0; g < G; ++g) codes[g] = transposed(_mm512_loadu_si512(at[g]));
 #pragma GCC unroll 2
         for (int half = 0; half < (nibbles ? 2 : 1); ++half) {
             __m512i some[G];

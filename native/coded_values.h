@@ -36,8 +36,8 @@ class CodedValues {
     CodedValues(int64_t v_dim, int64_t of_row, const float *w, float *to, char *scratch)
         : dim(v_dim), width(of_row), weights(w), out(to) {
         const int64_t most = up(dim, 16) / 16;
-        turned_ = reinterpret_cast<uint8_t *>(scratch);
-        scale_ = reinterpret_cast<float *>(turned_ + AT_ONCE * BLOCK * 16);
+        transposed_ = reinterpret_cast<uint8_t *>(scratch);
+        scale_ = reinterpret_cast<float *>(transposed_ + AT_ONCE * BLOCK * 16);
         low_ = scale_ + most * BLOCK;
         products_ = low_ + most * BLOCK;
         bytes_ = reinterpret_cast<int8_t *>(products_ + 4 * BLOCK);
@@ -111,7 +111,7 @@ class CodedValues {
     const int64_t dim, width;
     const float *const weights;
     float *const out;
-    uint8_t *turned_;      // [4 columns][fours of tokens][64]
+    uint8_t *transposed_;  // [4 columns][fours of tokens][64]
     float *scale_, *low_;  // [groups of dims][128]
     float *products_;      // [4][128]
     int8_t *bytes_;        // [groups of dims][16][fours of tokens][8]
@@ -179,7 +179,7 @@ class CodedValues {
     // Columns of all tokens, four rows in a vector: [column][four][16 bytes][4 tokens].
     void turn(int64_t column, int some) const {
         const __mmask8 real = __mmask8((1u << 2 * some) - 1);
-        uint8_t *to = turned_;
+        uint8_t *to = transposed_;
         const __m512i sign = _mm512_set1_epi8(nibbles ? 0 : -128);
         for (int i = 0; i < count * 4; ++i, to += 64) {
             __m512i row[4];
@@ -193,7 +193,7 @@ class CodedValues {
                                      _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
 #pragma GCC unroll 4
             for (int n = 0; n < 4; ++n)
-                _mm512_store_si512(to + n * FOURS * 64, _mm512_xor_si512(turned(four[n]), sign));
+                _mm512_store_si512(to + n * FOURS * 64, _mm512_xor_si512(transposed(four[n]), sign));
         }
     }
 
@@ -267,7 +267,7 @@ class CodedValues {
     __attribute__((noinline)) void mix(int64_t column, int some, int r, int pass, Lines &lines) const {
         for (int c = 0; c < some; c += nibbles ? 1 : 2) {
             const int64_t d = (column + c) * (nibbles ? 32 : 16), g = d / group;
-            const uint8_t *const codes = turned_ + c * FOURS * 64;
+            const uint8_t *const codes = transposed_ + c * FOURS * 64;
             const bool two = d + 16 < dim && (nibbles || c + 1 < some), alike = two && (d + 16) / group == g;
             if (nibbles) {
                 if (alike) mix_vectors<R, 2, true>(codes, d, g, r, pass, lines);

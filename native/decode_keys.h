@@ -1,10 +1,10 @@
 // Rows of keys as vectors whose lanes are keys, in registers.
 //
 // Vectors are of words: units as rows hold them, or pairs of bf16 that become two units of float32. On AVX-512 eight
-// words of 16 keys are turned at a time: lower and upper halves of a vector are loaded from two rows, which the ports
-// for loads and for arithmetic do, so that 24 shuffles are left of the 32 that 8 of 16 vectors need otherwise. Bound
-// by shuffles was Cascade Lake, which has one port for those of 512 bits. Eight are as many as stay in registers for
-// two groups of keys beside the sums. Other instruction sets turn W x W.
+// words of 16 keys are transposed at a time: lower and upper halves of a vector are loaded from two rows, which the
+// ports for loads and for arithmetic do, so that 24 shuffles are left of the 32 that 8 of 16 vectors need otherwise.
+// Bound by shuffles was Cascade Lake, which has one port for those of 512 bits. Eight are as many as stay in registers
+// for two groups of keys beside the sums. Other instruction sets transpose W x W.
 #pragma once
 
 #include "rows.h"

@@ -85,8 +85,8 @@ struct DecodeScores {
         const char *row[BLOCK];
     };
 
-    // Groups of keys: sums enough for the latency of a product. Where a turned word is a vector of two rows, shuffles
-    // take as long as one sum after another, but for pairs of bf16, whose product takes 6 cycles (Zen 4).
+    // Groups of keys: sums enough for the latency of a product. Where a transposed word is a vector of two rows,
+    // shuffles take as long as one sum after another, but for pairs of bf16, whose product takes 6 cycles (Zen 4).
     static constexpr int together(int rows) {
         if (KeyRows<K, S>::halves) return K::pairs && rows > 1 && rows < 8 ? 2 : 1;
         return rows < 8 ? 2 : 1;

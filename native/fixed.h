@@ -96,7 +96,7 @@ REGARD_INLINE __m512i cut_bytes(__m512i x) {
 REGARD_INLINE I add_steps(I sums, __m512i x) { return (I)_mm512_dpwssd_epi32((__m512i)sums, x, _mm512_set1_epi16(1)); }
 
 // Bytes [4][16] as [16][4].
-REGARD_INLINE __m512i turned(__m512i x) {
+REGARD_INLINE __m512i transposed(__m512i x) {
 #if defined(__AVX512VBMI__)
     const __m512i first = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
                                            0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
