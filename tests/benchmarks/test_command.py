@@ -1,5 +1,8 @@
 """What the benchmark commands share: they print, and write pages only where they are told to."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from benchmarks import __main__ as bench
@@ -9,14 +12,20 @@ from benchmarks import (
     cache_quality,
     caches,
     command,
+    cost,
+    flex,
     inspect,
     lengths,
     linear,
     modules,
+    others,
+    programs,
     schedules,
 )
 
-WRITING = [bench, linear, caches, cache_quality, cache_memory, cache_kvpress, schedules, inspect]
+WRITING = [bench, linear, caches, cache_quality, cache_memory, cache_kvpress, schedules, inspect, cost, others]
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("module", WRITING)
@@ -27,7 +36,7 @@ def test_nothing_is_written_unless_it_is_asked_for(module, tmp_path):
     assert parser.parse_args(["--write", str(tmp_path)]).write == tmp_path
 
 
-@pytest.mark.parametrize("module", [*WRITING, lengths, modules])
+@pytest.mark.parametrize("module", [*WRITING, lengths, modules, flex, programs])
 def test_arguments_that_a_command_does_not_have_are_refused_in_one_line(module, capsys):
     with pytest.raises(SystemExit) as end:
         module.main(["--nothing"])
@@ -62,3 +71,13 @@ def test_a_part_is_printed_or_written_between_its_marks(tmp_path, capsys):
 )
 def test_a_page_is_written_as_a_whole(module, arguments, tmp_path, capsys):
     assert module.main(["--write", str(tmp_path), *arguments]) == 2
+
+
+def test_every_benchmark_that_the_script_lists_is_run_by_it():
+    script = (ROOT / "bench").read_text()
+    listed = set(re.findall(r"^#   \./bench ([a-z][a-z-]*)", script, re.MULTILINE))
+    run = set(
+        re.search(r"case \$\{1-\} in\n(.*?)\) what=", script, re.DOTALL)[1].replace("|", " ").replace("\\", " ").split()
+    )
+    assert listed == run
+    assert all((ROOT / "benchmarks" / f"{name.replace('-', '_')}.py").is_file() for name in run)
