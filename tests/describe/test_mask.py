@@ -344,3 +344,11 @@ def test_a_padding_mask_of_two_axes_is_answered_with_the_missing_axes():
         attend(q, q, q, mask=TensorMask(torch.ones(2, 5, dtype=torch.bool)))
     with pytest.raises(ProblemError, match=r"has 3 rows and the call has 5 queries\.$"):
         attend(q, q, q, mask=TensorMask(torch.ones(3, 5, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(130, 65), (129, 64), (200, 199)])
+@pytest.mark.parametrize("position", [5, 50, 62])
+def test_global_tokens_are_seen_by_queries_before_the_first_key(queries: int, keys: int, position: int):
+    q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
+    expected = attend(q, k, k, mask=Global((position,)), backend="reference64")
+    torch.testing.assert_close(attend(q, k, k, mask=Global((position,))), expected)

@@ -13,6 +13,7 @@ from regard import (
     Alibi,
     Causal,
     Documents,
+    Global,
     KeyLengths,
     MaskFunction,
     Prefix,
@@ -616,3 +617,32 @@ def test_several_gradients_at_once_are_refused_with_what_to_do():
         torch.autograd.grad(attend(q, q, q), q, torch.randn(3, 1, 1, 4, 8), is_grads_batched=True)
     found = torch.autograd.functional.jacobian(lambda x: attend(x, x, x, backend="reference"), q, vectorize=True)
     assert found.shape == (*q.shape, *q.shape)
+
+
+@pytest.mark.parametrize(
+    "spec_of",
+    [
+        lambda t: {"mask": KeyLengths(t[:, :2, 0].long().sum(1) % 5)},
+        lambda t: {"mask": Documents((t[0, :, ::2] > 0)[:, 1].long())},
+        lambda t: {"bias": TensorBias(t[:1, :, :6][:, None])},
+        lambda t: {"bias": TensorBias(t[..., ::2][:, None, :, :6])},
+        lambda t: {"mask": TensorMask((t > 0)[:, None, :, ::2])},
+    ],
+    ids=["lengths", "documents", "bias", "bias with a step", "mask with a step"],
+)
+def test_tensors_with_steps_are_known_by_their_elements(spec_of):
+    t = torch.randn(2, 6, 12)
+    q = torch.randn(2, 1, 6, 4)
+    given, dense = spec_of(t), spec_of(t.clone())
+    torch.testing.assert_close(attend(q, q, q, **given), attend(q, q, q, backend="reference64", **dense).to(q.dtype))
+
+
+def test_global_tokens_beyond_a_call_are_refused_after_other_calls_too():
+    mask = Causal() | Global((30,))
+    for keys in (20, 100, 101, 102, 20):
+        q = torch.randn(1, 1, keys, 4)
+        if keys == 20:
+            with pytest.raises(ProblemError, match="has position 30, and the call has 20 keys"):
+                attend(q, q, q, mask=mask)
+        else:
+            attend(q, q, q, mask=mask)

@@ -193,3 +193,33 @@ def test_a_block_mask_has_torchs_lists(name: str, block: Any):
         for attribute in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks",
                           "q_indices", "full_q_num_blocks", "full_q_indices"):  # fmt: skip
             torch.testing.assert_close(getattr(own, attribute), getattr(theirs, attribute))
+
+
+def written(score: Tensor, *_: Tensor) -> Tensor:
+    return score.mul_(2)
+
+
+def written_through_a_view(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    made = score.new_zeros(2)
+    made[0], made[1] = score, q * 0.01
+    return made.sum()
+
+
+def written_to_an_alias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    other = score * 1
+    other[...].add_(k * 0.1)
+    return other
+
+
+def subtracted_in_reverse(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.rsub(torch.rsub(score, q * 0.01, alpha=2), 3.0, alpha=2)
+
+
+@pytest.mark.parametrize(
+    "mod", [written, written_through_a_view, written_to_an_alias, subtracted_in_reverse], ids=lambda mod: mod.__name__
+)
+def test_a_score_may_be_written_in_place(mod: Mod):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    expected, _ = attended(q, k, v, mod, None)
+    torch.testing.assert_close(flex_attention(q, k, v, mod).double(), expected, atol=1e-5, rtol=1e-4)

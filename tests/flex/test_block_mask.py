@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from regard import ProblemError, observe_calls
 from regard.flex import create_block_mask, flex_attention
+from regard.flex.trace import element_by_element
 from tests.flex.definition import Mod, attended
 
 TOKENS = 300
@@ -203,3 +204,29 @@ def test_a_mask_prints_as_torchs():
     assert str(own[0]) == str(theirs[0])
     torch.testing.assert_close(own.to_dense(), theirs.to_dense())
     assert math.isclose(own.sparsity(), theirs.sparsity())
+
+
+WRAPPING: dict[str, Mod] = {
+    "int8": lambda b, h, q, k: (q - k).to(torch.int8) >= 0,
+    "int16": lambda b, h, q, k: ((q - k) * 300).to(torch.int16) >= 0,
+    "int32": lambda b, h, q, k: ((q - k).to(torch.int32) * 100003 * 100003) >= 0,
+    "int64": lambda b, h, q, k: (q - k) * (1 << 60) >= 0,
+    "half": lambda b, h, q, k: ((q - k).half() * 1000) > 100000.0,
+    "rounded": lambda b, h, q, k: torch.full((2 * TOKENS,), 0.1)[q - k + TOKENS] > 0.1,
+    "rounded to half": lambda b, h, q, k: torch.full((2 * TOKENS,), 0.1).half()[q - k + TOKENS] >= 0.1,
+    "infinite": lambda b, h, q, k: torch.exp((q - k).float()) == torch.inf,
+}
+"""Functions of positions whose numbers leave their type."""
+
+
+@pytest.mark.parametrize("name", WRAPPING)
+def test_numbers_that_wrap_or_overflow_are_those_of_torch(name: str):
+    mod = WRAPPING[name]
+    at = torch.meshgrid(*map(torch.arange, (1, 1, TOKENS, TOKENS)), indexing="ij")
+    given = create_block_mask(mod, None, None, TOKENS, TOKENS, device="cpu")
+    assert torch.equal(by_lists(given), element_by_element(mod, *at))
+    q, k, v = tensors()
+    expected, _ = attended(q, k, v, None, mod)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=given).double(), expected, atol=1e-5, rtol=1e-4)
+    theirs = of_torch.create_block_mask(mod, None, None, TOKENS, TOKENS, device="cpu")
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=theirs).double(), expected, atol=1e-5, rtol=1e-4)

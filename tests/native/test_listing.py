@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Causal, KeyLengths, Mask, Prefix, Window, attend, native
+from regard import Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, native
 from regard.backend import native_tiles
 from regard.backend.native_tiles import FARTHEST, Tiles
 from regard.describe.mask import CallSizes
@@ -135,3 +135,24 @@ def test_a_call_of_very_many_queries_has_its_tiles_from_a_schedule(monkeypatch: 
     monkeypatch.setattr(native_tiles, "QUERIES", 100)
     monkeypatch.setattr(native_tiles, "_fixed", {})
     assert torch.equal(attend(q, q, q, mask=Causal(), backend=BEST), expected)
+
+
+@pytest.mark.parametrize("mask", [Documents(torch.arange(5) // 2), ~Documents(torch.arange(5) // 2), Prefix(2), None])
+def test_a_call_without_queries_lists_nothing(mask: Mask | None):
+    k = torch.randn(2, 1, 5, 4)
+    for offset in (0, torch.tensor([0, 1])):
+        assert attend(k[:, :, :0], k, k, mask=mask, offset=offset).shape == (2, 1, 0, 4)
+
+
+@pytest.mark.parametrize("offset", [FARTHEST, FARTHEST + 1, -FARTHEST - 1, 1 << 62])
+def test_a_call_without_a_mask_may_be_anywhere(offset: int):
+    q = torch.randn(1, 1, 70, 4)
+    assert torch.equal(attend(q, q, q, offset=offset), attend(q, q, q))
+
+
+def test_lengths_of_a_large_batch_serve_long_calls_after_short_ones():
+    lengths, k = torch.arange(128) % 3 + 1, torch.randn(128, 1, 3, 1)
+    for queries in (1, 1000):
+        q = torch.randn(128, 1, queries, 1)
+        out = attend(q, k, k, mask=KeyLengths(lengths), offset=0)
+        torch.testing.assert_close(out, attend(q, k, k, mask=KeyLengths(lengths), offset=0, backend="reference"))

@@ -405,3 +405,18 @@ def test_wrong_arguments_are_refused():
 
 def test_masks_that_were_seen_take_bounded_memory():
     assert mask_content._seen._most <= 64 << 20
+
+
+@pytest.mark.parametrize("values", ["floats", "finite"])
+def test_a_mask_seen_in_inference_mode_serves_training(values: str):
+    mask = torch.randn(512, 512) if values == "floats" else torch.where(torch.rand(512, 512) < 0.5, 0.0, -1e4)
+    q = of_size(2, 8, 512, 64)
+    with regard.everywhere():
+        for _ in range(3):
+            with torch.inference_mode():
+                F.scaled_dot_product_attention(q, q, q, mask.clone())
+        x = q.clone().requires_grad_()
+        F.scaled_dot_product_attention(x, x, x, mask.clone()).sum().backward()
+    y = q.clone().requires_grad_()
+    F.scaled_dot_product_attention(y, y, y, mask).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-3)

@@ -21,7 +21,7 @@ from torch import Tensor
 from regard import native
 from regard.backend.contract import Backend, Kernel
 from regard.backend.native_parts import listed
-from regard.backend.native_tiles import ALL, QUERIES, Tiles, fixed_tiles, tiles_of
+from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.describe.bias import TensorBias
 from regard.errors import RefusalError
 from regard.plan.distance import by_distance, kept_by_distance
@@ -195,7 +195,7 @@ class _Kernel:
         return _Like(queries, False, out, (heads * queries * dim, queries * dim, dim), lse)
 
     def _tiles(self, operands: Operands) -> Tiles:
-        if operands.mask is None and operands.q.shape[2] <= QUERIES:
+        if operands.mask is None and operands.q.shape[2] <= QUERIES and abs(operands.offset) <= FARTHEST:
             return ALL
         if (fixed := fixed_tiles(operands)) is not None:
             return fixed

@@ -95,9 +95,10 @@ def tiles_of(operands: Operands, posed: Schedule) -> tuple[Tiles, bool]:
 def fixed_tiles(operands: Operands) -> Tiles | None:
     """The tiles of a call if they are known, and the same for all calls under its mask; some of other calls are not."""
     key = operands.key
-    if key is None or key.mask is None or key.queries > QUERIES or not -FARTHEST <= operands.offset <= FARTHEST:
+    if key is None or key.mask is None or not -FARTHEST <= operands.offset <= FARTHEST:
         return None
-    return _fixed.get(key.mask)
+    tiles = _fixed.get(key.mask)
+    return tiles if tiles is not None and key.queries * tiles.maps_batch <= QUERIES else None
 
 
 def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
@@ -109,7 +110,8 @@ def _put_fixed(mask: Fingerprint, tiles: Tiles) -> None:
 def _made(mask: Mask | None, sizes: CallSizes, tile: int) -> Tiles:
     maps, heads = (1, 1) if mask is None else mask.broadcast_shape()
     maps = sizes.batch if maps > 1 else 1
-    if mask is not None and heads == 1 and sizes.queries * maps <= QUERIES and abs(sizes.offset) <= FARTHEST:
+    few = 0 < sizes.queries * maps <= QUERIES
+    if mask is not None and heads == 1 and few and abs(sizes.offset) <= FARTHEST:
         union = mask.intervals(sizes)
         if union is not None and not is_by_query(union):
             return _of_intervals(union, maps)

@@ -225,9 +225,8 @@ class Global(Mask):
         return (queries > 0) | (keys > 0), (queries == r.q1 - r.q0) | (keys == r.k1 - r.k0)
 
     def signature(self, r: Rectangles) -> Ints:
-        row = np.where(self._count(r.q0, r.q1) > 0, r.q0, -1)  # which of the two sides the pattern depends on
-        column = np.where(self._count(r.k0, r.k1) > 0, r.k0, -1)
-        return np.stack([row, column], axis=1)
+        has_query, has_key = self._count(r.q0, r.q1) > 0, self._count(r.k0, r.k1) > 0  # what the pattern depends on
+        return np.stack([has_query, r.q0 * has_query, has_key, r.k0 * has_key], axis=1)
 
     def bind(self, sizes: CallSizes) -> Mask:
         stop = max(sizes.positions, sizes.keys)

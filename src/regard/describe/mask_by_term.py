@@ -63,6 +63,9 @@ class MaskTerm(Mask):
 Affine = dict[str, int]
 """Coefficients of variables, and of 1 under ""."""
 
+WITHOUT_WRAP = {"int32": (8, 1 << 29), "int64": (1 << 24, 1 << 60)}
+"""The largest coefficient and the largest number with which a sum of positions up to 2^26 does not wrap."""
+
 
 def affine(term: Term) -> Affine | None:
     """The term as a sum of integer multiples of variables and a number; None where it is none.
@@ -74,8 +77,17 @@ def affine(term: Term) -> Affine | None:
         return {term.name: 1}
     if isinstance(term, Constant):
         return {"": term.value} if type(term.value) is int else None
-    if not isinstance(term, Op) or term.dtype not in ("int64", "int32"):
+    if not isinstance(term, Op) or term.dtype not in WITHOUT_WRAP:
         return None
+    found = _affine_of_operator(term)
+    if found is None:
+        return None
+    largest, number = WITHOUT_WRAP[term.dtype]
+    fits = all(abs(value) <= (largest if name else number) for name, value in found.items())
+    return found if fits else None
+
+
+def _affine_of_operator(term: Op) -> Affine | None:
     parts = [affine(child) for child in term.children()]
     if any(part is None for part in parts):
         return None

@@ -161,7 +161,7 @@ def digest(tensor: Tensor) -> bytes:
             if not step and data.shape[axis] > 1:  # each element once, and which axes repeat them
                 data = data.narrow(axis, 0, 1)
                 expanded.append(axis)
-        data = data.reshape(-1).view(data.dtype if data.dtype in _NUMPY else _OF_BYTES[data.itemsize])
+        data = data.contiguous().reshape(-1).view(data.dtype if data.dtype in _NUMPY else _OF_BYTES[data.itemsize])
         found = xxh3_128_digest(data.numpy().data)
         return found if not expanded else xxh3_128_digest(found + bytes(expanded))
 

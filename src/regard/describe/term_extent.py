@@ -30,6 +30,12 @@ ROUNDING = {"float64": 2.0**-48, "float32": 2.0**-20, "float16": 2.0**-7, "bfloa
 """By how much of its magnitude an extent of floats is widened, since torch rounds in each step."""
 
 
+COMPARING = frozenset(
+    {"ge", "gt", "le", "lt", "eq", "ne", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "where"}
+)
+"""Operators whose operands are rounded to one type before anything is computed; others compute more exactly."""
+
+
 class Extent(NamedTuple):
     """(least, greatest) of a term in each rectangle; infinite where unknown."""
 
@@ -102,15 +108,18 @@ class Extents:
             return _unknown(op, len(r.b))
         if op.name.startswith("bitwise") and op.dtype != "bool":
             return _unknown(op, len(r.b))
-        low, high = rule(*(self._of(child, r, known) for child in op.children()))
+        low, high = rule(*(_rounded(child, op, self._of(child, r, known)) for child in op.children()))
         if op.name == "to" and op.dtype not in ROUNDING:  # torch cuts the fraction; a number is true unless it is 0
             low, high = (np.trunc(low), np.trunc(high)) if op.dtype != "bool" else _of_bools(_to)(Extent(low, high))
         spread = ROUNDING.get(op.dtype)
+        unclear = np.isnan(low) | np.isnan(high)
         if spread is not None:
             low, high = low - spread * np.abs(low), high + spread * np.abs(high)
-        elif op.dtype == "uint8":  # it wraps below 0
-            return _unknown(op, len(r.b))
-        unclear = np.isnan(low) | np.isnan(high)
+            largest = torch.finfo(getattr(torch, op.dtype)).max
+            low, high = np.where(low < -largest, -np.inf, low), np.where(high > largest, np.inf, high)
+        elif op.dtype != "bool":  # integers wrap
+            least, most = _exact(op.dtype)
+            unclear |= (low < least) | (high > most)
         worst = _unknown(op, len(r.b))
         return Extent(np.where(unclear, worst.low, low), np.where(unclear, worst.high, high))
 
@@ -156,6 +165,28 @@ class Extents:
             map_ = map_ * size + start
         (top, bottom), (left, right) = ends[-2:]
         return self.counts[id(op)].bounds(Rectangles(map_, np.zeros_like(map_), top, bottom + 1, left, right + 1))
+
+
+def _exact(dtype: str) -> tuple[float, float]:
+    """The least and the greatest integer of a dtype that float64 has, too."""
+    limits = torch.iinfo(getattr(torch, dtype))
+    return max(limits.min, -(2.0**53)), min(limits.max, 2.0**53)
+
+
+def _rounded(child: Term, op: Op, found: Extent) -> Extent:
+    """The extent of an operand; of a compared number, as torch rounds it to the type of the tensors beside it."""
+    if op.name not in COMPARING or not isinstance(child, Constant) or isinstance(child.value, bool):
+        return found
+    types = [_dtype(other) for other in op.children() if other is not child]
+    floats = [name for name in types if name in ROUNDING]
+    if not floats and (child.dtype or isinstance(child.value, int)):
+        return found
+    dtype = getattr(torch, floats[0] if floats else "float32")
+    return _same(np.full(len(found.low), torch.tensor(child.value, dtype=dtype).item()))
+
+
+def _dtype(term: Term) -> str:
+    return str(term.tensor.dtype)[6:] if isinstance(term, Captured) else getattr(term, "dtype", "")
 
 
 def _same(values: Floats) -> Extent:

@@ -16,7 +16,7 @@ from torch import Tensor
 from regard import native
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask, is_made_of
-from regard.describe.ragged import OF_POSITIONS
+from regard.describe.mask_by_rule import Causal, Dilated, Prefix, Window
 from regard.describe.score import Dot
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import is_without_data, unchanged
@@ -33,6 +33,9 @@ V = TypeVar("V")
 
 KEPT = 256
 """Forms of calls in the cache, and sizes of each. They have no plan and no tensor: `choose.py` keeps plans."""
+
+OF_ANY_CALL = (Causal, Window, Prefix, Dilated)
+"""Masks that fit every call and are the same in all; `Global` raises an error where a position is not in the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ def _of_other_sizes(alike: _Alike, request: Request, sizes: Sizes) -> _Known | N
     bias = None if bias is None else bias.bind(call)
     is_constant = content is None or content.is_constant
     known = _Known(known.plan, mask if is_constant else None, _constant(bias))
-    is_fixed = is_constant and plan.is_for_any_mask and mask is not None and is_made_of(mask, OF_POSITIONS)
+    is_fixed = is_constant and plan.is_for_any_mask and mask is not None and is_made_of(mask, OF_ANY_CALL)
     with _lock:
         _put(alike, content if is_fixed and bias is None else sizes, known)
     return known

@@ -80,7 +80,9 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
         score: a tensor of one element, of the type that scores have.
     """
     zeros = {name: torch.zeros((), dtype=torch.int64, device=device) for name in names}
-    given = zeros if score is None else {"score": score.detach().requires_grad_(), **zeros}
+    given = (
+        zeros if score is None else {"score": score.detach().requires_grad_() * 1, **zeros}
+    )  # no leaf: it may be written in place
     if not hasattr(DispatchMode, "__enter__"):  # this torch lacks it
         return Traced(None, frozenset(given), ())
     recorder = _Recorder(given)
@@ -123,7 +125,7 @@ class _Recorder(DispatchMode):
         }
         self.captured: dict[int, tuple[Tensor, _Value]] = {}
         self.made: dict[int, Tensor] = {}  # tensors made by the function that read nothing
-        self.is_read = False  # the function takes a position as a number of Python
+        self.is_read = False  # the function takes a position as a number of Python, or writes through a view
 
     def value(self, tensor: Tensor) -> _Value:
         """What is known of a tensor; one that does not come from the arguments is captured, or a constant."""
@@ -145,9 +147,16 @@ class _Recorder(DispatchMode):
         if name in MAKING or all(id(t) in self.made for t in operands):
             self.made.update({id(t): t for t in _tensors(result)})
         elif any(id(t) in self.known for t in operands):
-            self.is_read = self.is_read or not isinstance(result, Tensor)
+            written = _tensors(result) if func._schema.is_mutable else ()
+            self.is_read = self.is_read or not isinstance(result, Tensor) or any(map(self._is_shared, written))
             self._record(func, name, args, kwargs, operands, result)
         return result
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Whether another tensor of the function has the same memory, so that a write changes that one as well."""
+        place = tensor.untyped_storage().data_ptr()
+        others = [*self.made.values(), *(t for t, _ in self.known.values()), *(t for t, _ in self.captured.values())]
+        return any(t is not tensor and t.untyped_storage().data_ptr() == place for t in others)
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, operands: list[Tensor], result: Any) -> None:
         values = [self.value(t) for t in operands]
@@ -174,6 +183,8 @@ class _Recorder(DispatchMode):
         if name == "masked_fill":
             return Op("where", dtype, self._operand(args[1]), self._operand(args[2]), self._operand(args[0]))
         rounding, alpha = kwargs.get("rounding_mode"), kwargs.get("alpha", 1)
+        if name in ("add", "sub", "rsub") and len(args) == 3:
+            args, alpha = args[:2], args[2]
         if name == "div" and rounding in ("floor", "trunc"):
             name, kwargs = {"floor": "floor_divide", "trunc": "div_trunc"}[rounding], {}
         if name not in {*ELEMENTWISE, "div_trunc"} or set(kwargs) - {"alpha"} or len(args) > 5:
@@ -184,7 +195,8 @@ class _Recorder(DispatchMode):
         if any(term is None for term in terms):
             return None
         if alpha != 1:
-            terms[1] = Op("mul", dtype, cast(Term, terms[1]), Constant(alpha))
+            scaled = 0 if name == "rsub" else 1  # b - alpha * a, and a + alpha * b
+            terms[scaled] = Op("mul", dtype, cast(Term, terms[scaled]), Constant(alpha))
         return Op(name, dtype, *cast(Any, terms))
 
     def _operand(self, given: Any) -> Term:

@@ -51,9 +51,13 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _read(mask: Tensor) -> Tensor:
-    """The mask as bools, if it has no other numbers than 0 and those that hide; with equal heads only once."""
+    """The mask as bools, if it has no other numbers than 0 and those that hide; with equal heads only once.
+
+    Made outside of inference mode, as a later call may save it for its backward pass.
+    """
     if mask.ndim == 4 and mask.shape[1] > 1 and torch.equal(mask, mask[:, :1].expand_as(mask)):
         mask = mask[:, :1]
     if mask.dtype == torch.bool:
