@@ -226,7 +226,8 @@ class Global(Mask):
 
     def signature(self, r: Rectangles) -> Ints:
         has_query, has_key = self._count(r.q0, r.q1) > 0, self._count(r.k0, r.k1) > 0  # what the pattern depends on
-        return np.stack([has_query, r.q0 * has_query, has_key, r.k0 * has_key], axis=1)
+        edges = np.where(has_query, r.q0, 0), np.where(has_key, r.k0, 0)
+        return np.stack([has_query.astype(np.int64), edges[0], has_key.astype(np.int64), edges[1]], axis=1)
 
     def bind(self, sizes: CallSizes) -> Mask:
         stop = max(sizes.positions, sizes.keys)
