@@ -23,7 +23,7 @@ class Values {
     Values(const regard_call &c, const char *pairs, char *scratch)
         : dim(c.v_dim), paired(pairs), memory(scratch), row_memory(scratch + Tokens<K>::down_bytes(dim, BLOCK)) {}
 
-    // What memory is asked for beforehand: tokens first to first + count, from an even one on.
+    // The memory to prefetch: tokens first to first + count; first is even.
     Ahead::Part ahead(const Source<K> &v, int64_t first, int64_t count) const {
         if (paired) return {paired_at(first).data, dim * 4, dim * 4, (count + 1) / 2};
         return v.ahead(first, count);

@@ -1,7 +1,7 @@
 // The lists of a schedule, from intervals: in closed form, as src/regard/plan/few_rows.py makes them.
 //
 // No edge of an interval moves to the left from a query to the next. So the first and the last query of a row of tiles
-// determine which tiles an interval reaches and which it covers; those that it only reaches are drawn, bit by bit.
+// determine which tiles an interval covers and which it only overlaps. The bits of the latter are written one by one.
 // Patterns are not compared: each PARTIAL tile has its own, 512 bytes, which a decoding call writes in some 100 ns.
 #pragma once
 

@@ -19,7 +19,7 @@ TESTED: dict[tuple[int, int], str] = {
     (2, 14): "2.14.1",
     (2, 15): "2.15.0",
 }
-"""The release of each minor version that the tests passed with."""
+"""The release of each minor version that `scripts/versions.sh` was run with; `KNOWN` has what differed."""
 
 KNOWN: dict[tuple[int, int], tuple[str, ...]] = {
     (2, 11): (

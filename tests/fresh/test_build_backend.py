@@ -41,14 +41,14 @@ def is_taken_from_a_cache(name: str) -> bool:
 
 
 def test_a_wheel_without_kernels_that_pip_builds_is_not_taken_from_its_cache(ours, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_BUILD_TRACKER", "/tmp/tracker")
+    monkeypatch.setenv("PIP_BUILD_TRACKER", str(tmp_path / "tracker"))
     built = build(ours, "regard-0.1.0-py3-none-any.whl", tmp_path, monkeypatch)
     assert is_taken_from_a_cache("regard-0.1.0-py3-none-any.whl")
     assert not is_taken_from_a_cache(built)
 
 
 def test_a_wheel_with_kernels_keeps_its_name(ours, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_BUILD_TRACKER", "/tmp/tracker")
+    monkeypatch.setenv("PIP_BUILD_TRACKER", str(tmp_path / "tracker"))
     name = "regard-0.1.0-py3-none-linux_x86_64.whl"
     assert build(ours, name, tmp_path, monkeypatch) == name
 

@@ -101,7 +101,7 @@ class Mlp:
     Attributes:
         width: of the hidden layer; of one expert, where there are experts.
         gated: whether the hidden layer is a product of two projections (SwiGLU, GeGLU).
-        experts, active: experts, and those that a token takes; 1 and 1 for one network.
+        experts, active: number of experts, and of experts per token; 1 and 1 without experts.
         shared: width of the experts that every token takes; 0 for none.
         bias: whether the projections have biases.
         router_bias, shared_gate: whether the router has a bias, and the shared expert a gate of its own.

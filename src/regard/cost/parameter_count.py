@@ -24,7 +24,7 @@ class Parameters:
         attention, mlp, norms: of all layers.
         embeddings: of tokens, positions, and the output if it has weights of its own.
         other: what the shapes do not explain.
-        active: those that one token passes through: of all experts only its own, of the embeddings only the output's.
+        active: parameters used for one token: its own experts only, and the output embedding only.
     """
 
     attention: int
