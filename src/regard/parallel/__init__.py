@@ -4,10 +4,29 @@
 - `ulysses_attend`: each rank has some tokens; for the attention, each rank gets all tokens of some heads.
 - `attend_sharded`: each rank has some keys and all of the queries, as in decoding with a cache over several machines.
 - `ShardedCache`: a KV cache whose tokens are on several ranks.
-- `Layout`: which tokens each rank has: contiguous, zigzag, striped, or any other.
+- `Layout`: which tokens each rank has: contiguous, zigzag, striped, balanced, or any other.
+
+Names are imported when the first of them is used: layouts are counted with before torch is loaded.
 """
 
-from regard.parallel.layout import Layout
-from regard.parallel.ring import ring_attend, ring_attend_state
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.parallel.layout import Layout
+    from regard.parallel.ring import ring_attend, ring_attend_state
 
 __all__ = ["Layout", "ring_attend", "ring_attend_state"]
+
+MODULES = {
+    "layout": ("Layout",),
+    "ring": ("ring_attend", "ring_attend_state"),
+}
+"""The public names of each module."""
+
+
+def __getattr__(name: str) -> Any:
+    module = next((module for module, names in MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module 'regard.parallel' has no attribute {name!r}")
+    return getattr(import_module(f"regard.parallel.{module}"), name)

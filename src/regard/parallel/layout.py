@@ -1,27 +1,58 @@
-"""Layouts: which tokens of a sequence each rank has."""
+"""Layouts: which tokens of a sequence each rank has.
+
+The ring brings the keys of every rank to every rank, so each layout gives the same result; layouts differ in how evenly
+they share the work of a mask:
+
+    tokens 0 to 7, causal, on 2 ranks     pairs on rank 0 and rank 1
+    contiguous    0 0 0 0 1 1 1 1         10, 26
+    zigzag        0 0 1 1 1 1 0 0         18, 18
+    striped       0 1 0 1 0 1 0 1         16, 20
+
+Zigzag: Zhu 2024 (ring-flash-attention). Striped: Brandon et al. 2023, arXiv:2311.09431, §3. Balanced, for any mask:
+`balance.py`. Importing this module imports no torch: costs are counted with it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from regard.cost.pairs import Pattern
+    from regard.describe.mask import Mask
+
+FEW = 64
+"""Up to so many pieces, a tensor is joined from views of its pieces; more are gathered by index."""
+
+
+class Pieces(NamedTuple):
+    """The sequence as pieces of consecutive tokens of one rank: piece i has edges[i] <= position < edges[i + 1]."""
+
+    edges: NDArray[np.int64]
+    ranks: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Layout:
     """Which tokens of a sequence each rank has: each token belongs to one rank.
 
-    A rank's shard has its tokens in the order of their positions. `Layout.contiguous`, `.zigzag` and `.striped` make
-    the usual ones.
+    A rank's shard has its tokens in the order of their positions. `Layout.contiguous`, `.zigzag`, `.striped` and
+    `.balanced` make the usual ones.
 
     Attributes:
         tokens: of the whole sequence.
-        runs: per rank, the positions of its tokens as ranges: each ascends, and begins after the end of the one before.
+        runs: per rank, the positions of its tokens as ranges: each ascends, and begins after the end of the one before;
+            () where a rank has none.
 
     >>> Layout.zigzag(8, 2).positions(0)
     (range(0, 2), range(6, 8))
@@ -33,9 +64,11 @@ class Layout:
     runs: tuple[tuple[range, ...], ...]
 
     def __post_init__(self) -> None:
-        everything = np.concatenate([np.zeros(0, np.int64), *map(self.indices, range(self.ranks))])
-        ascending = all((np.diff(self.indices(rank)) > 0).all() for rank in range(self.ranks))
-        if not ascending or not np.array_equal(np.sort(everything), np.arange(self.tokens)):
+        runs = [run for each in self.runs for run in each]
+        ascending = all(a[-1] < b[0] for each in self.runs for a, b in pairwise(each) if a and b)
+        inside = all(run.step > 0 and (not run or (run[0] >= 0 and run[-1] < self.tokens)) for run in runs)
+        once = sum(map(len, runs)) == self.tokens
+        if not (ascending and inside and once and (self.owners >= 0).all()):
             raise ProblemError(
                 f"a layout of {self.tokens} tokens on {self.ranks} ranks: expected each position 0 to "
                 f"{self.tokens - 1} on one rank, and those of a rank in ascending ranges."
@@ -47,22 +80,85 @@ class Layout:
         return len(self.runs)
 
     def positions(self, rank: int) -> tuple[range, ...]:
-        """The positions of a rank's tokens, as ascending ranges."""
+        """The positions of a rank's tokens, as ascending ranges; () where it has none."""
+        if not 0 <= rank < self.ranks:
+            raise ProblemError(f"rank {rank} in {self}: expected 0 to {self.ranks - 1}.")
         return self.runs[rank]
 
     def indices(self, rank: int) -> NDArray[np.int64]:
         """The positions of a rank's tokens, [tokens of the rank]: `x[:, :, layout.indices(rank)]` is its shard."""
-        return np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in self.runs[rank])])
+        return positions_of(self.runs[rank])
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The count of each rank's tokens."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
 
+    @cached_property
+    def owners(self) -> NDArray[np.int64]:
+        """[tokens]: the rank of each token."""
+        found = np.full(self.tokens, -1, dtype=np.int64)
+        for rank, runs in enumerate(self.runs):
+            for run in runs:
+                found[run.start : run.stop : run.step] = rank
+        return found
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The sequence as pieces of consecutive tokens of one rank, in the order of positions."""
+        starts = np.flatnonzero(np.diff(self.owners, prepend=-1))
+        return Pieces(np.append(starts, self.tokens), self.owners[starts])
+
+    def shard(self, tensor: "Tensor", rank: int, dim: int = 2) -> "Tensor":
+        """The rank's part of a tensor of the whole sequence: its tokens along `dim`, in the order of positions.
+
+        A view where the rank has one range, else a copy; gradients flow.
+
+        Raises:
+            ProblemError: the tensor has another number of tokens.
+
+        >>> import torch
+        >>> Layout.zigzag(8, 2).shard(torch.arange(8), rank=0, dim=0).tolist()
+        [0, 1, 6, 7]
+        """
+        runs = self.positions(rank)
+        if tensor.shape[dim] != self.tokens:
+            raise ProblemError(f"a tensor {list(tensor.shape)} for {self}: expected {self.tokens} tokens in dim {dim}.")
+        if not runs:
+            return tensor.narrow(dim, 0, 0)
+        if len(runs) > FEW or any(run.step > 1 for run in runs):
+            return _gather(tensor, dim, self.indices(rank))
+        parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+        return parts[0] if len(parts) == 1 else _cat(parts, dim)
+
+    def unshard(self, shards: "Sequence[Tensor]", dim: int = 2) -> "Tensor":
+        """The tensor of the whole sequence from the shards of all ranks, in the order of ranks; gradients flow.
+
+        Raises:
+            ProblemError: another number of shards, or one with another number of tokens than its rank has.
+
+        >>> import torch
+        >>> layout, whole = Layout.striped(9, 2), torch.arange(9)
+        >>> layout.unshard([layout.shard(whole, rank, dim=0) for rank in range(2)], dim=0).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8]
+        """
+        found = tuple(each.shape[dim] for each in shards)
+        if found != self.counts:
+            raise ProblemError(f"shards of {list(found)} tokens for {self}: expected {list(self.counts)}.")
+        edges, ranks = self.pieces
+        if len(ranks) > FEW:
+            order = np.concatenate([self.indices(rank) for rank in range(self.ranks)])
+            return _gather(_cat(shards, dim), dim, np.argsort(order))
+        taken, parts = [0] * self.ranks, list["Tensor"]()
+        for rank, size in zip(ranks.tolist(), np.diff(edges).tolist(), strict=True):
+            parts.append(shards[rank].narrow(dim, taken[rank], size))
+            taken[rank] += size
+        return _cat(parts, dim) if parts else shards[0]
+
     @classmethod
     def contiguous(cls, tokens: int, ranks: int) -> "Layout":
         """Rank r has the r-th part of the sequence; the first ranks have one token more where it is uneven."""
-        return cls(tokens, tuple((part,) if len(part) else () for part in _parts(tokens, ranks)))
+        return cls(tokens, tuple((part,) if len(part) else () for part in even_parts(tokens, ranks)))
 
     @classmethod
     def of_counts(cls, counts: Sequence[int]) -> "Layout":
@@ -74,17 +170,71 @@ class Layout:
     @classmethod
     def zigzag(cls, tokens: int, ranks: int) -> "Layout":
         """Rank r has parts r and 2 * ranks - 1 - r of 2 * ranks: equal work under a causal mask."""
-        parts = _parts(tokens, 2 * ranks)
-        pairs = [(parts[r], parts[2 * ranks - 1 - r]) for r in range(ranks)]
-        return cls(tokens, tuple(tuple(part for part in pair if len(part)) for pair in pairs))
+        parts = even_parts(tokens, 2 * ranks)
+        return cls(tokens, tuple(joined([parts[r], parts[2 * ranks - 1 - r]]) for r in range(ranks)))
 
     @classmethod
-    def striped(cls, tokens: int, ranks: int) -> "Layout":
-        """Rank r has the tokens r, r + ranks, r + 2 * ranks ..."""
-        return cls(tokens, tuple((range(r, tokens, ranks),) if r < tokens else () for r in range(ranks)))
+    def striped(cls, tokens: int, ranks: int, block: int = 1) -> "Layout":
+        """Blocks of consecutive tokens are dealt in turn: with blocks of 1, rank r has r, r + ranks, r + 2 * ranks ...
+
+        Args:
+            block: tokens dealt at once. Kernels compute tiles of 64 tokens: with blocks of 64 or more, few of the tiles
+                are partial.
+        """
+        even_parts(tokens, ranks)  # checks both
+        if index(block) < 1:
+            raise ProblemError(f"Layout.striped(block={block}): expected 1 token or more.")
+        if block == 1:
+            return cls(tokens, tuple((range(r, tokens, ranks),) if r < tokens else () for r in range(ranks)))
+        blocks = [range(start, min(start + block, tokens)) for start in range(0, tokens, block)]
+        return cls(tokens, tuple(joined(blocks[r::ranks]) for r in range(ranks)))
+
+    @classmethod
+    def balanced(cls, tokens: int, ranks: int, mask: "Mask | Pattern | None") -> "Layout":
+        """The layout that shares the work of this mask evenly, whatever the mask; see `balance.py`.
+
+        The same on every rank, as it is computed from the mask alone; all ranks have the same number of blocks of
+        tokens.
+
+        >>> from regard import Causal
+        >>> Layout.balanced(4096, 2, Causal()).counts
+        (2048, 2048)
+        """
+        even_parts(tokens, ranks)
+        return import_module("regard.parallel.balance").balanced(tokens, ranks, mask)
+
+    def __str__(self) -> str:
+        return f"a layout of {self.tokens} tokens on {self.ranks} ranks"
 
 
-def _parts(tokens: int, parts: int) -> list[range]:
-    size, more = divmod(whole(tokens, "tokens", least=0), whole(parts, "ranks", least=1))
+def positions_of(ranges: Sequence[range]) -> NDArray[np.int64]:
+    """The positions in ranges, one after another."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in ranges)])
+
+
+def even_parts(tokens: int, parts: int) -> list[range]:
+    """The positions in parts of nearly equal length; the first ones have one more where it is uneven."""
+    if index(tokens) < 0 or index(parts) < 1:
+        raise ProblemError(f"a layout of {tokens} tokens in {parts} parts: expected 0 or more tokens, 1 or more parts.")
+    size, more = divmod(tokens, parts)
     stops = [i * size + min(i, more) for i in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(stops)]
+
+
+def joined(parts: Sequence[range]) -> tuple[range, ...]:
+    """Ascending ranges without empty ones; neighbours are one."""
+    found = list[range]()
+    for part in parts:
+        if part and found and found[-1].stop == part.start:
+            found[-1] = range(found[-1].start, part.stop)
+        elif part:
+            found.append(part)
+    return tuple(found)
+
+
+def _cat(parts: "Sequence[Tensor]", dim: int) -> "Tensor":
+    return import_module("torch").cat(list(parts), dim)  # here: layouts are counted with before torch is loaded
+
+
+def _gather(tensor: "Tensor", dim: int, positions: NDArray[np.int64]) -> "Tensor":
+    return tensor.index_select(dim, import_module("torch").from_numpy(positions).to(tensor.device))

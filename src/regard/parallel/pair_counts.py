@@ -1,0 +1,242 @@
+"""The pairs that a mask keeps between the queries of one rank and the keys of another, exactly, without listing pairs.
+
+Where a mask's kept keys are intervals (causal, windows, sinks, packed documents, lengths), each query costs a few
+operations of numpy: 10 million tokens take seconds. Other masks are counted from the tiles of their schedule.
+
+The count of |[0, x) and a segment of keys| over many x is two histograms: of the segments that the x fall in, and of
+the distances of x from the start of their segment. A kept interval [low, high) is [0, high) less [0, low).
+"""
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.cost.pairs import Pattern
+from regard.describe.interval import Interval
+from regard.errors import ProblemError
+from regard.parallel.layout import Layout, positions_of
+
+if TYPE_CHECKING:
+    from regard.describe.mask import CallSizes, Mask
+    from regard.plan.schedule import Schedule
+
+Ints: TypeAlias = NDArray[np.int64]
+
+CHUNK = 1 << 20
+"""Queries counted at once."""
+
+ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+"""How many bits of each byte are set."""
+
+TILE = 64
+"""Of the schedule of a mask whose intervals are unknown."""
+
+
+class PairCounts(Protocol):
+    """The kept pairs of one call over `tokens` tokens, summed over batch rows and heads that differ in their mask."""
+
+    tokens: int
+
+    def per_key(self, queries: Sequence[range], edges: Ints) -> Ints:
+        """int64 [segments]: pairs of these queries with the keys of each segment, edges[i] <= key < edges[i + 1]."""
+        ...
+
+    def before(self, positions: Ints) -> Ints:
+        """int64, as positions: pairs of all queries before each position."""
+        ...
+
+
+def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
+    """The counts of a mask over a sequence that attends to itself.
+
+    Args:
+        mask: None keeps every pair; a `regard.cost.Pattern` is counted without loading torch.
+
+    Raises:
+        ProblemError: the mask does not fit so many tokens.
+
+    >>> counts = pair_counts(Pattern(), tokens=10)
+    >>> counts.per_key([range(5, 10)], np.array([0, 5, 10])).tolist()
+    [25, 15]
+    """
+    if mask is None:
+        return IntervalCounts(tokens, [Interval()])
+    if isinstance(mask, Pattern):
+        return IntervalCounts(tokens, _intervals_of(mask, tokens))
+    batch, heads = mask.broadcast_shape()
+    sizes: CallSizes = import_module("regard.describe.mask").CallSizes(batch, heads, tokens, tokens, 0)
+    bound = mask.bind(sizes)
+    intervals = bound.intervals(sizes)
+    if intervals is not None:
+        return IntervalCounts(tokens, intervals)
+    return TileCounts(import_module("regard.plan.tiling").cached_schedule(bound, sizes, TILE))
+
+
+def rank_pairs(counts: PairCounts, layout: Layout) -> Ints:
+    """int64 [ranks, ranks]: the kept pairs of rank i's queries with rank j's keys.
+
+    In step s of a ring, rank i has the keys of rank (i - s) % ranks: `step_pairs`.
+
+    >>> rank_pairs(pair_counts(Pattern(), tokens=8), Layout.zigzag(8, 2)).tolist()
+    [[10, 8], [8, 10]]
+    """
+    if layout.tokens != counts.tokens:
+        raise ProblemError(f"{layout}, and pair counts of {counts.tokens:,} tokens: expected the same.")
+    edges, owners = layout.pieces
+    found = np.zeros((layout.ranks, layout.ranks), dtype=np.int64)
+    for rank in range(layout.ranks):
+        np.add.at(found[rank], owners, counts.per_key(layout.positions(rank), edges))
+    return found
+
+
+def step_pairs(pairs: Ints) -> Ints:
+    """int64 [steps, ranks] of `rank_pairs`: what rank i computes in step s, where it has the keys of rank i - s."""
+    ranks = len(pairs)
+    rank, step = np.arange(ranks), np.arange(ranks)[:, None]
+    return pairs[rank, (rank - step) % ranks]
+
+
+class IntervalCounts:
+    """Counts of a mask whose kept keys are a union of intervals."""
+
+    def __init__(self, tokens: int, intervals: list[Interval]) -> None:
+        self.tokens, self.intervals = tokens, intervals
+        edges = [edge for each in intervals for edge in each if isinstance(edge, np.ndarray)]
+        self.rows = max((len(edge) for edge in edges), default=1)
+        self._before: Ints | None = None
+
+    def per_key(self, queries: Sequence[range], edges: Ints) -> Ints:
+        found = np.zeros(len(edges) - 1, dtype=np.int64)
+        for query in _chunks(queries):
+            for low, high in self._kept(query):
+                found += _inside(high, edges) - _inside(low, edges)
+        return found
+
+    def before(self, positions: Ints) -> Ints:
+        if self._before is None:
+            each = [sum(high - low for low, high in self._kept(query)) for query in _chunks([range(self.tokens)])]
+            self._before = np.concatenate([[0], *each]).cumsum()
+        return self._before[positions]
+
+    def _kept(self, query: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """(first key, one past the last) of each query: intervals that do not overlap, of every row."""
+        for row in range(self.rows):
+            sides = [self._sides(each, row, query) for each in self.intervals]
+            if len(sides) > 1:
+                order = np.argsort(np.stack([low for low, _ in sides]), axis=0, kind="stable")
+                lows = np.take_along_axis(np.stack([low for low, _ in sides]), order, 0)
+                highs = np.take_along_axis(np.stack([high for _, high in sides]), order, 0)
+                sides = list(zip(lows, highs, strict=True))
+            end = np.zeros_like(query)
+            for low, high in sides:
+                first = np.maximum(low, end)  # what an interval before has is counted there
+                end = np.maximum(high, first)
+                yield first, end
+
+    def _sides(self, x: Interval, row: int, query: Ints) -> tuple[Ints, Ints]:
+        low, high = np.zeros_like(query), np.full_like(query, self.tokens)
+        for join, slope, level, edge in ((np.maximum, x.left, x.start, low), (np.minimum, x.right, x.stop, high)):
+            if slope is not None:
+                join(edge, query + _read(slope, row, query), out=edge)
+            if level is not None:
+                join(edge, _read(level, row, query), out=edge)
+            np.clip(edge, 0, self.tokens, out=edge)
+        return low, np.maximum(low, high)
+
+
+class TileCounts:
+    """Counts of a mask from its schedule: FULL tiles by their edges, PARTIAL ones by their bits."""
+
+    def __init__(self, tiles: "Schedule") -> None:
+        self.tokens, self.tiles = tiles.queries, tiles
+        self._before: Ints | None = None
+
+    def per_key(self, queries: Sequence[range], edges: Ints) -> Ints:
+        found = np.zeros(len(edges) - 1, dtype=np.int64)
+        s = self.tiles
+        positions = positions_of(queries)
+        tile, first = np.unique(positions // s.tile, return_index=True)
+        for t, rows in zip(tile.tolist(), np.split(positions % s.tile, first[1:]), strict=False):
+            for m in range(s.maps[0] * s.maps[1]):
+                found += self._row(m * s.query_tiles + t, rows, edges)
+        return found
+
+    def before(self, positions: Ints) -> Ints:
+        if self._before is None:
+            found, s = np.zeros(self.tokens + 1, dtype=np.int64), self.tiles
+            for t in range(s.maps[0] * s.maps[1] * s.query_tiles):
+                first = t % s.query_tiles * s.tile
+                each = self._per_query(t)[: self.tokens - first]
+                found[first + 1 : first + 1 + len(each)] += each
+            self._before = found.cumsum()
+        return self._before[positions]
+
+    def _per_query(self, t: int) -> Ints:
+        """The pairs of each row of a query tile."""
+        s = self.tiles
+        runs, patches = (slice(start[t], start[t + 1]) for start in (s.run_start, s.patch_start))
+        first = s.run_tile[runs] * s.tile
+        full = np.minimum(first + s.run_length[runs] * s.tile, s.keys) - first
+        return full.sum() + ONES[s.patterns[s.patch_pattern[patches]]].sum(axis=(0, 2), dtype=np.int64)
+
+    def _row(self, t: int, rows: Ints, edges: Ints) -> Ints:
+        """The pairs of some rows of a query tile."""
+        s, count = self.tiles, len(rows)
+        runs, patches = (slice(start[t], start[t + 1]) for start in (s.run_start, s.patch_start))
+        first = s.run_tile[runs] * s.tile
+        last = np.minimum(first + s.run_length[runs] * s.tile, s.keys)
+        found = count * (_inside(last, edges) - _inside(first, edges))
+        bits = np.unpackbits(s.patterns[s.patch_pattern[patches]][:, rows], axis=2, bitorder="little")
+        patch, key = np.nonzero(kept := bits.sum(axis=1, dtype=np.int64))
+        at = edges.searchsorted(s.patch_tile[patches][patch] * s.tile + key, side="right") - 1
+        np.add.at(found, at, kept[patch, key])
+        return found
+
+
+def _inside(x: Ints, edges: Ints) -> Ints:
+    """The sum over x of the tokens that [0, x) has in each segment; edges begin at 0 and end at the last x or later."""
+    segments = len(edges) - 1
+    at = np.minimum(edges.searchsorted(x, side="right") - 1, segments - 1)
+    within = np.bincount(at, weights=x - edges[at], minlength=segments).astype(np.int64)  # exact below 2**53
+    beyond = np.bincount(at, minlength=segments)[::-1].cumsum()[::-1]
+    return within + np.append(beyond[1:], 0) * np.diff(edges)
+
+
+def _read(edge: "int | Ints", row: int, query: Ints) -> "int | Ints":
+    """An interval's edge for these queries, in one batch row."""
+    if not isinstance(edge, np.ndarray):
+        return edge
+    of_row = edge[row if len(edge) > 1 else 0]
+    return of_row[query] if len(of_row) > 1 else of_row
+
+
+def _chunks(ranges: Sequence[range]) -> Iterator[Ints]:
+    """The positions of ranges, at most CHUNK at once."""
+    cut = [each[at : at + CHUNK] for each in ranges for at in range(0, len(each), CHUNK)]
+    chunk, size = list[range](), 0
+    for part in cut:
+        if chunk and size + len(part) > CHUNK:
+            yield positions_of(chunk)
+            chunk, size = [], 0
+        chunk.append(part)
+        size += len(part)
+    if chunk:
+        yield positions_of(chunk)
+
+
+def _intervals_of(pattern: Pattern, tokens: int) -> list[Interval]:
+    """A pattern as the intervals of the mask that it describes."""
+    right = 1 if pattern.causal else None
+    if pattern.chunk:
+        starts = np.arange(tokens, dtype=np.int64)[None] // pattern.chunk * pattern.chunk
+        return [Interval(right=right, start=starts)]
+    if pattern.step > 1:
+        raise ProblemError(f"{pattern}: the keys that a dilated query sees are no intervals; pass the mask itself.")
+    if pattern.window is None:
+        found = [Interval(right=right)]
+        return [*found, Interval(stop=pattern.prefix)] if pattern.prefix else found
+    kept = [Interval(left=1 - pattern.window, right=right or pattern.window)]
+    return [*kept, Interval(right=right, stop=pattern.sinks)] if pattern.sinks else kept

@@ -1,0 +1,169 @@
+"""Layouts hold every token once, and their pair counts are those of the mask."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard import Causal, Dilated, Documents, KeyLengths, Mask, MaskFunction, Prefix, ProblemError, TensorMask, Window
+from regard.cost import Pattern
+from regard.parallel import Layout
+from regard.parallel.balance import balanced_by, imbalance
+from regard.parallel.pair_counts import pair_counts, rank_pairs, step_pairs
+
+TOKENS = 211
+
+
+def _documents(tokens: int) -> Documents:
+    return Documents(torch.arange(tokens) // 37)
+
+
+MASKS: dict[str, Mask | None] = {
+    "none": None,
+    "causal": Causal(),
+    "window": Causal() & Window(30),
+    "sinks": Causal() & (Window(17) | Prefix(5)),
+    "documents": Causal() & _documents(TOKENS),
+    "both ways": Window(20, 10) | Prefix(3),
+    "dilated": Causal() & Dilated(3),
+    "lengths": Causal() & KeyLengths(torch.tensor([100, 211, 3])),
+    "random": TensorMask(torch.rand(TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) > 0.7),
+    "hole": Causal() & ~(Prefix(90) & ~Prefix(20)),
+}
+
+
+def _dense(mask: Mask | None, tokens: int) -> torch.Tensor:
+    """[tokens, tokens]: in how many batch rows the pair is kept."""
+    at = torch.arange(tokens)
+    if mask is None:
+        return torch.ones(tokens, tokens, dtype=torch.int64)
+    if isinstance(mask, TensorMask):
+        return mask.mask.long()
+    rows = mask.broadcast_shape()[0]
+    batch = torch.arange(rows)[:, None, None]
+    kept = mask.keep(batch, torch.zeros(1, 1, 1, dtype=torch.int64), at[:, None], at)
+    return kept.expand(rows, tokens, tokens).long().sum(0)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("make", [Layout.contiguous, Layout.zigzag, Layout.striped, partial(Layout.striped, block=7)])
+def test_the_pairs_of_ranks_are_those_of_the_dense_mask(mask: Mask | None, make: Callable[[int, int], Layout]) -> None:
+    layout = make(TOKENS, 3)
+    dense = _dense(mask, TOKENS)
+    parts = [layout.shard(torch.arange(TOKENS), rank, dim=0) for rank in range(3)]
+    expected = [[int(dense[rows][:, columns].sum()) for columns in parts] for rows in parts]
+    counts = pair_counts(mask, TOKENS)
+    assert rank_pairs(counts, layout).tolist() == expected
+    assert counts.before(np.arange(TOKENS + 1)).tolist() == [0, *dense.sum(1).cumsum(0).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mask"),
+    [
+        (Pattern(), Causal()),
+        (Pattern(causal=False), None),
+        (Pattern(window=30), Causal() & Window(30)),
+        (Pattern(window=30, causal=False), Window(30, 30)),
+        (Pattern(window=17, sinks=5), Causal() & (Window(17) | Prefix(5))),
+        (Pattern(prefix=9), Causal() | Prefix(9)),
+        (Pattern(chunk=37), Causal() & _documents(TOKENS)),
+    ],
+)
+def test_a_pattern_counts_as_its_mask(pattern: Pattern, mask: Mask | None) -> None:
+    layout = Layout.zigzag(TOKENS, 4)
+    ours, theirs = (rank_pairs(pair_counts(each, TOKENS), layout) for each in (pattern, mask))
+    assert ours.tolist() == theirs.tolist()
+    assert int(ours.sum()) == pattern.pairs(queries=TOKENS, keys=TOKENS)
+
+
+def test_zigzag_shares_causal_work_in_every_step() -> None:
+    steps = step_pairs(rank_pairs(pair_counts(Causal(), 4096), Layout.zigzag(4096, 8)))
+    assert (steps == steps[:, :1]).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 90), st.integers(1, 9), st.integers(1, 5))
+def test_every_layout_puts_a_sequence_together_again(tokens: int, ranks: int, block: int) -> None:
+    whole = torch.randn(2, tokens, 3)
+    for layout in (
+        Layout.contiguous(tokens, ranks),
+        Layout.zigzag(tokens, ranks),
+        Layout.striped(tokens, ranks, block),
+    ):
+        shards = [layout.shard(whole, rank, dim=1) for rank in range(ranks)]
+        assert tuple(shard.shape[1] for shard in shards) == layout.counts
+        assert torch.equal(layout.unshard(shards, dim=1), whole)
+        assert max(layout.counts) - min(layout.counts) <= max(2, block)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ((range(4),), (range(5, 8),)),
+        ((range(4),), (range(3, 8),)),
+        ((range(4),), (range(4, 7),)),
+        ((range(4, 8), range(4)), ()),
+        ((range(8),), (range(8, 9),)),
+    ],
+)
+def test_a_layout_that_loses_or_doubles_a_token_is_an_error(runs: tuple[tuple[range, ...], ...]) -> None:
+    with pytest.raises(ProblemError, match=r"each position 0 to 7 on one rank"):
+        Layout(8, runs)
+
+
+def test_a_tensor_of_another_length_is_an_error() -> None:
+    with pytest.raises(ProblemError, match=r"expected 8 tokens in dim 1"):
+        Layout.zigzag(8, 2).shard(torch.zeros(1, 9), 0, dim=1)
+    with pytest.raises(ProblemError, match=r"expected \[4, 4\]"):
+        Layout.zigzag(8, 2).unshard([torch.zeros(4), torch.zeros(3)], dim=0)
+    with pytest.raises(ProblemError, match=r"rank 2 in a layout of 8 tokens on 2 ranks"):
+        Layout.zigzag(8, 2).positions(2)
+
+
+def test_layouts_and_the_counts_of_patterns_need_no_torch() -> None:
+    program = (
+        "import sys; from regard.parallel.layout import Layout; from regard.cost.pairs import Pattern;"
+        "from regard.parallel.pair_counts import pair_counts, rank_pairs;"
+        "rank_pairs(pair_counts(Pattern(), 64), Layout.balanced(64, 4, Pattern())); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+@pytest.mark.parametrize("name", ["none", "causal", "window", "documents", "random"])
+def test_the_balanced_layout_is_near_the_ideal_in_each_step(name: str, ranks: int) -> None:
+    tokens = 8191
+    generator = torch.Generator().manual_seed(ranks)
+    lengths = torch.randint(1, 2000, (40,), generator=generator)
+    masks: dict[str, Mask | None] = {
+        "none": None,
+        "causal": Causal(),
+        "window": Causal() & Window(300),
+        "documents": Causal() & Documents(torch.repeat_interleave(torch.arange(40), lengths)[:tokens]),
+        "random": Causal() & MaskFunction(lambda b, h, q, k: (q // 64 * 7 + k // 64 * 3) % 5 < 2),
+    }
+    counts = pair_counts(masks[name], tokens)
+    layout = balanced_by(counts, ranks)
+    pairs = rank_pairs(counts, layout)
+    assert max(layout.counts) - min(layout.counts) <= 128
+    assert pairs.sum(1).max() / pairs.sum(1).mean() < 1.05
+    assert imbalance(pairs) <= imbalance(rank_pairs(counts, Layout.zigzag(tokens, ranks)))
+    assert balanced_by(pair_counts(masks[name], tokens), ranks) == layout
+
+
+def test_the_balanced_layout_keeps_neighbours_together_where_that_is_as_good() -> None:
+    assert Layout.balanced(4096, 4, None) == Layout.contiguous(4096, 4)
+    assert Layout.balanced(4096, 4, Causal()) == Layout.zigzag(4096, 4)
+    assert Layout.balanced(65536, 4, Causal() & Window(16)) == Layout.contiguous(65536, 4)
+
+
+def test_a_mask_that_keeps_nothing_and_a_sequence_of_nothing_have_a_layout() -> None:
+    assert Layout.balanced(100, 4, ~(Causal() | ~Causal())).counts == (25, 25, 25, 25)
+    assert Layout.balanced(0, 4, Causal()).counts == (0, 0, 0, 0)
+    assert sum(Layout.balanced(3, 4, Causal()).counts) == 3
