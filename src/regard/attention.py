@@ -17,6 +17,7 @@ from regard.describe.mask import Mask
 from regard.describe.score import Score
 from regard.describe.score_function import ScoreFunction
 from regard.describe.suggestions import suggest_keywords
+from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
@@ -212,9 +213,15 @@ def attend(
         return _attend_arrays(
             Request(cast(Any, q), k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend)
         )
+    key = None
+    is_plain = bias is None and score is None and sink is None and type(dropout) is float and dropout == 0.0
+    if is_plain and not torch.compiler.is_compiling() and not _observers.get():
+        key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend)
+        if out is not None:
+            return out
     if is_any_autocast_enabled():
         q, k, v = _autocast(q, cast(Any, k), cast(Any, v))
-    return _run(Request(q, k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend)).out
+    return _run(Request(q, k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend), key).out
 
 
 @suggest_keywords
@@ -300,8 +307,12 @@ def _attend_arrays(request: Request) -> Any:
     return as_array_like(request.q, out)
 
 
-def _run(request: Request) -> State:
-    """The state of a call: of an operator where torch traces, else of the kernel that the plan says."""
+def _run(request: Request, key: ready.Key | None = None) -> State:
+    """The state of a call: of an operator where torch traces, else of the kernel that the plan says.
+
+    Args:
+        key: under which the call is kept as a ready one.
+    """
     if torch.compiler.is_compiling():
         return attend_traced(request)
     observers = _observers.get()
@@ -312,6 +323,8 @@ def _run(request: Request) -> State:
         return attend_traced(request)
     plan, operands = prepared
     plan, state = execute(plan, operands, request.backend)
+    if key is not None:
+        ready.keep(key, request.mask, plan, operands)
     return _observed(observers, request.score, plan, operands, state) if observers else state
 
 

@@ -34,7 +34,7 @@ from regard.describe.mask import Mask
 from regard.describe.ragged import Ragged
 from regard.describe.score import Bilinear
 from regard.describe.spec import spec
-from regard.dispatch import choose
+from regard.dispatch import choose, ready
 from regard.dispatch import plan_cache as known
 from regard.plan import request, tiling
 from regard.plan.request import Request
@@ -49,6 +49,7 @@ ENDS = torch.tensor([9, 4])
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(known, "_calls", {})
+    monkeypatch.setattr(ready, "_ready", {})
 
 
 def posed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -1,7 +1,10 @@
 """What a backend is: a name, what it refuses, and `compile`, which makes a kernel for a problem. Nothing else."""
 
 from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
 
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -26,6 +29,22 @@ class ResumableKernel(Kernel, Protocol):
 
     def resume(self, operands: Operands, state: State) -> State:
         """The state, as if `__call__` had just computed it: differentiable in the operands."""
+        ...
+
+
+Repeated: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor | None]
+"""The output of a call, from q, k, v, the number of keys and the offset; None where their strides need another way."""
+
+
+@runtime_checkable
+class RepeatableKernel(Kernel, Protocol):
+    """A kernel that runs calls like an earlier one without their `Operands`: tiny calls take half the time."""
+
+    def repeated(self, operands: Operands, /) -> Repeated | None:
+        """What runs calls that differ from this one only in elements, strides, offset and number of keys.
+
+        The number of keys is 1 or more. None where it cannot run such calls.
+        """
         ...
 
 

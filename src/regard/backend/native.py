@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from regard import native
-from regard.backend.contract import Backend, Kernel
+from regard.backend.contract import Backend, Kernel, Repeated
 from regard.backend.native_parts import listed
+from regard.backend.native_repeated import Like, repeated
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.describe.bias import TensorBias
 from regard.errors import RefusalError
@@ -105,23 +106,6 @@ class _Wanted(NamedTuple):
     bias: bool
 
 
-class _Like(NamedTuple):
-    """What outputs are made like; `torch.empty_like` of such costs 0.4 us less than `torch.empty` with a type.
-
-    Attributes:
-        by_token: whether outputs are [batch, queries, heads, v_dim] in memory, else [batch, heads, queries, v_dim].
-        out: of the sizes of the output as it is in memory, of one element.
-        strides: of the output: batch, head, token.
-        lse: of the sizes of the log-sum-exp, of one element, NaN.
-    """
-
-    queries: int
-    by_token: bool
-    out: Tensor
-    strides: tuple[int, int, int]
-    lse: Tensor
-
-
 class _Kernel:
     """The library for one problem, of any sizes, offset, mask and bias: these are taken from the operands."""
 
@@ -138,7 +122,7 @@ class _Kernel:
         self.attend, self.packed = native.Attend(), self.entry.packed(self.fields)
         self.form = self.entry.opened(self.packed)
         self.latest: tuple[Hashable, Tiles] | None = None
-        self.like: _Like | None = None
+        self.like: Like | None = None
 
     def __call__(self, operands: Operands) -> State:
         if self.problem.grad:
@@ -151,6 +135,14 @@ class _Kernel:
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
+
+    def repeated(self, operands: Operands) -> Repeated | None:
+        p, queries = self.problem, operands.q.shape[2]  # not those of the problem, which serves all lengths
+        tiles = ALL if operands.mask is None and queries <= QUERIES else fixed_tiles(operands)
+        if p.grad or p.dropout or p.sink or p.bias or p.storage or not tiles or not tiles.number:
+            return None
+        by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
+        return repeated(self.attend, self.form, tiles, by_head, by_token)
 
     def compute(
         self, inputs: _Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True
@@ -184,15 +176,15 @@ class _Kernel:
         ))  # fmt: skip
         return (out.transpose(1, 2) if by_token else out), lse
 
-    def _make_like(self, queries: int, by_token: bool) -> _Like:
-        """See `_Like`. The output lies in memory token by token if q does, else head by head."""
+    def _make_like(self, queries: int, by_token: bool) -> Like:
+        """See `Like`. The output lies in memory token by token if q does, else head by head."""
         p = self.problem
         heads, dim = p.heads, p.v_dim
         out = _element(p.dtype).expand(p.batch, heads, queries, dim)
         lse = _element(self.wide).expand(p.batch, heads, queries)
         if by_token:
-            return _Like(queries, True, out.transpose(1, 2), (queries * heads * dim, dim, heads * dim), lse)
-        return _Like(queries, False, out, (heads * queries * dim, queries * dim, dim), lse)
+            return Like(queries, True, out.transpose(1, 2), (queries * heads * dim, dim, heads * dim), lse)
+        return Like(queries, False, out, (heads * queries * dim, queries * dim, dim), lse)
 
     def _tiles(self, operands: Operands) -> Tiles:
         if operands.mask is None and operands.q.shape[2] <= QUERIES and abs(operands.offset) <= FARTHEST:

@@ -178,6 +178,30 @@ class Spec:
             self.__dict__["_fingerprint"] = made
         return made
 
+    def constant(self) -> Fingerprint | None:
+        """The fingerprint of a constant spec; None for others, without a look at their tensors and functions."""
+        kept = self.__dict__.get("_fingerprint")
+        if kept is not None:
+            return kept
+        if not self._kind.is_own:
+            return None
+        found = list[Any]()
+        for name in self._fields:
+            part = getattr(self, name)
+            if part is not None and type(part) is not int:
+                if isinstance(part, Spec):
+                    part = part.constant()
+                    if part is None:
+                        return None
+                elif type(part) in _PLAIN:
+                    return self.fingerprint()
+                else:
+                    return None
+            found.append(part)
+        kind, parts = type(self), tuple(found)
+        made = self.__dict__["_fingerprint"] = _interned.get((kind, parts)) or _intern(kind, parts)
+        return made
+
     def form(self) -> Fingerprint:
         """The fingerprint with type and shape of each tensor only: a plan depends on no more of biases and scores."""
         return Fingerprint(type(self), tuple([_form_part(part) for part in self.parts()]), self._more())

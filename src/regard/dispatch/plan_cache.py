@@ -20,6 +20,7 @@ from regard.describe.mask_by_rule import Causal, Dilated, Prefix, Window
 from regard.describe.score import Dot
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import is_without_data, unchanged
+from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.plan.checks import check_has_data, check_offset, check_specs, in_transform
 from regard.plan.lower import hides_nothing
@@ -99,6 +100,7 @@ def forget() -> None:
     """Forget every call, plan and schedule, as in a process that has made no call: to measure what a new plan costs."""
     with _lock:
         _calls.clear()
+    ready.forget()
     forget_plans()
 
 

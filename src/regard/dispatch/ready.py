@@ -1,0 +1,92 @@
+"""Ready calls: from what the arguments of a repeated call are straight to what runs it, without a request or a plan.
+
+A tiny call, one query of 8 heads against 64 keys, takes less time to compute than to be understood. So what a call
+that a kernel can repeat (`RepeatableKernel`) depends on is one key: sizes, types and flags of the tensors, the mask if
+it is constant, and the numbers. What is not in the key forces the long way: gradients, tracing, autocast, `torch.func`,
+dispatch modes, classes of tensors, and masks with tensors or functions. Elements, strides, the number of keys and the
+offset are no part of the key, so each step of decoding finds the call of the step before.
+"""
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from regard.backend.contract import RepeatableKernel, Repeated
+from regard.describe.mask import Mask
+from regard.describe.spec import Fingerprint
+from regard.dispatch.choose import Plan
+from regard.plan.checks import in_transform
+from regard.plan.problem import Operands
+from regard.torch_internals import dispatch_modes, is_any_autocast_enabled
+
+KEPT = 256
+"""Calls that are kept, with their kernels; none keeps a tensor of a call."""
+
+FARTHEST = 1 << 40
+"""Of an offset."""
+
+Key = tuple[Any, ...]
+
+_ready: dict[Key, tuple[ref[Plan], Repeated, Fingerprint | None]] = {}
+"""A call whose plan is gone is ready no more. The fingerprint is kept alive, as its address is in the key."""
+
+_LONG = None, None
+
+
+def run(
+    q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, offset: Any, backend: Any
+) -> tuple[Key | None, Tensor | None]:
+    """The key of a call that torch does not trace, None if it must go the long way; and its output if it is ready."""
+    if not (type(q) is type(k) is type(v) is Tensor):
+        return _LONG
+    if dispatch_modes() or is_any_autocast_enabled() or in_transform():
+        return _LONG
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _LONG
+    if not (
+        (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and (offset is None or (type(offset) is int and -FARTHEST < offset < FARTHEST))
+        and (backend is None or type(backend) is str)
+        and (mask is None or (isinstance(mask, Mask) and (mask := mask.constant()) is not None))
+    ):
+        return _LONG
+    try:
+        sizes, (k_batch, k_heads, keys, k_dim), (v_batch, v_heads, values, v_dim) = q.shape, k.shape, v.shape
+    except (RuntimeError, ValueError):  # of nested tensors, and of others than four axes
+        return _LONG
+    if keys != values or not 0 < keys < FARTHEST:
+        return _LONG
+    key = (
+        sizes, k_batch, k_heads, k_dim, v_batch, v_heads, v_dim, q.dtype, k.dtype, v.dtype, q.is_cpu, k.is_cpu,
+        v.is_cpu, q.is_neg(), k.is_neg(), v.is_neg(), id(mask), scale, softcap, backend,
+    )  # fmt: skip
+    found = _ready.get(key)
+    return key, None if found is None or found[0]() is None else found[1](q, k, v, keys, offset)
+
+
+def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
+    """Keep a call that was run, if its kernel can repeat it."""
+    kernel, found = plan.kernel, _ready.get(key)
+    if found is not None and found[0]() is plan:  # its strides need another way
+        return
+    if plan.run is not kernel or plan.is_careful or not plan.is_for_any_mask or operands.key is None:
+        return
+    if any(type(size) is not int for size in key[1:7]):  # while torch.jit traces they are tensors
+        return
+    if not isinstance(kernel, RepeatableKernel) or (operands.mask is None) != (mask is None):
+        return
+    fingerprint = None if mask is None else mask.constant()
+    if fingerprint is not None and not fingerprint.is_registered:
+        return
+    if (again := kernel.repeated(operands)) is not None:
+        if len(_ready) >= KEPT:
+            _ready.clear()
+        _ready[key] = ref(plan), again, fingerprint
+
+
+def forget() -> None:
+    """Forget every ready call."""
+    _ready.clear()

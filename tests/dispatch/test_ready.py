@@ -1,0 +1,285 @@
+"""Ready calls: a call that looks like an earlier one takes the short way only where nothing that matters differs."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from regard import Causal, Documents, KeyLengths, Prefix, ProblemError, TensorMask, Window, attend
+from regard.attention import observe_calls, replace_outputs
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Dilated
+from regard.describe.spec import spec
+from regard.dispatch import ready
+
+Call = tuple[Tensor, Tensor, Tensor, dict[str, Any]]
+
+
+def _tensors(queries: int = 3, keys: int = 37, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, h, n, 16, dtype=dtype) for h, n in ((4, queries), (2, keys), (2, keys)))  # pyright: ignore[reportReturnType]
+
+
+def _run(q: Any, k: Any, v: Any, **words: Any) -> Tensor | None:
+    names = ("mask", "scale", "softcap", "offset", "backend")
+    return ready.run(q, k, v, *(words.get(name) for name in names))[1]
+
+
+def _is_ready(q: Any, k: Any, v: Any, **words: Any) -> bool:
+    return _run(q, k, v, **words) is not None
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "no words": {},
+    "causal": {"mask": Causal()},
+    "a window written again": {"mask": Causal() & (Window(9) | Prefix(2))},
+    "a scale": {"scale": 0.3},
+    "a softcap": {"softcap": 5.0},
+    "an offset": {"mask": Causal(), "offset": 2},
+    "a backend": {"backend": "native"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", WORDS)
+def test_a_repeated_call_is_ready_and_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    q, k, v = _tensors(dtype=dtype)
+    first = attend(q, k, v, **WORDS[name])
+    again = _run(q, k, v, **WORDS[name])
+    assert again is not None
+    assert torch.equal(again, first)
+    assert torch.equal(attend(q, k, v, **WORDS[name]), first)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_other_elements_strides_and_numbers_of_keys_are_ready_too(queries: int) -> None:
+    q, k, v = _tensors(queries)
+    attend(q, k, v, mask=Causal())
+    by_token = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    longer = [torch.cat([t, t], 2) for t in (k, v)]
+    for q1, k1, v1 in ((q, k[:, :, :queries], v[:, :, :queries]), (q, *longer), by_token, (q * 2, k - 1, v + 1)):
+        found = _run(q1, k1, v1, mask=Causal())
+        assert found is not None
+        ready.forget()
+        plain = attend(q1, k1, v1, mask=Causal())
+        assert torch.equal(found, plain)
+        assert found.stride() == plain.stride()
+
+
+def test_a_mask_that_is_written_in_the_call_is_ready() -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, mask=Causal() & Window(5))
+    assert _is_ready(q, k, v, mask=Causal() & Window(5))
+    assert not _is_ready(q, k, v, mask=Causal() & Window(6))
+
+
+def test_masks_that_come_and_go_are_never_taken_for_each_other() -> None:
+    q, k, v = _tensors()
+    for left in [*range(1, 37), *range(1, 37)]:
+        found = attend(q, k, v, mask=Causal() & Window(left))
+        ready.forget()
+        assert torch.equal(found, attend(q, k, v, mask=Window(left) & Causal()))
+
+
+@spec
+class _Own(Mask):
+    size: int
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return k < self.size
+
+
+class _Derived(Window):
+    """A window in name only."""
+
+    def keep(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return k > -1
+
+    def intervals(self, sizes: Any) -> None:
+        return None
+
+
+class _Subclass(torch.Tensor):
+    """Of a class of its own."""
+
+
+def _sparse(t: Tensor) -> Tensor:
+    return t.to_sparse()
+
+
+def _negative(t: Tensor) -> Tensor:
+    return torch.complex(t, -t).conj().imag
+
+
+def _lazily_negated(t: Tensor) -> Tensor:
+    return cast(Any, torch)._neg_view(-t)
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Call]] = {
+    "other elements": lambda q, k, v: (q + 1, k, v, {}),
+    "gradients of queries": lambda q, k, v: (q.clone().requires_grad_(), k, v, {}),
+    "gradients of keys": lambda q, k, v: (q, k.clone().requires_grad_(), v, {}),
+    "gradients of values": lambda q, k, v: (q, k, v.clone().requires_grad_(), {}),
+    "a parameter": lambda q, k, v: (torch.nn.Parameter(q), k, v, {}),
+    "a subclass": lambda q, k, v: (q.as_subclass(_Subclass), k, v, {}),
+    "queries negated lazily": lambda q, k, v: (_lazily_negated(q), k, v, {}),
+    "keys negated lazily": lambda q, k, v: (q, _lazily_negated(k), v, {}),
+    "values negated lazily": lambda q, k, v: (q, k, _lazily_negated(v), {}),
+    "imaginary parts": lambda q, k, v: (_negative(q), k, v, {}),
+    "queries not contiguous": lambda q, k, v: (q.mT.contiguous().mT, k, v, {}),
+    "keys not contiguous": lambda q, k, v: (q, torch.stack([k, k], -1)[..., 0], v, {}),
+    "values repeated": lambda q, k, v: (q, k, v[..., :1].expand_as(v), {}),
+    "sparse queries": lambda q, k, v: (_sparse(q), k, v, {}),
+    "sparse keys": lambda q, k, v: (q, _sparse(k), v, {}),
+    "values of mkldnn": lambda q, k, v: (q, k, v.to_mkldnn(), {}),
+    "nested queries": lambda q, k, v: (torch.nested.as_nested_tensor(q), k, v, {}),
+    "nested keys": lambda q, k, v: (q, torch.nested.as_nested_tensor(k), v, {}),
+    "meta keys": lambda q, k, v: (q, k.to("meta"), v, {}),
+    "meta tensors": lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta"), {}),
+    "keys of another type": lambda q, k, v: (q, k.double(), v, {}),
+    "all of another type": lambda q, k, v: (q.half(), k.half(), v.half(), {}),
+    "integers": lambda q, k, v: (q.int(), k.int(), v.int(), {}),
+    "fewer values than keys": lambda q, k, v: (q, k, v[:, :, 1:], {}),
+    "no keys": lambda q, k, v: (q, k[:, :, :0], v[:, :, :0], {}),
+    "no queries": lambda q, k, v: (q[:, :, :0], k, v, {}),
+    "another dim": lambda q, k, v: (q[..., :8], k, v, {}),
+    "another dim of values": lambda q, k, v: (q, k, v[..., :8].contiguous(), {}),
+    "heads that do not divide": lambda q, k, v: (q[:, :3], k, v, {}),
+    "another batch": lambda q, k, v: (q, k[:1], v[:1], {}),
+    "three axes": lambda q, k, v: (q, k[0], v[0], {}),
+    "an array": lambda q, k, v: (q.numpy(), k.numpy(), v.numpy(), {}),
+    "no tensor": lambda q, k, v: (q, k, None, {}),  # type: ignore[dict-item, return-value] # pyright: ignore[reportReturnType]
+    "an integer for the scale": lambda q, k, v: (q, k, v, {"scale": 1}),
+    "a scale that is true": lambda q, k, v: (q, k, v, {"scale": True}),
+    "a scale that is no number": lambda q, k, v: (q, k, v, {"scale": float("nan")}),
+    "a tensor for the scale": lambda q, k, v: (q, k, v, {"scale": torch.tensor(0.25)}),
+    "a text for the scale": lambda q, k, v: (q, k, v, {"scale": "0.25"}),
+    "a softcap": lambda q, k, v: (q, k, v, {"softcap": 2.0}),
+    "an integer for the softcap": lambda q, k, v: (q, k, v, {"softcap": 2}),
+    "a softcap below 0": lambda q, k, v: (q, k, v, {"softcap": -2.0}),
+    "an offset": lambda q, k, v: (q, k, v, {"mask": Causal(), "offset": 1}),
+    "an offset that is true": lambda q, k, v: (q, k, v, {"mask": Causal(), "offset": True}),
+    "a tensor for the offset": lambda q, k, v: (q, k, v, {"mask": Causal(), "offset": torch.tensor(1)}),
+    "offsets of rows": lambda q, k, v: (q, k, v, {"mask": Causal(), "offset": torch.tensor([1, 20])}),
+    "an offset far away": lambda q, k, v: (q, k, v, {"mask": Causal(), "offset": 1 << 80}),
+    "a sink": lambda q, k, v: (q, k, v, {"sink": torch.ones(4)}),
+    "dropout": lambda q, k, v: (q, k, v, {"dropout": 0.5}),
+    "no dropout, as a tensor": lambda q, k, v: (q, k, v, {"dropout": torch.tensor(0.0)}),
+    "another backend": lambda q, k, v: (q, k, v, {"backend": "reference"}),
+    "an unknown backend": lambda q, k, v: (q, k, v, {"backend": "nobody"}),
+    "a mask": lambda q, k, v: (q, k, v, {"mask": Causal()}),
+    "a text for the mask": lambda q, k, v: (q, k, v, {"mask": "causal"}),
+    "a tensor for the mask": lambda q, k, v: (q, k, v, {"mask": torch.ones(3, 37, dtype=torch.bool)}),
+    "a mask of tensors": lambda q, k, v: (q, k, v, {"mask": TensorMask(torch.arange(37) < 9)}),
+    "a mask of a class outside": lambda q, k, v: (q, k, v, {"mask": _Own(5)}),
+    "a mask of a class not registered": lambda q, k, v: (q, k, v, {"mask": _Derived(5)}),
+    "a mask without intervals": lambda q, k, v: (q, k, v, {"mask": Dilated(3)}),
+}
+
+
+def _outcome(q: Any, k: Any, v: Any, **words: Any) -> Any:
+    torch.manual_seed(1)
+    try:
+        out: Any = attend(q, k, v, **words)
+    except Exception as error:  # noqa: BLE001  # any: the same with and without an earlier call
+        return type(error), str(error)
+    if not isinstance(out, Tensor):
+        return type(out), out.tobytes()
+    elements = None if out.is_meta else out.detach().double().tolist()
+    return type(out), out.shape, out.dtype, out.device, out.requires_grad, out.is_inference(), elements
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # sparse tensors are in beta
+@pytest.mark.parametrize("words", [{}, {"mask": Causal()}], ids=["plain", "causal"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_call_that_differs_gives_what_it_gives_without_an_earlier_one(name: str, words: dict[str, Any]) -> None:
+    q, k, v = _tensors()
+    q1, k1, v1, more = CHANGES[name](q, k, v)
+    expected = _outcome(q1, k1, v1, **(words | more))
+    for changed in (more, words | more, more, words | more):
+        attend(q, k, v, **words)
+        assert _is_ready(q, k, v, **words)
+        found = _outcome(q1, k1, v1, **changed)
+        if changed == words | more:
+            assert found == expected
+
+
+def test_a_tensor_that_is_changed_in_place_is_seen() -> None:
+    q, k, v = _tensors()
+    attend(q, k, v)
+    q.requires_grad_()
+    assert attend(q, k, v).requires_grad
+    with torch.no_grad():
+        assert not attend(q, k, v).requires_grad
+    q.requires_grad_(False)
+    k.data = k.data.double()
+    with pytest.raises(ProblemError):
+        attend(q, k, v)
+
+
+def test_contexts_are_seen() -> None:
+    q, k, v = _tensors()
+    plain = attend(q, k, v)
+    assert torch.equal(attend(q, k, v), plain)
+    seen: list[object] = []
+    with observe_calls(seen.append):
+        attend(q, k, v)
+    assert len(seen) == 1
+    with replace_outputs(lambda call: call.out * 0):
+        assert not attend(q, k, v).any()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend(q, k, v).dtype == torch.bfloat16
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, v)
+    assert counter.get_total_flops() > 0
+    with torch.inference_mode():
+        assert attend(q, k, v).is_inference()
+    assert torch.allclose(torch.func.vmap(attend)(q[None], k[None], v[None])[0], plain, atol=1e-6)
+    tangent = torch.func.jvp(lambda x: attend(x, k, v), (q,), (torch.ones_like(q),))[1]
+    assert tangent.abs().max() > 0
+    assert torch.equal(attend(q, k, v), plain)
+
+
+def test_a_traced_call_is_one_operator() -> None:
+    q, k, v = _tensors()
+    attend(q, k, v)
+    graphs: list[str] = []
+
+    def see(module: Any, _: Any) -> Any:
+        graphs.append(module.code)
+        return module.forward
+
+    compiled = torch.compile(attend, backend=see, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), attend(q, k, v))
+    assert "regard.attend" in graphs[0]
+
+
+def test_masks_with_tensors_are_read_in_each_call() -> None:
+    q, k, v = _tensors()
+    lengths, ids = torch.tensor([5, 7]), torch.zeros(37, dtype=torch.long)
+    for mask, content in ((KeyLengths(lengths), lengths), (Documents(ids), ids)):
+        before = attend(q, k, v, mask=mask)
+        content[:1] += 1
+        assert not _is_ready(q, k, v, mask=mask)
+        assert not torch.equal(attend(q, k, v, mask=mask), before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_number_of_threads_is_read_in_each_call(threads: int) -> None:
+    q, k, v = _tensors(queries=300, keys=300)
+    expected, before = attend(q, k, v, mask=Causal()), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(q, k, v, mask=Causal()), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_bounded_number_of_calls_is_kept() -> None:
+    q, k, v = _tensors(queries=1, keys=2)
+    for i in range(ready.KEPT + 3):
+        attend(q, k, v, scale=1.0 + i)
+    assert len(ready._ready) <= ready.KEPT
