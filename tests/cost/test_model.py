@@ -29,69 +29,6 @@ def test_a_published_model_has_its_published_parameters(name):
         assert parameters(model).total == pytest.approx(model.published_parameters, rel=ROUNDED.get(name, 0))
 
 
-SMALL = {"num_hidden_layers": 4}
-FAMILIES = {
-    "gpt2": {"n_layer": 3},
-    "gptj": {"n_layer": 2},
-    "gpt_neox": SMALL,
-    "opt": SMALL,
-    "bert": SMALL,
-    "modernbert": SMALL | {"layer_types": None},
-    "llama": SMALL | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
-    "mistral": SMALL | {"tie_word_embeddings": True},
-    "mixtral": SMALL,
-    "ministral": SMALL | {"head_dim": 128},
-    "smollm3": SMALL,
-    "granite": SMALL,
-    "seed_oss": SMALL,
-    "llama4_text": SMALL | {"interleave_moe_layer_step": 2},
-    "qwen2": SMALL,
-    "qwen2_moe": SMALL,
-    "qwen3": SMALL | {"num_key_value_heads": 8},
-    "qwen3_moe": SMALL | {"head_dim": 128, "num_experts": 16},
-    "gemma": SMALL,
-    "gemma2": SMALL,
-    "gemma3_text": SMALL,
-    "phi": SMALL,
-    "phi3": SMALL,
-    "falcon": SMALL,
-    "olmo2": SMALL | {"num_key_value_heads": 8},
-    "olmo3": SMALL | {"sliding_window": 512},
-    "starcoder2": SMALL,
-    "cohere": SMALL,
-    "cohere2": SMALL,
-    "deepseek_v2": SMALL | {"first_k_dense_replace": 1, "attention_bias": True},
-    "deepseek_v3": SMALL,
-    "gpt_oss": SMALL,
-}
-"""Families of models.toml, and settings other than the defaults of transformers."""
-
-NOT_HERE = {"transformer": "no configuration of transformers", "gemma3n_text": "its own parameters are not explained"}
-
-
-def test_every_family_is_compared_with_transformers():
-    from regard.cost.model import _tables
-
-    assert set(_tables()["families"]) == FAMILIES.keys() | NOT_HERE.keys()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_config_json_has_the_parameters_that_transformers_makes_of_it(family, tmp_path):
-    torch, auto = pytest.importorskip("torch"), pytest.importorskip("transformers.models.auto")
-    config = auto.configuration_auto.CONFIG_MAPPING[family](**FAMILIES[family])
-    config.save_pretrained(tmp_path)
-    kind = auto.AutoModel if family in ("bert", "modernbert") else auto.AutoModelForCausalLM
-    with torch.device("meta"):
-        made = kind.from_config(config)
-    model = load_model(str(tmp_path))
-    assert parameters(model).total == sum({id(p): p.numel() for p in made.parameters()}.values())
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        letters = {"full_attention": (None, None), "sliding_attention": (1, None), "chunked_attention": (None, 1)}
-        patterns = [layer.attention.pattern for layer in model.layers]
-        assert [(p.window and 1, p.chunk and 1) for p in patterns] == [letters[each] for each in kinds]
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
     [

@@ -6,12 +6,18 @@ from itertools import groupby
 
 from regard.cost.fit import USABLE
 from regard.cost.machine import Machine, find_machine, machine_names
-from regard.cost.model import Model, find_model, model_names
+from regard.cost.model import Layer, Model, find_model, model_names
 from regard.cost.model_cost import ModelCost
 from regard.cost.parameter_count import parameters
 from regard.cost.work import Parts
 
-TITLES = {"projections": "projections", "attention": "attention", "mlp": "MLPs", "logits": "output"}
+TITLES = {
+    "projections": "projections",
+    "attention": "attention",
+    "recurrent": "states",
+    "mlp": "MLPs",
+    "logits": "output",
+}
 INFINITE = "any"
 
 
@@ -42,19 +48,26 @@ def _head(c: ModelCost) -> list[str]:
 
 
 def _sizes(model: Model) -> str:
-    experts = max((layer.mlp for layer in model.layers), key=lambda mlp: mlp.experts)
-    mixture = f", {experts.active} of {experts.experts} experts" if experts.experts > 1 else ""
+    experts = max((layer.mlp for layer in model.layers if layer.mlp), key=lambda mlp: mlp.experts, default=None)
+    mixture = f", {experts.active} of {experts.experts} experts" if experts and experts.experts > 1 else ""
     encoder = f", and {len(model.encoder)} of an encoder" if model.encoder else ""
     return f"{len(model.layers)} layers{encoder}, d_model {model.d_model:,}, vocabulary {model.vocab:,}{mixture}"
 
 
 def _layers(model: Model) -> list[str]:
     """Which layers a model has, the same kinds counted: `80 of GQA-8 (64 query heads of 128), causal`."""
-    kinds = Counter(
-        f"{a.kind} ({a.heads} query heads of {a.qk_dim}), {a.pattern}{', shared cache' * a.shares_cache}"
-        for a in (layer.attention for layer in model.layers)
-    )
+    kinds = Counter(_kind(layer) for layer in model.layers)
     return [f"{count} of {kind}" for kind, count in kinds.items()]
+
+
+def _kind(layer: Layer) -> str:
+    a, r = layer.attention, layer.recurrent
+    kinds = (
+        [f"{a.kind} ({a.heads} query heads of {a.qk_dim}), {a.pattern}{', shared cache' * a.shares_cache}"] if a else []
+    )
+    if r:
+        kinds.append(f"{r.kind.replace('_', ' ')} (a state of {r.state:,} elements)")
+    return " beside ".join(kinds) or "an MLP alone"
 
 
 def _machine(m: Machine, dtype: str) -> str:
@@ -68,11 +81,12 @@ def _memory(c: ModelCost) -> list[str]:
     rows = {
         "weights": f"{size(c.weight_bytes):>12}   {big(p.total)} parameters{active}",
         "KV cache": cache if c.model.is_causal else f"{'none':>12}",
+        "  states": f"{size(c.state_bytes):>12}   of layers without attention, at any length" if c.state_bytes else "",
         "training": _states(t.states, t.activations, f", {size(t.states)} of states (Adam)"),
         "  recomputed": _states(t.states, t.recomputed, ", where layers are computed again"),
         "  naive": _states(t.states, t.naive, ", where attention stores its weights"),
     }
-    return ["memory", *(f"  {name:<13}{text}" for name, text in rows.items())]
+    return ["memory", *(f"  {name:<13}{text}" for name, text in rows.items() if text)]
 
 
 def _states(states: int, activations: int, more: str) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from regard.cost.model import Model, family_fields, find_model, from_fields
+from regard.cost.families import Family, entry, find_family, is_sum, value_of
+from regard.cost.model import Model, find_model, from_fields
+from regard.cost.recurrent import Recurrent, recurrent_layer
 from regard.errors import ProblemError
 
 NAMES = {
@@ -32,18 +34,34 @@ NAMES = {
     "active": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
     "expert_mlp": ("moe_intermediate_size",),
     "shared_mlp": ("shared_expert_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
+    "dense_layers": ("first_k_dense_replace", "num_dense_layers"),
     "shared_cache_layers": ("num_kv_shared_layers",),
     "tied": ("tie_word_embeddings",),
+    "qkv_bias": ("attention_bias",),
+    "out_bias": ("attention_bias",),
     "mlp_bias": ("mlp_bias",),
 }
 """Our fields, and their names in config.json; the first that has a value counts."""
 
-LETTERS = {"full_attention": "f", "sliding_attention": "s", "chunked_attention": "c", "global": "f", "local": "s"}
-"""`layer_types` of transformers, as letters of `from_fields`."""
+LETTERS = {
+    "full_attention": "f", "attention": "f", "global": "f", "sliding_attention": "s", "local": "s",
+    "chunked_attention": "c", "linear_attention": "r", "mamba": "r", "conv": "r", "mlp": "n", "moe": "n",
+}  # fmt: skip
+"""Kinds of layers of transformers, as letters of `from_fields`; MLPs where they are layers of their own."""
 
-LEARNED_POSITIONS = {"gpt2": 0, "bert": 0, "opt": 2}
-"""Families with learned positions, and the positions beyond the context."""
+KINDS = ("layer_types", "layers_block_type", "attention_layers")
+"""Entries with the kind of each layer."""
+
+MLP_LETTERS = {"dense": "d", "sparse": "e"}
+"""`mlp_layer_types` of transformers, as letters of `from_fields`."""
+
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+TEXT_CONFIGS = ("text_config", "llm_config")
+"""Entries with the text model of a model for images or sounds."""
+
+FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "shared_gate")
+"""Fields that are true or false."""
 
 
 def load_model(name: str) -> Model:
@@ -83,35 +101,67 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     'GQA-2'
     """
     notes: list[str] = []
-    if isinstance(config.get("text_config"), dict):
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config["text_config"]}
-        config = {key: value for key, value in config.items() if value is not None}
+    nested = next((each for each in TEXT_CONFIGS if isinstance(config.get(each), dict)), None)
+    if nested is not None:
+        tied = config.get("tie_word_embeddings")
+        config = {"tie_word_embeddings": tied, **{k: v for k, v in config[nested].items() if v is not None}}
         notes.append("The text model alone.")
-    family = str(config.get("model_type", ""))
-    if config.get("is_encoder_decoder"):
-        raise ProblemError(f"{name}: {family} is an encoder with a decoder, which is not read from a config.json.")
-    shared = family_fields(family)
-    if shared is None:
-        shared = family_fields("llama") or {}
-        notes.append(f"model_type {family!r} is not known: biases, norms and MLP count as Llama's.")
+    family = _family(name, str(config.get("model_type", "")), notes)
+    if config.get("is_encoder_decoder") and "encoder_layers" not in family.read:
+        raise ProblemError(f"{name}: {family.name} is an encoder with a decoder, which is not read from a config.json.")
     if config.get("quantization_config"):
         notes.append("The checkpoint is quantised; its weights count in the type of the option.")
-    fields: dict[str, Any] = dict(shared)
-    for field, names in NAMES.items():
-        value = next((config[each] for each in names if config.get(each) is not None), None)
+    fields: dict[str, Any] = dict(family.fields)
+    for field, names in {**NAMES, **family.read}.items():
+        value = next((found for each in names if each and (found := entry(config, each)) is not None), None)
         if value is not None:
             fields[field] = _checked(name, field, value)
+    fields = {key: value for key, value in fields.items() if key not in family.when or entry(config, family.when[key])}
     fields.setdefault("mlp", 4 * fields.get("d_model", 0))
-    _add_pattern(name, family, config, fields)
+    if family.recurrent:
+        fields["recurrent"] = _recurrent(family.recurrent, config, fields)
+    _add_pattern(name, family.name, config, fields)
     _add_experts(config, fields)
-    _add_family(family, config, fields)
-    return from_fields(name, source, {**fields, "notes": notes})
+    _add_family(family.name, config, fields)
+    return from_fields(name, source, {**_computed(config, fields), "notes": notes})
+
+
+def _recurrent(sizes: Mapping[str, Any], config: Mapping[str, Any], fields: Mapping[str, Any]) -> Recurrent:
+    entries = _entries(config, fields)
+    numbers = {key: value_of(str(text), entries) for key, text in sizes.items() if key != "kind"}
+    return recurrent_layer(sizes["kind"], fields.get("d_model", 0), numbers)
+
+
+def _family(name: str, family: str, notes: list[str]) -> Family:
+    try:
+        found = find_family(family)
+    except ProblemError as error:
+        raise ProblemError(f"{name}: {error}") from None
+    if found is None:
+        notes.append(f"model_type {family!r} is not known: biases, norms and MLP count as Llama's.")
+        found = find_family("llama")
+        assert found is not None
+    return found
+
+
+def _entries(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What sums of products may name: entries of the config.json, fields, the size of a head, layers with experts."""
+    head_dim = fields.get("head_dim") or fields.get("d_model", 0) // (fields.get("heads") or 1)
+    expert_layers = str(fields.get("mlp_pattern", "")).count("e")
+    untied = not fields.get("tied", False)
+    return {**config, **fields, "head_dim": head_dim, "expert_layers": expert_layers, "untied": untied}
+
+
+def _computed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with sums of products computed."""
+    entries = _entries(config, fields)
+    return {key: value_of(value, entries) if is_sum(key, value) else value for key, value in fields.items()}
 
 
 def _checked(name: str, field: str, value: Any) -> Any:
     if isinstance(value, list) and value and len(set(cast("list[Any]", value))) == 1:  # one for each layer, all equal
         value = cast("list[Any]", value)[0]
-    kind = bool if field in ("tied", "mlp_bias") else int
+    kind = bool if field in FLAGS else int
     if type(value) is not kind:
         raise ProblemError(f"{name}: {field} is {value!r}: expected {'true or false' if kind is bool else 'a number'}.")
     return value
@@ -119,19 +169,25 @@ def _checked(name: str, field: str, value: Any) -> Any:
 
 def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """The pattern of each layer: `layer_types`, or the settings that families had before these."""
-    window = config.get("sliding_window") or (config.get("local_attention") or 0) // 2
+    window = fields.get("window") or config.get("sliding_window") or (config.get("local_attention") or 0) // 2
     if family == "modernbert" and window:
         window += 1  # the key at a distance of half the window is seen as well
     if config.get("use_sliding_window") is False or (family == "llama4_text" and not fields.get("chunk")):
         window = None
-    kinds = config.get("layer_types")
+    kinds = next((config[each] for each in KINDS if config.get(each)), None)
     if kinds:
-        unknown = next((kind for kind in kinds if kind not in LETTERS), None)
+        known = {kind for kind, letter in LETTERS.items() if letter != "r" or fields.get("recurrent")}
+        unknown = next((kind for kind in kinds if kind not in known), None)
         if unknown is not None:
             raise ProblemError(
-                f"{name} has layers of {unknown!r}: expected {', '.join(LETTERS)}; others are not counted."
+                f"{name} has layers of {unknown!r}: expected {', '.join(sorted(known))}; others are not counted."
             )
         letters = "".join(LETTERS[kind] for kind in kinds)
+        if "n" in letters:  # each layer is a mixer or an MLP
+            fields["layers"] = len(kinds)
+            fields["mlp_pattern"] = "".join({"mlp": "d", "moe": "e"}.get(kind, "n") for kind in kinds)
+    elif "pattern" in fields:
+        return
     else:
         letters = _letters_by_rule(family, config, bool(window), fields.get("layers", 0))
     if window:
@@ -147,6 +203,12 @@ def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, l
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     if family == "llama4_text" and config.get("attention_chunk_size"):
         return "cccf"
+    if family == "jamba":
+        period, offset = config.get("attn_layer_period", 8), config.get("attn_layer_offset", 4)
+        return "".join("f" if index % period == offset else "r" for index in range(layers))
+    if family == "bamba":
+        full = config.get("attn_layer_indices") or []
+        return "".join("f" if index in full else "r" for index in range(layers))
     if not has_window:
         return "f"
     if family in ("gemma2", "gpt_oss"):
@@ -164,12 +226,23 @@ def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, l
 
 def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     if fields.get("experts", 1) <= 1:
-        for field in ("experts", "active", "expert_mlp", "shared_mlp", "dense_layers"):
+        for field in ("experts", "active", "expert_mlp", "shared_mlp", "dense_layers", "shared_gate"):
             fields.pop(field, None)
         return
     fields.setdefault("active", 1)
-    if config.get("n_shared_experts"):
-        fields["shared_mlp"] = config["n_shared_experts"] * fields["expert_mlp"]
+    shared = next((config[each] for each in SHARED_EXPERTS if config.get(each)), 0)
+    if shared and "shared_mlp" not in fields:
+        fields["shared_mlp"] = shared * fields.get("expert_mlp", fields["mlp"])
+    if kinds := config.get("mlp_layer_types"):
+        fields["mlp_pattern"] = "".join(MLP_LETTERS[kind] for kind in kinds)
+    if "moe_layer_start_index" in config:  # ernie4_5_moe
+        first, last, every = (config[f"moe_layer_{each}"] for each in ("start_index", "end_index", "interval"))
+        last = fields["layers"] - 1 if last == -1 else last
+        has_experts = (not (i + 1) % every and first <= i <= last for i in range(fields["layers"]))
+        fields["mlp_pattern"] = "".join("e" if each else "d" for each in has_experts)
+    if "expert_layer_period" in config:  # jamba
+        period, offset = config["expert_layer_period"], config["expert_layer_offset"]
+        fields["mlp_pattern"] = "".join("e" if i % period == offset else "d" for i in range(fields["layers"]))
     if config.get("decoder_sparse_step", 1) > 1:
         fields["moe_every"] = config["decoder_sparse_step"]
     if "interleave_moe_layer_step" in config:  # llama4_text: intermediate_size is that of an expert
@@ -185,23 +258,19 @@ def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
 
 def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """What a setting of one family alone says."""
-    if config.get("attention_bias") is not None and family != "gpt_neox":
-        fields["qkv_bias"] = fields["out_bias"] = bool(config["attention_bias"])
-    if family == "seed_oss":
-        fields["out_bias"] = bool(config.get("attention_out_bias", False))
-    if family in LEARNED_POSITIONS:
-        fields["positions"] = fields.get("context", 0) + LEARNED_POSITIONS[family]
-    if family in ("phi", "gptj"):
-        fields["other_parameters"] = fields.get("vocab", 0)  # the bias of the output
-    if family == "bert":
-        width = fields.get("d_model", 0)
-        fields["other_parameters"] = width * (config.get("type_vocab_size", 2) + 2 + width + 1)
     if family == "falcon":
         grouped = bool(config.get("new_decoder_architecture"))
         fields["norms"] = 2 if grouped or not config.get("parallel_attn", True) else 1
         if not grouped:
             fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
         fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = bool(config.get("bias", False))
+    if "feed_forward_proj" in config:  # t5 and its family
+        fields["gated"] = str(config["feed_forward_proj"]).startswith("gated")
+    if family in ("lfm2", "lfm2_moe") and config.get("block_auto_adjust_ff_dim"):
+        multiple, share = config.get("block_multiple_of", 256), config.get("block_ffn_dim_multiplier") or 1
+        fields["mlp"] = -(-int(share * (2 * fields["mlp"] // 3)) // multiple) * multiple
+    if family == "stablelm" and config.get("use_parallel_residual"):
+        fields["norms"] = 1
     if "kv_rank" in fields:
         fields.pop("head_dim", None)
         fields.pop("kv_heads", None)

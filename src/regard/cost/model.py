@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from regard.cost.families import shared_fields
 from regard.cost.near_names import unknown_name
 from regard.cost.pairs import Pattern
+from regard.cost.recurrent import Recurrent
 from regard.errors import ProblemError
 
 CAUSAL = Pattern()
@@ -53,6 +55,8 @@ class Attention:
         sink: whether each head has a learned logit.
         shares_cache: whether keys and values are those of an earlier layer: no projection, nothing to store.
         is_cross: whether keys and values come from an encoder.
+        gate: whether the output is multiplied by a gate, a projection of the input: "" for none, "element" for one gate
+            for each element, "head" for one for each head.
     """
 
     heads: int
@@ -67,6 +71,7 @@ class Attention:
     sink: bool = False
     shares_cache: bool = False
     is_cross: bool = False
+    gate: str = ""
 
     def __post_init__(self) -> None:
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "qk_dim": self.qk_dim, "v_dim": self.v_dim}
@@ -103,7 +108,7 @@ class Mlp:
         gated: whether the hidden layer is a product of two projections (SwiGLU, GeGLU).
         experts, active: number of experts, and of experts per token; 1 and 1 without experts.
         shared: width of the experts that every token takes; 0 for none.
-        bias: whether the projections have biases.
+        bias: whether the projections have biases; expert_bias: whether those of the experts have some too.
         router_bias, shared_gate: whether the router has a bias, and the shared expert a gate of its own.
     """
 
@@ -113,6 +118,7 @@ class Mlp:
     active: int = 1
     shared: int = 0
     bias: bool = False
+    expert_bias: bool = False
     router_bias: bool = False
     shared_gate: bool = False
 
@@ -128,21 +134,25 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its attention, the attention to an encoder if it has one, its feed-forward part, and its norms.
+    """A layer: its parts, None where it has none, and its norms.
 
     Attributes:
+        attention, cross: attention to its own tokens, and to those of an encoder.
+        mlp: its feed-forward part.
+        recurrent: a part with a state of fixed size.
         norms: normalisations of width d_model.
     """
 
-    attention: Attention
-    mlp: Mlp
+    attention: Attention | None
+    mlp: Mlp | None
     cross: Attention | None = None
     norms: int = 2
+    recurrent: Recurrent | None = None
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """Its attention, and that to an encoder."""
-        return (self.attention,) if self.cross is None else (self.attention, self.cross)
+        return tuple(each for each in (self.attention, self.cross) if each is not None)
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class Model:
         tied: whether the output weights are the embeddings.
         norm_weights: weight vectors of a normalisation: 1 (RMS), 2 (with a bias), 0 (none).
         positions: learned positions.
+        source_tokens: tokens that the encoder reads; None: as many as the context has.
         other_parameters: parameters that these shapes do not explain, such as those of a pooler.
         published_parameters: of the source; None where it gives none.
         notes: what a reader of its costs must know.
@@ -175,6 +186,7 @@ class Model:
     norm_weights: int = 1
     final_norm: bool = True
     positions: int = 0
+    source_tokens: int | None = None
     other_parameters: int = 0
     published_parameters: int | None = None
     notes: tuple[str, ...] = ()
@@ -189,12 +201,21 @@ class Model:
     @property
     def is_causal(self) -> bool:
         """Whether it generates tokens."""
-        return any(layer.attention.pattern.causal for layer in self.layers)
+        return any(layer.recurrent or (layer.attention and layer.attention.pattern.causal) for layer in self.layers)
+
+    @property
+    def attention(self) -> Attention | None:
+        """The attention of the first layer that has one."""
+        return next((layer.attention for layer in self.layers if layer.attention), None)
+
+    def source_length(self, context: int) -> int:
+        """Tokens that the encoder reads beside this context."""
+        return context if self.source_tokens is None else self.source_tokens
 
     def with_attention(self, **changes: Any) -> "Model":
         """The same model with other attention in every layer that stores keys and values of its own context."""
-        layers = tuple(replace(x, attention=replace(x.attention, **changes)) for x in self.layers)
-        return replace(self, layers=layers)
+        layers = (replace(x, attention=replace(x.attention, **changes)) if x.attention else x for x in self.layers)
+        return replace(self, layers=tuple(layers))
 
 
 # ---- from fields ----------------------------------------------------------------------------------------------------
@@ -204,7 +225,8 @@ FIELDS = {
     "chunk", "causal", "encoder_layers", "kv_rank", "q_rank", "rope_dim", "nope_dim", "experts", "active", "expert_mlp",
     "shared_mlp", "dense_layers", "dense_mlp", "moe_every", "shared_cache_layers", "full_kv_heads", "full_head_dim",
     "gated", "mlp_bias", "qkv_bias", "out_bias", "norms", "norm_weights", "final_norm", "qk_norm", "sink", "tied",
-    "has_output", "positions", "router_bias", "shared_gate", "other_parameters", "published_parameters", "notes",
+    "has_output", "positions", "router_bias", "gate", "mlp_pattern", "recurrent", "encoder_heads", "encoder_mlp",
+    "source_tokens", "expert_bias", "shared_gate", "other_parameters", "published_parameters", "notes",
 }  # fmt: skip
 """Fields of a row of models.toml, beside `family` and `source`; `from_fields` says what they are."""
 
@@ -212,14 +234,19 @@ FIELDS = {
 def from_fields(name: str, source: str, fields: Mapping[str, Any]) -> Model:
     """A model from the fields of its row in models.toml, with those of its family.
 
-    `pattern` is one letter per layer, repeated as often as there are layers: f full, s sliding window, c chunks.
+    `pattern` is one letter per layer, repeated as often as there are layers: f full, s sliding window, c chunks, r
+    recurrent, p full and recurrent in parallel, n neither; `mlp_pattern` the same of the feed-forward parts: d dense, e
+    experts, n none.
 
     Raises:
         ProblemError: a field is not known or missing, or sizes contradict each other.
     """
     if unknown := sorted(fields.keys() - FIELDS):
         raise unknown_name("field", unknown[0], sorted(FIELDS))
-    if missing := [field for field in ("d_model", "layers", "heads", "vocab", "mlp") if field not in fields]:
+    needed = ["d_model", "layers", "heads", "vocab", "mlp"]
+    if set(str(fields.get("pattern", "f"))) <= {"r", "n"}:
+        needed.remove("heads")
+    if missing := [field for field in needed if field not in fields]:
         raise ProblemError(f"{name} has no {', '.join(missing)}.")
     try:
         return _model(name, source, fields)
@@ -231,44 +258,65 @@ def _model(name: str, source: str, f: Mapping[str, Any]) -> Model:
     count, encoders, norms = f["layers"], f.get("encoder_layers", 0), f.get("norms", 2)
     layers = tuple(
         Layer(
-            _attention(f, index),
-            _mlp(f, index),
-            replace(_attention(f, index), pattern=Pattern(causal=False), is_cross=True) if encoders else None,
-            norms + bool(encoders),
+            attention=_attention(f, index),
+            mlp=_mlp(f, index),
+            cross=_cross(f) if encoders else None,
+            norms=norms + bool(encoders),
+            recurrent=f["recurrent"] if _letter(f, index) in RECURRENT else None,
         )
         for index in range(count)
     )
-    both_ways = {**f, "causal": False} if encoders else f
-    encoder = Layer(_attention(both_ways, 0), _mlp(f, 0), norms=norms)
-    kept = ("context", "tied", "has_output", "norm_weights", "final_norm", "positions", "other_parameters")
+    kept = (
+        "context", "tied", "has_output", "norm_weights", "final_norm", "positions", "source_tokens", "other_parameters"
+    )  # fmt: skip
     return Model(
         name=name,
         source=source,
         d_model=f["d_model"],
         vocab=f["vocab"],
         layers=layers,
-        encoder=(encoder,) * encoders,
+        encoder=(_encoder_layer(f, norms),) * encoders if encoders else (),
         published_parameters=f.get("published_parameters"),
         notes=tuple(f.get("notes", ())),
         **{key: f[key] for key in kept if key in f},
     )
 
 
-def _attention(f: Mapping[str, Any], index: int) -> Attention:
+def _encoder_layer(f: Mapping[str, Any], norms: int) -> Layer:
+    own = {"causal": False, "pattern": "f", "mlp_pattern": "d"}
+    sizes = {field: f.get(f"encoder_{field}", f[field]) for field in ("heads", "mlp")}
+    return Layer(_attention({**f, **own, **sizes}, 0), _mlp({**f, **own, **sizes}, 0), norms=norms)
+
+
+RECURRENT = "rp"
+"""Letters of layers with a recurrent part: r alone, p parallel to attention."""
+
+
+def _letter(f: Mapping[str, Any], index: int) -> str:
     letters: str = f.get("pattern", "s" if f.get("window") else "f")
-    letter, causal = letters[index % len(letters)], f.get("causal", True)
-    if letter not in "fsc" or (letter == "s" and not f.get("window")) or (letter == "c" and not f.get("chunk")):
-        raise ProblemError(f"layer {index} is {letter!r}: expected f (full), s (with window) or c (with chunk).")
-    full = letter == "f"
-    dim = (full and f.get("full_head_dim")) or f.get("head_dim") or _head_dim(f)
-    kv_heads = (full and f.get("full_kv_heads")) or f.get("kv_heads", f["heads"])
-    latent = None
+    letter = letters[index % len(letters)]
+    needs = {"s": "window", "c": "chunk", "r": "recurrent", "p": "recurrent"}
+    if letter not in "fscrpn" or (letter in needs and not f.get(needs[letter])):
+        raise ProblemError(
+            f"layer {index} is {letter!r}: expected f (full), s (with window), c (with chunk), r (recurrent), p (full "
+            "and recurrent in parallel) or n (neither)."
+        )
+    return letter
+
+
+def _attention(f: Mapping[str, Any], index: int) -> Attention | None:
+    letter, causal = _letter(f, index), f.get("causal", True)
+    if letter in "rn":
+        return None
+    latent, full = None, letter in "fp"
     if "kv_rank" in f:
         latent = Latent(f["kv_rank"], f["rope_dim"], f["nope_dim"], f.get("q_rank"))
         dim = latent.nope_dim + latent.rope_dim
+    else:
+        dim = (full and f.get("full_head_dim")) or f.get("head_dim") or _head_dim(f)
     return Attention(
         heads=f["heads"],
-        kv_heads=kv_heads,
+        kv_heads=(full and f.get("full_kv_heads")) or f.get("kv_heads", f["heads"]),
         qk_dim=dim,
         v_dim=f.get("v_dim", dim),
         pattern=Pattern(
@@ -280,7 +328,13 @@ def _attention(f: Mapping[str, Any], index: int) -> Attention:
         norm=f.get("qk_norm", ""),
         sink=f.get("sink", False),
         shares_cache=index >= f["layers"] - f.get("shared_cache_layers", 0),
+        gate=f.get("gate", ""),
     )
+
+
+def _cross(f: Mapping[str, Any]) -> Attention | None:
+    own = _attention({**f, "pattern": "f", "causal": False}, 0)
+    return None if own is None else replace(own, is_cross=True)
 
 
 def _head_dim(f: Mapping[str, Any]) -> int:
@@ -289,9 +343,15 @@ def _head_dim(f: Mapping[str, Any]) -> int:
     return f["d_model"] // f["heads"]
 
 
-def _mlp(f: Mapping[str, Any], index: int) -> Mlp:
+def _mlp(f: Mapping[str, Any], index: int) -> Mlp | None:
     gated, bias = f.get("gated", False), f.get("mlp_bias", False)
-    has_experts = "experts" in f and index >= f.get("dense_layers", 0) and not (index + 1) % f.get("moe_every", 1)
+    if "mlp_pattern" in f:  # d dense, e experts, n none
+        letter = f["mlp_pattern"][index % len(f["mlp_pattern"])]
+        if letter == "n":
+            return None
+        has_experts = letter == "e"
+    else:
+        has_experts = "experts" in f and index >= f.get("dense_layers", 0) and not (index + 1) % f.get("moe_every", 1)
     if not has_experts:
         return Mlp(f.get("dense_mlp", f["mlp"]), gated=gated, bias=bias)
     return Mlp(
@@ -301,6 +361,7 @@ def _mlp(f: Mapping[str, Any], index: int) -> Mlp:
         active=f["active"],
         shared=f.get("shared_mlp", 0),
         bias=bias,
+        expert_bias=f.get("expert_bias", False),
         router_bias=f.get("router_bias", False),
         shared_gate=f.get("shared_gate", False),
     )
@@ -319,11 +380,6 @@ def _tables() -> dict[str, Any]:
 def model_names() -> list[str]:
     """The published models, in the order of models.toml."""
     return list(_tables()["models"])
-
-
-def family_fields(family: str) -> dict[str, Any] | None:
-    """What all models of a family share; None for an unknown family."""
-    return cast("dict[str, Any] | None", _tables()["families"].get(family))
 
 
 def find_model(name: str) -> Model:
@@ -346,7 +402,7 @@ def find_model(name: str) -> Model:
     row: dict[str, Any] = dict(_tables()["models"][found])
     family, source = row.pop("family", None), row.pop("source")
     row.pop("aliases", None)
-    return from_fields(found, source, {**(family_fields(family) or {} if family else {}), **row})
+    return from_fields(found, source, {**(shared_fields(family) if family else {}), **row})
 
 
 def _plain(name: str) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from regard.cost.config import load_model
 from regard.cost.fit import crossing, largest_batch, largest_context, weight_bytes
 from regard.cost.machine import Machine, find_machine
-from regard.cost.model import Latent, Model
+from regard.cost.model import Latent, Layer, Model
 from regard.cost.near_names import unknown_name
 from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
-from regard.cost.storage import ITEMS, Storage, cache_bytes, token_bytes
+from regard.cost.storage import ITEMS, Storage, cache_bytes, state_bytes, token_bytes
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory
 from regard.cost.work import Parts, forward, prompt_call, step_call, training_step
@@ -62,8 +62,13 @@ class ModelCost:
 
     @cached_property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache of all rows."""
+        """Bytes of the KV cache of all rows, with the states of layers without attention."""
         return cache_bytes(self.model, self.context, batch=self.batch, storage=self.storage, dtype=self.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of `cache_bytes` that are states of layers without attention."""
+        return state_bytes(self.model, batch=self.batch, dtype=self.dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -96,14 +101,21 @@ class ModelCost:
         if self.machine is None:
             return None
         fast = self.machine.fast_memory
+        source, item = self.model.source_length(self.context), ITEMS[self.dtype]
         each = [
             attention_traffic(
-                a, queries=self.context, keys=self.context, batch=self.batch, item=ITEMS[self.dtype], fast_memory=fast
+                a,
+                queries=queries,
+                keys=source if a.is_cross else queries,
+                batch=self.batch,
+                item=item,
+                fast_memory=fast,
             )
-            for layer in (*self.model.layers, *self.model.encoder)
+            for layers, queries in ((self.model.layers, self.context), (self.model.encoder, source))
+            for layer in layers
             for a in layer.attentions
         ]
-        return Traffic(*(sum(column) for column in zip(*each, strict=True)))
+        return Traffic(*(sum(column) for column in zip(*each, strict=True))) if each else Traffic(0, 0, 0)
 
     def seconds(self, parts: Parts) -> float | None:
         """The roofline of a pass: its parts one after the other; None without a machine."""
@@ -183,6 +195,7 @@ class ModelCost:
             "parameters": {**asdict(self.parameters), "total": self.parameters.total},
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
+            "state_bytes": self.state_bytes,
             "cache_bytes_per_token": self.token_bytes,
             "prompt": self._pass(self.prompt),
             "step": None if self.step is None else self._pass(self.step),
@@ -209,19 +222,21 @@ class ModelCost:
 def with_window(model: Model, window: int, sinks: int) -> Model:
     """The model whose layers of full causal attention see the last `window` tokens and the first `sinks`."""
 
-    def change(pattern: Pattern) -> Pattern:
-        is_full = pattern == Pattern()
-        return Pattern(window=window, sinks=sinks) if is_full else pattern
+    def change(layer: Layer) -> Layer:
+        if layer.attention is None or layer.attention.pattern != Pattern():
+            return layer
+        return replace(layer, attention=replace(layer.attention, pattern=Pattern(window=window, sinks=sinks)))
 
-    layers = (replace(x, attention=replace(x.attention, pattern=change(x.attention.pattern))) for x in model.layers)
-    return replace(model, layers=tuple(layers))
+    return replace(model, layers=tuple(change(layer) for layer in model.layers))
 
 
 def with_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
     """The model with this number of key heads in every layer (None: as many as query heads); None if it has them."""
-    heads = model.layers[0].attention.heads
+    if model.attention is None:
+        return None
+    heads = model.attention.heads
     count = heads if kv_heads is None else kv_heads
-    if heads % count or any(x.attention.latent for x in model.layers):
+    if heads % count or any(a.latent for x in model.layers for a in x.attentions):
         return None
     changed = model.with_attention(kv_heads=count)
     return None if changed == model else changed
@@ -232,8 +247,8 @@ def with_latent(model: Model) -> Model | None:
 
     kv_rank = 4 head_dim and rope_dim = head_dim / 2: DeepSeek-AI 2024, arXiv:2405.04434, §3.1.2.
     """
-    a = model.layers[0].attention
-    if a.latent is not None or a.qk_dim % 2:
+    a = model.attention
+    if a is None or a.latent is not None or a.qk_dim % 2:
         return None
     latent = Latent(4 * a.qk_dim, a.qk_dim // 2, a.qk_dim)
     return model.with_attention(latent=latent, kv_heads=a.heads, qk_dim=3 * a.qk_dim // 2, norm="", shares_cache=False)

@@ -4,6 +4,7 @@
 |---|---|
 | MHA, GQA, MQA | d h q + d g (q + v) + h v d; biases h q + g (q + v) and d |
 | MLA | d (c + r) + c + c h (n + v) + h v d, and for queries d h (n + r), or d c' + c' + c' h (n + r) |
+| recurrent layers | see `regard.cost.recurrent` |
 | MLP | 2 d w, or 3 d w if gated, times the experts; a router of d for each expert |
 | embeddings | vocab d, twice if the output has weights of its own; learned positions d each |
 
@@ -21,13 +22,14 @@ class Parameters:
     """Parameters by part.
 
     Attributes:
-        attention, mlp, norms: of all layers.
+        attention, recurrent, mlp, norms: of all layers.
         embeddings: of tokens, positions, and the output if it has weights of its own.
         other: what the shapes do not explain.
         active: parameters used for one token: its own experts only, and the output embedding only.
     """
 
     attention: int
+    recurrent: int
     mlp: int
     norms: int
     embeddings: int
@@ -37,7 +39,7 @@ class Parameters:
     @property
     def total(self) -> int:
         """All parameters."""
-        return self.attention + self.mlp + self.norms + self.embeddings + self.other
+        return self.attention + self.recurrent + self.mlp + self.norms + self.embeddings + self.other
 
 
 def parameters(model: Model) -> Parameters:
@@ -49,22 +51,23 @@ def parameters(model: Model) -> Parameters:
     """
     d, layers = model.d_model, (*model.encoder, *model.layers)
     attention = sum(attention_parameters(a, d) for layer in layers for a in layer.attentions)
-    mlp = sum(mlp_parameters(layer.mlp, d) for layer in layers)
+    recurrent = sum(layer.recurrent.weights + layer.recurrent.other for layer in layers if layer.recurrent)
+    networks = [layer.mlp for layer in layers if layer.mlp]
+    mlp = sum(mlp_parameters(each, d) for each in networks)
     norms = sum(_norms(layer, model) for layer in layers)
     norms += model.final_norm * d * model.norm_weights * (1 + bool(model.encoder))
     output = model.vocab * d * model.has_output
     embeddings = (model.vocab + model.positions) * d + (0 if model.tied else output)
-    idle = sum(mlp_parameters(layer.mlp, d) - active_mlp_parameters(layer.mlp, d) for layer in layers)
-    return Parameters(
-        attention, mlp, norms, embeddings, model.other_parameters, attention + mlp - idle + norms + output
-    )
+    idle = mlp - sum(active_mlp_parameters(each, d) for each in networks)
+    active = attention + recurrent + mlp - idle + norms + output
+    return Parameters(attention, recurrent, mlp, norms, embeddings, model.other_parameters, active)
 
 
 class Weights(NamedTuple):
     """Elements of the weight matrices of an attention, without biases and norms.
 
     Attributes:
-        queries: of the projections to queries.
+        queries: of the projections to queries, and to a gate of the output.
         keys: of the projections to keys and values, or down to their latent.
         expand: from the latent up to the keys and values of all heads; 0 without a latent.
         out: of the projection of the output.
@@ -84,7 +87,10 @@ def attention_weights(a: Attention, d_model: int) -> Weights:
     """
     heads, out, c = a.heads * a.qk_dim, a.heads * a.v_dim * d_model, a.latent
     if c is None:
-        return Weights(d_model * heads, 0 if a.shares_cache else d_model * a.kv_heads * (a.qk_dim + a.v_dim), 0, out)
+        gate = {"": 0, "element": a.heads * a.v_dim, "head": a.heads}[a.gate]
+        return Weights(
+            d_model * (heads + gate), 0 if a.shares_cache else d_model * a.kv_heads * (a.qk_dim + a.v_dim), 0, out
+        )
     queries = d_model * heads if c.q_rank is None else c.q_rank * (d_model + heads)
     return Weights(queries, d_model * c.cached, c.kv_rank * a.heads * (c.nope_dim + a.v_dim), out)
 
@@ -95,7 +101,8 @@ def attention_parameters(a: Attention, d_model: int) -> int:
     if a.latent is not None:
         c = a.latent
         return matrices + c.kv_rank + (c.q_rank or 0) + a.qkv_bias * (c.cached + (c.q_rank or 0))
-    width = a.heads * a.qk_dim + (0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim))
+    gate = a.heads * a.v_dim * (a.gate == "element")
+    width = a.heads * a.qk_dim + gate + (0 if a.shares_cache else a.kv_heads * (a.qk_dim + a.v_dim))
     norms = {"": 0, "head": (2 - a.shares_cache) * a.qk_dim, "all": (a.heads + a.kv_heads) * a.qk_dim}[a.norm]
     return matrices + a.qkv_bias * width + norms
 
@@ -117,12 +124,14 @@ def mlp_weights(m: Mlp, d_model: int) -> tuple[int, int]:
 
 
 def _expert(m: Mlp, d_model: int) -> int:
-    return mlp_weights(m, d_model)[0] + m.bias * ((m.matrices - 1) * m.width + d_model)
+    has_bias = m.bias and (m.experts == 1 or m.expert_bias)
+    return mlp_weights(m, d_model)[0] + has_bias * ((m.matrices - 1) * m.width + d_model)
 
 
 def _always(m: Mlp, d_model: int) -> int:
     """The router and the experts that every token takes."""
-    return mlp_weights(m, d_model)[1] + m.experts * (m.experts > 1 and m.router_bias) + m.shared_gate * d_model
+    biases = m.bias * bool(m.shared) * ((m.matrices - 1) * m.shared + d_model)
+    return mlp_weights(m, d_model)[1] + biases + m.experts * (m.experts > 1 and m.router_bias) + m.shared_gate * d_model
 
 
 def _norms(layer: Layer, model: Model) -> int:

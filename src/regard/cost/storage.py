@@ -106,15 +106,31 @@ def coded_bytes(tokens: int, dim: int, storage: Storage, *, is_key: bool) -> int
 def cache_bytes(
     model: Model, context: int, *, batch: int = 1, storage: Storage | None = None, dtype: str = "bfloat16"
 ) -> int:
-    """Bytes of the KV cache of a model.
+    """Bytes of the KV cache of a model, with the states of its layers without attention.
 
     >>> from regard.cost.model import find_model
     >>> cache_bytes(find_model("llama-2-70b"), 32768) / 2**30
     10.0
     """
     storage = storage or Storage(dtype)
-    each = (stored_bytes(a, context, storage, ITEMS[dtype]) for layer in model.layers for a in layer.attentions)
-    return batch * sum(each)
+    item, source = ITEMS[dtype], model.source_length(context)
+    each = (
+        stored_bytes(a, source if a.is_cross else context, storage, item)
+        for layer in model.layers
+        for a in layer.attentions
+    )
+    return batch * sum(each) + state_bytes(model, batch=batch, dtype=dtype)
+
+
+def state_bytes(model: Model, *, batch: int = 1, dtype: str = "bfloat16") -> int:
+    """Bytes of the states of layers without attention, whatever the context; states count in `dtype`.
+
+    >>> from regard.cost.model import find_model
+    >>> state_bytes(find_model("llama-2-70b"))
+    0
+    """
+    layers = (layer.recurrent for layer in model.layers if layer.recurrent)
+    return batch * ITEMS[dtype] * sum(layer.state + layer.conv for layer in layers)
 
 
 def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bfloat16") -> int:
@@ -127,7 +143,7 @@ def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bflo
     storage = storage or Storage(dtype)
     if not storage.is_coded:
         return sum(a.cached for x in model.layers for a in x.attentions if a.pattern.causal) * ITEMS[storage.kind]
-    layers = (x.attention for x in model.layers if not x.attention.shares_cache)
+    layers = (x.attention for x in model.layers if x.attention and not x.attention.shares_cache)
     return sum(_coded_token(a, storage) for a in layers)
 
 

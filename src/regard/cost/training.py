@@ -70,7 +70,8 @@ def layer_bytes(layer: Layer, d_model: int, item: int, *, dropout: bool = False)
     masks = d_model * (1 + len(layer.attentions)) if dropout else 0  # a byte for each output of attention and MLP
     norms = layer.norms * d_model
     attentions = sum(_attention(a, d_model) for a in layer.attentions)
-    return (norms + attentions + _mlp(layer.mlp, d_model)) * item + masks
+    recurrent = d_model + layer.recurrent.width if layer.recurrent else 0
+    return (norms + attentions + recurrent + (_mlp(layer.mlp, d_model) if layer.mlp else 0)) * item + masks
 
 
 def _attention(a: Attention, d_model: int) -> int:

@@ -5,11 +5,12 @@ once. Masked pairs cost nothing; a mixture of experts reads the experts that som
 """
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from regard.cost.model import Attention, Mlp, Model
+from regard.cost.model import Attention, Layer, Mlp, Model
 from regard.cost.parameter_count import attention_weights, mlp_weights
 from regard.cost.products import attention_flops, attention_gradient_flops, latent_flops
+from regard.cost.recurrent import Recurrent
 from regard.cost.storage import ITEMS, Storage, stored_bytes
 
 
@@ -34,10 +35,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Parts:
-    """The work of a pass by part: projections of attention, its two products, MLPs, output over the vocabulary."""
+    """The work of a pass by part.
+
+    Attributes:
+        projections: of attention and of layers with states.
+        attention: its two products.
+        recurrent: updates and outputs of states.
+        mlp: MLPs, and the routers of experts.
+        logits: the output over the vocabulary.
+    """
 
     projections: Work = Work()
     attention: Work = Work()
+    recurrent: Work = Work()
     mlp: Work = Work()
     logits: Work = Work()
 
@@ -55,7 +65,7 @@ class Parts:
     @property
     def total(self) -> Work:
         """All parts together."""
-        return self.projections + self.attention + self.mlp + self.logits
+        return self.projections + self.attention + self.recurrent + self.mlp + self.logits
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Call:
 
 
 def prompt_call(context: int, *, batch: int = 1, dtype: str = "bfloat16", storage: Storage | None = None) -> Call:
-    """Prefill: a whole prompt at once, and the logits of its last token."""
+    """Prefill: a whole prompt at once, and the logits of its last token; an encoder reads as many tokens."""
     return Call(batch, context, dtype=dtype, storage=storage, source=context, runs_encoder=True)
 
 
@@ -101,19 +111,33 @@ def forward(model: Model, call: Call) -> Parts:
     >>> forward(find_model("llama-2-7b"), prompt_call(4096)).attention.flops / 1e12
     4.399120252928
     """
-    parts = Parts()
+    parts, source = Parts(), model.source_length(call.source)
     for layer, count in Counter(model.layers).items():
-        for a in layer.attentions:
-            keys = call.source if a.is_cross else call.queries + call.past
-            parts += _attend(a, model.d_model, call, call.queries, keys) * count
-        parts += Parts(mlp=_feed(layer.mlp, model.d_model, call.batch * call.queries, call.item) * count)
+        parts += _layer(layer, model.d_model, call, call.queries, source) * count
     for layer, count in Counter(model.encoder if call.runs_encoder else ()).items():
-        parts += _attend(layer.attention, model.d_model, call, call.source, call.source) * count
-        parts += Parts(mlp=_feed(layer.mlp, model.d_model, call.batch * call.source, call.item) * count)
+        parts += _layer(layer, model.d_model, replace(call, past=0), source, source) * count
     if model.has_output:
         rows = call.batch * call.outputs
         parts += Parts(logits=_product(model.d_model * model.vocab, rows, model.d_model + model.vocab, call.item))
     return parts
+
+
+def _layer(layer: Layer, d_model: int, call: Call, queries: int, source: int) -> Parts:
+    parts, tokens = Parts(), call.batch * queries
+    for a in layer.attentions:
+        parts += _attend(a, d_model, call, queries, source if a.is_cross else queries + call.past)
+    if layer.recurrent:
+        parts += _recur(layer.recurrent, d_model, call, tokens)
+    return parts + Parts(mlp=_feed(layer.mlp, d_model, tokens, call.item)) if layer.mlp else parts
+
+
+def _recur(r: Recurrent, d_model: int, call: Call, tokens: int) -> Parts:
+    """Its projections, and its states: read and written once for each batch row."""
+    states = 2 * call.batch * (r.state + r.conv) * call.item
+    return Parts(
+        projections=_product(r.weights, tokens, 2 * d_model + r.width, call.item),
+        recurrent=Work(tokens * r.flops, states + tokens * r.width * call.item),
+    )
 
 
 def _attend(a: Attention, d_model: int, call: Call, queries: int, keys: int) -> Parts:
@@ -181,17 +205,23 @@ def training_step(
     """
     call = Call(batch, context, dtype=dtype, source=context, runs_encoder=True, outputs=context)
     once = forward(model, call)
-    layers = [(layer, context) for layer in (*model.layers, *model.encoder)]
-    gradient = sum(_gradient(a, batch, context) for layer, _ in layers for a in layer.attentions)
+    source = model.source_length(context)
+    gradient = sum(
+        _gradient(a, batch, queries, source if a.is_cross else queries)
+        for layers, queries in ((model.layers, context), (model.encoder, source))
+        for layer in layers
+        for a in layer.attentions
+    )
     passes = 3 + recompute
     return Parts(
         projections=once.projections * passes,
         attention=Work(once.attention.flops * (1 + recompute) + gradient, once.attention.moved * (passes + 1)),
+        recurrent=once.recurrent * passes,
         mlp=once.mlp * passes,
         logits=once.logits * 3,
     )
 
 
-def _gradient(a: Attention, batch: int, context: int) -> int:
-    pairs = batch * a.heads * a.pattern.pairs(queries=context, keys=context)
+def _gradient(a: Attention, batch: int, queries: int, keys: int) -> int:
+    pairs = batch * a.heads * a.pattern.pairs(queries=queries, keys=keys)
     return attention_gradient_flops(pairs, a.qk_dim, a.v_dim)
