@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks import command
-from benchmarks.corpus import samples, text_of
 from benchmarks.report import machine, table
 from regard.cache import TOVA, ExpectedAttention, Knorm, SnapKV
 from regard.cli.argument_types import count
+from regard.evaluate.corpus import samples, text_of
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard

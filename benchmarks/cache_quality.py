@@ -16,9 +16,7 @@ from torch import Tensor
 
 from benchmarks import command
 from benchmarks.cache_pictures import Dot, dots
-from benchmarks.corpus import PACKAGE, samples, text_of
 from benchmarks.page_parts import write_part
-from benchmarks.perplexity import Feed, Interval, Predicted, beyond, drawn, perplexity, predicted
 from benchmarks.report import machine, table
 from regard import Causal, attend
 from regard.attention import Call, observe_calls
@@ -28,6 +26,9 @@ from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cli.argument_types import count
 from regard.errors import ProblemError
+from regard.evaluate.corpus import PACKAGE, samples, text_of
+from regard.evaluate.intervals import Interval, drawn
+from regard.evaluate.predictions import Feed, Predicted, beyond, perplexity, predicted
 from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard

@@ -12,11 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks import cache_quality, corpus, perplexity
+from benchmarks import cache_quality
 from benchmarks.cache_quality import PLAIN, Kind, Size
-from benchmarks.perplexity import Feed, Predicted
 from regard import Rope
 from regard.errors import ProblemError
+from regard.evaluate import corpus, intervals, predictions
+from regard.evaluate.predictions import Feed, Predicted
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
@@ -89,7 +90,7 @@ def regarded() -> Any:
 
 
 def found(made: Any, tokens: Tensor, scored: int, words: dict[str, Any], feed: Feed) -> Predicted:
-    return perplexity.predicted(made, tokens, scored, lambda: regard_cache(made, **words), feed, None)[0]
+    return predictions.predicted(made, tokens, scored, lambda: regard_cache(made, **words), feed, None)[0]
 
 
 def test_pieces_cover_all_tokens_once():
@@ -109,7 +110,7 @@ def test_likelihoods_are_those_of_a_model_without_a_cache():
 def test_how_it_is_fed_changes_nothing_where_nothing_is_forgotten(monkeypatch):
     made, tokens = regarded(), ids()
     whole = found(made, tokens, 17, {}, Feed(64, 1))
-    monkeypatch.setattr(perplexity, "ROWS", 7)  # and neither does how many predictions are held at once
+    monkeypatch.setattr(predictions, "ROWS", 7)  # and neither does how many predictions are held at once
     np.testing.assert_allclose(found(made, tokens, 17, {}, Feed(5, 4)).nll, whole.nll, rtol=1e-5)
 
 
@@ -171,12 +172,12 @@ def test_divergence_and_agreement_are_those_of_the_distributions():
     made, tokens = regarded(), ids()
     states = torch.randn(2, 3, 5, 32)
     with torch.no_grad():
-        nll, kl, agree = perplexity.compared(made, states[0], states[1], tokens[:, :5])
+        nll, kl, agree = predictions.compared(made, states[0], states[1], tokens[:, :5])
         p, q = (made.lm_head(t).double().softmax(-1) for t in (states[1], states[0]))
     np.testing.assert_allclose(kl, (p * (p / q).log()).sum(-1).mean(1).numpy(), rtol=1e-4)
     np.testing.assert_allclose(nll, -q.log().gather(-1, tokens[:, :5, None]).mean((1, 2)).numpy(), rtol=1e-4)
     assert agree.tolist() == (p.argmax(-1) == q.argmax(-1)).double().mean(1).tolist()
-    assert perplexity.compared(made, states[0], states[0], tokens[:, :5])[1].max() < 1e-6
+    assert predictions.compared(made, states[0], states[0], tokens[:, :5])[1].max() < 1e-6
 
 
 def test_an_error_of_out_is_nothing_for_numbers_as_they_came_and_grows_with_rounding():
@@ -193,16 +194,16 @@ def test_an_error_of_out_is_nothing_for_numbers_as_they_came_and_grows_with_roun
 def test_a_difference_is_drawn_in_pairs():
     spread = np.arange(10.0)
     ours, plain = (Predicted(nll, nll, nll, 0, 0.0, 0.0) for nll in (np.log(spread + 2), np.log(spread + 1)))
-    apart = perplexity.perplexity(ours).high - perplexity.perplexity(ours).low
-    paired = perplexity.beyond(ours, plain)
-    assert paired.value == pytest.approx(perplexity.perplexity(ours).value - perplexity.perplexity(plain).value)
+    apart = predictions.perplexity(ours).high - predictions.perplexity(ours).low
+    paired = predictions.beyond(ours, plain)
+    assert paired.value == pytest.approx(predictions.perplexity(ours).value - predictions.perplexity(plain).value)
     assert paired.high - paired.low < apart / 3
     assert paired.low < paired.value < paired.high
 
 
 def test_an_interval_holds_as_many_draws_as_it_says():
     column = np.random.default_rng(1).normal(size=400)
-    number = perplexity.drawn(column, of=lambda mean: mean)
+    number = intervals.drawn(column, of=lambda mean: mean)
     assert number.value == column.mean()
     assert (number.high - number.low) / (2 * 1.96 * column.std() / 20) == pytest.approx(1.0, abs=0.05)
 

@@ -105,3 +105,21 @@ def budget(text: str) -> int | float:
     if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no budget: expected tokens, such as 1024, or a share as 0.25")
     return share
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers from 1 on.
+
+    >>> counts("512,1k")
+    (512, 1024)
+    """
+    return tuple(count(1)(part.strip()) for part in text.split(","))
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Numbers from 0 to 1.
+
+    >>> shares("0,0.5,1")
+    (0.0, 0.5, 1.0)
+    """
+    return tuple(number("from 0 to 1", 0.0, 1.0)(part.strip()) for part in text.split(","))

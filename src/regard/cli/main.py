@@ -3,6 +3,7 @@
 ```
 regard inspect  [PROMPT]   what the heads of a model do
 regard generate  PROMPT    text with any KV cache, its speed and memory
+regard evaluate [TASK]     whether a model holds at length
 regard bench               how fast attention of given shapes is here
 regard cost      [MODEL]   what a model costs, before it runs
 regard doctor              what is installed, what runs, and what is wrong; for reports of bugs
@@ -51,7 +52,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from regard import __version__
-from regard.cli import bench, cost, doctor, generate, inspect, script
+from regard.cli import bench, cost, doctor, evaluate, generate, inspect, script
 from regard.errors import RegardError
 
 HINTS = {
@@ -183,6 +184,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(metavar="command", dest="command", title="commands")
     inspect.add_to(commands)
     generate.add_to(commands)
+    evaluate.add_to(commands)
     bench.add_to(commands)
     cost.add_to(commands)
     doctor.add_to(commands)

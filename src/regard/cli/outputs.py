@@ -22,6 +22,7 @@ SIGNATURES = {
     "page": re.compile(rb'<!doctype html>.{0,200}<meta name="generator" content="regard">', re.DOTALL),
     "JSON": re.compile(rb'\{\s*"regard": "'),
     "picture": re.compile(rb"<svg [^>]*><desc>regard cost</desc>"),
+    "chart": re.compile(rb"<svg [^>]*><desc>regard evaluate</desc>"),
     "table": re.compile(b"model,layer,head,kv_head,kind,sure,remarkable"),
 }
 """How a file that regard wrote begins, by its format."""

@@ -19,6 +19,7 @@ STAGES = {
     "layers": "measuring the heads of each layer",
     "induction": "measuring induction",
     "other texts": "measuring on other texts",
+    "examples": "evaluating",
     "ablation": "ablating one head after the other",
 }
 

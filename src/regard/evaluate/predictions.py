@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from regard.evaluate.intervals import Floats, Interval, drawn
 
 ROWS = 640
 """Predictions whose distributions over all tokens are in memory at once: 126 MB for a vocabulary of 49,152."""
-
-Floats = NDArray[np.float64]
 
 
 class Feed(NamedTuple):
@@ -115,30 +114,6 @@ def predicted(
 
 
 # ---- intervals ------------------------------------------------------------------------------------------------------
-
-
-class Interval(NamedTuple):
-    """A value with its 95 % bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def drawn(*columns: Floats, of: Callable[..., Floats], draws: int = 10_000) -> Interval:
-    """A statistic of the means of these columns, [samples] each, with its bootstrap interval.
-
-    All columns use the same resamples, so a difference of two columns is paired. Efron 1979, The Annals of Statistics
-    7(1), §2; percentiles.
-
-    >>> ours, theirs = np.array([1.0, 2.0, 3.0]), np.array([0.5, 1.5, 2.5])
-    >>> drawn(ours, theirs, of=lambda a, b: a - b)
-    Interval(value=0.5, low=0.5, high=0.5)
-    """
-    count = len(columns[0])
-    rows = np.random.default_rng(0).integers(0, count, (draws, count))
-    low, high = np.percentile(of(*(column[rows].mean(1) for column in columns)), (2.5, 97.5))
-    return Interval(float(of(*(column.mean() for column in columns))), float(low), float(high))
 
 
 def perplexity(found: Predicted) -> Interval:

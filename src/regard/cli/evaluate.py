@@ -1,0 +1,80 @@
+"""The options of `regard evaluate`. `evaluation.py` runs it, and is imported after the options are checked.
+
+```
+task, model, cache -> examples, one by one into FILE.jsonl -> table on stdout, JSON, picture, page
+```
+"""
+
+import argparse
+from typing import Any
+
+from regard.cli import generate_options
+from regard.cli.argument_types import count, counts, shares
+from regard.cli.generate import DTYPES
+from regard.cli.outputs import add_force, add_json, check_outputs, output_files
+from regard.errors import ProblemError
+from regard.integrate.model_folder import check_name
+
+EPILOG = """\
+examples: regard evaluate needle --lengths 512,1k,2k --samples 5
+          regard evaluate needle --lengths 1k --evict snapkv --budget 512
+          regard evaluate needle --model mine.py:model          a callable, or (model, tokenizer)
+          regard evaluate show needle.jsonl --html needle.html  the results of a file
+
+Each finished example is a line of the file --results. The same command continues a run that was interrupted.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command and its options to the parser of `regard`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "evaluate",
+        help="find out whether a model holds at length",
+        description="Needles, retrieval, questions and losses by position, with any KV cache.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("task", nargs="?", metavar="TASK", help="a task, show, or nothing for a list of the tasks")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="results to show, after show")
+    parser.add_argument(
+        "--model", help="a folder, a name known to transformers, or FILE.py:NAME (default: SmolLM2-135M-Instruct)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="type of the weights (default: float32)")
+    parser.add_argument("--device", default="cpu", help="such as cuda, cuda:1, mps (default: cpu)")
+    parser.add_argument("--threads", type=count(1), metavar="N", help="threads (default: torch's)")
+    group = parser.add_argument_group(
+        "task", "Defaults are those of the task; an option that it does not have is refused."
+    )
+    group.add_argument("--lengths", type=counts, metavar="N,N", help="tokens of the whole prompt, such as 512,1k,8k")
+    group.add_argument("--depths", type=shares, metavar="D,D", help="places of the needle, such as 0,0.5,1")
+    group.add_argument("--pairs", type=counts, metavar="N,N", help="pairs of keys and values")
+    group.add_argument("--samples", type=count(1), metavar="N", help="examples of each cell (default: 10)")
+    group.add_argument("--seed", type=count(0), metavar="N", help="seed of the examples (default: 0)")
+    group.add_argument("--haystack", metavar="TEXT", help="moby-dick, noise, or a file")
+    group.add_argument("--chat", action="store_true", default=None, help="ask in the model's chat template")
+    generate_options.add_cache_options(parser)
+    parser.add_argument("--step", type=count(1), metavar="N", help="tokens read at once after the first piece")
+    parser.add_argument("--results", metavar="FILE", help="the file of examples (default: named by task and settings)")
+    add_json(parser, "results")
+    parser.add_argument("--plot", metavar="FILE", help="draw the results, as SVG")
+    parser.add_argument("--html", metavar="FILE", help="write a page with tables and pictures")
+    add_force(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the options, and evaluate; returns the exit code."""
+    generate_options.check_cache_options(args)
+    files = output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
+    check_outputs(files, force=args.force)
+    if args.files and args.task != "show":
+        raise ProblemError(f"{args.files[0]!r} follows the task {args.task}: files are for regard evaluate show FILE.")
+    from regard.cli import evaluation
+
+    if args.task is None:
+        return evaluation.list_tasks()
+    if args.task == "show":
+        return evaluation.show(args)
+    if args.model is not None and ":" not in args.model:
+        check_name(args.model)
+    return evaluation.evaluate_task(args)

@@ -1,0 +1,120 @@
+"""`regard evaluate` after its options: load the model, evaluate, and show the results.
+
+`regard.cli.evaluate` has the options and imports this file once they are checked.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.bench.rounds import on_threads
+from regard.cli.generate_options import cache_spec
+from regard.cli.outputs import STDOUT, write_json
+from regard.cli.progress import progress_bars
+from regard.errors import ProblemError
+from regard.evaluate import TASKS, CacheOptions, Results, as_model, evaluate, task_of
+from regard.evaluate.models import Model
+from regard.evaluate.run import settings_of
+
+OPTIONS = ("lengths", "depths", "pairs", "samples", "seed", "haystack", "chat")
+"""Options that are settings of tasks."""
+
+
+def list_tasks() -> int:
+    """Print the tasks with their sources."""
+    width = max(map(len, TASKS))
+    for name, kind in TASKS.items():
+        print(f"{name:{width}}  {(kind.__doc__ or '').splitlines()[0]}\n{'':{width}}  {kind.source}")
+    return 0
+
+
+def evaluate_task(args: argparse.Namespace) -> int:
+    """Evaluate as the options say, and return the exit code."""
+    task = _task(args)
+    with on_threads(args.threads or torch.get_num_threads()), progress_bars() as progress:
+        progress("model", 0, 1)
+        model = load_model(args)
+        progress("model", 1, 1)
+        file = Path(args.results or _default_file(settings_of(task, model)))
+        print(f"results: {file}", file=sys.stderr)
+        results = evaluate(task, model, file=file, progress=lambda done, total: progress("examples", done, total))
+    return show_results(args, results)
+
+
+def _task(args: argparse.Namespace) -> Any:
+    """The task with the settings of the options."""
+    task = task_of(args.task)
+    known = {field.name for field in dataclasses.fields(task)}  # pyright: ignore[reportArgumentType]
+    options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    for name in options:
+        if name not in known:
+            takes = ", ".join(f"--{each}" for each in OPTIONS if each in known)
+            raise ProblemError(f"the task {args.task} has no --{name}: expected {takes}.")
+    return task_of(args.task, **options)
+
+
+def _default_file(settings: dict[str, Any]) -> str:
+    """A name by task, model and a digest of all settings, so that other settings are another file."""
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+    model = "".join(c if c.isalnum() or c in "-._" else "-" for c in settings["model"])
+    return f"regard-{settings['task']}-{model}-{digest}.jsonl"
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The model of the options with its cache."""
+    cache = CacheOptions(*cache_spec(args), args.step)
+    if args.model is not None and ":" in args.model:
+        model, tokenizer, label = _of_file(args.model)
+    else:
+        from regard.integrate.checkpoint import load
+
+        model, tokenizer, label = load(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+        if not getattr(model, "can_generate", lambda: True)() or model.config.is_encoder_decoder:
+            raise ProblemError(f"{label} is a {type(model).__name__}: expected a causal language model.")
+    is_plain = not isinstance(model, torch.nn.Module) and cache == CacheOptions()
+    return as_model(model, tokenizer, cache=None if is_plain else cache, label=label)
+
+
+def _of_file(name: str) -> tuple[Any, Any, str]:
+    """(model, tokenizer, label) of `FILE.py:NAME`: a callable or other model, or (model, tokenizer)."""
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ProblemError(f"there is no file {file}: expected --model FILE.py:NAME, a folder, or the name of a model.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ProblemError(f"{file} is no Python file: expected --model FILE.py:NAME.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, attribute)
+    except AttributeError:
+        raise ProblemError(f"{file} has no {attribute!r}: expected --model FILE.py:NAME.") from None
+    except Exception as error:
+        raise ProblemError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    model, tokenizer = found if isinstance(found, tuple) else (found, None)
+    return model, tokenizer, f"{path.stem}:{attribute}"
+
+
+def show(args: argparse.Namespace) -> int:
+    """Show the results of files."""
+    from regard.evaluate.run import results_of
+
+    if not args.files:
+        raise ProblemError("show shows the results of files: name one or more.")
+    return show_results(args, results_of([Path(file) for file in args.files]))
+
+
+def show_results(args: argparse.Namespace, results: Results) -> int:
+    """Print the table, and write JSON, picture and page."""
+    write_json(args.json, results.as_dict())
+    if args.json != STDOUT:
+        print(results.table())
+    return 0

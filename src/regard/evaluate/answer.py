@@ -1,0 +1,174 @@
+"""What a model says to an example: scores of questions, losses of passages; with prefixes read once for many examples.
+
+A trunk is a reader of the prefix that the next examples share. It ends where a piece ends (`Model.piece_end`) or where
+the context does, so that an example is read in the same pieces with the trunk and without, and its logits have the same
+bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from regard.errors import ProblemError
+from regard.evaluate.models import Model, Reader
+from regard.evaluate.task import Example, Passage, Question
+
+Answer = dict[str, Any]
+"""What is recorded of an example: score, nll, text; or the mean losses of its buckets."""
+
+
+def answers(model: Model, examples: Sequence[Example], *, share: bool = True) -> Iterator[tuple[Example, Answer]]:
+    """Each example with what the model says to it, in this order.
+
+    Args:
+        share: whether common prefixes of neighbours are read once; the answers are the same.
+    """
+    trunk = Trunk(model)
+    for example, after in zip(examples, [*examples[1:], None], strict=True):
+        check_fits(model, example)
+        if isinstance(example, Passage):
+            yield example, losses(model, example)
+        else:
+            following = after if share and isinstance(after, Question) else None
+            reader = trunk.reader_of(example.context, None if following is None else following.context)
+            yield example, answered(model, reader, example)
+
+
+def check_fits(model: Model, example: Example) -> None:
+    """Raise `ProblemError` for an example that is longer than the model, or has tokens that it does not know."""
+    is_question = isinstance(example, Question)
+    count = len(example.tokens) + (max(len(example.target), example.new_tokens) if is_question else 0)
+    has_limit = model.needs_positions or (is_question and not _forgets(model))
+    if model.positions is not None and has_limit and count > model.positions:
+        raise ProblemError(
+            f"the example {example.name} has {count:,} tokens, and {model.label} has {model.positions:,} positions: "
+            f"give shorter texts, such as --lengths {model.positions}."
+        )
+    most = max((*example.tokens, *(example.target if is_question else ())), default=0)
+    if model.vocabulary is not None and most >= model.vocabulary:
+        raise ProblemError(
+            f"the example {example.name} has the token {most:,}, and {model.label} knows {model.vocabulary:,}: give "
+            "the tokenizer of the model."
+        )
+
+
+def _forgets(model: Model) -> bool:
+    """Whether positions stay within the model's, however long the text: those of a rolling cache are its slots."""
+    window = getattr(model.cache and model.cache.layout, "window", None)
+    return window is not None and model.positions is not None and window <= model.positions
+
+
+# ---- the shared prefix ----------------------------------------------------------------------------------------------
+
+
+class Trunk:
+    """A reader of the prefix that neighbours share."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.ids, self.reader = model, tuple[int, ...](), model.start()
+
+    def reader_of(self, context: Sequence[int], after: Sequence[int] | None) -> Reader:
+        """A reader that has read this context; the trunk grows to what the next context shares with it."""
+        context = tuple(context)
+        if context[: len(self.ids)] != self.ids:
+            self.ids, self.reader = (), self.model.start()
+        shared = 0 if after is None else self._shared(context, tuple(after))
+        if shared > len(self.ids):
+            self.model.read(self.reader, len(self.ids), context[len(self.ids) : shared], 0)
+            self.ids = context[:shared]
+        is_last = after is None or shared < len(self.ids)  # the trunk is of no use to the next example
+        reader, start = (self.reader if is_last else self.reader.copy()), len(self.ids)
+        if is_last:
+            self.ids, self.reader = (), self.model.start()
+        if context[start:]:
+            self.model.read(reader, start, context[start:], 0)
+        return reader
+
+    def _shared(self, context: tuple[int, ...], after: tuple[int, ...]) -> int:
+        if context == after:
+            return len(context)
+        return self.model.shared(_common(context, after))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------
+
+
+def answered(model: Model, reader: Reader, example: Question) -> Answer:
+    """The score of a question whose context was read: by generated text, or by the answer's tokens."""
+    if example.new_tokens:
+        text = generated(model, reader, example)
+        return {"score": found_in(text, example.answers, any_of=example.any_answer), "text": text}
+    logits = target_logits(model, reader, example)
+    target = torch.tensor(example.target)
+    top, nll = logits.argmax(-1), F.cross_entropy(logits.double(), target, reduction="none")
+    ties = (logits == logits.gather(-1, target[:, None])).sum(-1)  # equal logits are drawn from, in expectation
+    right = (logits.gather(-1, target[:, None])[:, 0] >= logits.max(-1).values) / ties
+    score = float(right.double().prod())
+    text = model.tokenizer.decode(top.tolist())
+    return {"score": 1.0 if score == 1 else score, "nll": float(nll.sum()), "text": text}
+
+
+def target_logits(model: Model, reader: Reader, example: Question) -> Tensor:
+    """The logits of each token of the answer after those before it, [target, vocabulary]."""
+    start, target = len(example.context), example.target
+    if not model.is_stepwise:
+        return model.read(reader, start, example.question + target[:-1], len(target))
+    found = [model.read(reader, start, example.question, 1)]
+    start += len(example.question)
+    found += [reader.read([token], 1) for token in target[:-1]]
+    return torch.cat(found)
+
+
+def generated(model: Model, reader: Reader, example: Question) -> str:
+    """The text of greedy decoding. It ends early once every answer is in it, which cannot change the score."""
+    logits = model.read(reader, len(example.context), example.question, 1)
+    tokens = list[int]()
+    for count in range(1, example.new_tokens + 1):
+        token = int(logits[0].argmax())
+        if token in model.tokenizer.end:
+            break
+        tokens.append(token)
+        text = model.tokenizer.decode(tokens)
+        if count == example.new_tokens or found_in(text, example.answers, any_of=example.any_answer) == 1:
+            break
+        logits = reader.read([token], 1)
+    return model.tokenizer.decode(tokens)
+
+
+def found_in(text: str, answers: Sequence[str], *, any_of: bool = False) -> float:
+    """The share of answers that are in the text, whatever their case; with `any_of`, 1 if one of them is.
+
+    RULER's string_match_all and string_match_part for one text: Hsieh et al. 2024, arXiv:2404.06654, section 4.
+
+    >>> found_in("They are 12 and 34.", ["34", "56"]), found_in("Blue", ["blue", "red"], any_of=True)
+    (0.5, 1.0)
+    """
+    hits = [answer.lower() in text.lower() for answer in answers]
+    return float(any(hits)) if any_of else sum(hits) / len(hits)
+
+
+# ---- passages -------------------------------------------------------------------------------------------------------
+
+
+def losses(model: Model, passage: Passage) -> Answer:
+    """The mean loss of each bucket of tokens, in nats, and their counts."""
+    reader, tokens, start = model.start(), passage.tokens, 0
+    found = list[Tensor]()
+    while start < len(tokens) - 1:
+        stop = min(model.piece_end(start) or len(tokens), len(tokens) - 1)
+        last = min(stop - start, max(0, stop - passage.first + 1))
+        logits = reader.read(tokens[start:stop], last)
+        if last:
+            target = torch.tensor(tokens[stop - last + 1 : stop + 1])
+            found.append(F.cross_entropy(logits.double(), target, reduction="none"))
+        start = stop
+    parts = torch.cat(found).split(passage.bucket)
+    return {"losses": [round(float(part.mean()), 6) for part in parts], "counts": [len(part) for part in parts]}

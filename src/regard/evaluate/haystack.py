@@ -1,0 +1,80 @@
+"""Texts that needles are hidden in, as tokens with the ends of their sentences.
+
+| name | what |
+|---|---|
+| `moby-dick` | Melville 1851, public domain (`corpus.py`); other works use Paul Graham's essays, which are not free |
+| `noise` | "The grass is green. The sky is blue. ...", repeated: Mohtashami and Jaggi 2023, arXiv:2305.16300 |
+| a file | any text |
+"""
+
+import bisect
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from regard.errors import ProblemError
+from regard.evaluate.corpus import text_of
+from regard.evaluate.tokens import Tokenizer
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+MOBY_DICK = "moby-dick"
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'“])")
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Tokens of a text. `ends` are the counts of tokens at which a sentence is complete, from 0 on."""
+
+    tokens: Sequence[int]
+    ends: Sequence[int]
+
+    def cut(self, length: int, depth: float) -> int:
+        """The end of a sentence at or before this share of the first `length` tokens.
+
+        >>> Haystack(range(10), [0, 4, 7, 10]).cut(8, 0.9)
+        7
+        """
+        return self.ends[bisect.bisect_right(self.ends, round(length * depth)) - 1]
+
+
+def haystack(name: str, tokenizer: Tokenizer, tokens: int) -> Haystack:
+    """The first tokens of a haystack by its name, or of a file.
+
+    Raises:
+        ProblemError: the text cannot be read, or is too short.
+    """
+    found, ends = list[int](), [0]
+    for sentence in _sentences(name, tokens):
+        found += tokenizer.encode(f" {sentence}" if found else sentence)
+        ends.append(len(found))
+        if len(found) >= tokens:
+            return Haystack(found, ends)
+    raise ProblemError(
+        f"the text {name} has {len(found):,} tokens, and a haystack of {tokens:,} is needed: give a longer one, or "
+        "shorter --lengths."
+    )
+
+
+def _sentences(name: str, tokens: int) -> Sequence[str]:
+    """Sentences, with white space as single spaces. The noise is repeated as often as `tokens` can need it."""
+    if name == "noise":
+        return _split(NOISE) * (tokens // 5 + 1)
+    return _split(read(name))
+
+
+@lru_cache(maxsize=2)
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(SENTENCE.split(" ".join(text.split())))
+
+
+@lru_cache(maxsize=2)
+def read(name: str) -> str:
+    """The text of that name, or of a file."""
+    return NOISE if name == "noise" else text_of(None if name == MOBY_DICK else name)
+
+
+def digest(name: str) -> str:
+    """A digest of the text, for results."""
+    return hashlib.sha256(read(name).encode()).hexdigest()[:16]

@@ -1,0 +1,272 @@
+"""What is evaluated: a model that reads tokens and gives logits, whatever it is made of.
+
+```
+model = as_model(anything)       a callable tokens -> logits, a model of transformers, a regard.nn.Decoder
+reader = model.start()           an empty text
+reader.read([1, 2, 3], last=1)   float32 [1, vocabulary]: the logits after the last token read
+other = reader.copy()            both continue by themselves, so a prefix is read once for many texts
+```
+
+Tokens are read in pieces that depend on their positions alone (`Model.piece_end`). So a text whose prefix was read for
+another text is read in the same pieces, and its logits have the same bits.
+"""
+
+import copy
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ProblemError
+from regard.evaluate.tokens import Tokenizer
+from regard.nn import Decoder
+from regard.storage.stored import Layout, Rolling
+
+PIECE = 256
+"""Tokens that are read at once: enough for large products, few enough that shared prefixes are long."""
+
+
+class CacheOptions(NamedTuple):
+    """A KV cache: layout, codec and eviction policy, as `regard_cache` takes them.
+
+    Attributes:
+        step: tokens read at once after the first piece; None: 256, and for `Rolling` its window at most. A query sees
+            all tokens of its own piece, so `Rolling` has exactly its window with 1 only.
+    """
+
+    layout: Layout | None = None
+    codec: Any = None
+    evict: Any = None
+    step: int | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token is kept as it comes, so that pieces do not change what a query sees."""
+        return self.codec is None and self.evict is None and not isinstance(self.layout, Rolling)
+
+    def pieces(self) -> tuple[int | None, int]:
+        """(tokens of the first piece, those of the others); the first is None where it is the whole context."""
+        if self.evict is not None:
+            return None, self.step or 1
+        if isinstance(self.layout, Rolling):
+            return self.layout.window, self.step or min(PIECE, self.layout.window)
+        return self.step or PIECE, self.step or PIECE
+
+
+class Reader(ABC):
+    """A text that a model has read so far."""
+
+    @abstractmethod
+    def read(self, ids: Sequence[int], last: int) -> Tensor:
+        """Read more tokens, in one piece; the logits after each of the last ones, float32 [last, vocabulary]."""
+
+    @abstractmethod
+    def copy(self) -> "Reader":
+        """The same text, to be continued independently."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model that is evaluated; made by `as_model`.
+
+    Attributes:
+        label: its name in results.
+        start: makes a reader of an empty text.
+        tokenizer: text to tokens and back.
+        positions: tokens that the model was made for; None if unknown.
+        needs_positions: whether it has no positions beyond these (learned ones).
+        vocabulary: tokens that it knows; None if unknown.
+        cache: its KV cache; None for models without.
+        digest: of its weights; empty if unknown.
+    """
+
+    label: str
+    start: Callable[[], Reader]
+    tokenizer: Tokenizer
+    positions: int | None = None
+    needs_positions: bool = False
+    vocabulary: int | None = None
+    cache: CacheOptions | None = None
+    digest: str = ""
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether tokens read at once give other logits than one by one, as in a cache that is quantised or evicts."""
+        return self.cache is not None and not self.cache.is_dense
+
+    def piece_end(self, start: int) -> int | None:
+        """Where the piece that begins at this token ends; None: at the end of what is read.
+
+        >>> model = as_model(lambda tokens: torch.zeros(*tokens.shape, 11))
+        >>> model.piece_end(0), model.piece_end(300)
+        (256, 512)
+        """
+        first, step = (PIECE, PIECE) if self.cache is None else self.cache.pieces()
+        if first is None:
+            return None
+        return first if start < first else start + step - (start - first) % step
+
+    def shared(self, tokens: int) -> int:
+        """How many of the first tokens may be read ahead, so that the pieces remain the same."""
+        end, shared = self.piece_end(0), 0
+        while end is not None and end <= tokens:
+            shared, end = end, self.piece_end(end)
+        return shared
+
+    def read(self, reader: Reader, start: int, ids: Sequence[int], last: int) -> Tensor:
+        """Read tokens that begin at position `start`, piece by piece. See `Reader.read`."""
+        found: list[Tensor] = []
+        done, end = 0, len(ids)
+        while done < end:
+            stop = self.piece_end(start + done)
+            stop = end if stop is None else min(end, stop - start)
+            wanted = max(0, last - (end - stop))
+            piece = reader.read(ids[done:stop], min(wanted, stop - done))
+            found += [piece] if wanted else []
+            done = stop
+        return torch.cat(found) if found else torch.empty(0)
+
+
+def as_model(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    cache: CacheOptions | None = None,
+    positions: int | None = None,
+    label: str | None = None,
+) -> Model:
+    """A model to evaluate.
+
+    Args:
+        model: a callable from int64 [1, tokens] to logits [1, tokens, vocabulary] (or without the batch dimension), a
+            causal language model of transformers, a `regard.nn.Decoder`, or a `Model`, which is returned.
+        tokenizer: of transformers; anything with `encode(text)` and `decode(ids)`; None: UTF-8 bytes.
+        cache: the KV cache; None: one that keeps all tokens. A plain callable has none.
+        positions: tokens that the model was made for; None: what its config says.
+        label: its name in results.
+
+    Raises:
+        ProblemError: it is none of these, or a cache for a model without.
+
+    >>> as_model(lambda tokens: torch.zeros(*tokens.shape, 256), label="uniform").label
+    'uniform'
+    """
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, Decoder):
+        return _of_decoder(model, Tokenizer.of(tokenizer), cache or CacheOptions(), positions, label)
+    if isinstance(model, nn.Module) and hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
+        return _of_transformers(model, Tokenizer.of(tokenizer), cache or CacheOptions(), positions, label)
+    if not callable(model):
+        raise ProblemError(
+            f"the model is {type(model).__name__}: expected a callable from tokens [1, tokens] to logits [1, tokens, "
+            "vocabulary], a model of transformers, or a regard.nn.Decoder."
+        )
+    if cache is not None and cache != CacheOptions():
+        raise ProblemError("a plain callable has no KV cache: give a model of transformers or a regard.nn.Decoder.")
+    name = label or getattr(model, "__qualname__", type(model).__name__)
+    digest = _digest(model) if isinstance(model, nn.Module) else ""
+    return Model(name, lambda: _Whole(model), Tokenizer.of(tokenizer), positions, digest=digest)
+
+
+class _Whole(Reader):
+    """A plain callable, which reads the whole text whenever logits are needed."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor], ids: Sequence[int] = ()) -> None:
+        self.call, self.ids = call, list(ids)
+
+    @torch.no_grad()
+    def read(self, ids: Sequence[int], last: int) -> Tensor:
+        self.ids += ids
+        if not last:
+            return torch.empty(0)
+        logits = self.call(torch.tensor([self.ids]))
+        if not isinstance(logits, Tensor) or logits.shape[:-1] not in ((1, len(self.ids)), (len(self.ids),)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ProblemError(
+                f"the model was called with tokens [1, {len(self.ids)}] and returned {got}: expected logits "
+                f"[1, {len(self.ids)}, vocabulary]."
+            )
+        return logits.reshape(len(self.ids), -1)[-last:].float()
+
+    def copy(self) -> "_Whole":
+        return _Whole(self.call, self.ids)
+
+
+class _Cached(Reader):
+    """A model with a KV cache. `call(tokens, cache, last)` gives logits [1, last, vocabulary]."""
+
+    def __init__(self, call: Callable[[Tensor, Any, int], Tensor], cache: Any, device: Any) -> None:
+        self.call, self.cache, self.device = call, cache, device
+
+    @torch.no_grad()
+    def read(self, ids: Sequence[int], last: int) -> Tensor:
+        return self.call(torch.tensor([list(ids)], device=self.device), self.cache, last)[0].float().cpu()
+
+    def copy(self) -> "_Cached":
+        return _Cached(self.call, copy.deepcopy(self.cache), self.device)
+
+
+def _of_decoder(
+    model: Decoder, tokenizer: Tokenizer, cache: CacheOptions, positions: int | None, label: str | None
+) -> Model:
+    def call(tokens: Tensor, caches: Any, last: int) -> Tensor:
+        states = model.body(tokens, caches=caches)
+        return model.unembedding(states[:, states.shape[1] - last :])
+
+    device, vocabulary = next(model.parameters()).device, cast(Any, model.unembedding).out_features
+
+    def start() -> Reader:
+        return _Cached(call, model.caches(*cache[:3]), device)
+
+    return Model(label or "Decoder", start, tokenizer, positions, False, vocabulary, cache, _digest(model))
+
+
+def _of_transformers(
+    model: Any, tokenizer: Tokenizer, cache: CacheOptions, positions: int | None, label: str | None
+) -> Model:
+    from regard.integrate.cache import regard_cache
+    from regard.integrate.transformers import use_regard
+
+    use_regard(model)
+
+    def call(tokens: Tensor, past: Any, last: int) -> Tensor:
+        kept = max(1, last)  # 0 would be all
+        logits = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=kept).logits
+        return logits[:, logits.shape[1] - last :]
+
+    def start() -> Reader:
+        return _Cached(
+            call, regard_cache(model, layout=cache.layout, codec=cache.codec, evict=cache.evict), model.device
+        )
+
+    config = model.config.get_text_config(decoder=True)
+    return Model(
+        label or model.config.name_or_path or type(model).__name__, start, tokenizer,
+        positions or getattr(config, "max_position_embeddings", None), not _has_rope(config),
+        config.vocab_size, cache, _digest(model),
+    )  # fmt: skip
+
+
+def _has_rope(config: Any) -> bool:
+    """Whether positions are rotations, which have no last one; tables of learned positions have."""
+    return getattr(config, "rope_parameters", None) is not None
+
+
+def _digest(model: nn.Module) -> str:
+    """A digest of up to 64 elements of each weight: other weights under the same name are another model.
+
+    >>> one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    >>> _digest(one) == _digest(one), _digest(one) == _digest(other)
+    (True, False)
+    """
+    found = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().flatten()
+        some = flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes()
+        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + some)
+    return found.hexdigest()[:16]

@@ -1,0 +1,161 @@
+"""Results by cell, with intervals: as a table, as JSON, and for the pictures and the page."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from regard.evaluate.intervals import Interval, of_losses, wilson
+from regard.evaluate.records import Record
+from regard.evaluate.task import Cell
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """The results of a cell of the table.
+
+    Attributes:
+        cell: its coordinates, such as {"length": 512, "depth": 0.5}.
+        count: examples.
+        score: the mean score with its 95 % interval.
+        nll: the mean negative log-likelihood of the answers in nats; None where answers are generated.
+    """
+
+    cell: Cell
+    count: int
+    score: Interval
+    nll: float | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a model answered to all examples of a task.
+
+    Attributes:
+        task: its name.
+        axes: keys of the cells, rows of the table first.
+        settings: of the task, the model and its cache.
+        about: version of torch, time.
+        records: one for each example.
+    """
+
+    task: str
+    axes: tuple[str, ...]
+    settings: dict[str, Any]
+    about: dict[str, Any]
+    records: list[Record]
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether losses were measured, and not scores."""
+        return bool(self.records) and "losses" in self.records[0]
+
+    @property
+    def score(self) -> Interval:
+        """The mean score of all examples."""
+        return _scored(self.records)
+
+    def values(self, axis: str) -> list[int | float | str]:
+        """The values of an axis, in the order of the examples."""
+        return list(dict.fromkeys(record["cell"][axis] for record in self.records))
+
+    def cells(self) -> list[CellResult]:
+        """The results of each cell."""
+        groups: dict[tuple[Any, ...], list[Record]] = {}
+        for record in self.records:
+            groups.setdefault(tuple(record["cell"][axis] for axis in self.axes), []).append(record)
+        return [
+            CellResult(dict(zip(self.axes, key, strict=True)), len(group), _scored(group), _mean_nll(group))
+            for key, group in groups.items()
+        ]
+
+    def along(self, axis: str) -> list[CellResult]:
+        """The results for each value of an axis, over all others: accuracy by position, for one."""
+        groups = {value: [r for r in self.records if r["cell"][axis] == value] for value in self.values(axis)}
+        return [CellResult({axis: v}, len(group), _scored(group), _mean_nll(group)) for v, group in groups.items()]
+
+    def losses(self, **cell: Any) -> list[tuple[int, int, Interval]]:
+        """(first token, one past the last, mean loss in nats) of each bucket of positions, over all passages."""
+        chosen = [r for r in self.records if all(r["cell"][key] == value for key, value in cell.items())]
+        counts, start = chosen[0]["counts"], int(chosen[0].get("first", 1))
+        ends = np.cumsum([start, *counts]).tolist()
+        columns = zip(*(record["losses"] for record in chosen), strict=True)
+        return [(ends[i], ends[i + 1], of_losses(column)) for i, column in enumerate(columns)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        content: dict[str, Any] = {"settings": self.settings, "about": self.about, "examples": len(self.records)}
+        if self.is_loss:
+            return content | {"records": self.records}
+        cells = [
+            {**each.cell, "count": each.count, "score": list(each.score), "nll": each.nll} for each in self.cells()
+        ]
+        return content | {"score": list(self.score), "cells": cells, "records": self.records}
+
+    def table(self) -> str:
+        """A table of the cells, in percent with 95 % intervals; a row and a column for all."""
+        return "\n".join("  ".join(each) for each in aligned(self.rows()))
+
+    def rows(self) -> list[list[str]]:
+        """The rows of the table, the head first."""
+        row_axis, column_axis = self.axes[0], self.axes[1] if len(self.axes) > 1 else None
+        cells = {tuple(each.cell[axis] for axis in self.axes): each for each in self.cells()}
+        if column_axis is None:
+            body = [[shown(row_axis, key[0]), percent(each.score), str(each.count)] for key, each in cells.items()]
+            return [[row_axis, "right", "examples"], *body, ["all", percent(self.score), str(len(self.records))]]
+        columns = self.values(column_axis)
+        head = [f"{row_axis} \\ {column_axis}", *(shown(column_axis, value) for value in columns), "all"]
+        by_row = {each.cell[row_axis]: each.score for each in self.along(row_axis)}
+        body = [
+            [
+                shown(row_axis, row),
+                *(percent(cells[row, column].score) if (row, column) in cells else "" for column in columns),
+                percent(by_row[row]),
+            ]
+            for row in sorted(by_row, key=_order)
+        ]
+        by_column = [percent(each.score) for each in self.along(column_axis)]
+        return [head, *body, ["all", *by_column, percent(self.score)]]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Cells padded to columns: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+
+
+def shown(axis: str, value: float | str) -> str:
+    """A coordinate as text: a depth in percent, a length with thousands.
+
+    >>> shown("depth", 0.25), shown("length", 8192)
+    ('25 %', '8,192')
+    """
+    if axis == "depth":
+        return f"{100 * float(value):g} %"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def percent(score: Interval) -> str:
+    """`90 % (60 to 98)`."""
+    if math.isnan(score.value):
+        return ""
+    low, value, high = (f"{100 * each:.0f}" for each in (score.low, score.value, score.high))
+    return f"{value} % ({low} to {high})"
+
+
+def _order(value: Any) -> Any:
+    return (isinstance(value, str), value)
+
+
+def _scored(records: Sequence[Record]) -> Interval:
+    return wilson(sum(record["score"] for record in records), len(records))
+
+
+def _mean_nll(records: Sequence[Record]) -> float | None:
+    found = [record["nll"] for record in records if "nll" in record]
+    return sum(found) / len(found) if found else None

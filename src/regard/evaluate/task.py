@@ -1,0 +1,130 @@
+"""What a task is: examples with seeds, where each belongs in the results, and how it is scored.
+
+```
+Question   context, question -> answer     scored by the answer's tokens, or by what the model generates
+Passage    tokens                          scored by the loss of each token
+```
+
+A task is a frozen dataclass whose fields are its settings. The same settings and tokenizer give the same examples, and
+each example has a random generator of its own: what was drawn for one does not change with the number of others.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+from regard.evaluate.models import Model
+from regard.evaluate.tokens import Tokenizer
+
+Cell = dict[str, int | float | str]
+"""Where an example belongs in the results: {"length": 1024, "depth": 0.5}."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text, a question about it, and the answer.
+
+    Attributes:
+        name: unique in the task.
+        cell: where it belongs in the results.
+        context: tokens that are read first; a cache may evict after them.
+        question: tokens after the context.
+        target: tokens of the answer; empty where the answer is only looked for in what the model generates.
+        answers: texts that are looked for in what the model generates.
+        new_tokens: tokens to generate at most; 0: the answer is right if each of its tokens is the most probable one,
+            which is what greedy decoding would give.
+    """
+
+    name: str
+    cell: Cell
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    target: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
+    new_tokens: int = 0
+    any_answer: bool = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens of the prompt."""
+        return self.context + self.question
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens whose loss is measured.
+
+    Attributes:
+        name: unique in the task.
+        cell: where it belongs in the results.
+        tokens: the text; each is predicted from those before it.
+        first: the first token that is scored, from 1.
+        bucket: scored tokens of each mean that is recorded.
+    """
+
+    name: str
+    cell: Cell
+    tokens: tuple[int, ...]
+    first: int = 1
+    bucket: int = 64
+
+
+Example = Question | Passage
+
+
+class Task(Protocol):
+    """A task: a frozen dataclass with these members.
+
+    Attributes:
+        name: as in `regard evaluate NAME`.
+        axes: the keys of `Example.cell` that results are grouped by; rows first.
+        source: where it is defined.
+        samples: examples of each cell.
+        seed: of all that is drawn.
+    """
+
+    name: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]]
+    source: ClassVar[str]
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def examples(self, model: Model) -> Iterator[Example]:
+        """The examples for this model, in an order in which neighbours share long prefixes."""
+        ...
+
+
+def settings(task: Any) -> dict[str, Any]:
+    """The name and all settings of a task, as JSON has them."""
+    return {"task": task.name} | {key: _plain(value) for key, value in asdict(task).items() if key != "text"}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def generator(task: Any, name: str) -> random.Random:
+    """The random generator of an example: of the task's seed, its name and the example's.
+
+    >>> from regard.evaluate.retrieval import Passkey
+    >>> generator(Passkey(), "a").random() == generator(Passkey(), "a").random()
+    True
+    """
+    return random.Random(f"{task.seed}/{task.name}/{name}")  # noqa: S311  no secret
+
+
+def prompt_parts(tokenizer: Tokenizer, chat: bool) -> tuple[list[int], list[int]]:
+    """The tokens before and after the text of a user: of the chat template, or of a plain text."""
+    if not chat:
+        return list(tokenizer.start), []
+    from regard.errors import ProblemError
+
+    if tokenizer.chat is None:
+        raise ProblemError("the model has no chat template: leave --chat out.")
+    before, after = tokenizer.chat
+    return tokenizer.encode(before), tokenizer.encode(after)

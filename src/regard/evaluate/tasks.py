@@ -1,0 +1,27 @@
+"""The tasks by their names."""
+
+from typing import Any
+
+from regard.cost.near_names import unknown_name
+from regard.evaluate.retrieval import KeyValues, Needle, Passkey
+from regard.evaluate.task import Task
+
+TASKS: dict[str, type[Any]] = {each.name: each for each in (Needle, Passkey, KeyValues)}
+"""Classes of tasks by their names."""
+
+
+def task_of(name: str, **options: Any) -> Task:
+    """A task by its name, with these settings in place of its own.
+
+    Raises:
+        ProblemError: there is no such task; those with a similar name are listed.
+
+    >>> task_of("needle", samples=3).samples
+    3
+    >>> task_of("needel")
+    Traceback (most recent call last):
+    regard.errors.ProblemError: unknown task 'needel'. Near: needle.
+    """
+    if name not in TASKS:
+        raise unknown_name("task", name, list(TASKS))
+    return TASKS[name](**options)
