@@ -13,8 +13,8 @@ from regard.evaluate.tokens import Tokenizer
 
 _ADJECTIVES = """
 amber ancient bitter brave bright calm clever cold curious deep eager early faint fierce gentle golden green happy
-hollow honest hungry lazy little lonely loud mild modern narrow noble pale proud quiet rapid rough royal silent steep tender
-vivid wild"""
+hollow honest hungry lazy little lonely loud mild modern narrow noble pale proud quiet rapid rough royal silent steep
+tender vivid wild"""
 _NOUNS = """
 anchor apple arrow badger basket beacon bridge button candle canyon carpet castle cellar circus compass copper feather
 forest garden glacier hammer harbor island jacket kettle ladder lantern marble meadow mirror orchard pepper pigeon
