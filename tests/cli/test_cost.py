@@ -95,6 +95,9 @@ def test_the_plot_is_a_picture_of_two_panels(tmp_path, capsys):
         (["gpt2", "--context", "2k"], "gpt2 has 1,024 learned positions, and a context of 2,048"),
         (["transformer-big"], "has no longest context: give context"),
         (["v100", "--machine", "v100"], "unknown model 'v100'"),
+        (["llama-2-7b", "--ranks", "4"], "--ranks and --link go together"),
+        (["llama-2-7b", "--link", "1GB/s"], "--ranks and --link go together"),
+        (["transformer-big", "--context", "512", "--ranks", "4", "--link", "1GB/s"], "cross-attention and states"),
         (["llama-2-7b", "--plot", "/nowhere/at/all.svg"], "/nowhere/at/all.svg"),
     ],
 )
@@ -129,6 +132,45 @@ def test_it_is_there_in_less_than_a_third_of_a_second_and_without_torch(more):
     assert min(float(run[4]) for run in runs) < 0.3
 
 
+SHARDED = ("llama-3-1-8b", "--context", "128k", "--ranks", "4", "--link", "400Gbit/s")
+
+
+def test_sharded_sequences_have_a_row_for_each_layout_and_ulysses(capsys):
+    out = shown(capsys, *SHARDED)
+    assert "The prompt on 4 ranks, each NVIDIA H100 SXM5, that send 46.57 GiB/s in each direction:" in out
+    names = re.findall(r"^(ring, \w+|Ulysses) ", out, re.MULTILINE)
+    assert names == ["ring, contiguous", "ring, zigzag", "ring, striped", "ring, balanced", "Ulysses"]
+    rows = json.loads(shown(capsys, *SHARDED, "--json", "-"))["sharded"]
+    assert [row["name"] for row in rows] == names
+    assert rows[1]["sent_bytes"] == 32 * 3 * 32768 * 2 * 8 * 128 * 2
+
+
+def test_sharded_sequences_are_counted_without_torch():
+    call = [sys.executable, "-c", PROBE, "cost", *SHARDED]
+    assert subprocess.run(call, capture_output=True, text=True, check=True).stderr.split()[0] == "False"
+
+
+@pytest.mark.parametrize("text", ["100", "100GB", "0GB/s", "-1GB/s", "1 XB/s", "many"])
+def test_a_link_needs_its_unit(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["cost", "llama-2-7b", "--ranks", "4", f"--link={text}"])
+    assert "expected a number with its unit, such as 100GB/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("32k", "32,768"), ("32K", "32,768"), ("32Ki", "32,768"), ("1M", "1,048,576")]
+)
+def test_contexts_are_typed_in_thousands_and_millions(text, tokens, capsys):
+    assert f"problem  {tokens} tokens" in shown(capsys, "llama-2-7b", "--context", text)
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1e5", "32kB", ""])
+def test_what_is_no_number_of_tokens_says_what_is(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["cost", "llama-2-7b", f"--context={text}"])
+    assert "expected 1, 2, 3 ... or thousands such as 32k" in capsys.readouterr().err
+
+
 def test_several_machines_are_named_as_such():
     assert find_machine("8xh100").title == "8 x NVIDIA H100 SXM5"
 
@@ -138,3 +180,11 @@ def test_the_example_of_the_page_is_what_is_printed(capsys):
     example = re.search(r"<!-- example -->\n```\n(.*?)```\n", page, re.DOTALL)
     assert example
     assert example[1] == shown(capsys, "llama-2-70b", "--context", "32k", "--machine", "8xh100")
+
+
+def test_the_sharded_example_of_the_page_is_what_is_printed(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
+    example = re.search(r"<!-- sharded -->\n```\n(.*?)```\n", page, re.DOTALL)
+    out = shown(capsys, "llama-3-1-8b", "--context", "1m", "--ranks", "16", "--link", "100GB/s")
+    assert example
+    assert example[1] == out[out.index("The prompt on 16 ranks") :]

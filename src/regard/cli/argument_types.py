@@ -5,29 +5,51 @@ import math
 import re
 from collections.abc import Callable
 
-K = 1024
-"""Tokens in a `k`: 32k is 32,768, as context lengths are named."""
+FACTORS = {"": 1, "k": 1 << 10, "ki": 1 << 10, "m": 1 << 20, "mi": 1 << 20}
+"""Tokens in a `k` or an `m`: 32k is 32,768, as context lengths are named."""
+
+RATES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+    "Mb": 10**6 / 8, "Gb": 10**9 / 8, "Tb": 10**12 / 8, "Mbit": 10**6 / 8, "Gbit": 10**9 / 8, "Tbit": 10**12 / 8,
+}  # fmt: skip
+"""Bytes/s of a unit a second: B are bytes, b and bit are bits."""
 
 
 def count(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on; `k` multiplies by 1,024.
+    """A reader of whole numbers from `least` on; `k` multiplies by 1,024, `m` by 1,048,576.
 
-    >>> count(1)("500"), count(1)("1k")
-    (500, 1024)
+    >>> count(1)("500"), count(1)("1k"), count(1)("1M")
+    (500, 1024, 1048576)
     """
 
     def read(text: str) -> int:
         number = _whole(text)
         if number is None or number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ...")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ... or thousands such as 32k"
+            )
         return number
 
     return read
 
 
 def _whole(text: str) -> int | None:
-    match = re.fullmatch(r"(\d{1,11})([kK]?)", text, re.ASCII)
-    return int(match[1]) * (K if match[2] else 1) if match else None
+    match = re.fullmatch(r"(\d{1,11})((?:[km]i?)?)", text, re.ASCII | re.IGNORECASE)
+    return int(match[1]) * FACTORS[match[2].lower()] if match else None
+
+
+def rate(text: str) -> float:
+    """Bytes a second, with their unit.
+
+    >>> rate("100GB/s"), rate("400 Gbit/s"), rate("1GiB/s")
+    (100000000000.0, 50000000000.0, 1073741824.0)
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Za-z]+)/s", text, re.ASCII)
+    if match is None or match[2] not in RATES or not float(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no rate: expected a number with its unit, such as 100GB/s, 50GiB/s or 400Gbit/s"
+        )
+    return float(match[1]) * RATES[match[2]]
 
 
 def number(expected: str, least: float, most: float) -> Callable[[str], float]:

@@ -8,17 +8,19 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from regard import __version__
-from regard.cli.argument_types import count
+from regard.cli.argument_types import count, rate
 from regard.cli.generate_options import SINKS
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_text
 from regard.errors import ProblemError
 
 if TYPE_CHECKING:
     from regard.cost.model_cost import ModelCost
+    from regard.parallel.predict import Sharded
 
 EPILOG = """\
 examples: regard cost llama-2-70b --context 32k --machine 8xh100
           regard cost path/to/folder --context 128k --batch 16 --cache int8    the config.json of a model
+          regard cost llama-3-1-8b --context 1m --ranks 16 --link 100GB/s      its attention sharded over 16 machines
           regard cost gpt-oss-20b --machine this                               measured here once, and stored
           regard cost                                                          the models and machines that are known
 
@@ -58,6 +60,9 @@ def add_to(commands: Any) -> None:
     group.add_argument("--window", type=size, metavar="N", help="keep the first and the last tokens, N in all")
     group.add_argument("--sinks", type=count(0), metavar="N", help=f"first tokens kept by --window (default: {SINKS})")
     group.add_argument("--page-size", type=size, metavar="N", help="keep tokens in pages of N")
+    group = parser.add_argument_group("sharded sequences")
+    group.add_argument("--ranks", type=count(2), metavar="N", help="machines that each have a part of the sequence")
+    group.add_argument("--link", type=rate, metavar="RATE", help="of a machine in each direction, such as 100GB/s")
     add_json(parser, "the costs")
     parser.add_argument("--plot", metavar="FILE", help="draw memory and times over the context, as SVG")
     add_force(parser)
@@ -74,9 +79,12 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "picture")), force=args.force)
     asked = cost_of(args)
     changes = list(asked.what_if())
+    sharded = shardings_of(args, asked)
     if args.json is not None:
         rows = {name: changed.to_dict() for name, changed in changes}
         content = {"regard": __version__, **rows.pop("as it is"), "what_if": rows}
+        if sharded:
+            content["sharded"] = [each._asdict() for each in sharded]
         write_text(args.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
     if args.plot is not None:
         from regard.cli.cost_plot import draw
@@ -84,7 +92,24 @@ def run(args: argparse.Namespace) -> int:
         write_text(args.plot, draw(changes))
     if STDOUT not in (args.json, args.plot):
         print(cost_view.view(asked, changes))
+        if sharded:
+            print("\n" + "\n".join(cost_view.sharded_view(asked, args.ranks, args.link, sharded)))
     return 0
+
+
+def shardings_of(args: argparse.Namespace, asked: "ModelCost") -> "list[Sharded]":
+    """The costs of sharded sequences; none without --ranks.
+
+    Raises:
+        ProblemError: one of --ranks and --link is missing, or the model cannot be sharded so.
+    """
+    if (args.ranks is None) != (args.link is None):
+        raise ProblemError("--ranks and --link go together: how many machines, and the rate between them.")
+    if args.ranks is None:
+        return []
+    from regard.parallel.predict import Link, shardings
+
+    return list(shardings(asked, args.ranks, Link(args.link)))
 
 
 def cost_of(args: argparse.Namespace) -> "ModelCost":

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from regard.cost.fit import USABLE
 from regard.cost.machine import Machine, find_machine, machine_names
@@ -10,6 +11,9 @@ from regard.cost.model import Layer, Model, find_model, model_names
 from regard.cost.model_cost import ModelCost
 from regard.cost.parameter_count import parameters
 from regard.cost.work import Parts
+
+if TYPE_CHECKING:
+    from regard.parallel.predict import Sharded
 
 TITLES = {
     "projections": "projections",
@@ -161,6 +165,25 @@ def _what_if(asked: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list
             row += [flop(c.prompt.total.flops), flop(step.total.flops) if step else "-"]
         rows.append(row)
     return _table(rows)
+
+
+def sharded_view(c: ModelCost, ranks: int, link: float, rows: "Sequence[Sharded]") -> list[str]:
+    """The table of sharded sequences: `c` is the cost on one of the machines."""
+    title = c.machine.title if c.machine else ""
+    head = ("sharded", "prompt", "attention", "computing", "most work", "sent", "buffers", "memory")
+    table = [
+        (
+            each.name, duration(each.prompt_seconds), duration(each.seconds), duration(each.compute_seconds),
+            f"{each.balance:,.3f} x", size(each.sent_bytes), size(each.buffer_bytes), size(each.memory_bytes),
+        )
+        for each in rows
+    ]  # fmt: skip
+    return [
+        f"The prompt on {ranks:,} ranks, each {title}, that send {size(link)}/s in each direction:",
+        *_table([head, *table]),
+        "Times are limits: rooflines, and bytes at the rate of the link; a ring sends while it computes. Of one rank:",
+        "the most work, as a multiple of the mean; bytes sent; buffers of messages; memory with all weights.",
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

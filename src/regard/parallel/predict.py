@@ -1,0 +1,234 @@
+"""Time and traffic of a model's attention over sequences that are sharded over ranks, before anything runs.
+
+Ring: at each step a rank computes with the keys and values that it has while it sends them on, and ranks wait for one
+another, so a step takes the longest of all computations and all sends, and the ring the sum of its steps. What a step
+computes are the exact pairs of `rank_pairs`; a block of keys goes no farther than ranks
+need it, up or down the ring, so empty rectangles cost nothing.
+
+Ulysses (Jacobs et al. 2023, arXiv:2309.14509): two all-to-all exchanges, of queries, keys and values before the
+attention and of its output after it. Neither overlaps with computation.
+
+Computations take the roofline of one rank's machine, sends their bytes at the bandwidth of a link in one direction.
+The start of a message is not counted. Nothing of torch is imported.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.cost.machine import Machine
+from regard.cost.model import Attention
+from regard.cost.model_cost import ModelCost
+from regard.cost.products import attention_flops
+from regard.cost.storage import ITEMS
+from regard.cost.work import forward, prompt_call
+from regard.errors import ProblemError
+from regard.parallel.layout import Layout
+from regard.parallel.pair_counts import pair_counts, rank_pairs
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+STRIPE = 64
+"""Tokens of a stripe: kernels compute tiles of 64."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection of a rank to the others: bytes/s in each direction."""
+
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth < math.inf:
+            raise ProblemError(f"link of {self.bandwidth} bytes/s: expected more than 0.")
+
+
+class Sharded(NamedTuple):
+    """The attention of all layers on sharded sequences, for one prompt.
+
+    Attributes:
+        name: "ring" with its layout, or "Ulysses".
+        seconds: of the attention, with its communication.
+        compute_seconds: the part of `seconds` that a rank without a link to wait for would need.
+        sent_bytes: bytes that the rank sends that sends most.
+        balance: work of the rank with most of it, as a multiple of the mean.
+        buffer_bytes: bytes of messages that a rank holds at once.
+        prompt_seconds: of the whole prompt: the other parts have an even share of the tokens.
+        memory_bytes: bytes of a rank: all weights, its share of the cache, and the buffers.
+    """
+
+    name: str
+    seconds: float
+    compute_seconds: float
+    sent_bytes: int
+    balance: float
+    buffer_bytes: int
+    prompt_seconds: float
+    memory_bytes: int
+
+
+def shardings(c: ModelCost, ranks: int, link: Link) -> Iterator[Sharded]:
+    """The ring in each layout, and Ulysses where its heads can be shared.
+
+    Args:
+        c: of one rank's machine.
+
+    Raises:
+        ProblemError: there is no machine, or the model has no causal attention.
+
+    >>> from regard.cost import cost
+    >>> c = cost("llama-3-1-8b", context=1 << 17, machine="h100")
+    >>> [(s.name, round(s.balance, 2)) for s in shardings(c, 4, Link(100e9))][:2]
+    [('ring, contiguous', 1.75), ('ring, zigzag', 1.0)]
+    """
+    kinds = Counter(layer.attention for layer in c.model.layers if layer.attention)
+    if c.machine is None:
+        raise ProblemError(f"{c.model.name} on several ranks: give the machine of a rank.")
+    if c.model.encoder or any(layer.recurrent for layer in c.model.layers):
+        raise ProblemError(
+            f"{c.model.name} on several ranks: expected layers of attention alone; cross-attention and states, which "
+            "pass from rank to rank, are not counted."
+        )
+    if ranks < 2 or ranks > c.context:
+        raise ProblemError(f"{ranks} ranks for {c.context:,} tokens: expected 2 ranks or more, and a token for each.")
+    for name in LAYOUTS:
+        yield _ring(c, c.machine, kinds, layout_of(name, c, ranks), name, link)
+    if all(a.heads % ranks == 0 for a in kinds):
+        yield _ulysses(c, c.machine, kinds, ranks, link)
+
+
+def layout_of(name: str, c: ModelCost, ranks: int) -> Layout:
+    """The layout of a name; the balanced one is for the attention with most pairs."""
+    if name == "balanced":
+        patterns = [layer.attention.pattern for layer in c.model.layers if layer.attention]
+        return Layout.balanced(
+            c.context, ranks, max(patterns, key=lambda p: p.pairs(queries=c.context, keys=c.context))
+        )
+    if name == "striped":
+        return Layout.striped(c.context, ranks, block=STRIPE if c.context >= STRIPE * ranks else 1)
+    return {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag}[name](c.context, ranks)
+
+
+def block_bytes(a: Attention, tokens: int, c: ModelCost) -> int:
+    """Bytes of the keys and values of some tokens, of all rows; latents travel expanded."""
+    return c.batch * tokens * a.kv_heads * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+
+
+# ---- ring -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One ring of one layer: [steps, ranks] of pairs, of tokens of keys that are computed with, and of tokens sent."""
+
+    pairs: NDArray[np.int64]
+    read: NDArray[np.int64]
+    sent: NDArray[np.int64]
+
+
+def ring_steps(pairs: NDArray[np.int64], counts: tuple[int, ...]) -> Steps:
+    """What each rank computes and sends at each step.
+
+    Args:
+        pairs: [ranks, ranks] of `rank_pairs`.
+        counts: tokens of each rank.
+
+    >>> causal = np.array([[3, 0], [4, 3]])  # 4 tokens, contiguous: rank 0 needs nothing of rank 1
+    >>> ring_steps(causal, (2, 2)).sent.tolist()
+    [[2, 0], [0, 0]]
+    """
+    ranks = len(counts)
+    ways = [hops([bool(pairs[(o + d) % ranks, o]) for d in range(1, ranks)]) for o in range(ranks)]
+    count = 1 + max(map(max, ways))
+    steps = Steps(*(np.zeros((count, ranks), dtype=np.int64) for _ in range(3)))
+    for origin, (up, down) in enumerate(ways):
+        for rank, step in ((origin, 0), *(((origin + d) % ranks, abs(d)) for d in range(-down, up + 1) if d)):
+            steps.pairs[step, rank] += pairs[rank, origin]
+            steps.read[step, rank] += counts[origin] * bool(pairs[rank, origin])
+        for way, most in ((1, up), (-1, down)):
+            for step in range(most):
+                steps.sent[step, (origin + way * step) % ranks] += counts[origin]
+    return steps
+
+
+def hops(needed: Sequence[bool]) -> tuple[int, int]:
+    """(hops up, hops down) of a block of keys, to all ranks that need it; of the others the longest run is left out.
+
+    Args:
+        needed: whether the rank at distance 1, 2 ... up the ring needs it.
+
+    >>> hops([True, False, False, True]), hops([True, True]), hops([False])
+    ((1, 1), (2, 0), (0, 0))
+    """
+    stops = [0, *(distance + 1 for distance, need in enumerate(needed) if need), len(needed) + 1]
+    gaps = [(stop - start, start) for start, stop in pairwise(stops)]
+    widest, up = max(gaps)  # of equal ones the last: then blocks go up
+    return up, len(needed) + 1 - up - widest
+
+
+def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Layout, name: str, link: Link) -> Sharded:
+    seconds, computing, sent, buffers = 0.0, 0.0, np.zeros(layout.ranks), 0
+    work = np.zeros(layout.ranks)
+    counts = np.array(layout.counts)
+    tables = {p: rank_pairs(pair_counts(p, c.context), layout) for p in {a.pattern for a in kinds}}
+    for a, layers in kinds.items():
+        steps = ring_steps(tables[a.pattern], layout.counts)
+        flops = attention_flops(1, a.qk_dim, a.v_dim) * c.batch * a.heads * steps.pairs
+        rows = c.batch * a.heads * counts * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+        moved = rows * (steps.read > 0) + steps.read * block_bytes(a, 1, c)
+        compute = np.maximum(flops / machine.peak(c.dtype), moved / machine.bandwidth)
+        sending = steps.sent * block_bytes(a, 1, c)
+        seconds += layers * float(np.maximum(compute, sending / link.bandwidth).max(axis=1).sum())
+        computing += layers * float(compute.max(axis=1).sum())
+        sent += layers * sending.sum(axis=0)
+        work += layers * flops.sum(axis=0)
+        buffers = max(buffers, 2 * int(sending.max()))  # what goes, and what arrives meanwhile
+    balance = float(work.max() / work.mean()) if work.any() else 1.0
+    return _whole(c, layout.ranks, f"ring, {name}", (seconds, computing), int(sent.max()), balance, buffers)
+
+
+# ---- Ulysses --------------------------------------------------------------------------------------------------------
+
+
+def exchanged_bytes(a: Attention, tokens: int, ranks: int, c: ModelCost) -> int:
+    """Bytes that a rank with some tokens sends in both exchanges.
+
+    To each other rank go queries and output of its heads, and the key heads that these share: where ranks outnumber key
+    heads, a key head goes to each rank that needs it.
+    """
+    heads, kv_heads = a.heads // ranks, max(1, -(-a.kv_heads // ranks))
+    return (ranks - 1) * c.batch * tokens * (heads + kv_heads) * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+
+
+def _ulysses(c: ModelCost, machine: Machine, kinds: Counter[Attention], ranks: int, link: Link) -> Sharded:
+    tokens = -(-c.context // ranks)
+    seconds, computing, sent, buffers = 0.0, 0.0, 0, 0
+    for a, layers in kinds.items():
+        heads, kv_heads = a.heads // ranks, max(1, -(-a.kv_heads // ranks))
+        pairs = a.pattern.pairs(queries=c.context, keys=c.context)
+        flops = attention_flops(c.batch * heads * pairs, a.qk_dim, a.v_dim)
+        moved = c.batch * c.context * (heads + kv_heads) * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+        each = exchanged_bytes(a, tokens, ranks, c)
+        computing += layers * machine.seconds(flops, moved, c.dtype)
+        seconds += layers * (machine.seconds(flops, moved, c.dtype) + each / link.bandwidth)
+        sent += layers * each
+        buffers = max(buffers, moved)
+    return _whole(c, ranks, "Ulysses", (seconds, computing), sent, 1.0, buffers)
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def _whole(
+    c: ModelCost, ranks: int, name: str, times: tuple[float, float], sent: int, balance: float, buffers: int
+) -> Sharded:
+    parts = forward(c.model, prompt_call(-(-c.context // ranks), batch=c.batch, dtype=c.dtype, storage=c.storage))
+    assert c.machine is not None
+    others = sum(c.machine.seconds(w.flops, w.moved, c.dtype) for part, w in parts.each.items() if part != "attention")
+    cache = -(-(c.cache_bytes - c.state_bytes) // ranks) + c.state_bytes
+    return Sharded(name, *times, sent, balance, buffers, times[0] + others, c.weight_bytes + cache + buffers)

@@ -1,0 +1,137 @@
+"""The predicted time and traffic of sharded sequences, against counts by hand and against each other."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.cost import Machine, Pattern, cost
+from regard.cost.model import from_fields
+from regard.errors import ProblemError
+from regard.parallel.layout import Layout
+from regard.parallel.pair_counts import pair_counts, rank_pairs
+from regard.parallel.predict import Link, exchanged_bytes, ring_steps, shardings
+
+FAST = Machine("m", "m", "here", {"bfloat16": 1e12}, bandwidth=1e15, memory=2**40, fast_memory=2**20)
+"""Bound by products alone: 1e12 FLOP/s."""
+
+
+def model(heads=8, kv_heads=2, dim=16, **more):
+    fields = {"d_model": 128, "layers": 3, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "vocab": 9, "mlp": 8}
+    return from_fields("m", "here", fields | more)
+
+
+def predicted(tokens, ranks, bandwidth, machine=FAST, **more):
+    c = cost(model(**more), context=tokens, machine=machine)
+    return {each.name: each for each in shardings(c, ranks, Link(bandwidth))}
+
+
+def test_a_ring_without_waiting_takes_the_steps_of_its_slowest_rank():
+    """4 ranks of 256 tokens, causal: each step has a whole rectangle but the first, a triangle; 4 d FLOPs a pair."""
+    found = predicted(1024, 4, 1e18)["ring, contiguous"]
+    pairs = 256 * 257 // 2 + 3 * 256**2
+    assert found.seconds == pytest.approx(3 * 8 * pairs * 4 * 16 / 1e12)
+    assert found.seconds == found.compute_seconds
+    assert found.balance == pytest.approx(pairs * 4 / (1024 * 1025 // 2))
+
+
+def test_zigzag_halves_the_time_of_a_causal_ring():
+    found = predicted(4096, 8, 1e18)
+    assert found["ring, zigzag"].balance == pytest.approx(1, abs=1e-3)
+    assert found["ring, contiguous"].seconds / found["ring, zigzag"].seconds == pytest.approx(1.87, abs=0.02)
+    assert found["ring, balanced"].seconds <= found["ring, zigzag"].seconds * 1.01
+
+
+def test_each_rank_sends_its_keys_and_values_to_the_next_for_all_ranks_but_one():
+    found = predicted(1024, 4, 1e9)["ring, zigzag"]
+    assert (
+        found.sent_bytes == 3 * 3 * 256 * 2 * 2 * 16 * 2
+    )  # layers x steps x tokens x key heads x (k, v) x dim x bytes
+
+
+def test_a_slow_link_is_waited_for():
+    found = predicted(1024, 4, 1e3)["ring, zigzag"]
+    last = 3 * 8 * 256**2 * 4 * 16 / 1e12  # nothing is sent while the last block is computed with
+    assert found.seconds == pytest.approx(found.sent_bytes / 1e3 + last, rel=1e-3)
+    assert found.compute_seconds < found.seconds / 1000
+
+
+def test_a_window_sends_to_the_next_rank_alone():
+    window = predicted(1024, 4, 1e9, window=100)["ring, contiguous"]
+    assert window.sent_bytes == 3 * 256 * 2 * 2 * 16 * 2
+    steps = ring_steps(rank_pairs(pair_counts(Pattern(window=100), 1024), Layout.contiguous(1024, 4)), (256,) * 4)
+    assert steps.sent.tolist() == [[256, 256, 256, 0], [0, 0, 0, 0]]
+    assert steps.pairs[1].tolist() == [0, 99 * 100 // 2, 99 * 100 // 2, 99 * 100 // 2]
+
+
+def test_independent_documents_send_nothing():
+    found = predicted(1024, 4, 1e9, chunk=256, pattern="c")["ring, contiguous"]
+    assert (found.sent_bytes, found.buffer_bytes) == (0, 0)
+
+
+PATTERNS = st.one_of(
+    st.just(Pattern()),
+    st.just(Pattern(causal=False)),
+    st.builds(lambda n, s: Pattern(window=n, sinks=s), st.integers(1, 50), st.integers(0, 4)),
+    st.builds(lambda n: Pattern(chunk=n), st.integers(1, 60)),
+)
+
+
+@given(PATTERNS, st.integers(2, 6), st.integers(12, 90), st.sampled_from(["contiguous", "zigzag", "striped"]))
+def test_every_needed_rectangle_is_computed_once_and_its_keys_were_sent_there(pattern, ranks, tokens, name):
+    layout = getattr(Layout, name)(tokens, ranks)
+    pairs = rank_pairs(pair_counts(pattern, tokens), layout)
+    steps = ring_steps(pairs, layout.counts)
+    assert steps.pairs.sum() == pairs.sum() == pattern.pairs(queries=tokens, keys=tokens)
+    assert (steps.pairs.sum(axis=0) == pairs.sum(axis=1)).all()
+    assert (steps.pairs[steps.read == 0] == 0).all()
+    needed = np.array([[pairs[i, j] > 0 and i != j for j in range(ranks)] for i in range(ranks)])
+    assert steps.sent.sum() >= (needed * np.array(layout.counts)).sum()
+    assert steps.sent.sum() <= (ranks - 1) * tokens
+    assert not steps.sent[-1].any()
+
+
+def test_ulysses_sends_the_heads_of_the_other_ranks():
+    c = cost(model(), context=1024, machine=FAST)
+    a = c.model.layers[0].attention
+    assert exchanged_bytes(a, 256, 2, c) == 256 * (4 + 1) * 32 * 2
+    assert exchanged_bytes(a, 256, 8, c) == 7 * 256 * (1 + 1) * 32 * 2  # 2 key heads: each goes to 4 ranks
+    found = predicted(1024, 4, 1e9)["Ulysses"]
+    whole = c.prompt.attention.flops / 4 / 1e12
+    assert found.seconds == pytest.approx(whole + found.sent_bytes / 1e9)
+    assert found.sent_bytes == 3 * exchanged_bytes(a, 256, 4, c)
+
+
+def test_ulysses_needs_heads_for_each_rank():
+    assert "Ulysses" not in predicted(1024, 3, 1e9)
+
+
+def test_a_rank_holds_the_weights_its_share_of_the_cache_and_the_buffers():
+    c = cost(model(), context=1024, machine=FAST)
+    found = predicted(1024, 4, 1e9)["ring, zigzag"]
+    assert found.buffer_bytes == 2 * 256 * 2 * 2 * 16 * 2
+    assert found.memory_bytes == c.weight_bytes + c.cache_bytes // 4 + found.buffer_bytes
+
+
+def test_latents_travel_expanded():
+    c = cost("deepseek-v2-lite", context=4096, machine="h100")
+    ring = next(iter(shardings(c, 4, Link(1e9))))
+    assert ring.sent_bytes == 27 * 3 * 1024 * 16 * (192 + 128) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("llama-3-8b", 1, "1 ranks for 8,192 tokens: expected 2 ranks or more"),
+        ("llama-3-8b", 9000, "9000 ranks for 8,192 tokens"),
+        ("transformer-base", 4, "expected layers of attention alone"),
+    ],
+)
+def test_what_cannot_be_sharded_says_why(name, ranks, message):
+    c = cost(name, context=8192 if name == "llama-3-8b" else 512, machine="h100")
+    with pytest.raises(ProblemError, match=message):
+        list(shardings(c, ranks, Link(1e9)))
+    with pytest.raises(ProblemError, match="give the machine of a rank"):
+        list(shardings(cost("llama-3-8b"), 2, Link(1e9)))
+    with pytest.raises(ProblemError, match="expected more than 0"):
+        Link(0)
