@@ -15,8 +15,11 @@ RATES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 """Bytes/s of a unit a second: B are bytes, b and bit are bits."""
 
 
-def count(least: int) -> Callable[[str], int]:
+def count(least: int, *, more: str = "") -> Callable[[str], int]:
     """A reader of whole numbers from `least` on; `k` multiplies by 1,024, `m` by 1,048,576.
+
+    Args:
+        more: what an error says is expected beside small numbers.
 
     >>> count(1)("500"), count(1)("1k"), count(1)("1M")
     (500, 1024, 1048576)
@@ -26,7 +29,7 @@ def count(least: int) -> Callable[[str], int]:
         number = _whole(text)
         if number is None or number < least:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ... or thousands such as 32k"
+                f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ...{more}"
             )
         return number
 

@@ -46,7 +46,10 @@ def add_to(commands: Any) -> None:
     )
     size = count(1)
     parser.add_argument("name", nargs="?", metavar="MODEL", help="a published model, or a folder with a config.json")
-    parser.add_argument("--context", type=size, metavar="N", help="tokens, such as 32k (default: the model's longest)")
+    tokens = count(1, more=" or thousands such as 32k")
+    parser.add_argument(
+        "--context", type=tokens, metavar="N", help="tokens, such as 32k (default: the model's longest)"
+    )
     parser.add_argument("--batch", type=size, default=1, metavar="N", help="batch rows (default: 1)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0], help=f"type of the weights (default: {DTYPES[0]})"
