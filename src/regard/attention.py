@@ -22,7 +22,7 @@ from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
 from regard.dispatch.plan_cache import prepare
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import check_readable
 from regard.plan.lower import gathered
 from regard.plan.pose import pose
@@ -114,6 +114,15 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
         yield
     finally:
         _observers.reset(token)
+
+
+def check_unobserved(function: str) -> None:
+    """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`, for a function whose calls are no `Call`."""
+    if _observers.get():
+        raise RefusalError(
+            f"{function} inside of observe_calls or replace_outputs: a rank has only some of the queries and keys, so "
+            "there is no call to observe. Call it outside, or attend in one process."
+        )
 
 
 @overload
@@ -220,7 +229,7 @@ def attend(
         if out is not None:
             return out
     if is_any_autocast_enabled():
-        q, k, v = _autocast(q, cast(Any, k), cast(Any, v))
+        q, k, v = cast_by_autocast(q, cast(Any, k), cast(Any, v))
     return _run(Request(q, k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend), key).out
 
 
@@ -252,7 +261,7 @@ def attend_state(
     True
     """
     if is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
+        q, k, v = cast_by_autocast(q, k, v)
     return _run(Request(q, k, v, mask, bias, score, scale, softcap, None, 0.0, offset, backend, lse=True))
 
 
@@ -285,7 +294,7 @@ def explain(
     ('native', 62922752, 32216449024)
     """
     if is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
+        q, k, v = cast_by_autocast(q, k, v)
     request = Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)
     problem, operands = pose(request.resolved())
     if problem.device == "meta":
@@ -355,7 +364,7 @@ def _fitting(out: Tensor, before: Tensor) -> Tensor:
     return out
 
 
-def _autocast(
+def cast_by_autocast(
     q: Tensor, k: Tensor | StoredTensor, v: Tensor | StoredTensor
 ) -> tuple[Tensor, Tensor | StoredTensor, Tensor | StoredTensor]:
     """q, k and v in the dtype of `torch.autocast`, where it is on; as torch's own attention does."""

@@ -5,7 +5,8 @@ RegardError(Exception)
 ├── ProblemError(RegardError, ValueError)              an argument is wrong: sizes, types, values
 │   ├── KeywordError(ProblemError, TypeError)          a keyword that the function does not have
 │   └── TorchError(ProblemError, RuntimeError)         the same in the replacement of torch's own function
-└── RefusalError(RegardError, NotImplementedError)     a valid call that no backend (or not the named one) can run
+├── RefusalError(RegardError, NotImplementedError)     a valid call that no backend (or not the named one) can run
+└── RankError(RegardError, RuntimeError)               another rank of a distributed call is lost
 ```
 
 Every message has what was received, what was expected, and what to do.
@@ -39,6 +40,20 @@ class RefusalError(RegardError, NotImplementedError):
 
     Nothing falls back silently: a named backend runs, or raises this with its reasons.
     """
+
+
+class RankError(RegardError, RuntimeError):
+    """Another rank of a distributed call (`regard.parallel`) ended, or did not answer within the timeout.
+
+    The process group cannot be used any more: end the process, and start all ranks again.
+
+    Attributes:
+        ranks: the ranks that are lost, by their numbers in the whole world; () where none can be named.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class SlowWarning(UserWarning):

@@ -1,0 +1,190 @@
+"""A call of the whole sequence as one rank sees it: checked, bound to the sequence, and equal on all ranks."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.attention import cast_by_autocast, check_unobserved
+from regard.backend.contract import Backend
+from regard.describe.bias import Bias
+from regard.describe.mask import CallSizes, Mask
+from regard.describe.recent import Recent
+from regard.describe.score import Score
+from regard.describe.spec import Spec
+from regard.dispatch.choose import check_backend
+from regard.errors import ProblemError
+from regard.parallel.layout import Layout
+from regard.parallel.placed import Pieces, pieces_of
+from regard.parallel.ranks import Ranks
+from regard.parallel.rectangle import Formula, mixed
+from regard.parallel.route import Route, needs_of
+from regard.plan.checks import check_has_data, check_numbers, check_offset, check_sink, check_specs, check_tensors
+
+
+class Arguments(NamedTuple):
+    """The arguments of `ring_attend` on this rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None = None
+    bias: Bias | None = None
+    score: Score | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    dropout: float = 0.0
+    layout: Layout | None = None
+    key_layout: Layout | None = None
+    offset: int | None = None
+    backend: str | Backend | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedCall:
+    """A call of the whole sequence.
+
+    Attributes:
+        formula: mask and bias bound to the sequence; the seed is this rank's.
+        queries, keys: which of them each rank has.
+        offset: position of the first query of the sequence.
+        route: which blocks of keys travel where.
+    """
+
+    formula: Formula
+    queries: Layout
+    keys: Layout
+    offset: int
+    route: Route
+
+    def query_pieces(self, rank: int) -> Pieces:
+        """Where the queries of a rank are."""
+        return tuple((first + self.offset, *more) for first, *more in pieces_of(self.queries.positions(rank)))  # type: ignore[misc]
+
+    def key_pieces(self, rank: int) -> Pieces:
+        """Where the keys of a rank are."""
+        return pieces_of(self.keys.positions(rank))
+
+
+def pose(ranks: Ranks, a: Arguments) -> tuple[ShardedCall, Arguments]:
+    """The call, and the arguments with q, k and v in the type of `torch.autocast`.
+
+    Raises:
+        ProblemError: an argument is wrong, or ranks have different ones; on all ranks if the form of the call is new.
+        RankError: a rank does not make the call.
+    """
+    try:
+        a, sizes, call = _checked(ranks, a)
+    except ProblemError as error:
+        ranks.refuse(str(error))
+        raise
+    form = (ranks.function, _form(a, sizes), call.queries, call.keys)
+    ranks.agree(form, lambda: _describe(a, sizes, call))
+    return call, a
+
+
+def _checked(ranks: Ranks, a: Arguments) -> tuple[Arguments, CallSizes, ShardedCall]:
+    check_unobserved(ranks.function)
+    if torch.is_autocast_enabled(a.q.device.type):
+        q, k, v = cast_by_autocast(a.q, a.k, a.v)
+        a = a._replace(q=q, k=k, v=v)  # pyright: ignore[reportArgumentType]
+    check_tensors(a.q, a.k, a.v)
+    check_specs(a.mask, a.bias, a.score)
+    check_numbers(a.scale, a.softcap, a.dropout)
+    check_sink(a.sink, a.q.shape[1], a.q)
+    check_backend(a.backend)
+    queries = _layout("layout", a.layout, "q", a.q, ranks)
+    keys = _layout("key_layout", a.key_layout, "k", a.k, ranks) if a.key_layout else queries
+    if keys is queries and a.k.shape[2] != a.q.shape[2]:
+        raise ProblemError(
+            f"q has {a.q.shape[2]} tokens on rank {ranks.rank} and k has {a.k.shape[2]}: keys of another sequence than "
+            "the queries need key_layout=, which keys each rank has."
+        )
+    offset = keys.tokens - queries.tokens if a.offset is None else check_offset(a.offset)
+    sizes = CallSizes(a.q.shape[0], a.q.shape[1], queries.tokens, keys.tokens, offset)
+    if a.mask is not None:
+        check_has_data(a.mask)
+    mask = None if a.mask is None else a.mask.bind(sizes)
+    bias = None if a.bias is None else a.bias.bind(sizes)
+    seed = mixed(int(torch.randint(1 << 62, (), device="cpu")), ranks.rank) if a.dropout else 0
+    formula = Formula(mask, bias, a.score, a.scale, a.softcap, float(a.dropout), a.backend, seed)
+    return a, sizes, ShardedCall(formula, queries, keys, offset, _route(mask, sizes, queries, keys))
+
+
+def _layout(name: str, layout: Layout | None, tensor: str, t: Tensor, ranks: Ranks) -> Layout:
+    if layout is None:
+        return Layout.contiguous(t.shape[2] * ranks.size, ranks.size)
+    if layout.ranks != ranks.size:
+        raise ProblemError(f"{name} is for {layout.ranks} ranks, and the group has {ranks.size}.")
+    if layout.counts[ranks.rank] != t.shape[2]:
+        raise ProblemError(
+            f"{tensor} has {t.shape[2]} tokens on rank {ranks.rank} of the group, and {name} gives it "
+            f"{layout.counts[ranks.rank]} of {layout.tokens}."
+        )
+    return layout
+
+
+_routes: Recent[object, Route] = Recent(entries=256, nbytes=16 << 20, size=lambda route: route.needs.nbytes)
+
+
+def _route(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout) -> Route:
+    content = None if mask is None else mask.fingerprint()
+    key = (content, sizes, queries, keys)
+    cacheable = content is None or content.is_cacheable
+    route = _routes.get(key) if cacheable else None
+    if route is None:
+        maps = (1, 1) if mask is None else mask.broadcast_shape()
+        maps = (sizes.batch if maps[0] > 1 else 1, sizes.heads if maps[1] > 1 else 1)
+        route = Route(needs_of(mask, queries, keys, sizes.offset, maps))
+        if cacheable:
+            _routes.put(key, route)
+    return route
+
+
+def _form(a: Arguments, sizes: CallSizes) -> tuple[Any, ...]:
+    """What must be equal on all ranks, as far as it can be compared in this process without reading much."""
+    mask = None if a.mask is None else a.mask.fingerprint()
+    specs = (mask, *(None if spec is None else spec.form() for spec in (a.bias, a.score)))
+    numbers = (a.scale, a.softcap, a.dropout, a.backend if isinstance(a.backend, str | None) else a.backend.name)
+    return (*_kind(a), sizes, *specs, *numbers)
+
+
+def _kind(a: Arguments) -> tuple[Any, ...]:
+    tensors = (a.q, a.k, a.v, *([] if a.sink is None else [a.sink]))
+    more = [t for spec in (a.bias, a.score) if spec is not None for t in spec.tensors()]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *more))
+    return a.k.shape[1], a.k.shape[3], a.v.shape[3], a.q.shape[3], a.q.dtype, a.q.device.type, a.sink is not None, grad
+
+
+def _describe(a: Arguments, sizes: CallSizes, call: ShardedCall) -> str:
+    kv_heads, k_dim, v_dim, qk_dim, dtype, device, sink, grad = _kind(a)
+    kind = str(dtype).removeprefix("torch.")
+    numbers = {"scale": a.scale, "softcap": a.softcap, "dropout": a.dropout or None, "sink": sink or None}
+    more = "".join(f", {name} {value}" for name, value in numbers.items() if value is not None)
+    return (
+        f"q [{sizes.batch}, {sizes.heads}, {sizes.queries}, {qk_dim}] · kv [{sizes.batch}, {kv_heads}, {sizes.keys}, "
+        f"{k_dim}|{v_dim}] {kind} on {device}, mask {_text(a.mask)}, bias {_text(a.bias, content=False)}, score "
+        f"{_text(a.score, content=False)}{more}, offset {sizes.offset}, layouts {_digest(repr(call.queries.runs))} "
+        f"{_digest(repr(call.keys.runs))}, gradients {grad}"
+    )
+
+
+def _text(spec: Spec | None, *, content: bool = True) -> str:
+    """The spec, with a digest of its tensors, which is the same in every process."""
+    if spec is None:
+        return "None"
+    if not content:
+        return str(spec.form())
+    tensors = [t.detach().cpu().contiguous() for t in spec.tensors()]
+    found = _digest(*(t.view(torch.uint8).numpy().tobytes() if t.ndim else repr(t) for t in tensors)) if tensors else ""
+    return f"{spec.fingerprint()} {found}".strip()
+
+
+def _digest(*parts: str | bytes) -> str:
+    found = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        found.update(part.encode() if isinstance(part, str) else part)
+    return found.hexdigest()

@@ -1,0 +1,242 @@
+"""The ranks of a group: waiting for one another, with an error that names the rank that is lost.
+
+A wait ends by an error of the backend (the other process ended, so its connection is closed) or by the timeout. Which
+rank is to blame is then found through the group's key-value store:
+
+- A rank that fails writes that it is alive (`alive/RANK`), so it is not taken for the lost one.
+- A rank whose connection was closed blames the rank at the other end, unless that one is alive: it failed itself, and
+  waits for or has the verdict.
+- A rank whose wait timed out blames those that do not write within another timeout that they are alive.
+- The first verdict (`lost`) counts; all others repeat it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from regard.errors import ProblemError, RankError
+
+TIMEOUT = 300.0
+"""Seconds that a rank waits for another."""
+
+POLL = 0.02
+"""Seconds between two looks into the store."""
+
+GRACE = 3.0
+"""Seconds in which a rank that lives writes so, after a connection to it was closed."""
+
+
+class Message(NamedTuple):
+    """A tensor that is sent or received.
+
+    Attributes:
+        tensor: contiguous.
+        peer: the other rank.
+        tag: by which both ends know the message.
+        is_sent: whether this rank sends it.
+    """
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    is_sent: bool
+
+
+class Pending(NamedTuple):
+    """Transfers that were started: each with the ranks at its other end, and the tensors that it uses."""
+
+    works: list[tuple[dist.Work, tuple[int, ...]]]
+    tensors: list[Tensor]
+
+
+@dataclass
+class Known:
+    """What this process knows of a group.
+
+    Attributes:
+        calls: the forms of calls that all ranks agreed on.
+        asked: how often ranks were asked whether they agree.
+        lost: the error of an earlier call.
+    """
+
+    calls: set[object] = field(default_factory=set[object])
+    asked: int = 0
+    lost: RankError | None = None
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
+
+
+class Ranks:
+    """The ranks of a group, numbered from 0 in it.
+
+    Args:
+        group: None for all ranks.
+        timeout: seconds to wait for another rank.
+        function: the function that communicates, for messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, function: str) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ProblemError(
+                f"{function} needs a process group: call torch.distributed.init_process_group first, in a program that "
+                "torchrun starts."
+            )
+        if not timeout > 0:
+            raise ProblemError(f"timeout is {timeout}: expected seconds, above 0.")
+        self.group = cast(dist.ProcessGroup, dist.group.WORLD) if group is None else group
+        if (rank := dist.get_rank(self.group)) < 0:
+            raise ProblemError(f"this process (rank {dist.get_rank()}) is not in the group that {function} got.")
+        self.rank, self.size = rank, dist.get_world_size(self.group)
+        self.timeout, self.function = timeout, function
+        self.known = _known.setdefault(self.group, Known())
+        if self.known.lost is not None:
+            raise self.known.lost
+
+    def agree(self, form: object, text: Callable[[], str]) -> None:
+        """Check, for a form of call that is new, that all ranks make the same call.
+
+        Args:
+            form: of the call, hashable.
+            text: makes its description, which must be equal on all ranks.
+
+        Raises:
+            ProblemError: on every rank, where ranks differ.
+            RankError: a rank did not make the call.
+        """
+        if self.size == 1 or form in self.known.calls:
+            return
+        number, mine = self.known.asked, text()
+        self.known.asked += 1
+        self._write(f"regard/call/{number}/{self.rank}", mine)
+        keys = {rank: f"regard/call/{number}/{rank}" for rank in range(self.size)}
+        if missing := self._missing(keys, self.timeout):
+            self._lose(missing, f"did not make its call {number + 1} of a new form within {self.timeout:g} s")
+        texts = [self._read(key) for key in keys.values()]
+        if len(set(texts)) > 1:
+            listed = "".join(f"\n  rank {self._name(rank)}: {each}" for rank, each in enumerate(texts))
+            raise ProblemError(f"{self.function}: the ranks of a group make the same call, and these differ.{listed}")
+        self.known.calls.add(form)
+
+    def refuse(self, why: str) -> None:
+        """Tell ranks that ask whether all make the same call that this one raises an error; waits for nobody."""
+        if self.size > 1:
+            self._write(f"regard/call/{self.known.asked}/{self.rank}", f"raises {why}")
+            self.known.asked += 1
+
+    def start(self, messages: Sequence[Message]) -> Pending:
+        """Start transfers; NCCL, which knows no tags, tells messages between two ranks apart by their order."""
+        messages = sorted((m for m in messages if m.tensor.numel()), key=lambda m: m.tag)
+        if not messages:
+            return Pending([], [])
+        ops = [
+            dist.P2POp(
+                dist.isend if m.is_sent else dist.irecv, m.tensor, group=self.group, group_peer=m.peer, tag=m.tag
+            )
+            for m in messages
+        ]
+        peers = tuple({m.peer for m in messages})
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            self._fail(peers, error)
+        if len(works) == len(messages):
+            return Pending([(w, (m.peer,)) for w, m in zip(works, messages, strict=True)], [m.tensor for m in messages])
+        return Pending([(w, peers) for w in works], [m.tensor for m in messages])  # NCCL: one for the whole batch
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Pending:
+        """Start to send a part of `sent` to each rank, and to receive a part of `received` from each."""
+        others = tuple(r for r in range(self.size) if r != self.rank)
+        try:
+            work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.group, async_op=True)
+        except RuntimeError as error:
+            self._fail(others, error)
+        return Pending([(cast(dist.Work, work), others)], [received, sent])
+
+    def wait(self, pending: Pending) -> None:
+        """Wait until transfers are done; on a GPU, let its stream wait.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        deadline = time.monotonic() + self.timeout
+        for work, peers in pending.works:
+            try:
+                if pending.tensors[0].is_cpu:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                self._fail(peers, error)
+
+    def _fail(self, peers: Iterable[int], error: RuntimeError) -> NoReturn:
+        """Raise the error that names the lost ranks.
+
+        Args:
+            peers: the ranks at the other end of what failed.
+        """
+        self._write(f"regard/alive/{self.rank}", self.function)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        timed_out = "timed out" in str(error).lower()
+        suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
+        missing = self._missing({rank: f"regard/alive/{rank}" for rank in suspects}, grace)
+        what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, its connection is closed"
+        if missing:
+            self._lose(missing, what, error)
+        if self._missing({0: "regard/lost"}, 0.0 if timed_out else self.timeout):
+            message = f"{self.function}: a message did not arrive, and every rank says that it is alive: {error}"
+            self.known.lost = RankError(message)
+            raise self.known.lost from error
+        self._lose([], "", error)
+
+    def _lose(self, ranks: Sequence[int], what: str, error: Exception | None = None) -> NoReturn:
+        """Raise the first verdict on which ranks are lost, which is this one if there is none yet."""
+        first = self._ask(lambda store: store.compare_set("regard/lost", "", json.dumps([list(ranks), what])))
+        ranks, what = cast("tuple[list[int], str]", json.loads(first))
+        names = " and ".join(self._name(rank) for rank in ranks)
+        self.known.lost = RankError(
+            f"{self.function}: rank {names} of {dist.get_world_size()} is lost: it {what}. This process (rank "
+            f"{dist.get_rank()}) cannot use the group any more: start all ranks again.",
+            tuple(dist.get_global_rank(self.group, rank) for rank in ranks),
+        )
+        raise self.known.lost from error
+
+    def _missing(self, keys: dict[int, str], seconds: float) -> list[int]:
+        """The ranks whose key is not in the store after so many seconds, or when there is a verdict."""
+        deadline = time.monotonic() + seconds
+        while True:
+            keys = {rank: key for rank, key in keys.items() if not self._has(key)}
+            if not keys or self._has("regard/lost") or time.monotonic() > deadline:
+                return list(keys)
+            time.sleep(POLL)
+
+    def _name(self, rank: int) -> str:
+        return str(dist.get_global_rank(self.group, rank))
+
+    def _has(self, key: str) -> bool:
+        return self._ask(lambda store: store.check([key]))
+
+    def _read(self, key: str) -> str:
+        return self._ask(lambda store: store.get(key)).decode()
+
+    def _write(self, key: str, text: str) -> None:
+        self._ask(lambda store: store.set(key, text))
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """The store's answer; it is in the process of rank 0, or in that of torchrun."""
+        try:
+            return question(self.group.get_group_store())
+        except (RuntimeError, OSError) as error:
+            self.known.lost = RankError(
+                f"{self.function}: the store of the process group does not answer: the process that has it, "
+                "rank 0 or torchrun, ended. Start all ranks again.",
+                (0,),
+            )
+            raise self.known.lost from error

@@ -1,0 +1,55 @@
+"""What the processes of `workers.py` run."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regard import State
+from regard.parallel import Layout, ring_attend, ring_attend_state
+
+
+def shard(t: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The tokens of a rank, of [batch, heads, tokens, dim]."""
+    return t[:, :, torch.tensor(layout.indices(rank))]
+
+
+def ring(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **more: Any) -> Any:
+    """(out, gradients of q, k, v and of the sink, bias and score tensors) of this rank's shard of the whole tensors."""
+    queries: Layout = more["layout"]
+    keys: Layout = more.get("key_layout") or queries
+    q, k, v = shard(q, queries, rank), shard(k, keys, rank), shard(v, keys, rank)
+    learned = learned_tensors(more)
+    if dout is None:
+        return ring_attend(q, k, v, **more), []
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    for t in learned:
+        t.requires_grad_()
+        t.grad = None
+    out = ring_attend(*leaves, **more)
+    out.backward(shard(dout, queries, rank))
+    return out.detach(), [t.grad for t in (*leaves, *learned)]
+
+
+def learned_tensors(more: dict[str, Any]) -> list[Tensor]:
+    """The tensors of sink, bias and score."""
+    found = [] if more.get("sink") is None else [more["sink"]]
+    return found + [t for name in ("bias", "score") if more.get(name) is not None for t in more[name].tensors()]
+
+
+def ring_state(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **more: Any) -> State:
+    """The state of this rank's shard."""
+    return ring_attend_state(*(shard(t, layout, rank) for t in (q, k, v)), layout=layout, **more)
+
+
+def ring_in_halves(rank: int, size: int, **more: Any) -> Any:
+    """`ring` in two groups of half of the ranks, each on its own."""
+    groups = [dist.new_group(list(range(start, start + size // 2))) for start in (0, size // 2)]
+    half = size // 2
+    return ring(rank % half, half, group=groups[rank // half], **more)
+
+
+def every_third(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask function."""
+    return (q + 2 * k) % 3 != 0

@@ -1,0 +1,87 @@
+"""Processes that stay for the tests of a module: starting one takes seconds, since it imports torch."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+class Workers:
+    """Processes of one group; each runs the functions that it is sent.
+
+    Args:
+        size: how many ranks.
+        folder: for the file by which they meet.
+    """
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, str(folder / "meet"), theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What the function returns on each rank, called with the rank, the count of ranks, and the arguments."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        found = [self._received(rank, 120) for rank in range(len(self.pipes))]
+        failed = [f"rank {rank}:\n{each[1]}" for rank, each in enumerate(found) if not each[0]]
+        assert not failed, "\n".join(failed)
+        return [each[1] for each in found]
+
+    def _received(self, rank: int, seconds: float) -> tuple[bool, Any]:
+        if not self.pipes[rank].poll(seconds):
+            return False, f"no answer in {seconds} s"
+        try:
+            return self.pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return False, "the process ended"
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+@contextmanager
+def workers(size: int, folder: Path) -> Generator[Workers]:
+    """Processes, for as long as the context is open."""
+    made = Workers(size, folder)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _serve(rank: int, size: int, meet: str, pipe: Connection) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            sys.stdout.flush()
+            os._exit(0)  # the group's threads may wait for processes that ended
+        try:
+            pipe.send((True, function(rank, size, **arguments)))
+        except BaseException:  # noqa: BLE001
+            pipe.send((False, traceback.format_exc()))
