@@ -117,7 +117,7 @@ def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
 
 
 def check_unobserved(function: str) -> None:
-    """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`, for a function whose calls are no `Call`."""
+    """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`: the function makes no `Call`."""
     if _observers.get():
         raise RefusalError(
             f"{function} inside of observe_calls or replace_outputs: a rank has only some of the queries and keys, so "
