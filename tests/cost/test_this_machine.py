@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from regard import Causal, Window, explain, native
-from regard.bench import this_machine
+from regard.bench import this_gpu, this_machine
+from regard.bench.linear_rates import Sizes, linear_rates
 from regard.bench.rounds import Effort
+from regard.cli import cost_view
 from regard.cli.cost import this_machine as found_machine
-from regard.cost import call_cost, find_machine
-from regard.cost.expected import BACKWARD, START, expected_seconds
+from regard.cost import call_cost, cost, find_machine
+from regard.cost import this_machine as stored
+from regard.cost.expected import BACKWARD, START, expected_pass, expected_seconds
 from regard.cost.machine import Efficiency, Machine
-from regard.cost.this_machine import fast_memory, read_this_machine, stored_at
+from regard.cost.this_machine import fast_memory, identity, read_this_machine, stored_at
+from regard.cost.work import Parts, Work
 from regard.errors import ProblemError
 
 
@@ -21,6 +25,7 @@ from regard.errors import ProblemError
 def _own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(this_machine, "EFFORT", Effort(seconds=0.0, least=1))
+    monkeypatch.setattr(this_machine, "LINEAR", Sizes(rows=8, dim=64, weights=2, wide=64))
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled library measures the limits")
@@ -53,6 +58,116 @@ def test_without_the_library_it_says_so(monkeypatch):
         this_machine.measure_this_machine()
 
 
+# ---- a GPU ----------------------------------------------------------------------------------------------------------
+
+
+class FakeGpu:
+    """A processor in a GPU's place; each call takes a millisecond."""
+
+    device, title, memory, fast_memory = "cpu", "NVIDIA Fake", 2**36, 2**18
+
+    def seconds(self, call):
+        call()
+        return 1e-3
+
+
+@pytest.fixture
+def _small_gpu(monkeypatch):
+    for name, value in (("SQUARE", 64), ("COPIED", 4096), ("TOKENS", 64), ("HEADS", 2), ("DIM", 16), ("TRIES", 1)):
+        monkeypatch.setattr(this_gpu, name, value)
+    monkeypatch.setattr(this_gpu, "LINEAR", Sizes(rows=8, dim=64, weights=2, wide=64))
+
+
+@pytest.mark.usefixtures("_small_gpu")
+def test_the_limits_of_a_gpu_are_its_products_and_copies():
+    found = this_gpu.measure_gpu(FakeGpu())
+    assert found.title == "this GPU: NVIDIA Fake"
+    assert found.flops == dict.fromkeys(("bfloat16", "float16", "float32"), 2 * 64**3 / 1e-3)
+    assert found.bandwidth == 2 * 4096 / 1e-3
+    assert (found.memory, found.fast_memory) == (2**36, 2**18)
+    e = found.efficiency["bfloat16"]
+    assert e.share == pytest.approx(4 * 16 * 2 * 64**2 / (2 * 64**3))
+    assert e.linear_share == pytest.approx(2 * 8 * 64**2 / (2 * 64**3))
+
+
+@pytest.mark.usefixtures("_small_gpu")
+def test_a_type_that_a_gpu_does_not_multiply_is_left_out(monkeypatch):
+    def peak(gpu, dtype):
+        if dtype is not torch.float32:
+            raise RuntimeError("not implemented for this device")
+        return 1e12
+
+    monkeypatch.setattr(this_gpu, "_peak", peak)
+    assert set(this_gpu.measure_gpu(FakeGpu()).flops) == {"float32"}
+    monkeypatch.setattr(this_gpu, "TYPES", (torch.float16,))
+    with pytest.raises(ProblemError, match=r"NVIDIA Fake multiplies none of torch\.float16"):
+        this_gpu.measure_gpu(FakeGpu())
+
+
+@pytest.mark.usefixtures("_small_gpu")
+def test_this_machine_is_its_gpu_where_torch_has_one_and_this_cpu_its_processor(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(this_machine, "Cuda", FakeGpu)
+    assert found_machine().title == "this GPU: NVIDIA Fake"
+    assert find_machine("this").title == "this GPU: NVIDIA Fake"
+    with pytest.raises(ProblemError, match="`regard cost --machine this-cpu` measures it once"):
+        find_machine("this-cpu")
+    if native.available():
+        assert found_machine("this-cpu").title.startswith("this processor: ")
+        assert find_machine("this-cpu").name == "this-cpu"
+        assert find_machine("this").title == "this GPU: NVIDIA Fake"
+
+
+def test_the_gpus_of_a_machine_are_read_from_its_driver(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "GPUS", tmp_path)
+    alone = identity()
+    (tmp_path / "0000:00").mkdir()
+    (tmp_path / "0000:00" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert identity() == f"{alone}; NVIDIA H100 80GB HBM3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert identity() == f"{alone}; NVIDIA H100 80GB HBM3; visible: "
+
+
+def test_a_gpu_without_memory_says_so(monkeypatch):
+    def peak(gpu, dtype):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(this_gpu, "COPIED", 4096)
+    monkeypatch.setattr(this_gpu, "_peak", peak)
+    with pytest.raises(ProblemError, match="no memory left to be measured"):
+        this_gpu.measure_gpu(FakeGpu())
+
+
+# ---- expected times -------------------------------------------------------------------------------------------------
+
+
+def test_rates_of_products_are_those_of_the_fastest_call():
+    times = iter([2e-3] * 30 + [1e-3] * 10000)
+    flops, moved = linear_rates(torch.float32, "cpu", lambda call: next(times), Sizes(8, 64, 2, 32))
+    assert (flops, moved) == (2 * 8 * 64**2 / 1e-3, 32 * 32 * 4 / 1e-3)
+
+
+def test_the_parts_of_a_model_take_their_limits_at_the_shares_of_their_kind():
+    e = Efficiency(share=0.5, partial_cost=1.0, few_share=0.1, linear_share=0.8, stream_share=0.25)
+    here = machine(float32=e)  # 1e11 FLOP/s, 1e10 bytes/s
+    parts = Parts(projections=Work(8e10, 0), attention=Work(5e10, 0), mlp=Work(0, 1e10), recurrent=Work(1e11, 0))
+    assert expected_pass(parts, here, "float32", is_step=False) == pytest.approx(1 + 1 + 4 + 1)
+    assert expected_pass(parts, here, "float32", is_step=True) == pytest.approx(1 + 5 + 4 + 1)
+    assert expected_pass(parts, here, "bfloat16", is_step=False) is None
+    assert expected_pass(parts, machine(float32=Efficiency(0.5, 1.0, 0.1)), "float32", is_step=True) is None
+
+
+def test_a_table_says_what_its_times_are():
+    e = Efficiency(share=0.5, partial_cost=1.0, few_share=0.1, linear_share=0.8, stream_share=0.25)
+    here, there = (cost("gpt2", machine=m, dtype="float32") for m in (machine(float32=e), "h100"))
+    assert here.expected_seconds(here.prompt) > here.seconds(here.prompt)
+    assert "Expected, with the shares of the limits that were measured here (weights 80 %" in cost_view.view(here, [])
+    assert "Times are rooflines of the machine's figures" in cost_view.view(there, [])
+    assert there.to_dict()["prompt"]["expected_seconds"] is None
+    assert here.to_dict()["step"]["expected_seconds"] == here.expected_seconds(here.step, is_step=True)
+
+
 def machine(**efficiency: Efficiency) -> Machine:
     return Machine("m", "m", "here", {"float32": 1e11, "bfloat16": 2e11}, 1e10, 2**34, 2**20, 1, efficiency or None)
 
@@ -72,9 +187,9 @@ def test_full_tiles_take_their_flops_at_a_share_of_the_peak():
 @pytest.mark.skipif(not native.available(), reason="tiles of 64")
 def test_partial_tiles_take_their_own_time():
     """A causal square of 512: 28 full tiles and 8 partial ones for each head."""
-    for cost in (0.5, 1.0, 2.0):
-        expected = expected_seconds(plan_of(512, 512, Causal()), machine(float32=Efficiency(0.5, cost, 0.1)))
-        assert expected == pytest.approx(START + 8 * (28 + cost * 8) * 64**2 * 4 * 64 / 0.5e11)
+    for partial in (0.5, 1.0, 2.0):
+        expected = expected_seconds(plan_of(512, 512, Causal()), machine(float32=Efficiency(0.5, partial, 0.1)))
+        assert expected == pytest.approx(START + 8 * (28 + partial * 8) * 64**2 * 4 * 64 / 0.5e11)
 
 
 def test_few_queries_add_their_products_to_the_read():

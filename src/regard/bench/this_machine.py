@@ -4,6 +4,7 @@ The best of several rounds counts, of kernels and of limits: other load only mak
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,10 +12,12 @@ import torch
 from regard import Causal, Window, attend, explain
 from regard.bench import limits
 from regard.bench.case import Case
+from regard.bench.linear_rates import Sizes, linear_rates
 from regard.bench.rounds import Effort, Measure, interleaved
+from regard.bench.this_gpu import Cuda, measure_gpu
 from regard.cost.expected import START, partial_pairs
 from regard.cost.machine import Efficiency, Machine
-from regard.cost.this_machine import NAME, fast_memory, identity, store_this_machine, stored_at
+from regard.cost.this_machine import fast_memory, identity, store_this_machine, stored_at
 from regard.errors import ProblemError
 from regard.native import absence, available
 
@@ -24,6 +27,9 @@ TYPES = (torch.float32, torch.bfloat16)
 EFFORT = Effort(seconds=1.5, least=10)
 """For each type."""
 
+LINEAR = Sizes(rows=256, dim=1024, weights=24, wide=2560)
+"""Matrix products that a processor takes a few milliseconds for; the weights are read anew each time."""
+
 CALLS = 12
 """Calls in a round, of which the fastest counts: the first ones fill the caches of the processor."""
 
@@ -32,31 +38,54 @@ EDGES = Case("window", 1024, 1024, mask=lambda: Causal() & Window(256))
 FEW = Case("few queries", 1, 1024, heads=32, kv_heads=8, dim=128, mask=Causal)
 
 
-def measure_this_machine() -> Machine:
-    """Measure the processor in a few seconds, store what was found, and return it.
+def measure_this_machine(name: str = "this") -> Machine:
+    """Measure the machine in a few seconds, store what was found, and return it.
+
+    Args:
+        name: "this" for the GPU where torch has one, else the processor; "this-cpu" for the processor.
 
     Raises:
-        ProblemError: the compiled library, which measures it, is missing.
+        ProblemError: the compiled library, which measures a processor, is missing.
     """
+    has_gpu = name == "this" and torch.cuda.is_available()
+    machine = measure_gpu(Cuda()) if has_gpu else measure_processor(name)
+    store_this_machine(machine)
+    return machine
+
+
+def measure_processor(name: str) -> Machine:
+    """The limits of the processor, and what kernels reach of them."""
     if not available():
         raise ProblemError(f"this machine cannot be measured: {absence()} Name another one with --machine.")
     peaks, found, streams = dict[str, float](), dict[str, Efficiency](), list[float]()
     for dtype in TYPES:
-        name = str(dtype).removeprefix("torch.")
-        peaks[name], found[name], bandwidth = measure_efficiency(dtype, torch.get_num_threads(), EFFORT)
+        key = str(dtype).removeprefix("torch.")
+        peaks[key], found[key], bandwidth = measure_efficiency(dtype, torch.get_num_threads(), EFFORT)
         streams.append(bandwidth)
-    machine = Machine(
-        name=NAME,
-        title=identity(),
-        source=f"measured here: {stored_at()}",
+    bandwidth = max(streams)
+    for dtype in TYPES:
+        key = str(dtype).removeprefix("torch.")
+        flops, stream = linear_rates(dtype, "cpu", elapsed, LINEAR)
+        found[key] = replace(
+            found[key], linear_share=min(1.0, flops / peaks[key]), stream_share=min(1.0, stream / bandwidth)
+        )
+    return Machine(
+        name=name,
+        title=f"this processor: {identity().partition(';')[0]}",
+        source=f"measured here: {stored_at(name)}",
         flops=peaks,
-        bandwidth=max(streams),
+        bandwidth=bandwidth,
         memory=limits.MEMORY,
         fast_memory=fast_memory(),
         efficiency=found,
     )
-    store_this_machine(machine)
-    return machine
+
+
+def elapsed(call: Callable[[], object]) -> float:
+    """Seconds of a call on the processor."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def measure_efficiency(dtype: torch.dtype, threads: int, effort: Effort) -> tuple[float, Efficiency, float]:

@@ -55,7 +55,10 @@ def add_to(commands: Any) -> None:
         "--dtype", choices=DTYPES, default=DTYPES[0], help=f"type of the weights (default: {DTYPES[0]})"
     )
     parser.add_argument(
-        "--machine", default=MACHINE, metavar="NAME", help=f"such as a100, 8xh100, or this (default: {MACHINE})"
+        "--machine",
+        default=MACHINE,
+        metavar="NAME",
+        help=f"such as a100, 8xh100, or this (its GPU, where torch has one), this-cpu (default: {MACHINE})",
     )
     group = parser.add_argument_group("KV cache")
     group.add_argument("--cache", choices=CACHES, default="dense", help="how keys and values are stored")
@@ -122,6 +125,7 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
         ProblemError: options contradict each other, or name what is not known.
     """
     from regard.cost import Storage, cost, find_machine, load_model
+    from regard.cost.machine import THIS
     from regard.cost.model_cost import with_window
 
     if args.sinks is not None and args.window is None:
@@ -132,7 +136,8 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
         raise ProblemError(f"--group-size is for codes, and --cache is {args.cache}: expected int8, int4 or fp8.")
     kind = args.dtype if args.cache == "dense" else str(NAMES.get(args.cache, args.cache))
     storage = Storage(kind, group=args.group_size or 32, page=args.page_size)
-    model, machine = load_model(args.name), this_machine() if args.machine == "this" else find_machine(args.machine)
+    name = args.machine.lower()
+    model, machine = load_model(args.name), this_machine(name) if name in THIS else find_machine(args.machine)
     if args.window is not None:
         sinks = min(SINKS, args.window - 1) if args.sinks is None else args.sinks
         if sinks >= args.window:
@@ -141,13 +146,13 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
     return cost(model, context=args.context, batch=args.batch, dtype=args.dtype, storage=storage, machine=machine)
 
 
-def this_machine() -> Any:
+def this_machine(name: str = "this") -> Any:
     """The machine that runs this, measured once and stored."""
     from regard.cost.this_machine import read_this_machine
 
-    found = read_this_machine()
+    found = read_this_machine(name)
     if found is not None:
         return found
     from regard.bench.this_machine import measure_this_machine
 
-    return measure_this_machine()
+    return measure_this_machine(name)

@@ -127,11 +127,32 @@ def _facts(c: ModelCost) -> list[str]:
             f"Attention of the prompt moves {size(t.naive)} naively, {size(t.tiled)} tiled in "
             f"{size(c.machine.fast_memory)} of fast memory, {size(t.least)} at least."
         )
+    if c.machine is not None:
+        lines.append(_times(c, c.machine))
     over, over_all = ("at no length" if n is None else f"from {n:,} tokens on" for n in (c.crossing, c.crossing_all))
     lines.append(f"Attention outweighs its projections {over}, and projections with MLPs {over_all}.")
     if c.machine is not None and c.model.is_causal:
         lines.append(_fit(c, c.machine))
     return lines
+
+
+def _times(c: ModelCost, machine: Machine) -> str:
+    """What the times of the table are."""
+    prompt, step = c.expected_seconds(c.prompt), c.step and c.expected_seconds(c.step, is_step=True)
+    if prompt is None:
+        return "Times are rooflines of the machine's figures: limits that no program beats, not what programs reach."
+    more = f", one more token in {duration(step)}" if step else ""
+    shares = ", ".join(_shares(machine, c.dtype))
+    return (
+        f"Expected, with the shares of the limits that were measured here ({shares}): prompt {duration(prompt)}{more}."
+    )
+
+
+def _shares(machine: Machine, dtype: str) -> Iterator[str]:
+    e = (machine.efficiency or {})[dtype]
+    shares = {"weights": e.linear_share, "one row": e.stream_share, "attention": e.share, "one query": e.few_share}
+    for name, share in shares.items():
+        yield f"{name} {100 * (share or 0):.0f} %"
 
 
 def _fit(c: ModelCost, machine: Machine) -> str:

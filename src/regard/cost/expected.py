@@ -14,6 +14,7 @@ The three numbers are measured with the limits (`regard.bench.this_machine`), on
 from typing import Any, Protocol
 
 from regard.cost.machine import Efficiency, Machine
+from regard.cost.work import Parts, Work
 
 FEW = 16
 """Queries up to which the kernels of few queries run."""
@@ -57,6 +58,35 @@ def expected_seconds(plan: Tiled, machine: Machine, *, backward: bool = False) -
         return START + s.pairs * per_pair / (e.few_share * peak) + reading
     pairs = s.covered + (e.partial_cost - 1) * partial_pairs(s, p.queries)
     return START + max(passes * pairs * per_pair / (e.share * peak), reading)
+
+
+def expected_pass(parts: Parts, machine: Machine, dtype: str, *, is_step: bool) -> float | None:
+    """The expected time of a pass of a model: each part at the shares that were measured of its kind.
+
+    Attention as above, its PARTIAL tiles as FULL ones; products with weights at their share of the peak or, where they
+    take longer to read, of the bandwidth; states at the roofline.
+
+    Args:
+        is_step: whether the pass has one query for each batch row.
+
+    Returns:
+        None where the shares of this type were not measured.
+    """
+    e = (machine.efficiency or {}).get(dtype)
+    if e is None or e.linear_share is None or e.stream_share is None:
+        return None
+    peak, bandwidth = machine.peak(dtype), machine.bandwidth
+
+    def seconds(name: str, work: Work) -> float:
+        if name == "recurrent":
+            return machine.seconds(work.flops, work.moved, dtype)
+        if name != "attention":
+            return max(work.flops / (e.linear_share * peak), work.moved / (e.stream_share * bandwidth))
+        if is_step:
+            return work.flops / (e.few_share * peak) + work.moved / bandwidth
+        return max(work.flops / (e.share * peak), work.moved / bandwidth)
+
+    return sum(seconds(name, work) for name, work in parts.each.items())
 
 
 def partial_pairs(schedule: Any, queries: int) -> int:

@@ -23,17 +23,21 @@ WIDER = {"bfloat16": ("float32",), "float16": ("float32",), "fp8": ("bfloat16", 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What regard's kernels on a CPU reach of its limits; see `regard.cost.expected`.
+    """What regard's kernels, and torch's matrix products, reach of a machine's limits; see `regard.cost.expected`.
 
     Attributes:
         share: of the peak, on FULL tiles.
         partial_cost: time of a PARTIAL tile, in that of a FULL one.
         few_share: of the peak, for few queries.
+        linear_share: of the peak, in matrix products of many rows; None where it was not measured.
+        stream_share: of the bandwidth, in matrix products of one row; None where it was not measured.
     """
 
     share: float
     partial_cost: float
     few_share: float
+    linear_share: float | None = None
+    stream_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def machine_names() -> list[str]:
 def find_machine(name: str) -> Machine:
     """A machine by its name; `8xh100` is eight of them that share the work evenly, `this` the machine at hand.
 
+    `this` is the GPU of the machine where it was measured with one, else its processor; `this-cpu` is the processor.
+
     Raises:
         ProblemError: there is no such machine (near names are listed), or this one was not measured yet.
 
@@ -115,8 +121,8 @@ def find_machine(name: str) -> Machine:
     640
     """
     plain = name.lower().replace("_", "-").replace(" ", "-")
-    if plain == "this":
-        return _this_machine()
+    if plain in THIS:
+        return _this_machine(plain)
     several = re.fullmatch(r"([1-9]\d{0,5})x-?(.+)", plain, re.ASCII)
     count, plain = (int(several[1]), several[2]) if several else (1, plain)
     names = {alias: each for each, row in _table().items() for alias in (each, *row.get("aliases", ()))}
@@ -125,12 +131,16 @@ def find_machine(name: str) -> Machine:
     return _times(_machine(names[plain]), count)
 
 
-def _this_machine() -> Machine:
+THIS = ("this", "this-cpu")
+"""Names of the machine at hand, and of its processor alone."""
+
+
+def _this_machine(name: str) -> Machine:
     from regard.cost.this_machine import read_this_machine  # noqa: PLC0415 - it makes a Machine
 
-    found = read_this_machine()
+    found = read_this_machine(name)
     if found is None:
-        raise ProblemError("this machine was not measured yet: `regard cost --machine this` measures it once.")
+        raise ProblemError(f"this machine was not measured yet: `regard cost --machine {name}` measures it once.")
     return found
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from regard.cost.config import load_model
+from regard.cost.expected import expected_pass
 from regard.cost.fit import crossing, largest_batch, largest_context, weight_bytes
 from regard.cost.machine import Machine, find_machine
 from regard.cost.model import Latent, Layer, Model
@@ -123,6 +124,10 @@ class ModelCost:
             return None
         return sum(self.machine.seconds(work.flops, work.moved, self.dtype) for work in parts.each.values())
 
+    def expected_seconds(self, parts: Parts, *, is_step: bool = False) -> float | None:
+        """The expected time of a forward pass on a machine whose shares were measured (`this`); None on others."""
+        return None if self.machine is None else expected_pass(parts, self.machine, self.dtype, is_step=is_step)
+
     @cached_property
     def crossing(self) -> int | None:
         """The shortest prompt whose attention outweighs its projections, in tokens; None: none."""
@@ -197,8 +202,10 @@ class ModelCost:
             "cache_bytes": self.cache_bytes,
             "state_bytes": self.state_bytes,
             "cache_bytes_per_token": self.token_bytes,
-            "prompt": self._pass(self.prompt),
-            "step": None if self.step is None else self._pass(self.step),
+            "prompt": self._pass(self.prompt) | {"expected_seconds": self.expected_seconds(self.prompt)},
+            "step": None
+            if self.step is None
+            else self._pass(self.step) | {"expected_seconds": self.expected_seconds(self.step, is_step=True)},
             "training": self._pass(self.training()),
             "training_with_recomputation": self._pass(self.training(recompute=True)),
             "training_memory_bytes": asdict(self.training_memory),

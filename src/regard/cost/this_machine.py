@@ -1,10 +1,11 @@
 """The machine at hand: its limits, measured once by `regard.bench.this_machine` and stored in a file.
 
-Reading them needs nothing of torch. They are measured again after the file is deleted, or on another processor.
+Reading them needs nothing of torch. They are measured again after the file is deleted, or on another processor or GPU.
 """
 
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -14,49 +15,63 @@ from regard.cost.machine import Efficiency, Machine
 from regard.errors import ProblemError
 from regard.machine import processor
 
-NAME = "this"
 FALLBACK_FAST_MEMORY = 1 << 20
 """Bytes, where the system does not tell the size of a core's L2 cache."""
 
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""Where the driver of NVIDIA describes each GPU."""
 
-def stored_at() -> Path:
-    """The file: `regard/machine.json` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+
+def stored_at(name: str = "this") -> Path:
+    """The file: `regard/machine.json`, for `this-cpu` `regard/machine-cpu.json`, in `$XDG_CACHE_HOME` or `~/.cache`."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "regard" / "machine.json"
+    return Path(home) / "regard" / {"this": "machine.json", "this-cpu": "machine-cpu.json"}[name]
 
 
 def identity() -> str:
-    """The processor and its usable cores: limits of another are not this machine's."""
+    """The processor, its usable cores and the GPUs: limits of another machine are not this one's."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{processor()}, {cores} cores"
+    return "; ".join([f"{processor()}, {cores} cores", *gpus()])
 
 
-def read_this_machine() -> Machine | None:
-    """The stored limits; None if there are none, or none of this processor."""
+def gpus() -> list[str]:
+    """The GPUs that the driver describes, as text; not read from torch, which takes seconds to import."""
     try:
-        content: Any = json.loads(stored_at().read_text())
+        found = [each.read_text() for each in sorted(GPUS.glob("*/information"))]
+    except OSError:
+        return []
+    names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in found]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name[1] for name in names if name] + ([f"visible: {visible}"] if found and visible is not None else [])
+
+
+def read_this_machine(name: str = "this") -> Machine | None:
+    """The stored limits; None if there are none, or none of this machine."""
+    try:
+        content: Any = json.loads(stored_at(name).read_text())
     except (OSError, ValueError):
         return None
     found = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     if found.get("identity") != identity():
         return None
     try:
-        limits = {key: found[key] for key in ("flops", "bandwidth", "memory", "fast_memory")}
+        limits = {key: found[key] for key in ("title", "flops", "bandwidth", "memory", "fast_memory")}
         efficiency = {dtype: Efficiency(**each) for dtype, each in found["efficiency"].items()}
-        where = f"measured here: {stored_at()}"
-        return Machine(name=NAME, title=identity(), source=where, **limits, efficiency=efficiency)
+        where = f"measured here: {stored_at(name)}"
+        return Machine(name=name, source=where, **limits, efficiency=efficiency)
     except (KeyError, TypeError, AttributeError, ProblemError):  # of another version
         return None
 
 
 def store_this_machine(machine: Machine) -> None:
     """Write the limits to the file; without a place for it they are measured again next time."""
-    limits = {key: getattr(machine, key) for key in ("bandwidth", "memory", "fast_memory")}
+    limits = {key: getattr(machine, key) for key in ("title", "bandwidth", "memory", "fast_memory")}
     efficiency = {dtype: asdict(each) for dtype, each in (machine.efficiency or {}).items()}
     content = {"identity": identity(), "flops": dict(machine.flops), **limits, "efficiency": efficiency}
+    path = stored_at(machine.name)
     try:
-        stored_at().parent.mkdir(parents=True, exist_ok=True)
-        write_whole(stored_at(), json.dumps(content, indent=1).encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=1).encode())
     except OSError:
         return
 
