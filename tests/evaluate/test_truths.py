@@ -1,21 +1,36 @@
 """What is known in closed form: a copy model finds every needle, a uniform model none but by chance."""
 
+import math
 import re
 
 import pytest
 import torch
 
-from regard.evaluate import KeyValues, Needle, Passkey, as_model, evaluate
+from regard.errors import ProblemError
+from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, as_model, evaluate, task_of
 
 BYTES = 256
-NEEDLE = Needle((400, 700), (0.0, 0.4, 1.0), samples=3, haystack="noise")
-TASKS = [NEEDLE, Passkey((400, 700), (0.0, 0.4, 1.0), samples=3), KeyValues((3, 7), (0.0, 0.4, 1.0), samples=3)]
-MODEL = as_model(lambda tokens: torch.zeros(*tokens.shape, BYTES))
+GRID = {"depths": (0.0, 0.4, 1.0), "samples": 3}
+ASKED = [
+    (re.compile(r"for (\S+) mentioned in the provided text is( \S*)?$"), r"for {} is: (\S+)\."),
+    (re.compile(r"(pass key) is( \S*)?$"), r"The {} is (\d+)\."),
+    (re.compile(r'Key: "(\S+)"\nCorresponding value:( \S*)?$'), r'"{}": ("\S+")'),
+    (re.compile(r"In which city was (\S+ \S+) born\?\nAnswer:( \S*)?$"), r"{} was born in (\w+)"),
+]
 
-ASKED = re.compile(
-    r'(?:for (\S+) mentioned in the provided text is|(pass key) is|Key: "(\S+)"\nCorresponding value:)( \S*)?$'
-)
-TOLD = (r"for {} is: (\d+)", r"The {} is (\d+)\.", r'"{}": ("\S+")')
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """A text of sentences that are all different, in a file."""
+    file = tmp_path_factory.mktemp("text") / "book.txt"
+    words = ["".join("aeioumnlrs"[int(digit)] for digit in f"{7919 * i % 10**6:06}") for i in range(900)]
+    file.write_text(" ".join(f"The {word} of {i} went ashore. He saw {3 * i} birds." for i, word in enumerate(words)))
+    return str(file)
+
+
+def uniform(tokens):
+    """A model without any preference."""
+    return torch.zeros(*tokens.shape, BYTES)
 
 
 def copying(window: int | None = None):
@@ -25,7 +40,7 @@ def copying(window: int | None = None):
         (ids,) = tokens.tolist()
         logits = torch.zeros(1, len(ids), BYTES)
         for end in range(max(1, len(ids) - 60), len(ids) + 1):
-            token = following(bytes(ids[:end]).decode(), window or end)
+            token = following(bytes(ids[max(0, end - window) if window else 0 : end]).decode())
             if token is not None:
                 logits[0, end - 1, token] = 1.0
         return logits
@@ -33,18 +48,26 @@ def copying(window: int | None = None):
     return call
 
 
-def following(text: str, window: int) -> int | None:
-    """The byte that continues an answer at the end of the text; None where none is begun."""
-    asked = ASKED.search(text)
-    if asked is None:
-        return None
-    kind = next(i for i in range(3) if asked[i + 1])
-    told = re.search(TOLD[kind].format(re.escape(asked[kind + 1])), text[-window : asked.start()])
-    whole, begun = f" {told[1]}" if told else "", asked[4] or ""
-    return whole.encode()[len(begun)] if whole.startswith(begun) and len(begun) < len(whole) else None
+def following(text: str) -> int | None:
+    """The byte that continues an answer at the end of the text; None where none is begun, or none is known."""
+    for asked, told in ASKED:
+        if found := asked.search(text):
+            said = re.search(told.format(re.escape(found[1])), text[: found.start()])
+            whole, begun = f" {said[1]}" if said else "", found[2] or ""
+            return whole.encode()[len(begun)] if whole.startswith(begun) and len(begun) < len(whole) else None
+    return None
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task",
+    [
+        Needle((400, 700), haystack="noise", **GRID),
+        Passkey((400, 700), **GRID),
+        KeyValues((3, 7), **GRID),
+        task_of("documents", documents=(3, 5), **GRID),
+    ],
+    ids=lambda task: task.name,
+)
 def test_a_copy_model_finds_everything(task):
     results = evaluate(task, copying())
     assert results.score.value == 1
@@ -52,9 +75,108 @@ def test_a_copy_model_finds_everything(task):
     assert [each.count for each in results.cells()] == [3] * 6
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "name", ["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"]
+)
+def test_a_copy_model_answers_questions_of_ruler(name, book):
+    assert evaluate(task_of(name, lengths=(1500,), samples=3, haystack=book), copying()).score.value == 1
+
+
+@pytest.mark.parametrize(
+    "task", [Needle((400,), haystack="noise", **GRID), Passkey((400,), **GRID), Recall(pairs=(5,))]
+)
 def test_a_uniform_model_scores_chance(task):
-    results = evaluate(task, lambda tokens: torch.zeros(*tokens.shape, BYTES))
-    for record, example in zip(results.records, task.examples(MODEL), strict=True):
+    results = evaluate(task, uniform)
+    for record, example in zip(results.records, task.examples(as_model(uniform)), strict=True):
         assert record["score"] == pytest.approx(BYTES ** -len(example.target))
-        assert record["nll"] == pytest.approx(len(example.target) * torch.tensor(BYTES).log().item())
+        assert record["nll"] == pytest.approx(len(example.target) * math.log(BYTES))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("perplexity", {"context": 97, "stride": 41, "lengths": (1009,)}),
+        ("extrapolation", {"trained": 61, "samples": 3}),
+        ("stream", {"lengths": (499,), "samples": 3}),
+    ],
+)
+def test_the_perplexity_of_a_uniform_model_is_its_vocabulary(name, options, book):
+    results = evaluate(task_of(name, haystack=book, **options), uniform)
+    assert results.perplexity == pytest.approx((BYTES, BYTES, BYTES))
+    assert "256.00 (256.00 to 256.00)" in results.table()
+
+
+def test_sliding_windows_score_each_token_once(book):
+    results = evaluate(task_of("perplexity", context=97, stride=41, lengths=(1009,), haystack=book), uniform)
+    spans = [(record["cell"]["start"], sum(record["counts"])) for record in results.records]
+    assert [start for start, _ in spans] == [1 + sum(count for _, count in spans[:i]) for i in range(len(spans))]
+    assert sum(count for _, count in spans) == 1009
+
+
+@pytest.mark.parametrize("window", [400, 600])
+def test_a_model_that_sees_a_window_finds_needles_within_it_only(window):
+    task = Needle((1000,), tuple(i / 10 for i in range(11)), samples=1, haystack="noise")
+    results = evaluate(task, copying(window))
+    for record, example in zip(results.records, task.examples(as_model(uniform)), strict=True):
+        text = bytes(example.tokens).decode()
+        distance = len(text) - re.search(r"for \S+ is: \d+\.", text).start() + len(example.target) - 1
+        assert (record["score"] == 1) == (distance <= window), (record, distance)
+    assert 0 < results.score.value < 1
+
+
+def test_the_depth_is_where_the_needle_is(book):
+    for example in Needle((3000,), (0.0, 0.25, 0.5, 0.75, 1.0), samples=1, haystack=book).examples(as_model(uniform)):
+        text = bytes(example.tokens + example.target).decode()
+        start, end = text.index("afterwards.\n") + 12, text.index("\nWhat is the special")
+        share = (text.index("One of the special") - start) / (end - start - 66)
+        assert share == pytest.approx(example.cell["depth"], abs=0.025)  # a sentence earlier at most
+        assert len(text) == 3000
+
+
+@pytest.mark.parametrize("name", [name for name, kind in TASKS.items() if hasattr(kind, "new_tokens")])
+def test_prompts_of_ruler_fill_their_length(name, book):
+    examples = list(task_of(name, lengths=(2500, 5000), samples=2, haystack=book).examples(as_model(uniform)))
+    assert len(examples) == 4
+    for example in examples:
+        used = len(example.tokens) + example.new_tokens
+        assert example.cell["length"] - 700 < used <= example.cell["length"]
+        text = bytes(example.tokens).decode()
+        assert all(answer in text for answer in example.answers)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("perplexity", "extrapolation", "stream")])
+def test_the_same_settings_give_the_same_examples_and_another_seed_others(name, book):
+    def examples(seed):
+        options = {"seed": seed, "samples": 2}
+        known = task_of(name).__dataclass_fields__
+        options |= {"haystack": book} if "haystack" in known else {}
+        options |= {"lengths": (2500,)} if "lengths" in known else {}
+        return list(task_of(name, **options).examples(as_model(uniform)))
+
+    assert examples(0) == examples(0)
+    assert all(one != other for one, other in zip(examples(0), examples(1), strict=True))
+
+
+def test_examples_do_not_depend_on_their_number():
+    few, many = (list(Passkey((400,), samples=n, depths=(0.5,)).examples(as_model(uniform))) for n in (2, 5))
+    assert few == many[:2]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (as_model(uniform, positions=300), "has 400 tokens, and uniform has 300 positions: give shorter texts"),
+        (lambda tokens: torch.zeros(3), r"called with tokens \[1, \d+\] and returned \[3\]: expected logits"),
+        ("nothing", "the model is str: expected a callable"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(model, message):
+    with pytest.raises(ProblemError, match=message):
+        evaluate(Passkey((400,), samples=1), model)
+
+
+def test_lengths_without_room_are_refused():
+    with pytest.raises(
+        ProblemError, match=r"a prompt of 300 tokens has no room: without a haystack it has 3\d\d already"
+    ):
+        evaluate(Needle((300,), haystack="noise"), uniform)

@@ -16,14 +16,19 @@ import torch
 
 from regard.bench.rounds import on_threads
 from regard.cli.generate_options import cache_spec
-from regard.cli.outputs import STDOUT, write_json
+from regard.cli.outputs import STDOUT, write_json, write_text
 from regard.cli.progress import progress_bars
 from regard.errors import ProblemError
 from regard.evaluate import TASKS, CacheOptions, Results, as_model, evaluate, task_of
 from regard.evaluate.models import Model
+from regard.evaluate.page import page
+from regard.evaluate.picture import picture
 from regard.evaluate.run import settings_of
 
-OPTIONS = ("lengths", "depths", "pairs", "samples", "seed", "haystack", "chat")
+OPTIONS = (
+    "lengths", "depths", "pairs", "documents", "questions", "vocabulary", "trained", "multiples", "context", "stride",
+    "samples", "seed", "haystack", "chat",
+)  # fmt: skip
 """Options that are settings of tasks."""
 
 
@@ -115,6 +120,10 @@ def show(args: argparse.Namespace) -> int:
 def show_results(args: argparse.Namespace, results: Results) -> int:
     """Print the table, and write JSON, picture and page."""
     write_json(args.json, results.as_dict())
+    if args.plot is not None:
+        write_text(args.plot, picture([("", results)]))
+    if args.html is not None:
+        write_text(args.html, page([("", results)]))
     if args.json != STDOUT:
         print(results.table())
     return 0

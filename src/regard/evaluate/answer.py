@@ -5,6 +5,7 @@ the context does, so that an example is read in the same pieces with the trunk a
 bits.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def answers(model: Model, examples: Sequence[Example], *, share: bool = True) ->
         share: whether common prefixes of neighbours are read once; the answers are the same.
     """
     trunk = Trunk(model)
-    for example, after in zip(examples, [*examples[1:], None], strict=True):
+    for example, after in itertools.zip_longest(examples, examples[1:]):
         check_fits(model, example)
         if isinstance(example, Passage):
             yield example, losses(model, example)
@@ -163,7 +164,7 @@ def losses(model: Model, passage: Passage) -> Answer:
     reader, tokens, start = model.start(), passage.tokens, 0
     found = list[Tensor]()
     while start < len(tokens) - 1:
-        stop = min(model.piece_end(start) or len(tokens), len(tokens) - 1)
+        stop = min(model.piece_end(start, is_stream=passage.is_stream) or len(tokens), len(tokens) - 1)
         last = min(stop - start, max(0, stop - passage.first + 1))
         logits = reader.read(tokens[start:stop], last)
         if last:
@@ -171,4 +172,5 @@ def losses(model: Model, passage: Passage) -> Answer:
             found.append(F.cross_entropy(logits.double(), target, reduction="none"))
         start = stop
     parts = torch.cat(found).split(passage.bucket)
-    return {"losses": [round(float(part.mean()), 6) for part in parts], "counts": [len(part) for part in parts]}
+    means, counts = [float(part.mean()) for part in parts], [len(part) for part in parts]
+    return {"first": passage.first, "losses": means, "counts": counts}

@@ -65,7 +65,18 @@ def samples(text: str, tokenizer: Any, count: int, tokens: int) -> Tensor:
     Raises:
         ProblemError: the text is too short for them not to overlap.
     """
-    ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
+    return spread(torch.tensor(tokenizer(text, verbose=False).input_ids), count, tokens)
+
+
+def spread(ids: Tensor, count: int, tokens: int) -> Tensor:
+    """Passages of these tokens, spread evenly over them, the first at the beginning: int64 [count, tokens].
+
+    >>> spread(torch.arange(10), 3, 2).tolist()
+    [[0, 1], [3, 4], [6, 7]]
+
+    Raises:
+        ProblemError: there are too few tokens for the passages not to overlap.
+    """
     if len(ids) < count * tokens:
         raise ProblemError(
             f"the text has {len(ids):,} tokens, and {count} samples of {tokens:,} are {count * tokens:,}: give a "

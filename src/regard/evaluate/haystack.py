@@ -61,6 +61,11 @@ def _sentences(name: str, tokens: int) -> Sequence[str]:
     """Sentences, with white space as single spaces. The noise is repeated as often as `tokens` can need it."""
     if name == "noise":
         return _split(NOISE) * (tokens // 5 + 1)
+    return sentences(name)
+
+
+def sentences(name: str) -> tuple[str, ...]:
+    """The sentences of a text, with white space as single spaces."""
     return _split(read(name))
 
 

@@ -1,7 +1,7 @@
 """95 % intervals: Wilson's for shares of right answers, the bootstrap for means of losses."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -53,14 +53,3 @@ def drawn(*columns: Floats, of: Callable[..., Floats], draws: int = 10_000) -> I
     rows = np.random.default_rng(0).integers(0, count, (draws, count))
     low, high = np.percentile(of(*(column[rows].mean(1) for column in columns)), (2.5, 97.5))
     return Interval(float(of(*(column.mean() for column in columns))), float(low), float(high))
-
-
-def of_losses(losses: Sequence[float]) -> Interval:
-    """The mean of losses, with its bootstrap interval; with fewer than 2 samples, an interval without bounds.
-
-    >>> of_losses([3.0])
-    Interval(value=3.0, low=-inf, high=inf)
-    """
-    if len(losses) < 2:
-        return Interval(losses[0] if losses else math.nan, -math.inf, math.inf)
-    return drawn(np.array(losses, dtype=np.float64), of=lambda mean: mean)

@@ -30,6 +30,10 @@ PIECE = 256
 """Tokens that are read at once: enough for large products, few enough that shared prefixes are long."""
 
 
+EVICT_EVERY = 16
+"""Tokens of a stream that are read at once into a cache that evicts."""
+
+
 class CacheOptions(NamedTuple):
     """A KV cache: layout, codec and eviction policy, as `regard_cache` takes them.
 
@@ -48,10 +52,14 @@ class CacheOptions(NamedTuple):
         """Whether every token is kept as it comes, so that pieces do not change what a query sees."""
         return self.codec is None and self.evict is None and not isinstance(self.layout, Rolling)
 
-    def pieces(self) -> tuple[int | None, int]:
-        """(tokens of the first piece, those of the others); the first is None where it is the whole context."""
+    def pieces(self, *, is_stream: bool = False) -> tuple[int | None, int]:
+        """(tokens of the first piece, those of the others); the first is None where it is the whole context.
+
+        In a stream, a policy evicts when its budget is full, and not after the whole text.
+        """
         if self.evict is not None:
-            return None, self.step or 1
+            budget = getattr(self.evict, "budget", None)
+            return (budget if isinstance(budget, int) else PIECE) if is_stream else None, self.step or EVICT_EVERY
         if isinstance(self.layout, Rolling):
             return self.layout.window, self.step or min(PIECE, self.layout.window)
         return self.step or PIECE, self.step or PIECE
@@ -98,14 +106,14 @@ class Model:
         """Whether tokens read at once give other logits than one by one, as in a cache that is quantised or evicts."""
         return self.cache is not None and not self.cache.is_dense
 
-    def piece_end(self, start: int) -> int | None:
+    def piece_end(self, start: int, *, is_stream: bool = False) -> int | None:
         """Where the piece that begins at this token ends; None: at the end of what is read.
 
         >>> model = as_model(lambda tokens: torch.zeros(*tokens.shape, 11))
         >>> model.piece_end(0), model.piece_end(300)
         (256, 512)
         """
-        first, step = (PIECE, PIECE) if self.cache is None else self.cache.pieces()
+        first, step = (PIECE, PIECE) if self.cache is None else self.cache.pieces(is_stream=is_stream)
         if first is None:
             return None
         return first if start < first else start + step - (start - first) % step

@@ -23,17 +23,18 @@ ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
 
 
 class Prompt(NamedTuple):
-    """The texts around a context: before it, the question after it, and the beginning of the answer."""
+    """The texts around a context: before it, the question, the beginning of the answer, and what is between these."""
 
     before: str
     question: str
     begun: str
+    between: str = " "
 
 
 def niah(kind: str, keys: Sequence[str], values: int) -> Prompt:
     """The prompt for the values of these keys, `values` each; `kind` is numbers, words or uuids.
 
-    >>> print("...".join(niah("numbers", ["calm-harbor"], 1)))
+    >>> print("...".join(niah("numbers", ["calm-harbor"], 1)[:3]))
     A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the
     number afterwards.
     ...
@@ -92,6 +93,6 @@ def question_and_target(
     if close:
         asked = [*tokenizer.encode(prompt.question), *close, *tokenizer.encode(prompt.begun)]
     else:
-        asked = tokenizer.encode(f"{prompt.question} {prompt.begun}" if prompt.begun else prompt.question)
+        asked = tokenizer.encode(prompt.question + prompt.between + prompt.begun if prompt.begun else prompt.question)
     space = " " if prompt.begun or not close else ""
     return asked, tokenizer.encode(space + answer) if answer else []

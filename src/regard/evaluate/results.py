@@ -1,13 +1,14 @@
 """Results by cell, with intervals: as a table, as JSON, and for the pictures and the page."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from regard.evaluate.intervals import Interval, of_losses, wilson
+from regard.evaluate import loss_results
+from regard.evaluate.intervals import Interval, wilson
+from regard.evaluate.loss_results import Span, mean_loss, perplexity
 from regard.evaluate.records import Record
 from regard.evaluate.task import Cell
 
@@ -76,30 +77,43 @@ class Results:
         groups = {value: [r for r in self.records if r["cell"][axis] == value] for value in self.values(axis)}
         return [CellResult({axis: v}, len(group), _scored(group), _mean_nll(group)) for v, group in groups.items()]
 
-    def losses(self, **cell: Any) -> list[tuple[int, int, Interval]]:
-        """(first token, one past the last, mean loss in nats) of each bucket of positions, over all passages."""
-        chosen = [r for r in self.records if all(r["cell"][key] == value for key, value in cell.items())]
-        counts, start = chosen[0]["counts"], int(chosen[0].get("first", 1))
-        ends = np.cumsum([start, *counts]).tolist()
-        columns = zip(*(record["losses"] for record in chosen), strict=True)
-        return [(ends[i], ends[i + 1], of_losses(column)) for i, column in enumerate(columns)]
+    @property
+    def loss(self) -> Interval:
+        """The mean loss of all tokens, in nats."""
+        return mean_loss(self.records, Span("", 0, sys.maxsize))
+
+    @property
+    def perplexity(self) -> Interval:
+        """The exponential of the mean loss."""
+        return perplexity(self.loss)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it for JSON."""
         content: dict[str, Any] = {"settings": self.settings, "about": self.about, "examples": len(self.records)}
         if self.is_loss:
-            return content | {"records": self.records}
+            spans = [
+                {
+                    "first": span.start,
+                    "last": span.end - 1,
+                    "name": span.name,
+                    "loss": mean_loss(self.records, span),
+                }
+                for span in loss_results.spans(self.settings, self.records)
+            ]
+            return content | {"loss": list(self.loss), "spans": spans, "records": self.records}
         cells = [
             {**each.cell, "count": each.count, "score": list(each.score), "nll": each.nll} for each in self.cells()
         ]
         return content | {"score": list(self.score), "cells": cells, "records": self.records}
 
     def table(self) -> str:
-        """A table of the cells, in percent with 95 % intervals; a row and a column for all."""
+        """A table of the cells in percent, or of losses by position, with 95 % intervals."""
         return "\n".join("  ".join(each) for each in aligned(self.rows()))
 
     def rows(self) -> list[list[str]]:
         """The rows of the table, the head first."""
+        if self.is_loss:
+            return loss_results.rows(self.settings, self.records)
         row_axis, column_axis = self.axes[0], self.axes[1] if len(self.axes) > 1 else None
         cells = {tuple(each.cell[axis] for axis in self.axes): each for each in self.cells()}
         if column_axis is None:

@@ -61,6 +61,7 @@ class Passage:
         tokens: the text; each is predicted from those before it.
         first: the first token that is scored, from 1.
         bucket: scored tokens of each mean that is recorded.
+        is_stream: whether a cache that evicts does so all the time, and not after the whole text only.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Passage:
     tokens: tuple[int, ...]
     first: int = 1
     bucket: int = 64
+    is_stream: bool = False
 
 
 Example = Question | Passage

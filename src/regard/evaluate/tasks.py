@@ -3,10 +3,17 @@
 from typing import Any
 
 from regard.cost.near_names import unknown_name
+from regard.evaluate.documents import Documents, Recall
+from regard.evaluate.losses import Extrapolation, Perplexity, Stream
 from regard.evaluate.retrieval import KeyValues, Needle, Passkey
+from regard.evaluate.ruler import RULER
 from regard.evaluate.task import Task
 
-TASKS: dict[str, type[Any]] = {each.name: each for each in (Needle, Passkey, KeyValues)}
+TASKS: dict[str, type[Any]] = {
+    **{each.name: each for each in (Needle, Passkey, KeyValues, Documents, Recall)},
+    **RULER,
+    **{each.name: each for each in (Perplexity, Extrapolation, Stream)},
+}
 """Classes of tasks by their names."""
 
 

@@ -1,0 +1,198 @@
+"""Questions about one of many documents, by the position of that document; and recall of tokens for small models."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from regard.errors import ProblemError
+from regard.evaluate import prompts
+from regard.evaluate.models import Model
+from regard.evaluate.retrieval import DEPTHS
+from regard.evaluate.task import Question, generator, prompt_parts
+
+
+class Document(NamedTuple):
+    """A title and a text."""
+
+    title: str
+    text: str
+
+
+class Asked(NamedTuple):
+    """A question, its answers, the document that has one of them, and others."""
+
+    question: str
+    answers: tuple[str, ...]
+    gold: Document
+    others: Sequence[Document]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A question about one of many documents, by the position of that document: lost in the middle.
+
+    Attributes:
+        documents: numbers of documents.
+        depths: positions of the document with the answer, as shares: 0 is the first, 1 the last.
+        samples: questions of each number and position.
+        questions: a file of questions in the format of Liu et al.: a JSON object in each line, with `question`,
+            `answers`, and `ctxs`: `title`, `text`, `isgold`. None: lives of invented people, each question about one.
+        chat: whether the prompt is a question in the model's chat template.
+
+    The answer is right if one of `answers` is in the text that the model generates.
+    """
+
+    name: ClassVar[str] = "documents"
+    axes: ClassVar[tuple[str, ...]] = ("depth", "documents")
+    source: ClassVar[str] = "Liu et al. 2023, Lost in the Middle, arXiv:2307.03172, section 2"
+
+    documents: tuple[int, ...] = (10, 20, 30)
+    depths: tuple[float, ...] = DEPTHS
+    samples: int = 10
+    seed: int = 0
+    questions: str | None = None
+    chat: bool = False
+
+    def examples(self, model: Model) -> Iterator[Question]:
+        """By the number of documents, then question; neighbours share the documents before the answer's."""
+        asked = None if self.questions is None else read_questions(self.questions)
+        start, close = prompt_parts(model.tokenizer, self.chat)
+        for count, sample in itertools.product(self.documents, range(self.samples)):
+            one = invented(generator(self, f"{count}/{sample}"), count) if asked is None else _of(asked, sample, count)
+            for depth in self.depths:
+                place = round(depth * (count - 1))
+                order = [*one.others[:place], one.gold, *one.others[place : count - 1]]
+                context = BEFORE + "\n".join(
+                    f"Document [{i}](Title: {each.title}) {each.text}" for i, each in enumerate(order, 1)
+                )
+                prompt = prompts.Prompt("", f"\n\nQuestion: {one.question}", "Answer:", "\n")
+                question, _ = prompts.question_and_target(model.tokenizer, prompt, "", close)
+                yield Question(
+                    f"{count}/{depth:g}/{sample}", {"documents": count, "depth": depth},
+                    (*start, *model.tokenizer.encode(context)), tuple(question), (), one.answers, 24, any_answer=True,
+                )  # fmt: skip
+
+
+BEFORE = (
+    "Write a high-quality answer for the given question using only the provided search results (some of which might be "
+    "irrelevant).\n\n"
+)
+
+
+def read_questions(file: str) -> list[Asked]:
+    """The questions of a file.
+
+    Raises:
+        ProblemError: it cannot be read, or a line is no question with a document that has the answer.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProblemError(f"{file} cannot be read: {error}.") from None
+    return [_asked(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _asked(line: str, where: str) -> Asked:
+    try:
+        found: Any = json.loads(line)
+        documents = [Document(each["title"], each["text"]) for each in found["ctxs"]]
+        gold = next(i for i, each in enumerate(found["ctxs"]) if each.get("isgold") or each.get("hasanswer"))
+        others = documents[:gold] + documents[gold + 1 :]
+        return Asked(found["question"], tuple(found["answers"]), documents[gold], others)
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        raise ProblemError(
+            f"{where}: expected a JSON object with question, answers and ctxs of title, text and isgold, one of them "
+            f"true ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _of(asked: Sequence[Asked], sample: int, count: int) -> Asked:
+    if sample >= len(asked):
+        raise ProblemError(f"there are {len(asked)} questions: give --samples {len(asked)} or fewer.")
+    if len(asked[sample].others) < count - 1:
+        raise ProblemError(f"question {sample + 1} has {len(asked[sample].others) + 1} documents: give fewer.")
+    return asked[sample]
+
+
+# ---- invented people ------------------------------------------------------------------------------------------------
+
+_FIRST = """
+Ada Bruno Clara Dmitri Elena Farid Greta Hugo Ines Jonas Karla Leon Mira Nils Olga Pavel Rosa Samir Tilda Ugo Vera Wim
+Yara Zeno"""
+_LAST = """
+Abel Brandt Castell Dorn Eriksen Falk Grieg Hartmann Ivanov Jansen Keller Lindqvist Moreau Novak Okafor Petrov Quist
+Rossi Sandoval Tanaka Ulrich Varga Weber Ximenes Yilmaz Zeller"""
+_CITIES = """
+Aberdeen Antwerp Bergen Bologna Bristol Cork Dresden Florence Gdansk Geneva Ghent Granada Graz Hamburg Helsinki Krakow
+Leipzig Lille Lisbon Lyon Malaga Marseille Naples Nice Oslo Porto Prague Riga Rotterdam Seville Sofia Tallinn Trieste
+Turin Utrecht Valencia Vilnius Warsaw Zagreb Zurich"""
+_WORK = """
+baker botanist carpenter chemist composer gardener geologist glassblower historian journalist lawyer
+librarian painter pharmacist photographer pilot sculptor surgeon tailor teacher translator watchmaker"""
+FIRST, LAST, CITIES, WORK = (tuple(each.split()) for each in (_FIRST, _LAST, _CITIES, _WORK))
+
+
+def invented(by: random.Random, count: int) -> Asked:
+    """Lives of so many people with different names, and the question where one of them was born; no other was there.
+
+    >>> one = invented(random.Random(0), 3)
+    >>> one.answers[0] in one.gold.text, any(one.answers[0] in other.text for other in one.others)
+    (True, False)
+    """
+    names = by.sample([f"{first} {last}" for first in FIRST for last in LAST], count)
+    answer, *cities = by.sample(CITIES, len(CITIES))
+    lives = [_life(name, answer if not i else by.choice(cities), cities, by) for i, name in enumerate(names)]
+    return Asked(f"In which city was {names[0]} born?", (answer,), lives[0], lives[1:])
+
+
+def _life(name: str, born: str, cities: Sequence[str], by: random.Random) -> Document:
+    year, moved, last = by.randint(1850, 1930), by.choice(cities), name.rsplit(maxsplit=1)[-1]
+    work, other = by.sample(WORK, 2)
+    text = (
+        f"{name} was born in {born} in {year}. Trained as a {work}, {last} moved to {moved} in {year + 23} and later "
+        f"worked there as a {other}."
+    )
+    return Document(name, text)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Keys and values that are single tokens, k1 v1 k2 v2 ..., and the value of one key: no tokenizer is needed.
+
+    Attributes:
+        vocabulary: keys are the tokens of its first half, values those of the second.
+        pairs: numbers of pairs.
+        depths: positions of the pair that is asked for, as shares: 0 is the first pair, 1 the last.
+        samples: examples of each number and position.
+    """
+
+    name: ClassVar[str] = "recall"
+    axes: ClassVar[tuple[str, ...]] = ("depth", "pairs")
+    source: ClassVar[str] = "Arora et al. 2023, Zoology, arXiv:2312.04927, section 3: associative recall"
+
+    vocabulary: int = 256
+    pairs: tuple[int, ...] = (8, 16, 32)
+    depths: tuple[float, ...] = DEPTHS
+    samples: int = 10
+    seed: int = 0
+
+    def examples(self, model: Model) -> Iterator[Question]:
+        """By the number of pairs; the positions of one sample share the whole context."""
+        half = self.vocabulary // 2
+        if max(self.pairs) > half:
+            raise ProblemError(f"{max(self.pairs)} keys of {half}: give a larger --vocabulary, or fewer --pairs.")
+        for pairs, sample in itertools.product(self.pairs, range(self.samples)):
+            by = generator(self, f"{pairs}/{sample}")
+            keys, values = by.sample(range(half), pairs), by.choices(range(half, 2 * half), k=pairs)
+            context = tuple(itertools.chain.from_iterable(zip(keys, values, strict=True)))
+            for depth in self.depths:
+                place = round(depth * (pairs - 1))
+                cell: dict[str, int | float | str] = {"pairs": pairs, "depth": depth}
+                yield Question(f"{pairs}/{depth:g}/{sample}", cell, context, (keys[place],), (values[place],))

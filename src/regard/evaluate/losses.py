@@ -1,0 +1,147 @@
+"""Losses by position: beyond the length of training, in sliding windows, of a stream under any cache.
+
+Losses are negative log-likelihoods in nats; a perplexity is the exponential of their mean. A passage of a text gives
+one mean for each bucket of positions, and the intervals are over passages.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from regard.errors import ProblemError
+from regard.evaluate.corpus import spread
+from regard.evaluate.haystack import MOBY_DICK, read
+from regard.evaluate.models import Model
+from regard.evaluate.task import Passage
+
+BUCKETS = 64
+"""Buckets of a passage, at most: points of the picture."""
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """Losses at 1, 2, 4 and 8 times the length of training, of the same passages.
+
+    One pass over a passage gives all of them: a token's loss depends on those before it only.
+
+    Attributes:
+        trained: tokens of the texts that the model was trained on; 0: the positions of its config.
+        multiples: lengths as multiples of it; the largest is the length of the passages.
+        samples: passages, spread over the text.
+        haystack: the text: `moby-dick`, or a file.
+    """
+
+    name: ClassVar[str] = "extrapolation"
+    axes: ClassVar[tuple[str, ...]] = ("length",)
+    source: ClassVar[str] = "Press et al. 2022, arXiv:2108.12409, section 2"
+
+    trained: int = 0
+    multiples: tuple[int, ...] = (1, 2, 4, 8)
+    samples: int = 10
+    seed: int = 0
+    haystack: str = MOBY_DICK
+
+    def examples(self, model: Model) -> Iterator[Passage]:
+        """Passages of the largest multiple."""
+        trained = self.trained or model.positions
+        if trained is None:
+            raise ProblemError("the length of training is unknown: give --trained, such as 512.")
+        length = trained * max(self.multiples)
+        bucket = max(1, min(trained // 8, length // BUCKETS) or 1)
+        for i, tokens in enumerate(passages(model, self.haystack, self.samples, length + 1)):
+            yield Passage(f"{length}/{i}", {"length": length, "trained": trained}, tokens, bucket=bucket)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The perplexity of a text in sliding windows: each token sees `context - stride` tokens or more.
+
+    Attributes:
+        context: tokens of a window; 0: the positions of the model.
+        stride: tokens between windows, which are the scored ones of each; 0: half of the context.
+        lengths: tokens of the text that are read, from its beginning.
+        haystack: the text: `moby-dick`, or a file.
+    """
+
+    name: ClassVar[str] = "perplexity"
+    axes: ClassVar[tuple[str, ...]] = ("context",)
+    source: ClassVar[str] = "Baevski and Auli 2019, arXiv:1809.10853, section 5.2: a context window that slides"
+
+    context: int = 0
+    stride: int = 0
+    lengths: tuple[int, ...] = (16384,)
+    seed: int = 0
+    haystack: str = MOBY_DICK
+    samples: ClassVar[int] = 1
+
+    def examples(self, model: Model) -> Iterator[Passage]:
+        """The windows; the last one ends with the text."""
+        context = self.context or model.positions
+        if context is None:
+            raise ProblemError("the positions of the model are unknown: give --context, such as 512.")
+        stride = self.stride or max(1, context // 2)
+        if stride > context:
+            raise ProblemError(f"a stride of {stride} skips tokens of a context of {context}: give a stride below it.")
+        for length in self.lengths:
+            (tokens,) = passages(model, self.haystack, 1, length + 1)
+            scored = 1  # tokens[scored:] are to be scored
+            for number, end in enumerate(_ends(length, context, stride)):
+                begin = max(0, end - context)
+                part = tokens[begin : end + 1]
+                yield Passage(
+                    f"{length}/{number}", {"context": context, "start": scored}, part, scored - begin, stride
+                )  # fmt: skip
+                scored = end + 1
+
+
+def _ends(length: int, context: int, stride: int) -> Iterator[int]:
+    """The last predicted token of each window.
+
+    >>> list(_ends(10, 4, 3))
+    [4, 7, 10]
+    """
+    end = min(context, length)
+    yield end
+    while end < length:
+        end = min(end + stride, length)
+        yield end
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Losses of a long text that is read without an end, under any cache: a window, with sinks, quantised, evicting.
+
+    Attributes:
+        lengths: tokens of each passage; longer than the model where a cache forgets.
+        samples: passages, spread over the text.
+        haystack: the text: `moby-dick`, or a file.
+    """
+
+    name: ClassVar[str] = "stream"
+    axes: ClassVar[tuple[str, ...]] = ("length",)
+    source: ClassVar[str] = "Xiao et al. 2023, arXiv:2309.17453, section 4.1"
+
+    lengths: tuple[int, ...] = (4096,)
+    samples: int = 4
+    seed: int = 0
+    haystack: str = MOBY_DICK
+
+    def examples(self, model: Model) -> Iterator[Passage]:
+        """Passages by length."""
+        for length in self.lengths:
+            bucket = max(1, length // BUCKETS)
+            for i, tokens in enumerate(passages(model, self.haystack, self.samples, length + 1)):
+                yield Passage(f"{length}/{i}", {"length": length}, tokens, bucket=bucket, is_stream=True)
+
+
+def passages(model: Model, text: str, count: int, tokens: int) -> list[tuple[int, ...]]:
+    """Passages of a text, spread evenly over it, the first at its beginning.
+
+    Raises:
+        ProblemError: the text is too short for them.
+    """
+    start = model.tokenizer.start
+    ids = torch.tensor(model.tokenizer.encode(read(text)))
+    return [start + tuple(row) for row in spread(ids, count, tokens - len(start)).tolist()]

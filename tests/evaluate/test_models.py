@@ -1,0 +1,124 @@
+"""Models of transformers and of regard.nn with every cache: shared prefixes change no bit."""
+
+import pytest
+import torch
+
+from regard import Rope
+from regard.cache import TOVA, SnapKV
+from regard.errors import ProblemError
+from regard.evaluate import CacheOptions, Needle, Passkey, as_model, evaluate, task_of
+from regard.evaluate.answer import Trunk, target_logits
+from regard.integrate.checkpoint import load
+from regard.nn import Decoder
+from regard.storage.codec import Int8
+from regard.storage.stored import Paged, Rolling
+from tests.cli import tiny
+
+CACHES = {
+    "dense": CacheOptions(),
+    "pages": CacheOptions(layout=Paged(16)),
+    "int8": CacheOptions(codec=Int8()),
+    "window": CacheOptions(layout=Rolling(64)),
+    "snapkv": CacheOptions(evict=SnapKV(64)),
+    "tova": CacheOptions(evict=TOVA(64, every=16)),
+}
+TASK = Needle((700,), (0.0, 0.5, 1.0), samples=2, haystack="noise")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save(folder, max_position_embeddings=1024)
+    return load(str(folder))
+
+
+def decoder():
+    torch.manual_seed(1)
+    return Decoder(260, 32, 2, 4, kv_heads=2, position=Rope(8)).eval()
+
+
+def logits(model, task, *, share):
+    """The logits of every token of every answer."""
+    examples, trunk = list(task.examples(model)), Trunk(model)
+    for example, after in zip(examples, [*examples[1:], None], strict=True):
+        reader = trunk.reader_of(example.context, after.context if share and after else None)
+        yield target_logits(model, reader, example)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", ["transformers", "regard"])
+def test_a_shared_prefix_changes_no_bit(made, kind, cache):
+    model, tokenizer, _ = made
+    model = as_model(model if kind == "transformers" else decoder(), tokenizer, cache=CACHES[cache])
+    for shared, plain in zip(logits(model, TASK, share=True), logits(model, TASK, share=False), strict=True):
+        assert torch.equal(shared, plain)
+
+
+def test_a_prefix_that_is_shared_is_read_once(made):
+    model, tokenizer, _ = made
+    counts = {}
+    for share in (True, False):
+        model_ = as_model(model, tokenizer)
+        start, read = model_.start, []
+
+        class Counting:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def read(self, ids, last):
+                read.append(len(ids))
+                return self.inner.read(ids, last)
+
+            def copy(self):
+                return Counting(self.inner.copy())
+
+        object.__setattr__(model_, "start", lambda start=start: Counting(start()))
+        results = evaluate(TASK, model_, share=share)
+        counts[share] = sum(read)
+    assert counts[False] == 6 * 699
+    assert counts[True] < 0.85 * counts[False]
+    assert len(results.records) == 6
+
+
+@pytest.mark.parametrize("kind", ["transformers", "regard"])
+def test_the_logits_are_those_of_the_model_itself(made, kind):
+    whole, tokenizer, _ = made
+    whole = whole if kind == "transformers" else decoder()
+    model = as_model(whole, tokenizer)
+    for example, found in zip(TASK.examples(model), logits(model, TASK, share=True), strict=True):
+        ids = torch.tensor([example.tokens + example.target])
+        with torch.no_grad():
+            expected = whole(ids)
+        expected = getattr(expected, "logits", expected)[0, len(example.tokens) - 1 : -1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_stream_goes_on_under_every_cache(made, cache, tmp_path):
+    model, tokenizer, _ = made
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 90)
+    task = task_of("stream", lengths=(400,), samples=2, haystack=str(tmp_path / "book.txt"))
+    results = evaluate(task, model, tokenizer, cache=CACHES[cache])
+    assert 100 < results.perplexity.value < 3000
+    assert all(sum(record["counts"]) == 400 for record in results.records)
+
+
+def test_a_stream_that_forgets_goes_past_the_positions_of_the_model(tmp_path):
+    tiny.save(tmp_path, max_position_embeddings=128)
+    model, tokenizer, _ = load(str(tmp_path))
+    task = Passkey((600,), (0.5,), samples=1)
+    with pytest.raises(ProblemError, match="has 6.. tokens, and .* has 128 positions"):
+        evaluate(task, model, tokenizer)
+    assert len(evaluate(task, model, tokenizer, cache=CACHES["window"]).records) == 1
+
+
+def test_the_tokens_of_another_tokenizer_are_refused(made):
+    model, tokenizer, _ = made
+    other = type("Far", (), {"encode": lambda self, text: [9999] * 20, "decode": lambda self, ids: ""})()
+    with pytest.raises(ProblemError, match="has the token 9,999, and .* knows 2.. *: give the tokenizer of the model"):
+        evaluate(Passkey((100,), (0.5,), samples=1), model, other)
+
+
+def test_a_plain_callable_has_no_cache():
+    with pytest.raises(ProblemError, match="a plain callable has no KV cache"):
+        as_model(lambda tokens: tokens, cache=CACHES["int8"])

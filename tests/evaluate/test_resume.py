@@ -1,0 +1,189 @@
+"""Results in a file: nothing is lost or counted twice after a kill, a torn line, a full disk, or several processes."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from regard.errors import ProblemError
+from regard.evaluate import Passkey, evaluate
+from regard.evaluate import records as files
+
+TASK = Passkey((400,), (0.0, 0.5, 1.0), samples=7)
+SLOW = """
+import sys, time, torch
+from regard.evaluate import Passkey, evaluate
+
+def model(tokens):
+    time.sleep(0.03)
+    return torch.zeros(*tokens.shape, 256)
+
+evaluate(Passkey((400,), (0.0, 0.5, 1.0), samples=7), model, label="model", file=sys.argv[1])
+"""
+
+
+def model(tokens):
+    return torch.zeros(*tokens.shape, 256)
+
+
+def run(file, **options):
+    return evaluate(TASK, model, label="model", file=file, **options)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def names(file):
+    return [record["example"] for record in lines(file)[1:]]
+
+
+ALL = [f"400/{depth:g}/{i}" for depth in (0, 0.5, 1) for i in range(7)]
+
+
+def start(file, **environment):
+    command = [sys.executable, "-c", SLOW, str(file)]
+    return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE)
+
+
+def wait_for(file, count, process):
+    end = time.monotonic() + 120
+    while not file.is_file() or file.read_bytes().count(b"\n") < count:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_run_that_is_killed_continues_and_nothing_is_lost_or_counted_twice(tmp_path):
+    file = tmp_path / "results.jsonl"
+    for count in (3, 9):  # killed twice, while it computes and writes
+        process = start(file)
+        wait_for(file, count, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert len(names(file)) >= count - 1
+    before = names(file)
+    seen = []
+    results = run(file, progress=lambda done, total: seen.append((done, total)))
+    assert names(file) == ALL
+    assert [record["example"] for record in results.records] == ALL
+    assert seen == [(i, 21) for i in range(len(before), 22)]
+
+
+def test_a_second_run_computes_nothing_again(tmp_path):
+    first = run(tmp_path / "results.jsonl")
+
+    def never(tokens):
+        raise AssertionError
+
+    second = evaluate(TASK, never, label="model", file=tmp_path / "results.jsonl")
+    assert second.records == first.records
+
+
+@pytest.mark.parametrize("torn", [1, 10, -2])
+def test_a_torn_line_is_dropped_and_computed_again(tmp_path, torn):
+    file = tmp_path / "results.jsonl"
+    run(file)
+    whole = file.read_bytes()
+    keep = whole.rstrip(b"\n").rfind(b"\n") + 1
+    file.write_bytes(whole[: keep + torn] if torn > 0 else whole[:torn])
+    run(file)
+    assert file.read_bytes() == whole
+
+
+def test_a_header_that_is_torn_begins_anew(tmp_path):
+    file = tmp_path / "results.jsonl"
+    file.write_bytes(b'{"regard": "0.')
+    run(file)
+    assert names(file) == ALL
+
+
+@pytest.mark.parametrize(
+    ("task", "label", "message"),
+    [
+        (Passkey((400,), (0.0, 0.5, 1.0), samples=7, seed=1), "model", "seed is 0 there and 1 here"),
+        (Passkey((401,), (0.0, 0.5, 1.0), samples=7), "model", r"lengths is \[400\] there and \[401\] here"),
+        (TASK, "other", '.*model is "model" there and "other" here'),
+    ],
+)
+def test_a_run_with_other_settings_is_refused_by_name(tmp_path, task, label, message):
+    run(tmp_path / "results.jsonl")
+    before = (tmp_path / "results.jsonl").read_bytes()
+    with pytest.raises(ProblemError, match=f"results.jsonl has results of another run: {message}. Name another file"):
+        evaluate(task, model, label=label, file=tmp_path / "results.jsonl")
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["Call me Ishmael.", '{"other": 1}\n', "[1]\n", "\n"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, content):
+    (tmp_path / "notes.txt").write_text(content)
+    with pytest.raises(ProblemError, match="notes.txt exists, and has no results of regard evaluate"):
+        run(tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == content
+
+
+def test_a_line_that_is_damaged_is_named(tmp_path):
+    file = tmp_path / "results.jsonl"
+    run(file)
+    whole = file.read_text().splitlines()
+    file.write_text("\n".join([*whole[:3], whole[3][:20], *whole[4:]]) + "\n")
+    with pytest.raises(ProblemError, match="line 4: .* is not JSON"):
+        run(file)
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    file = tmp_path / "results.jsonl"
+    with (
+        files.Writer(file, {"task": "passkey"}, {}),
+        pytest.raises(ProblemError, match="is written by another process"),
+    ):
+        files.Writer(file, {"task": "passkey"}, {})
+
+
+def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path):
+    file = tmp_path / "results.jsonl"
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1100, limits[1]))
+        with pytest.raises(ProblemError, match="cannot be written: File too large. The results before are whole"):
+            run(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert 1 < len(names(file)) < 21
+    assert file.read_bytes().endswith(b"}\n")
+    run(file)
+    assert names(file) == ALL
+
+
+def test_several_processes_share_the_examples_and_merge_their_results(tmp_path):
+    file = tmp_path / "results.jsonl"
+    processes = [start(file, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    for process in processes:
+        _, error = process.communicate(timeout=200)
+        assert process.returncode == 0, error.decode()
+    ours, theirs = names(file), names(tmp_path / "results.jsonl.1")
+    assert sorted(ours + theirs) == sorted(ALL)
+    assert (len(ours), len(theirs)) == (14, 7)  # whole cells, so that prefixes stay shared
+    assert [record["example"] for record in run(file).records] == ALL
+    assert len(names(file)) == 14  # nothing was computed again
+
+
+def test_a_run_of_several_processes_needs_a_file(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ProblemError, match="several processes need a file"):
+        evaluate(TASK, model)
+
+
+def test_every_record_has_its_seed_in_the_settings(tmp_path):
+    run(tmp_path / "results.jsonl")
+    head, *rest = lines(tmp_path / "results.jsonl")
+    assert head["settings"]["seed"] == 0
+    assert all(re.fullmatch(r"400/(0|0\.5|1)/\d", record["example"]) for record in rest)
