@@ -116,7 +116,7 @@ def test_a_header_that_is_torn_begins_anew(tmp_path):
 def test_a_run_with_other_settings_is_refused_by_name(tmp_path, task, label, message):
     run(tmp_path / "results.jsonl")
     before = (tmp_path / "results.jsonl").read_bytes()
-    with pytest.raises(ProblemError, match=f"results.jsonl has results of another run: {message}. Name another file"):
+    with pytest.raises(ProblemError, match=rf"results.jsonl has results of another run: {message}. Name another file"):
         evaluate(task, model, label=label, file=tmp_path / "results.jsonl")
     assert (tmp_path / "results.jsonl").read_bytes() == before
 
@@ -124,7 +124,7 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path, task, label, mes
 @pytest.mark.parametrize("content", ["Call me Ishmael.", '{"other": 1}\n', "[1]\n", "\n"])
 def test_a_file_of_something_else_is_left_alone(tmp_path, content):
     (tmp_path / "notes.txt").write_text(content)
-    with pytest.raises(ProblemError, match="notes.txt exists, and has no results of regard evaluate"):
+    with pytest.raises(ProblemError, match=r"notes.txt exists, and has no results of regard evaluate"):
         run(tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == content
 
@@ -134,7 +134,7 @@ def test_a_line_that_is_damaged_is_named(tmp_path):
     run(file)
     whole = file.read_text().splitlines()
     file.write_text("\n".join([*whole[:3], whole[3][:20], *whole[4:]]) + "\n")
-    with pytest.raises(ProblemError, match="line 4: .* is not JSON"):
+    with pytest.raises(ProblemError, match=r"line 4: .* is not JSON"):
         run(file)
 
 
@@ -152,7 +152,7 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path):
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1100, limits[1]))
-        with pytest.raises(ProblemError, match="cannot be written: File too large. The results before are whole"):
+        with pytest.raises(ProblemError, match=r"cannot be written: File too large. The results before are whole"):
             run(file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -75,16 +75,12 @@ def test_a_copy_model_finds_everything(task):
     assert [each.count for each in results.cells()] == [3] * 6
 
 
-@pytest.mark.parametrize(
-    "name", ["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"]
-)
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"])
 def test_a_copy_model_answers_questions_of_ruler(name, book):
     assert evaluate(task_of(name, lengths=(1500,), samples=3, haystack=book), copying()).score.value == 1
 
 
-@pytest.mark.parametrize(
-    "task", [Needle((400,), haystack="noise", **GRID), Passkey((400,), **GRID), Recall(pairs=(5,))]
-)
+@pytest.mark.parametrize("task", [Needle((400,), haystack="noise", **GRID), Recall(pairs=(5,))])
 def test_a_uniform_model_scores_chance(task):
     results = evaluate(task, uniform)
     for record, example in zip(results.records, task.examples(as_model(uniform)), strict=True):
@@ -135,7 +131,7 @@ def test_the_depth_is_where_the_needle_is(book):
 
 @pytest.mark.parametrize("name", [name for name, kind in TASKS.items() if hasattr(kind, "new_tokens")])
 def test_prompts_of_ruler_fill_their_length(name, book):
-    examples = list(task_of(name, lengths=(2500, 5000), samples=2, haystack=book).examples(as_model(uniform)))
+    examples = list(task_of(name, lengths=(2500, 9000), samples=2, haystack=book).examples(as_model(uniform)))
     assert len(examples) == 4
     for example in examples:
         used = len(example.tokens) + example.new_tokens
