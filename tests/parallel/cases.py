@@ -1,5 +1,6 @@
 """What the processes of `workers.py` run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from regard import State
 from regard.parallel import Layout, ring_attend, ring_attend_state
+from regard.parallel.ranks import Message, Ranks
 
 
 def shard(t: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -53,3 +55,20 @@ def ring_in_halves(rank: int, size: int, **more: Any) -> Any:
 def every_third(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """A mask function."""
     return (q + 2 * k) % 3 != 0
+
+
+def sent_in_ring(rank: int, size: int, **more: Any) -> int:
+    """The bytes that this rank sends in a call of `ring`."""
+    start, sent = Ranks.start, 0
+
+    def counting(ranks: Ranks, messages: Sequence[Message]) -> Any:
+        nonlocal sent
+        sent += sum(m.tensor.nbytes for m in messages if m.is_sent)
+        return start(ranks, messages)
+
+    Ranks.start = counting
+    try:
+        ring(rank, size, **more)
+    finally:
+        Ranks.start = start
+    return sent

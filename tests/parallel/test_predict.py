@@ -1,16 +1,22 @@
 """The predicted time and traffic of sharded sequences, against counts by hand and against each other."""
 
+from collections.abc import Generator
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard import Causal, Prefix, Window
 from regard.cost import Machine, Pattern, cost
 from regard.cost.model import from_fields
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout
 from regard.parallel.pair_counts import pair_counts, rank_pairs
 from regard.parallel.predict import Link, exchanged_bytes, ring_steps, shardings
+from tests.parallel import cases
+from tests.parallel.workers import Workers, workers
 
 FAST = Machine("m", "m", "here", {"bfloat16": 1e12}, bandwidth=1e15, memory=2**40, fast_memory=2**20)
 """Bound by products alone: 1e12 FLOP/s."""
@@ -89,6 +95,30 @@ def test_every_needed_rectangle_is_computed_once_and_its_keys_were_sent_there(pa
     assert steps.sent.sum() >= (needed * np.array(layout.counts)).sum()
     assert steps.sent.sum() <= (ranks - 1) * tokens
     assert not steps.sent[-1].any()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
+    with workers(4, tmp_path_factory.mktemp("four")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("mask", "pattern"),
+    [
+        (None, Pattern(causal=False)),
+        (Causal(), Pattern()),
+        (Causal() & Window(9), Pattern(window=9)),
+        (Causal() & (Window(9) | Prefix(2)), Pattern(window=9, sinks=2)),
+    ],
+)
+def test_ring_attend_sends_the_bytes_that_are_predicted(four, name, mask, pattern):
+    layout = getattr(Layout, name)(53, 4)
+    q, k, v = (torch.randn(2, heads, 53, dim) for heads, dim in ((4, 16), (2, 16), (2, 8)))
+    measured = four.run(cases.sent_in_ring, q=q, k=k, v=v, mask=mask, layout=layout, timeout=30.0)
+    steps = ring_steps(rank_pairs(pair_counts(pattern, 53), layout), layout.counts)
+    assert measured == [2 * tokens * 2 * (16 + 8) * 4 for tokens in steps.sent.sum(axis=0).tolist()]
 
 
 def test_ulysses_sends_the_heads_of_the_other_ranks():

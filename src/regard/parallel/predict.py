@@ -2,8 +2,8 @@
 
 Ring: at each step a rank computes with the keys and values that it has while it sends them on, and ranks wait for one
 another, so a step takes the longest of all computations and all sends, and the ring the sum of its steps. What a step
-computes are the exact pairs of `rank_pairs`; a block of keys goes no farther than ranks
-need it, up or down the ring, so empty rectangles cost nothing.
+computes are the exact pairs of `rank_pairs`; blocks travel as `Route` says, which `ring_attend` follows, so empty
+rectangles cost nothing.
 
 Ulysses (Jacobs et al. 2023, arXiv:2309.14509): two all-to-all exchanges, of queries, keys and values before the
 attention and of its output after it. Neither overlaps with computation.
@@ -14,9 +14,8 @@ The start of a message is not counted. Nothing of torch is imported.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout
 from regard.parallel.pair_counts import pair_counts, rank_pairs
+from regard.parallel.route import Route
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 STRIPE = 64
@@ -142,33 +142,18 @@ def ring_steps(pairs: NDArray[np.int64], counts: tuple[int, ...]) -> Steps:
     >>> ring_steps(causal, (2, 2)).sent.tolist()
     [[2, 0], [0, 0]]
     """
-    ranks = len(counts)
-    ways = [hops([bool(pairs[(o + d) % ranks, o]) for d in range(1, ranks)]) for o in range(ranks)]
-    count = 1 + max(map(max, ways))
-    steps = Steps(*(np.zeros((count, ranks), dtype=np.int64) for _ in range(3)))
-    for origin, (up, down) in enumerate(ways):
-        for rank, step in ((origin, 0), *(((origin + d) % ranks, abs(d)) for d in range(-down, up + 1) if d)):
-            steps.pairs[step, rank] += pairs[rank, origin]
-            steps.read[step, rank] += counts[origin] * bool(pairs[rank, origin])
-        for way, most in ((1, up), (-1, down)):
-            for step in range(most):
-                steps.sent[step, (origin + way * step) % ranks] += counts[origin]
+    ranks, route = len(counts), Route(pairs > 0)
+    steps = Steps(*(np.zeros((route.steps + 1, ranks), dtype=np.int64) for _ in range(3)))
+    for rank in range(ranks):
+        steps.pairs[0, rank] = pairs[rank, rank]
+        steps.read[0, rank] = counts[rank] * bool(pairs[rank, rank])
+        steps.sent[0, rank] = counts[rank] * (bool(route.up[rank]) + bool(route.down[rank]))
+        for step in range(1, route.steps + 1):
+            for visit in route.visits(rank, step):
+                steps.pairs[step, rank] += pairs[rank, visit.origin]
+                steps.read[step, rank] += counts[visit.origin] * visit.is_needed
+                steps.sent[step, rank] += counts[visit.origin] * visit.goes_on
     return steps
-
-
-def hops(needed: Sequence[bool]) -> tuple[int, int]:
-    """(hops up, hops down) of a block of keys, to all ranks that need it; of the others the longest run is left out.
-
-    Args:
-        needed: whether the rank at distance 1, 2 ... up the ring needs it.
-
-    >>> hops([True, False, False, True]), hops([True, True]), hops([False])
-    ((1, 1), (2, 0), (0, 0))
-    """
-    stops = [0, *(distance + 1 for distance, need in enumerate(needed) if need), len(needed) + 1]
-    gaps = [(stop - start, start) for start, stop in pairwise(stops)]
-    widest, up = max(gaps)  # of equal ones the last: then blocks go up
-    return up, len(needed) + 1 - up - widest
 
 
 def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Layout, name: str, link: Link) -> Sharded:

@@ -8,13 +8,16 @@ ranks that do not need it, the longest run is left out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from regard.describe.mask import Bools, Ints, Mask, Rectangles
 from regard.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from regard.describe.mask import Bools, Ints, Mask
 
 
 class Visit(NamedTuple):
@@ -44,7 +47,7 @@ class Route:
     ((2, 1, 0), (0, 0, 0))
     """
 
-    needs: Bools
+    needs: "Bools"
 
     @property
     def ranks(self) -> int:
@@ -81,7 +84,7 @@ class Route:
         return found
 
 
-def needs_of(mask: Mask | None, queries: Layout, keys: Layout, offset: int, maps: tuple[int, int]) -> Bools:
+def needs_of(mask: "Mask | None", queries: Layout, keys: Layout, offset: int, maps: tuple[int, int]) -> "Bools":
     """[rank, origin]: whether the queries of a rank may see keys of the origin.
 
     Args:
@@ -92,16 +95,17 @@ def needs_of(mask: Mask | None, queries: Layout, keys: Layout, offset: int, maps
     needs = np.outer(np.array(queries.counts) > 0, np.array(keys.counts) > 0)
     if mask is None or not needs.any():
         return needs
+    rectangles = import_module("regard.describe.mask").Rectangles  # here: costs are counted before torch is loaded
     sees, columns = np.zeros_like(needs), _hulls(keys)
     b, h, at = (index.ravel() for index in np.indices((*maps, len(columns))))
     for rank, start, stop in _hulls(queries).tolist():
         first, last = (np.full(len(at), edge + offset) for edge in (start, stop))
-        some, _ = mask.bounds(Rectangles(b, h, first, last, columns[at, 1], columns[at, 2]))
+        some, _ = mask.bounds(rectangles(b, h, first, last, columns[at, 1], columns[at, 2]))
         sees[rank, columns[at[some], 0]] = True
     return needs & sees
 
 
-def _hulls(layout: Layout) -> Ints:
+def _hulls(layout: Layout) -> "Ints":
     """Of each range of positions (its rank, the first position, one past the last), [ranges, 3]."""
     rows = [(rank, r[0], r[-1] + 1) for rank in range(layout.ranks) for r in layout.positions(rank) if r]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
