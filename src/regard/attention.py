@@ -107,6 +107,39 @@ def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
         yield
 
 
+Route = Callable[[Request], State]
+"""What computes a call elsewhere; of its state, `attend` reads `out`, which has the sink already."""
+
+_route: ContextVar[Route | None] = ContextVar("route", default=None)
+
+
+@contextmanager
+def route_calls(route: Route) -> Generator[None]:
+    """Let `route` compute each call of `attend` and `attend_state` made inside, in this thread.
+
+    For sequences that are sharded over ranks (`regard.parallel.context_parallel`). Calls that `route` makes itself are
+    computed here. Calls that torch traces are not routed.
+    """
+    token = _route.set(route)
+    try:
+        yield
+    finally:
+        _route.reset(token)
+
+
+def _routed(route: Route, request: Request) -> State:
+    if _observers.get():
+        raise RefusalError(
+            "a call over a sequence that is sharded over ranks, with observers: each rank computes a part of each row. "
+            "Observe calls, replace outputs and record weights in one process."
+        )
+    token = _route.set(None)
+    try:
+        return route(request)
+    finally:
+        _route.reset(token)
+
+
 @contextmanager
 def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
     token = _observers.set((*_observers.get(), observer))
@@ -324,6 +357,8 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     """
     if torch.compiler.is_compiling():
         return attend_traced(request)
+    if (route := _route.get()) is not None:
+        return _routed(route, request)
     observers = _observers.get()
     if is_counted() and not observers and _passes_operator(request.bias):
         return attend_traced(request)

@@ -24,6 +24,7 @@ from regard.nn.multi_head import both, length_of
 from regard.nn.norm import RMSNorm
 from regard.nn.rope_pairs import RopePairs
 from regard.nn.spec_module import SpecModule, as_module
+from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Latent, Rolling, StoredTensor
 
@@ -188,9 +189,11 @@ class LatentAttention(nn.Module):
         stored = 0 if cache is None else cache.tokens_seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         if self.position is not None:
-            first = stored if positions is None else positions
-            rope = self._rope()
-            length = length_of(rope.rope if isinstance(rope, RopePairs) else rope, first, x.shape[1], x.shape[1], cache)
+            shard = token_positions()
+            first = positions if positions is not None else stored if shard is None else shard.positions
+            rope, tokens = self._rope(), x.shape[1]
+            length = length_of(rope.rope if isinstance(rope, RopePairs) else rope, first, tokens, tokens, cache)
+            length = length if shard is None else shard.length
             q_rope = rope.rotate(q_rope, first, length)
             latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
             k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)

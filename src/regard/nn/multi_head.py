@@ -25,6 +25,7 @@ from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
+from regard.nn.token_positions import token_positions
 from regard.plan.checks import check_numbers, check_specs
 from regard.storage.stored import Rolling
 
@@ -174,10 +175,12 @@ class MultiHeadAttention(nn.Module):
         q = self._split(self.q_proj(x), self.q_norm)
         k = self._split(self.k_proj(source), self.k_norm)
         v = self._split(self.v_proj(source), None)
+        shard = token_positions() if context is None else None
         first = positions if positions is not None else stored if context is None else 0
+        first = shard.positions if shard is not None and positions is None else first
         if self.position is not None:
             rope = cast(Rope, self.position.spec)
-            tokens = length_of(rope, first, q.shape[2], k.shape[2], cache)
+            tokens = length_of(rope, first, q.shape[2], k.shape[2], cache) if shard is None else shard.length
             q = rope.rotate(q, first, tokens)
             k = rope.rotate(k, first if context is None else stored, tokens)
         if cache is not None:

@@ -25,6 +25,7 @@ from regard.nn.latent import LatentAttention
 from regard.nn.multi_head import MultiHeadAttention
 from regard.nn.norm import RMSNorm
 from regard.nn.spec_module import SpecModule, as_module
+from regard.nn.token_positions import token_positions
 from regard.storage.codec import Codec
 from regard.storage.stored import Layout
 
@@ -150,7 +151,9 @@ class Encoder(nn.Module):
             raise ProblemError(f"tokens are {tokens.dtype} {list(tokens.shape)}: expected ints [batch, tokens].")
         x = self.embedding(tokens) * self.d_model**0.5
         if self.position is not None:
-            x = self.position.spec.add(x, caches[0].own.tokens_seen if caches else None)
+            shard = token_positions()
+            first = caches[0].own.tokens_seen if caches else None
+            x = self.position.spec.add(x, first if shard is None else shard.positions)
         with rollback_on_failure(caches) if caches else nullcontext():
             for block, pair in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, context, mask=mask, context_mask=context_mask, caches=pair)

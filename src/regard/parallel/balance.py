@@ -35,6 +35,9 @@ TILE = 64
 SHORTEST = 16
 """Tokens of the shortest block."""
 
+BITS = 20
+"""Of the work of a block: products of sums fit into 64 bits, and integers give the same layout on every machine."""
+
 SWEEPS = 3
 """How often each round is rotated anew."""
 
@@ -84,7 +87,8 @@ def _rotated(counts: PairCounts, ranks: int, rounds: int) -> Layout:
     """The sequence in `rounds` times `ranks` blocks, each round rotated to level the sums."""
     parts = _blocks(counts.tokens, ranks * rounds)
     edges = np.array([0, *(part.stop for part in parts)])
-    work = np.diff(counts.before(edges)).astype(np.float64).reshape(rounds, ranks)
+    work = np.diff(counts.before(edges)).reshape(rounds, ranks)
+    work = work >> max(0, int(work.max()).bit_length() - BITS)
     by = [0] * rounds
     load = work.sum(axis=0)
     for _ in range(SWEEPS):
@@ -96,10 +100,10 @@ def _rotated(counts: PairCounts, ranks: int, rounds: int) -> Layout:
     return Layout(counts.tokens, tuple(joined(each) for each in runs))
 
 
-def _best_rotation(load: NDArray[np.float64], work: NDArray[np.float64]) -> int:
+def _best_rotation(load: NDArray[np.int64], work: NDArray[np.int64]) -> int:
     """The rotation of `work` for which the sum of squares of load + work is least; of equal ones the smallest."""
-    cross = np.fft.irfft(np.fft.rfft(load) * np.fft.rfft(work).conj(), len(load))
-    return int(np.argmin(np.round(cross / max(float(np.abs(cross).max()), 1.0), 9)))
+    rotated = np.lib.stride_tricks.sliding_window_view(np.concatenate([load, load]), len(load))[: len(load)]
+    return int(np.argmin(rotated @ work))
 
 
 def _blocks(tokens: int, blocks: int) -> list[range]:
