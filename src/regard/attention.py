@@ -257,7 +257,7 @@ def attend(
         )
     key = None
     is_plain = bias is None and score is None and sink is None and type(dropout) is float and dropout == 0.0
-    if is_plain and not torch.compiler.is_compiling() and not _observers.get():
+    if is_plain and not torch.compiler.is_compiling() and not _observers.get() and _route.get() is None:
         key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend)
         if out is not None:
             return out

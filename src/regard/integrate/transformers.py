@@ -21,6 +21,8 @@ import contextvars
 import functools
 import inspect
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -164,6 +166,10 @@ def mask(
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once.
     """
+    make = _sharded.get()
+    if make is not None:
+        function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
+        return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
     called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
     if mask_function is not None:
@@ -174,6 +180,22 @@ def mask(
     first = int(q_offset)
     request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
     return LayerMask(to_mask(request), (batch_size, 1, q_length, kv_length), request.offset, device, attention_mask)
+
+
+MakeMask = Callable[..., LayerMask]
+"""From (mask function, batch, queries, keys, device, use_vmap, padding)."""
+
+_sharded: contextvars.ContextVar[MakeMask | None] = contextvars.ContextVar("sharded", default=None)
+
+
+@contextmanager
+def sharded_masks(make: MakeMask) -> Generator[None]:
+    """Let `make` make the masks of the models that are called inside, in this thread: `integrate/sharded.py`."""
+    token = _sharded.set(make)
+    try:
+        yield
+    finally:
+        _sharded.reset(token)
 
 
 def _is_traced(q_offset: int | Tensor, attention_mask: Tensor | None) -> bool:

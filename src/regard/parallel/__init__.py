@@ -1,5 +1,6 @@
 """Attention over a sequence that is sharded over the ranks of a `torch.distributed` process group.
 
+- `context_parallel`: models run over a sharded sequence by one line around the call.
 - `ring_attend`: each rank has some tokens, of queries, keys and values; keys and values travel around the ring.
 - `Layout`: which tokens each rank has: contiguous, zigzag, striped, balanced, or any other.
 - `RankError`: another rank is lost.
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regard.errors import RankError
+    from regard.parallel.context import ContextParallel, Shard, context_parallel
     from regard.parallel.layout import Layout
     from regard.parallel.ring import ring_attend, ring_attend_state
 
-__all__ = ["Layout", "RankError", "ring_attend", "ring_attend_state"]
+__all__ = ["ContextParallel", "Layout", "RankError", "Shard", "context_parallel", "ring_attend", "ring_attend_state"]
 
 MODULES = {
-    "ranks": ("RankError",),
+    "context": ("ContextParallel", "Shard", "context_parallel"),
     "layout": ("Layout",),
+    "ranks": ("RankError",),
     "ring": ("ring_attend", "ring_attend_state"),
 }
 """The public names of each module."""

@@ -1,0 +1,42 @@
+"""Models whose sequence is sharded over processes equal those of one process: logits, loss, gradients."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+
+import pytest
+
+from tests.parallel import model_cases
+from tests.parallel.workers import Workers, workers
+
+from regard import Alibi, Rope, Sinusoidal, Window
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
+    with workers(request.param, tmp_path_factory.mktemp("group")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", ["plain", "padding on the right", "padding on the left", "packed"])
+@pytest.mark.parametrize(("name", "layout", "tokens"), [("llama", "balanced", 37), ("mistral", "zigzag", 41)])
+def test_a_model_of_transformers_equals_one_process(
+    ranks: Workers, name: str, layout: str, tokens: int, case: str
+) -> None:
+    ranks.run(model_cases.transformers_model, name=name, tokens=tokens, layout=layout, case=case)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_every_layout_gives_the_same_model(ranks: Workers, layout: str) -> None:
+    ranks.run(model_cases.transformers_model, name="llama", tokens=37, layout=layout, case="plain")
+
+
+@pytest.mark.parametrize(
+    "more", [{"position": Rope(8)}, {"position": Sinusoidal(32)}, {"position": Alibi(4), "mask": Window(7)}]
+)
+def test_a_decoder_of_regard_equals_one_process(ranks: Workers, more: dict[str, object]) -> None:
+    ranks.run(model_cases.regard_model, more=more, layout="balanced", tokens=37)
+
+
+def test_a_module_of_your_own_calls_the_ring(ranks: Workers) -> None:
+    ranks.run(model_cases.own_module, tokens=37)
