@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, cast, overload
 
 import torch
@@ -357,6 +358,8 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     """
     if torch.compiler.is_compiling():
         return attend_traced(request)
+    if "DTensor" in {type(t).__name__ for t in request[:3]}:
+        return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it
     if (route := _route.get()) is not None:
         return _routed(route, request)
     observers = _observers.get()

@@ -1,12 +1,16 @@
 """What the processes of `workers.py` run to shard models: each compares its part with one process."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from regard import Causal, Window, attend
+from regard import Alibi, Causal, KeyLengths, Mask, ProblemError, RefusalError, Window, attend, attend_state
 from regard.nn import Decoder
 from regard.parallel import context_parallel
 
@@ -122,3 +126,105 @@ def own_module(rank: int, size: int, *, tokens: int) -> None:
         found = nn.functional.scaled_dot_product_attention(*mine, is_causal=True), attend(*mine, mask=Causal() & Window(7))
     for one, other in zip(found, whole, strict=True):
         torch.testing.assert_close(shard.unshard(one, 2), other, atol=1e-5, rtol=1e-4)
+
+
+def fsdp_and_sequence(rank: int, size: int, *, tokens: int) -> None:
+    """2 x 2: parameters and batch rows are sharded over one dimension of the mesh, the sequence over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
+    model = llama()
+    whole = model(ids, labels=ids)
+    whole.loss.backward()
+    expected = gradients(model)
+    model = llama()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    row = mesh["data"].get_local_rank()
+    with context_parallel(mesh["sequence"]) as cp:
+        out = model(input_ids=ids[row : row + 1], labels=ids[row : row + 1])
+        out.loss.backward()  # FSDP takes the mean over the rows, and the ranks of a sequence are summed
+    torch.testing.assert_close(cp.unshard(out.logits), whole.logits[row : row + 1], atol=1e-5, rtol=1e-4)
+    for name, parameter in model.named_parameters():
+        mine = parameter.grad.to_local()
+        dist.all_reduce(mine, group=mesh["sequence"].get_group())
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], atol=2e-6, rtol=2e-5)
+
+
+def heads_and_sequence(rank: int, size: int, *, tokens: int) -> None:
+    """2 x 2: heads are sharded over one dimension of the mesh (tensor parallelism), the sequence over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
+    ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
+    model = llama()
+    whole = model(ids, labels=ids)
+    whole.loss.backward()
+    expected = gradients(model)
+    model = llama()
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    for layer in model.model.layers:
+        plan: Any = {f"self_attn.{name}": ColwiseParallel() for name in columns[:3]}
+        plan |= {f"mlp.{name}": ColwiseParallel() for name in columns[3:]}
+        plan |= {f"self_attn.{rows[0]}": RowwiseParallel(), f"mlp.{rows[1]}": RowwiseParallel()}
+        parallelize_module(layer, mesh["heads"], plan)
+    with context_parallel(mesh["sequence"]) as cp:
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+    torch.testing.assert_close(out.loss, whole.loss, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(cp.unshard(out.logits), whole.logits, atol=1e-5, rtol=1e-4)
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        dist.all_reduce(grad, group=mesh["sequence"].get_group())
+        torch.testing.assert_close(grad, expected[name], atol=2e-6, rtol=2e-5)
+
+
+def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | None, tokens: int) -> None:
+    """DTensors with these placements on a mesh of 2 x 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 4, tokens, 8), (2, 2, tokens, 8), (2, 2, tokens, 6)
+    whole = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    sink = torch.randn(4, generator=generator)
+    expected = attend(*whole, mask=mask, sink=sink)
+    dout = torch.randn(expected.shape, generator=generator)
+    expected.backward(dout)
+    shards = [distribute_tensor(t.detach(), mesh, placements).requires_grad_() for t in whole]
+    out = attend(*shards, mask=mask, sink=sink)
+    assert isinstance(out, DTensor)
+    assert out.placements == placements
+    torch.testing.assert_close(out.full_tensor(), expected, atol=1e-5, rtol=1e-4)
+    out.backward(distribute_tensor(dout, mesh, placements))
+    for shard, t in zip(shards, whole, strict=True):
+        torch.testing.assert_close(shard.grad.full_tensor(), t.grad, atol=1e-5, rtol=1e-4)
+    state = attend_state(*shards, mask=mask)
+    torch.testing.assert_close(
+        cast(DTensor, state.lse).full_tensor(), attend_state(*whole, mask=mask).lse, atol=1e-5, rtol=1e-4
+    )
+
+
+def refused(rank: int, size: int) -> list[str]:
+    """The errors of DTensors that need more than a ring."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = torch.randn(2, 4, 8, 8)
+
+    def of(*placements: Any) -> DTensor:
+        return distribute_tensor(x, mesh, placements)
+
+    tokens, everywhere = of(Shard(2), Replicate()), of(Replicate(), Replicate())
+    lengths = KeyLengths(torch.tensor([3, 8]))
+    calls: list[Any] = [
+        lambda: attend(tokens, everywhere, everywhere),
+        lambda: attend(of(Shard(3), Replicate()), of(Shard(3), Replicate()), of(Shard(3), Replicate())),
+        lambda: attend(tokens, x, x),
+        lambda: attend(*[of(Shard(2), Shard(2))] * 3),
+        lambda: attend(*[of(Shard(1), Replicate())] * 3, bias=Alibi(4)),
+        lambda: attend(*[of(Shard(0), Replicate())] * 3, mask=lengths),
+    ]
+    found: list[str] = []
+    for call in calls:
+        try:
+            call()
+        except (ProblemError, RefusalError) as error:
+            found.append(str(error))
+        else:
+            found.append("no error")
+    return found

@@ -1,0 +1,52 @@
+"""DTensors, FSDP2 and tensor parallelism beside a sharded sequence, on 2 x 2 processes."""
+
+from collections.abc import Generator
+
+import pytest
+from torch.distributed.tensor import Replicate, Shard
+
+from regard import Causal, Mask, Window
+from tests.parallel import model_cases
+from tests.parallel.workers import Workers, workers
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
+    with workers(4, tmp_path_factory.mktemp("group")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mask", [Causal() & Window(9), None])
+@pytest.mark.parametrize(
+    "placements",
+    [(Shard(2), Shard(1)), (Replicate(), Shard(2)), (Shard(0), Shard(2)), (Shard(0), Shard(1))],
+)
+def test_sharded_dtensors_are_attended_where_they_are(
+    ranks: Workers, placements: tuple[object, ...], mask: Mask | None
+) -> None:
+    ranks.run(model_cases.placed, placements=placements, mask=mask, tokens=13)
+
+
+def test_other_placements_are_refused_by_name(ranks: Workers) -> None:
+    for found in ranks.run(model_cases.refused):
+        for text, part in zip(
+            found,
+            [
+                "dimension a of the mesh: q S(2), k R, v R",
+                "q S(3), k S(3), v S(3)",
+                "k and v: expected a DTensor",
+                "tokens sharded over 2 dimensions of the mesh",
+                "Alibi(heads=4) with DTensors whose batch or heads are sharded",
+                "differs between batch rows, which are sharded",
+            ],
+            strict=True,
+        ):
+            assert part in text
+
+
+def test_a_sharded_sequence_composes_with_fsdp2(ranks: Workers) -> None:
+    ranks.run(model_cases.fsdp_and_sequence, tokens=29)
+
+
+def test_a_sharded_sequence_composes_with_tensor_parallelism_of_heads(ranks: Workers) -> None:
+    ranks.run(model_cases.heads_and_sequence, tokens=29)
