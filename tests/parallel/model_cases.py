@@ -14,8 +14,6 @@ from regard import Alibi, Causal, KeyLengths, Mask, ProblemError, RefusalError, 
 from regard.nn import Decoder
 from regard.parallel import context_parallel
 
-if __import__("os").environ.get("STUB"): import sys; sys.path.insert(0, "/tmp"); import stub
-
 
 def llama(**more: Any) -> Any:
     """A small random model of transformers, the same in every process."""
@@ -123,7 +121,10 @@ def own_module(rank: int, size: int, *, tokens: int) -> None:
     whole = theirs(q, k, v, is_causal=True), attend(q, k, v, mask=Causal() & Window(7))
     with context_parallel() as cp, cp.sequence(tokens, mask=Causal()) as shard:
         mine = [shard.shard(t, 2) for t in (q, k, v)]
-        found = nn.functional.scaled_dot_product_attention(*mine, is_causal=True), attend(*mine, mask=Causal() & Window(7))
+        found = (
+            nn.functional.scaled_dot_product_attention(*mine, is_causal=True),
+            attend(*mine, mask=Causal() & Window(7)),
+        )
     for one, other in zip(found, whole, strict=True):
         torch.testing.assert_close(shard.unshard(one, 2), other, atol=1e-5, rtol=1e-4)
 
@@ -194,7 +195,7 @@ def placed(rank: int, size: int, *, placements: tuple[Any, ...], mask: Mask | No
     torch.testing.assert_close(out.full_tensor(), expected, atol=1e-5, rtol=1e-4)
     out.backward(distribute_tensor(dout, mesh, placements))
     for shard, t in zip(shards, whole, strict=True):
-        torch.testing.assert_close(shard.grad.full_tensor(), t.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(cast(DTensor, shard.grad).full_tensor(), t.grad, atol=1e-5, rtol=1e-4)
     state = attend_state(*shards, mask=mask)
     torch.testing.assert_close(
         cast(DTensor, state.lse).full_tensor(), attend_state(*whole, mask=mask).lse, atol=1e-5, rtol=1e-4

@@ -1,15 +1,12 @@
 """Models whose sequence is sharded over processes equal those of one process: logits, loss, gradients."""
 
 from collections.abc import Generator
-from pathlib import Path
-
 
 import pytest
 
+from regard import Alibi, Rope, Sinusoidal, Window
 from tests.parallel import model_cases
 from tests.parallel.workers import Workers, workers
-
-from regard import Alibi, Rope, Sinusoidal, Window
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -132,15 +132,17 @@ def _read(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
     if whole is None:
         raise ProblemError(f"{type(model).__name__} in context_parallel: expected input_ids or inputs_embeds.")
     positions = given.pop("position_ids", None)
-    at = torch.arange(whole.shape[1], device=whole.device)[None].expand(whole.shape[0], -1)
+    numbers = torch.arange(whole.shape[1], device=whole.device) if positions is None else positions
+    if positions is None or positions.ndim in (1, 2):
+        numbers = numbers.expand(whole.shape[0], -1)
     mask = given.pop("attention_mask", None)
     parameters = inspect.signature(model.forward).parameters
     is_packed = mask is None and positions is not None and not _caches(model, given)
     found = _Inputs(
         tokens=tokens,
-        positions=at if positions is None else positions.expand(whole.shape[0], -1),
+        positions=numbers,
         padding=_padding(mask, whole),
-        documents=find_packed_sequence_indices(positions.expand(whole.shape[0], -1)) if is_packed else None,
+        documents=find_packed_sequence_indices(numbers) if is_packed else None,
         labels=_next_tokens(given.pop("labels", None), given.pop("shift_labels", None)),
         items=given.pop("num_items_in_batch", None),
         returns_tuple=given.pop("return_dict", True) is False,

@@ -214,7 +214,7 @@ def context_parallel(
     made = ContextParallel(ranks, layout, mask)
     token = _current.set(made)
     try:
-        with _replaced_calls():
+        with _replaced_calls(made):
             yield made
     finally:
         _current.reset(token)
@@ -223,7 +223,7 @@ def context_parallel(
 def _ring(request: Request, shard: Shard) -> State:
     """A call of the rank's queries and keys, over the whole sequence."""
     q, k, v = request.q, cast(object, request.k), cast(object, request.v)
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise RefusalError(
             "a KV cache in context_parallel: a step of decoding has few tokens. Shard the cache: `ShardedCache`."
         )
@@ -254,8 +254,8 @@ class _TorchAttention(TorchFunctionMode):
 
 
 _lock = Lock()
-_contexts = 0
-"""How many contexts are open, in all threads: calls are replaced while there is one."""
+_contexts: list[ContextParallel] = []
+"""Those that are open, in all threads: calls are replaced while there is one."""
 
 _replaced: list[type[nn.Module]] = []
 
@@ -268,11 +268,10 @@ def _kinds() -> Iterator[type[nn.Module]]:
 
 
 @contextmanager
-def _replaced_calls() -> Generator[None]:
+def _replaced_calls(made: ContextParallel) -> Generator[None]:
     """The classes with a `__call__` that shards; a hook of torch for all modules gets no keywords."""
-    global _contexts
     with _lock:
-        _contexts += 1
+        _contexts.append(made)
         for kind in _kinds():
             if kind not in _replaced:
                 kind.__call__ = _call
@@ -281,7 +280,7 @@ def _replaced_calls() -> Generator[None]:
         yield
     finally:
         with _lock:
-            _contexts -= 1
+            _contexts.remove(made)
             while not _contexts and _replaced:
                 del _replaced.pop().__call__
 

@@ -80,8 +80,8 @@ def _placed(request: Request) -> tuple[DTensor, DTensor, DTensor]:
             names = q.device_mesh.mesh_dim_names
             found = ", ".join(f"{name} {placement}" for name, placement in zip("qkv", each, strict=True))
             raise RefusalError(
-                f"DTensors in dimension {names[i] if names else i} of the mesh: {found}; expected all three as Shard(2) "
-                "(tokens: a ring), Shard(1) (heads), Shard(0) (batch) or Replicate(). Call .redistribute on them."
+                f"DTensors in dimension {names[i] if names else i} of the mesh: {found}; expected all three as "
+                "Shard(2) (tokens: a ring), Shard(1) (heads), Shard(0) (batch) or Replicate(); call .redistribute."
             )
     return q, k, v
 
@@ -122,7 +122,9 @@ def _check_specs(request: Request, q: DTensor) -> None:
     shape = (1, 1) if request.mask is None else request.mask.broadcast_shape()
     for name, is_sharded, differs in (("batch rows", by_batch, shape[0] > 1), ("heads", by_head, shape[1] > 1)):
         if is_sharded and differs:
-            raise RefusalError(f"{request.mask!r} differs between {name}, which are sharded: call attend on local tensors.")
+            raise RefusalError(
+                f"{request.mask!r} differs between {name}, which are sharded: call attend on local tensors."
+            )
     if (by_batch or by_head) and not (request.bias is None and request.score is None):
         raise RefusalError(
             f"{request.bias or request.score!r} with DTensors whose batch or heads are sharded: it may have a part for "
