@@ -10,6 +10,7 @@ from typing import Any, cast, overload
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
@@ -253,7 +254,7 @@ def attend(
         )
     key = None
     is_plain = bias is None and score is None and sink is None and type(dropout) is float and dropout == 0.0
-    if is_plain and not torch.compiler.is_compiling() and not _observers.get() and _route.get() is None:
+    if is_plain and not is_compiling() and not _observers.get() and _route.get() is None:
         key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend)
         if out is not None:
             return out
@@ -351,7 +352,7 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     Args:
         key: under which the call is kept as a ready one.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return attend_traced(request)
     if "DTensor" in {type(t).__name__ for t in request[:3]}:
         return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it

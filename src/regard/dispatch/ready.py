@@ -10,16 +10,14 @@ offset are no part of the key, so each step of decoding finds the call of the st
 from typing import Any
 from weakref import ref
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from regard.backend.contract import RepeatableKernel, Repeated
 from regard.describe.mask import Mask
 from regard.describe.spec import Fingerprint
 from regard.dispatch.choose import Plan
-from regard.plan.checks import in_transform
 from regard.plan.problem import Operands
-from regard.torch_internals import dispatch_modes, is_any_autocast_enabled
+from regard.torch_internals import is_ordinary
 
 KEPT = 256
 """Calls that are kept, with their kernels; none keeps a tensor of a call."""
@@ -39,11 +37,9 @@ def run(
     q: Any, k: Any, v: Any, mask: Any, scale: Any, softcap: Any, offset: Any, backend: Any
 ) -> tuple[Key | None, Tensor | None]:
     """The key of a call that torch does not trace, None if it must go the long way; and its output if it is ready."""
-    if not (type(q) is type(k) is type(v) is Tensor):
+    if not (type(q) is type(k) is type(v) is Tensor and is_ordinary()):
         return _LONG
-    if dispatch_modes() or is_any_autocast_enabled() or in_transform():
-        return _LONG
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _LONG
     if not (
         (scale is None or type(scale) is float)

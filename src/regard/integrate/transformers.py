@@ -28,6 +28,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
@@ -39,10 +40,10 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.cache_evicting import EvictingLayer, take_latest
+from regard.integrate.cache_evicting import EvictingLayer, latest, take_latest
 from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
-from regard.integrate.implementation import NAME, UNSUPPORTED, check_keywords, not_supported, sink_of
+from regard.integrate.implementation import NAME, UNSUPPORTED, WITHOUT_EFFECT, check_keywords, not_supported, sink_of
 from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, pass_latents, sizes_of
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
@@ -231,6 +232,20 @@ def attention(
         RefusalError: a keyword that changes the result in a way that regard does not support.
         ProblemError: tensors or masks that do not fit each other.
     """
+    if (
+        type(attention_mask) is LayerMask
+        and type(key) is type(value) is Tensor
+        and kwargs.keys() <= WITHOUT_EFFECT.keys()
+        and not (output_attentions or (dropout and module.training) or is_compiling() or latest.get())
+        and s_aux is sinks is position_bias is indices is None
+        and (attention_mask.shape[0], *attention_mask.shape[2:]) == (key.shape[0], query.shape[2], key.shape[2])
+        and query.shape[0] == key.shape[0]
+        and not _is_recorded()
+    ):  # most calls; each function more costs 2 to 4 us of 60, as the weights drive code out of the caches
+        out = attend(
+            query, key, value, mask=attention_mask.mask, scale=scaling, softcap=softcap, offset=attention_mask.offset
+        )
+        return out.transpose(1, 2).contiguous(), None
     check_keywords(module, kwargs)
     found = None if torch.compiler.is_compiling() else take_latest(key, value)
     k, v = opened(key, value)
