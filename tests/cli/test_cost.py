@@ -114,6 +114,25 @@ def test_a_folder_with_a_config_json_is_a_model(tmp_path, capsys):
     assert "2 of MHA (4 query heads of 16)" in shown(capsys, str(tmp_path), "--context", "100")
 
 
+def test_a_model_of_states_alone_has_no_lines_of_attention(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "state_size": 8, "time_step_rank": 4}
+    more = {"intermediate_size": 128, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", **sizes, **more}))
+    out = shown(capsys, str(tmp_path), "--context", "100", "--plot", str(tmp_path / "m.svg"))
+    assert "layers   2 of mamba (a state of 1,024 elements)" in out
+    assert re.search(r"states +10.00 KiB   of layers without attention, at any length", out)
+    assert "any number of tokens of context" in out
+    assert not re.search("outweighs|Attention of the prompt|int8 cache", out)
+
+
+def test_an_encoder_of_a_fixed_number_of_tokens_is_shown(tmp_path, capsys):
+    auto = pytest.importorskip("transformers.models.auto")
+    auto.configuration_auto.CONFIG_MAPPING["whisper"]().save_pretrained(tmp_path)
+    out = shown(capsys, str(tmp_path))
+    assert "448 tokens and 1,500 of the encoder x 1 row" in out
+    assert re.search(r"KV cache +11.41 MiB +6.00 KiB a token", out)  # 4 layers x 2 x 384 x 2 bytes x (448 + 1,500)
+
+
 PROBE = """
 import sys
 from regard.cli.main import main

@@ -13,7 +13,7 @@ from regard.cache import Contiguous, Fp8, Int4, Int8, KVCache, Paged, Rolling
 from regard.cost import Attention, Pattern, Storage, call_cost, find_machine, training_memory
 from regard.cost.config import from_config
 from regard.cost.model import Layer, Mlp, Model, from_fields
-from regard.cost.storage import stored_bytes
+from regard.cost.storage import cache_bytes, stored_bytes
 from regard.cost.training import layer_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step
 
@@ -166,6 +166,85 @@ def test_pages_hold_whole_pages(tokens):
     counted = 2 * stored_bytes(PLAIN, tokens, Storage(page=16), 2)
     assert cache.bytes <= counted <= cache.allocated_bytes
     assert counted % (16 * PLAIN.cached * 2) == 0
+
+
+RECURRENT = {
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2},
+    "jamba": {"num_experts": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_hidden_layers": 8},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+    "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "olmo_hybrid": {
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    },
+    "qwen3_next": {
+        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "num_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+def small_recurrent(family):
+    """(config, model) of a family with layers without attention."""
+    auto = pytest.importorskip("transformers.models.auto")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 101, "pad_token_id": 0}
+    if not family.startswith("mamba"):
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
+    settings = {**sizes, **RECURRENT[family], "attn_implementation": "eager"}
+    config = auto.configuration_auto.CONFIG_MAPPING[family](**settings)
+    return config, auto.AutoModelForCausalLM.from_config(config).eval()
+
+
+def tensors_in(value) -> list[Tensor]:
+    """The tensors of a layer of a cache, in dicts as well."""
+    if isinstance(value, dict):
+        return [t for each in value.values() for t in tensors_in(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_layers_without_attention_keep_the_states_that_are_counted(family, dtype):
+    config, model = small_recurrent(family)
+    with torch.no_grad():
+        out = model.to(dtype)(torch.zeros(2, 24, dtype=torch.long), use_cache=True)
+    cache = out.get("past_key_values") or out.get("cache_params")
+    kept = sum(t.nbytes for layer in cache.layers for t in tensors_in(vars(layer)))
+    read = from_config(family, config.to_dict())
+    assert cache_bytes(read, 24, batch=2, dtype=str(dtype).removeprefix("torch.")) == kept
+
+
+@pytest.mark.parametrize("family", sorted(RECURRENT.keys() - {"jamba", "qwen3_next"}))  # experts have no formula there
+def test_torchs_counter_counts_the_projections_of_layers_without_attention(family):
+    config, model = small_recurrent(family)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(2, 37, dtype=torch.long), use_cache=False)
+    parts = forward(from_config(family, config.to_dict()), Call(2, 37, outputs=37))
+    products = parts.projections.flops + parts.mlp.flops + parts.logits.flops
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == products
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_torchs_counter_counts_an_encoder_with_a_decoder(family):
+    auto = pytest.importorskip("transformers.models.auto")
+    settings = {
+        "t5": {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
+        "bart": {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 2,
+                 "encoder_ffn_dim": 96, "decoder_ffn_dim": 128},
+    }[family]  # fmt: skip
+    sizes = {"d_model": 64, "vocab_size": 101, "attn_implementation": "eager"}
+    config = auto.configuration_auto.CONFIG_MAPPING[family](**sizes, **settings)
+    model = auto.AutoModelForSeq2SeqLM.from_config(config).eval()
+    tokens = torch.zeros(2, 37, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False)
+    read = from_config(family, config.to_dict())
+    parts = forward(read, Call(2, 37, outputs=37, source=37, runs_encoder=True))
+    attentions = [a for layer in (*read.layers, *read.encoder) for a in layer.attentions]
+    square = sum(a.heads * 2 * 37**2 * 2 * (a.qk_dim + a.v_dim) for a in attentions)
+    assert counter.get_total_flops() == parts.total.flops - parts.attention.flops + square
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------

@@ -44,8 +44,9 @@ def _head(c: ModelCost) -> list[str]:
     lines.append(f"  source   {c.model.source}")
     lines += [f"  note     {note}" for note in c.model.notes]
     rows = f"{c.batch:,} row{'s' * (c.batch > 1)}"
+    source = f" and {c.model.source_tokens:,} of the encoder" if c.model.source_tokens and c.model.encoder else ""
     page = "" if c.storage.page is None else f" in pages of {c.storage.page:,} tokens"
-    lines.append(f"  problem  {c.context:,} tokens x {rows}, {c.dtype}, KV cache {c.storage.kind}{page}")
+    lines.append(f"  problem  {c.context:,} tokens{source} x {rows}, {c.dtype}, KV cache {c.storage.kind}{page}")
     if c.model.context is not None and c.context > c.model.context:
         lines.append(f"  note     The model was made for {c.model.context:,} tokens.")
     return [*lines, f"  machine  {_machine(c.machine, c.dtype)}"] if c.machine else lines
@@ -121,7 +122,7 @@ def _pass(c: ModelCost, name: str, parts: Parts, *, is_short: bool = False) -> I
 
 def _facts(c: ModelCost) -> list[str]:
     lines: list[str] = []
-    if c.traffic is not None and c.machine is not None:
+    if c.traffic is not None and c.machine is not None and c.traffic.naive:
         t = c.traffic
         lines.append(
             f"Attention of the prompt moves {size(t.naive)} naively, {size(t.tiled)} tiled in "
@@ -129,11 +130,16 @@ def _facts(c: ModelCost) -> list[str]:
         )
     if c.machine is not None:
         lines.append(_times(c, c.machine))
-    over, over_all = ("at no length" if n is None else f"from {n:,} tokens on" for n in (c.crossing, c.crossing_all))
-    lines.append(f"Attention outweighs its projections {over}, and projections with MLPs {over_all}.")
+    over, over_all = (_from(n) for n in (c.crossing, c.crossing_all))
+    if c.model.attention is not None:
+        lines.append(f"Attention outweighs its projections {over}, and projections with MLPs {over_all}.")
     if c.machine is not None and c.model.is_causal:
         lines.append(_fit(c, c.machine))
     return lines
+
+
+def _from(tokens: int | None) -> str:
+    return "at no length" if tokens is None else f"from {tokens:,} tokens on" if tokens > 1 else "at any length"
 
 
 def _times(c: ModelCost, machine: Machine) -> str:
@@ -161,12 +167,10 @@ def _fit(c: ModelCost, machine: Machine) -> str:
         more = -(-c.weight_bytes // int(machine.memory // machine.count * USABLE))
         hint = f"{more}x{machine.name.rpartition('x')[2] if machine.count > 1 else machine.name}"
         return f"It does not fit: {size(c.weight_bytes)} of weights, {usable}. Try --machine {hint}."
-    context = INFINITE if c.largest_context is None else f"{c.largest_context:,}"
-    batch = INFINITE if c.largest_batch is None else f"{c.largest_batch:,}"
+    context = "any number of" if c.largest_context is None else f"at most {c.largest_context:,}"
+    batch = "any batch" if c.largest_batch is None else f"a batch of {c.largest_batch:,}"
     fits = "It fits" if c.fits else f"It does not fit ({size(c.weight_bytes + c.cache_bytes)})"
-    return (
-        f"{fits} in {usable}: at most {context} tokens of context in this batch, or a batch of {batch} at this context."
-    )
+    return f"{fits} in {usable}: {context} tokens of context in this batch, or {batch} at this context."
 
 
 def _what_if(asked: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list[str]:

@@ -123,7 +123,7 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     _add_pattern(name, family.name, config, fields)
     _add_experts(config, fields)
     _add_family(family.name, config, fields)
-    return from_fields(name, source, {**_computed(config, fields), "notes": notes})
+    return from_fields(name, source, {**_computed(config, fields), "notes": [*fields.get("notes", ()), *notes]})
 
 
 def _recurrent(sizes: Mapping[str, Any], config: Mapping[str, Any], fields: Mapping[str, Any]) -> Recurrent:

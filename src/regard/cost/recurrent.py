@@ -42,6 +42,14 @@ class Recurrent:
     conv: int
     flops: int
 
+    def bytes(self, item: int) -> int:
+        """Bytes that are kept of a batch row: the state in float32 or wider, inputs in the type of the model."""
+        return self.state * max(item, STATE_ITEM) + self.conv * item
+
+
+STATE_ITEM = 4
+"""Bytes of an element of a state: transformers keeps it in float32 in models of 2 bytes an element."""
+
 
 def recurrent_layer(kind: str, d_model: int, sizes: Mapping[str, int]) -> Recurrent:
     """A layer from the sizes of its kind.

@@ -123,14 +123,14 @@ def cache_bytes(
 
 
 def state_bytes(model: Model, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of the states of layers without attention, whatever the context; states count in `dtype`.
+    """Bytes of the states of layers without attention, whatever the context; see `regard.cost.recurrent`.
 
     >>> from regard.cost.model import find_model
     >>> state_bytes(find_model("llama-2-70b"))
     0
     """
     layers = (layer.recurrent for layer in model.layers if layer.recurrent)
-    return batch * ITEMS[dtype] * sum(layer.state + layer.conv for layer in layers)
+    return batch * sum(layer.bytes(ITEMS[dtype]) for layer in layers)
 
 
 def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bfloat16") -> int:

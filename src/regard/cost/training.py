@@ -46,16 +46,20 @@ def training_memory(
     >>> round(m.activations / 2**30), round(m.recomputed / 2**30)
     (73, 6)
     """
-    item, tokens = ITEMS[dtype], batch * context
-    layers = [*model.layers, *model.encoder]
-    flat = [layer_bytes(x, model.d_model, item, dropout=dropout) * tokens for x in layers]
-    squares = [_square(a, item, dropout=dropout) * batch * context**2 for x in layers for a in x.attentions]
+    item, tokens, source = ITEMS[dtype], batch * context, model.source_length(context)
+    layers = [*((x, context) for x in model.layers), *((x, source) for x in model.encoder)]
+    flat = [layer_bytes(x, model.d_model, item, dropout=dropout) * batch * n for x, n in layers]
+    squares = [
+        _square(a, item, dropout=dropout) * batch * n * (source if a.is_cross else n)
+        for x, n in layers
+        for a in x.attentions
+    ]
     ends = _ends(model, item) * tokens
     states = STATES if item < 4 else STATES_FLOAT32
     return TrainingMemory(
         states=parameters(model).total * states,
         activations=sum(flat) + ends,
-        recomputed=len(layers) * model.d_model * item * tokens + max(flat) + ends,
+        recomputed=sum(batch * n for _, n in layers) * model.d_model * item + max(flat) + ends,
         naive=sum(flat) + sum(squares) + ends,
     )
 
@@ -77,8 +81,9 @@ def layer_bytes(layer: Layer, d_model: int, item: int, *, dropout: bool = False)
 def _attention(a: Attention, d_model: int) -> int:
     """Elements of one token: the input of the projections, q, k, v, and the input of the output's projection."""
     queries, out = a.heads * a.qk_dim, a.heads * a.v_dim
+    gate = {"": 0, "element": 2 * out, "head": a.heads + out}[a.gate]  # the gate, and its product with the output
     if a.latent is None:
-        return d_model + queries + a.kv_heads * (a.qk_dim + a.v_dim) + out
+        return d_model + gate + queries + a.kv_heads * (a.qk_dim + a.v_dim) + out
     latents = 2 * (a.latent.kv_rank + (a.latent.q_rank or 0))  # before and after their norms
     return d_model + latents + 2 * queries + 2 * out
 

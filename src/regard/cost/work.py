@@ -133,7 +133,7 @@ def _layer(layer: Layer, d_model: int, call: Call, queries: int, source: int) ->
 
 def _recur(r: Recurrent, d_model: int, call: Call, tokens: int) -> Parts:
     """Its projections, and its states: read and written once for each batch row."""
-    states = 2 * call.batch * (r.state + r.conv) * call.item
+    states = 2 * call.batch * r.bytes(call.item)
     return Parts(
         projections=_product(r.weights, tokens, 2 * d_model + r.width, call.item),
         recurrent=Work(tokens * r.flops, states + tokens * r.width * call.item),
