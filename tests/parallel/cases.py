@@ -1,14 +1,15 @@
 """What the processes of `workers.py` run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from regard import State
-from regard.parallel import Layout, ring_attend, ring_attend_state
+from regard.parallel import Layout, attend_on_mesh, ring_attend, ring_attend_state, ulysses_attend
 from regard.parallel.ranks import Message, Ranks
 
 
@@ -17,27 +18,52 @@ def shard(t: Tensor, layout: Layout, rank: int) -> Tensor:
     return t[:, :, torch.tensor(layout.indices(rank))]
 
 
-def ring(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **more: Any) -> Any:
+def ring(rank: int, size: int, **more: Any) -> Any:
+    """`sharded` by ring attention."""
+    return sharded(ring_attend, rank, **more)
+
+
+def ulysses(rank: int, size: int, **more: Any) -> Any:
+    """`sharded` by Ulysses."""
+    return sharded(ulysses_attend, rank, **more)
+
+
+def on_mesh(rank: int, size: int, *, shape: tuple[int, ...], **more: Any) -> Any:
+    """`sharded` on a mesh."""
+    return sharded(attend_on_mesh, rank, mesh=init_device_mesh("cpu", shape), **more)
+
+
+def sharded(
+    attend: Callable[..., Tensor],
+    rank: int,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    **more: Any,
+) -> Any:
     """(out, gradients of q, k, v and of the sink, bias and score tensors) of this rank's shard of the whole tensors."""
     queries: Layout = more["layout"]
     keys: Layout = more.get("key_layout") or queries
     q, k, v = shard(q, queries, rank), shard(k, keys, rank), shard(v, keys, rank)
     learned = learned_tensors(more)
     if dout is None:
-        return ring_attend(q, k, v, **more), []
+        return attend(q, k, v, **more), []
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     for t in learned:
         t.requires_grad_()
         t.grad = None
-    out = ring_attend(*leaves, **more)
+    out = attend(*leaves, **more)
     out.backward(shard(dout, queries, rank))
     return out.detach(), [t.grad for t in (*leaves, *learned)]
 
 
 def learned_tensors(more: dict[str, Any]) -> list[Tensor]:
-    """The tensors of sink, bias and score."""
+    """The tensors of sink, bias and score, each once."""
     found = [] if more.get("sink") is None else [more["sink"]]
-    return found + [t for name in ("bias", "score") if more.get(name) is not None for t in more[name].tensors()]
+    found += [t for name in ("bias", "score") if more.get(name) is not None for t in more[name].tensors()]
+    return list({id(t): t for t in found}.values())
 
 
 def ring_state(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **more: Any) -> State:

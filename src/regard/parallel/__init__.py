@@ -2,6 +2,7 @@
 
 - `context_parallel`: models run over a sharded sequence by one line around the call.
 - `ring_attend`: each rank has some tokens, of queries, keys and values; keys and values travel around the ring.
+- `ulysses_attend`: the same, where each rank gets all tokens of some heads; `attend_on_mesh`: both on a `DeviceMesh`.
 - `Layout`: which tokens each rank has: contiguous, zigzag, striped, balanced, or any other.
 - `RankError`: another rank is lost.
 
@@ -16,14 +17,26 @@ if TYPE_CHECKING:
     from regard.parallel.context import ContextParallel, Shard, context_parallel
     from regard.parallel.layout import Layout
     from regard.parallel.ring import ring_attend, ring_attend_state
+    from regard.parallel.ulysses import attend_on_mesh, ulysses_attend
 
-__all__ = ["ContextParallel", "Layout", "RankError", "Shard", "context_parallel", "ring_attend", "ring_attend_state"]
+__all__ = [
+    "ContextParallel",
+    "Layout",
+    "RankError",
+    "Shard",
+    "attend_on_mesh",
+    "context_parallel",
+    "ring_attend",
+    "ring_attend_state",
+    "ulysses_attend",
+]
 
 MODULES = {
     "context": ("ContextParallel", "Shard", "context_parallel"),
     "layout": ("Layout",),
     "ranks": ("RankError",),
     "ring": ("ring_attend", "ring_attend_state"),
+    "ulysses": ("attend_on_mesh", "ulysses_attend"),
 }
 """The public names of each module."""
 

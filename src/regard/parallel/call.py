@@ -1,7 +1,9 @@
 """A call of the whole sequence as one rank sees it: checked, bound to the sequence, and equal on all ranks."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from regard.describe.recent import Recent
 from regard.describe.score import Score
 from regard.describe.spec import Spec
 from regard.dispatch.choose import check_backend
-from regard.errors import ProblemError
+from regard.errors import ProblemError, RegardError
 from regard.parallel.layout import Layout
 from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import Ranks
@@ -69,25 +71,38 @@ class ShardedCall:
         return pieces_of(self.keys.positions(rank))
 
 
-def pose(ranks: Ranks, a: Arguments) -> tuple[ShardedCall, Arguments]:
+class Place(NamedTuple):
+    """The number of a rank in the layouts, and how many ranks these have."""
+
+    rank: int
+    size: int
+
+
+def pose(groups: Sequence[Ranks], a: Arguments, place: Place) -> tuple[ShardedCall, Arguments]:
     """The call, and the arguments with q, k and v in the type of `torch.autocast`.
+
+    Args:
+        groups: with whose ranks this one computes.
 
     Raises:
         ProblemError: an argument is wrong, or ranks have different ones; on all ranks if the form of the call is new.
         RankError: a rank does not make the call.
     """
     try:
-        a, sizes, call = _checked(ranks, a)
-    except ProblemError as error:
-        ranks.refuse(str(error))
+        check_unobserved(groups[0].function)
+        checked = _checked(place, a)
+    except RegardError as error:
+        for ranks in groups:
+            ranks.refuse(str(error))
         raise
-    form = (ranks.function, _form(a, sizes), call.queries, call.keys)
-    ranks.agree(form, lambda: _describe(a, sizes, call))
+    a, sizes, call = checked
+    form = (groups[0].function, _form(a, sizes), call.queries, call.keys)
+    for ranks in groups:
+        ranks.agree(form, lambda: _describe(a, sizes, call))
     return call, a
 
 
-def _checked(ranks: Ranks, a: Arguments) -> tuple[Arguments, CallSizes, ShardedCall]:
-    check_unobserved(ranks.function)
+def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedCall]:
     if torch.is_autocast_enabled(a.q.device.type):
         q, k, v = cast_by_autocast(a.q, a.k, a.v)
         a = a._replace(q=q, k=k, v=v)  # pyright: ignore[reportArgumentType]
@@ -96,11 +111,11 @@ def _checked(ranks: Ranks, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
     check_numbers(a.scale, a.softcap, a.dropout)
     check_sink(a.sink, a.q.shape[1], a.q)
     check_backend(a.backend)
-    queries = _layout("layout", a.layout, "q", a.q, ranks)
-    keys = _layout("key_layout", a.key_layout, "k", a.k, ranks) if a.key_layout else queries
+    queries = _layout("layout", a.layout, "q", a.q, place)
+    keys = _layout("key_layout", a.key_layout, "k", a.k, place) if a.key_layout else queries
     if keys is queries and a.k.shape[2] != a.q.shape[2]:
         raise ProblemError(
-            f"q has {a.q.shape[2]} tokens on rank {ranks.rank} and k has {a.k.shape[2]}: keys of another sequence than "
+            f"q has {a.q.shape[2]} tokens on rank {place.rank} and k has {a.k.shape[2]}: keys of another sequence than "
             "the queries need key_layout=, which keys each rank has."
         )
     offset = keys.tokens - queries.tokens if a.offset is None else check_offset(a.offset)
@@ -109,28 +124,35 @@ def _checked(ranks: Ranks, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
         check_has_data(a.mask)
     mask = None if a.mask is None else a.mask.bind(sizes)
     bias = None if a.bias is None else a.bias.bind(sizes)
-    seed = mixed(int(torch.randint(1 << 62, (), device="cpu")), ranks.rank) if a.dropout else 0
+    seed = mixed(int(torch.randint(1 << 62, (), device="cpu")), place.rank) if a.dropout else 0
     formula = Formula(mask, bias, a.score, a.scale, a.softcap, float(a.dropout), a.backend, seed)
-    return a, sizes, ShardedCall(formula, queries, keys, offset, _route(mask, sizes, queries, keys))
+    return a, sizes, ShardedCall(formula, queries, keys, offset, route_of(mask, sizes, queries, keys))
 
 
-def _layout(name: str, layout: Layout | None, tensor: str, t: Tensor, ranks: Ranks) -> Layout:
+def _layout(name: str, layout: Layout | None, tensor: str, t: Tensor, place: Place) -> Layout:
     if layout is None:
-        return Layout.contiguous(t.shape[2] * ranks.size, ranks.size)
-    if layout.ranks != ranks.size:
-        raise ProblemError(f"{name} is for {layout.ranks} ranks, and the group has {ranks.size}.")
-    if layout.counts[ranks.rank] != t.shape[2]:
+        return _contiguous(t.shape[2] * place.size, place.size)
+    if not isinstance(layout, Layout):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProblemError(
-            f"{tensor} has {t.shape[2]} tokens on rank {ranks.rank} of the group, and {name} gives it "
-            f"{layout.counts[ranks.rank]} of {layout.tokens}."
+            f"{name} is {type(layout).__name__}: expected a Layout, such as Layout.zigzag(tokens, ranks)."
+        )
+    if layout.ranks != place.size:
+        raise ProblemError(f"{name} is for {layout.ranks} ranks, and the group has {place.size}.")
+    if layout.counts[place.rank] != t.shape[2]:
+        raise ProblemError(
+            f"{tensor} has {t.shape[2]} tokens on rank {place.rank} of the group, and {name} gives it "
+            f"{layout.counts[place.rank]} of {layout.tokens}."
         )
     return layout
 
 
+_contiguous = lru_cache(maxsize=64)(Layout.contiguous)
+
 _routes: Recent[object, Route] = Recent(entries=256, nbytes=16 << 20, size=lambda route: route.needs.nbytes)
 
 
-def _route(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout) -> Route:
+def route_of(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout) -> Route:
+    """The route of a call, by the content of its mask, which is bound to the sequence."""
     content = None if mask is None else mask.fingerprint()
     key = (content, sizes, queries, keys)
     cacheable = content is None or content.is_cacheable

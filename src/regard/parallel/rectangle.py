@@ -51,8 +51,9 @@ class Formula:
     seed: int = 0
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of bias and score, to which gradients flow."""
-        return [t for spec in (self.bias, self.score) if spec is not None for t in spec.tensors()]
+        """The tensors of bias and score, to which gradients flow; each once."""
+        found = [t for spec in (self.bias, self.score) if spec is not None for t in spec.tensors()]
+        return list({id(t): t for t in found}.values())
 
 
 class Part(NamedTuple):

@@ -19,7 +19,7 @@ from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
-from regard.parallel.call import Arguments, ShardedCall, pose
+from regard.parallel.call import Arguments, Place, ShardedCall, pose
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
 from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_state, gradients_of, mixed, state_of, wide
@@ -52,7 +52,7 @@ def ring_attend(
     every rank: positions are positions in the sequence, and the rows and columns of a `TensorMask` are its tokens. The
     result equals that of `attend` in one process but for rounding, and its bits are the same in every run.
 
-    Differentiable. The gradients of bias, score and sink that a rank gets are those of its own queries: their sum over
+    Differentiable; every rank of the group calls backward, too. The gradients of bias, score and sink that a rank gets are those of its own queries: their sum over
     the ranks is the gradient, as for every other parameter of a model whose tokens are sharded. Dropout draws from a
     seed of torch's generator on each rank, other pairs than in one process.
 
@@ -127,10 +127,14 @@ def _run(ranks: Ranks, given: Arguments) -> tuple[State, torch.dtype]:
 
 
 def _run_untraced(ranks: Ranks, given: Arguments) -> tuple[State, torch.dtype]:
-    call, a = pose(ranks, given)
-    ring = Ring(ranks, call)
-    out, lse = cast("tuple[Tensor, Tensor]", _Attend.apply(ring, a.q, a.k, a.v, *call.formula.tensors()))
-    return State(out, lse), a.q.dtype
+    call, a = pose([ranks], given, Place(ranks.rank, ranks.size))
+    return run_ring(ranks, call, a.q, a.k, a.v), a.q.dtype
+
+
+def run_ring(ranks: Ranks, call: ShardedCall, q: Tensor, k: Tensor, v: Tensor) -> State:
+    """The state of this rank's queries, its output in float32 or wider; differentiable."""
+    computed = _Attend.apply(Ring(ranks, call), q, k, v, *call.formula.tensors())
+    return State(*cast("tuple[Tensor, Tensor]", computed))
 
 
 class _Attend(torch.autograd.Function):

@@ -19,6 +19,9 @@ from regard.parallel.layout import Layout
 if TYPE_CHECKING:
     from regard.describe.mask import Bools, Ints, Mask
 
+MOST = 64
+"""Ranges of a rank that are examined on their own; of more, several are taken for one."""
+
 
 class Visit(NamedTuple):
     """A block on a rank.
@@ -106,8 +109,13 @@ def needs_of(mask: "Mask | None", queries: Layout, keys: Layout, offset: int, ma
 
 
 def _hulls(layout: Layout) -> "Ints":
-    """Of each range of positions (its rank, the first position, one past the last), [ranges, 3]."""
-    rows = [(rank, r[0], r[-1] + 1) for rank in range(layout.ranks) for r in layout.positions(rank) if r]
+    """Of ranges of positions (the rank, the first position, one past the last), [ranges, 3]; neighbours as one."""
+    rows: list[tuple[int, int, int]] = []
+    for rank in range(layout.ranks):
+        ranges = [r for r in layout.positions(rank) if r]
+        several = -(-len(ranges) // MOST)
+        groups = [ranges[at : at + several] for at in range(0, len(ranges), several or 1)]
+        rows += [(rank, group[0][0], group[-1][-1] + 1) for group in groups]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
