@@ -8,8 +8,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from regard import State
-from regard.parallel import Layout, attend_on_mesh, ring_attend, ring_attend_state, ulysses_attend
+from regard import Causal, State
+from regard.cache import KVCache
+from regard.parallel import (
+    Layout,
+    ShardedCache,
+    attend_on_mesh,
+    attend_sharded,
+    ring_attend,
+    ring_attend_state,
+    ulysses_attend,
+)
 from regard.parallel.ranks import Message, Ranks
 
 
@@ -98,3 +107,40 @@ def sent_in_ring(rank: int, size: int, **more: Any) -> int:
     finally:
         Ranks.start = start
     return sent
+
+
+def decode(rank: int, size: int, *, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **more: Any) -> Tensor:
+    """The output of queries that every rank has."""
+    return attend_sharded(q, shard(k, layout, rank), shard(v, layout, rank), layout=layout, **more)
+
+
+def decode_in_three(rank: int, size: int, **more: Any) -> Tensor | None:
+    """`decode` on the first three ranks."""
+    group = dist.new_group([0, 1, 2])
+    return decode(rank, 3, group=group, **more) if rank < 3 else None
+
+
+def fill_and_decode(
+    rank: int,
+    size: int,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompt: int,
+    options: dict[str, Any],
+    layout: Layout | None = None,
+    **more: Any,
+) -> tuple[list[Tensor], tuple[int, ...]]:
+    """(the outputs of each step, tokens per rank): a prompt, then token by token; drafts of two tokens are cropped."""
+    cache, outs = ShardedCache(KVCache(**options), block=4), list[Tensor]()
+    if layout is None:
+        cache.append(k[:, :, :prompt], v[:, :, :prompt])
+    else:
+        cache.append(*(shard(t[:, :, :prompt], layout, rank) for t in (k, v)), layout=layout)
+    for at in range(prompt, k.shape[2]):
+        cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        outs.append(cache.attend(q[:, :, at : at + 1], mask=Causal(), **more))
+        cache.append(k[:, :, :2], v[:, :, :2])
+        cache.crop(at + 1)
+    return outs, cache.counts

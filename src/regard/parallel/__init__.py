@@ -3,6 +3,7 @@
 - `context_parallel`: models run over a sharded sequence by one line around the call.
 - `ring_attend`: each rank has some tokens, of queries, keys and values; keys and values travel around the ring.
 - `ulysses_attend`: the same, where each rank gets all tokens of some heads; `attend_on_mesh`: both on a `DeviceMesh`.
+- `attend_sharded`: each rank has some keys and all of the queries, as in decoding; `ShardedCache`: a KV cache for that.
 - `Layout`: which tokens each rank has: contiguous, zigzag, striped, balanced, or any other.
 - `RankError`: another rank is lost.
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from regard.parallel.context import ContextParallel, Shard, context_parallel
     from regard.parallel.layout import Layout
     from regard.parallel.ring import ring_attend, ring_attend_state
+    from regard.parallel.sharded import ShardedCache, attend_sharded
     from regard.parallel.ulysses import attend_on_mesh, ulysses_attend
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "Layout",
     "RankError",
     "Shard",
+    "ShardedCache",
     "attend_on_mesh",
+    "attend_sharded",
     "context_parallel",
     "ring_attend",
     "ring_attend_state",
@@ -36,6 +40,7 @@ MODULES = {
     "layout": ("Layout",),
     "ranks": ("RankError",),
     "ring": ("ring_attend", "ring_attend_state"),
+    "sharded": ("ShardedCache", "attend_sharded"),
     "ulysses": ("attend_on_mesh", "ulysses_attend"),
 }
 """The public names of each module."""

@@ -52,9 +52,10 @@ def ring_attend(
     every rank: positions are positions in the sequence, and the rows and columns of a `TensorMask` are its tokens. The
     result equals that of `attend` in one process but for rounding, and its bits are the same in every run.
 
-    Differentiable; every rank of the group calls backward, too. The gradients of bias, score and sink that a rank gets are those of its own queries: their sum over
-    the ranks is the gradient, as for every other parameter of a model whose tokens are sharded. Dropout draws from a
-    seed of torch's generator on each rank, other pairs than in one process.
+    Differentiable; every rank of the group calls backward, too. The gradients of bias, score and sink that a rank gets
+    are those of its own queries: their sum over the ranks is the gradient, as for every other parameter of a model
+    whose tokens are sharded. Dropout draws from a seed of torch's generator on each rank, other pairs than in one
+    process.
 
     Args:
         q: [batch, heads, tokens of this rank, qk_dim].
