@@ -1,5 +1,7 @@
 """What the processes of `workers.py` run."""
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,10 +132,11 @@ def fill_and_decode(
     prompt: int,
     options: dict[str, Any],
     layout: Layout | None = None,
+    timeout: float = 60.0,
     **more: Any,
 ) -> tuple[list[Tensor], tuple[int, ...]]:
     """(the outputs of each step, tokens per rank): a prompt, then token by token; drafts of two tokens are cropped."""
-    cache, outs = ShardedCache(KVCache(**options), block=4), list[Tensor]()
+    cache, outs = ShardedCache(KVCache(**options), block=4, timeout=timeout), list[Tensor]()
     if layout is None:
         cache.append(k[:, :, :prompt], v[:, :, :prompt])
     else:
@@ -144,3 +147,48 @@ def fill_and_decode(
         cache.append(k[:, :, :2], v[:, :, :2])
         cache.crop(at + 1)
     return outs, cache.counts
+
+
+def end(rank: int, size: int, **more: Any) -> None:
+    """End the process, as a kill does."""
+    os._exit(1)
+
+
+def hang(rank: int, size: int, **more: Any) -> None:
+    """Do nothing for long."""
+    time.sleep(60)
+
+
+def ring_in_a_loop(rank: int, size: int, **more: Any) -> None:
+    """`ring`, many times: a rank is lost between two calls."""
+    for _ in range(1000):
+        ring(rank, size, **more)
+
+
+def ring_with(
+    rank: int, size: int, *, change: dict[int, dict[str, Any]], shards: Layout | None = None, **more: Any
+) -> None:
+    """`ring` with other arguments on some ranks.
+
+    Args:
+        shards: the layout of the tensors, where that of the call is changed.
+    """
+    if shards is not None:
+        for name in ("q", "k", "v", "dout"):
+            more[name] = shard(more[name], shards, rank)
+        del more["dout"]
+        ring_attend(**{**more, **change.get(rank, {})})
+        return
+    ring(rank, size, **{**more, **change.get(rank, {})})
+
+
+def decode_for_ever(rank: int, size: int, *, timeout: float, **more: Any) -> None:
+    """`fill_and_decode`, many times."""
+    for _ in range(1000):
+        fill_and_decode(rank, size, timeout=timeout, **more)
+
+
+def decode_and_end(rank: int, size: int, **more: Any) -> None:
+    """`fill_and_decode`, and end the process."""
+    fill_and_decode(rank, size, **more)
+    os._exit(1)

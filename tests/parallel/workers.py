@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+
+from regard import RegardError
 
 
 class Workers:
@@ -42,6 +45,22 @@ class Workers:
         assert not failed, "\n".join(failed)
         return [each[1] for each in found]
 
+    def failing(
+        self, function: Callable[..., Any], others: dict[int, Callable[..., Any]], **arguments: Any
+    ) -> list[tuple[Any, float]]:
+        """(the error that each rank raised, after how many seconds); (None, 0.0) for ranks that are not asked.
+
+        Args:
+            others: what some of the ranks run in place of the function.
+        """
+        for rank, pipe in enumerate(self.pipes):
+            if self.processes[rank].is_alive():
+                pipe.send((_timed, {"function": others.get(rank, function), **arguments}))
+        return [
+            (None, 0.0) if rank in others or not process.is_alive() else self._received(rank, 60)[1]
+            for rank, process in enumerate(self.processes)
+        ]
+
     def _received(self, rank: int, seconds: float) -> tuple[bool, Any]:
         if not self.pipes[rank].poll(seconds):
             return False, f"no answer in {seconds} s"
@@ -66,6 +85,15 @@ def workers(size: int, folder: Path) -> Generator[Workers]:
         yield made
     finally:
         made.close()
+
+
+def _timed(rank: int, size: int, *, function: Callable[..., Any], **arguments: Any) -> tuple[Exception | None, float]:
+    start = time.monotonic()
+    try:
+        function(rank, size, **arguments)
+    except RegardError as error:
+        return error, time.monotonic() - start
+    return None, time.monotonic() - start
 
 
 def _serve(rank: int, size: int, meet: str, pipe: Connection) -> None:
