@@ -20,6 +20,7 @@ def test_the_machines_that_engineers_choose_from_are_there():
 def test_every_machine_has_its_figures_and_their_source(name):
     row, machine = ROWS[name], find_machine(name)
     assert row["source"]
+    assert machine.checked == row.get("checked", "")
     assert {"float32", "float16"} & machine.flops.keys() or "bfloat16" in machine.flops
     assert machine.peak("bfloat16") >= machine.peak("float32")
     assert 2**10 < machine.fast_memory < machine.memory

@@ -35,8 +35,10 @@ def known() -> str:
     """The models and machines that are known."""
     models = [(name, parameters(find_model(name)).total) for name in model_names()]
     names = [f"  {name:18} {big(count)} parameters" for name, count in models]
-    machines = [f"  {name:18} {find_machine(name).title}" for name in machine_names()]
-    return "\n".join(["models:", *names, "", "machines, or several as 8xh100, or this:", *machines])
+    found = [find_machine(name) for name in machine_names()]
+    machines = [f"  {m.name:18} {m.title}{' *' * bool(m.checked)}" for m in found]
+    head = "machines, or several as 8xh100, or this; * whose figures were compared with a second page (machines.toml):"
+    return "\n".join(["models:", *names, "", head, *machines])
 
 
 def _head(c: ModelCost) -> list[str]:

@@ -52,6 +52,7 @@ class Machine:
         fast_memory: bytes that a tile of one kernel can use.
         count: machines that share the work evenly; communication between them is not counted.
         efficiency: what kernels reach, by type, where it was measured.
+        checked: another public page that has the figures, and which of them; "" where none was compared.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Machine:
     fast_memory: int
     count: int = 1
     efficiency: Mapping[str, Efficiency] | None = None
+    checked: str = ""
 
     def __post_init__(self) -> None:
         limits = {"bandwidth": self.bandwidth, "memory": self.memory, "fast_memory": self.fast_memory}
@@ -154,6 +156,7 @@ def _machine(name: str) -> Machine:
         bandwidth=row["bandwidth"] * GIGA,
         memory=row["memory"] * GIB,
         fast_memory=row["fast_memory"] * KIB,
+        checked=row.get("checked", ""),
     )
 
 

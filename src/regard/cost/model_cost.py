@@ -193,6 +193,8 @@ class ModelCost:
             "source": self.model.source,
             "notes": list(self.model.notes),
             "machine": None if self.machine is None else self.machine.name,
+            "machine_source": None if self.machine is None else self.machine.source,
+            "machine_checked": None if self.machine is None else self.machine.checked,
             "context_tokens": self.context,
             "batch": self.batch,
             "dtype": self.dtype,
