@@ -20,10 +20,11 @@ from benchmarks import (
     modules,
     others,
     programs,
+    ring,
     schedules,
 )
 
-WRITING = [bench, linear, caches, cache_quality, cache_memory, cache_kvpress, schedules, inspect, cost, others]
+WRITING = [bench, linear, caches, cache_quality, cache_memory, cache_kvpress, schedules, inspect, cost, others, ring]
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from regard import Causal, Dilated, Documents, KeyLengths, Mask, MaskFunction, Prefix, ProblemError, TensorMask, Window
 from regard.cost import Pattern
 from regard.parallel import Layout
-from regard.parallel.balance import balanced_by, imbalance
+from regard.parallel.balance import balanced_by, imbalance, steps_of, time_of
 from regard.parallel.pair_counts import pair_counts, rank_pairs, step_pairs
+from regard.parallel.predict import ring_steps
 
 TOKENS = 211
 
@@ -167,3 +168,24 @@ def test_a_mask_that_keeps_nothing_and_a_sequence_of_nothing_have_a_layout() -> 
     assert Layout.balanced(100, 4, ~(Causal() | ~Causal())).counts == (25, 25, 25, 25)
     assert Layout.balanced(0, 4, Causal()).counts == (0, 0, 0, 0)
     assert sum(Layout.balanced(3, 4, Causal()).counts) == 3
+
+
+def test_the_balanced_layout_for_a_slow_link_sends_less_and_takes_no_longer() -> None:
+    lengths = torch.randint(1, 1500, (60,), generator=torch.Generator().manual_seed(5))
+    mask = Causal() & Documents(torch.repeat_interleave(torch.arange(60), lengths)[:16384])
+    counts, sending = pair_counts(mask, 16384), 2000.0
+    even, near = Layout.balanced(16384, 8, mask), Layout.balanced(16384, 8, mask, sending=sending)
+    pairs = [rank_pairs(counts, layout) for layout in (even, near, Layout.zigzag(16384, 8))]
+    times = [time_of(each, even.counts, sending) for each in pairs]
+    assert times[1] <= min(times)
+    assert steps_of(pairs[1], near.counts).sent.sum() < steps_of(pairs[0], even.counts).sent.sum()
+
+
+def test_the_steps_of_a_ring_are_those_of_its_route() -> None:
+    mask = Causal() & Window(300)
+    layout = Layout.zigzag(4096, 6)
+    pairs = rank_pairs(pair_counts(mask, 4096), layout)
+    ours, theirs = steps_of(pairs, layout.counts), ring_steps(pairs, layout.counts)
+    assert ours.pairs.tolist() == theirs.pairs.max(1).tolist()
+    assert ours.tokens.tolist() == theirs.sent.max(1).tolist()
+    assert ours.sent.tolist() == theirs.sent.sum(0).tolist()

@@ -8,13 +8,17 @@ It stays where each round of blocks is rotated as a whole, so a layout here is o
     round 1     2 3 0 1        a rotation by 2
     round 2     1 2 3 0
 
+Where links are slow, time is lost by sending keys far, so blocks may be dealt within groups of neighbours, and the
+layout with the least time is taken instead of that with the most even work.
+
 The rotations level the sums: a round is rotated such that the sum of squared loads is least, which is the least value
 of a circular correlation. More rounds share more evenly and make smaller blocks, so the fewest rounds that come close
 to the ideal are taken; one contiguous block or zigzag's two, where they do.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +36,8 @@ CLOSE = 1.01
 TILE = 64
 """Tokens of a tile in the kernels: long blocks are whole tiles."""
 
-SHORTEST = 16
-"""Tokens of the shortest block."""
+SHORTEST, FEW = 16, 16
+"""Tokens of the shortest block; a tile, for ranks of FEW tiles or more."""
 
 BITS = 20
 """Of the work of a block: products of sums fit into 64 bits, and integers give the same layout on every machine."""
@@ -42,21 +46,64 @@ SWEEPS = 3
 """How often each round is rotated anew."""
 
 
-def balanced(tokens: int, ranks: int, mask: "Mask | Pattern | None") -> Layout:
+def balanced(tokens: int, ranks: int, mask: "Mask | Pattern | None", sending: float = 0.0) -> Layout:
     """The layout of a mask, see `Layout.balanced`."""
-    return balanced_by(pair_counts(mask, tokens), ranks)
+    return balanced_by(pair_counts(mask, tokens), ranks, sending)
 
 
-def balanced_by(counts: PairCounts, ranks: int) -> Layout:
+def balanced_by(counts: PairCounts, ranks: int, sending: float = 0.0) -> Layout:
     """The layout for pairs that are counted so."""
     found, least = Layout.contiguous(counts.tokens, ranks), float("inf")
-    for layout in _candidates(counts, ranks):
-        time = imbalance(rank_pairs(counts, layout))
+    for layout in _candidates(counts, ranks, local=sending > 0):
+        pairs = rank_pairs(counts, layout)
+        time = time_of(pairs, layout.counts, sending) if sending else imbalance(pairs)
         if time < least - 1e-3:
             found, least = layout, time
         if least <= CLOSE:
             break
     return found
+
+
+class Steps(NamedTuple):
+    """What a ring does in each step.
+
+    Attributes:
+        pairs: [steps], of the rank with most of them.
+        tokens: [steps], whose keys and values are sent, by the rank that sends most.
+        sent: [ranks], tokens that each rank sends in all steps.
+    """
+
+    pairs: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    sent: NDArray[np.int64]
+
+
+def steps_of(pairs: NDArray[np.int64], counts: Sequence[int]) -> Steps:
+    """The steps of a ring in which a block of keys goes no farther than it is needed (`route.py`).
+
+    Args:
+        pairs: [ranks, ranks] of `rank_pairs`.
+        counts: tokens of each rank.
+    """
+    route = import_module("regard.parallel.route").Route(pairs > 0)
+    tokens, rank = np.array(counts), np.arange(len(counts))
+    up, down = np.array(route.up), np.array(route.down)
+    most, sends = [int(pairs.diagonal().max())], [tokens * ((up > 0).astype(np.int64) + (down > 0))]
+    for step in range(1, route.steps + 1):
+        work, goes = np.zeros_like(tokens), np.zeros_like(tokens)
+        for way, hops in ((1, up), (-1, down)):
+            origin = (rank - way * step) % len(counts)
+            work += np.where(hops[origin] >= step, pairs[rank, origin], 0)
+            goes += np.where(hops[origin] > step, tokens[origin], 0)
+        most.append(int(work.max()))
+        sends.append(goes)
+    return Steps(np.array(most), np.stack(sends).max(axis=1), np.stack(sends).sum(axis=0))
+
+
+def time_of(pairs: NDArray[np.int64], counts: Sequence[int], sending: float) -> float:
+    """The time of a ring, each step as long as its longest computation or transfer, as a multiple of shared work."""
+    steps, total = steps_of(pairs, counts), int(pairs.sum())
+    return float(np.maximum(steps.pairs, sending * steps.tokens).sum()) * len(pairs) / total if total else 1.0
 
 
 def imbalance(pairs: NDArray[np.int64]) -> float:
@@ -73,31 +120,44 @@ def imbalance(pairs: NDArray[np.int64]) -> float:
     return float(step_pairs(pairs).max(axis=1).sum()) * len(pairs) / total if total else 1.0
 
 
-def _candidates(counts: PairCounts, ranks: int) -> Iterator[Layout]:
-    """Layouts of ever smaller blocks."""
-    tokens, rounds = counts.tokens, 2
+def _candidates(counts: PairCounts, ranks: int, local: bool) -> Iterator[Layout]:
+    """Layouts of ever smaller blocks; with `local` also those whose blocks are dealt to few neighbouring ranks."""
+    tokens = counts.tokens
+    shortest = TILE if tokens >= FEW * TILE * ranks else SHORTEST
     yield Layout.contiguous(tokens, ranks)
     yield Layout.zigzag(tokens, ranks)
-    while tokens >= SHORTEST * ranks * rounds:
-        yield _rotated(counts, ranks, rounds)
-        rounds *= 2
+    groups = [group for group in range(2, ranks) if local and ranks % group == 0 and group.bit_count() == 1]
+    for group in (*groups, ranks):
+        rounds = 2
+        while tokens >= shortest * ranks * rounds:
+            yield _rotated(counts, ranks, rounds, group)
+            rounds *= 2 if group == ranks else 4
 
 
-def _rotated(counts: PairCounts, ranks: int, rounds: int) -> Layout:
-    """The sequence in `rounds` times `ranks` blocks, each round rotated to level the sums."""
+def _rotated(counts: PairCounts, ranks: int, rounds: int, group: int) -> Layout:
+    """The sequence in `rounds` times `ranks` blocks, dealt to groups of ranks, each round rotated to level the sums."""
     parts = _blocks(counts.tokens, ranks * rounds)
     edges = np.array([0, *(part.stop for part in parts)])
-    work = np.diff(counts.before(edges)).reshape(rounds, ranks)
+    work = np.diff(counts.before(edges))
     work = work >> max(0, int(work.max()).bit_length() - BITS)
-    by = [0] * rounds
-    load = work.sum(axis=0)
+    runs = list[list[range]]()
+    size = group * rounds
+    for first in range(0, len(parts), size):
+        by = _rotations(work[first : first + size].reshape(rounds, group))
+        own = parts[first : first + size]
+        runs += [[own[i * group + (rank - by[i]) % group] for i in range(rounds)] for rank in range(group)]
+    return Layout(counts.tokens, tuple(joined(each) for each in runs))
+
+
+def _rotations(work: NDArray[np.int64]) -> list[int]:
+    """The rotation of each round of [rounds, ranks]."""
+    by, load = [0] * len(work), work.sum(axis=0)
     for _ in range(SWEEPS):
         for i, each in enumerate(work):
             load -= np.roll(each, by[i])
             by[i] = _best_rotation(load, each)
             load += np.roll(each, by[i])
-    runs = [[parts[i * ranks + (rank - by[i]) % ranks] for i in range(rounds)] for rank in range(ranks)]
-    return Layout(counts.tokens, tuple(joined(each) for each in runs))
+    return by
 
 
 def _best_rotation(load: NDArray[np.int64], work: NDArray[np.int64]) -> int:

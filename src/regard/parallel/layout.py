@@ -190,18 +190,23 @@ class Layout:
         return cls(tokens, tuple(joined(blocks[r::ranks]) for r in range(ranks)))
 
     @classmethod
-    def balanced(cls, tokens: int, ranks: int, mask: "Mask | Pattern | None") -> "Layout":
+    def balanced(cls, tokens: int, ranks: int, mask: "Mask | Pattern | None", *, sending: float = 0.0) -> "Layout":
         """The layout that shares the work of this mask evenly, whatever the mask; see `balance.py`.
 
-        The same on every rank, as it is computed from the mask alone; all ranks have the same number of blocks of
-        tokens.
+        The same on every rank, as it is computed from the mask alone, in integers.
+
+        Args:
+            mask: or a `regard.cost.Pattern`, which needs no torch; None keeps every pair.
+            sending: how many pairs a rank computes in the time in which it sends one token's keys and values (a pair of
+                H heads of dimension D is 4 H D FLOPs). With it, the layout is that of the shortest time: keys of short
+                documents stay near. 0: sending costs nothing.
 
         >>> from regard import Causal
         >>> Layout.balanced(4096, 2, Causal()).counts
         (2048, 2048)
         """
         even_parts(tokens, ranks)
-        return import_module("regard.parallel.balance").balanced(tokens, ranks, mask)
+        return import_module("regard.parallel.balance").balanced(tokens, ranks, mask, sending)
 
     def __str__(self) -> str:
         return f"a layout of {self.tokens} tokens on {self.ranks} ranks"
