@@ -141,8 +141,8 @@ def simulated(tokens: int, ranks: Sequence[int], link: float) -> str:
     """The table of the simulator."""
     head = ("mask, ranks, layout", "work", "work in step", "steps", "MiB sent", "ms", "ideal ms")
     return (
-        f"{tokens:,} tokens, one layer of {HEADS} query heads and {KV_HEADS} key heads of {DIM} in bfloat16, ranks of one "
-        f"{MACHINE.upper()} at its peak, links of {link / 1e9:g} GB/s:\n\n"
+        f"{tokens:,} tokens, a layer of {HEADS} query heads and {KV_HEADS} key heads of {DIM} in bfloat16, ranks of "
+        f"one {MACHINE.upper()} at its peak, links of {link / 1e9:g} GB/s:\n\n"
         + table(head, [*simulate(tokens, ranks, link)])
     )
 
