@@ -1,7 +1,7 @@
 """Write stand-ins of the CUDA libraries that a CUDA build of torch is linked with: `cuda_stand_ins.py TORCH/lib`.
 
 torch is imported on a machine without a GPU then. Each library has the functions and versions that torch refers to; a
-function returns 100, CUDA's code for "no device". A build for CPUs needs none, and gets none.
+function returns 100, CUDA's code for "no device", or a text that says so. A build for CPUs needs none, and gets none.
 """
 
 import re
@@ -18,6 +18,9 @@ UNVERSIONED = {
     "libcuda.so.1": "cu[A-Z]",
 }
 """Libraries whose functions have no version: how the names of these begin."""
+
+TEXTS = r"(?!cuGet)\w+Get(Error|Status)?(Name|String)$"
+"""Names of functions that return a text: torch reads the texts of errors."""
 
 
 def output(*command: str | Path) -> str:
@@ -54,13 +57,19 @@ def main(folder: Path) -> None:
 
 def write(library: Path, functions: set[str], versions: set[str]) -> None:
     """Compile a library of these functions, all with each of the versions (there is one, or none)."""
-    source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(functions))
+    source = "".join(map(stand_in, sorted(functions)))
     script = library.with_suffix(".map")
     script.write_text("".join(f"{version} {{ global: *; }};\n" for version in sorted(versions)))
     options = [f"-Wl,--version-script={script}"] if versions else []
     command = ["cc", "-w", "-fno-builtin", "-shared", "-nostdlib", "-x", "c", "-", "-o", library]
     subprocess.run([*command, f"-Wl,-soname,{library.name}", *options], input=source, text=True, check=True)
     script.unlink()
+
+
+def stand_in(name: str) -> str:
+    """The C function of this name."""
+    kind, value = ("const char *", '"no device"') if re.match(TEXTS, name) else ("int ", "100")
+    return f"{kind}{name}(void) {{ return {value}; }}\n"
 
 
 if __name__ == "__main__":

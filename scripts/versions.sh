@@ -21,18 +21,22 @@ if [ ${#versions[@]} = 0 ]; then
 fi
 [ ${#tests[@]} -gt 0 ] || tests=(
     tests/test_{attend,backends,native,state,torch_signature,torch_versions}.py tests/dispatch tests/nn tests/laws
+    tests/override/test_everywhere.py tests/flex tests/integrate/test_{transformers,masks,compiled}.py
 )
 
 # prepare VERSION ENVIRONMENT: an environment with this torch, regard as it is now, and what the tests need.
 prepare() {
     local packages needed
-    if [ ! -f "$2/ready" ]; then
+    if [ ! -f "$2/torch" ]; then
         rm -rf "$2"
         "$python" -m venv "$2"
         mkdir "$2/download"
         "$2/bin/pip" download --quiet --no-deps --dest "$2/download" "torch==$1"
         "$2/bin/pip" install --quiet --no-deps "$2"/download/torch-*.whl
         rm -r "$2/download"
+        touch "$2/torch"
+    fi
+    if [ "$(cat "$2/ready" 2>/dev/null)" != "$(cksum <pyproject.toml)" ]; then
         needed=$("$2/bin/python" - <<'PYTHON'
 import importlib.metadata
 import re
@@ -40,22 +44,25 @@ import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-packages = project["dependencies"][1:] + [each for each in project["optional-dependencies"]["test"] if "playwright" not in each]
+extras = project["optional-dependencies"]
+packages = [*project["dependencies"][1:], *extras["models"], *extras["cli"], *extras["test"]]
 packages += [each for each in importlib.metadata.requires("torch") if not re.search("cuda|nvidia|triton|extra ==", each)]
-print("\n".join(package.replace(" ", "") for package in packages))
+print("\n".join(package.replace(" ", "") for package in packages if "playwright" not in package))
 PYTHON
         )
         # shellcheck disable=SC2086
         "$2/bin/pip" install --quiet $needed
-        packages=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        "$2/bin/python" scripts/cuda_stand_ins.py "$packages/torch/lib"
-        touch "$2/ready"
+        cksum <pyproject.toml >"$2/ready"
     fi
-    packages=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    packages=$(packages "$2")
+    "$2/bin/python" scripts/cuda_stand_ins.py "$packages/torch/lib"
     rm -rf "$packages/regard"
     cp -rL src/regard "$packages/regard"
     cp -L "$("$venv/bin/python" -c 'from regard import native; print(native.path())')" "$packages/regard/" 2>/dev/null || true
 }
+
+# Where the packages of an environment are.
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 failed=0
 for version in "${versions[@]}"; do

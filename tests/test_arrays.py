@@ -49,7 +49,7 @@ def test_sinks_and_offsets_may_be_arrays(qkv: tuple[Any, ...]):
 
 
 def test_bfloat16_of_ml_dtypes(qkv: tuple[Any, ...]):
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the package ml_dtypes is missing")
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the package ml_dtypes is missing: pip install regard[jax]")
     arrays = tuple(x.astype(ml_dtypes.bfloat16) for x in qkv)
     out = attend(*arrays, mask=TensorMask(torch.rand(5, 7) > 0.3) & Causal())
     assert out.dtype == ml_dtypes.bfloat16
@@ -87,7 +87,7 @@ class TestJax:
 
     @pytest.fixture
     def jax(self) -> Any:
-        return pytest.importorskip("jax", reason="the package jax is missing")
+        return pytest.importorskip("jax", reason="the package jax is missing: pip install regard[jax]")
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_jax_in_jax_out(self, dtype: str, jax: Any, qkv: tuple[Any, ...]):

@@ -65,6 +65,21 @@ def test_all_runs_what_the_default_leaves_out(options: list[str], passed: dict[s
     assert Counter(seen.names) == passed
 
 
+@pytest.mark.parametrize("skip", ["pytest.skip('no tea')", "pytest.skip('no tea', allow_module_level=True)", "pass"])
+@pytest.mark.parametrize("options", [[], ["--no-skips"]])
+def test_no_skips_fails_where_a_test_or_a_whole_file_is_skipped(
+    skip: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = [f"def test_it(): {skip}"] if "module" not in skip else [skip]
+    name = f"{tmp_path.name}.py"  # pytest keeps what it imported by its name
+    (tmp_path / name).write_text("\n".join(["import pytest", *lines, "def test_two(): pass"]))
+    (tmp_path / "test_other.py").write_text("def test_other(): pass")
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    command = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", str(tmp_path), *options]
+    assert pytest.main(command, plugins=[selection]) == int(bool(options) and skip != "pass")
+    assert ("no tea" in capsys.readouterr().out) == (bool(options) and skip != "pass")
+
+
 class Passed:
     """The names of the functions whose cases passed."""
 

@@ -1,6 +1,7 @@
 """`regard doctor`: what it says of a machine on which all is well, and of one on which something is not."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import regard
-from regard import native
+from regard import native, torch_versions
 from regard.cli import diagnosis
 from regard.cli.main import main
 
@@ -48,7 +49,10 @@ def test_it_says_which_instruction_set_runs_and_why(capsys, monkeypatch):
     monkeypatch.setenv("REGARD_ISA", "portable")
     assert f"compiled library  portable: REGARD_ISA names it; without it, {best}\n" in told(capsys)
     monkeypatch.setenv("REGARD_ISA", "avx1024")
-    assert "- REGARD_ISA is 'avx1024', and this machine runs " in told(capsys)
+    text = told(capsys)
+    assert "compiled library  none: REGARD_ISA names avx1024, which cannot run" in text
+    assert text.split("problems\n- ")[1].startswith("REGARD_ISA is 'avx1024', and this machine runs ")
+    assert text.count("\n- ") == 1  # each call fails for the same reason, which is said once
 
 
 @needs_library
@@ -66,10 +70,30 @@ def test_it_works_without_the_compiled_library(capsys):
     assert "native      The compiled library is missing" in text
 
 
-def test_a_torch_that_was_not_tested_is_a_problem(capsys, monkeypatch):
-    monkeypatch.setenv("REGARD_QUIET", "1")
+def test_a_torch_that_was_not_tested_is_a_problem_and_no_warning(capsys, monkeypatch):
+    monkeypatch.delenv("REGARD_QUIET", raising=False)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
+    torch_versions.warn_of_untested.cache_clear()
     assert "- torch 2.99.0 is newer than the versions that this regard was tested with" in told(capsys)
+    torch_versions.warn_of_untested.cache_clear()
+
+
+def test_a_package_that_regard_cannot_do_without_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    text = told(capsys)
+    assert text.endswith("problems\n- regard needs xxhash, not installed here: pip install xxhash\n")
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/caches", "/proc/caches"])
+def test_a_folder_of_compiled_code_that_cannot_be_written_into_is_a_problem(capsys, monkeypatch, folder):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    assert f"- torch.compile cannot write into {folder} (" in told(capsys)
+
+
+def test_a_user_without_a_home_folder_is_served(capsys, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert "triton: 0 MiB in ~/.triton/cache" in told(capsys)
 
 
 def test_packages_of_other_versions_are_a_problem(capsys, monkeypatch):

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import programs
+
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install regard[models]")
 if importlib.util.find_spec("accelerate") is None:
     pytest.skip("the package accelerate is missing: pip install regard[tools]", allow_module_level=True)
 
+LIBRARY = programs.define_nms()  # transformers imports torchvision where it is there
 tools = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tools.py")))
 
 TRAINED: dict[str, tuple[str, Any, float]] = {

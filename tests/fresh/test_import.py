@@ -51,3 +51,19 @@ def test_importing_regard_costs_little_beside_importing_torch():
 def test_importing_regard_prints_nothing_and_warns_of_nothing():
     assert len(first().stdout.splitlines()) == 1  # the line of facts
     assert first().stderr == ""
+
+
+def test_without_transformers_regard_integrate_says_what_to_install():
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.modules['transformers'] = None; from regard.integrate import use_regard",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: use_regard needs transformers, which is not installed: pip install 'regard[models]'."
+    )

@@ -22,7 +22,7 @@ LIBRARY = programs.define_nms()
 def test_a_model_of_another_package_gives_its_outputs(name: str):
     case = CASES[name]
     if importlib.util.find_spec(str(case.package)) is None:
-        pytest.skip(f"{case.package} is not installed: pip install -e .[programs]")
+        pytest.skip(f"{case.package} is missing: pip install regard[programs]")
     model, run = case.make()
     model.eval()
     with torch.no_grad():

@@ -4,6 +4,7 @@ Every part is looked at by itself, so that one that fails does not hide the othe
 imported: versions are read from what pip noted.
 """
 
+import importlib.util
 import json
 import os
 import platform
@@ -52,6 +53,9 @@ INTEGRATIONS = {
 }
 """By the name on the package index. Where it is one of regard's extras, the versions are those of pyproject.toml."""
 
+NEEDED = ("numpy", "xxhash", "jaxtyping")
+"""The packages besides torch that pyproject.toml lists as dependencies, by the names that they are imported by."""
+
 VARIABLES = (
     "REGARD_ISA", "REGARD_ISAS", "REGARD_QUIET",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_WAIT_POLICY",
@@ -75,7 +79,7 @@ def diagnose() -> dict[str, Any]:
         "backends": {},
         "integrations": _integrations(problems),
         "compiler": _compiler(),
-        "caches": _caches(),
+        "caches": _caches(problems),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "problems": problems,
     }
@@ -85,15 +89,25 @@ def diagnose() -> dict[str, Any]:
         problems.insert(0, f"torch cannot be imported ({error}): install it again, or regard finds nothing to run on.")
         return found
     found["versions"]["torch"] = torch.__version__
+    if missing := _missing():
+        problems.insert(0, f"regard needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}")
+        return found
     parts: dict[str, Callable[[list[str]], Any]] = {
         "torch": _torch, "library": _library, "check": _check, "backends": _backends
     }  # fmt: skip
     for name, look in parts.items():
+        if name in {"check", "backends"} and found["library"].get("isa", "") is None and found["library"].get("path"):
+            continue  # REGARD_ISA names what cannot run, and every call fails for that reason
         try:
             found[name] = look(problems)
         except Exception as error:  # noqa: BLE001  whatever is broken is what a doctor is asked about
             problems.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
     return found
+
+
+def _missing() -> list[str]:
+    """The packages that regard cannot do without, and that are not there."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def _versions() -> dict[str, Any]:
@@ -268,14 +282,31 @@ def _compiler() -> dict[str, Any]:
     }
 
 
-def _caches() -> dict[str, dict[str, Any]]:
+def _caches(problems: list[str]) -> dict[str, dict[str, Any]]:
     """The folders of compiled things: regard's plans and schedules are in memory only."""
     default = Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
     folders = {
-        "torch.compile": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)),
-        "triton": Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
+        "torch.compile": ("TORCHINDUCTOR_CACHE_DIR", default),
+        "triton": ("TRITON_CACHE_DIR", Path("~/.triton/cache")),
     }
-    return {name: {"folder": str(folder), **_size(folder)} for name, folder in folders.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, (variable, usual) in folders.items():
+        folder = Path(os.path.expanduser(os.environ.get(variable) or usual))  # noqa: PTH111  pathlib's fails without a home
+        if (name == "torch.compile" or _installed("triton")) and (why := _unwritable(folder)):
+            problems.append(f"{name} cannot write into {folder} ({why}), and fails: set {variable} to another folder.")
+        found[name] = {"folder": str(folder), **_size(folder)}
+    return found
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why no file can be made in a folder, or in the folder in which it would be made; None if one can be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def _user() -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import warnings
 from typing import Any
 
 from regard import __version__
@@ -31,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(output_files(("--json", args.json, "JSON")), force=args.force)
     from regard.cli.diagnosis import diagnose
 
-    found = diagnose()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what regard warns of is a problem in the report
+        found = diagnose()
     if args.json is not None:
         write_text(args.json, json.dumps({"regard": __version__, **found}, indent=1) + "\n")
     if args.json != STDOUT:
@@ -75,7 +78,7 @@ def _library(found: dict[str, Any]) -> list[str]:
     library, check = found["library"], found["check"]
     if library.get("path"):
         contents = [
-            f"{library['isa']}: {library['why']}",
+            f"{library['isa'] or 'none'}: {library['why']}",
             f"compiled and usable here: {', '.join(library['compiled'])}",
             library["path"],
         ]
