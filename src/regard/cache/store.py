@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from regard.cache.huge_pages import advise_huge_pages
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 from regard.storage.codec import Codec, code_bytes
@@ -157,7 +158,9 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     if torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
     with torch.inference_mode(mode=False):
-        return torch.empty(shape, dtype=dtype, device=device)
+        memory = torch.empty(shape, dtype=dtype, device=device)
+    advise_huge_pages(memory)
+    return memory
 
 
 def leading_channels(stored: CachedTensor, dim: int) -> CachedTensor:
