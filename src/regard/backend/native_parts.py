@@ -25,7 +25,8 @@ class Listed(NamedTuple):
 
 def listed(stored: StoredTensor) -> Listed:
     """The parts as an array of structs, without empty parts."""
-    memory, kept = array("q"), list[Tensor]()
+    memory = array("q")
+    kept: list[Tensor] = []
     end, ends, count = 0, None, 0
     for part in stored.parts:
         if part.row_ends is not None:

@@ -138,7 +138,8 @@ def _near(edge: Edge, none: int) -> int | Ints:
 
 def _listed(s: Schedule) -> Tiles:
     whole, patterns = s.lists, np.ascontiguousarray(s.transposed_patterns, dtype=np.uint8)
-    addresses, address = list[int](), int(whole.__array_interface__["data"][0])
+    addresses: list[int] = []
+    address = int(whole.__array_interface__["data"][0])
     for one in (s.run_start, s.run_tile, s.run_length, s.patch_start, s.patch_tile, s.patch_pattern):
         addresses.append(address)
         address += 8 * len(one)

@@ -68,7 +68,9 @@ def has_few_rows(intervals: list[Interval], grid: Grid) -> bool:
 
 def few_rows(intervals: list[Interval], grid: Grid) -> Schedule:
     """The schedule of a call, of at least one query and key, that keeps a union of intervals for all heads."""
-    run_start, run_tile, run_length = [0], list[int](), list[int]()
+    run_start = [0]
+    run_tile: list[int] = []
+    run_length: list[int] = []
     patch_start, patches = [0], list[_Tile]()
     for m in range(grid.maps[0]):
         union = [_of_map(x, m) for x in intervals]
