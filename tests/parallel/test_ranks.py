@@ -1,0 +1,94 @@
+"""A rank that ends, hangs or calls something else ends the others by an error that says so, within the timeout."""
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard import Causal, Window
+from regard.parallel import Layout, RankError
+from tests.parallel import cases
+from tests.parallel.comparing import N, some
+from tests.parallel.workers import Workers, workers
+
+TIMEOUT = 4.0
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
+    """Three processes for all tests after which none is lost."""
+    with workers(3, tmp_path_factory.mktemp("trio")) as made:
+        yield made
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Generator[Workers]:
+    with workers(3, tmp_path) as made:
+        made.run(cases.ring, **some(), layout=Layout.zigzag(N, 3), mask=Causal())  # imports take seconds
+        yield made
+
+
+@pytest.mark.parametrize("function", [cases.ring, cases.ulysses, cases.ring_in_a_loop])
+def test_a_rank_that_ends_is_named(three: Workers, function: Any):
+    layout = Layout.zigzag(N, 3)
+    found = three.failing(function, {1: cases.end}, **some(), layout=layout, mask=Causal(), timeout=TIMEOUT)
+    for rank in (0, 2):
+        error, seconds = found[rank]
+        assert isinstance(error, RankError)
+        assert "rank 1 of 3 is lost" in str(error)
+        assert error.ranks == (1,)
+        assert seconds < 3 * TIMEOUT + 5
+
+
+def test_a_rank_that_hangs_is_named(three: Workers):
+    layout = Layout.zigzag(N, 3)
+    found = three.failing(cases.ring, {2: cases.hang}, **some(), layout=layout, mask=Causal(), timeout=TIMEOUT)
+    for rank in (0, 1):
+        error, seconds = found[rank]
+        assert isinstance(error, RankError)
+        assert "rank 2 of 3 is lost: it did not answer within 4 s" in str(error)
+        assert seconds < 3 * TIMEOUT + 5
+
+
+def test_a_rank_that_is_lost_while_a_cache_decodes_is_named(three: Workers):
+    more = {**some(), "prompt": 30, "options": {}}
+    del more["dout"]
+    found = three.failing(cases.decode_for_ever, {0: cases.decode_and_end}, **more, timeout=TIMEOUT)
+    for rank in (1, 2):
+        assert "rank 0 of 3 is lost" in str(found[rank][0])
+
+
+def test_a_lost_rank_is_named_again_by_the_next_call(three: Workers):
+    more = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": TIMEOUT}
+    three.failing(cases.ring, {1: cases.end}, **more)
+    start = time.monotonic()
+    found = three.failing(cases.ring, {}, **more)
+    assert "rank 1 of 3 is lost" in str(found[0][0])
+    assert time.monotonic() - start < TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"mask": Window(3)}, "mask Window(left=3)"),
+        ({"softcap": 2.0}, "softcap 2.0"),
+        ({"layout": Layout.striped(N, 3)}, "layouts"),
+    ],
+)
+def test_ranks_that_call_with_other_arguments_are_told_on_every_rank(trio: Workers, change: dict[str, Any], text: str):
+    more = {**some(1), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": TIMEOUT, "scale": 0.3}
+    found = trio.failing(cases.ring_with, {}, change={2: change}, **more)
+    for error, seconds in found:
+        assert "the ranks of a group make the same call, and these differ" in str(error)
+        assert text in str(error)
+        assert seconds < TIMEOUT
+
+
+def test_a_wrong_argument_on_one_rank_is_told_on_every_rank(trio: Workers):
+    change = {1: {"layout": Layout.of_counts([N, 0, 0])}}
+    more = {**some(1), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": TIMEOUT, "scale": 0.3}
+    found = trio.failing(cases.ring_with, {}, change=change, shards=Layout.zigzag(N, 3), **more)
+    for error, _ in found:
+        assert "q has 18 tokens on rank 1 of the group, and layout gives it 0 of 53" in str(error)
