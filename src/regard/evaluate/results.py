@@ -134,6 +134,19 @@ class Results:
         return [head, *body, ["all", *by_column, percent(self.score)]]
 
 
+def comparison(runs: Sequence[tuple[str, Results]]) -> str:
+    """A table of several runs of a task: the score of each, or its loss and perplexity."""
+    rows = [["run", "right", "examples"]]
+    if runs[0][1].is_loss:
+        rows = [["run", "loss, nats", "perplexity"]]
+    for name, each in runs:
+        if each.is_loss:
+            rows.append([name, loss_results.shown(each.loss, 3), loss_results.shown(each.perplexity, 2)])
+        else:
+            rows.append([name, percent(each.score), str(len(each.records))])
+    return "\n".join("  ".join(row) for row in aligned(rows))
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Cells padded to columns: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

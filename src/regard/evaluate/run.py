@@ -25,12 +25,12 @@ import torch
 
 from regard.errors import ProblemError
 from regard.evaluate import records
-from regard.evaluate.answer import Answer, answers, check_fits
+from regard.evaluate.answer import answers, check_fits
+from regard.evaluate.haystack import digest
 from regard.evaluate.models import CacheOptions, Model, as_model
 from regard.evaluate.results import Results
 from regard.evaluate.task import Example, Task, settings
-from regard.evaluate.tasks import TASKS
-from regard.storage.stored import Contiguous
+from regard.evaluate.tasks import class_of
 
 Progress = Callable[[int, int], None]
 """Called with (examples done, examples in all)."""
@@ -100,18 +100,45 @@ def evaluate(
 
 def settings_of(task: Task, model: Model) -> dict[str, Any]:
     """All settings of a run; results with the same settings are of one run."""
-    return settings(task) | {"model": model.label, "weights": model.digest, "cache": shown_cache(model.cache)}
+    text = getattr(task, "haystack", None)
+    ours = {"model": model.label, "weights": model.digest, "cache": shown_cache(model.cache)}
+    return settings(task) | ({} if text is None else {"text": digest(text)}) | ours
 
 
-def results_of(paths: Sequence[Path]) -> Results:
-    """The results of files of one run.
+def runs_of(paths: Sequence[Path]) -> list[tuple[str, Results]]:
+    """The runs in files, each with the settings by which it differs from the others; files of one run are merged.
 
     Raises:
-        ProblemError: there is none, it has no results, or those of other settings.
+        ProblemError: there is no file, one has no results, or they are of different tasks.
     """
-    stored = records.merged(paths)
-    name = stored.settings["task"]
-    return Results(name, TASKS[name].axes, stored.settings, stored.about, list(stored.records.values()))
+    runs: list[records.Stored] = []
+    for path in paths:
+        stored = records.read(path)
+        if stored is None:
+            raise ProblemError(f"there are no results in {path}.")
+        same = next((each for each in runs if each.settings == stored.settings), None)
+        if same is None:
+            runs.append(stored)
+        else:
+            same.records.update({name: each for name, each in stored.records.items() if name not in same.records})
+    if not runs:
+        raise ProblemError("show shows the results of files: name one or more.")
+    tasks = sorted({run.settings["task"] for run in runs})
+    if len(tasks) > 1:
+        raise ProblemError(f"the files are of different tasks ({', '.join(tasks)}): show those of one task together.")
+    axes = class_of(tasks[0]).axes
+    found = [Results(tasks[0], axes, run.settings, run.about, list(run.records.values())) for run in runs]
+    return list(zip(_differences([run.settings for run in runs]), found, strict=True))
+
+
+def _differences(found: Sequence[dict[str, Any]]) -> list[str]:
+    """For each run the settings that are not the same in all.
+
+    >>> _differences([{"task": "needle", "cache": "dense"}, {"task": "needle", "cache": "codec=Int8()"}])
+    ['cache dense', 'cache codec=Int8()']
+    """
+    keys = [key for key in found[0] if any(each.get(key) != found[0][key] for each in found)]
+    return [", ".join(f"{key} {each.get(key)}" for key in keys) for each in found]
 
 
 def _check(examples: Sequence[Example], model: Model) -> None:
@@ -142,8 +169,6 @@ def shown_cache(cache: CacheOptions | None) -> str:
     """
     if cache is None:
         return "none"
-    if isinstance(cache.layout, Contiguous):
-        cache = cache._replace(layout=None)
     return ", ".join(f"{key}={value!r}" for key, value in cache._asdict().items() if value is not None) or "dense"
 
 
@@ -173,6 +198,3 @@ def _wait(
         if done == len(names):
             return found
         time.sleep(POLL)
-
-
-__all__ = ["Answer", "Progress", "evaluate"]

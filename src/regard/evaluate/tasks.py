@@ -29,6 +29,11 @@ def task_of(name: str, **options: Any) -> Task:
     Traceback (most recent call last):
     regard.errors.ProblemError: unknown task 'needel'. Near: needle.
     """
+    return class_of(name)(**options)
+
+
+def class_of(name: str) -> type[Any]:
+    """The class of a task."""
     if name not in TASKS:
         raise unknown_name("task", name, list(TASKS))
-    return TASKS[name](**options)
+    return TASKS[name]

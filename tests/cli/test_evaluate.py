@@ -1,0 +1,112 @@
+"""`regard evaluate`: options, files, and what is said of them; with models that are plain functions in a file."""
+
+import json
+
+import pytest
+
+from regard.cli.main import main
+
+MODEL = """
+import re, torch
+
+def uniform(tokens):
+    return torch.zeros(*tokens.shape, 256)
+
+def copying(tokens):
+    text = bytes(tokens[0].tolist()).decode()
+    key, logits = re.search(r"The pass key is (\\d+)", text)[1], torch.zeros(*tokens.shape, 256)
+    for end in range(len(text) - 9, len(text) + 1):
+        asked = re.search(r"What is the pass key\\? The pass key is( ?\\d*)$", text[:end])
+        if asked and len(asked[1]) < 6:
+            logits[0, end - 1, ord(f" {key}"[len(asked[1])])] = 1.0
+    return logits
+
+both = (copying, None)
+broken = 1 / 0 if False else 3
+"""
+SMALL = ["--lengths", "400", "--depths", "0,1", "--samples", "2"]
+
+
+@pytest.fixture
+def model(here):
+    (here / "mine.py").write_text(MODEL)
+    return "mine.py"
+
+
+def evaluate(*arguments):
+    return main(["evaluate", *arguments])
+
+
+def test_the_tasks_are_listed(capsys):
+    assert evaluate() == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("needle", "passkey", "niah_multivalue", "vt", "stream", "arXiv:2404.06654"))
+
+
+@pytest.mark.parametrize("name", ["copying", "both"])
+def test_a_function_of_a_file_is_evaluated(model, name, here, capsys):
+    outputs = ("--json", "out.json", "--plot", "p.svg", "--html", "p.html")
+    assert evaluate("passkey", "--model", f"{model}:{name}", *SMALL, *outputs) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "all            100 % (51 to 100)  100 % (51 to 100)"
+    found = json.loads((here / "out.json").read_text())
+    assert found["score"][0] == 1
+    assert found["settings"]["seed"] == 0
+    assert [cell["count"] for cell in found["cells"]] == [2, 2]
+    assert (here / "p.svg").read_text().startswith("<svg")
+    page = (here / "p.html").read_text()
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    (results,) = here.glob("regard-passkey-mine-*.jsonl")
+    assert f"results: {results.name}" in printed.err
+    assert len(results.read_text().splitlines()) == 5
+
+
+def test_a_second_run_continues_the_file_of_its_settings(model, here, capsys):
+    for samples, files in ((2, 1), (2, 1), (3, 2)):
+        assert evaluate("passkey", "--model", f"{model}:uniform", *SMALL, "--samples", f"{samples}") == 0
+        assert len(list(here.glob("*.jsonl"))) == files
+
+
+def test_runs_are_shown_side_by_side(model, here, capsys):
+    for name in ("copying", "uniform"):
+        assert evaluate("passkey", "--model", f"{model}:{name}", *SMALL, "--results", f"{name}.jsonl") == 0
+    assert evaluate("show", "copying.jsonl", "uniform.jsonl", "--html", "both.html", "--json", "both.json") == 0
+    printed = capsys.readouterr().out
+    assert "model mine:copying  100 % (51 to 100)         4" in printed
+    assert "model mine:uniform      0 % (0 to 49)         4" in printed
+    assert (here / "both.html").read_text().count("<h2>") == 2
+    assert json.loads((here / "both.json").read_text())["runs"][0]["score"][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["needel"], "unknown task 'needel'. Near: needle"),
+        (["vt", "--depths", "0.5"], "the task vt has no --depths: expected --lengths, --samples, --seed"),
+        (["passkey", "--model", "nowhere.py:f"], "there is no file nowhere.py"),
+        (["passkey", "--model", "mine.py:g"], "mine.py has no 'g'"),
+        (["passkey", "--model", "mine.py:broken"], "the model is int: expected a callable"),
+        (["passkey", "--model", "nowhere"], "nowhere"),
+        (["passkey", "--model", "mine.py:uniform", "--cache", "int8"], "a plain callable has no KV cache"),
+        (["passkey", "--evict", "tova"], "--evict tova keeps a budget of tokens: add --budget"),
+        (["passkey", "x.jsonl"], "'x.jsonl' follows the task passkey"),
+        (["show"], "show shows the results of files: name one or more"),
+        (["show", "none.jsonl"], "there are no results in none.jsonl"),
+        (["show", "mine.py"], "mine.py exists, and has no results"),
+        (["passkey", "--model", "mine.py:uniform", "--results", "mine.py"], "mine.py exists, and has no results"),
+        (["passkey", "--model", "mine.py:uniform", "--results", "no/where.jsonl"], "no/where.jsonl cannot be written"),
+        (["passkey", "--plot", "mine.py"], "mine.py exists, and is no chart that regard wrote"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(model, arguments, message, capsys):
+    assert evaluate(*arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [["--depths", "2"], ["--lengths", "x"], ["--samples", "0"]])
+def test_values_that_are_wrong_are_refused(arguments):
+    with pytest.raises(SystemExit) as ended:
+        evaluate("needle", *arguments)
+    assert ended.value.code == 2
