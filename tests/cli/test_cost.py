@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from regard.cli.main import main
-from regard.cost import cost, find_machine, model_names
+from regard.cost import cost, find_machine, find_model, model_names
 
 
 def shown(capsys, *arguments: str) -> str:
@@ -36,7 +36,7 @@ def test_the_cache_of_llama_2_70b_is_10_gib_and_80_with_all_heads(capsys):
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_model_is_shown_with_units_of_one_kind(name, capsys):
-    out = shown(capsys, name, *(["--context", "512"] if name.startswith("transformer") else []), "--machine", "b200")
+    out = shown(capsys, name, *(["--context", "512"] if find_model(name).context is None else []), "--machine", "b200")
     assert not re.search(r"\d ?[KMGT]B\b", out)
     assert all(len(line) <= 140 for line in out.splitlines() if not line.startswith(("  source", "  note")))
 

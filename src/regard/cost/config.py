@@ -203,6 +203,8 @@ def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, l
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     if family == "llama4_text" and config.get("attention_chunk_size"):
         return "cccf"
+    if every := config.get("full_attention_interval"):  # of qwen3_next: other layers are recurrent
+        return "r" * (every - 1) + "f"
     if family == "jamba":
         period, offset = config.get("attn_layer_period", 8), config.get("attn_layer_offset", 4)
         return "".join("f" if index % period == offset else "r" for index in range(layers))

@@ -402,6 +402,11 @@ def find_model(name: str) -> Model:
     row: dict[str, Any] = dict(_tables()["models"][found])
     family, source = row.pop("family", None), row.pop("source")
     row.pop("aliases", None)
+    if "config" in row:
+        from regard.cost.config import from_config  # noqa: PLC0415 - it makes a Model
+
+        read = from_config(found, {"model_type": family, **row["config"]}, source)
+        return replace(read, published_parameters=row["published_parameters"])
     return from_fields(found, source, {**(shared_fields(family) if family else {}), **row})
 
 
