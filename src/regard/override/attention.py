@@ -8,6 +8,7 @@ before it, by torch as ever.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from regard.errors import RegardError
 from regard.override import report
@@ -80,20 +81,20 @@ def small_first(
     much for the smallest models. So a small call for which torch would choose its fused kernel calls that at once.
     """
     if (
-        not torch.compiler.is_compiling()
-        and fused_attention_of_torch is not None
-        and attn_mask is None
+        attn_mask is None
         and not (dropout_p or enable_gqa)
         and type(query) is type(key) is type(value) is Tensor
-        and query.ndim == 4
+        and not is_compiling()
+        and fused_attention_of_torch is not None
+        and len(shape := query.shape) == 4
         and query.is_cpu
-        and is_small(query.numel() * key.shape[-2], key.shape[-2], query.dtype)
+        and is_small(query.numel() * (keys := key.shape[-2]), keys, query.dtype)
         and not is_any_autocast_enabled()
         and current_func_transform() is None
         and choice_of_torch(query, key, value, None, 0.0, is_causal) == FUSED
     ):
         if report.is_on():
-            report.count(query.shape, key.shape[-2], query, SMALL, _kind(None, is_causal, None))
+            report.count(shape, keys, query, SMALL, ", causal" if is_causal else "")
         return fused_attention_of_torch(query, key, value, 0.0, is_causal, scale=scale)[0]
     return attention_of_functional(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -46,8 +46,10 @@ def is_small(products: int, keys: int, dtype: torch.dtype, gradients: bool = Fal
         products: multiply-adds of `query @ key^T`.
     """
     wide = dtype.itemsize >= 4
+    if wide and keys < SHORT:
+        return True
     least = LEAST.get(dtype, LEAST[torch.float32]) * torch.get_num_threads()
-    return products < (least * WITH_GRADIENTS if gradients and wide else least) or (wide and keys < SHORT)
+    return products < (least * WITH_GRADIENTS if gradients and wide else least)
 
 
 def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool) -> str | None:

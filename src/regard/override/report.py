@@ -83,6 +83,9 @@ FORMS = 1024
 _forms: dict[object, Form] = {}
 
 _tallies: tuple[weakref.ref[Tally], ...] = ()
+_rows: dict[object, list[Row]] = {}
+"""Where calls that are alike are counted, if no tally measures: of the tallies that there are now."""
+
 _lock = Lock()
 
 
@@ -91,6 +94,7 @@ def listen(tally: Tally) -> None:
     global _tallies  # noqa: PLW0603
     with _lock:
         _tallies = (*_tallies, weakref.ref(tally, _forget))
+        _rows.clear()
 
 
 def ignore(tally: Tally) -> None:
@@ -98,11 +102,13 @@ def ignore(tally: Tally) -> None:
     global _tallies  # noqa: PLW0603
     with _lock:
         _tallies = tuple(each for each in _tallies if each() not in (tally, None))
+        _rows.clear()
 
 
 def _forget(gone: weakref.ref[Tally]) -> None:
     global _tallies  # noqa: PLW0603
     _tallies = tuple(each for each in _tallies if each is not gone)
+    _rows.clear()
 
 
 def is_on() -> bool:
@@ -119,6 +125,11 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
     """
     traced = torch.compiler.is_compiling()
     known = (query, keys, like.dtype, kind, traced, why) if not traced else None
+    rows = _rows.get(known)
+    if rows is not None:
+        for row in rows:
+            row.calls += 1
+        return []
     form = _forms.get(known)
     if form is None:
         text = f"{str(like.dtype).removeprefix('torch.')}{kind}{', traced' if traced else ''}"
@@ -126,14 +137,25 @@ def count(query: Sequence[int], keys: int, like: Tensor, why: str | None, kind: 
         if known is not None and len(_forms) < FORMS:
             _forms[known] = form
     timed: list[Row] = []
-    for each in _tallies:
+    tallies, rows = _tallies, []
+    for each in tallies:
         tally = each()
         if tally is not None:
             row = tally.by_form.get(form) or tally.by_form.setdefault(form, Row(form))
             row.calls += 1
+            rows.append(row)
             if tally.measures and why is None and not traced and row.calls in TIMED:
                 timed.append(row)
+    _remember(known, tallies, rows)
     return timed
+
+
+def _remember(known: object, tallies: tuple[weakref.ref[Tally], ...], rows: list[Row]) -> None:
+    """Count the next such call at once: a tiny one takes 15 us, and finding the rows by their forms 0.6."""
+    measured = any(tally is not None and tally.measures for tally in (each() for each in tallies))
+    with _lock:
+        if known is not None and not measured and tallies is _tallies and len(_rows) < FORMS:
+            _rows[known] = rows
 
 
 def _seconds(run: Callable[[], object]) -> float:
