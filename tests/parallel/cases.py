@@ -98,10 +98,10 @@ def sent_in_ring(rank: int, size: int, **more: Any) -> int:
     """The bytes that this rank sends in a call of `ring`."""
     start, sent = Ranks.start, 0
 
-    def counting(ranks: Ranks, messages: Sequence[Message]) -> Any:
+    def counting(self: Ranks, messages: Sequence[Message]) -> Any:
         nonlocal sent
         sent += sum(m.tensor.nbytes for m in messages if m.is_sent)
-        return start(ranks, messages)
+        return start(self, messages)
 
     Ranks.start = counting
     try:

@@ -6,7 +6,6 @@ more, and the sums of their gradients behind them, from each rank to the next an
 arXiv:2310.01889; merging by log-sum-exp as in Dao et al. 2022, arXiv:2205.14135, §3.1.)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -122,7 +121,7 @@ def ring_attend_state(
 def _run(ranks: Ranks, given: Arguments) -> tuple[State, torch.dtype]:
     """The state, its output in float32 or wider, and the type of the output of the call."""
     if torch.compiler.is_compiling():  # what is sent is no part of a graph
-        untraced: Callable[[Ranks, Arguments], tuple[State, torch.dtype]] = torch.compiler.disable(_run_untraced)
+        untraced: Any = torch.compiler.disable(_run_untraced)
         return untraced(ranks, given)
     return _run_untraced(ranks, given)
 
@@ -150,7 +149,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse, *_ = ctx.saved_tensors
         found = ctx.ring.backward(q, k, v, (out, lse), *grads)
         return None, *(grad.to(t.dtype) for grad, t in zip(found[:3], (q, k, v), strict=True)), *found.more

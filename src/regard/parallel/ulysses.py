@@ -292,7 +292,7 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.share.to_tokens(list(grads), "qkk")
 
 
@@ -307,7 +307,7 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout, dlse = ctx.share.to_heads([grads[0], grads[1][..., None]], "qq")
         return None, dout, dlse[..., 0]
 
