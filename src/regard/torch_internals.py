@@ -10,17 +10,15 @@ What is wrapped in a function is looked up when it is called, as its value chang
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard.errors import RefusalError
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = ["DispatchMode", "FakeTensor", "FunctionalTensor"]
 
@@ -78,6 +76,33 @@ else:
         "regard.flex calls each mask_mod and score_mod for every pair",
     )
     """A context that is shown each operator; torch 1.12."""
+
+_Operator: Any = _find(
+    "torch._higher_order_ops.BaseHOP",
+    _Absent,
+    "torch.compile breaks a graph at regard.flex.flex_attention, and raises an error with fullgraph=True",
+)
+
+
+_higher_order: Any = _find(
+    "torch._ops.HigherOrderOperator",
+    _Absent,
+    "in compiled calls of regard.flex, the gradient of a torch.autograd.Function in a score_mod is not used",
+)
+
+
+class HigherOrder(_Operator):
+    """A higher-order operator: dynamo calls it with the graph of the function that it is called with; torch 2.7."""
+
+    def __init__(self, name: str) -> None:
+        if _Operator is not _Absent:
+            super().__init__(name)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether the target of a node of a graph is a higher-order operator (torch 2.0)."""
+    return isinstance(target, _higher_order)
+
 
 is_any_autocast_enabled: Callable[[], bool] = _find(
     "torch._C._is_any_autocast_enabled",
@@ -263,22 +288,3 @@ def replace_in_torch(function: Any, replacement: Any, module: Any = torch) -> No
 
 DYNAMO_LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 """Whether traced code can list the attributes of frozen dataclasses; else user-defined masks become tables."""
-
-
-def leave_to_python(reason: str) -> Callable[[_F], _F]:
-    """A decorator: `torch.compile` breaks a graph at the function, and compiles nothing of the function itself.
-
-    With `fullgraph=True`, torch raises its own error.
-    """
-
-    def decorate(function: _F) -> _F:
-        disabled = torch.compiler.disable(function, reason=reason)
-
-        @wraps(function)
-        def outside(*args: Any, **kwargs: Any) -> Any:  # torch.compile would look inside of what is disabled
-            return disabled(*args, **kwargs)
-
-        skip_frames(outside)
-        return outside  # pyright: ignore[reportReturnType]
-
-    return decorate

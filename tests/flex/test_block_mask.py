@@ -150,16 +150,16 @@ LONG: dict[str, Mod] = {
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_mask_costs_a_small_part_of_its_pairs(name: str, monkeypatch: pytest.MonkeyPatch):
     evaluated: list[int] = []
-    from regard.flex import block_mask
+    from regard.flex import layout
 
-    before = block_mask.kept_pairs
+    before = layout.kept_pairs
 
     def counted(mask: Any, b: Any, h: Any, q: Any, k: Any) -> Tensor:
         kept = before(mask, b, h, q, k)
         evaluated.append(kept.numel())
         return kept
 
-    monkeypatch.setattr(block_mask, "kept_pairs", counted)
+    monkeypatch.setattr(layout, "kept_pairs", counted)
     start = time.perf_counter()
     made = create_block_mask(LONG[name], None, 4, 32_768, 32_768, "cpu")
     assert time.perf_counter() - start < 5  # torch: 17 s and more, on a machine at rest

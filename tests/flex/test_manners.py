@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import observe_calls
-from regard.flex import AuxRequest, attention, create_block_mask, flex_attention
+from regard.flex import AuxRequest, call, create_block_mask, flex_attention
 from tests.flex.definition import attended
 
 TOKENS = 130
@@ -93,9 +93,9 @@ def test_a_bias_of_every_pair_is_computed_in_pieces(monkeypatch: pytest.MonkeyPa
     learned = torch.rand(TOKENS, requires_grad=True)
     mod = lambda s, b, h, q, k: s + learned[q] * learned[k] + 0.1 * h  # noqa: E731
     whole = flex_attention(q, k, v, mod, MASK, return_lse=True)
-    monkeypatch.setattr(attention, "MOST_BIAS", 2 * 20 * TOKENS)
+    monkeypatch.setattr(call, "MOST_BIAS", 2 * 20 * TOKENS)
     sizes: list[int] = []
-    with observe_calls(lambda call: sizes.append(call.q.shape[2])):
+    with observe_calls(lambda each: sizes.append(each.q.shape[2])):
         pieces = flex_attention(q, k, v, mod, MASK, return_lse=True)
     assert max(sizes) <= 40
     assert sum(sizes) == TOKENS
@@ -186,3 +186,14 @@ def test_an_index_out_of_range_is_an_error():
     short = torch.rand(TOKENS - 1)
     with pytest.raises(IndexError):
         flex_attention(q, k, v, lambda s, b, h, q, k: s + short[k])
+
+
+def test_an_index_out_of_range_in_a_hidden_block_is_no_error():
+    q, k, v = tensors()
+    short = torch.rand(128, requires_grad=True)
+    mask = create_block_mask(lambda b, h, q, k: k < 128, None, None, TOKENS, TOKENS, "cpu")
+    out = flex_attention(q, k, v, lambda s, b, h, q, k: s + short[k], mask)
+    expected = flex_attention(q, k[:, :, :128], v[:, :, :128], lambda s, b, h, q, k: s + short[k])
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(*(torch.autograd.grad(t.square().sum(), [q, short]) for t in (out, expected)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -67,3 +67,9 @@ def test_without_transformers_regard_integrate_says_what_to_install():
     assert ran.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: use_regard needs transformers, which is not installed: pip install 'regard[models]'."
     )
+
+
+def test_importing_regard_flex_loads_no_compiler():
+    probe = "import regard.flex, sys; print({'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

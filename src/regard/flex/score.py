@@ -176,7 +176,7 @@ def distance_bias(terms: tuple[Term, ...], sizes: CallSizes, wide: torch.dtype) 
     zero = torch.zeros(1, 1, dtype=torch.int64)
     values = {"b": zero, "h": head, "q": distance[None], "k": zero}
     total = sum((evaluate(term, values).to(wide) for term in terms), torch.zeros((), dtype=wide))
-    return DistanceBias(total.expand(total.shape[0] if total.ndim == 2 else 1, len(distance)), 1 - sizes.keys)
+    return DistanceBias(total.expand(total.shape[0] if total.ndim == 2 else 1, distance.shape[0]), 1 - sizes.keys)
 
 
 def is_by_distance_and_head(term: Term) -> bool:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.describe.mask import Positions, as_tensors
 from regard.describe.term import Captured, Constant, Op, Term, Variable
-from regard.torch_internals import DispatchMode
+from regard.torch_internals import DispatchMode, FakeTensor, FunctionalTensor
 
 Mod = Callable[..., Tensor]
 
@@ -48,6 +48,13 @@ MAKING = frozenset({
 """Operators that read no element of their operands."""
 
 
+FILLING: dict[str, int | float] = {
+    "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0,
+    "zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0,
+}  # fmt: skip
+"""Operators of `MAKING` by what the elements are: a float, or the position of the argument that says it."""
+
+
 class Traced(NamedTuple):
     """What a function does.
 
@@ -70,6 +77,11 @@ class _Value:
 
     term: Term | None
     uses: frozenset[str]
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether torch traces the tensor, so that it has no elements to read."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = None) -> Traced:
@@ -124,7 +136,8 @@ class _Recorder(DispatchMode):
             id(tensor): (tensor, _Value(Variable(name), frozenset({name}))) for name, tensor in given.items()
         }
         self.captured: dict[int, tuple[Tensor, _Value]] = {}
-        self.made: dict[int, Tensor] = {}  # tensors made by the function that read nothing
+        self.made: dict[int, tuple[Tensor, float | None]] = {}  # by the function; elements if known
+        self.views: dict[int, Tensor] = {}  # tensors that are views or have views
         self.is_read = False  # the function takes a position as a number of Python, or writes through a view
 
     def value(self, tensor: Tensor) -> _Value:
@@ -133,19 +146,28 @@ class _Recorder(DispatchMode):
             return self.known[id(tensor)][1]
         if id(tensor) in self.captured:
             return self.captured[id(tensor)][1]
-        if id(tensor) in self.made and not tensor.ndim:
-            term: Term = Constant(tensor.item(), str(tensor.dtype).removeprefix("torch."))
-            return _Value(term, frozenset())
+        made = None if tensor.ndim else self._made_value(tensor)
+        if made is not None:
+            return _Value(Constant(made, str(tensor.dtype).removeprefix("torch.")), frozenset())
         self.captured[id(tensor)] = tensor, _Value(Captured(tensor), frozenset())
         return self.captured[id(tensor)][1]
+
+    def _made_value(self, tensor: Tensor) -> float | None:
+        """The element of a tensor that the function made; None if it did not, or if that is not known."""
+        if id(tensor) not in self.made:
+            return None
+        return self.made[id(tensor)][1] if is_traced(tensor) else tensor.item()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operands = list(_tensors([args, kwargs]))
         name = func.overloadpacket.__name__
+        if func.is_view:
+            self.views.update({id(t): t for t in [*operands, *_tensors(result)]})
         if name in MAKING or all(id(t) in self.made for t in operands):
-            self.made.update({id(t): t for t in _tensors(result)})
+            filled = _filled(name, args)
+            self.made.update({id(t): (t, filled) for t in _tensors(result)})
         elif any(id(t) in self.known for t in operands):
             written = _tensors(result) if func._schema.is_mutable else ()
             self.is_read = self.is_read or not isinstance(result, Tensor) or any(map(self._is_shared, written))
@@ -154,8 +176,10 @@ class _Recorder(DispatchMode):
 
     def _is_shared(self, tensor: Tensor) -> bool:
         """Whether another tensor of the function has the same memory, so that a write changes that one as well."""
+        if is_traced(tensor):
+            return id(tensor) in self.views
         place = tensor.untyped_storage().data_ptr()
-        others = [*self.made.values(), *(t for t, _ in self.known.values()), *(t for t, _ in self.captured.values())]
+        others = [t for found in (self.made, self.known, self.captured) for t, _ in found.values()]
         return any(t is not tensor and t.untyped_storage().data_ptr() == place for t in others)
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, operands: list[Tensor], result: Any) -> None:
@@ -214,6 +238,12 @@ class _Recorder(DispatchMode):
         if not isinstance(before[0], Captured) or len(before) + len(after) > 5:
             return None
         return Op("index", dtype, *before, *after)
+
+
+def _filled(name: str, args: Any) -> float | None:
+    """The number that each element of a new tensor is; None if that is not known."""
+    given = FILLING.get(name)
+    return args[given] if isinstance(given, int) else given
 
 
 def _clamped(dtype: str, terms: list[Term | None]) -> Term | None:

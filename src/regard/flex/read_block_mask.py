@@ -1,0 +1,195 @@
+"""A `BlockMask` read as a mask: in listed blocks what `mask_mod` keeps, in full ones everything."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from regard.describe.mask import And, Bools, CallSizes, Mask, Or, Positions
+from regard.describe.mask_by_term import MaskTerm
+from regard.describe.spec import Fingerprint, spec
+from regard.describe.term import Captured, Constant, Op, Term, Variable
+from regard.errors import ProblemError
+from regard.flex.every_pair import tabulated
+from regard.flex.layout import block_layout
+from regard.flex.mod_mask import is_opaque, mask_of_mod
+from regard.flex.trace import Mod, is_traced
+from regard.torch_internals import version
+
+
+@dataclass
+class _Reading:
+    """What was read from a `BlockMask`.
+
+    Attributes:
+        versions: of its lists, when they were read.
+        partial, full: bool [batch or 1, heads or 1, rows, columns], whether a block is in the lists.
+        agrees: by mask of its `mask_mod`, whether that mask alone keeps the same pairs as with the lists.
+    """
+
+    versions: tuple[object, ...]
+    partial: Tensor
+    full: Tensor
+    agrees: dict[Fingerprint, bool] = field(default_factory=dict[Fingerprint, bool])
+
+
+_readings: WeakKeyDictionary[BlockMask, _Reading] = WeakKeyDictionary()
+
+
+def mask_of_block_mask(given: BlockMask, sizes: CallSizes, device: torch.device) -> Mask | bool:
+    """The mask of a `BlockMask` in a call: in listed blocks what `mask_mod` keeps, in full ones everything.
+
+    Where the lists are those that follow from `mask_mod`, as they nearly always are, the mask is that of `mask_mod`.
+    """
+    own = mask_of_mod(given.mask_mod, sizes, device)
+    reading = _read(given)
+    if _agrees(reading, own, sizes, given.BLOCK_SIZE):
+        return own
+    partial = MaskTerm(_listed(reading.partial, given.BLOCK_SIZE))
+    if isinstance(own, Mask):
+        partial = And(partial, own)
+    full = MaskTerm(_listed(reading.full, given.BLOCK_SIZE))
+    if own is False:
+        return full
+    return Or(full, partial) if bool(reading.full.any()) else partial
+
+
+@spec
+class BlockLists(Mask):
+    """What a `BlockMask` keeps whose lists are read when the call is planned: while torch traces, they have no data.
+
+    Attributes:
+        partial, full: bool [batch or 1, heads or 1, rows, columns], whether a block is in the lists.
+        rows, columns: queries and keys per block.
+        own: what `mask_mod` keeps; None for everything.
+    """
+
+    partial: Tensor
+    full: Tensor
+    rows: int
+    columns: int
+    own: Mask | None
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
+        return self._together(has_full=True).keep(b, h, q, k)
+
+    def broadcast_shape(self) -> tuple[int, int]:
+        batch, heads = (1, 1) if self.own is None else self.own.broadcast_shape()
+        return max(batch, self.full.shape[0]), max(heads, self.full.shape[1])
+
+    def bind(self, sizes: CallSizes) -> Mask:
+        own = True if self.own is None else self.own
+        if _agrees(_Reading((), self.partial, self.full), own, sizes, (self.rows, self.columns)):
+            return (MaskTerm(Constant(True)) if self.own is None else self.own).bind(sizes)
+        return self._together(bool(self.full.any())).bind(sizes)
+
+    def _together(self, has_full: bool) -> Mask:
+        block = self.rows, self.columns
+        partial: Mask = MaskTerm(_listed(self.partial, block))
+        if self.own is not None:
+            partial = And(partial, self.own)
+        return Or(MaskTerm(_listed(self.full, block)), partial) if has_full else partial
+
+
+def mask_of_lists(
+    lists: Sequence[Tensor], block: tuple[int, int], mask_mod: Mod, sizes: CallSizes, device: torch.device
+) -> Mask | bool:
+    """`mask_of_block_mask` of lists that torch traces.
+
+    Args:
+        lists: `kv_num_blocks`, `kv_indices`, and those of full blocks if there are any; empty if what they list
+            follows from `mask_mod`.
+    """
+    own = mask_of_mod(mask_mod, sizes, device)
+    if is_opaque(own) and any(map(is_traced, lists)):
+        own = tabulated(cast(Mask, own), sizes)
+    if not lists:
+        return own
+    columns = -(-sizes.keys // block[1])
+    partial = _dense(lists[0], lists[1], columns)
+    full = _dense(lists[2], lists[3], columns) if len(lists) == 4 else torch.zeros_like(partial)
+    if own is False:
+        return MaskTerm(_listed(full, block))
+    return BlockLists(partial, full, *block, own=None if own is True else own)
+
+
+FOLLOWS = "_follows_from"
+"""The attribute of a `BlockMask` with the function and the list that it was made with, if the lists follow from it."""
+
+
+def mark_as_following(made: BlockMask) -> None:
+    """Note that the lists of a `BlockMask` are those of its `mask_mod`."""
+    setattr(made, FOLLOWS, (made.mask_mod, made.kv_indices))
+
+
+def follows_function(given: BlockMask) -> bool:
+    """Whether the lists are known to be those of `mask_mod`."""
+    mod, indices = getattr(given, FOLLOWS, (None, None))
+    return mod is given.mask_mod and indices is given.kv_indices
+
+
+def remember(made: BlockMask, mask: Mask, partial: Bools, full: Bools) -> None:
+    """Note what the lists of a `BlockMask` are, and that they follow from its mask."""
+    if mask.fingerprint().is_cacheable:
+        tables = torch.from_numpy(partial), torch.from_numpy(full)
+        _readings[made] = _Reading(_versions(made), *tables, {mask.fingerprint(): True})
+
+
+def _versions(given: BlockMask) -> tuple[object, ...]:
+    lists = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
+    return tuple((id(t), None if t is None or t.is_inference() else version(t)) for t in lists)
+
+
+def _read(given: BlockMask) -> _Reading:
+    versions = _versions(given)
+    reading = _readings.get(given)
+    if reading is None or reading.versions != versions:
+        columns = -(-given.seq_lengths[1] // given.BLOCK_SIZE[1])
+        partial = _dense(given.kv_num_blocks, given.kv_indices, columns)
+        full = torch.zeros_like(partial)
+        if given.full_kv_num_blocks is not None:
+            full = _dense(given.full_kv_num_blocks, cast(Tensor, given.full_kv_indices), columns)
+        reading = _readings[given] = _Reading(versions, partial, full)
+    return reading
+
+
+def _dense(counts: Tensor, order: Tensor, columns: int) -> Tensor:
+    """The lists as bool [batch, heads, rows, columns]."""
+    counts, order = (_checked(t.detach().cpu()) for t in (counts, order))
+    batch, heads = (max(counts.shape[i], order.shape[i]) for i in range(2))
+    order = order.expand(batch, heads, *order.shape[2:])
+    listed = (torch.arange(order.shape[3]) < counts[..., None]) & (order >= 0) & (order < columns)
+    dense = torch.zeros(*order.shape[:3], columns + 1, dtype=torch.bool)
+    dense.scatter_(3, torch.where(listed, order, columns).long(), value=True)
+    return dense[..., :columns].contiguous()
+
+
+def _checked(lists: Tensor) -> Tensor:
+    if lists.ndim < 3:
+        raise ProblemError(f"the lists of a BlockMask are {list(lists.shape)}: expected [batch, heads, rows, ...].")
+    return lists
+
+
+def _agrees(reading: _Reading, own: Mask | bool, sizes: CallSizes, block: tuple[int, int]) -> bool:
+    if is_opaque(own):
+        return isinstance(own, Mask) and reading.agrees.get(own.fingerprint(), False)
+    key = own.fingerprint() if isinstance(own, Mask) else None
+    if key is not None and key in reading.agrees:
+        return reading.agrees[key]
+    some, every = (torch.from_numpy(found) for found in block_layout(own, sizes, block))
+    found = not bool((some & ~(reading.partial | reading.full)).any() | (reading.full & ~every).any())
+    if key is not None and key.is_cacheable:
+        reading.agrees[key] = found
+    return found
+
+
+def _listed(table: Tensor, block: tuple[int, int]) -> Term:
+    """`table[b, h, q // rows, k // columns]`; axes of one element are indexed by 0."""
+    index = [Variable(name) if size > 1 else Constant(0) for name, size in zip("bh", table.shape[:2], strict=True)]
+    down = Op("floor_divide", "int64", Variable("q"), Constant(block[0]))
+    across = Op("floor_divide", "int64", Variable("k"), Constant(block[1]))
+    return Op("index", "bool", Captured(table), index[0], index[1], down, across)
