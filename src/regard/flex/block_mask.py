@@ -55,11 +55,11 @@ def create_block_mask(
         )
     block = _pair_of(BLOCK_SIZE)
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-    of: Any = of_torch.create_block_mask
-    if options or torch.compiler.is_dynamo_compiling():
-        made = of(
-            mask_mod, B, H, Q_LEN, KV_LEN, place, block, separate_full_blocks=separate_full_blocks, **options
-        )  # its lists are computed in the graph, if the graph uses them
+    if not separate_full_blocks:
+        options["separate_full_blocks"] = False  # torch 2.11 lacks it
+    if options.keys() - {"separate_full_blocks"} or torch.compiler.is_dynamo_compiling():
+        make: Any = of_torch.create_block_mask
+        made = make(mask_mod, B, H, Q_LEN, KV_LEN, place, block, **options)  # in a graph only if the lists are used
         mark_as_following(made)
         return made
     return _create(mask_mod, CallSizes(B or 1, H or 1, Q_LEN, KV_LEN, 0), place, block, separate_full_blocks)
@@ -71,7 +71,8 @@ def _create(
     mask = mask_of_mod(mask_mod, sizes, place)
     if is_opaque(mask) and place.type != "cpu":
         make: Any = of_torch.create_block_mask
-        return make(mask_mod, *sizes[:4], place, block, separate_full_blocks=separate_full_blocks)
+        options = {} if separate_full_blocks else {"separate_full_blocks": False}
+        return make(mask_mod, *sizes[:4], place, block, **options)
     some, every = block_layout(mask, sizes, block)
     whole = every & _is_uncut(sizes, block) if separate_full_blocks else np.zeros_like(every)
     lists = [_lists(kept, sizes, place) for kept in (some & ~whole, whole)]

@@ -87,19 +87,21 @@ class _ComputeGraph(HigherOrder):
 
     def __call__(self, subgraph: Any, *operands: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         if not isinstance(subgraph, GraphModule):  # torch.compile broke the graph, and calls with the function itself
-            return _compute_uncompiled(subgraph, *operands, options["scale"], options["wants_max"])
+            q, k, v = operands
+            return _compute_uncompiled(subgraph, q, k, v, options["scale"], options["wants_max"])
         graph = subgraph.graph
         given = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
         end = next(node for node in graph.nodes if node.target is torch.ops.regard.flex_form)
         arguments: Any = end.args
-        q, k, v, modified, kept, at, lists = arguments
+        query, key, value, modified, kept, at, lists = arguments
+        q, k, v = given[query], given[key], given[value]
         score_mod = _function(subgraph, modified, at, given) if options["modified"] else None
         mask: Mask | bool = True
         if options["masked"]:
-            sizes = _sizes(given[q], given[k])
+            sizes = _sizes(q, k)
             block, read = (options["rows"], options["columns"]), [given[node] for node in lists]
-            mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], given), sizes, given[q].device)
-        found = compute(given[q], given[k], given[v], score_mod, mask, options["scale"], options["wants_max"])
+            mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], given), sizes, q.device)
+        found = compute(q, k, v, score_mod, mask, options["scale"], options["wants_max"])
         return found.out, found.lse, _max_scores(found)
 
 
