@@ -23,7 +23,15 @@ from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import Ranks
 from regard.parallel.rectangle import Formula, mixed
 from regard.parallel.route import Route, needs_of
-from regard.plan.checks import check_has_data, check_numbers, check_offset, check_sink, check_specs, check_tensors
+from regard.plan.checks import (
+    check_has_data,
+    check_numbers,
+    check_offset,
+    check_sink,
+    check_specs,
+    check_tensors,
+    has_own_operators,
+)
 
 
 class Arguments(NamedTuple):
@@ -107,6 +115,11 @@ def _checked(place: Place, a: Arguments) -> tuple[Arguments, CallSizes, ShardedC
         q, k, v = cast_by_autocast(a.q, a.k, a.v)
         a = a._replace(q=q, k=k, v=v)  # pyright: ignore[reportArgumentType]
     check_tensors(a.q, a.k, a.v)
+    if (other := next((t for t in (a.q, a.k, a.v) if has_own_operators(t)), None)) is not None:
+        raise ProblemError(
+            f"a tensor is a {type(other).__name__}: expected a plain tensor of this rank's tokens, as `to_local()` "
+            "of a DTensor that is sharded along its tokens is."
+        )
     check_specs(a.mask, a.bias, a.score)
     check_numbers(a.scale, a.softcap, a.dropout)
     check_sink(a.sink, a.q.shape[1], a.q)

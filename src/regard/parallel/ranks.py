@@ -8,9 +8,14 @@ rank is to blame is then found through the group's key-value store:
   waits for or has the verdict.
 - A rank whose wait timed out blames those that do not write within another timeout that they are alive.
 - The first verdict (`lost`) counts; all others repeat it.
+
+With NCCL a wait is one of the GPU's stream, which no error ends here: NCCL's own watchdog ends the process, by the
+timeout of the group. What is found through the store, ranks that differ or do not come to a new call, is found with
+every backend.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +36,10 @@ POLL = 0.02
 
 GRACE = 3.0
 """Seconds in which a rank that lives writes so, after a connection to it was closed."""
+
+
+CLOSED = "clos|reset|broken pipe|refused|abort|connect|read error|write error"
+"""In the error of a backend whose connection is gone."""
 
 
 class Message(NamedTuple):
@@ -189,9 +198,11 @@ class Ranks:
         Args:
             peers: the ranks at the other end of what failed.
         """
+        timed_out = "timed out" in str(error).lower()
+        if not timed_out and not re.search(CLOSED, str(error), re.IGNORECASE):
+            raise error  # the backend does not take the call, such as gloo tensors on a GPU
         self._write(f"regard/alive/{self.rank}", self.function)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        timed_out = "timed out" in str(error).lower()
         suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
         missing = self._missing({rank: f"regard/alive/{rank}" for rank in suspects}, grace)
         what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, its connection is closed"

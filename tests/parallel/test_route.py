@@ -1,0 +1,63 @@
+"""Each block comes to every rank that needs it, once, over neighbours, and no farther than the last of them."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard import Causal, Window
+from regard.describe.mask import CallSizes
+from regard.parallel import Layout
+from regard.parallel.route import Route, needs_of
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> Route:
+    ranks = draw(st.integers(1, 7))
+    bits = draw(st.lists(st.booleans(), min_size=ranks**2, max_size=ranks**2))
+    return Route(np.array(bits, dtype=bool).reshape(ranks, ranks))
+
+
+@given(route=routes())
+def test_every_rank_gets_the_blocks_that_it_needs_once(route: Route):
+    ranks = range(route.ranks)
+    for rank in ranks:
+        visits = [visit for step in range(1, route.steps + 1) for visit in route.visits(rank, step)]
+        origins = [visit.origin for visit in visits]
+        assert len(set(origins)) == len(origins)
+        assert {visit.origin for visit in visits if visit.is_needed} == {
+            origin for origin in ranks if origin != rank and route.needs[rank, origin]
+        }
+
+
+@given(route=routes())
+def test_a_block_that_goes_on_comes_from_the_neighbour(route: Route):
+    for step in range(1, route.steps + 1):
+        for rank in range(route.ranks):
+            for visit in route.visits(rank, step):
+                following = route.visits((rank + visit.way) % route.ranks, step + 1)
+                arrives = any((v.origin, v.way) == (visit.origin, visit.way) for v in following)
+                assert arrives == visit.goes_on
+                assert visit.goes_on or visit.is_needed  # the last rank needs it
+
+
+def of(mask: Causal | Window | None, layout: Layout) -> Route:
+    sizes = CallSizes(1, 1, layout.tokens, layout.tokens, 0)
+    return Route(needs_of(None if mask is None else mask.bind(sizes), layout, layout, 0, (1, 1)))
+
+
+def test_a_window_of_both_sides_goes_one_hop_each_way():
+    route = of(Window(100, 100), Layout.contiguous(4096, 8))
+    assert route.steps == 1
+    assert route.up == (1,) * 7 + (0,)
+    assert route.down == (0,) + (1,) * 7
+
+
+def test_a_causal_mask_sends_nothing_back():
+    route = of(Causal(), Layout.contiguous(4096, 4))
+    assert route.up == (3, 2, 1, 0)
+    assert route.down == (0, 0, 0, 0)
+
+
+def test_without_a_mask_blocks_go_around():
+    assert of(None, Layout.striped(64, 4)).up == (3, 3, 3, 3)
+    assert of(None, Layout.of_counts([64, 0, 0, 0])).steps == 0
