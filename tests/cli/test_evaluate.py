@@ -48,7 +48,7 @@ def test_a_function_of_a_file_is_evaluated(model, name, here, capsys):
     outputs = ("--json", "out.json", "--plot", "p.svg", "--html", "p.html")
     assert evaluate("passkey", "--model", f"{model}:{name}", *SMALL, *outputs) == 0
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1] == "all            100 % (51 to 100)  100 % (51 to 100)"
+    assert printed.out.splitlines()[-1] == "all             100 % (51 to 100)  100 % (51 to 100)"
     found = json.loads((here / "out.json").read_text())
     assert found["score"][0] == 1
     assert found["settings"]["seed"] == 0

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ def evaluate_task(args: argparse.Namespace) -> int:
         file = Path(args.results or _default_file(settings_of(task, model)))
         print(f"results: {file}", file=sys.stderr)
         results = evaluate(task, model, file=file, progress=lambda done, total: progress("examples", done, total))
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # the first process shows the results of all
     return show_runs(args, [("", results)])
 
 

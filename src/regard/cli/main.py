@@ -12,25 +12,26 @@ regard script.py ...       a program of yours, with its attention run by regard 
 
 A prompt is a text without an option, `-` for stdin, or `--prompt-file FILE`. An option has one meaning in all commands:
 
-| option | meaning | inspect | generate | bench | cost |
-|---|---|---|---|---|---|
-| `--model`, `--compare-model` | folder or name of a model; a second model | x | `--model` | | |
-| `--prompt-file` | file that the prompt is read from | x | x | | |
-| `--prompt-tokens` | first tokens of the prompt that are read | x | | | |
-| `--max-new-tokens` | tokens to generate at most | x | x | | |
-| `--stop`, `--ignore-eos`, `--chat`, `--raw` | where a text ends, how a prompt is read | | x | | |
-| `--temperature`, `--top-p`, `--top-k`, `--seed` | sampling | | x | | |
-| `--cache`, `--group-size` | how the KV cache stores keys and values | | x | | x |
-| `--window`, `--sinks`, `--page-size` | which tokens the KV cache keeps, and in which layout | | x | | x |
-| `--rotate`, `--evict`, `--budget` | codes of rotated keys and values; eviction | | x | | |
-| `--compare-cache`, `--explain` | the same with a plain cache; layers and plans | | x | | |
-| `--measures`, `--layers`, `--heads`, `--ablate`, `--no-eager`, `--top` | what is measured and listed | x | | | |
-| `--batch` | batch rows | | | x | x |
-| `--queries`, `--keys`, `--query-heads`, `--kv-heads`, `--dim`, `--v-dim` | sizes | | | x | |
-| `--mask`, `--bias`, `--softcap`, `--backward`, `--backend`, `--rounds` | the call that is measured | | | x | |
-| `--context`, `--machine`, `--plot` | tokens and machine that costs are for; a picture | | | | x |
-| `--device`, `--dtype`, `--threads` | where, in which type | `--device` | x | not `--device` | `--dtype` |
-| `--html`, `--json`, `--csv`, `--force` | files; overwrite files of others | x | `--json` | `--json` | `--json` |
+| option | meaning | inspect | generate | bench | cost | evaluate |
+|---|---|---|---|---|---|---|
+| `--model`, `--compare-model` | folder or name of a model; a second model | x | `--model` | | | `--model` |
+| `--prompt-file` | file that the prompt is read from | x | x | | | |
+| `--prompt-tokens` | first tokens of the prompt that are read | x | | | | |
+| `--max-new-tokens` | tokens to generate at most | x | x | | | |
+| `--stop`, `--ignore-eos`, `--chat`, `--raw` | where a text ends, how a prompt is read | | x | | | `--chat` |
+| `--temperature`, `--top-p`, `--top-k`, `--seed` | sampling | | x | | | `--seed` |
+| `--cache`, `--group-size` | how the KV cache stores keys and values | | x | | x | x |
+| `--window`, `--sinks`, `--page-size` | which tokens the KV cache keeps, and in which layout | | x | | x | x |
+| `--rotate`, `--evict`, `--budget` | codes of rotated keys and values; eviction | | x | | | x |
+| `--compare-cache`, `--explain` | the same with a plain cache; layers and plans | | x | | | |
+| `--measures`, `--layers`, `--heads`, `--ablate`, `--no-eager`, `--top` | what is measured and listed | x | | | | |
+| `--batch` | batch rows | | | x | x | |
+| `--queries`, `--keys`, `--query-heads`, `--kv-heads`, `--dim`, `--v-dim` | sizes | | | x | | |
+| `--mask`, `--bias`, `--softcap`, `--backward`, `--backend`, `--rounds` | the call that is measured | | | x | | |
+| `--context`, `--machine`, `--plot` | tokens and machine that costs are for; a picture | | | | x | not `--machine` |
+| `--lengths`, `--depths`, `--samples`, `--results` ... | settings of a task, and its file | | | | | x |
+| `--device`, `--dtype`, `--threads` | where, which type | `--device` | x | not `--device` | `--dtype` | x |
+| `--html`, `--json`, `--csv`, `--force` | files; overwrite files of others | x | `--json` | `--json` | `--json` | not `--csv` |
 
 `doctor` has `--json` and `--force` only.
 
