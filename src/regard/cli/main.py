@@ -31,7 +31,7 @@ A prompt is a text without an option, `-` for stdin, or `--prompt-file FILE`. An
 | `--context`, `--machine`, `--plot` | tokens and machine that costs are for; a picture | | | | x | not `--machine` |
 | `--lengths`, `--depths`, `--samples`, `--results` ... | settings of a task, and its file | | | | | x |
 | `--device`, `--dtype`, `--threads` | where, which type | `--device` | x | not `--device` | `--dtype` | x |
-| `--html`, `--json`, `--csv`, `--force` | files; overwrite files of others | x | `--json` | `--json` | `--json` | not `--csv` |
+| `--html`, `--json`, `--csv`, `--force` | files; replace others | x | `--json` | `--json` | `--json` | not `--csv` |
 
 `doctor` has `--json` and `--force` only.
 
