@@ -149,31 +149,31 @@ def simulated(tokens: int, ranks: Sequence[int], link: float) -> str:
 
 # ---- measured -------------------------------------------------------------------------------------------------------
 
-LENGTH, Q_HEADS, ROUNDS = 16_384, 4, 5
+LENGTH, Q_HEADS, ROUNDS = 16_384, 2, 5
 
 
-def measured(rounds: int) -> str:
+def measured(length: int, rounds: int) -> str:
     """Two processes of one thread beside one of one thread, in turn."""
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure, args=(folder, rounds), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+        torch.multiprocessing.spawn(_measure, args=(folder, length, rounds), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
         for kind in ("forward", "forward and backward"):
             one, two = torch.load(Path(folder) / kind.replace(" ", "-"))
             alone, together = statistics.median(one), statistics.median(two)
             rows.append((kind, f"{alone:.2f}", f"{together:.2f}", f"{alone / together:.2f}x"))
     return (
-        f"{LENGTH:,} tokens, causal, {Q_HEADS} heads of {DIM} in float32, one thread in each process, on {machine()} "
+        f"{length:,} tokens, causal, {Q_HEADS} heads of {DIM} in float32, one thread in each process, on {machine()} "
         f"(medians of {rounds} rounds, in turn):\n\n" + table(("", "1 process, s", "2 processes, s", "ratio"), rows)
     )
 
 
-def _measure(rank: int, folder: str, rounds: int) -> None:
+def _measure(rank: int, folder: str, length: int, rounds: int) -> None:
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=30))
-    layout = Layout.balanced(LENGTH, 2, Causal())
+    layout = Layout.balanced(length, 2, Causal())
     torch.manual_seed(0)
-    whole = [torch.randn(1, Q_HEADS, LENGTH, DIM) for _ in range(3)]
+    whole = [torch.randn(1, Q_HEADS, length, DIM) for _ in range(3)]
     mine = [layout.shard(t, rank).contiguous() for t in whole]
     for kind in ("forward", "forward and backward"):
         backward = kind != "forward"
@@ -216,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         "--link", type=number("above 0", 1e-9, 1e9), default=LINK / 1e9, metavar="G",
         help=f"GB/s of a rank's connection (default: {LINK / 1e9:g})",
     )  # fmt: skip
+    made.add_argument(
+        "--length", type=count(1), default=LENGTH, metavar="N", help=f"tokens, measured (default: {LENGTH:,})"
+    )
     made.add_argument("--rounds", type=count(1), default=ROUNDS, metavar="N", help=f"measured (default: {ROUNDS})")
     made.add_argument("--only", choices=(SIMULATED, MEASURED), help="one of the two parts")
     return made
@@ -225,7 +228,7 @@ def publish(args: argparse.Namespace) -> int:
     """Simulate and measure, and print or write both parts."""
     parts: dict[str, Callable[[], str]] = {
         SIMULATED: lambda: simulated(args.tokens, args.ranks, args.link * 1e9),
-        MEASURED: lambda: measured(args.rounds),
+        MEASURED: lambda: measured(args.length, args.rounds),
     }
     chosen = [args.only] if args.only else [*parts]
     for part in chosen:

@@ -9,6 +9,7 @@ What most programs use is here, listed in `public.py`. The rest is grouped:
 - `regard.cache`: layouts, codecs and eviction policies of KV caches. `regard.nn`: modules.
 - `regard.extend`: what masks, biases, backends and eviction policies of your own are made of.
 - `regard.flex`: FlexAttention's functions. `regard.linear`: linear (kernel) attention.
+- `regard.parallel`: sequences that are sharded over machines.
 - `regard.inspect`: what heads do. `regard.integrate`: transformers.
 
 Names are imported when the first of them is used (PEP 562), and torch with them: the command `regard` reads its
@@ -40,5 +41,5 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        groups = ("cache", "extend", "flex", "inspect", "integrate", "linear", "nn", "rope", "scores")
+        groups = ("cache", "extend", "flex", "inspect", "integrate", "linear", "nn", "parallel", "rope", "scores")
         return sorted({"__version__", *groups, *__getattr__("__all__")})

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from regard import Alibi, Causal, KeyLengths, Mask, ProblemError, RefusalError, Window, attend, attend_state
-from regard.nn import Decoder
+from regard.nn import Decoder, MultiHeadAttention
 from regard.parallel import context_parallel
 
 
@@ -220,12 +220,42 @@ def refused(rank: int, size: int) -> list[str]:
         lambda: attend(*[of(Shard(1), Replicate())] * 3, bias=Alibi(4)),
         lambda: attend(*[of(Shard(0), Replicate())] * 3, mask=lengths),
     ]
-    found: list[str] = []
-    for call in calls:
-        try:
-            call()
-        except (ProblemError, RefusalError) as error:
-            found.append(str(error))
-        else:
-            found.append("no error")
-    return found
+    return [_error(call) for call in calls]
+
+
+def refused_calls(rank: int, size: int) -> list[str]:
+    """The errors of models and arguments that a part of a sequence gives another meaning."""
+    from transformers import BertConfig, BertModel, DynamicCache, T5Config, T5ForConditionalGeneration
+
+    small: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48}
+    small |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    model, ids = llama(), torch.randint(31, (1, 12))
+    dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=31, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
+    own, attention = decoder(), MultiHeadAttention(32, heads=4)
+    x = torch.randn(1, 12, 32)
+    calls: list[Any] = [
+        lambda: model(ids, past_key_values=DynamicCache(config=model.config)),
+        lambda: model(ids, output_attentions=True),
+        lambda: model(ids, logits_to_keep=1),
+        lambda: model(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)),
+        lambda: model(ids[:, :1]),
+        lambda: dynamic(ids),
+        lambda: BertModel(BertConfig(**small))(ids),
+        lambda: t5(ids, labels=ids),
+        lambda: own(ids, caches=own.caches()),
+        lambda: attention(x, x),
+    ]
+    with context_parallel():
+        found = [_error(call) for call in calls]
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "sequence"))
+    entered = context_parallel(mesh), context_parallel(layout="odd")
+    return [*found, *(_error(each.__enter__) for each in entered)]
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (ProblemError, RefusalError) as error:
+        return str(error)
+    return "no error"

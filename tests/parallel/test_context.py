@@ -37,3 +37,23 @@ def test_a_decoder_of_regard_equals_one_process(ranks: Workers, more: dict[str, 
 
 def test_a_module_of_your_own_calls_the_ring(ranks: Workers) -> None:
     ranks.run(model_cases.own_module, tokens=37)
+
+
+def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(ranks: Workers) -> None:
+    expected = [
+        "LlamaForCausalLM in context_parallel: past_key_values=...",
+        "output_attentions=True: each rank would have other rows",
+        "logits_to_keep=1: the last tokens are on one rank",
+        "attention_mask is [1, 1, 12, 12] in context_parallel: expected the padding of the whole sequence, [1, 12]",
+        "rank 1 would have none",
+        "its RoPE (dynamic) depends on the length of the sequence",
+        "BertModel in context_parallel: its pooler reads the first token",
+        "T5ForConditionalGeneration",
+        "Decoder(..., caches) in context_parallel",
+        "MultiHeadAttention(..., 2 tensors) in context_parallel",
+        'expected mesh["sequence"]',
+        "layout='odd': expected one of contiguous, zigzag, striped, balanced",
+    ]
+    for found in ranks.run(model_cases.refused_calls):
+        for text, part in zip(found, expected, strict=True):
+            assert part in text

@@ -1,0 +1,21 @@
+"""The example of a sharded sequence runs under torchrun, and equals one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "ring.py"
+
+
+def test_training_on_a_sharded_sequence_equals_one_process() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), "--tokens", "301"],
+        capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", run.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    assert float(run.stdout.split()[-1]) < 1e-4
