@@ -12,6 +12,7 @@ from regard.backend.flex import Flex
 from regard.backend.native import Native
 from regard.backend.sdpa import Sdpa
 from regard.backend.tiled import Tiled
+from regard.backend.triton import Triton
 from regard.cost import attention as cost
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
@@ -24,7 +25,7 @@ from regard.state import State
 
 _EXACT = Tiled(name="reference64", lowerings=(gather, widen, prepare_score))
 
-BACKENDS: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Flex(), Tiled(), _EXACT)}
+BACKENDS: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdpa(), Triton(), Flex(), Tiled(), _EXACT)}
 """Every backend, by the name that `backend=` takes."""
 
 ORDER: dict[str, tuple[str, ...]] = {

@@ -17,33 +17,39 @@ from regard.describe.tensors import reads_again
 KEPT = 64 << 20
 """The most bytes of cached vectors."""
 
+CPU = torch.device("cpu")
 
-def by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
+
+def by_distance(
+    bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int, device: torch.device = CPU
+) -> Tensor:
     """The bias at `count` distances q - k, from `first` on: [heads, count], differentiable in its tensors.
 
     >>> from regard import Alibi
     >>> by_distance(Alibi(2), heads=2, dtype=torch.float32, first=-1, count=4)[0].tolist()
     [-0.0625, -0.0, -0.0625, -0.125]
     """
-    distance = torch.arange(first, first + count, device="cpu")
-    head = torch.arange(heads, device="cpu")[:, None]
+    distance = torch.arange(first, first + count, device=device)
+    head = torch.arange(heads, device=device)[:, None]
     terms = (term.value(0, head, 0, -distance).to(dtype) for term in bias.widened(dtype).terms())
     return reduce(add, terms).expand(heads, count).contiguous()
 
 
-def kept_by_distance(bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int) -> Tensor:
+def kept_by_distance(
+    bias: Bias, heads: int, dtype: torch.dtype, first: int, count: int, device: torch.device = CPU
+) -> Tensor:
     """`by_distance` from a cache, not differentiable.
 
     A cached vector has more distances than the call needs, so a call with one more key finds it again.
     """
     content = bias.fingerprint()
-    key = (content, heads, dtype)
+    key = (content, heads, dtype, device)
     low, made = _vectors.get(key) or (0, None)
     if made is None or first < low or first + count > low + made.shape[1]:
         low, high = -_next_power(-first), _next_power(first + count)
         if high - low > 4 * count + 1024:  # far from the diagonal
             low, high = first, first + count
-        made = by_distance(bias, heads, dtype, low, high - low).detach()
+        made = by_distance(bias, heads, dtype, low, high - low, device).detach()
         if content.is_constant or reads_again(bias.fingerprint, content):
             _vectors.put(key, (low, made))
     return made[:, first - low : first - low + count]
@@ -54,7 +60,7 @@ def _next_power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_Key = tuple[Fingerprint, int, torch.dtype]
+_Key = tuple[Fingerprint, int, torch.dtype, torch.device]
 
 _vectors: Recent[_Key, tuple[int, Tensor]] = Recent(entries=1024, nbytes=KEPT, size=lambda kept: kept[1].nbytes)
 """Vectors, each with its first distance. They keep no tensor of the user alive."""

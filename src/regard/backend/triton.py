@@ -1,0 +1,155 @@
+"""Our own kernels for GPUs, in Triton: every mask, bias and type of 16 or 32 bits, from the same schedule as on a CPU.
+
+Programs walk the schedule's tiles: hidden ones are not computed, FULL ones need no mask, and in PARTIAL ones the bits
+of the schedule decide. So a kernel knows no mask by name, is compiled once for all masks and lengths, and counts in
+`explain` what it computes. `triton_forward.py` and `triton_backward.py` have the kernels, `triton_tables.py` the
+schedule in the memory of the device, `triton_launch.py` the sizes of blocks for each chip.
+
+Where the environment has TRITON_INTERPRET=1, Triton runs the kernels on a CPU, by numpy: so they are tested without a
+GPU.
+"""
+
+from dataclasses import dataclass
+from functools import cache, reduce
+from importlib.util import find_spec
+from operator import add
+from os import environ
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from regard.backend.contract import Backend, Kernel
+from regard.describe.bias import TensorBias
+from regard.plan.distance import by_distance, kept_by_distance
+from regard.plan.lower import Lowering, add_biases, gather, pack, prepare_score
+from regard.plan.problem import Operands, Problem
+from regard.plan.schedule import Schedule
+from regard.state import State
+
+LARGEST_DIM = 256
+"""Of a head: the accumulators of a tile of queries must fit in registers."""
+
+
+@dataclass(frozen=True)
+class Triton(Backend):
+    """Kernels in Triton."""
+
+    name: str = "triton"
+    tile: int = 128
+    lowerings: tuple[Lowering, ...] = (gather, prepare_score, pack, add_biases)
+    hides_by_zero: bool = False
+
+    def refusals(self, problem: Problem) -> list[str]:
+        p, cpu, absent = problem, problem.device == "cpu", _absence()
+        found = {
+            f"it compiles for cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
+            "on cpu it needs Triton's interpreter: set TRITON_INTERPRET=1 before regard is imported": cpu
+            and not is_interpreted(),
+            "it has no float64": p.dtype == torch.float64,
+            f"the score {p.score} is not known to it": p.score is not None,
+            f"the function of the score in {p.bias} is not known to it": p.changes_scores,
+            "it has no vmap or forward-mode derivative": p.transformed,
+            "a tensor is lazily negated, or of a class with a __torch_dispatch__ of its own": p.opaque,
+            f"heads have at most {LARGEST_DIM} dimensions, and here {p.qk_dim} and {p.v_dim}": max(p.qk_dim, p.v_dim)
+            > LARGEST_DIM,
+            "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim, p.v_dim),
+        }
+        return ([absent] if absent else []) + [reason for reason, applies in found.items() if applies]
+
+    def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
+        return _Kernel(problem, schedule)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels by its interpreter, on tensors of the CPU."""
+    return environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
+
+
+@cache
+def _absence() -> str | None:
+    """Why there is no Triton; None if it is there."""
+    return None if find_spec("triton") else "Triton is not installed: pip install 'regard[gpu]'"
+
+
+class Inputs(NamedTuple):
+    """The operands as the kernels read them."""
+
+    q: Tensor  # [batch, heads, queries, qk_dim]
+    k: Tensor  # [batch, kv_heads, keys, qk_dim]
+    v: Tensor  # [batch, kv_heads, keys, v_dim]
+    sink: Tensor | None  # float32 [heads]
+    distance: Tensor | None  # float32 [heads, queries + keys - 1]
+    bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1]
+
+
+class _Kernel:
+    """The kernels for one problem."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.schedule = problem, schedule
+
+    def __call__(self, operands: Operands) -> State:
+        return self._state(operands, None)
+
+    def resume(self, operands: Operands, state: State) -> State:
+        """The state, as if it had just been computed: differentiable in the operands."""
+        return self._state(operands, state)
+
+    def _state(self, operands: Operands, state: State | None) -> State:
+        from regard.backend.triton_launch import Call, run
+
+        p = self.problem
+        inputs = self._inputs(operands)
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if p.dropout else 0
+        call = Call(self.schedule, p.scale, p.softcap, p.dropout, seed)
+        if not p.grad:
+            return State(*run(call, inputs))
+        return State(*cast("tuple[Tensor, Tensor]", _Attention.apply(call, state, *inputs)))
+
+    def _inputs(self, o: Operands) -> Inputs:
+        sink = None if o.sink is None else o.sink.float().contiguous()
+        return Inputs(o.q, o.k, o.v, sink, self._distance(o), self._bias(o))
+
+    def _distance(self, o: Operands) -> Tensor | None:
+        terms = [] if o.bias is None else [term for term in o.bias.terms() if term.per_distance()]
+        if not terms:
+            return None
+        p, bias = self.problem, reduce(add, terms)
+        first, count = p.offset - (p.keys - 1), p.queries + p.keys - 1
+        if p.grad and any(t.requires_grad for t in bias.tensors()):
+            return by_distance(bias, p.heads, torch.float32, first, count, o.q.device)
+        return kept_by_distance(bias, p.heads, torch.float32, first, count, o.q.device)
+
+    def _bias(self, o: Operands) -> Tensor | None:
+        """The terms that are no vectors: after lowering, one tensor at most."""
+        terms = [] if o.bias is None else [term for term in o.bias.terms() if not term.per_distance()]
+        if not terms:
+            return None
+        (whole,) = cast("list[TensorBias]", terms)
+        bias = whole.rows(self.problem.queries, self.problem.offset)
+        return bias if bias.dtype in (torch.float32, torch.float16, torch.bfloat16) else bias.float()
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse), differentiated by kernels; with a state, that state is what comes out."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, state: State | None, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
+        from regard.backend.triton_launch import run
+
+        inputs = Inputs(*cast(Any, parts))
+        out, lse = run(call, inputs) if state is None else (state.out.detach(), state.lse.detach())
+        ctx.save_for_backward(*parts, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        from regard.backend.triton_launch import gradients
+
+        *parts, out, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        found = gradients(ctx.call, Inputs(*parts), wanted, State(out, lse), *grads)
+        return None, None, *found

@@ -1,0 +1,289 @@
+# pyright: basic
+"""The backward kernels for GPUs: gradients of queries (and biases) by tile of queries, of keys and values by tile of keys.
+
+Weights are computed again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1): p = exp(s - total), where the
+total includes the sink's column. With delta = out . dout of each row, the gradient of a score is ds = p (dp - delta),
+dp = dout . v. Each gradient has one program that sums it, in the order of the schedule's lists, so its bits are the
+same from run to run; the gradients of biases are added atomically, where many pairs share an element.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.backend.triton_scores import (
+    LOG2E,
+    add_seen_non_finite,
+    bits_of,
+    capped,
+    dropped,
+    is_non_finite,
+    with_biases,
+)
+
+
+@triton.jit
+def gradient_of_queries(
+    q, k, v, dout, total, delta, dq,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    dout_batch, dout_head, dout_token, dq_batch, dq_head, dq_token,
+    distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+    ddistance, dbias, dbias_batch, dbias_head, dbias_query, dbias_key,
+    order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+    batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros."""
+    query_tiles = tl.cdiv(queries, TILE)
+    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles, tl.num_programs(0), num_stages=1):
+        part = unit // (query_tiles * section)
+        width = tl.minimum(section, batch * heads - part * section)
+        inside = unit - part * query_tiles * section
+        row = part * section + inside % width
+        b, h = row // heads, row % heads
+        row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
+        t = tl.load(order + row_map * query_tiles + inside // width)
+        listed = row_map * query_tiles + t
+
+        i = t * TILE + tl.arange(0, TILE)
+        c = tl.arange(0, DIM_PADDED)
+        cv = tl.arange(0, V_DIM_PADDED)
+        b64, h64 = b.to(tl.int64), h.to(tl.int64)
+        base_k = k + b64 * k_batch + (h // group).to(tl.int64) * k_head
+        base_v = v + b64 * v_batch + (h // group).to(tl.int64) * v_head
+        base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
+        base_distance = distance + h * distance_head if DISTANCE else distance
+        into_bias = dbias + b64 * dbias_batch + h64 * dbias_head if DBIAS else dbias
+        into_distance = ddistance + h64 * (queries + keys - 1) if DDISTANCE else ddistance
+        q_at = q + b64 * q_batch + h64 * q_head + i[:, None].to(tl.int64) * q_token + c[None, :]
+        rows = tl.load(q_at, mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0)
+        dout_at = dout + b64 * dout_batch + h64 * dout_head + i[:, None].to(tl.int64) * dout_token + cv[None, :]
+        given = tl.load(dout_at, mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0)
+        if WIDE:
+            rows = rows.to(tl.float32)
+            given = given.to(tl.float32)
+        at = row.to(tl.int64) * queries + i
+        sums_of = tl.load(total + at, mask=i < queries, other=float("inf")) * LOG2E
+        deltas = tl.load(delta + at, mask=i < queries, other=0.0)
+        found = tl.zeros([TILE, DIM_PADDED], tl.float32)
+
+        last = tl.full([], 0, tl.int32)
+        cut = tl.full([], 0, tl.int32)
+        for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+            first = tl.load(run_tile + run) * TILE
+            stop = tl.minimum(first + tl.load(run_length + run) * TILE, keys)
+            whole = first + (stop - first) // KEYS * KEYS
+            for j0 in tl.range(first, whole, KEYS, num_stages=STAGES):
+                found = _queries_step(
+                    found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, 0, words,
+                    base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
+                    queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
+                    TILE, KEYS, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, False,
+                )  # fmt: skip
+            cut = tl.where(whole < stop, 1, cut)
+            last = tl.where(whole < stop, whole, last)
+        begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+        steps: tl.constexpr = TILE // KEYS
+        for step in tl.range(begin * steps, end * steps + cut, num_stages=1):
+            patched = step < end * steps
+            patch = step // steps
+            j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * KEYS
+            j0 = tl.where(patched, j0, last)
+            pattern = tl.load(patch_pattern + patch, mask=patched, other=-1)
+            found = _queries_step(
+                found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
+                base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
+                queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
+                TILE, KEYS, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, True,
+            )  # fmt: skip
+        dq_at = dq + b64 * dq_batch + h64 * dq_head + i[:, None].to(tl.int64) * dq_token + c[None, :]
+        tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=(i[:, None] < queries) & (c[None, :] < DIM))
+
+
+@triton.jit
+def _queries_step(
+    found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
+    base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
+    queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
+    TILE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the queries after the keys j0 to j0 + KEYS."""
+    j = j0 + tl.arange(0, KEYS)
+    k = tl.load(
+        base_k + j[:, None].to(tl.int64) * k_token + c[None, :],
+        mask=(j[:, None] < keys) & (c[None, :] < DIM), other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        base_v + j[None, :].to(tl.int64) * v_token + cv[:, None],
+        mask=(j[None, :] < keys) & (cv[:, None] < V_DIM), other=0.0,
+    )  # fmt: skip
+    if WIDE:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    before = capped(tl.dot(rows, tl.trans(k), input_precision=PRECISION), scale, softcap, SOFTCAP)
+    s = with_biases(
+        before, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
+    )
+    weights = tl.exp2(s * LOG2E - sums_of[:, None])
+    if MASKED:
+        keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)
+        weights = tl.where(keep, weights, 0.0)
+    dp = tl.dot(given, v, input_precision=PRECISION)
+    if DROPOUT:
+        gone = dropped(head_row, i[:, None], j[None, :], seed_low, seed_high, threshold)
+        dp = tl.where(gone, 0.0, dp * keep_scale)
+    ds = weights * (dp - deltas[:, None])
+    if MASKED:
+        ds = tl.where(keep, ds, 0.0)
+        k = tl.where(is_non_finite(k), 0.0, k)  # for those that see it, ds is NaN
+    if DDISTANCE or DBIAS:
+        inside = (i[:, None] < queries) & (j[None, :] < keys)
+        if DDISTANCE:
+            tl.atomic_add(into_distance + (i[:, None] - j[None, :] + (keys - 1)), ds, mask=inside, sem="relaxed")
+        if DBIAS:
+            at = into_bias + i[:, None].to(tl.int64) * dbias_query + j[None, :].to(tl.int64) * dbias_key
+            tl.atomic_add(at, ds, mask=inside, sem="relaxed")
+    if SOFTCAP:
+        share = before / softcap
+        ds = ds * (1.0 - share * share)
+    return tl.dot(ds.to(k.dtype), k, found, input_precision=PRECISION)
+
+
+@triton.jit
+def gradient_of_keys(
+    q, k, v, dout, total, delta, dk, dv,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    dout_batch, dout_head, dout_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
+    distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+    order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
+    batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
+    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [batch, kv_heads, keys, dim]: a program sums over all query heads of the group.
+
+    The lists are those by key (`triton_tables.by_key`), whose words have a row for each key and a bit for each query.
+    """
+    key_tiles = tl.cdiv(keys, TILE)
+    kv_heads = heads // group
+    for unit in tl.range(tl.program_id(0), batch * kv_heads * key_tiles, tl.num_programs(0), num_stages=1):
+        part = unit // (key_tiles * section)
+        width = tl.minimum(section, batch * kv_heads - part * section)
+        inside = unit - part * key_tiles * section
+        row = part * section + inside % width
+        b, g = row // kv_heads, row % kv_heads
+        first_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (g * group if MAPS_HEADS else 0)
+        t = tl.load(order + first_map * key_tiles + inside // width)
+
+        j = t * TILE + tl.arange(0, TILE)
+        c = tl.arange(0, DIM_PADDED)
+        cv = tl.arange(0, V_DIM_PADDED)
+        b64, g64 = b.to(tl.int64), g.to(tl.int64)
+        k_at = k + b64 * k_batch + g64 * k_head + j[:, None].to(tl.int64) * k_token + c[None, :]
+        v_at = v + b64 * v_batch + g64 * v_head + j[:, None].to(tl.int64) * v_token + cv[None, :]
+        of_k = tl.load(k_at, mask=(j[:, None] < keys) & (c[None, :] < DIM), other=0.0)
+        of_v = tl.load(v_at, mask=(j[:, None] < keys) & (cv[None, :] < V_DIM), other=0.0)
+        if WIDE:
+            of_k = of_k.to(tl.float32)
+            of_v = of_v.to(tl.float32)
+        found_k = tl.zeros([TILE, DIM_PADDED], tl.float32)
+        found_v = tl.zeros([TILE, V_DIM_PADDED], tl.float32)
+        for h in tl.range(g * group, (g + 1) * group, num_stages=1):
+            row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
+            listed = row_map * key_tiles + t
+            h64 = tl.cast(h, tl.int64)
+            base_q = q + b64 * q_batch + h64 * q_head
+            base_dout = dout + b64 * dout_batch + h64 * dout_head
+            base_bias = bias + b64 * bias_batch + h64 * bias_head if BIAS else bias
+            base_distance = distance + h64 * distance_head if DISTANCE else distance
+            of_row = (b64 * heads + h64) * queries
+            head_row = (b * heads + h).to(tl.uint32)
+            for run in tl.range(tl.load(run_start + listed), tl.load(run_start + listed + 1), num_stages=1):
+                first = tl.load(run_tile + run) * TILE
+                stop = tl.minimum(first + tl.load(run_length + run) * TILE, queries)
+                for i0 in tl.range(first, stop, QUERIES, num_stages=STAGES):
+                    found_k, found_v = _keys_step(
+                        found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
+                        total + of_row, delta + of_row, c, cv, 0, words,
+                        base_distance, base_bias, bias_query, bias_key,
+                        queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
+                        TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, False,
+                    )  # fmt: skip
+            steps: tl.constexpr = TILE // QUERIES
+            begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
+            for step in tl.range(begin * steps, end * steps, num_stages=1):
+                i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * QUERIES
+                pattern = tl.load(patch_pattern + step // steps)
+                found_k, found_v = _keys_step(
+                    found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
+                    total + of_row, delta + of_row, c, cv, pattern, words,
+                    base_distance, base_bias, bias_query, bias_key,
+                    queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
+                    TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, True,
+                )  # fmt: skip
+        dk_at = dk + b64 * dk_batch + g64 * dk_head + j[:, None].to(tl.int64) * dk_token + c[None, :]
+        dv_at = dv + b64 * dv_batch + g64 * dv_head + j[:, None].to(tl.int64) * dv_token + cv[None, :]
+        tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=(j[:, None] < keys) & (c[None, :] < DIM))
+        tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=(j[:, None] < keys) & (cv[None, :] < V_DIM))
+
+
+@triton.jit
+def _keys_step(
+    found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token, base_total, base_delta, c, cv,
+    pattern, words, base_distance, base_bias, bias_query, bias_key,
+    queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
+    TILE: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradients of keys and values after the queries i0 to i0 + QUERIES of a head. Scores are [keys, queries]."""
+    i = i0 + tl.arange(0, QUERIES)
+    q = tl.load(
+        base_q + i[:, None].to(tl.int64) * q_token + c[None, :],
+        mask=(i[:, None] < queries) & (c[None, :] < DIM), other=0.0,
+    )  # fmt: skip
+    dout = tl.load(
+        base_dout + i[:, None].to(tl.int64) * dout_token + cv[None, :],
+        mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0,
+    )  # fmt: skip
+    sums_of = tl.load(base_total + i, mask=i < queries, other=float("inf")) * LOG2E
+    deltas = tl.load(base_delta + i, mask=i < queries, other=0.0)
+    if WIDE:
+        q = q.to(tl.float32)
+        dout = dout.to(tl.float32)
+    before = capped(tl.dot(of_k, tl.trans(q), input_precision=PRECISION), scale, softcap, SOFTCAP)
+    s = with_biases(
+        before, i[None, :], j[:, None], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
+    )
+    weights = tl.exp2(s * LOG2E - sums_of[None, :])
+    dp = tl.dot(of_v, tl.trans(dout), input_precision=PRECISION)
+    if MASKED:
+        keep = bits_of(words, pattern, j, i0, i, TILE)
+        weights = tl.where(keep, weights, 0.0)
+    counted = weights
+    if DROPOUT:
+        gone = dropped(head_row, i[None, :], j[:, None], seed_low, seed_high, threshold)
+        dp = tl.where(gone, 0.0, dp * keep_scale)
+        counted = tl.where(gone, 0.0, weights * keep_scale)
+    ds = weights * (dp - deltas[None, :])
+    if MASKED:
+        ds = tl.where(keep, ds, 0.0)
+        q = tl.where(is_non_finite(q), 0.0, q)  # for the keys that it sees, ds is NaN
+        bad = is_non_finite(dout)
+        if tl.max(bad.to(tl.int32)) > 0:
+            found_v = add_seen_non_finite(
+                found_v, pattern, words, j, i0, base_dout, dout_token, cv, queries, QUERIES, V_DIM, TILE
+            )
+        dout = tl.where(bad, 0.0, dout)
+    found_v = tl.dot(counted.to(dout.dtype), dout, found_v, input_precision=PRECISION)
+    if SOFTCAP:
+        share = before / softcap
+        ds = ds * (1.0 - share * share)
+    found_k = tl.dot(ds.to(q.dtype), q, found_k, input_precision=PRECISION)
+    return found_k, found_v

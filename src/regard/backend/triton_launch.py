@@ -1,0 +1,187 @@
+"""Starting the GPU kernels: sizes of blocks, strides, and how many programs run."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from regard.backend.triton_backward import gradient_of_keys, gradient_of_queries
+from regard.backend.triton_forward import forward
+from regard.backend.triton_tables import by_key, by_query
+from regard.plan.schedule import Schedule
+from regard.state import State
+
+if TYPE_CHECKING:
+    from regard.backend.triton import Inputs
+
+CACHE = 24 << 20
+"""Bytes of keys and values that programs which run at the same time read: half the L2 cache of an H100."""
+
+INTERPRETED_PROGRAMS = 3
+"""More than one, so that tests on a CPU have programs that take several units, and units of several programs."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call has besides its tensors."""
+
+    schedule: Schedule
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int
+
+    @property
+    def drops(self) -> tuple[int, int, int, float]:
+        """(low half of the seed, high half, threshold, factor of the weights that stay), as native/dropout.h has them."""
+        share = self.dropout * 2**32 + 0.5
+        threshold = 2**32 - 1 if share >= 2**32 - 1 else int(share)
+        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return _signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32), _signed(threshold), kept
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Keys computed at once, warps of a program, and key blocks in flight."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_blocks(item: int, dim: int) -> Blocks:
+    """For elements of `item` bytes and heads of `dim` padded dimensions."""
+    if item == 4:
+        return Blocks(keys=32, warps=8, stages=2)
+    return Blocks(keys=128 if dim <= 64 else 64 if dim <= 128 else 32, warps=8 if dim > 64 else 4, stages=3)
+
+
+def backward_blocks(item: int, dim: int) -> Blocks:
+    """For elements of `item` bytes and heads of `dim` padded dimensions: keys, or queries, computed at once."""
+    return Blocks(keys=16 if item == 4 else 64 if dim <= 64 else 32, warps=8, stages=2)
+
+
+def padded(dim: int) -> int:
+    """The dimensions of a head as a block has them: a power of two, 16 or more."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def run(call: Call, i: "Inputs") -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call."""
+    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
+    kv_heads, keys, v_dim = i.v.shape[1:]
+    by_token = i.q.stride(1) < i.q.stride(2) and queries > 1
+    shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
+    out = torch.empty(shape, dtype=i.q.dtype, device=i.q.device)
+    out = out.transpose(1, 2) if by_token else out
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
+    tables, blocks = by_query(s, i.q.device), forward_blocks(i.q.element_size(), padded(max(dim, v_dim)))
+    launch(
+        forward, batch * heads * s.query_tiles, blocks, i.q.device,
+        *(i.q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
+        *(stride for t in (i.q, i.k, i.v, out) for stride in t.stride()[:3]),
+        *biases(i, lse),
+        *tables,
+        *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
+        **constants(call, i), KEYS=blocks.keys, PATCH_KEYS=32, SINK=i.sink is not None, STAGES=blocks.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def gradients(
+    call: Call, i: "Inputs", wanted: tuple[bool, ...], state: State, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs; None where nobody wants one."""
+    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
+    kv_heads, keys, v_dim = i.v.shape[1:]
+    dout = torch.zeros_like(state.out) if dout is None else dout if dout.stride(3) == 1 else dout.contiguous()
+    delta = (state.out.float() * dout.float()).sum(3)  # [batch, heads, queries]
+    total, dsink = state.lse, None
+    if i.sink is not None:
+        total = torch.logaddexp(state.lse, i.sink[:, None])
+        dsink = -(torch.exp(i.sink[:, None] - total) * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
+    if dlse is not None:
+        delta = delta - (dlse * torch.exp(total - state.lse)).masked_fill(state.lse == -torch.inf, 0.0)
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (i.q, i.k, i.v))
+    ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
+    dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
+    blocks = backward_blocks(i.q.element_size(), padded(max(dim, v_dim)))
+    sizes = batch, heads, heads // kv_heads, queries, keys
+    rest = call.scale, call.softcap or 0.0, *call.drops
+    fixed = constants(call, i) | {"STAGES": blocks.stages}
+    into = _placed(dbias) if dbias is not None else (delta, 0, 0, 0, 0)
+    launch(
+        gradient_of_queries, batch * heads * s.query_tiles, blocks, i.q.device,
+        *(i.q, i.k, i.v, dout, total, delta, dq),
+        *(stride for t in (i.q, i.k, i.v, dout, dq) for stride in t.stride()[:3]),
+        *biases(i, total), delta if ddistance is None else ddistance, *into,
+        *by_query(s, i.q.device), *sizes, section(i), *rest,
+        **fixed, KEYS=blocks.keys, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
+    )  # fmt: skip
+    launch(
+        gradient_of_keys, batch * kv_heads * -(-keys // s.tile), blocks, i.q.device,
+        *(i.q, i.k, i.v, dout, total, delta, dk, dv),
+        *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
+        *biases(i, total), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *rest,
+        **fixed, QUERIES=blocks.keys,
+    )  # fmt: skip
+    if dbias is not None and i.bias is not None:
+        dbias = dbias.to(i.bias.dtype)
+    return dq, dk, dv, dsink, ddistance, dbias
+
+
+def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel of persistent programs over its units, on the device and the stream of its tensors."""
+    if device.type == "cpu":
+        kernel[(min(units, INTERPRETED_PROGRAMS),)](*arguments, **constants)
+        return
+    with torch.cuda.device(device):
+        programs = min(units, _programs(device))
+        kernel[(programs,)](*arguments, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """How many programs run: two for each multiprocessor, so that one computes while the other waits."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def constants(call: Call, i: "Inputs") -> dict[str, Any]:
+    """What all kernels are compiled for."""
+    dim, v_dim, maps = i.q.shape[3], i.v.shape[3], call.schedule.maps
+    return {
+        "MAPS_BATCH": maps[0] > 1, "MAPS_HEADS": maps[1] > 1, "TILE": call.schedule.tile,
+        "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
+        "SOFTCAP": call.softcap is not None, "DISTANCE": i.distance is not None, "BIAS": i.bias is not None,
+        "DROPOUT": call.dropout > 0, "WIDE": i.q.dtype == torch.float32 or i.q.device.type == "cpu",
+        "PRECISION": "tf32x3",  # three products of tensor cores: float32 but for its last bit
+    }  # fmt: skip
+
+
+def biases(i: "Inputs", nothing: Tensor) -> tuple[Any, ...]:
+    """The addresses and strides of the biases; `nothing` where there is none."""
+    distance = (nothing, 0) if i.distance is None else (i.distance, i.distance.stride(0))
+    return *distance, *((nothing, 0, 0, 0, 0) if i.bias is None else _placed(i.bias))
+
+
+def _placed(t: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """A tensor of four axes and its strides, 0 along the axes that have one element."""
+    batch, heads, rows, columns = (
+        0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)
+    )
+    return t, batch, heads, rows, columns
+
+
+def section(i: "Inputs") -> int:
+    """How many (batch row, head) are computed together, so that their keys and values stay in the L2 cache."""
+    kv_heads, keys = i.k.shape[1:3]
+    nbytes = keys * (i.k.shape[3] + i.v.shape[3]) * i.k.element_size()
+    group, pairs = i.q.shape[1] // kv_heads, i.q.shape[0] * i.q.shape[1]
+    return min(pairs, max(1, CACHE // max(nbytes, 1)) * group)
+
+
+def _signed(x: int) -> int:
+    """32 bits as the integer that Triton takes for int32."""
+    return x - (1 << 32) if x >= 1 << 31 else x

@@ -1,0 +1,90 @@
+# pyright: basic
+"""What the GPU kernels share: scores from products, the bits of PARTIAL tiles, and which weights dropout drops."""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores of the products s, before biases."""
+    s = s * scale
+    if SOFTCAP:
+        s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))  # softcap * tanh(s / softcap)
+    return s
+
+
+@triton.jit
+def with_biases(
+    s, i, j, queries, keys, distance, bias, bias_query, bias_key, DISTANCE: tl.constexpr, BIAS: tl.constexpr
+):
+    """The scores s of queries i [.., 1] and keys j [1, ..] (or the other way round) with their biases."""
+    if DISTANCE:
+        inside = (i < queries) & (j < keys)
+        s += tl.load(distance + (i - j + (keys - 1)), mask=inside, other=0.0)
+    if BIAS:
+        inside = (i < queries) & (j < keys)
+        at = bias + i.to(tl.int64) * bias_query + j.to(tl.int64) * bias_key
+        s += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return s
+
+
+@triton.jit
+def words_of(words, pattern, a, b0, TILE: tl.constexpr):
+    """For each row a of a pattern the 64 bits in which column b0 is; pattern -1 has all bits set."""
+    at = words + (pattern * TILE + a % TILE) * (TILE // 64) + b0 % TILE // 64
+    return tl.load(at, mask=(pattern >= 0) & (a >= 0), other=-1)
+
+
+@triton.jit
+def bits_of(words, pattern, a, b0, b, TILE: tl.constexpr):
+    """The bits of rows a and columns b of a pattern; the columns, from b0 on, are in one word of each row."""
+    return (words_of(words, pattern, a, b0, TILE)[:, None] >> (b[None, :] % 64)) & 1 != 0
+
+
+@triton.jit
+def add_seen_non_finite(
+    sums, pattern, words, a, b0, v, v_token, cv, stop, COUNT: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr
+):
+    """NaN and inf of rows b0 to b0 + COUNT of v, added to the sums of exactly the rows a that see them.
+
+    A weight of 0 in a product would let them through to all. This is the rare path, row by row.
+    """
+    bits = words_of(words, pattern, a, b0, TILE)
+    for b in range(b0, tl.minimum(b0 + COUNT, stop)):
+        row = tl.load(v + tl.cast(b, tl.int64) * v_token + cv, mask=cv < V_DIM, other=0.0).to(tl.float32)
+        seen = (bits >> (b % 64)) & 1 != 0
+        sums += tl.where(seen[:, None] & is_non_finite(row)[None, :], row[None, :], 0.0)
+    return sums
+
+
+@triton.jit
+def is_non_finite(x):
+    """Where NaN and inf are."""
+    return (x != x) | (tl.abs(x) == float("inf"))
+
+
+@triton.jit
+def mixed(x):
+    """32 bits mixed (Wellons' lowbias32), as in native/dropout.h."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def dropped(head_row, i, j, seed_low, seed_high, threshold):
+    """Which weights of queries i [.., 1] and keys j [1, ..] (or the other way round) dropout drops.
+
+    The draws are those of the kernels for CPUs.
+    """
+    low = mixed(seed_low.to(tl.uint32))
+    of_head = mixed(low ^ (seed_high.to(tl.uint32) + head_row * 0x9E3779B9))
+    of_row = mixed(of_head + i.to(tl.uint32) * 0x85EBCA6B)
+    of_key = mixed(j.to(tl.uint32) * 0xC2B2AE35 + 0x27D4EB2F)
+    return mixed(of_row ^ of_key) < threshold.to(tl.uint32)
