@@ -30,24 +30,24 @@ def gradient_of_queries(
     ddistance, dbias, dbias_batch, dbias_head, dbias_query, dbias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
     batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros."""
     query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles, tl.num_programs(0), num_stages=1):
-        part = unit // (query_tiles * section)
+    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1):
+        part = unit // (query_tiles * (TILE // ROWS) * section)
         width = tl.minimum(section, batch * heads - part * section)
-        inside = unit - part * query_tiles * section
+        inside = unit - part * query_tiles * (TILE // ROWS) * section
         row = part * section + inside % width
         b, h = row // heads, row % heads
         row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
-        t = tl.load(order + row_map * query_tiles + inside // width)
+        t = tl.load(order + row_map * query_tiles + inside // width // (TILE // ROWS))
         listed = row_map * query_tiles + t
 
-        i = t * TILE + tl.arange(0, TILE)
+        i = t * TILE + inside // width % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
@@ -67,7 +67,7 @@ def gradient_of_queries(
         at = row.to(tl.int64) * queries + i
         sums_of = tl.load(total + at, mask=i < queries, other=float("inf")) * LOG2E
         deltas = tl.load(delta + at, mask=i < queries, other=0.0)
-        found = tl.zeros([TILE, DIM_PADDED], tl.float32)
+        found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
 
         last = tl.full([], 0, tl.int32)
         cut = tl.full([], 0, tl.int32)
@@ -161,7 +161,7 @@ def gradient_of_keys(
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
     batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
+    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -172,16 +172,16 @@ def gradient_of_keys(
     """
     key_tiles = tl.cdiv(keys, TILE)
     kv_heads = heads // group
-    for unit in tl.range(tl.program_id(0), batch * kv_heads * key_tiles, tl.num_programs(0), num_stages=1):
-        part = unit // (key_tiles * section)
+    for unit in tl.range(tl.program_id(0), batch * kv_heads * key_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1):
+        part = unit // (key_tiles * (TILE // ROWS) * section)
         width = tl.minimum(section, batch * kv_heads - part * section)
-        inside = unit - part * key_tiles * section
+        inside = unit - part * key_tiles * (TILE // ROWS) * section
         row = part * section + inside % width
         b, g = row // kv_heads, row % kv_heads
         first_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (g * group if MAPS_HEADS else 0)
-        t = tl.load(order + first_map * key_tiles + inside // width)
+        t = tl.load(order + first_map * key_tiles + inside // width // (TILE // ROWS))
 
-        j = t * TILE + tl.arange(0, TILE)
+        j = t * TILE + inside // width % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -192,8 +192,8 @@ def gradient_of_keys(
         if WIDE:
             of_k = of_k.to(tl.float32)
             of_v = of_v.to(tl.float32)
-        found_k = tl.zeros([TILE, DIM_PADDED], tl.float32)
-        found_v = tl.zeros([TILE, V_DIM_PADDED], tl.float32)
+        found_k = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+        found_v = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
         for h in tl.range(g * group, (g + 1) * group, num_stages=1):
             row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
             listed = row_map * key_tiles + t

@@ -22,7 +22,7 @@ def forward(
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
     batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, PATCH_KEYS: tl.constexpr,
+    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH_KEYS: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -32,23 +32,23 @@ def forward(
     Args:
         order: query tiles of each map, those with the most keys first, [maps, query tiles].
         section: (batch row, head) whose keys and values share the L2 cache: their query tiles are computed together.
-        KEYS, PATCH_KEYS: keys computed at once in FULL and in PARTIAL tiles; TILE, the side of the schedule's tiles, is a
-            multiple of both.
+        ROWS: queries of a program, of which TILE, the side of the schedule's tiles, is a multiple.
+        KEYS, PATCH_KEYS: keys computed at once in FULL and in PARTIAL tiles; TILE is a multiple of both.
         WIDE: whether products take float32 operands, for float32 and for the interpreter, which has no bf16 products.
         PRECISION: of products of float32 operands, as `tl.dot` names it.
     """
     query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles, tl.num_programs(0), num_stages=1):
-        part = unit // (query_tiles * section)
+    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1):
+        part = unit // (query_tiles * (TILE // ROWS) * section)
         width = tl.minimum(section, batch * heads - part * section)
-        inside = unit - part * query_tiles * section
+        inside = unit - part * query_tiles * (TILE // ROWS) * section
         row = part * section + inside % width
         b, h = row // heads, row % heads
         row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
-        t = tl.load(order + row_map * query_tiles + inside // width)
+        t = tl.load(order + row_map * query_tiles + inside // width // (TILE // ROWS))
         listed = row_map * query_tiles + t
 
-        i = t * TILE + tl.arange(0, TILE)
+        i = t * TILE + inside // width % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         base_q = q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
@@ -62,9 +62,9 @@ def forward(
         )  # fmt: skip
         if WIDE:
             rows = rows.to(tl.float32)
-        top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        sums = tl.zeros([TILE, V_DIM_PADDED], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
         head_row = row.to(tl.uint32)
 
         last = tl.full([], 0, tl.int32)  # where the keys of a FULL tile that the end of the keys cuts begin

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,25 +42,34 @@ class Call:
         return _signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32), _signed(threshold), kept
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Keys computed at once, warps of a program, and key blocks in flight."""
+class Blocks(NamedTuple):
+    """How a kernel is cut: rows of a program, tokens that meet them at once, warps, and blocks of tokens in flight."""
 
-    keys: int
+    rows: int
+    tokens: int
     warps: int
     stages: int
 
 
+PATCH_KEYS = 32
+"""Keys computed at once in PARTIAL tiles: with 64, kernels for heads of 128 spill registers."""
+
+
 def forward_blocks(item: int, dim: int) -> Blocks:
-    """For elements of `item` bytes and heads of `dim` padded dimensions."""
+    """For elements of `item` bytes and heads of `dim` padded dimensions: a program has rows of queries."""
     if item == 4:
-        return Blocks(keys=32, warps=8, stages=2)
-    return Blocks(keys=128 if dim <= 64 else 64 if dim <= 128 else 32, warps=8 if dim > 64 else 4, stages=3)
+        return Blocks(64, 32, warps=8, stages=2)
+    return Blocks(128, 128 if dim <= 64 else 64 if dim <= 128 else 32, warps=8, stages=3 if dim <= 128 else 2)
 
 
-def backward_blocks(item: int, dim: int) -> Blocks:
-    """For elements of `item` bytes and heads of `dim` padded dimensions: keys, or queries, computed at once."""
-    return Blocks(keys=16 if item == 4 else 64 if dim <= 64 else 32, warps=8, stages=2)
+def queries_blocks(item: int, dim: int) -> Blocks:
+    """For the gradient of queries: a program has rows of queries."""
+    return Blocks(64 if item == 4 or dim > 64 else 128, 32 if item == 4 or dim > 64 else 64, warps=8, stages=2)
+
+
+def keys_blocks(item: int, dim: int) -> Blocks:
+    """For the gradients of keys and values, two accumulators: a program has rows of keys."""
+    return Blocks(64, 32 if item == 4 or dim > 64 else 64, warps=8, stages=2)
 
 
 def padded(dim: int) -> int:
@@ -79,13 +88,13 @@ def run(call: Call, i: "Inputs") -> tuple[Tensor, Tensor]:
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
     tables, blocks = by_query(s, i.q.device), forward_blocks(i.q.element_size(), padded(max(dim, v_dim)))
     launch(
-        forward, batch * heads * s.query_tiles, blocks, i.q.device,
+        forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
         *(i.q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
         *(stride for t in (i.q, i.k, i.v, out) for stride in t.stride()[:3]),
         *biases(i, lse),
         *tables,
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
-        **constants(call, i), KEYS=blocks.keys, PATCH_KEYS=32, SINK=i.sink is not None, STAGES=blocks.stages,
+        **constants(call, i, blocks), KEYS=blocks.tokens, PATCH_KEYS=PATCH_KEYS, SINK=i.sink is not None,
     )  # fmt: skip
     return out, lse
 
@@ -107,25 +116,25 @@ def gradients(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (i.q, i.k, i.v))
     ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
-    blocks = backward_blocks(i.q.element_size(), padded(max(dim, v_dim)))
+    kind = i.q.element_size(), padded(max(dim, v_dim))
+    blocks, key_blocks = queries_blocks(*kind), keys_blocks(*kind)
     sizes = batch, heads, heads // kv_heads, queries, keys
     rest = call.scale, call.softcap or 0.0, *call.drops
-    fixed = constants(call, i) | {"STAGES": blocks.stages}
     into = _placed(dbias) if dbias is not None else (delta, 0, 0, 0, 0)
     launch(
-        gradient_of_queries, batch * heads * s.query_tiles, blocks, i.q.device,
+        gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
         *(i.q, i.k, i.v, dout, total, delta, dq),
         *(stride for t in (i.q, i.k, i.v, dout, dq) for stride in t.stride()[:3]),
         *biases(i, total), delta if ddistance is None else ddistance, *into,
         *by_query(s, i.q.device), *sizes, section(i), *rest,
-        **fixed, KEYS=blocks.keys, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
+        **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
     )  # fmt: skip
     launch(
-        gradient_of_keys, batch * kv_heads * -(-keys // s.tile), blocks, i.q.device,
+        gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // key_blocks.rows, key_blocks, i.q.device,
         *(i.q, i.k, i.v, dout, total, delta, dk, dv),
         *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
         *biases(i, total), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *rest,
-        **fixed, QUERIES=blocks.keys,
+        **constants(call, i, key_blocks), QUERIES=key_blocks.tokens,
     )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
@@ -148,16 +157,22 @@ def _programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def constants(call: Call, i: "Inputs") -> dict[str, Any]:
+def constants(call: Call, i: "Inputs", blocks: Blocks) -> dict[str, Any]:
     """What all kernels are compiled for."""
     dim, v_dim, maps = i.q.shape[3], i.v.shape[3], call.schedule.maps
     return {
         "MAPS_BATCH": maps[0] > 1, "MAPS_HEADS": maps[1] > 1, "TILE": call.schedule.tile,
+        "ROWS": blocks.rows, "STAGES": blocks.stages,
         "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
         "SOFTCAP": call.softcap is not None, "DISTANCE": i.distance is not None, "BIAS": i.bias is not None,
         "DROPOUT": call.dropout > 0, "WIDE": i.q.dtype == torch.float32 or i.q.device.type == "cpu",
-        "PRECISION": "tf32x3",  # three products of tensor cores: float32 but for its last bit
+        "PRECISION": precision(i.q),
     }  # fmt: skip
+
+
+def precision(q: Tensor) -> str:
+    """How products of float32 are computed: by three of tensor cores where NVIDIA's have them, nearly as exact."""
+    return "tf32x3" if q.dtype == torch.float32 and torch.version.hip is None else "ieee"
 
 
 def biases(i: "Inputs", nothing: Tensor) -> tuple[Any, ...]:
