@@ -31,7 +31,7 @@ def gradient_of_queries(
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
     batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     DDISTANCE: tl.constexpr, DBIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,21 +82,21 @@ def gradient_of_queries(
                     queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
                     TILE, KEYS, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, False,
                 )  # fmt: skip
-            cut = tl.where(whole < stop, 1, cut)
+            cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
             last = tl.where(whole < stop, whole, last)
         begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
-        steps: tl.constexpr = TILE // KEYS
+        steps: tl.constexpr = TILE // PATCH
         for step in tl.range(begin * steps, end * steps + cut, num_stages=1):
             patched = step < end * steps
             patch = step // steps
-            j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * KEYS
-            j0 = tl.where(patched, j0, last)
+            j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * PATCH
+            j0 = tl.where(patched, j0, last + (step - end * steps) * PATCH)
             pattern = tl.load(patch_pattern + patch, mask=patched, other=-1)
             found = _queries_step(
                 found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
                 base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
                 queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
-                TILE, KEYS, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, True,
+                TILE, PATCH, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, True,
             )  # fmt: skip
         dq_at = dq + b64 * dq_batch + h64 * dq_head + i[:, None].to(tl.int64) * dq_token + c[None, :]
         tl.store(dq_at, (found * scale).to(dq.dtype.element_ty), mask=(i[:, None] < queries) & (c[None, :] < DIM))
@@ -162,11 +162,12 @@ def gradient_of_keys(
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
     batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
     MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    PATCH: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [batch, kv_heads, keys, dim]: a program sums over all query heads of the group.
+    """dk and dv [batch, kv_heads, keys, dim], those that DK and DV ask for: a program sums over the heads of a group.
 
     The lists are those by key (`triton_tables.by_key`), whose words have a row for each key and a bit for each query.
     """
@@ -188,12 +189,15 @@ def gradient_of_keys(
         k_at = k + b64 * k_batch + g64 * k_head + j[:, None].to(tl.int64) * k_token + c[None, :]
         v_at = v + b64 * v_batch + g64 * v_head + j[:, None].to(tl.int64) * v_token + cv[None, :]
         of_k = tl.load(k_at, mask=(j[:, None] < keys) & (c[None, :] < DIM), other=0.0)
-        of_v = tl.load(v_at, mask=(j[:, None] < keys) & (cv[None, :] < V_DIM), other=0.0)
+        if DK:
+            of_v = tl.load(v_at, mask=(j[:, None] < keys) & (cv[None, :] < V_DIM), other=0.0)
+        else:
+            of_v = of_k
         if WIDE:
             of_k = of_k.to(tl.float32)
             of_v = of_v.to(tl.float32)
-        found_k = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-        found_v = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
+        found_k = tl.zeros([ROWS, DIM_PADDED if DK else 1], tl.float32)
+        found_v = tl.zeros([ROWS, V_DIM_PADDED if DV else 1], tl.float32)
         for h in tl.range(g * group, (g + 1) * group, num_stages=1):
             row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
             listed = row_map * key_tiles + t
@@ -213,24 +217,26 @@ def gradient_of_keys(
                         total + of_row, delta + of_row, c, cv, 0, words,
                         base_distance, base_bias, bias_query, bias_key,
                         queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-                        TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, False,
+                        TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, False,
                     )  # fmt: skip
-            steps: tl.constexpr = TILE // QUERIES
+            steps: tl.constexpr = TILE // PATCH
             begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
             for step in tl.range(begin * steps, end * steps, num_stages=1):
-                i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * QUERIES
+                i0 = tl.load(patch_tile + step // steps) * TILE + step % steps * PATCH
                 pattern = tl.load(patch_pattern + step // steps)
                 found_k, found_v = _keys_step(
                     found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
                     total + of_row, delta + of_row, c, cv, pattern, words,
                     base_distance, base_bias, bias_query, bias_key,
                     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
-                    TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, True,
+                    TILE, PATCH, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, True,
                 )  # fmt: skip
         dk_at = dk + b64 * dk_batch + g64 * dk_head + j[:, None].to(tl.int64) * dk_token + c[None, :]
         dv_at = dv + b64 * dv_batch + g64 * dv_head + j[:, None].to(tl.int64) * dv_token + cv[None, :]
-        tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=(j[:, None] < keys) & (c[None, :] < DIM))
-        tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=(j[:, None] < keys) & (cv[None, :] < V_DIM))
+        if DK:
+            tl.store(dk_at, (found_k * scale).to(dk.dtype.element_ty), mask=(j[:, None] < keys) & (c[None, :] < DIM))
+        if DV:
+            tl.store(dv_at, found_v.to(dv.dtype.element_ty), mask=(j[:, None] < keys) & (cv[None, :] < V_DIM))
 
 
 @triton.jit
@@ -240,7 +246,7 @@ def _keys_step(
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
     TILE: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values after the queries i0 to i0 + QUERIES of a head. Scores are [keys, queries]."""
     i = i0 + tl.arange(0, QUERIES)
@@ -262,28 +268,32 @@ def _keys_step(
         before, i[None, :], j[:, None], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
     )
     weights = tl.exp2(s * LOG2E - sums_of[None, :])
-    dp = tl.dot(of_v, tl.trans(dout), input_precision=PRECISION)
     if MASKED:
         keep = bits_of(words, pattern, j, i0, i, TILE)
         weights = tl.where(keep, weights, 0.0)
-    counted = weights
     if DROPOUT:
         gone = dropped(head_row, i[None, :], j[:, None], seed_low, seed_high, threshold)
-        dp = tl.where(gone, 0.0, dp * keep_scale)
-        counted = tl.where(gone, 0.0, weights * keep_scale)
-    ds = weights * (dp - deltas[None, :])
-    if MASKED:
-        ds = tl.where(keep, ds, 0.0)
-        q = tl.where(is_non_finite(q), 0.0, q)  # for the keys that it sees, ds is NaN
-        bad = is_non_finite(dout)
-        if tl.max(bad.to(tl.int32)) > 0:
-            found_v = add_seen_non_finite(
-                found_v, pattern, words, j, i0, base_dout, dout_token, cv, queries, QUERIES, V_DIM, TILE
-            )
-        dout = tl.where(bad, 0.0, dout)
-    found_v = tl.dot(counted.to(dout.dtype), dout, found_v, input_precision=PRECISION)
-    if SOFTCAP:
-        share = before / softcap
-        ds = ds * (1.0 - share * share)
-    found_k = tl.dot(ds.to(q.dtype), q, found_k, input_precision=PRECISION)
+    if DK:
+        dp = tl.dot(of_v, tl.trans(dout), input_precision=PRECISION)
+        if DROPOUT:
+            dp = tl.where(gone, 0.0, dp * keep_scale)
+        ds = weights * (dp - deltas[None, :])
+        if MASKED:
+            ds = tl.where(keep, ds, 0.0)
+            q = tl.where(is_non_finite(q), 0.0, q)  # for the keys that it sees, ds is NaN
+        if SOFTCAP:
+            share = before / softcap
+            ds = ds * (1.0 - share * share)
+        found_k = tl.dot(ds.to(q.dtype), q, found_k, input_precision=PRECISION)
+    if DV:
+        if MASKED:
+            bad = is_non_finite(dout)
+            if tl.max(bad.to(tl.int32)) > 0:
+                found_v = add_seen_non_finite(
+                    found_v, pattern, words, j, i0, base_dout, dout_token, cv, queries, QUERIES, V_DIM, TILE
+                )
+            dout = tl.where(bad, 0.0, dout)
+        if DROPOUT:
+            weights = tl.where(gone, 0.0, weights * keep_scale)
+        found_v = tl.dot(weights.to(dout.dtype), dout, found_v, input_precision=PRECISION)
     return found_k, found_v

@@ -22,7 +22,7 @@ def forward(
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     order, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern, words,
     batch, heads, group, queries, keys, section, scale, softcap, seed_low, seed_high, threshold, keep_scale,
-    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH_KEYS: tl.constexpr,
+    MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PATCH: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -33,7 +33,7 @@ def forward(
         order: query tiles of each map, those with the most keys first, [maps, query tiles].
         section: (batch row, head) whose keys and values share the L2 cache: their query tiles are computed together.
         ROWS: queries of a program, of which TILE, the side of the schedule's tiles, is a multiple.
-        KEYS, PATCH_KEYS: keys computed at once in FULL and in PARTIAL tiles; TILE is a multiple of both.
+        KEYS, PATCH: keys computed at once in FULL and in PARTIAL tiles; TILE is a multiple of both.
         WIDE: whether products take float32 operands, for float32 and for the interpreter, which has no bf16 products.
         PRECISION: of products of float32 operands, as `tl.dot` names it.
     """
@@ -80,22 +80,22 @@ def forward(
                     head_row, seed_low, seed_high, threshold, keep_scale,
                     TILE, KEYS, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, False,
                 )  # fmt: skip
-            cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH_KEYS), cut)
+            cut = tl.where(whole < stop, tl.cdiv(stop - whole, PATCH), cut)
             last = tl.where(whole < stop, whole, last)
         begin, end = tl.load(patch_start + listed), tl.load(patch_start + listed + 1)
-        steps: tl.constexpr = TILE // PATCH_KEYS
+        steps: tl.constexpr = TILE // PATCH
         for step in tl.range(begin * steps, end * steps + cut, num_stages=1):
             patched = step < end * steps
             patch = step // steps
-            at_edge = last + (step - end * steps) * PATCH_KEYS
-            j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * PATCH_KEYS
+            at_edge = last + (step - end * steps) * PATCH
+            j0 = tl.load(patch_tile + patch, mask=patched, other=0) * TILE + step % steps * PATCH
             j0 = tl.where(patched, j0, at_edge)
             pattern = tl.load(patch_pattern + patch, mask=patched, other=-1)
             top, total, sums = _step(
                 top, total, sums, rows, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
                 base_distance, base_bias, bias_query, bias_key, queries, keys, scale, softcap,
                 head_row, seed_low, seed_high, threshold, keep_scale,
-                TILE, PATCH_KEYS, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, True,
+                TILE, PATCH, DIM, DIM_PADDED, V_DIM, V_DIM_PADDED, SOFTCAP, DISTANCE, BIAS, DROPOUT, WIDE, PRECISION, True,
             )  # fmt: skip
 
         empty = total == 0.0

@@ -43,33 +43,40 @@ class Call:
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut: rows of a program, tokens that meet them at once, warps, and blocks of tokens in flight."""
+    """How a kernel is cut: rows of a program, tokens that meet them at once in FULL and in PARTIAL tiles, warps, and
+    blocks of tokens in flight. PARTIAL tiles have smaller blocks, since the bits need registers, too."""
 
     rows: int
     tokens: int
+    patch: int
     warps: int
     stages: int
-
-
-PATCH_KEYS = 32
-"""Keys computed at once in PARTIAL tiles: with 64, kernels for heads of 128 spill registers."""
 
 
 def forward_blocks(item: int, dim: int) -> Blocks:
     """For elements of `item` bytes and heads of `dim` padded dimensions: a program has rows of queries."""
     if item == 4:
-        return Blocks(64, 32, warps=8, stages=2)
-    return Blocks(128, 128 if dim <= 64 else 64 if dim <= 128 else 32, warps=8, stages=3 if dim <= 128 else 2)
+        return Blocks(64, 32, 16, warps=8, stages=2)
+    tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
+    return Blocks(128 if dim <= 128 else 64, tokens, 32, warps=8, stages=3 if dim <= 128 else 2)
 
 
 def queries_blocks(item: int, dim: int) -> Blocks:
     """For the gradient of queries: a program has rows of queries."""
-    return Blocks(64 if item == 4 or dim > 64 else 128, 32 if item == 4 or dim > 64 else 64, warps=8, stages=2)
+    if item == 4 or dim > 128:
+        return Blocks(64, 16, 16, warps=8, stages=2)
+    return Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
 
 
 def keys_blocks(item: int, dim: int) -> Blocks:
     """For the gradients of keys and values, two accumulators: a program has rows of keys."""
-    return Blocks(64, 32 if item == 4 or dim > 64 else 64, warps=8, stages=2)
+    if item == 4 or dim > 128:
+        return Blocks(64, 16, 16, warps=8, stages=2)
+    return Blocks(128, 32, 16, warps=8, stages=2)
+
+
+KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": False, "DV": True})
+"""The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
 
 
 def padded(dim: int) -> int:
@@ -94,7 +101,7 @@ def run(call: Call, i: "Inputs") -> tuple[Tensor, Tensor]:
         *biases(i, lse),
         *tables,
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
-        **constants(call, i, blocks), KEYS=blocks.tokens, PATCH_KEYS=PATCH_KEYS, SINK=i.sink is not None,
+        **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None,
     )  # fmt: skip
     return out, lse
 
@@ -129,13 +136,14 @@ def gradients(
         *by_query(s, i.q.device), *sizes, section(i), *rest,
         **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
     )  # fmt: skip
-    launch(
-        gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // key_blocks.rows, key_blocks, i.q.device,
-        *(i.q, i.k, i.v, dout, total, delta, dk, dv),
-        *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
-        *biases(i, total), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *rest,
-        **constants(call, i, key_blocks), QUERIES=key_blocks.tokens,
-    )  # fmt: skip
+    for ofs in KEYS_PASSES[padded(max(dim, v_dim)) > 64 or i.q.element_size() == 4]:
+        launch(
+            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // key_blocks.rows, key_blocks, i.q.device,
+            *(i.q, i.k, i.v, dout, total, delta, dk, dv),
+            *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
+            *biases(i, total), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *rest,
+            **constants(call, i, key_blocks), QUERIES=key_blocks.tokens, **ofs,
+        )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
     return dq, dk, dv, dsink, ddistance, dbias
@@ -162,7 +170,7 @@ def constants(call: Call, i: "Inputs", blocks: Blocks) -> dict[str, Any]:
     dim, v_dim, maps = i.q.shape[3], i.v.shape[3], call.schedule.maps
     return {
         "MAPS_BATCH": maps[0] > 1, "MAPS_HEADS": maps[1] > 1, "TILE": call.schedule.tile,
-        "ROWS": blocks.rows, "STAGES": blocks.stages,
+        "ROWS": blocks.rows, "PATCH": blocks.patch, "STAGES": blocks.stages,
         "DIM": dim, "DIM_PADDED": padded(dim), "V_DIM": v_dim, "V_DIM_PADDED": padded(v_dim),
         "SOFTCAP": call.softcap is not None, "DISTANCE": i.distance is not None, "BIAS": i.bias is not None,
         "DROPOUT": call.dropout > 0, "WIDE": i.q.dtype == torch.float32 or i.q.device.type == "cpu",
