@@ -18,6 +18,9 @@ hypothesis.settings.register_profile("same examples", derandomize=True, deadline
 hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile("same examples")
 
+# Triton's kernels run on CPUs by its interpreter, which must be known before they are imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Warnings are errors, and where no compiler is the first call of a process would warn of that.
 if not native.available():
     os.environ.setdefault("REGARD_QUIET", "1")

@@ -14,7 +14,7 @@ SOURCES = ROOT / "src" / "regard"
 
 # What may be imported in which files or folders of src/regard only.
 HOMES = {
-    "triton": ["backend/triton.py"],
+    "triton": ["gpu/"],
     "torch.nn.attention": ["backend/flex.py", "flex/"],
     "torch.distributed": ["parallel/"],
     "torch.onnx": ["dispatch/onnx_form.py", "integrate/onnx.py"],

@@ -121,7 +121,7 @@ def test_json_has_the_same_for_programs(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["regard"] == regard.__version__
     assert {"versions", "machine", "library", "backends", "integrations", "caches", "problems"} < found.keys()
-    assert set(found["backends"]["cpu"]) == {"native", "sdpa", "flex", "reference", "reference64"}
+    assert set(found["backends"]["cpu"]) == {"native", "sdpa", "triton", "flex", "reference", "reference64"}
     assert main(["doctor", "--json", str(tmp_path / "facts.json")]) == 0
     assert json.loads((tmp_path / "facts.json").read_text())["versions"] == found["versions"]
     assert main(["doctor", "--json", str(tmp_path / "facts.json")]) == 0  # its own file is replaced

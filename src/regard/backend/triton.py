@@ -2,8 +2,7 @@
 
 Programs walk the schedule's tiles: hidden ones are not computed, FULL ones need no mask, and in PARTIAL ones the bits
 of the schedule decide. So a kernel knows no mask by name, is compiled once for all masks and lengths, and counts in
-`explain` what it computes. `triton_forward.py` and `triton_backward.py` have the kernels, `triton_tables.py` the
-schedule in the memory of the device, `triton_launch.py` the sizes of blocks for each chip.
+`explain` what it computes. The kernels are in `regard/gpu/`.
 
 Where the environment has TRITON_INTERPRET=1, Triton runs the kernels on a CPU, by numpy: so they are tested without a
 GPU.
@@ -14,13 +13,14 @@ from functools import cache, reduce
 from importlib.util import find_spec
 from operator import add
 from os import environ
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from regard.backend.contract import Backend, Kernel
 from regard.describe.bias import TensorBias
+from regard.gpu.call import Call, Inputs
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather, pack, prepare_score
 from regard.plan.problem import Operands, Problem
@@ -72,17 +72,6 @@ def _absence() -> str | None:
     return None if find_spec("triton") else "Triton is not installed: pip install 'regard[gpu]'"
 
 
-class Inputs(NamedTuple):
-    """The operands as the kernels read them."""
-
-    q: Tensor  # [batch, heads, queries, qk_dim]
-    k: Tensor  # [batch, kv_heads, keys, qk_dim]
-    v: Tensor  # [batch, kv_heads, keys, v_dim]
-    sink: Tensor | None  # float32 [heads]
-    distance: Tensor | None  # float32 [heads, queries + keys - 1]
-    bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1]
-
-
 class _Kernel:
     """The kernels for one problem."""
 
@@ -97,7 +86,7 @@ class _Kernel:
         return self._state(operands, state)
 
     def _state(self, operands: Operands, state: State | None) -> State:
-        from regard.backend.triton_launch import Call, run
+        from regard.gpu.launch import run
 
         p = self.problem
         inputs = self._inputs(operands)
@@ -136,7 +125,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, state: State | None, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
-        from regard.backend.triton_launch import run
+        from regard.gpu.launch import run
 
         inputs = Inputs(*cast(Any, parts))
         out, lse = run(call, inputs) if state is None else (state.out.detach(), state.lse.detach())
@@ -147,7 +136,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        from regard.backend.triton_launch import gradients
+        from regard.gpu.launch import gradients
 
         *parts, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]

@@ -30,7 +30,7 @@ BACKENDS: dict[str, Backend] = {engine.name: engine for engine in (Native(), Sdp
 
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "reference"),
-    "cuda": ("flex", "reference"),
+    "cuda": ("sdpa", "triton", "flex", "reference"),
 }
 """The backends tried on each device, best first; on other devices only the reference."""
 
@@ -39,6 +39,7 @@ ASIDE = {
         "cpu",
         "flex",
     ): 'on CPU only with backend="flex": it compiles for seconds, and has no gradients and no log-sum-exp',
+    ("cpu", "triton"): 'on CPU only with backend="triton", for tests: Triton runs it by an interpreter',
     ("cpu", "reference64"): 'only with backend="reference64": float64 costs twice the time',
     ("cuda", "native"): "it computes on CPU",
     ("cuda", "reference64"): 'only with backend="reference64": float64 costs many times the time',

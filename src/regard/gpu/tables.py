@@ -29,23 +29,23 @@ class Tables(NamedTuple):
 
 def by_query(schedule: Schedule, device: torch.device) -> Tables:
     """For each tile of queries the key tiles that it needs."""
-    return _kept(schedule, device, transposed=False)
+    return _kept(schedule, device, of_keys=False)
 
 
 def by_key(schedule: Schedule, device: torch.device) -> Tables:
     """For each tile of keys the tiles of queries that need it."""
-    return _kept(schedule, device, transposed=True)
+    return _kept(schedule, device, of_keys=True)
 
 
 _made: "WeakKeyDictionary[Schedule, dict[tuple[torch.device, bool], Tables]]" = WeakKeyDictionary()
 
 
-def _kept(schedule: Schedule, device: torch.device, *, transposed: bool) -> Tables:
+def _kept(schedule: Schedule, device: torch.device, *, of_keys: bool) -> Tables:
     of_schedule = _made.setdefault(schedule, {})
-    key = device, transposed
+    key = device, of_keys
     if key not in of_schedule:
-        lists = _transposed(schedule) if transposed else _listed(schedule)
-        of_schedule[key] = Tables(*(_on(device, x) for x in lists), words=_words(schedule, transposed).to(device))
+        lists = transposed(schedule) if of_keys else _listed(schedule)
+        of_schedule[key] = Tables(*(_on(device, x) for x in lists), words=_words(schedule, of_keys).to(device))
     return of_schedule[key]
 
 
@@ -54,14 +54,16 @@ def _listed(s: Schedule) -> tuple[np.ndarray, ...]:
     return _order(s, s.query_tiles, *lists[:4]), *lists
 
 
-def _order(s: Schedule, rows: int, run_start: np.ndarray, _: np.ndarray, run_length: np.ndarray, patch_start: np.ndarray) -> np.ndarray:
+def _order(
+    s: Schedule, rows: int, run_start: np.ndarray, _: np.ndarray, run_length: np.ndarray, patch_start: np.ndarray
+) -> np.ndarray:
     """The rows of each map by falling number of tiles, [maps, rows]."""
     full = np.concatenate([[0], np.cumsum(run_length)])
     tiles = full[run_start[1:]] - full[run_start[:-1]] + np.diff(patch_start)
     return np.argsort(-tiles.reshape(-1, rows), axis=1, kind="stable")
 
 
-def _transposed(s: Schedule) -> tuple[np.ndarray, ...]:
+def transposed(s: Schedule) -> tuple[np.ndarray, ...]:
     """The lists with the parts of queries and keys exchanged."""
     maps, across = s.maps[0] * s.maps[1], -(-s.keys // s.tile)
     row = np.arange(maps * s.query_tiles)
@@ -89,8 +91,8 @@ def _sorted(row: np.ndarray, key: np.ndarray, query_tiles: int, across: int) -> 
     return line[order], row[order] % max(query_tiles, 1)
 
 
-def _words(schedule: Schedule, transposed: bool) -> Tensor:
-    patterns = schedule.transposed_patterns if transposed else schedule.patterns
+def _words(schedule: Schedule, of_keys: bool) -> Tensor:
+    patterns = schedule.transposed_patterns if of_keys else schedule.patterns
     if not len(patterns):
         patterns = np.zeros((1, schedule.tile, schedule.tile // 8), dtype=np.uint8)
     return torch.from_numpy(patterns.copy().view(np.int64))

@@ -12,7 +12,15 @@ A row's bits depend on its query, its keys and their positions: one program comp
 import triton
 import triton.language as tl
 
-from regard.backend.triton_scores import LOG2E, add_seen_non_finite, bits_of, capped, dropped, is_non_finite, with_biases
+from regard.gpu.scores import (
+    LOG2E,
+    add_seen_non_finite,
+    bits_of,
+    capped,
+    dropped,
+    is_non_finite,
+    with_biases,
+)
 
 
 @triton.jit
@@ -38,7 +46,9 @@ def forward(
         PRECISION: of products of float32 operands, as `tl.dot` names it.
     """
     query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1):
+    for unit in tl.range(
+        tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
+    ):
         part = unit // (query_tiles * (TILE // ROWS) * section)
         width = tl.minimum(section, batch * heads - part * section)
         inside = unit - part * query_tiles * (TILE // ROWS) * section

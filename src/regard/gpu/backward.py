@@ -1,5 +1,5 @@
 # pyright: basic
-"""The backward kernels for GPUs: gradients of queries (and biases) by tile of queries, of keys and values by tile of keys.
+"""The backward kernels for GPUs: gradients of queries and biases by tile of queries, of keys and values by tile of keys.
 
 Weights are computed again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1): p = exp(s - total), where the
 total includes the sink's column. With delta = out . dout of each row, the gradient of a score is ds = p (dp - delta),
@@ -10,7 +10,7 @@ same from run to run; the gradients of biases are added atomically, where many p
 import triton
 import triton.language as tl
 
-from regard.backend.triton_scores import (
+from regard.gpu.scores import (
     LOG2E,
     add_seen_non_finite,
     bits_of,
@@ -37,7 +37,9 @@ def gradient_of_queries(
 ):  # fmt: skip
     """dq [batch, heads, queries, qk_dim], and the gradients of the biases, float32, added to zeros."""
     query_tiles = tl.cdiv(queries, TILE)
-    for unit in tl.range(tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1):
+    for unit in tl.range(
+        tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
+    ):
         part = unit // (query_tiles * (TILE // ROWS) * section)
         width = tl.minimum(section, batch * heads - part * section)
         inside = unit - part * query_tiles * (TILE // ROWS) * section
@@ -169,11 +171,13 @@ def gradient_of_keys(
 ):  # fmt: skip
     """dk and dv [batch, kv_heads, keys, dim], those that DK and DV ask for: a program sums over the heads of a group.
 
-    The lists are those by key (`triton_tables.by_key`), whose words have a row for each key and a bit for each query.
+    The lists are those by key (`tables.by_key`), whose words have a row for each key and a bit for each query.
     """
     key_tiles = tl.cdiv(keys, TILE)
     kv_heads = heads // group
-    for unit in tl.range(tl.program_id(0), batch * kv_heads * key_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1):
+    for unit in tl.range(
+        tl.program_id(0), batch * kv_heads * key_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
+    ):
         part = unit // (key_tiles * (TILE // ROWS) * section)
         width = tl.minimum(section, batch * kv_heads - part * section)
         inside = unit - part * key_tiles * (TILE // ROWS) * section

@@ -1,20 +1,17 @@
 """Starting the GPU kernels: sizes of blocks, strides, and how many programs run."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.backend.triton_backward import gradient_of_keys, gradient_of_queries
-from regard.backend.triton_forward import forward
-from regard.backend.triton_tables import by_key, by_query
-from regard.plan.schedule import Schedule
+from regard.gpu.backward import gradient_of_keys, gradient_of_queries
+from regard.gpu.call import Call, Inputs
+from regard.gpu.forward import forward
+from regard.gpu.tables import by_key, by_query
 from regard.state import State
-
-if TYPE_CHECKING:
-    from regard.backend.triton import Inputs
 
 CACHE = 24 << 20
 """Bytes of keys and values that programs which run at the same time read: half the L2 cache of an H100."""
@@ -23,34 +20,18 @@ INTERPRETED_PROGRAMS = 3
 """More than one, so that tests on a CPU have programs that take several units, and units of several programs."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a call has besides its tensors."""
-
-    schedule: Schedule
-    scale: float
-    softcap: float | None
-    dropout: float
-    seed: int
-
-    @property
-    def drops(self) -> tuple[int, int, int, float]:
-        """(low half of the seed, high half, threshold, factor of the weights that stay), as native/dropout.h has them."""
-        share = self.dropout * 2**32 + 0.5
-        threshold = 2**32 - 1 if share >= 2**32 - 1 else int(share)
-        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return _signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32), _signed(threshold), kept
-
-
 class Blocks(NamedTuple):
-    """How a kernel is cut: rows of a program, tokens that meet them at once in FULL and in PARTIAL tiles, warps, and
-    blocks of tokens in flight. PARTIAL tiles have smaller blocks, since the bits need registers, too."""
+    """How a kernel is cut; PARTIAL tiles have smaller blocks, since their bits need registers, too."""
 
-    rows: int
-    tokens: int
-    patch: int
+    rows: int  # of a program
+    tokens: int  # that meet them at once, in FULL tiles
+    patch: int  # and in PARTIAL ones, at most 64
     warps: int
-    stages: int
+    stages: int  # blocks of tokens in flight
+
+
+INTERPRETED = Blocks(128, 64, 64, warps=1, stages=1)
+"""For the interpreter, which takes its time for each operation and not for each element."""
 
 
 def forward_blocks(item: int, dim: int) -> Blocks:
@@ -79,21 +60,27 @@ KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": Fa
 """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
 
 
+def _blocks(of: Callable[[int, int], Blocks], i: Inputs) -> Blocks:
+    if i.q.device.type == "cpu":
+        return INTERPRETED
+    return of(i.q.element_size(), padded(max(i.q.shape[3], i.v.shape[3])))
+
+
 def padded(dim: int) -> int:
     """The dimensions of a head as a block has them: a power of two, 16 or more."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def run(call: Call, i: "Inputs") -> tuple[Tensor, Tensor]:
+def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call."""
-    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
+    s, (batch, heads, queries, _) = call.schedule, i.q.shape
     kv_heads, keys, v_dim = i.v.shape[1:]
     by_token = i.q.stride(1) < i.q.stride(2) and queries > 1
     shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
     out = torch.empty(shape, dtype=i.q.dtype, device=i.q.device)
     out = out.transpose(1, 2) if by_token else out
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
-    tables, blocks = by_query(s, i.q.device), forward_blocks(i.q.element_size(), padded(max(dim, v_dim)))
+    tables, blocks = by_query(s, i.q.device), _blocks(forward_blocks, i)
     launch(
         forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
         *(i.q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
@@ -107,7 +94,7 @@ def run(call: Call, i: "Inputs") -> tuple[Tensor, Tensor]:
 
 
 def gradients(
-    call: Call, i: "Inputs", wanted: tuple[bool, ...], state: State, dout: Tensor | None, dlse: Tensor | None
+    call: Call, i: Inputs, wanted: tuple[bool, ...], state: State, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs; None where nobody wants one."""
     s, (batch, heads, queries, dim) = call.schedule, i.q.shape
@@ -123,8 +110,7 @@ def gradients(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (i.q, i.k, i.v))
     ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
-    kind = i.q.element_size(), padded(max(dim, v_dim))
-    blocks, key_blocks = queries_blocks(*kind), keys_blocks(*kind)
+    blocks, key_blocks = _blocks(queries_blocks, i), _blocks(keys_blocks, i)
     sizes = batch, heads, heads // kv_heads, queries, keys
     rest = call.scale, call.softcap or 0.0, *call.drops
     into = _placed(dbias) if dbias is not None else (delta, 0, 0, 0, 0)
@@ -165,7 +151,7 @@ def _programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def constants(call: Call, i: "Inputs", blocks: Blocks) -> dict[str, Any]:
+def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:
     """What all kernels are compiled for."""
     dim, v_dim, maps = i.q.shape[3], i.v.shape[3], call.schedule.maps
     return {
@@ -183,7 +169,7 @@ def precision(q: Tensor) -> str:
     return "tf32x3" if q.dtype == torch.float32 and torch.version.hip is None else "ieee"
 
 
-def biases(i: "Inputs", nothing: Tensor) -> tuple[Any, ...]:
+def biases(i: Inputs, nothing: Tensor) -> tuple[Any, ...]:
     """The addresses and strides of the biases; `nothing` where there is none."""
     distance = (nothing, 0) if i.distance is None else (i.distance, i.distance.stride(0))
     return *distance, *((nothing, 0, 0, 0, 0) if i.bias is None else _placed(i.bias))
@@ -191,20 +177,13 @@ def biases(i: "Inputs", nothing: Tensor) -> tuple[Any, ...]:
 
 def _placed(t: Tensor) -> tuple[Tensor, int, int, int, int]:
     """A tensor of four axes and its strides, 0 along the axes that have one element."""
-    batch, heads, rows, columns = (
-        0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)
-    )
+    batch, heads, rows, columns = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t, batch, heads, rows, columns
 
 
-def section(i: "Inputs") -> int:
+def section(i: Inputs) -> int:
     """How many (batch row, head) are computed together, so that their keys and values stay in the L2 cache."""
     kv_heads, keys = i.k.shape[1:3]
     nbytes = keys * (i.k.shape[3] + i.v.shape[3]) * i.k.element_size()
     group, pairs = i.q.shape[1] // kv_heads, i.q.shape[0] * i.q.shape[1]
     return min(pairs, max(1, CACHE // max(nbytes, 1)) * group)
-
-
-def _signed(x: int) -> int:
-    """32 bits as the integer that Triton takes for int32."""
-    return x - (1 << 32) if x >= 1 << 31 else x

@@ -1,0 +1,43 @@
+"""A call as the GPU kernels take it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from regard.plan.schedule import Schedule
+
+
+class Inputs(NamedTuple):
+    """The operands as the kernels read them."""
+
+    q: Tensor  # [batch, heads, queries, qk_dim]
+    k: Tensor  # [batch, kv_heads, keys, qk_dim]
+    v: Tensor  # [batch, kv_heads, keys, v_dim]
+    sink: Tensor | None  # float32 [heads]
+    distance: Tensor | None  # float32 [heads, queries + keys - 1]
+    bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call has besides its tensors."""
+
+    schedule: Schedule
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int
+
+    @property
+    def drops(self) -> tuple[int, int, int, float]:
+        """(low half of the seed, high half, threshold, factor of weights that stay), as native/dropout.h has them."""
+        share = self.dropout * 2**32 + 0.5
+        threshold = 2**32 - 1 if share >= 2**32 - 1 else int(share)
+        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return _signed(self.seed & 0xFFFFFFFF), _signed(self.seed >> 32), _signed(threshold), kept
+
+
+def _signed(x: int) -> int:
+    """32 bits as the integer that Triton takes for int32."""
+    return x - (1 << 32) if x >= 1 << 31 else x
