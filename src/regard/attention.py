@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
+from regard.cost.machine import Machine, find_machine
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
@@ -263,6 +264,10 @@ def attend(
     return _run(Request(q, k, v, mask, bias, score, scale, softcap, column, dropout, offset, backend), key).out
 
 
+KINDS = ("cpu", "cuda", "mps", "xpu")
+"""Of devices, which `explain` takes."""
+
+
 @suggest_keywords
 def attend_state(
     q: Float[Tensor, "batch heads queries qk_dim"],
@@ -310,11 +315,14 @@ def explain(
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
     backend: str | Backend | None = None,
+    device: str | None = None,
 ) -> Plan:
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
     q, k and v may be meta tensors (`torch.empty(..., device="meta")`): then the plan is for this machine, its GPU if
-    it has one. `print` shows the problem, the backend, which ones were not chosen and why, the tiles, GFLOP and MiB.
+    it has one, or for `device`: a kind ("cpu", "cuda", "mps", "xpu"), or a kind and a machine that `regard cost` knows
+    ("cuda:h100"), whose limits then give the least time. `print` shows the problem, the backend, which ones were not
+    chosen and why, the tiles, GFLOP and MiB.
 
     >>> import torch
     >>> from regard import explain, Causal, Window
@@ -322,14 +330,31 @@ def explain(
     >>> plan = explain(q, k, k, mask=Causal() & Window(512))
     >>> plan.backend, plan.schedule.pairs, plan.flops
     ('native', 62922752, 32216449024)
+    >>> explain(q, k, k, mask=Causal() & Window(512), device="cuda:h100").backend
+    'triton'
     """
     if is_any_autocast_enabled():
         q, k, v = cast_by_autocast(q, k, v)
     request = Request(q, k, v, mask, bias, score, scale, softcap, sink, dropout, offset, backend)
     problem, operands = pose(request.resolved())
-    if problem.device == "meta":
-        problem = replace(problem, device="cuda" if torch.cuda.is_available() else "cpu")
-    return choose(problem, operands, backend)
+    kind, machine = _device(device, problem.device)
+    plan = choose(replace(problem, device=kind), operands, backend)
+    return plan if machine is None else replace(plan, machine=machine)
+
+
+def _device(device: str | None, tensors: str) -> tuple[str, Machine | None]:
+    """The kind of device that a plan is for, and the machine if one is named."""
+    if device is None:
+        return ("cuda" if torch.cuda.is_available() else "cpu") if tensors == "meta" else tensors, None
+    if tensors != "meta":
+        raise ProblemError(f"device is for tensors on meta, and these are on {tensors}: leave it out.")
+    kind, _, name = device.partition(":")
+    if kind not in KINDS:
+        raise ProblemError(
+            f"device {device!r} is not known: expected one of {', '.join(KINDS)}, or one with a machine, such as "
+            "cuda:h100."
+        )
+    return kind, None if not name or name.isdecimal() else find_machine(name)
 
 
 def _attend_arrays(request: Request) -> Any:

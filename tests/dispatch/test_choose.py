@@ -63,6 +63,7 @@ def test_a_plan_is_printed_with_problem_engine_reasons_tiles_and_costs():
         "q [1, 32, 4096, 128] · kv [1, 8, 4096, 128|128] float32 on cpu, mask Causal() & Window(left=5000), bias None",
         "  simplify_mask: Causal() & Window(left=5000) keeps the same pairs as Causal() in this call",
         "runs on native",
+        f"  not chosen: triton ({ASIDE['cpu', 'triton']})",
         f"  not chosen: flex ({ASIDE['cpu', 'flex']})",
         '  not chosen: reference64 (only with backend="reference64": float64 costs twice the time)',
         "tiles of 64 x 64: 66,560 computed (64,512 full, 2,048 partial in 1 patterns), 64,512 skipped",

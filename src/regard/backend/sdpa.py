@@ -1,9 +1,10 @@
-"""torch's fused CPU kernel, for what it computes without building a mask or a bias, and means as we do.
+"""torch's fused kernels, for what it computes without building a mask or a bias, and means as we do.
 
 It knows one mask, the causal triangle with its corner at the top left. Everything else it takes only as a full
 [queries, keys] tensor, and computes every hidden pair; so it is asked for nothing else.
 
-The kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to
+On CUDA torch chooses among cuDNN's kernel, flash attention and others; they are used where there is no mask. On a CPU
+the kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to
 2.15), since it gives the log-sum-exp and never becomes torch's own fallback, which materialises all scores.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from regard.backend.contract import Backend, Kernel
 from regard.describe.mask_by_rule import Causal
@@ -23,7 +25,7 @@ from regard.torch_internals import flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class Sdpa(Backend):
-    """torch's fused CPU attention."""
+    """torch's fused attention: its kernel for CPUs, and on CUDA what it chooses itself, cuDNN or flash."""
 
     name: str = "sdpa"
     tile: int = 128
@@ -34,8 +36,10 @@ class Sdpa(Backend):
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
         found = {
-            "this version of torch lacks its kernel": flash_attention_for_cpu is None,
-            f"only torch's CPU kernel is used, and the tensors are on {p.device}": p.device != "cpu",
+            "this version of torch lacks its kernel": p.device == "cpu" and flash_attention_for_cpu is None,
+            f"it is used on cpu and cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
+            "on cuda its kernels let NaN and inf of hidden keys through": p.device == "cuda" and p.mask is not None,
+            "on cuda it gives no log-sum-exp, which a State and a sink need": p.device == "cuda" and (p.lse or p.sink),
             f"mask {p.mask} would be built in full, [queries, keys], and every hidden pair computed": not _known(p),
             "a bias would be built in full for every head": p.bias is not None,
             f"the score {p.score} is not known to it": p.score is not None,
@@ -59,6 +63,11 @@ class Sdpa(Backend):
 
 def _run(problem: Problem, operands: Operands) -> State:
     causal = problem.mask is not None
+    if problem.device == "cuda":
+        out = F.scaled_dot_product_attention(
+            operands.q, operands.k, operands.v, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads
+        )
+        return State(out, torch.full(out.shape[:3], torch.nan, device=out.device))  # nobody asked for it
     out, lse = flash_attention_for_cpu(operands.q, operands.k, operands.v, 0.0, causal, scale=problem.scale)
     state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), lse)

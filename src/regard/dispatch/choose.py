@@ -14,6 +14,7 @@ from regard.backend.sdpa import Sdpa
 from regard.backend.tiled import Tiled
 from regard.backend.triton import Triton
 from regard.cost import attention as cost
+from regard.cost.machine import Machine
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
 from regard.errors import ProblemError, RefusalError
@@ -35,11 +36,11 @@ ORDER: dict[str, tuple[str, ...]] = {
 """The backends tried on each device, best first; on other devices only the reference."""
 
 ASIDE = {
+    ("cpu", "triton"): "it computes on GPUs",
     (
         "cpu",
         "flex",
     ): 'on CPU only with backend="flex": it compiles for seconds, and has no gradients and no log-sum-exp',
-    ("cpu", "triton"): 'on CPU only with backend="triton", for tests: Triton runs it by an interpreter',
     ("cpu", "reference64"): 'only with backend="reference64": float64 costs twice the time',
     ("cuda", "native"): "it computes on CPU",
     ("cuda", "reference64"): 'only with backend="reference64": float64 costs many times the time',
@@ -58,6 +59,7 @@ class Plan:
         steps: what lowering did.
         engine: the backend.
         passed_over: the backends that were not chosen, by name, with their reasons.
+        machine: the one that `explain` names, whose limits give the least time.
     """
 
     posed: Problem
@@ -66,6 +68,7 @@ class Plan:
     steps: tuple[Step, ...]
     engine: Backend
     passed_over: dict[str, list[str]] = field(hash=False)
+    machine: Machine | None = None
 
     @property
     def backend(self) -> str:
@@ -149,8 +152,18 @@ class Plan:
             f"tiles of {s.tile} x {s.tile}: {full + mixed:,} computed ({kinds}), {skipped:,} skipped",
             f"pairs {s.pairs:,} of {every:,} ({share})",
             f"{_flop(self.flops)}, at least {_memory(self.bytes)} read and written",
+            *([] if self.machine is None else [_least_time(self, self.machine)]),
         ]
         return "\n".join(lines)
+
+
+def _least_time(plan: Plan, machine: Machine) -> str:
+    """The roofline: what products and memory need at least."""
+    kind = str(plan.problem.dtype).removeprefix("torch.")
+    products = plan.flops / machine.flops.get(kind, machine.flops["float32"])
+    memory = plan.bytes / machine.bandwidth
+    bound = "products" if products >= memory else "memory"
+    return f"on {machine.title} at least {1000 * max(products, memory):.3g} ms, bound by {bound}"
 
 
 def _flop(count: int) -> str:

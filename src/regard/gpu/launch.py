@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,36 +35,60 @@ INTERPRETED = Blocks(128, 64, 64, warps=1, stages=1)
 """For the interpreter, which takes its time for each operation and not for each element."""
 
 
-def forward_blocks(item: int, dim: int) -> Blocks:
-    """For elements of `item` bytes and heads of `dim` padded dimensions: a program has rows of queries."""
+def forward_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
+    """For the forward kernel, whose programs have rows of queries.
+
+    Args:
+        item: bytes of an element of q, k and v.
+        dim: padded dimensions of a head.
+        extra: bytes of biases per pair.
+        shared: bytes of shared memory that a program may have.
+    """
     if item == 4:
-        return Blocks(64, 32, 16, warps=8, stages=2)
-    tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
-    return Blocks(128 if dim <= 128 else 64, tokens, 32, warps=8, stages=3 if dim <= 128 else 2)
+        blocks = Blocks(64, 32, 16, warps=8, stages=2)
+    elif dim <= 128:
+        blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
+    else:
+        blocks = Blocks(64, 32, 32, warps=8, stages=2)
+    return _fitting(blocks, dim * item, 2 * dim * item, extra, shared)
 
 
-def queries_blocks(item: int, dim: int) -> Blocks:
-    """For the gradient of queries: a program has rows of queries."""
+def queries_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
+    """For the gradient of queries, whose programs have rows of queries; the arguments are those of `forward_blocks`."""
     if item == 4 or dim > 128:
-        return Blocks(64, 16, 16, warps=8, stages=2)
-    return Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
+        blocks = Blocks(64, 16, 16, warps=8, stages=2)
+    else:
+        blocks = Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
+    return _fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
-def keys_blocks(item: int, dim: int) -> Blocks:
-    """For the gradients of keys and values, two accumulators: a program has rows of keys."""
-    if item == 4 or dim > 128:
-        return Blocks(64, 16, 16, warps=8, stages=2)
-    return Blocks(128, 32, 16, warps=8, stages=2)
+def keys_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
+    """For the gradients of keys and values, whose programs have rows of keys."""
+    blocks = Blocks(*((64, 16) if item == 4 or dim > 128 else (128, 32)), 16, warps=8, stages=2)
+    return _fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
+
+
+def _fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
+    """The blocks with so few stages that shared memory holds them; sizes are bytes of a row, a token and a pair."""
+    stage = blocks.tokens * (token + blocks.rows * pair)
+    return blocks._replace(stages=max(1, min(blocks.stages, (shared - blocks.rows * row) // stage)))
 
 
 KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": False, "DV": True})
 """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
 
 
-def _blocks(of: Callable[[int, int], Blocks], i: Inputs) -> Blocks:
+def _blocks(of: Callable[[int, int, int, int], Blocks], i: Inputs) -> Blocks:
     if i.q.device.type == "cpu":
         return INTERPRETED
-    return of(i.q.element_size(), padded(max(i.q.shape[3], i.v.shape[3])))
+    extra = 4 * (i.distance is not None) + (0 if i.bias is None else i.bias.element_size())
+    dim = padded(max(i.q.shape[3], i.v.shape[3]))
+    return of(i.q.element_size(), dim, extra, _properties(i.q.device).shared_memory_per_block_optin)
+
+
+@cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 def padded(dim: int) -> int:
@@ -138,17 +163,12 @@ def gradients(
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Run a kernel of persistent programs over its units, on the device and the stream of its tensors."""
     if device.type == "cpu":
-        kernel[(min(units, INTERPRETED_PROGRAMS),)](*arguments, **constants)
+        with np.errstate(all="ignore"):  # infinite scores are no news
+            kernel[(min(units, INTERPRETED_PROGRAMS),)](*arguments, **constants)
         return
     with torch.cuda.device(device):
-        programs = min(units, _programs(device))
+        programs = min(units, 2 * _properties(device).multi_processor_count)  # one computes while the other waits
         kernel[(programs,)](*arguments, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    """How many programs run: two for each multiprocessor, so that one computes while the other waits."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:

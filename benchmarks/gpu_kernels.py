@@ -1,0 +1,207 @@
+"""What Triton makes of the GPU kernels, for chips that need not be there: registers, spills, memory, instructions.
+
+    ./bench gpu-kernels [--write]
+
+Every kernel is compiled for each chip and type (`triton.compile` needs no GPU), and the machine code is read:
+`cuobjdump --dump-resource-usage`, which comes with Triton, counts registers and bytes of the stack (spilled registers),
+and the assembly shows whether products run on tensor cores and copies are asynchronous.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance" / "gpu-kernels.md"
+
+CHIPS: dict[str, tuple[str, str | int, int, int]] = {
+    "sm_80": ("cuda", 80, 32, 163 * 1024),
+    "sm_89": ("cuda", 89, 32, 99 * 1024),
+    "sm_90": ("cuda", 90, 32, 227 * 1024),
+    "sm_100": ("cuda", 100, 32, 227 * 1024),
+    "gfx942": ("hip", "gfx942", 64, 64 * 1024),
+}
+"""For each chip: the backend, the architecture and the threads of a warp as Triton names them, and the largest shared
+memory of a program in bytes (CUDA C++ Programming Guide, table of technical specifications; CDNA 3 ISA guide)."""
+
+PRODUCTS = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+"""The instruction of the tensor cores that products should use."""
+
+COPIES = {"gfx942": "global_load"}
+"""The instruction that copies to shared memory while the program computes; cp.async elsewhere."""
+
+
+class Variant(NamedTuple):
+    """A kernel as it is compiled: its name, type, dimensions of a head, and what is beside q, k and v."""
+
+    kernel: str
+    dtype: str
+    dim: int
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.kernel, self.dtype, str(self.dim), *self.more])
+
+
+class Compiled(NamedTuple):
+    """What came of it."""
+
+    registers: int
+    stack: int  # bytes of a thread
+    shared: int  # bytes of a program
+    products: int  # instructions of tensor cores
+    copies: int  # asynchronous ones
+
+
+def variants() -> list[Variant]:
+    """Every kernel, for half types with heads of 64 and 128, and with everything that a call may have."""
+    names = ["forward", "gradient_of_queries", "gradient_of_keys", "gradient_of_values"]
+    plain = [Variant(name, "bf16", dim) for name in names for dim in (64, 128)]
+    extras = "SOFTCAP", "DISTANCE", "DROPOUT"
+    return [v for v in plain if (v.kernel, v.dim) != ("gradient_of_values", 64)] + [
+        Variant("forward", "bf16", 128, ("SINK", *extras)),
+        Variant("gradient_of_queries", "bf16", 128, extras),
+        Variant("gradient_of_keys", "bf16", 64, extras),
+    ]
+
+
+def compiled(variant: Variant, chip: str) -> Compiled:
+    """Compile a variant for a chip.
+
+    Raises:
+        RuntimeError: Triton runs its interpreter, which compiles nothing.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise RuntimeError("TRITON_INTERPRET is set: unset it, as the interpreter compiles nothing.")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, blocks, constants = _cut(variant, chip)
+    types = {name: _type(name, variant.dtype) for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else kind for name, kind in types.items()}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.endswith(("_batch", "_head", "_token"))
+    }
+    backend, arch, warp, _ = CHIPS[chip]
+    made: Any = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget(backend, arch, warp),
+        options={"num_warps": blocks.warps, "num_stages": blocks.stages},
+    )
+    text = made.asm.get("ptx") or made.asm["amdgcn"]
+    registers, stack = _usage(made)
+    copies = text.count(COPIES.get(chip, "cp.async"))
+    return Compiled(registers, stack, made.metadata.shared, text.count(PRODUCTS[chip]), copies)
+
+
+def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The kernel, its blocks, and the constants that it is compiled for."""
+    from regard.gpu import launch
+    from regard.gpu.backward import gradient_of_keys, gradient_of_queries
+    from regard.gpu.forward import forward
+
+    item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
+    kernels = {
+        "forward": (forward, launch.forward_blocks),
+        "gradient_of_queries": (gradient_of_queries, launch.queries_blocks),
+        "gradient_of_keys": (gradient_of_keys, launch.keys_blocks),
+        "gradient_of_values": (gradient_of_keys, launch.keys_blocks),
+    }
+    kernel, of = kernels[variant.kernel]
+    blocks = of(item, dim, 4 * ("DISTANCE" in variant.more), CHIPS[chip][3])
+    both = dim <= 64 and item == 2
+    flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT"), False)
+    constants: dict[str, Any] = {
+        **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
+        "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
+        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "STAGES": blocks.stages,
+        "WIDE": item == 4, "PRECISION": "tf32x3" if item == 4 and CHIPS[chip][0] == "cuda" else "ieee",
+        "DK": both or variant.kernel == "gradient_of_keys", "DV": both or variant.kernel == "gradient_of_values",
+        **dict.fromkeys(variant.more, True),
+    }  # fmt: skip
+    return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
+FLOATS = {"lse", "sink", "distance", "total", "delta", "ddistance", "dbias"}
+LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
+TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
+
+
+def _type(name: str, dtype: str) -> str:
+    """The type of a kernel's argument, as Triton writes it."""
+    if name in TENSORS:
+        return f"*{dtype}"
+    kinds = {"words": "*i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}
+    return "*fp32" if name in FLOATS else "*i32" if name in LISTS else kinds.get(name, "i32")
+
+
+def _usage(made: Any) -> tuple[int, int]:
+    """(registers, bytes of the stack) of a thread."""
+    if "cubin" not in made.asm:
+        text = made.asm["amdgcn"]
+        count, spilled = (int(re.findall(rf"\.{name}: *(\d+)", text)[0]) for name in ("vgpr_count", "vgpr_spill_count"))
+        return count, 4 * spilled
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(made.asm["cubin"])
+        done = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True)
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    return int(registers), int(stack)
+
+
+def _rows(chips: list[str]) -> Iterator[tuple[Variant, str, Compiled]]:
+    for variant in variants():
+        for chip in chips:
+            yield variant, chip, compiled(variant, chip)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, as JSON lines for tests, or write the page."""
+    parser = argparse.ArgumentParser(prog="./bench gpu-kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("--chips", default=",".join(CHIPS), help="such as sm_90,gfx942 (default: all)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel and chip")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
+    options = parser.parse_args(arguments)
+    lines = list[str]()
+    for variant, chip, found in _rows(options.chips.split(",")):
+        if options.json:
+            print(json.dumps({"variant": str(variant), "chip": chip, **found._asdict()}), flush=True)
+            continue
+        lines.append(
+            f"| {variant.kernel} | {variant.dtype} | {variant.dim} | {', '.join(variant.more).lower()} | {chip} | "
+            f"{found.registers} | {found.stack} | {found.shared / 1024:.0f} | {found.products} | {found.copies} |"
+        )
+        print(lines[-1], flush=True)
+    if options.write:
+        PAGE.write_text(_page(lines))
+
+
+def _page(lines: list[str]) -> str:
+    import triton
+
+    return f"""# What the GPU kernels compile to
+
+Compiled for five chips without any of them (Triton {triton.__version__}, `./bench gpu-kernels --write`). The stack is
+where registers are spilled: 0 is the goal for heads of 64 and 128 in bf16. Shared memory is that of one program. Not
+yet timed on a GPU.
+
+| kernel | type | dim | with | chip | registers | stack, bytes | shared, KiB | tensor core products | async copies |
+|---|---|--:|---|---|--:|--:|--:|--:|--:|
+{chr(10).join(lines)}
+"""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,179 @@
+"""The GPU kernels, run by Triton's interpreter: outputs and gradients are those of the definition."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from regard import Causal, Documents, Mask, ProblemError, Window, attend, attend_state, explain
+from regard.plan.tiling import schedule
+from tests.conformance import CASES
+from tests.expressions import masks
+from tests.laws.test_attend import cases
+from tests.oracle import Case, worst
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
+
+BACKWARD = [
+    "values of another size",
+    "causal, more queries than keys",
+    "window and sinks",
+    "prefix-LM",
+    "a row of nothing but padding",
+    "a mask per head",
+    "t5",
+    "a bias tensor",
+    "biases added",
+    "softcap",
+    "sinks learned per head",
+    "everything",
+]
+
+
+def differentiated(case: Case, backend: str) -> list[Tensor]:
+    """The output and the gradients of q, k, v, of the sink and of the tensors of the bias."""
+    leaves = [t.clone().requires_grad_() for t in (case.q, case.k, case.v)]
+    words = dict(case.words)
+    if isinstance(sink := words.get("sink"), Tensor):
+        words["sink"] = sink.clone().requires_grad_()
+        leaves.append(words["sink"])
+    if (bias := words.get("bias")) is not None:
+        leaves += [t.requires_grad_() for t in bias.tensors() if t.is_floating_point()]
+    out = attend(*leaves[:3], **words, backend=backend)
+    up = torch.linspace(-9, 9, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, up, allow_unused=True)]
+
+
+def size(t: Tensor) -> float:
+    return max(1.0, float(t.abs().max())) if t.numel() else 1.0
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_are_those_of_the_definition(name: str):
+    case = CASES[name]()
+    for found, truth in zip(differentiated(case, "triton"), differentiated(case, "reference64"), strict=True):
+        assert worst(found, truth) <= 2e-6 * size(truth)
+
+
+@given(case=cases())
+@settings(max_examples=8)
+def test_a_random_call_has_the_output_and_gradients_of_the_reference(case: Case):
+    case = case.to(torch.float32)
+    if not case.q.numel():
+        return
+    for found, truth in zip(differentiated(case, "triton"), differentiated(case, "reference64"), strict=True):
+        assert found.shape == truth.shape
+        assert worst(found, truth) <= 4e-6 * size(truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types_are_stored_and_float32_is_computed(dtype: torch.dtype):
+    case = CASES["everything"]().to(dtype)
+    for found, truth in zip(differentiated(case, "triton"), differentiated(case, "reference"), strict=True):
+        assert found.dtype == truth.dtype
+        assert worst(found, truth) <= 4 * torch.finfo(dtype).eps * size(truth)
+
+
+def test_states_are_those_of_the_reference_and_their_lse_has_gradients():
+    q, k, v = (torch.randn(2, 2, 37, 16, requires_grad=True) for _ in range(3))
+    results = list[list[Tensor]]()
+    for backend in ("triton", "reference64"):
+        state = attend_state(q, k, v, mask=Causal() & Window(11), backend=backend)
+        total = state.out.sum() + (state.lse.float() * torch.linspace(0, 1, 37)).sum()
+        results.append([state.out.detach(), state.lse.detach(), *torch.autograd.grad(total, (q, k, v))])
+    assert all(worst(a, b) < 5e-6 for a, b in zip(*results, strict=True))
+
+
+def test_dropout_drops_what_it_drops_on_a_cpu():
+    q, k, v = (torch.randn(2, 4, 71, 16, requires_grad=True) for _ in range(3))
+    results = list[list[Tensor]]()
+    for backend in ("triton", "native"):
+        torch.manual_seed(5)
+        out = attend(q, k, v, mask=Causal(), dropout=0.3, backend=backend)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    assert all(worst(a, b) < 2e-5 for a, b in zip(*results, strict=True))
+    whole = attend(q, k, v, mask=Causal(), backend="triton").detach()
+    assert worst(results[0][0], whole) > 0.1
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_hidden_reaches_nothing_and_what_is_seen_reaches_its_rows(poison: float):
+    q, k, v = (torch.randn(1, 2, 150, 16) for _ in range(3))
+    clean = attend(q, k, v, mask=Causal(), backend="triton")
+    k[0, 0, 140, 3] = v[0, 1, 149, 5] = poison
+    case = Case(q, k, v, {"mask": Causal()})
+    out, dq, dk, dv = differentiated(case, "triton")
+    true, *_ = differentiated(case, "reference")
+    assert torch.equal(out[:, 0, :140], clean[:, 0, :140])
+    assert torch.equal(out[:, 1, :149], clean[:, 1, :149])
+    assert torch.allclose(out[:, 1], true[:, 1], atol=1e-5, equal_nan=True)  # channel by channel
+    assert torch.isfinite(dq[:, 0, :140]).all()
+    assert torch.isfinite(dv[:, 1]).all()
+    if math.isnan(poison):
+        assert dq[0, 0, 145].isnan().all()
+        assert dk[0, 0, 20].isnan().all()
+
+
+def test_a_gradient_that_is_not_finite_reaches_only_what_its_row_sees():
+    q, k, v = (torch.randn(1, 1, 90, 16, requires_grad=True) for _ in range(3))
+    up = torch.ones(1, 1, 90, 16)
+    up[0, 0, 40, 2] = math.nan
+    _, dk, dv = torch.autograd.grad(attend(q, k, v, mask=Causal(), backend="triton"), (q, k, v), up)
+    assert dv[0, 0, :41, 2].isnan().all()
+    assert torch.isfinite(dv[0, 0, :, 3:]).all()
+    assert torch.isfinite(dv[0, 0, 41:]).all()
+    assert torch.isfinite(dk[0, 0, 41:]).all()
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_in_each_run():
+    q, k, v = (torch.randn(3, 4, 200, 16) for _ in range(3))
+    words: dict[str, Any] = {"mask": Causal() & Documents(torch.arange(200) // 67), "backend": "triton"}
+    whole = attend(q, k, v, **words)
+    assert torch.equal(whole, attend(q, k, v, **words))
+    assert torch.equal(whole[1:2], attend(q[1:2], k[1:2], v[1:2], **words))
+
+
+def test_layouts_of_memory_are_read_in_place():
+    q, k, v = (torch.randn(2, 61, 4, 16).transpose(1, 2) for _ in range(3))
+    out = attend(q, k, v, mask=Causal(), backend="triton")
+    assert out.stride() == q.stride()
+    assert torch.equal(out, attend(q.contiguous(), k.contiguous(), v.contiguous(), mask=Causal(), backend="triton"))
+
+
+@given(mask=masks(23, 29))
+@settings(max_examples=60)
+def test_the_lists_by_key_are_those_by_query_transposed(mask: Mask):
+    from regard.gpu.tables import transposed
+
+    tiles = schedule(mask, batch=2, heads=6, queries=23, keys=29, offset=6, tile=8)
+    _, run_start, run_tile, run_length, patch_start, patch_tile, patch_pattern = transposed(tiles)
+    found = torch.zeros(tiles.maps[0] * tiles.maps[1] * 4, 8, 24, dtype=torch.bool)
+    for line, block in enumerate(found):
+        for run in range(run_start[line], run_start[line + 1]):
+            block[:, run_tile[run] * 8 : (run_tile[run] + run_length[run]) * 8] = True
+        for patch in range(patch_start[line], patch_start[line + 1]):
+            first = patch_tile[patch] * 8
+            block[:, first : first + 8] = tiles.pattern(int(patch_pattern[patch])).T
+    whole = found.view(*tiles.maps, 32, 24)[:, :, :29, :23]
+    assert torch.equal(whole, tiles.keep().transpose(2, 3))
+
+
+def test_plans_for_a_gpu_say_why():
+    q = torch.empty(1, 8, 512, 64, device="meta")
+    assert explain(q, q, q, mask=Causal() & Window(128), device="cuda").backend == "triton"
+    assert explain(q, q, q, device="cuda").backend == "sdpa"
+    assert explain(q, q, q, mask=Causal()).passed_over["triton"] == ["it computes on GPUs"]
+
+
+def test_a_plan_is_made_for_a_named_device():
+    q = torch.empty(1, 8, 4096, 128, device="meta", dtype=torch.bfloat16)
+    plan = explain(q, q, q, mask=Causal(), device="cuda:h100")
+    assert "on NVIDIA H100 SXM5 at least 0.0347 ms" in str(plan)  # 4 * 8 * 4096 * 4097 / 2 * 128 FLOP at 989.4 TFLOP/s
+    assert explain(q, q, q, mask=Causal(), device="mps").backend == "reference"
+    with pytest.raises(ProblemError, match=r"unknown machine 'h10'\. Near: h100"):
+        explain(q, q, q, device="cuda:h10")
+    with pytest.raises(ProblemError, match="device is for tensors on meta"):
+        explain(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), device="cuda")

@@ -1,0 +1,38 @@
+"""The GPU kernels compile for every chip, within its registers and shared memory, onto its tensor cores."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_kernels import CHIPS
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
+
+ROOT = Path(__file__).parents[2]
+LONG = pytest.mark.exhaustive
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("chip", ["sm_90", *(pytest.param(chip, marks=LONG) for chip in CHIPS if chip != "sm_90")])
+def test_every_kernel_fits_the_chip(chip: str):
+    for found in compiled(chip):
+        name = f"{found['variant']} on {chip}"
+        assert found["shared"] <= CHIPS[chip][3], name
+        assert found["products"] > 0, name
+        assert found["copies"] > 0, name
+        plain = len(found["variant"].split()) == 3
+        assert found["stack"] <= (64 if plain else 256) or chip == "gfx942", name
+
+
+def compiled(chip: str) -> list[dict[str, Any]]:
+    """What `./bench gpu-kernels` says, run without the interpreter, which the tests of this process use."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu_kernels", "--json", "--chips", chip]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
