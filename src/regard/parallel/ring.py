@@ -18,6 +18,7 @@ from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
+from regard.describe.suggestions import suggest_keywords
 from regard.parallel.call import Arguments, Place, ShardedCall, pose
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
@@ -26,6 +27,7 @@ from regard.parallel.route import Visit
 from regard.state import State
 
 
+@suggest_keywords
 def ring_attend(
     q: Tensor,
     k: Tensor,
@@ -91,6 +93,7 @@ def ring_attend(
     return out.to(dtype)
 
 
+@suggest_keywords
 def ring_attend_state(
     q: Tensor,
     k: Tensor,
@@ -168,16 +171,18 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over all keys."""
-        total = empty_state(q, v.shape[3])
+        total: State | None = None
         blocks = self._own_blocks(k, v)
         for step in range(self.call.route.steps + 1):
             arriving, messages = self._travel(blocks, step, k, v)
             pending = self.ranks.start(messages)
             for visit in self._computed(step):
                 part = self._part(q, k, v, visit.origin, blocks.get(visit.way))
-                total = total | state_of(self._formula(visit.origin), part)
+                state = state_of(self._formula(visit.origin), part)
+                total = state if total is None else total | state
             self.ranks.wait(pending)
             blocks = arriving
+        total = total or empty_state(q, v.shape[3])
         return total.out, total.lse
 
     def backward(

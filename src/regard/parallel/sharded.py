@@ -19,6 +19,7 @@ from regard.cache.kv_cache import KVCache
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Score
+from regard.describe.suggestions import suggest_keywords
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RegardError
 from regard.parallel.layout import Layout
@@ -30,6 +31,7 @@ from regard.state import State
 from regard.storage.stored import Contiguous, Latent, Paged, StoredTensor
 
 
+@suggest_keywords
 def attend_sharded(
     q: Tensor,
     k: Tensor,

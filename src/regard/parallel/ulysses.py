@@ -21,6 +21,7 @@ from regard.backend.contract import Backend
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Ints, Mask
 from regard.describe.score import Score
+from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.call import Arguments, Place, ShardedCall, pose, route_of
 from regard.parallel.heads import bias_of_heads, mask_of_heads
@@ -31,6 +32,7 @@ from regard.parallel.ring import run_ring
 from regard.state import State
 
 
+@suggest_keywords
 def ulysses_attend(
     q: Tensor,
     k: Tensor,
@@ -75,6 +77,7 @@ def ulysses_attend(
     return _run(Ranks.alone(timeout, "ulysses_attend"), ranks, given)
 
 
+@suggest_keywords
 def attend_on_mesh(
     q: Tensor,
     k: Tensor,
