@@ -1,10 +1,18 @@
 """Every architecture of transformers that generates text: counted right from its config.json, or refused by name."""
 
+import dataclasses
+import json
+import re
+from pathlib import Path
+
 import pytest
 
-from regard.cost.config import load_model
-from regard.cost.families import family_names, refusals
+from regard.cost import config as config_module
+from regard.cost import find_model
+from regard.cost.config import NAMES, SHARED_EXPERTS, from_config, load_model
+from regard.cost.families import default_entries, family_names, find_family, is_sum, refusals
 from regard.cost.parameter_count import parameters
+from regard.cost.recurrent import recurrent_layer
 from regard.errors import ProblemError
 
 auto = pytest.importorskip("transformers.models.auto")
@@ -144,8 +152,94 @@ def kind_of(layer):
     return "sliding_attention" if pattern.window else "chunked_attention" if pattern.chunk else "full_attention"
 
 
+# ---- entries that are missing ---------------------------------------------------------------------------------------
+
+READ = r"(?:config|entries)\.get\(\"(\w+)\"|config\[\"(\w+)\"\]|\"(\w+)\" in config"
+"""How config.py reads an entry by name."""
+
+
+def entries_that_are_read(family):
+    """Names of the entries of a config.json that its model is computed from."""
+    source = Path(config_module.__file__).read_text()
+    names = {each for group in re.findall(READ, source) for each in group if each}
+    names |= {each for group in (*NAMES.values(), SHARED_EXPERTS) for each in group}
+    names |= {f"moe_layer_{each}" for each in ("start_index", "end_index", "interval")}
+    row = find_family(family)
+    names |= {each for group in row.read.values() for each in group} | {*row.when.values()}
+    texts = [value for key, value in row.fields.items() if is_sum(key, value)] + [*(row.recurrent or {}).values()]
+    return names | {factor for text in texts for factor in str(text).split()}
+
+
+def defaults_of_transformers():
+    """The content of config_defaults.json: defaults of a class, not what an instance computes from other entries."""
+    found = {}
+    for family in sorted({*family_names()} - NOT_OF_TRANSFORMERS):
+        fields, read = dataclasses.fields(auto.configuration_auto.CONFIG_MAPPING[family]), entries_that_are_read(family)
+        plain = [each for each in fields if type(each.default) in (int, bool, str) and each.name in read]
+        found[family] = {each.name: each.default for each in plain if each.name != "model_type"}
+    return found
+
+
+def test_defaults_are_those_of_transformers():
+    """`python -m tests.cost.test_families` writes them."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("5.23."):
+        pytest.skip(f"the defaults are those of transformers 5.23, and this is {transformers.__version__}")
+    assert {
+        family: dict(default_entries(family)) for family in defaults_of_transformers()
+    } == defaults_of_transformers()
+
+
+@pytest.mark.parametrize("family", [family for family in COUNTED if family not in NEEDED])
+def test_an_empty_config_json_is_that_of_the_defaults(family, tmp_path):
+    config = auto.configuration_auto.CONFIG_MAPPING[family]()
+    config.save_pretrained(tmp_path)
+    whole = load_model(str(tmp_path))
+    empty = {key: value for key, value in config.to_dict().items() if value is None}
+    if needed := find_family(family).needs:
+        with pytest.raises(ProblemError, match=f"m has no {', '.join(needed)}: expected what {family} has"):
+            from_config("m", {"model_type": family})
+        empty |= {each: getattr(config, each) for each in needed}
+    read = from_config("m", {"model_type": family, **empty})
+    assert parameters(read).total == parameters(whole).total
+    assert [kind_of(layer) for layer in read.layers] == [kind_of(layer) for layer in whole.layers]
+
+
+def test_sizes_of_recurrent_layers_are_checked():
+    with pytest.raises(ProblemError, match="recurrent layers of 'mamba' have a state of 0: expected 1 or more"):
+        from_config("m", {"model_type": "mamba", "state_size": 0})
+    with pytest.raises(ProblemError, match="recurrent layers of 'delta' have no kernel"):
+        recurrent_layer("delta", 64, {"value_heads": 2, "value_dim": 8, "key_heads": 2, "key_dim": 8})
+    with pytest.raises(ProblemError, match="recurrent layers of 'liquid': expected one of mamba"):
+        recurrent_layer("liquid", 64, {})
+
+
+def test_automatic_sizes_are_computed():
+    entries = {"model_type": "bamba", "hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": "auto", "head_dim": 8}
+    assert from_config("m", entries | {"num_hidden_layers": 2}).layers[0].recurrent.state == 2 * 256 * 256
+    rank = {"model_type": "mamba", "hidden_size": 100, "time_step_rank": "auto"}
+    assert (
+        from_config("m", rank).layers[0].recurrent == from_config("m", rank | {"time_step_rank": 7}).layers[0].recurrent
+    )
+
+
+def test_defaults_of_sizes_are_named_in_a_note():
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    model = from_config("m", {"model_type": "gemma3", "text_config": {**text, "sliding_window": 1024}})
+    published = find_model("gemma-3-4b")
+    assert [layer.attention for layer in model.layers] == [layer.attention for layer in published.layers]
+    note = "Defaults of gemma3_text: vocab_size 262,208, num_attention_heads 8, num_key_value_heads 4."
+    assert note in model.notes
+
+
 @pytest.mark.parametrize("family", refusals())
 def test_a_family_that_is_not_counted_says_why(family, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"model_type": "{family}", "hidden_size": 64}}')
     with pytest.raises(ProblemError, match=f"models of '{family}' are not counted: "):
         load_model(str(tmp_path))
+
+
+if __name__ == "__main__":
+    path = Path(config_module.__file__).parent / "config_defaults.json"
+    lines = (f" {json.dumps(family)}: {json.dumps(each)}" for family, each in defaults_of_transformers().items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -65,12 +65,14 @@ def test_a_family_that_is_not_known_is_read_as_llamas_with_a_note():
 
 def test_a_quantised_checkpoint_has_a_note():
     entries = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = from_config("m", {**entries, "vocab_size": 7, "quantization_config": {"quant_method": "mxfp4"}})
+    sizes = {"vocab_size": 7, "intermediate_size": 16}
+    model = from_config("m", {**entries, **sizes, "quantization_config": {"quant_method": "mxfp4"}})
     assert "quantised" in model.notes[0]
 
 
 def test_the_text_part_of_a_model_with_images_is_read():
     text = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 7}
+    text["intermediate_size"] = 16
     model = from_config("m", {"model_type": "seer", "text_config": text})
     assert (model.d_model, model.notes) == (64, ("The text model alone.",))
 

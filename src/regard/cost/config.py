@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from regard.cost.families import Family, entry, find_family, is_sum, value_of
+from regard.cost.families import Family, default_entries, entry, find_family, is_sum, value_of
 from regard.cost.model import Model, find_model, from_fields
 from regard.cost.recurrent import Recurrent, recurrent_layer
 from regard.errors import ProblemError
@@ -107,6 +107,10 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
         config = {"tie_word_embeddings": tied, **{k: v for k, v in config[nested].items() if v is not None}}
         notes.append("The text model alone.")
     family = _family(name, str(config.get("model_type", "")), notes)
+    if missing := [each for each in family.needs if not config.get(each)]:
+        raise ProblemError(f"{name} has no {', '.join(missing)}: expected what {family.name} has there.")
+    if config.get("model_type") == family.name:
+        config = _with_defaults(config, family.name, notes)
     if config.get("is_encoder_decoder") and "encoder_layers" not in family.read:
         raise ProblemError(f"{name}: {family.name} is an encoder with a decoder, which is not read from a config.json.")
     if config.get("quantization_config"):
@@ -124,6 +128,33 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     _add_experts(config, fields)
     _add_family(family.name, config, fields)
     return from_fields(name, source, {**_computed(config, fields), "notes": [*fields.get("notes", ()), *notes]})
+
+
+def _with_defaults(config: Mapping[str, Any], family: str, notes: list[str]) -> Mapping[str, Any]:
+    """The entries with those that are missing: transformers writes only what differs from the defaults of a family."""
+    groups = {each: names for names in NAMES.values() for each in names}  # names of one field
+    missing = {
+        key: value
+        for key, value in default_entries(family).items()
+        if key not in config and not any(each in config for each in groups.get(key, ()))
+    }
+    sizes = [f"{key} {value:,}" for key, value in missing.items() if key in SIZES]
+    if sizes:
+        notes.append(f"Defaults of {family}: {', '.join(sizes)}.")
+    entries = {**missing, **config}
+    return {key: _automatic(key, entries) if value == "auto" else value for key, value in entries.items()}
+
+
+def _automatic(key: str, entries: Mapping[str, Any]) -> Any:
+    """What "auto" means for an entry."""
+    width, heads = entries.get("hidden_size") or 0, entries.get("mamba_n_heads") or 1
+    if key == "mamba_d_head":
+        return (entries.get("mamba_d_ssm") or width * entries.get("mamba_expand", 2)) // heads
+    return -(-width // 16) if key in ("mamba_dt_rank", "time_step_rank") else "auto"
+
+
+SIZES = {each for field in ("d_model", "layers", "heads", "kv_heads", "mlp", "vocab") for each in NAMES[field]}
+"""Entries that a reader of a cost wants to know to be defaults."""
 
 
 def _recurrent(sizes: Mapping[str, Any], config: Mapping[str, Any], fields: Mapping[str, Any]) -> Recurrent:
@@ -147,7 +178,8 @@ def _family(name: str, family: str, notes: list[str]) -> Family:
 def _entries(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """What sums of products may name: entries of the config.json, fields, the size of a head, layers with experts."""
     head_dim = fields.get("head_dim") or fields.get("d_model", 0) // (fields.get("heads") or 1)
-    expert_layers = str(fields.get("mlp_pattern", "")).count("e")
+    pattern, layers = fields.get("mlp_pattern"), fields.get("layers", 0)
+    expert_layers = layers - fields.get("dense_layers", 0) if pattern is None else str(pattern).count("e")
     untied = not fields.get("tied", False)
     return {**config, **fields, "head_dim": head_dim, "expert_layers": expert_layers, "untied": untied}
 
@@ -186,8 +218,8 @@ def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict
         if "n" in letters:  # each layer is a mixer or an MLP
             fields["layers"] = len(kinds)
             fields["mlp_pattern"] = "".join({"mlp": "d", "moe": "e"}.get(kind, "n") for kind in kinds)
-    elif "pattern" in fields:
-        return
+    elif "pattern" in fields and not config.get("full_attention_interval"):
+        letters = str(fields["pattern"])
     else:
         letters = _letters_by_rule(family, config, bool(window), fields.get("layers", 0))
     if window:
@@ -271,6 +303,8 @@ def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) 
     if family in ("lfm2", "lfm2_moe") and config.get("block_auto_adjust_ff_dim"):
         multiple, share = config.get("block_multiple_of", 256), config.get("block_ffn_dim_multiplier") or 1
         fields["mlp"] = -(-int(share * (2 * fields["mlp"] // 3)) // multiple) * multiple
+    if family == "gpt_bigcode":
+        fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
     if family == "stablelm" and config.get("use_parallel_residual"):
         fields["norms"] = 1
     if "kv_rank" in fields:

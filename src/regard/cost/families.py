@@ -4,6 +4,7 @@ A row has fields of `regard.cost.model.from_fields`, and says where a config.jso
 shapes cannot express are in refused.toml, each with the reason.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 from regard.errors import ProblemError
 
-CONDITIONAL = ("read", "when", "recurrent", "like")
+CONDITIONAL = ("read", "when", "needs", "recurrent", "like")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Family:
         fields: fields that all its models have; texts are sums of products, see `value_of`.
         read: entries of config.json that give a field, where their names are unusual; "" for none.
         when: entries of config.json without which the family does not have a field.
+        needs: entries of config.json without which its layers are not known.
         recurrent: sizes of its layers without attention, as sums of products.
     """
 
@@ -31,6 +33,7 @@ class Family:
     fields: Mapping[str, Any]
     read: Mapping[str, Sequence[str]]
     when: Mapping[str, str]
+    needs: Sequence[str]
     recurrent: Mapping[str, Any] | None
 
 
@@ -68,7 +71,23 @@ def find_family(name: str) -> Family | None:
     row = _row(name)
     fields = {key: value for key, value in row.items() if key not in CONDITIONAL}
     read = {field: [path] if isinstance(path, str) else path for field, path in row.get("read", {}).items()}
-    return Family(name, fields, read, row.get("when", {}), row.get("recurrent"))
+    return Family(name, fields, read, row.get("when", {}), row.get("needs", ()), row.get("recurrent"))
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return json.loads((Path(__file__).parent / "config_defaults.json").read_text())
+
+
+def default_entries(family: str) -> Mapping[str, Any]:
+    """What an entry that is missing in a config.json of a family is, by its name; empty for an unknown family.
+
+    The defaults of the configuration classes of transformers, of the entries that costs are computed from.
+
+    >>> default_entries("gemma3_text")["head_dim"]
+    256
+    """
+    return _defaults().get(family, {})
 
 
 def _row(name: str) -> dict[str, Any]:

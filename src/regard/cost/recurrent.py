@@ -51,6 +51,10 @@ STATE_ITEM = 4
 """Bytes of an element of a state: transformers keeps it in float32 in models of 2 bytes an element."""
 
 
+FLAGS = ("bias", "out_bias", "conv_bias", "norms", "without_norm")
+"""Sizes that are 0 or 1."""
+
+
 def recurrent_layer(kind: str, d_model: int, sizes: Mapping[str, int]) -> Recurrent:
     """A layer from the sizes of its kind.
 
@@ -70,6 +74,8 @@ def recurrent_layer(kind: str, d_model: int, sizes: Mapping[str, int]) -> Recurr
     }
     if kind not in makers:
         raise ProblemError(f"recurrent layers of {kind!r}: expected one of {', '.join(makers)}.")
+    if empty := [name for name, size in sizes.items() if size < 1 and name not in FLAGS]:
+        raise ProblemError(f"recurrent layers of {kind!r} have a {empty[0]} of {sizes[empty[0]]}: expected 1 or more.")
     try:
         return makers[kind](kind, d_model, sizes)
     except KeyError as error:
