@@ -1,5 +1,6 @@
 """What is known in closed form: a copy model finds every needle, a uniform model none but by chance."""
 
+import dataclasses
 import math
 import re
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, as_model, evaluate, task_of
+from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, Tokenizer, as_model, evaluate, task_of
 
 BYTES = 256
 GRID = {"depths": (0.0, 0.4, 1.0), "samples": 3}
@@ -176,3 +177,33 @@ def test_lengths_without_room_are_refused():
         ProblemError, match=r"a prompt of 300 tokens has no room: without a haystack it has 3\d\d already"
     ):
         evaluate(Needle((300,), haystack="noise"), uniform)
+
+
+def test_an_answer_with_the_probability_0_has_an_infinite_loss(tmp_path, book):
+    def never(tokens):
+        logits = torch.full((*tokens.shape, BYTES), -torch.inf)
+        logits[..., 0] = 0
+        return logits
+
+    results = evaluate(Passkey((400,), (0.5,), samples=2), never, file=tmp_path / "results.jsonl")
+    assert (results.score.value, results.cells()[0].nll) == (0, math.inf)
+    assert "Infinity" not in (tmp_path / "results.jsonl").read_text()
+    losses = evaluate(task_of("stream", lengths=(100,), samples=2, haystack=book), never)
+    assert losses.perplexity.value == math.inf
+
+
+@pytest.mark.parametrize("name", ["passkey", "documents"])
+def test_logits_that_are_no_numbers_are_refused(name):
+    with pytest.raises(ProblemError, match=r"the model's logits for the example .* are NaN"):
+        evaluate(task_of(name, samples=1, depths=(0.5,)), lambda tokens: torch.full((*tokens.shape, BYTES), torch.nan))
+
+
+def test_a_question_in_a_chat_ends_before_the_answer_begins():
+    tokenizer = dataclasses.replace(Tokenizer.of(None), chat=("<user>", "<end><says>"))
+    task = Passkey((500,), (0.5,), samples=1, chat=True)
+    (example,) = task.examples(as_model(uniform, tokenizer))
+    text = bytes(example.tokens).decode()
+    assert text.startswith("<user>There is an important info")
+    assert text.endswith("What is the pass key?<end><says>The pass key is")
+    with pytest.raises(ProblemError, match="has no chat template"):
+        evaluate(task, uniform)

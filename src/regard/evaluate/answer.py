@@ -6,6 +6,7 @@ bits.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,6 +55,24 @@ def check_fits(model: Model, example: Example) -> None:
             f"the example {example.name} has the token {most:,}, and {model.label} knows {model.vocabulary:,}: give "
             "the tokenizer of the model."
         )
+
+
+def check_numbers(logits: Tensor, example: Example) -> None:
+    """Raise `ProblemError` for logits that are no numbers: their order would mean nothing."""
+    if bool(logits.isnan().any()):
+        raise ProblemError(
+            f"the model's logits for the example {example.name} are NaN, whose order means "
+            "nothing. A wider --dtype may help."
+        )
+
+
+def finite(value: float) -> float | None:
+    """The value; None for an infinite one, as JSON has no infinity: a token with the probability 0.
+
+    >>> finite(1.5), finite(float("inf"))
+    (1.5, None)
+    """
+    return value if math.isfinite(value) else None
 
 
 def _forgets(model: Model) -> bool:
@@ -108,13 +127,14 @@ def answered(model: Model, reader: Reader, example: Question) -> Answer:
         text = generated(model, reader, example)
         return {"score": found_in(text, example.answers, any_of=example.any_answer), "text": text}
     logits = target_logits(model, reader, example)
+    check_numbers(logits, example)
     target = torch.tensor(example.target)
     top, nll = logits.argmax(-1), F.cross_entropy(logits.double(), target, reduction="none")
     ties = (logits == logits.gather(-1, target[:, None])).sum(-1)  # equal logits are drawn from, in expectation
     right = (logits.gather(-1, target[:, None])[:, 0] >= logits.max(-1).values) / ties
     score = float(right.double().prod())
     text = model.tokenizer.decode(top.tolist())
-    return {"score": 1.0 if score == 1 else score, "nll": float(nll.sum()), "text": text}
+    return {"score": 1.0 if score == 1 else score, "nll": finite(float(nll.sum())), "text": text}
 
 
 def target_logits(model: Model, reader: Reader, example: Question) -> Tensor:
@@ -131,6 +151,7 @@ def target_logits(model: Model, reader: Reader, example: Question) -> Tensor:
 def generated(model: Model, reader: Reader, example: Question) -> str:
     """The text of greedy decoding. It ends early once every answer is in it, which cannot change the score."""
     logits = model.read(reader, len(example.context), example.question, 1)
+    check_numbers(logits, example)
     tokens = list[int]()
     for count in range(1, example.new_tokens + 1):
         token = int(logits[0].argmax())
@@ -167,10 +188,11 @@ def losses(model: Model, passage: Passage) -> Answer:
         stop = min(model.piece_end(start, is_stream=passage.is_stream) or len(tokens), len(tokens) - 1)
         last = min(stop - start, max(0, stop - passage.first + 1))
         logits = reader.read(tokens[start:stop], last)
+        check_numbers(logits, passage)
         if last:
             target = torch.tensor(tokens[stop - last + 1 : stop + 1])
             found.append(F.cross_entropy(logits.double(), target, reduction="none"))
         start = stop
     parts = torch.cat(found).split(passage.bucket)
-    means, counts = [float(part.mean()) for part in parts], [len(part) for part in parts]
+    means, counts = [finite(float(part.mean())) for part in parts], [len(part) for part in parts]
     return {"first": passage.first, "losses": means, "counts": counts}

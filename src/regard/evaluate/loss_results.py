@@ -46,11 +46,13 @@ def mean_loss(records: Sequence[Record], span: Span) -> Interval:
         at, total, count = _offset(record), 0.0, 0
         for loss, size in zip(record["losses"], record["counts"], strict=True):
             if span.start <= at + (size - 1) / 2 < span.end:
-                total, count = total + loss * size, count + size
+                total, count = total + (math.inf if loss is None else loss) * size, count + size
             at += size
         if count:
             sums.append(total)
             counts.append(count)
+    if math.inf in sums:
+        return Interval(math.inf, math.inf, math.inf)
     if len(sums) < 2:
         return Interval(sums[0] / counts[0] if sums else math.nan, -math.inf, math.inf)
     return drawn(np.array(sums), np.array(counts, dtype=np.float64), of=lambda total, count: total / count)

@@ -184,5 +184,5 @@ def _scored(records: Sequence[Record]) -> Interval:
 
 
 def _mean_nll(records: Sequence[Record]) -> float | None:
-    found = [record["nll"] for record in records if "nll" in record]
+    found = [math.inf if record["nll"] is None else record["nll"] for record in records if "nll" in record]
     return sum(found) / len(found) if found else None
