@@ -151,8 +151,8 @@ def as_model(
 
     Args:
         model: a callable from int64 [1, tokens] to logits [1, tokens, vocabulary] (or without the batch dimension), a
-            causal language model of transformers (`use_regard` is called on it), a `regard.nn.Decoder`, or a `Model`, which
-            is returned.
+            causal language model of transformers (`use_regard` is called on it), a `regard.nn.Decoder`, or a `Model`,
+            which is returned.
         tokenizer: of transformers; anything with `encode(text)` and `decode(ids)`; None: UTF-8 bytes.
         cache: the KV cache; None: one that keeps all tokens. A plain callable has none.
         positions: tokens that the model was made for; None: what its config says.
