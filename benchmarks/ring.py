@@ -34,7 +34,7 @@ from regard.parallel.predict import STRIPE
 PAGE, SIMULATED, MEASURED = "parallel.md", "simulated", "measured"
 
 TOKENS = 10_000_000
-RANKS = (8, 64, 1024)
+RANKS = (64, 1024)
 MACHINE, LINK = "h100", 50e9
 HEADS, KV_HEADS, DIM, ITEM = 32, 8, 128, 2
 """A layer of Llama 3.1 8B, in bfloat16."""
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     made = command.parser("ring", (__doc__ or "").split("\n", maxsplit=1)[0], page=PAGE, threads=False)
     made.add_argument("--tokens", type=count(1), default=TOKENS, metavar="N", help=f"simulated (default: {TOKENS:,})")
     made.add_argument(
-        "--ranks", type=count(1), nargs="+", default=RANKS, metavar="N", help="simulated (default: 8 64 1024)"
+        "--ranks", type=count(1), nargs="+", default=RANKS, metavar="N", help="simulated (default: 64 1024)"
     )
     made.add_argument(
         "--link", type=number("above 0", 1e-9, 1e9), default=LINK / 1e9, metavar="G",

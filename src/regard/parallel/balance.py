@@ -126,12 +126,15 @@ def _candidates(counts: PairCounts, ranks: int, local: bool) -> Iterator[Layout]
     shortest = TILE if tokens >= FEW * TILE * ranks else SHORTEST
     yield Layout.contiguous(tokens, ranks)
     yield Layout.zigzag(tokens, ranks)
-    groups = [group for group in range(2, ranks) if local and ranks % group == 0 and group.bit_count() == 1]
-    for group in (*groups, ranks):
-        rounds = 2
-        while tokens >= shortest * ranks * rounds:
-            yield _rotated(counts, ranks, rounds, group)
-            rounds *= 2 if group == ranks else 4
+    if local:
+        for group in (2 * 4**i for i in range(16)):
+            for rounds in (4, 32):
+                if group < ranks and ranks % group == 0 and tokens >= shortest * ranks * rounds:
+                    yield _rotated(counts, ranks, rounds, group)
+    rounds = 2
+    while tokens >= shortest * ranks * rounds:
+        yield _rotated(counts, ranks, rounds, ranks)
+        rounds *= 2
 
 
 def _rotated(counts: PairCounts, ranks: int, rounds: int, group: int) -> Layout:
