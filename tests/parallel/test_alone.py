@@ -1,0 +1,88 @@
+"""What one process shows: a group of one rank, errors that name what to do, compiled functions."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regard import Causal, ProblemError, RefusalError, attend, observe_calls
+from regard.cache import KVCache, Rolling
+from regard.errors import KeywordError
+from regard.parallel import Layout, ShardedCache, attend_sharded, ring_attend, ulysses_attend
+from tests.parallel.comparing import some
+
+
+@pytest.fixture
+def alone() -> Generator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def qkv() -> list[Tensor]:
+    return list(some().values())[:3]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+def test_a_group_of_one_rank_gives_the_bits_of_attend(function: Callable[..., Tensor]):
+    assert torch.equal(function(*qkv(), mask=Causal()), attend(*qkv(), mask=Causal()))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's own, where a graph goes on after a break
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+def test_a_compiled_function_may_call_it(function: Callable[..., Tensor]):
+    compiled: Any = torch.compile(lambda q, k, v: 2 * function(q, k, v, mask=Causal()), backend="eager")
+    leaves = [t.clone().requires_grad_() for t in qkv()]
+    out = compiled(*leaves)
+    out.sum().backward()
+    assert torch.equal(out, 2 * attend(*qkv(), mask=Causal()))
+    assert all(t.grad is not None for t in leaves)
+
+
+@pytest.mark.usefixtures("alone")
+def test_autocast_is_that_of_attend():
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ring_attend(*qkv(), mask=Causal())
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, attend(*qkv(), mask=Causal()), atol=0.01, rtol=0.01)
+
+
+def test_without_a_group_it_says_what_to_call():
+    with pytest.raises(ProblemError, match=r"call torch\.distributed\.init_process_group first"):
+        ring_attend(*qkv())
+
+
+@pytest.mark.usefixtures("alone")
+def test_calls_that_cannot_be_observed_are_refused():
+    with observe_calls(lambda call: None), pytest.raises(RefusalError, match="ring_attend inside of observe_calls"):
+        ring_attend(*qkv())
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_arguments_are_named():
+    q, k, v = qkv()
+    with pytest.raises(KeywordError, match=r"mask=Causal\(\)"):
+        ring_attend(q, k, v, is_causal=True)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ProblemError, match="layout is for 2 ranks, and the group has 1"):
+        ring_attend(q, k, v, layout=Layout.contiguous(53, 2))
+    with pytest.raises(ProblemError, match="keys of another sequence than the queries need key_layout"):
+        ring_attend(q[:, :, :5], k, v)
+    with pytest.raises(ProblemError, match="timeout is 0: expected seconds"):
+        ring_attend(q, k, v, timeout=0)
+    with pytest.raises(ProblemError, match="is for inference, and a tensor requires a gradient"):
+        attend_sharded(q.clone().requires_grad_(), k, v, layout=Layout.contiguous(53, 1))
+    with pytest.raises(ProblemError, match="k has 53 tokens on rank 0 of 1"):
+        attend_sharded(q, k, v, layout=Layout.contiguous(54, 1))
+    with pytest.raises(ProblemError, match="expected an empty one that keeps every token"):
+        ShardedCache(KVCache(Rolling(window=8)))
+    with pytest.raises(ProblemError, match="attend over an empty ShardedCache"):
+        ShardedCache().attend(q)
+    with pytest.raises(ProblemError, match=r"crop\(3\): expected 0 to 0"):
+        ShardedCache().crop(3)
