@@ -192,3 +192,20 @@ def decode_and_end(rank: int, size: int, **more: Any) -> None:
     """`fill_and_decode`, and end the process."""
     fill_and_decode(rank, size, **more)
     os._exit(1)
+
+
+def sent_by_ulysses(rank: int, size: int, **more: Any) -> int:
+    """The bytes that this rank sends to others in a call of `ulysses`."""
+    start, sent = Ranks.start_all_to_all, 0
+
+    def counting(ranks: Ranks, received: Tensor, flat: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Any:
+        nonlocal sent
+        sent += (sum(sizes_out) - sizes_out[ranks.rank]) * flat.element_size()
+        return start(ranks, received, flat, sizes_in, sizes_out)
+
+    Ranks.start_all_to_all = counting
+    try:
+        ulysses(rank, size, **more)
+    finally:
+        Ranks.start_all_to_all = start
+    return sent

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard import Causal, Prefix, Window
-from regard.cost import Machine, Pattern, cost
+from regard.cost import Attention, Machine, Pattern, cost
 from regard.cost.model import from_fields
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout
 from regard.parallel.pair_counts import pair_counts, rank_pairs
-from regard.parallel.predict import Link, exchanged_bytes, ring_steps, shardings
+from regard.parallel.predict import Link, exchanged, ring_steps, shardings
 from tests.parallel import cases
 from tests.parallel.workers import Workers, workers
 
@@ -121,19 +121,30 @@ def test_ring_attend_sends_the_bytes_that_are_predicted(four, name, mask, patter
     assert measured == [2 * tokens * 2 * (16 + 8) * 4 for tokens in steps.sent.sum(axis=0).tolist()]
 
 
-def test_ulysses_sends_the_heads_of_the_other_ranks():
-    c = cost(model(), context=1024, machine=FAST)
-    a = c.model.layers[0].attention
-    assert exchanged_bytes(a, 256, 2, c) == 256 * (4 + 1) * 32 * 2
-    assert exchanged_bytes(a, 256, 8, c) == 7 * 256 * (1 + 1) * 32 * 2  # 2 key heads: each goes to 4 ranks
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 2), (6, 3), (3, 1)])
+def test_ulysses_sends_the_bytes_that_are_predicted(four, heads, kv_heads):
+    q, k, v = (torch.randn(2, n, 53, dim) for n, dim in ((heads, 16), (kv_heads, 16), (kv_heads, 8)))
+    layout = Layout.contiguous(53, 4)
+    measured = four.run(cases.sent_by_ulysses, q=q, k=k, v=v, mask=Causal(), layout=layout, timeout=30.0)
+    a = Attention(heads, kv_heads, 16, 8)
+    found = exchanged(a, layout.counts, cost(model(), context=53, batch=2, dtype="float32"))
+    assert measured == [sum(each) for each in zip(*found, strict=True)]
+
+
+def test_ulysses_exchanges_before_and_after_it_computes():
     found = predicted(1024, 4, 1e9)["Ulysses"]
-    whole = c.prompt.attention.flops / 4 / 1e12
-    assert found.seconds == pytest.approx(whole + found.sent_bytes / 1e9)
-    assert found.sent_bytes == 3 * exchanged_bytes(a, 256, 4, c)
+    c = cost(model(), context=1024, machine=FAST)
+    to_heads = 3 * 256 * (2 * 16 + 1 * 32) * 2  # to 3 ranks: 2 query heads and a key head
+    to_tokens = 768 * 2 * 17 * 4  # of 768 tokens: 2 heads, with log-sum-exp, in float32
+    assert found.sent_bytes == 3 * (to_heads + to_tokens)
+    assert found.seconds == pytest.approx(c.prompt.attention.flops / 4 / 1e12 + found.sent_bytes / 1e9)
+    assert found.balance == 1
 
 
-def test_ulysses_needs_heads_for_each_rank():
-    assert "Ulysses" not in predicted(1024, 3, 1e9)
+def test_ulysses_leaves_ranks_without_heads_idle():
+    found = predicted(1024, 16, 1e18)["Ulysses"]
+    assert found.balance == 2  # 8 heads on 16 ranks
+    assert predicted(1024, 3, 1e18)["Ulysses"].balance == pytest.approx(3 / (8 / 3))
 
 
 def test_a_rank_holds_the_weights_its_share_of_the_cache_and_the_buffers():

@@ -6,7 +6,7 @@ computes are the exact pairs of `rank_pairs`; blocks travel as `Route` says, whi
 rectangles cost nothing.
 
 Ulysses (Jacobs et al. 2023, arXiv:2309.14509): two all-to-all exchanges, of queries, keys and values before the
-attention and of its output after it. Neither overlaps with computation.
+attention and of its states after it. Neither overlaps with computation.
 
 Computations take the roofline of one rank's machine, sends their bytes at the bandwidth of a link in one direction.
 The start of a message is not counted. Nothing of torch is imported.
@@ -14,7 +14,7 @@ The start of a message is not counted. Nothing of torch is imported.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from regard.cost.products import attention_flops
 from regard.cost.storage import ITEMS
 from regard.cost.work import forward, prompt_call
 from regard.errors import ProblemError
-from regard.parallel.layout import Layout
+from regard.parallel.layout import Layout, even_parts
 from regard.parallel.pair_counts import pair_counts, rank_pairs
 from regard.parallel.route import Route
 
@@ -73,7 +73,7 @@ class Sharded(NamedTuple):
 
 
 def shardings(c: ModelCost, ranks: int, link: Link) -> Iterator[Sharded]:
-    """The ring in each layout, and Ulysses where its heads can be shared.
+    """The ring in each layout, and Ulysses.
 
     Args:
         c: of one rank's machine.
@@ -98,8 +98,7 @@ def shardings(c: ModelCost, ranks: int, link: Link) -> Iterator[Sharded]:
         raise ProblemError(f"{ranks} ranks for {c.context:,} tokens: expected 2 ranks or more, and a token for each.")
     for name in LAYOUTS:
         yield _ring(c, c.machine, kinds, layout_of(name, c, ranks), name, link)
-    if all(a.heads % ranks == 0 for a in kinds):
-        yield _ulysses(c, c.machine, kinds, ranks, link)
+    yield _ulysses(c, c.machine, kinds, ranks, link)
 
 
 def layout_of(name: str, c: ModelCost, ranks: int) -> Layout:
@@ -180,30 +179,61 @@ def _ring(c: ModelCost, machine: Machine, kinds: Counter[Attention], layout: Lay
 # ---- Ulysses --------------------------------------------------------------------------------------------------------
 
 
-def exchanged_bytes(a: Attention, tokens: int, ranks: int, c: ModelCost) -> int:
-    """Bytes that a rank with some tokens sends in both exchanges.
+class Exchange(NamedTuple):
+    """Bytes that each rank sends: queries, keys and values to the ranks of their heads, and outputs back to tokens."""
 
-    To each other rank go queries and output of its heads, and the key heads that these share: where ranks outnumber key
-    heads, a key head goes to each rank that needs it.
+    to_heads: list[int]
+    to_tokens: list[int]
+
+
+def exchanged(a: Attention, counts: Sequence[int], c: ModelCost) -> Exchange:
+    """What `ulysses_attend` sends, for one layer.
+
+    Heads are shared as evenly as they can; a key head goes to each rank that has a query head of it. Outputs travel as
+    states: in float32 or wider, with a log-sum-exp for each row.
+
+    Args:
+        counts: tokens of each rank.
     """
-    heads, kv_heads = a.heads // ranks, max(1, -(-a.kv_heads // ranks))
-    return (ranks - 1) * c.batch * tokens * (heads + kv_heads) * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
+    ranks, item = len(counts), ITEMS[c.dtype]
+    heads = even_parts(a.heads, ranks)
+    kv = [kv_heads_of(each, a) for each in heads]
+    sizes = [len(h) * a.qk_dim + len(k) * (a.qk_dim + a.v_dim) for h, k in zip(heads, kv, strict=True)]
+    row = (a.v_dim + 1) * max(item, STATE_ITEM)
+    return Exchange(
+        [c.batch * n * (sum(sizes) - own) * item for n, own in zip(counts, sizes, strict=True)],
+        [c.batch * (sum(counts) - n) * len(h) * row for n, h in zip(counts, heads, strict=True)],
+    )
+
+
+STATE_ITEM = 4
+"""Bytes of an element of a state of types of 4 bytes or fewer."""
+
+
+def kv_heads_of(heads: range, a: Attention) -> range:
+    """The key heads of query heads."""
+    group = a.heads // a.kv_heads
+    return range(heads.start // group, (heads.stop - 1) // group + 1) if heads else range(0)
 
 
 def _ulysses(c: ModelCost, machine: Machine, kinds: Counter[Attention], ranks: int, link: Link) -> Sharded:
-    tokens = -(-c.context // ranks)
-    seconds, computing, sent, buffers = 0.0, 0.0, 0, 0
+    counts = Layout.contiguous(c.context, ranks).counts
+    seconds, computing, sent, buffers = 0.0, 0.0, np.zeros(ranks), 0
+    most, mean = 0.0, 0.0
     for a, layers in kinds.items():
-        heads, kv_heads = a.heads // ranks, max(1, -(-a.kv_heads // ranks))
+        heads = even_parts(a.heads, ranks)[0]  # the first rank has as many as any
         pairs = a.pattern.pairs(queries=c.context, keys=c.context)
-        flops = attention_flops(c.batch * heads * pairs, a.qk_dim, a.v_dim)
-        moved = c.batch * c.context * (heads + kv_heads) * (a.qk_dim + a.v_dim) * ITEMS[c.dtype]
-        each = exchanged_bytes(a, tokens, ranks, c)
+        flops = attention_flops(c.batch * len(heads) * pairs, a.qk_dim, a.v_dim)
+        rows = (len(heads) + len(kv_heads_of(heads, a))) * (a.qk_dim + a.v_dim)
+        moved = c.batch * c.context * rows * ITEMS[c.dtype]
+        sending = exchanged(a, counts, c)
         computing += layers * machine.seconds(flops, moved, c.dtype)
-        seconds += layers * (machine.seconds(flops, moved, c.dtype) + each / link.bandwidth)
-        sent += layers * each
+        seconds += layers * sum(max(each) for each in sending) / link.bandwidth
+        sent += layers * np.array(sending).sum(axis=0)
         buffers = max(buffers, moved)
-    return _whole(c, ranks, "Ulysses", (seconds, computing), sent, 1.0, buffers)
+        most, mean = most + layers * flops, mean + layers * flops / len(heads) * a.heads / ranks
+    times = (seconds + computing, computing)
+    return _whole(c, ranks, "Ulysses", times, int(sent.max()), most / mean if mean else 1.0, buffers)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
