@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -103,11 +104,8 @@ def sent_in_ring(rank: int, size: int, **more: Any) -> int:
         sent += sum(m.tensor.nbytes for m in messages if m.is_sent)
         return start(self, messages)
 
-    Ranks.start = counting
-    try:
+    with patch.object(Ranks, "start", counting):
         ring(rank, size, **more)
-    finally:
-        Ranks.start = start
     return sent
 
 
@@ -196,16 +194,13 @@ def decode_and_end(rank: int, size: int, **more: Any) -> None:
 
 def sent_by_ulysses(rank: int, size: int, **more: Any) -> int:
     """The bytes that this rank sends to others in a call of `ulysses`."""
-    start, sent = Ranks.start_all_to_all, 0
+    start, total = Ranks.start_all_to_all, 0
 
-    def counting(ranks: Ranks, received: Tensor, flat: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Any:
-        nonlocal sent
-        sent += (sum(sizes_out) - sizes_out[ranks.rank]) * flat.element_size()
-        return start(ranks, received, flat, sizes_in, sizes_out)
+    def counting(ranks: Ranks, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Any:
+        nonlocal total
+        total += (sum(sizes_out) - sizes_out[ranks.rank]) * sent.element_size()
+        return start(ranks, received, sent, sizes_in, sizes_out)
 
-    Ranks.start_all_to_all = counting
-    try:
+    with patch.object(Ranks, "start_all_to_all", counting):
         ulysses(rank, size, **more)
-    finally:
-        Ranks.start_all_to_all = start
-    return sent
+    return total

@@ -51,8 +51,7 @@ def family_names() -> list[str]:
 
 def refusals() -> dict[str, str]:
     """The families that cannot be counted, each with the reason."""
-    table = cast("dict[str, Any]", _table("refused.toml"))
-    return {name: each["reason"] for each in table["refused"] for name in each["families"]}
+    return {name: each["reason"] for each in _table("refused.toml")["refused"] for name in each["families"]}
 
 
 def find_family(name: str) -> Family | None:
