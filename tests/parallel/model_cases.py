@@ -114,6 +114,16 @@ def regard_model(rank: int, size: int, *, more: dict[str, Any], layout: str, tok
         torch.testing.assert_close(mine, expected[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def compiled_model(rank: int, size: int) -> None:
+    """A model that torch.compile has compiled."""
+    model, ids = decoder(), torch.randint(31, (1, 37), generator=torch.Generator().manual_seed(1))
+    whole = model(ids)
+    compiled = torch.compile(model)
+    with context_parallel() as cp:
+        part = compiled(ids)
+        torch.testing.assert_close(cp.unshard(part), whole, atol=1e-5, rtol=1e-4)
+
+
 def own_module(rank: int, size: int, *, tokens: int) -> None:
     """A module that calls torch's attention and regard's."""
     q, k, v = torch.randn(3, 2, 4, tokens, 8, generator=torch.Generator().manual_seed(1)).unbind()
@@ -248,6 +258,13 @@ def refused_calls(rank: int, size: int) -> list[str]:
     ]
     with context_parallel():
         found = [_error(call) for call in calls]
+        own(ids)
+
+    def whole() -> None:
+        with context_parallel():
+            nn.Linear(3, 3)(torch.ones(3))
+
+    found.append(_error(whole))
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "sequence"))
     entered = context_parallel(mesh), context_parallel(layout="odd")
     return [*found, *(_error(each.__enter__) for each in entered)]

@@ -51,9 +51,14 @@ def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(r
         "T5ForConditionalGeneration",
         "Decoder(..., caches) in context_parallel",
         "MultiHeadAttention(..., 2 tensors) in context_parallel",
+        "no model was sharded in context_parallel",
         'expected mesh["sequence"]',
         "layout='odd': expected one of contiguous, zigzag, striped, balanced",
     ]
     for found in ranks.run(model_cases.refused_calls):
         for text, part in zip(found, expected, strict=True):
             assert part in text
+
+
+def test_a_compiled_model_is_sharded_uncompiled(ranks: Workers) -> None:
+    ranks.run(model_cases.compiled_model)

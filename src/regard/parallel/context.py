@@ -149,8 +149,6 @@ class ContextParallel:
         token = _inside.set(True)
         try:
             with ExitStack() as stack:
-                if "torch._dynamo" in sys.modules:  # else nothing was compiled; a graph would attend to its own tokens
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(route_calls(lambda request: _ring(request, shard)))
                 stack.enter_context(_TorchAttention())
                 stack.enter_context(tokens_at(shard.positions(), tokens))
@@ -199,7 +197,9 @@ def context_parallel(
 
     Raises:
         RefusalError: a model, or an argument of it, that computes something else from a part of a sequence, by name.
-        ProblemError: a mesh of several dimensions, another layout, fewer tokens than ranks.
+        ProblemError: a mesh of several dimensions, another layout, fewer tokens than ranks; no call was sharded.
+
+    What torch.compile has compiled runs uncompiled inside.
 
     >>> import torch.distributed as dist
     >>> from regard.nn import Decoder
@@ -214,10 +214,18 @@ def context_parallel(
     made = ContextParallel(ranks, layout, mask)
     token = _current.set(made)
     try:
-        with _replaced_calls(made):
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # else nothing was compiled; graphs would attend to their own tokens
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_replaced_calls(made))
             yield made
     finally:
         _current.reset(token)
+    if made.shard is None:
+        raise ProblemError(
+            "no model was sharded in context_parallel, so each rank computed the whole: expected a call of a model of "
+            "transformers or a module of regard.nn. For modules of your own, with cp.sequence(tokens) as shard."
+        )
 
 
 def _ring(request: Request, shard: Shard) -> State:
@@ -299,7 +307,7 @@ def _run_module(module: nn.Module, current: ContextParallel, args: tuple[Any, ..
     """A module of `regard.nn` over the rank's tokens."""
     names = ("context", "caches", "cache", "positions")
     refused = [name for name in names if kwargs.get(name) is not None]
-    if len(args) > 1 or refused:
+    if refused or any(each is not None for each in args[1:]):
         raise RefusalError(
             f"{type(module).__name__}(..., {', '.join(refused) or '2 tensors'}) in context_parallel: the tokens of one "
             "sequence are sharded, from position 0. A cache is sharded by `ShardedCache`."
