@@ -90,6 +90,7 @@ def test_runs_are_shown_side_by_side(model, here, capsys):
         (["passkey", "--model", "nowhere"], "nowhere"),
         (["passkey", "--model", "mine.py:uniform", "--cache", "int8"], "a plain callable has no KV cache"),
         (["passkey", "--evict", "tova"], "--evict tova keeps a budget of tokens: add --budget"),
+        (["passkey", "--with-question"], "--with-question says when a policy evicts: add --evict"),
         (["passkey", "x.jsonl"], "'x.jsonl' follows the task passkey"),
         (["show"], "show shows the results of files: name one or more"),
         (["show", "none.jsonl"], "there are no results in none.jsonl"),

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from regard import Rope
 from regard.cache import TOVA, SnapKV
 from regard.errors import ProblemError
 from regard.evaluate import CacheOptions, Needle, Passkey, Reader, as_model, evaluate, task_of
-from regard.evaluate.answer import Trunk, target_logits
+from regard.evaluate.answer import Trunk, answers, target_logits
+from regard.integrate.cache import regard_cache
 from regard.integrate.checkpoint import load
 from regard.nn import Decoder
 from regard.storage.codec import Int8
@@ -121,3 +123,18 @@ def test_the_tokens_of_another_tokenizer_are_refused(made):
 def test_a_plain_callable_has_no_cache():
     with pytest.raises(ProblemError, match="a plain callable has no KV cache"):
         as_model(lambda tokens: tokens, cache=CACHES["int8"])
+
+
+def test_a_policy_evicts_before_the_question_or_after_it(made):
+    model, tokenizer, _ = made
+    (example,) = Needle((400,), (0.5,), samples=1, haystack="noise").examples(as_model(model, tokenizer))
+    for with_question in (False, True):
+        ours = as_model(model, tokenizer, cache=CacheOptions(evict=TOVA(64), with_question=with_question))
+        ((_, found),) = answers(ours, [example])
+        pieces = [example.tokens[:-1], example.tokens[-1:]] if with_question else [example.context, example.question]
+        cache = regard_cache(model, evict=TOVA(64))
+        with torch.no_grad():
+            steps = [*pieces, *([token] for token in example.target[:-1])]
+            read = [model(torch.tensor([list(step)]), past_key_values=cache).logits[0, -1:] for step in steps]
+        losses = F.cross_entropy(torch.cat(read[1:]), torch.tensor(example.target), reduction="sum")
+        assert found["nll"] == pytest.approx(float(losses), rel=1e-5)

@@ -61,6 +61,9 @@ def add_to(commands: Any) -> None:
     group.add_argument("--chat", action="store_true", default=None, help="ask in the model's chat template")
     generate_options.add_cache_options(parser)
     parser.add_argument("--step", type=count(1), metavar="N", help="tokens read at once after the first piece")
+    parser.add_argument(
+        "--with-question", action="store_true", help="evict after the question; without it, before the question is read"
+    )
     parser.add_argument("--results", metavar="FILE", help="the file of examples (default: named by task and settings)")
     add_json(parser, "results")
     parser.add_argument("--plot", metavar="FILE", help="draw the results, as SVG")

@@ -81,7 +81,10 @@ def _default_file(settings: dict[str, Any]) -> str:
 def load_model(args: argparse.Namespace) -> Model:
     """The model of the options with its cache."""
     spec = cache_spec(args)
-    cache = CacheOptions(None if spec.layout == Contiguous() else spec.layout, spec.codec, spec.evict, args.step)
+    if args.with_question and spec.evict is None:
+        raise ProblemError("--with-question says when a policy evicts: add --evict, such as snapkv.")
+    layout = None if spec.layout == Contiguous() else spec.layout
+    cache = CacheOptions(layout, spec.codec, spec.evict, args.step, args.with_question)
     if args.model is not None and ":" in args.model:
         model, tokenizer, label = _of_file(args.model)
     else:

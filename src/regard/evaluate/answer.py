@@ -5,6 +5,7 @@ the context does, so that an example is read in the same pieces with the trunk a
 bits.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ def answers(model: Model, examples: Sequence[Example], *, share: bool = True) ->
         share: whether common prefixes of neighbours are read once; the answers are the same.
     """
     trunk = Trunk(model)
+    if model.cache is not None and model.cache.with_question:
+        examples = [with_question(each) if isinstance(each, Question) else each for each in examples]
     for example, after in itertools.zip_longest(examples, examples[1:]):
         check_fits(model, example)
         if isinstance(example, Passage):
@@ -55,6 +58,11 @@ def check_fits(model: Model, example: Example) -> None:
             f"the example {example.name} has the token {most:,}, and {model.label} knows {model.vocabulary:,}: give "
             "the tokenizer of the model."
         )
+
+
+def with_question(example: Question) -> Question:
+    """The same prompt, whose context has all of the question but its last token."""
+    return dataclasses.replace(example, context=example.tokens[:-1], question=example.tokens[-1:])
 
 
 def check_numbers(logits: Tensor, example: Example) -> None:

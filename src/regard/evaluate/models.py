@@ -40,12 +40,14 @@ class CacheOptions(NamedTuple):
     Attributes:
         step: tokens read at once after the first piece; None: 256, and for `Rolling` its window at most. A query sees
             all tokens of its own piece, so `Rolling` has exactly its window with 1 only.
+        with_question: whether the question is read with the context, so that a policy knows it when it evicts.
     """
 
     layout: Layout | None = None
     codec: Any = None
     evict: Any = None
     step: int | None = None
+    with_question: bool = False
 
     @property
     def is_dense(self) -> bool:

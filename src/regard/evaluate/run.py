@@ -169,7 +169,7 @@ def shown_cache(cache: CacheOptions | None) -> str:
     """
     if cache is None:
         return "none"
-    return ", ".join(f"{key}={value!r}" for key, value in cache._asdict().items() if value is not None) or "dense"
+    return ", ".join(f"{key}={value!r}" for key, value in cache._asdict().items() if value) or "dense"
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------
