@@ -28,11 +28,11 @@ ENCODERS = (
 NOT_OF_TRANSFORMERS = {"transformer"}
 """Families of models.toml that have no configuration there."""
 
-WITHOUT_A_MODEL = {"dbrx", "emu3_text_model"}
-"""dbrx: transformers 5.23 cannot make it (no `rope_theta`); emu3_text_model: only within emu3."""
+WITHOUT_A_MODEL = {"emu3_text_model"}
+"""A text model that transformers makes only within emu3."""
 
 NEEDED = {
-    "dbrx": {"attn_config": {"kv_n_heads": 8}},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
     "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "glm4_moe": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
