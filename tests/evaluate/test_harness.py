@@ -1,5 +1,7 @@
 """lm-evaluation-harness: our tasks in it give our scores, and prompts and scores of RULER are those that it has."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
+
 import random
 import re
 import sys

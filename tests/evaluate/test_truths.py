@@ -1,5 +1,7 @@
 """What is known in closed form: a copy model finds every needle, a uniform model none but by chance."""
 
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+
 import dataclasses
 import math
 import re

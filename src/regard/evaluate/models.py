@@ -180,8 +180,9 @@ def as_model(
     if cache is not None and cache != CacheOptions():
         raise ProblemError("a plain callable has no KV cache: give a model of transformers or a regard.nn.Decoder.")
     name = label or getattr(model, "__qualname__", type(model).__name__)
+    call = cast(Callable[[Tensor], Tensor], model)
     digest = _digest(model) if isinstance(model, nn.Module) else ""
-    return Model(name, lambda: _Whole(model), Tokenizer.of(tokenizer), positions, digest=digest)
+    return Model(name, lambda: _Whole(call), Tokenizer.of(tokenizer), positions, digest=digest)
 
 
 class _Whole(Reader):

@@ -59,6 +59,7 @@ class _Ruler:
         chat: whether the prompt is a question in the model's chat template.
     """
 
+    name: ClassVar[str]
     axes: ClassVar[tuple[str, ...]] = ("length",)
     source: ClassVar[str] = "RULER: Hsieh et al. 2024, arXiv:2404.06654"
     new_tokens: ClassVar[int] = 128

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from regard.errors import ProblemError
 
@@ -37,8 +37,9 @@ class Tokenizer:
             return Tokenizer(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
         if callable(tokenizer) and hasattr(tokenizer, "all_special_ids"):
             return _of_transformers(tokenizer)
-        if callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None)):
-            return Tokenizer(lambda text: list(tokenizer.encode(text)), tokenizer.decode)
+        encode, decode = getattr(tokenizer, "encode", None), getattr(tokenizer, "decode", None)
+        if callable(encode) and callable(decode):
+            return Tokenizer(lambda text: list(cast(Any, encode)(text)), cast(Any, decode))
         raise ProblemError(f"the tokenizer is {type(tokenizer).__name__}: expected one with encode and decode.")
 
 
