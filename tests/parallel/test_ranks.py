@@ -20,6 +20,7 @@ TIMEOUT = 4.0
 def trio(tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
     """Three processes for all tests after which none is lost."""
     with workers(3, tmp_path_factory.mktemp("trio")) as made:
+        made.run(cases.ring, **some(), layout=Layout.zigzag(N, 3), mask=Causal())
         yield made
 
 
