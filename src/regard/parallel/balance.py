@@ -135,6 +135,9 @@ def _candidates(counts: PairCounts, ranks: int, local: bool) -> Iterator[Layout]
     while tokens >= shortest * ranks * rounds:
         yield _rotated(counts, ranks, rounds, ranks)
         rounds *= 2
+    if tokens >= 2 * shortest * ranks:
+        yield _rotated(counts, ranks, tokens // (shortest * ranks), ranks)
+        yield Layout.striped(tokens, ranks, block=shortest)
 
 
 def _rotated(counts: PairCounts, ranks: int, rounds: int, group: int) -> Layout:
