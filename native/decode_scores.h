@@ -56,7 +56,8 @@ struct DecodeScores {
         lines.share(asks);
         int r = 0;
         for (; r + 8 <= rows; r += 8) sets<8>(found, r, lines);
-        if (r + 4 <= rows) sets<4>(found, r, lines), r += 4;
+        // of three rows left a fourth is made that nobody reads, so that keys are transposed once and not twice
+        if (r + 3 <= rows) sets<4>(found, r, lines), r += 4;
         if (r + 2 <= rows) sets<2>(found, r, lines), r += 2;
         if (r < rows) sets<1>(found, r, lines);
 #if defined(REGARD_INTEGERS)
@@ -100,8 +101,8 @@ struct DecodeScores {
         const bool narrow = is_same<S, float> && tiles && found.keys->form == REGARD_BF16;
         const int64_t words = narrow ? KeyRows<K, bf16>::words(dim) : KeyRows<K, S>::words(dim);
         int64_t asks = 0;
-        for (int left = rows, some; left; left -= some) {
-            some = left < 8 ? left < 4 ? left < 2 ? 1 : 2 : 4 : 8;
+        for (int left = rows, some; left > 0; left -= some) {
+            some = left < 8 ? left < 3 ? left < 2 ? 1 : 2 : 4 : 8;
             asks += (found.integers - tiles) * ((units + W - 1) / W);
             asks += (tiles + together(some) - 1) / together(some) * (words / words_of_ask(together(some)));
         }
