@@ -41,6 +41,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         padding: bool [batch, tokens] from position 0, where False is padding; None: there is none.
 
     Attributes:
+        call: its shape; an attribute is read faster than the property.
         offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
 
     ```
@@ -64,14 +65,14 @@ class LayerMask(DenseOnUse, _BlockMask):
         padding: Tensor | None = None,
     ) -> None:
         # BlockMask's own __init__ wants block tables that this mask does not need.
-        self.mask, self._shape, self.offset, self._device, self.padding = mask, shape, offset, device, padding
+        self.mask, self.call, self.offset, self._device, self.padding = mask, shape, offset, device, padding
         self.offset_tensor = torch.tensor(offset, device="cpu")  # read on the host
         self._dense: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, 1, queries, keys)."""
-        return self._shape
+        return self.call
 
     @property
     def ndim(self) -> int:
@@ -89,7 +90,7 @@ class LayerMask(DenseOnUse, _BlockMask):
     def dense(self) -> Tensor:
         """The mask as a tensor, bool [batch, 1, queries, keys]; made once, when a model first computes with it."""
         if self._dense is None:
-            batch, _, queries, keys = self._shape
+            batch, _, queries, keys = self.call
             b = torch.arange(batch, device=self._device)[:, None, None, None]
             rows = torch.arange(queries, device=self._device)[:, None]
             q = rows + (self.offset_tensor if torch.compiler.is_compiling() else self.offset)
@@ -103,7 +104,7 @@ class LayerMask(DenseOnUse, _BlockMask):
     to_dense = dense
 
     def __repr__(self) -> str:
-        return f"LayerMask({self.mask!r}, shape={self._shape}, offset={self.offset})"
+        return f"LayerMask({self.mask!r}, shape={self.call}, offset={self.offset})"
 
     __str__ = __repr__
 

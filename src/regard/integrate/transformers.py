@@ -60,6 +60,9 @@ it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of anoth
 
 M = TypeVar("M")
 
+_attend_known: Any = cast(Any, attend).__wrapped__
+"""`attend` without its advice on keywords that it does not have."""
+
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The object in which models look their attention function up."""
 
@@ -238,11 +241,11 @@ def attention(
         and kwargs.keys() <= WITHOUT_EFFECT.keys()
         and not (output_attentions or (dropout and module.training) or is_compiling() or latest.get())
         and s_aux is sinks is position_bias is indices is None
-        and (attention_mask.shape[0], *attention_mask.shape[2:]) == (key.shape[0], query.shape[2], key.shape[2])
-        and query.shape[0] == key.shape[0]
+        and ((batch := len(query)), 1, query.shape[2], key.shape[2]) == attention_mask.call
+        and batch == len(key)
         and not _is_recorded()
     ):  # most calls; each function more costs 2 to 4 us of 60, as the weights drive code out of the caches
-        out = attend(
+        out = _attend_known(
             query, key, value, mask=attention_mask.mask, scale=scaling, softcap=softcap, offset=attention_mask.offset
         )
         return out.transpose(1, 2).contiguous(), None
@@ -361,6 +364,8 @@ def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, A
 def _is_recorded() -> bool:
     """Whether transformers is recording attention weights: GPT-2 and others do not pass `output_attentions` on."""
     recorder = sys.modules.get("transformers.utils.output_capturing")
-    if torch.compiler.is_compiling() or not hasattr(recorder, "_active_collector"):
+    collector = getattr(recorder, "_active_collector", None)
+    if collector is None or is_compiling():
         return False
-    return any("attentions" in key for key in cast(Any, recorder)._active_collector.get() or ())
+    found = collector.get()
+    return bool(found) and any("attentions" in key for key in found)
