@@ -170,7 +170,7 @@ def mask(
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once.
     """
-    make = _sharded.get()
+    make = None if is_compiling() else _sharded.get()  # dynamo cannot trace it
     if make is not None:
         function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
         return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
