@@ -86,24 +86,13 @@ struct KeyRows {
     }
 
     static REGARD_INLINE void turn_halves(const char *const *row, int64_t u, X (&x)[WORDS]) {
-        __m512i a[8], b[8];
+        __m512i two[8], b[8];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {  // rows i and i + 4, then 8 + i and 12 + i: so quarters come out in order
             const int first = i < 4 ? i : i + 4;
-            b[i] = of_two(row[first], row[first + 4], u);
+            two[i] = of_two(row[first], row[first + 4], u);
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < 8; i += 2) {  // in each quarter: words of two rows
-            a[i] = _mm512_unpacklo_epi32(b[i], b[i + 1]);
-            a[i + 1] = _mm512_unpackhi_epi32(b[i], b[i + 1]);
-        }
-#pragma GCC unroll 2
-        for (int i = 0; i < 8; i += 4)  // of four
-#pragma GCC unroll 2
-            for (int n = 0; n < 2; ++n) {
-                b[i + 2 * n] = _mm512_unpacklo_epi64(a[i + n], a[i + n + 2]);
-                b[i + 2 * n + 1] = _mm512_unpackhi_epi64(a[i + n], a[i + n + 2]);
-            }
+        words_of_four(two, b);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {  // quarters of 16 rows together
             x[i] = (X)_mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
