@@ -80,6 +80,34 @@ SETTINGS = {
 }
 """Settings beside the defaults, so that a family is also compared with what its defaults leave out."""
 
+FORMS = [
+    ("bert", {"is_decoder": True}),
+    ("cohere", {"use_qk_norm": True}),
+    ("deepseek_v2", {"q_lora_rank": None}),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 71}),
+    ("falcon", {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}),
+    ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}),
+    ("gemma3_text", {"num_hidden_layers": 7}),
+    ("gpt2", {"n_inner": 1000, "tie_word_embeddings": False}),
+    ("granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 512}),
+    ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 16}),
+    ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "moe"]}),
+    ("olmo2", {"num_key_value_heads": 8, "attention_bias": True}),
+    ("persimmon", {"qk_layernorm": False}),
+    ("phi", {"qk_layernorm": True}),
+    ("qwen2_moe", {"qkv_bias": False}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 2]}),
+    ("qwen3_moe", {"mlp_only_layers": [3, 5]}),
+    ("qwen3_next", {"attention_bias": True}),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True}),
+    ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    ("bart", {"tie_word_embeddings": False}),
+    ("whisper", {"encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 100}),
+]
+"""Settings that change which weights there are."""
+
 
 def make(family, **settings):
     """(config, model on the meta device) of a family, the text part of a model with images or sounds."""
@@ -129,8 +157,12 @@ COUNTED = sorted({*family_names()} - NOT_OF_TRANSFORMERS - WITHOUT_A_MODEL)
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [*((family, {}) for family in COUNTED), *SETTINGS.items()],
-    ids=[*COUNTED, *(f"{family}-special" for family in SETTINGS)],
+    [*((family, {}) for family in COUNTED), *SETTINGS.items(), *FORMS],
+    ids=[
+        *COUNTED,
+        *(f"{each}-special" for each in SETTINGS),
+        *(f"{each}-form-{i}" for i, (each, _) in enumerate(FORMS)),
+    ],
 )
 def test_a_config_json_has_the_parameters_that_transformers_makes_of_it(family, settings, tmp_path):
     config, made = make(family, **settings)
@@ -212,6 +244,11 @@ def test_sizes_of_recurrent_layers_are_checked():
         recurrent_layer("delta", 64, {"value_heads": 2, "value_dim": 8, "key_heads": 2, "key_dim": 8})
     with pytest.raises(ProblemError, match="recurrent layers of 'liquid': expected one of mamba"):
         recurrent_layer("liquid", 64, {})
+
+
+def test_embeddings_of_another_width_are_refused():
+    with pytest.raises(ProblemError, match="word_embed_proj_dim is 512 and hidden_size 1024"):
+        from_config("opt-350m", {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512})
 
 
 def test_automatic_sizes_are_computed():

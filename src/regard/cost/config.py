@@ -283,18 +283,18 @@ def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         fields["moe_every"] = config["interleave_moe_layer_step"]
         fields["shared_mlp"] = fields["expert_mlp"] = fields["mlp"]
         fields["dense_mlp"] = config.get("intermediate_size_mlp", fields["mlp"])
-    only_dense = config.get("mlp_only_layers")
-    if only_dense:
-        if only_dense != list(range(len(only_dense))):
-            raise ProblemError(f"mlp_only_layers {only_dense}: expected the first layers.")
-        fields["dense_layers"] = len(only_dense)
+    if only_dense := config.get("mlp_only_layers"):
+        every = fields.get("moe_every", 1)
+        has_experts = (i not in only_dense and not (i + 1) % every for i in range(fields["layers"]))
+        fields["mlp_pattern"] = "".join("e" if each else "d" for each in has_experts)
 
 
 def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """What a setting of one family alone says."""
     if family == "falcon":
         grouped = bool(config.get("new_decoder_architecture"))
-        fields["norms"] = 2 if grouped or not config.get("parallel_attn", True) else 1
+        both = config.get("num_ln_in_parallel_attn") or 2  # norms of a layer, with grouped heads
+        fields["norms"] = both if grouped else 1 if config.get("parallel_attn", True) else 2
         if not grouped:
             fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
         fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = bool(config.get("bias", False))
@@ -305,6 +305,13 @@ def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) 
         fields["mlp"] = -(-int(share * (2 * fields["mlp"] // 3)) // multiple) * multiple
     if family == "gpt_bigcode":
         fields["kv_heads"] = 1 if config.get("multi_query", True) else fields.get("heads", 0)
+    if family == "granitemoehybrid" and "experts" not in fields:  # the shared network is the only one
+        fields["mlp"] = config.get("shared_intermediate_size") or fields["mlp"]
+    if family == "opt" and config.get("word_embed_proj_dim", fields.get("d_model")) != fields.get("d_model"):
+        raise ProblemError(
+            f"word_embed_proj_dim is {config['word_embed_proj_dim']} and hidden_size {fields.get('d_model')}: "
+            "embeddings of another width than the layers are not counted."
+        )
     if family == "stablelm" and config.get("use_parallel_residual"):
         fields["norms"] = 1
     if "kv_rank" in fields:
