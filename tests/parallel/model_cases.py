@@ -242,6 +242,8 @@ def refused_calls(rank: int, size: int) -> list[str]:
     model, ids = llama(), torch.randint(31, (1, 12))
     dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=31, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
+    checkpointed = llama().train()
+    checkpointed.gradient_checkpointing_enable()
     own, attention = decoder(), MultiHeadAttention(32, heads=4)
     x = torch.randn(1, 12, 32)
     calls: list[Any] = [
@@ -251,6 +253,7 @@ def refused_calls(rank: int, size: int) -> list[str]:
         lambda: model(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)),
         lambda: model(ids[:, :1]),
         lambda: dynamic(ids),
+        lambda: checkpointed(ids, labels=ids),
         lambda: BertModel(BertConfig(**small))(ids),
         lambda: t5(ids, labels=ids),
         lambda: own(ids, caches=own.caches()),

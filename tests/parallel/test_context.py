@@ -47,6 +47,7 @@ def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(r
         "attention_mask is [1, 1, 12, 12] in context_parallel: expected the padding of the whole sequence, [1, 12]",
         "rank 1 would have none",
         "its RoPE (dynamic) depends on the length of the sequence",
+        "gradient checkpointing: backward would call the layers again",
         "BertModel in context_parallel: its pooler reads the first token",
         "T5ForConditionalGeneration",
         "Decoder(..., caches) in context_parallel",

@@ -255,6 +255,8 @@ def _scalings(parameters: Any) -> set[str]:
 
 def _check_arguments(model: Any, inputs: _Inputs, given: dict[str, Any]) -> None:
     name = type(model).__name__
+    if model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
+        raise _refusal(name, "gradient checkpointing: backward would call the layers again, outside of the ring")
     for keyword, why in (
         ("past_key_values", "decode with `attend_sharded` and a `ShardedCache`"),
         ("output_attentions", "each rank would have other rows"),
