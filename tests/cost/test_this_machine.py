@@ -161,7 +161,7 @@ def test_the_parts_of_a_model_take_their_limits_at_the_shares_of_their_kind():
 def test_a_table_says_what_its_times_are():
     e = Efficiency(share=0.5, partial_cost=1.0, few_share=0.1, linear_share=0.8, stream_share=0.25)
     here, there = (cost("gpt2", machine=m, dtype="float32") for m in (machine(float32=e), "h100"))
-    assert here.expected_seconds(here.prompt) > here.seconds(here.prompt)
+    assert (here.expected_seconds(here.prompt) or 0) > (here.seconds(here.prompt) or 1)
     assert "Expected, with the shares of the limits that were measured here (weights 80 %" in cost_view.view(here, [])
     assert "Times are rooflines of the machine's figures" in cost_view.view(there, [])
     assert there.to_dict()["prompt"]["expected_seconds"] is None

@@ -76,12 +76,13 @@ def expected_pass(parts: Parts, machine: Machine, dtype: str, *, is_step: bool) 
     if e is None or e.linear_share is None or e.stream_share is None:
         return None
     peak, bandwidth = machine.peak(dtype), machine.bandwidth
+    linear, stream = e.linear_share * peak, e.stream_share * bandwidth
 
     def seconds(name: str, work: Work) -> float:
         if name == "recurrent":
             return machine.seconds(work.flops, work.moved, dtype)
         if name != "attention":
-            return max(work.flops / (e.linear_share * peak), work.moved / (e.stream_share * bandwidth))
+            return max(work.flops / linear, work.moved / stream)
         if is_step:
             return work.flops / (e.few_share * peak) + work.moved / bandwidth
         return max(work.flops / (e.share * peak), work.moved / bandwidth)
