@@ -122,3 +122,15 @@ class TestJax:
             return 2 * jax.pure_callback(attend, jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v)
 
         np.testing.assert_allclose(np.asarray(double(*arrays)), 2 * expected(qkv), rtol=1e-6)
+
+
+def test_a_masked_array_is_refused():
+    q = np.ones((1, 2, 3, 4), dtype=np.float32)
+    with pytest.raises(ProblemError, match="k is a masked array"):
+        attend(q, np.ma.masked_array(q), q)
+
+
+def test_an_offset_without_elements_is_refused():
+    q = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ProblemError, match="offset is on the meta device and q on cpu"):
+        attend(q, q, q, offset=torch.zeros(1, dtype=torch.int64, device="meta"))

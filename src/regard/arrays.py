@@ -40,6 +40,11 @@ def as_tensor(name: str, x: Any) -> Any:
     """
     if not is_array(x):
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise ProblemError(
+            f"{name} is a masked array, whose hidden elements attention would read: expected an array without a mask. "
+            f"Give the hidden keys by `mask`, and {name}.filled(0) in its place."
+        )
     try:
         if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
             return torch.from_dlpack(x)

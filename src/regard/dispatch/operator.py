@@ -28,7 +28,7 @@ from regard.dispatch.choose import BACKENDS, check_backend
 from regard.dispatch.execute import execute
 from regard.dispatch.onnx_form import in_onnx, is_exporting_to_onnx
 from regard.dispatch.plan_cache import prepare
-from regard.errors import RefusalError
+from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import (
     check_numbers,
     check_offset,
@@ -125,6 +125,8 @@ def attend_traced(request: Request) -> State:
     backend = _name(backend)
     if isinstance(offset, Tensor):
         check_offset_tensor(offset, q.shape[0])
+        if offset.device.type == "meta" != q.device.type:
+            raise ProblemError(f"offset is on the meta device and q on {q.device}: expected an offset with elements.")
     elif offset is not None and not torch.compiler.is_compiling() and not isinstance(offset, torch.SymInt):
         offset = check_offset(offset)
     if isinstance(k, StoredTensor) or isinstance(v, StoredTensor):  # an operator takes tensors
