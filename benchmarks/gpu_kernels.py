@@ -169,7 +169,7 @@ def _rows(chips: list[str]) -> Iterator[tuple[Variant, str, Compiled]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, as JSON lines for tests, or write the page."""
-    parser = argparse.ArgumentParser(prog="./bench gpu-kernels", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="./bench gpu-kernels", description="What the GPU kernels compile to.")
     parser.add_argument("--chips", default=",".join(CHIPS), help="such as sm_90,gfx942 (default: all)")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel and chip")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
