@@ -31,9 +31,9 @@ def main() -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         model, tokenizer, _ = load()
         found = [line(path, model, tokenizer, args.tokens, args.measures) for path in args.texts[rank::ranks]]
-        every: list[Any] | None = [None] * ranks if rank == 0 else None
-        dist.gather_object(found, every)
-        for i in range(len(args.texts) if every is not None else 0):
+        every: list[Any] = [None] * ranks
+        dist.gather_object(found, every if rank == 0 else None)
+        for i in range(len(args.texts) if rank == 0 else 0):
             print(json.dumps(every[i % ranks][i // ranks]))
     finally:
         dist.destroy_process_group()
