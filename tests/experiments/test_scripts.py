@@ -1,0 +1,70 @@
+"""The small version of each experiment comes to the verdict of its record; the page is made of the records."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER, DOCS = ROOT / "experiments", ROOT / "docs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in {"record", "page"})
+
+
+def stored(name):
+    return json.loads((DOCS / "experiments" / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """The names that a script of the folder defines."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield lambda name: runpy.run_path(str(FOLDER / f"{name}.py"))
+    for name in ("record", "page"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_small_version_comes_to_the_verdict_of_the_record(name, load):
+    experiment = load(name)["EXPERIMENT"]
+    record = experiment.run(seed=0, quick=True)
+    assert all(math.isfinite(check["measured"]) for check in record["checks"])
+    assert json.loads(json.dumps(record))["name"] == name
+    if experiment.quick_decides:
+        failed = [check for check in record["checks"] if not check["holds"]]
+        assert record["verdict"] == stored(name)["verdict"], failed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_record_states_what_the_script_does(name, load):
+    experiment, record = load(name)["EXPERIMENT"], stored(name)
+    for text in ("name", "title", "claim", "source", "expected"):
+        assert record[text] == getattr(experiment, text)
+    assert not record["quick"]
+    assert (DOCS / "experiments" / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_the_page_is_made_of_the_records(load):
+    page = load("page")
+    records = [stored(name) for name in page["scripts"]()]
+    assert (DOCS / "experiments.md").read_text() == page["page"](records)
+
+
+def test_a_figure_has_the_same_bytes_again(load):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'regard[plot]'")
+    experiment, record = load("temperature")["EXPERIMENT"], stored("temperature")
+    assert experiment.figure(record) == experiment.figure(record)
+
+
+def test_a_script_prints_its_verdict_and_writes_only_when_told(load, monkeypatch, tmp_path, capsys):
+    experiment = load("temperature")["EXPERIMENT"]
+    experiment.main(["--quick", "--seed", "1"])
+    printed = capsys.readouterr().out
+    assert "verdict   holds\n" in printed
+    assert "seed 1, " in printed
+    assert "written" not in printed
+    pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'regard[plot]'")
+    experiment.main(["--quick", "--write", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["temperature.json", "temperature.svg"]
