@@ -13,6 +13,10 @@ FOLDER, DOCS = ROOT / "experiments", ROOT / "docs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in {"record", "page"})
 
 
+LOADS_A_MODEL = {name for name in NAMES if "regard.integrate" in (FOLDER / f"{name}.py").read_text()}
+QUICK = [pytest.param(name, marks=pytest.mark.model if name in LOADS_A_MODEL else ()) for name in NAMES]
+
+
 def stored(name):
     return json.loads((DOCS / "experiments" / f"{name}.json").read_text())
 
@@ -26,7 +30,7 @@ def load(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUICK)
 def test_the_small_version_comes_to_the_verdict_of_the_record(name, load):
     experiment = load(name)["EXPERIMENT"]
     record = experiment.run(seed=0, quick=True)
