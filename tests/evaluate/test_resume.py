@@ -1,5 +1,6 @@
 """Results in a file: nothing is lost or counted twice after a kill, a torn line, a full disk, or several processes."""
 
+import dataclasses
 import json
 import os
 import re
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from regard.errors import ProblemError
-from regard.evaluate import Passkey, evaluate
+from regard.evaluate import Documents, Passkey, evaluate
 from regard.evaluate import records as files
+from regard.evaluate.losses import Extrapolation, Perplexity
 
 TASK = Passkey((400,), (0.0, 0.5, 1.0), samples=7)
 SLOW = """
@@ -119,6 +121,49 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path, task, label, mes
     with pytest.raises(ProblemError, match=rf"results.jsonl has results of another run: {message}. Name another file"):
         evaluate(task, model, label=label, file=tmp_path / "results.jsonl")
     assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+class Shifted:
+    """Bytes plus a number."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def encode(self, text):
+        return [(byte + self.by) % 256 for byte in text.encode()]
+
+    def decode(self, tokens):
+        return bytes((token - self.by) % 256 for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("task", [Perplexity(lengths=(100,)), Extrapolation(samples=2, multiples=(1, 2))])
+def test_a_run_of_other_positions_is_refused_by_name(tmp_path, task):
+    book, file = tmp_path / "book.txt", tmp_path / "results.jsonl"
+    book.write_text(" ".join(map(str, range(400))))
+    task = dataclasses.replace(task, haystack=str(book))
+    evaluate(task, model, label="model", positions=64, file=file)
+    with pytest.raises(ProblemError, match=r"positions is 64 there and 32 here"):
+        evaluate(task, model, label="model", positions=32, file=file)
+
+
+def test_a_run_with_another_tokenizer_is_refused_by_name(tmp_path):
+    file = tmp_path / "results.jsonl"
+    evaluate(TASK, model, Shifted(0), label="model", file=file)
+    evaluate(TASK, model, Shifted(0), label="model", file=file)
+    with pytest.raises(ProblemError, match=r'tokenizer is "\w+" there and "\w+" here'):
+        evaluate(TASK, model, Shifted(7), label="model", file=file)
+
+
+def test_a_run_with_other_questions_in_the_same_file_is_refused_by_name(tmp_path):
+    questions, file = tmp_path / "questions.jsonl", tmp_path / "results.jsonl"
+    one = {"question": "Who?", "answers": ["Ada"], "ctxs": [{"title": "A", "text": "Ada.", "isgold": True}]}
+    task = Documents((1,), (0.0,), samples=1, questions=str(questions))
+    questions.write_text(json.dumps(one))
+    evaluate(task, model, label="model", file=file)
+    evaluate(task, model, label="model", file=file)
+    questions.write_text(json.dumps(one | {"question": "Which?"}))
+    with pytest.raises(ProblemError, match=r'questions_digest is "\w+" there and "\w+" here'):
+        evaluate(task, model, label="model", file=file)
 
 
 @pytest.mark.parametrize("content", ["Call me Ishmael.", '{"other": 1}\n', "[1]\n", "\n"])

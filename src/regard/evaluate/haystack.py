@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from regard.errors import ProblemError
 from regard.evaluate.corpus import text_of
@@ -83,3 +84,15 @@ def read(name: str) -> str:
 def digest(name: str) -> str:
     """A digest of the text, for results."""
     return hashlib.sha256(read(name).encode()).hexdigest()[:16]
+
+
+def digest_of_file(name: str) -> str:
+    """A digest of the content of a file, for results.
+
+    Raises:
+        ProblemError: the file cannot be read.
+    """
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ProblemError(f"{name} cannot be read: {error}.") from None

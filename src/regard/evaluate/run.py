@@ -26,7 +26,7 @@ import torch
 from regard.errors import ProblemError
 from regard.evaluate import records
 from regard.evaluate.answer import answers, check_fits
-from regard.evaluate.haystack import digest
+from regard.evaluate.haystack import digest, digest_of_file
 from regard.evaluate.models import CacheOptions, Model, as_model
 from regard.evaluate.results import Results
 from regard.evaluate.task import Example, Task, settings
@@ -99,10 +99,17 @@ def evaluate(
 
 
 def settings_of(task: Task, model: Model) -> dict[str, Any]:
-    """All settings of a run; results with the same settings are of one run."""
-    text = getattr(task, "haystack", None)
+    """All settings of a run; results with the same settings are of one run.
+
+    A file counts by its content, a tokenizer by its tokens of fixed texts.
+    """
+    text, questions = getattr(task, "haystack", None), getattr(task, "questions", None)
+    files = ({} if text is None else {"text": digest(text)}) | (
+        {} if questions is None else {"questions_digest": digest_of_file(questions)}
+    )
     ours = {"model": model.label, "weights": model.digest, "cache": shown_cache(model.cache)}
-    return settings(task) | ({} if text is None else {"text": digest(text)}) | ours
+    more = {"positions": model.positions, "tokenizer": model.tokenizer.digest()}
+    return settings(task) | files | ours | more
 
 
 def runs_of(paths: Sequence[Path]) -> list[tuple[str, Results]]:

@@ -1,5 +1,6 @@
 """Text to tokens and back, by a tokenizer of transformers, by any object with `encode` and `decode`, or by bytes."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +18,7 @@ class Tokenizer:
         start: special tokens before each text.
         end: tokens that end a text.
         chat: the texts before and after a question in the chat template; None without a template.
+        vocabulary: tokens that it can make; None if unknown.
 
     >>> Tokenizer.of(None).encode("é!")
     [195, 169, 33]
@@ -27,6 +29,16 @@ class Tokenizer:
     start: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
     chat: tuple[str, str] | None = None
+    vocabulary: int | None = None
+
+    def digest(self) -> str:
+        """A digest of its vocabulary size, its special tokens and its tokens of fixed texts, for results.
+
+        >>> Tokenizer.of(None).digest() == Tokenizer.of(None).digest()
+        True
+        """
+        parts = (self.vocabulary, self.start, self.end, self.chat, [_tokens_of(self, text) for text in SAMPLES])
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @staticmethod
     def of(tokenizer: Any) -> "Tokenizer":
@@ -34,13 +46,32 @@ class Tokenizer:
         if isinstance(tokenizer, Tokenizer):
             return tokenizer
         if tokenizer is None:
-            return Tokenizer(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
+            return Tokenizer(
+                lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), vocabulary=256
+            )
         if callable(tokenizer) and hasattr(tokenizer, "all_special_ids"):
             return _of_transformers(tokenizer)
         encode, decode = getattr(tokenizer, "encode", None), getattr(tokenizer, "decode", None)
         if callable(encode) and callable(decode):
-            return Tokenizer(lambda text: list(cast(Any, encode)(text)), cast(Any, decode))
+            vocabulary = getattr(tokenizer, "vocab_size", None)
+            return Tokenizer(lambda text: list(cast(Any, encode)(text)), cast(Any, decode), vocabulary=vocabulary)
         raise ProblemError(f"the tokenizer is {type(tokenizer).__name__}: expected one with encode and decode.")
+
+
+SAMPLES = (
+    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse",
+    "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    '4812207 {"key": [0.5, -13]}\n\n\tdef answer(x):\n',
+    "\u00e9\u03bb\u0416\u6587",
+)
+"""Texts by whose tokens two tokenizers are told apart."""
+
+
+def _tokens_of(tokenizer: Tokenizer, text: str) -> list[int] | str:
+    try:
+        return [int(token) for token in tokenizer.encode(text)]
+    except Exception as error:  # noqa: BLE001 - a small tokenizer may refuse a letter that no example has
+        return type(error).__name__
 
 
 MARK = "\N{SYMBOL FOR SUBSTITUTE}"
@@ -56,6 +87,7 @@ def _of_transformers(tokenizer: Any) -> Tokenizer:
         tuple(whole[: next((i for i, token in enumerate(whole) if token not in special), 0)]),
         end,
         _chat(tokenizer),
+        len(tokenizer),
     )
 
 
