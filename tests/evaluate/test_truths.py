@@ -11,6 +11,7 @@ import torch
 
 from regard.errors import ProblemError
 from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, Tokenizer, as_model, evaluate, task_of
+from regard.evaluate.picture import picture
 
 BYTES = 256
 GRID = {"depths": (0.0, 0.4, 1.0), "samples": 3}
@@ -110,6 +111,28 @@ def test_sliding_windows_score_each_token_once(book):
     spans = [(record["cell"]["start"], sum(record["counts"])) for record in results.records]
     assert [start for start, _ in spans] == [1 + sum(count for _, count in spans[:i]) for i in range(len(spans))]
     assert sum(count for _, count in spans) == 1009
+
+
+def uneven(tokens):
+    """A model whose losses differ between tokens and do not depend on those before."""
+    return torch.arange(BYTES).sin().expand(*tokens.shape, BYTES)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("perplexity", {"context": 64, "stride": 20}), ("stream", {"samples": 3})]
+)
+def test_several_lengths_are_separate_and_no_token_counts_twice(name, options, book):
+    def run(*lengths):
+        return evaluate(task_of(name, haystack=book, lengths=lengths, **options), uneven)
+
+    both, short, long = run(256, 128), run(128), run(256)
+    assert both.loss == long.loss != short.loss
+    assert both.losses == {128: short.loss, 256: long.loss}
+    content, alone = both.as_dict(), long.as_dict()
+    assert content["spans"] == alone["spans"]
+    assert content["lengths"] == [{"length": 128, "loss": [*short.loss]}, {"length": 256, "loss": [*long.loss]}]
+    assert both.rows() == [long.rows()[0], short.rows()[-1], *long.rows()[1:]]
+    assert picture([("", both)]) == picture([("", long)])
 
 
 @pytest.mark.parametrize("window", [400, 600])

@@ -22,16 +22,37 @@ class Span(NamedTuple):
     end: int
 
 
+def by_length(records: Sequence[Record]) -> dict[int, list[Record]]:
+    """The records of each length of text, the shortest first; of runs without a length in their cells, under 0."""
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["cell"].get("length", 0), []).append(record)
+    return dict(sorted(groups.items()))
+
+
+def longest(records: Sequence[Record]) -> list[Record]:
+    """The records of the longest texts: texts of other lengths are beginnings of these, and would count twice.
+
+    >>> longest([{"cell": {"length": 8}}, {"cell": {"length": 16}}])
+    [{'cell': {'length': 16}}]
+    """
+    return list(by_length(records).values())[-1]
+
+
 def spans(settings: dict[str, Any], records: Sequence[Record]) -> list[Span]:
     """The rows of the table: multiples of the length of training, each whole and its last half; or equal parts."""
-    end = max(_offset(record) + sum(record["counts"]) for record in records)
+    start, end = _range(records)
     if "multiples" in settings:
         trained = records[0]["cell"]["trained"]
         rows = [Span(f"{k}x", 1, k * trained + 1) for k in settings["multiples"]]
         return rows + [Span(f"{k}x, last half", k * trained // 2 + 1, k * trained + 1) for k in settings["multiples"]]
-    start = min(map(_offset, records))
     edges = [start + round(i * (end - start) / SPANS) for i in range(SPANS + 1)]
     return [Span("", a, b) for a, b in itertools.pairwise(edges) if b > a] + [Span("all", start, end)]
+
+
+def _range(records: Sequence[Record]) -> tuple[int, int]:
+    """The first token that is scored, and the one after the last."""
+    return min(map(_offset, records)), max(_offset(record) + sum(record["counts"]) for record in records)
 
 
 def _offset(record: Record) -> int:
@@ -60,7 +81,7 @@ def mean_loss(records: Sequence[Record], span: Span) -> Interval:
 
 def curve(records: Sequence[Record], points: int = 64) -> list[tuple[float, Interval]]:
     """(position, mean loss) over the text, for the picture."""
-    start, end = min(map(_offset, records)), max(_offset(record) + sum(record["counts"]) for record in records)
+    start, end = _range(records)
     edges = sorted({start + round(i * (end - start) / points) for i in range(points + 1)})
     found = [(a, b, mean_loss(records, Span("", a, b))) for a, b in itertools.pairwise(edges)]
     return [((a + b - 1) / 2, loss) for a, b, loss in found if not math.isnan(loss.value)]
@@ -78,10 +99,12 @@ def perplexity(loss: Interval) -> Interval:
 def rows(settings: dict[str, Any], records: Sequence[Record]) -> list[list[str]]:
     """The table, the head first."""
     head = ["tokens", "", "loss, nats", "perplexity"]
+    *shorter, last = by_length(records).values()
+    rows = [(each, Span("all", *_range(each))) for each in shorter] + [(last, span) for span in spans(settings, last)]
     body = [
         [f"{span.start:,} to {span.end - 1:,}", span.name, shown(loss, 3), shown(perplexity(loss), 2)]
-        for span in spans(settings, records)
-        if not math.isnan((loss := mean_loss(records, span)).value)
+        for each, span in rows
+        if not math.isnan((loss := mean_loss(each, span)).value)
     ]
     return [head, *body]
 

@@ -14,7 +14,7 @@ from regard.errors import ProblemError
 from regard.evaluate.corpus import spread
 from regard.evaluate.haystack import MOBY_DICK, read
 from regard.evaluate.models import Model
-from regard.evaluate.task import Passage
+from regard.evaluate.task import Cell, Passage
 
 BUCKETS = 64
 """Buckets of a passage, at most: points of the picture."""
@@ -61,7 +61,8 @@ class Perplexity:
     Attributes:
         context: tokens of a window; 0: the positions of the model.
         stride: tokens between windows, which are the scored ones of each; 0: half of the context.
-        lengths: tokens of the text that are read, from its beginning.
+        lengths: tokens of the text that are read, from its beginning. Each is a row of the results; their total is
+            that of the longest, of which the others are beginnings, so that no token counts twice.
         haystack: the text: `moby-dick`, or a file.
     """
 
@@ -90,9 +91,8 @@ class Perplexity:
             for number, end in enumerate(_ends(length, context, stride)):
                 begin = max(0, end - context)
                 part = tokens[begin : end + 1]
-                yield Passage(
-                    f"{length}/{number}", {"context": context, "start": scored}, part, scored - begin, stride
-                )  # fmt: skip
+                cell: Cell = {"context": context, "length": length, "start": scored}
+                yield Passage(f"{length}/{number}", cell, part, scored - begin, stride)
                 scored = end + 1
 
 
@@ -114,7 +114,8 @@ class Stream:
     """Losses of a long text that is read without an end, under any cache: a window, with sinks, quantised, evicting.
 
     Attributes:
-        lengths: tokens of each passage; longer than the model where a cache forgets.
+        lengths: tokens of each passage; longer than the model where a cache forgets. Each is a row of the results;
+            their total is that of the longest, since passages of all lengths begin at the same places.
         samples: passages, spread over the text.
         haystack: the text: `moby-dick`, or a file.
     """

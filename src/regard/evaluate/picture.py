@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 
 from regard.evaluate.intervals import Interval
-from regard.evaluate.loss_results import curve
+from regard.evaluate.loss_results import curve, longest
 from regard.evaluate.results import Results, shown
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
@@ -23,7 +23,7 @@ def picture(runs: Sequence[tuple[str, Results]]) -> str:
     """
     first = runs[0][1]
     if first.is_loss:
-        lines = [(name, curve(results.records)) for name, results in runs]
+        lines = [(name, curve(longest(results.records))) for name, results in runs]
         parts = [plot("loss by position, nats", "position in the text, tokens", lines, None)]
     else:
         parts = [heat_map(name, results) for name, results in runs if len(results.axes) > 1]

@@ -8,7 +8,7 @@ from typing import Any
 
 from regard.evaluate import loss_results
 from regard.evaluate.intervals import Interval, wilson
-from regard.evaluate.loss_results import Span, mean_loss, perplexity
+from regard.evaluate.loss_results import Span, by_length, longest, mean_loss, perplexity
 from regard.evaluate.records import Record
 from regard.evaluate.task import Cell
 
@@ -79,8 +79,13 @@ class Results:
 
     @property
     def loss(self) -> Interval:
-        """The mean loss of all tokens, in nats."""
-        return mean_loss(self.records, Span("", 0, sys.maxsize))
+        """The mean loss of all tokens, in nats; of several lengths of text the longest, which has all of them."""
+        return mean_loss(longest(self.records), Span("", 0, sys.maxsize))
+
+    @property
+    def losses(self) -> dict[int, Interval]:
+        """The mean loss for each length of text, in nats."""
+        return {length: mean_loss(each, Span("", 0, sys.maxsize)) for length, each in by_length(self.records).items()}
 
     @property
     def perplexity(self) -> Interval:
@@ -91,16 +96,13 @@ class Results:
         """All of it for JSON."""
         content: dict[str, Any] = {"settings": self.settings, "about": self.about, "examples": len(self.records)}
         if self.is_loss:
+            whole = longest(self.records)
             spans = [
-                {
-                    "first": span.start,
-                    "last": span.end - 1,
-                    "name": span.name,
-                    "loss": mean_loss(self.records, span),
-                }
-                for span in loss_results.spans(self.settings, self.records)
+                {"first": span.start, "last": span.end - 1, "name": span.name, "loss": mean_loss(whole, span)}
+                for span in loss_results.spans(self.settings, whole)
             ]
-            return content | {"loss": list(self.loss), "spans": spans, "records": self.records}
+            lengths = [{"length": length, "loss": list(loss)} for length, loss in self.losses.items()]
+            return content | {"loss": list(self.loss), "lengths": lengths, "spans": spans, "records": self.records}
         cells = [
             {**each.cell, "count": each.count, "score": list(each.score), "nll": each.nll} for each in self.cells()
         ]
