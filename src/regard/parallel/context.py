@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from threading import Lock
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from regard.attention import route_calls
 from regard.describe.mask import Mask
@@ -230,6 +232,11 @@ def context_parallel(
 
 def _ring(request: Request, shard: Shard) -> State:
     """A call of the rank's queries and keys, over the whole sequence."""
+    if not torch.is_grad_enabled() and _is_checkpointed():
+        raise RefusalError(
+            "torch.utils.checkpoint(use_reentrant=True) in context_parallel: backward would call the function again, "
+            "outside of the ring. Expected use_reentrant=False, with backward inside of the context."
+        )
     q, k, v = request.q, cast(object, request.k), cast(object, request.v)
     if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise RefusalError(
@@ -253,10 +260,34 @@ def _ring(request: Request, shard: Shard) -> State:
     return State(out, out.new_empty(0))
 
 
+def _is_checkpointed() -> bool:
+    """Whether a reentrant checkpoint, which runs its function without gradients, is among the callers."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+UNROUTED: frozenset[Any] = frozenset(
+    {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
+)
+"""Functions of torch that compute attention themselves: over the rank's tokens alone."""
+
+FLEX = "torch.nn.attention.flex_attention"
+
+
 class _TorchAttention(TorchFunctionMode):
     """torch's attention as regard's, which is routed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # flex_attention is a function of Python that no mode is told of; the tensor methods that it calls are seen.
+        if func in UNROUTED or sys._getframe(1).f_globals.get("__name__") == FLEX:
+            name = getattr(func, "__name__", "attention") if func in UNROUTED else "flex_attention"
+            raise RefusalError(
+                f"torch's {name} in context_parallel: it would attend to this rank's tokens alone"
+                f"{'' if name == 'flex_attention' else ' (nn.MultiheadAttention, nn.TransformerEncoderLayer)'}. "
+                "Expected attend, torch's scaled_dot_product_attention, or regard.nn.MultiHeadAttention."
+            )
         function = scaled_dot_product_attention if func is F.scaled_dot_product_attention else func
         return function(*args, **(kwargs or {}))
 
@@ -314,6 +345,10 @@ def _run_module(module: nn.Module, current: ContextParallel, args: tuple[Any, ..
         )
     name = "tokens" if "tokens" in kwargs else "x"
     x = args[0] if args else kwargs.pop(name)
+    if x.ndim < 2:
+        raise ProblemError(
+            f"{type(module).__name__}({list(x.shape)}) in context_parallel: expected [batch, tokens, ...]."
+        )
     mask = kwargs.get("mask")
     own = next((each.mask for each in module.modules() if isinstance(each, MultiHeadAttention | LatentAttention)), None)
     if own is not None:

@@ -1,0 +1,75 @@
+"""Calls in `context_parallel` that one rank shows: what is refused by name, positions, empty batches."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from regard import ProblemError, RefusalError, attend
+from regard.nn import Decoder
+from regard.parallel import context_parallel
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Generator[None]:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def several(x: Tensor, is_training: bool) -> Tensor:
+    return nn.MultiheadAttention(16, 2, batch_first=True).train(is_training)(x, x, x)[0]
+
+
+def layer(x: Tensor, is_training: bool) -> Tensor:
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).train(is_training)(x)
+
+
+def flex(x: Tensor, is_training: bool) -> Any:
+    return flex_attention(x[None], x[None], x[None])
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("call", [several, layer, flex])
+def test_attention_of_torch_that_is_no_ring_is_refused_by_name(
+    call: Callable[[Tensor, bool], Any], is_training: bool, with_gradients: bool
+):
+    with (
+        context_parallel() as cp,
+        cp.sequence(9),
+        torch.set_grad_enabled(with_gradients),
+        pytest.raises(RefusalError, match="in context_parallel: it would attend to this rank's tokens alone"),
+    ):
+        call(torch.randn(1, 9, 16), is_training)
+
+
+def test_reentrant_checkpoints_are_refused_and_others_give_the_gradients_of_one_process():
+    x = torch.randn(1, 2, 9, 8, requires_grad=True)
+
+    def own(x: Tensor) -> Tensor:
+        return attend(x, x, x)
+
+    own(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    with context_parallel() as cp, cp.sequence(9):
+        with pytest.raises(RefusalError, match=r"use_reentrant=True.* in context_parallel"):
+            checkpoint(own, x, use_reentrant=True)
+        with torch.no_grad():
+            own(x)
+        checkpoint(own, x, use_reentrant=False).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_tokens_without_a_batch_are_named():
+    with context_parallel() as cp:
+        with pytest.raises(ProblemError, match=r"Decoder\(\[5\]\) in context_parallel: expected \[batch, tokens"):
+            Decoder(19, 32, layers=1, heads=4)(torch.arange(5))
+        with cp.sequence(5):
+            pass
