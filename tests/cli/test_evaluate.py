@@ -79,6 +79,19 @@ def test_runs_are_shown_side_by_side(model, here, capsys):
     assert json.loads((here / "both.json").read_text())["runs"][0]["score"][0] == 1
 
 
+def test_the_examples_of_one_process_alone_are_shown_with_a_note(model, here, capsys):
+    assert evaluate("passkey", "--model", f"{model}:copying", *SMALL, "--results", "part.jsonl") == 0
+    whole, *records = (here / "part.jsonl").read_text().splitlines(keepends=True)
+    (here / "part.jsonl").write_text(whole + "".join(records[:2]))
+    (here / "part.jsonl.1").write_text(whole + "".join(records[2:]))
+    capsys.readouterr()
+    note = "note: part.jsonl.1 has the examples of one process alone; those of all: part.jsonl.\n"
+    assert evaluate("show", "part.jsonl.1") == 0
+    assert capsys.readouterr().err == note
+    assert evaluate("show", "part.jsonl", "part.jsonl.1") == 0
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -25,6 +25,7 @@ from regard.evaluate import TASKS, CacheOptions, Results, as_model, evaluate, ta
 from regard.evaluate.models import Model
 from regard.evaluate.page import page
 from regard.evaluate.picture import picture
+from regard.evaluate.records import whole_of
 from regard.evaluate.results import comparison
 from regard.evaluate.run import runs_of, settings_of
 from regard.storage.stored import Contiguous
@@ -120,7 +121,13 @@ def _of_file(name: str) -> tuple[Any, Any, str]:
 
 def show(args: argparse.Namespace) -> int:
     """Show the results of files: of one run, or of several side by side."""
-    return show_runs(args, runs_of([Path(file) for file in args.files]))
+    paths = [Path(file) for file in args.files]
+    runs = runs_of(paths)
+    for path in paths:
+        whole = whole_of(path)
+        if whole is not None and whole not in paths:
+            print(f"note: {path} has the examples of one process alone; those of all: {whole}.", file=sys.stderr)
+    return show_runs(args, runs)
 
 
 def show_runs(args: argparse.Namespace, runs: Sequence[tuple[str, Results]]) -> int:

@@ -63,6 +63,19 @@ def parts(path: Path) -> list[Path]:
     return [path] * path.is_file() + [each for each in siblings if pattern.fullmatch(each.name)]
 
 
+def whole_of(path: Path) -> Path | None:
+    """The file that a run of several processes is read by, for that of a process beside the first; None for others.
+
+    >>> whole_of(Path("needle.jsonl.1")), whole_of(Path("needle.jsonl"))
+    (...Path('needle.jsonl'), None)
+    """
+    found = re.fullmatch(r"(.+)\.\d+", path.name)
+    if found is None:
+        return None
+    whole = path.with_name(found[1])
+    return whole if found[1].endswith(".jsonl") or whole.is_file() else None
+
+
 def _read_one(path: Path) -> Stored | None:
     try:
         data = path.read_bytes()
