@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from regard import Alibi, Bias, Causal, Documents, MaskFunction, T5Bias, TensorBias, Tree, Window
+from regard import Alibi, Bias, Causal, Documents, MaskFunction, Prefix, T5Bias, TensorBias, Tree, Window
 from regard.describe import tensors
 from regard.describe.spec import Spec, deserialize
 from regard.describe.tensors import content_key, derived, unchanged
@@ -117,3 +117,18 @@ def test_a_word_is_known_by_the_element_of_a_tensor_that_was_expanded(dtype: tor
     one, same, other = (TensorBias(torch.full((1,), x).to(dtype).expand(3)) for x in (1.0, 1.0, 2.0))
     assert one == same
     assert one != other
+
+
+def test_a_mask_never_gets_the_fingerprint_of_another_whose_parts_are_gone():
+    """Addresses of fingerprints are used again when their owners are gone; more masks than are kept make them go."""
+    early = [Window(n) for n in range(5, 25)]
+    for mask in early:
+        mask.constant()
+    for n in [*range(100, 1400), *range(5, 25)]:
+        (Window(n) | Prefix(1)).constant()
+    for mask in early:
+        (mask | Prefix(1)).constant()
+    del early, mask
+    for n in range(25, 45):
+        found = (Window(n) | Prefix(1)).constant()
+        assert str(found) == f"Window(left={n}) | Prefix(size=1)"
