@@ -204,3 +204,12 @@ def test_other_types_and_layouts_are_compiled():
     for a, b in zip(compiled(run)(q, k, v), run(q, k, v), strict=True):
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
         assert a.stride() == b.stride()
+
+
+def test_lengths_that_a_block_mask_looks_up_are_read_when_the_graph_runs():
+    lengths = torch.tensor([3, 77])
+    block_mask = create_block_mask(lambda b, h, q, k: k < lengths[b], BATCH, None, TOKENS, TOKENS, device="cpu")
+    q, k, v = (t.detach() for t in tensors())
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    truth = flex_attention(q, k, v, None, block_mask)
+    assert torch.allclose(compiled(q, k, v, None, block_mask), truth, atol=1e-6)

@@ -130,9 +130,9 @@ def _lengths(op: Op, sizes: CallSizes) -> Mask | None:
     lengths = _looked_up(op.b)
     if lengths is None or [_name(child) for child in op.b.children()[1:]] != ["b"] or lengths.shape[0] != sizes.batch:
         return None
-    if lengths.dtype not in (torch.int64, torch.int32) or bool((lengths < 0).any()):
+    if lengths.dtype not in (torch.int64, torch.int32):
         return None
-    return KeyLengths(lengths)
+    return KeyLengths(lengths.clamp(min=0))  # no look at its elements: a compiled call has none yet
 
 
 def _looked_up(term: Term) -> torch.Tensor | None:
