@@ -19,6 +19,7 @@ from regard import (
     MaskFunction,
     Prefix,
     ProblemError,
+    RefusalError,
     State,
     T5Bias,
     TensorBias,
@@ -339,3 +340,12 @@ def test_the_backward_pass_of_the_operator_runs_no_forward_pass(monkeypatch: pyt
     monkeypatch.setattr(native._Kernel, "compute", lambda *a: passes.append(1) or compute(*a))
     compiled(lambda q: attend(q, K, V, mask=Causal(), sink=SINK))(q).sum().backward()
     assert len(passes) == 1
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+def test_a_trace_of_torch_jit_is_refused_as_its_graph_would_not_compute():
+    q = torch.randn(1, 2, 8, 16)
+    for mask in (None, Causal()):
+        with pytest.raises(RefusalError, match=r"torch\.jit\.trace records operators of torch"):
+            torch.jit.trace(lambda q, mask=mask: attend(q, q, q, mask=mask), (q,), check_trace=False)

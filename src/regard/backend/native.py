@@ -33,6 +33,11 @@ from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import is_legacy_batched
 
+UNTRACEABLE = (
+    "torch.jit.trace records operators of torch, and the kernels of the backend 'native' are none: its graph would "
+    "give memory that nobody wrote. Use torch.compile or torch.export, or backend='reference'."
+)
+
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
 
@@ -125,6 +130,8 @@ class _Kernel:
         self.like: Like | None = None
 
     def __call__(self, operands: Operands) -> State:
+        if torch.jit.is_tracing():
+            raise RefusalError(UNTRACEABLE)
         if self.problem.grad:
             return self._differentiable(operands, None)
         q, k, v, _, bias, sink, _, stored, offset, _, wants_lse = operands

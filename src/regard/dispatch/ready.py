@@ -53,7 +53,7 @@ def run(
         sizes, (k_batch, k_heads, keys, k_dim), (v_batch, v_heads, values, v_dim) = q.shape, k.shape, v.shape
     except (RuntimeError, ValueError):  # of nested tensors, and of others than four axes
         return _LONG
-    if keys != values or not 0 < keys < FARTHEST:
+    if type(keys) is not int or keys != values or not 0 < keys < FARTHEST:  # torch.jit traces sizes as tensors
         return _LONG
     key = (
         sizes, k_batch, k_heads, k_dim, v_batch, v_heads, v_dim, q.dtype, k.dtype, v.dtype, q.is_cpu, k.is_cpu,
