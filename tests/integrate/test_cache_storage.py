@@ -78,6 +78,7 @@ def read_as(m: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(ours, "attend", spied)
+        patch.setattr(ours, "_attend_known", spied)
         m(prompt(2, 37), past_key_values=cache)
     return found
 

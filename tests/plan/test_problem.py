@@ -80,7 +80,11 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
         "3 batch rows and the call has 2",
     ),
     "a bias of another shape": ((Q, K, V), {"bias": TensorBias(torch.zeros(7, 5))}, "does not broadcast"),
-    "an unknown engine": ((Q, K, V), {"backend": "cuda"}, "expected one of native, sdpa, flex, reference, reference64"),
+    "an unknown engine": (
+        (Q, K, V),
+        {"backend": "cuda"},
+        "expected one of native, sdpa, triton, flex, reference, reference64",
+    ),
 }
 
 
