@@ -68,6 +68,7 @@ def variants() -> list[Variant]:
         Variant("forward", "bf16", 128, ("SINK", *extras)),
         Variant("gradient_of_queries", "bf16", 128, extras),
         Variant("gradient_of_keys", "bf16", 64, extras),
+        *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
     ]
 
 
@@ -84,7 +85,7 @@ def compiled(variant: Variant, chip: str) -> Compiled:
     from triton.compiler import ASTSource
 
     kernel, blocks, constants = _cut(variant, chip)
-    types = {name: _type(name, variant.dtype) for name in kernel.arg_names}
+    types = {name: _type(name, variant) for name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else kind for name, kind in types.items()}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -100,7 +101,9 @@ def compiled(variant: Variant, chip: str) -> Compiled:
     text = made.asm.get("ptx") or made.asm["amdgcn"]
     registers, stack = _usage(made)
     copies = text.count(COPIES.get(chip, "cp.async"))
-    return Compiled(registers, stack, made.metadata.shared, text.count(PRODUCTS[chip]), copies)
+    few_rows = variant.kernel == "span" and backend == "cuda"  # 16 rows: too few for the products of a warp group
+    products = text.count("mma.sync" if few_rows else PRODUCTS[chip])
+    return Compiled(registers, stack, made.metadata.shared, products, copies)
 
 
 def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -109,6 +112,8 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.backward import gradient_of_keys, gradient_of_queries
     from regard.gpu.forward import forward
 
+    if variant.kernel == "span":
+        return _decoding(variant)
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
     kernels = {
         "forward": (forward, launch.forward_blocks),
@@ -131,13 +136,38 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
+def _decoding(variant: Variant) -> tuple[Any, Any, dict[str, Any]]:
+    """The kernel of decoding: 4 query heads a key head, under a mask."""
+    from regard.gpu.decode import span
+    from regard.gpu.few_rows import KEYS, SPAN
+    from regard.gpu.launch import Blocks
+
+    kind = next((kind for kind in ("int8", "fp8", "int4") if kind in variant.more), "plain")
+    dim, pages = variant.dim, "paged" in variant.more
+    constants = {
+        "GROUP": 4, "ROWS": 16, "KEYS": KEYS, "SPAN": SPAN, "TILE": 128,
+        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "K_KIND": kind, "V_KIND": kind,
+        "K_TABLE": pages, "V_TABLE": pages, "K_PER_TOKEN": False, "RAGGED": False, "MASKED": True, "MAPS_BATCH": False,
+        "SOFTCAP": False, "DISTANCE": False, "BIAS": False, "WIDE": False, "PRECISION": "ieee",
+    }  # fmt: skip
+    return span, Blocks(16, KEYS, KEYS, warps=4, stages=3), constants
+
+
 FLOATS = {"lse", "sink", "distance", "total", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
 TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
 
 
-def _type(name: str, dtype: str) -> str:
+def _type(name: str, variant: Variant) -> str:
     """The type of a kernel's argument, as Triton writes it."""
+    dtype = variant.dtype
+    if variant.kernel == "span":
+        codes = "u8" if {"int8", "fp8", "int4"} & set(variant.more) else dtype
+        of = {"k": codes, "v": codes, "out": "fp32", "tiles": "i32"}
+        of |= dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero"), "bf16")
+        of |= dict.fromkeys(("k_table", "v_table", "begins", "ends"), "i64")
+        if name in of:
+            return f"*{of[name]}"
     if name in TENSORS:
         return f"*{dtype}"
     kinds = {"words": "*i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32"}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from regard import Causal, Documents, Mask, ProblemError, Window, attend, attend_state, explain
+from regard import Causal, Documents, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain
 from regard.plan.tiling import schedule
 from tests.conformance import CASES
 from tests.expressions import masks
@@ -115,6 +115,17 @@ def test_what_is_hidden_reaches_nothing_and_what_is_seen_reaches_its_rows(poison
     if math.isnan(poison):
         assert dq[0, 0, 145].isnan().all()
         assert dk[0, 0, 20].isnan().all()
+
+
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
+    q, k, v = (torch.randn(1, 2, 260, 16) for _ in range(3))
+    pads = torch.zeros(1, 1, 260, 260)
+    pads[..., :200] = -torch.inf  # more than a block of keys
+    pads[:, :, 7] = -torch.inf  # a row that sees nothing
+    case = Case(q, k, v, {"bias": TensorBias(pads)})
+    found, truth = differentiated(case, "triton"), differentiated(case, "reference64")
+    assert all(worst(a, b) <= 5e-6 for a, b in zip(found[:4], truth[:4], strict=True))
+    assert (found[0][:, :, 7] == 0).all()
 
 
 def test_a_gradient_that_is_not_finite_reaches_only_what_its_row_sees():

@@ -24,9 +24,10 @@ def test_every_kernel_fits_the_chip(chip: str):
         name = f"{found['variant']} on {chip}"
         assert found["shared"] <= CHIPS[chip][3], name
         assert found["products"] > 0, name
-        assert found["copies"] > 0, name
-        plain = len(found["variant"].split()) == 3
-        assert found["stack"] <= (64 if plain else 256) or chip == "gfx942", name
+        kernel, *more = found["variant"].split()
+        assert found["copies"] > 0 or len(more) > 2, name  # with biases, some chips have room for one block only
+        most = 512 if kernel == "span" else 64 if len(more) == 2 else 256  # codes and extras have no tuned blocks
+        assert found["stack"] <= most or chip == "gfx942", name
 
 
 def compiled(chip: str) -> list[dict[str, Any]]:

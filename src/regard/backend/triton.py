@@ -22,7 +22,7 @@ from regard.backend.contract import Backend, Kernel
 from regard.describe.bias import TensorBias
 from regard.gpu.call import Call, Inputs
 from regard.plan.distance import by_distance, kept_by_distance
-from regard.plan.lower import Lowering, add_biases, gather, pack, prepare_score
+from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
@@ -31,13 +31,29 @@ LARGEST_DIM = 256
 """Of a head: the accumulators of a tile of queries must fit in registers."""
 
 
+MOST_ROWS = 64
+"""Query rows of a key head, its heads times the queries, up to which keys are read where they are stored."""
+
+
+def is_decoding(problem: Problem) -> bool:
+    """Whether it has few query rows, and nothing that the kernels of decoding lack."""
+    p = problem
+    few = p.queries * p.heads <= MOST_ROWS * p.kv_heads
+    return few and not p.grad and not p.dropout and p.score is None
+
+
+def gather_unless_decoding(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
+    """`gather`, unless the kernels of decoding read what is stored."""
+    return (problem, None) if is_decoding(problem) and tiles.maps[1] == 1 else gather(problem, tiles)
+
+
 @dataclass(frozen=True)
 class Triton(Backend):
     """Kernels in Triton."""
 
     name: str = "triton"
     tile: int = 128
-    lowerings: tuple[Lowering, ...] = (gather, prepare_score, pack, add_biases)
+    lowerings: tuple[Lowering, ...] = (gather_unless_decoding, turn, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -77,6 +93,7 @@ class _Kernel:
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
+        self.decodes = is_decoding(problem) and schedule.maps[1] == 1
 
     def __call__(self, operands: Operands) -> State:
         return self._state(operands, None)
@@ -92,6 +109,14 @@ class _Kernel:
         inputs = self._inputs(operands)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if p.dropout else 0
         call = Call(self.schedule, p.scale, p.softcap, p.dropout, seed)
+        if self.decodes:
+            from regard.gpu.few_rows import decode
+
+            found = decode(call, inputs, operands.stored)
+            if found is not None:
+                return State(*found)
+        if operands.stored is not None:
+            inputs = self._inputs(gathered(operands))
         if not p.grad:
             return State(*run(call, inputs))
         return State(*cast("tuple[Tensor, Tensor]", _Attention.apply(call, state, *inputs)))

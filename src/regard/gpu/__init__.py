@@ -1,5 +1,6 @@
 """Kernels for GPUs, in Triton, and what starts them: the GPU's counterpart of `native/`. Only this room imports Triton.
 
-`forward.py` and `backward.py` have the kernels, and `scores.py` what both need; `tables.py` puts the schedule into the
-memory of the device; `launch.py` cuts a call into programs and starts them.
+`forward.py`, `backward.py` and `decode.py` have the kernels, and `scores.py` what they need; `tables.py` puts the
+schedule into the memory of the device; `launch.py` cuts a call into programs and starts them, `few_rows.py` those of
+decoding.
 """

@@ -17,6 +17,7 @@ from regard.gpu.scores import (
     capped,
     dropped,
     is_non_finite,
+    weighed_by,
     with_biases,
 )
 
@@ -67,7 +68,7 @@ def gradient_of_queries(
             rows = rows.to(tl.float32)
             given = given.to(tl.float32)
         at = row.to(tl.int64) * queries + i
-        sums_of = tl.load(total + at, mask=i < queries, other=float("inf")) * LOG2E
+        sums_of = weighed_by(tl.load(total + at, mask=i < queries, other=float("inf")))
         deltas = tl.load(delta + at, mask=i < queries, other=0.0)
         found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
 
@@ -262,7 +263,7 @@ def _keys_step(
         base_dout + i[:, None].to(tl.int64) * dout_token + cv[None, :],
         mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0,
     )  # fmt: skip
-    sums_of = tl.load(base_total + i, mask=i < queries, other=float("inf")) * LOG2E
+    sums_of = weighed_by(tl.load(base_total + i, mask=i < queries, other=float("inf")))
     deltas = tl.load(base_delta + i, mask=i < queries, other=0.0)
     if WIDE:
         q = q.to(tl.float32)

@@ -156,10 +156,7 @@ def _step(
         keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)
         s = tl.where(keep, s, float("-inf"))
     above = tl.maximum(top, tl.max(s, 1))
-    if MASKED:
-        safe = tl.where(above == float("-inf"), 0.0, above)
-    else:
-        safe = above
+    safe = tl.where(above == float("-inf"), 0.0, above)  # all hidden, or a bias of -inf
     weights = tl.exp2(s - safe[:, None])
     shrink = tl.exp2(top - safe)
     total = total * shrink + tl.sum(weights, 1)

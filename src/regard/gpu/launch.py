@@ -1,6 +1,7 @@
 """Starting the GPU kernels: sizes of blocks, strides, and how many programs run."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -100,10 +101,7 @@ def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call."""
     s, (batch, heads, queries, _) = call.schedule, i.q.shape
     kv_heads, keys, v_dim = i.v.shape[1:]
-    by_token = i.q.stride(1) < i.q.stride(2) and queries > 1
-    shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
-    out = torch.empty(shape, dtype=i.q.dtype, device=i.q.device)
-    out = out.transpose(1, 2) if by_token else out
+    out = empty_output(i.q, v_dim)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
     tables, blocks = by_query(s, i.q.device), _blocks(forward_blocks, i)
     launch(
@@ -115,7 +113,19 @@ def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
         *(batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0, *call.drops),
         **constants(call, i, blocks), KEYS=blocks.tokens, SINK=i.sink is not None,
     )  # fmt: skip
-    return out, lse
+    return out.to(i.q.dtype), lse
+
+
+def empty_output(q: Tensor, v_dim: int) -> Tensor:
+    """The memory of an output [batch, heads, queries, v_dim], token by token if q is, else head by head.
+
+    The interpreter truncates float32 to bfloat16, so there it is float32, for torch to round.
+    """
+    batch, heads, queries, _ = q.shape
+    by_token = q.stride(1) < q.stride(2) and queries > 1
+    shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
+    out = torch.empty(shape, dtype=torch.float32 if q.device.type == "cpu" else q.dtype, device=q.device)
+    return out.transpose(1, 2) if by_token else out
 
 
 def gradients(
@@ -132,7 +142,8 @@ def gradients(
         dsink = -(torch.exp(i.sink[:, None] - total) * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
     if dlse is not None:
         delta = delta - (dlse * torch.exp(total - state.lse)).masked_fill(state.lse == -torch.inf, 0.0)
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (i.q, i.k, i.v))
+    wide = torch.float32 if i.q.device.type == "cpu" else i.q.dtype  # as in `empty_output`
+    dq, dk, dv = (torch.empty(t.shape, dtype=wide, device=t.device) for t in (i.q, i.k, i.v))
     ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
     dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
     blocks, key_blocks = _blocks(queries_blocks, i), _blocks(keys_blocks, i)
@@ -157,18 +168,24 @@ def gradients(
         )  # fmt: skip
     if dbias is not None and i.bias is not None:
         dbias = dbias.to(i.bias.dtype)
+    dq, dk, dv = (t.to(i.q.dtype) for t in (dq, dk, dv))
     return dq, dk, dv, dsink, ddistance, dbias
 
 
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Run a kernel of persistent programs over its units, on the device and the stream of its tensors."""
     if device.type == "cpu":
-        with np.errstate(all="ignore"):  # infinite scores are no news
+        with started(device):
             kernel[(min(units, INTERPRETED_PROGRAMS),)](*arguments, **constants)
         return
-    with torch.cuda.device(device):
+    with started(device):
         programs = min(units, 2 * _properties(device).multi_processor_count)  # one computes while the other waits
         kernel[(programs,)](*arguments, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
+
+
+def started(device: torch.device) -> AbstractContextManager[Any]:
+    """Where a kernel is started: on the device of its tensors; on a CPU without numpy's warnings of infinite scores."""
+    return np.errstate(all="ignore") if device.type == "cpu" else torch.cuda.device(device)
 
 
 def constants(call: Call, i: Inputs, blocks: Blocks) -> dict[str, Any]:

@@ -67,6 +67,12 @@ def is_non_finite(x):
 
 
 @triton.jit
+def weighed_by(total):
+    """The log-sum-exp of rows in base 2, by which weights are computed again; inf for rows whose weights are all 0."""
+    return tl.where(total == float("-inf"), float("inf"), total * LOG2E)
+
+
+@triton.jit
 def mixed(x):
     """32 bits mixed (Wellons' lowbias32), as in native/dropout.h."""
     x ^= x >> 16

@@ -37,6 +37,38 @@ def by_key(schedule: Schedule, device: torch.device) -> Tables:
     return _kept(schedule, device, of_keys=True)
 
 
+class Tiles(NamedTuple):
+    """The tiles of a call whose queries are one tile.
+
+    Attributes:
+        kinds: int32 [maps, key tiles]: -2 hidden, -1 all kept, else the pattern.
+        words: as in `Tables`.
+        masked: whether anything is hidden.
+    """
+
+    kinds: Tensor
+    words: Tensor
+    masked: bool
+
+
+def by_tile(schedule: Schedule, device: torch.device) -> Tiles:
+    """What each key tile is, for a schedule of one tile of queries."""
+    of_schedule = _tiles.setdefault(schedule, {})
+    if device not in of_schedule:
+        across = -(-schedule.keys // schedule.tile)
+        kinds = np.full((len(schedule.run_start) - 1, across), -2, dtype=np.int32)
+        for row, line in enumerate(kinds):
+            for run in schedule.runs(row):
+                line[run.start // schedule.tile : -(-run.stop // schedule.tile)] = -1
+            for patch in schedule.patches(row):
+                line[patch.start // schedule.tile] = patch.pattern
+        whole = not (kinds != -1).any()
+        of_schedule[device] = Tiles(_on(device, kinds), _words(schedule, of_keys=False).to(device), not whole)
+    return of_schedule[device]
+
+
+_tiles: "WeakKeyDictionary[Schedule, dict[torch.device, Tiles]]" = WeakKeyDictionary()
+
 _made: "WeakKeyDictionary[Schedule, dict[tuple[torch.device, bool], Tables]]" = WeakKeyDictionary()
 
 

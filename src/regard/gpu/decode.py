@@ -1,0 +1,214 @@
+# pyright: basic
+"""The kernels of decoding on GPUs: few query rows, many keys, which are read where they are stored.
+
+A program computes one span of 1,024 keys for the query heads that share a key head, so that a long cache keeps all
+multiprocessors busy with a single sequence (flash-decoding). Spans are counted from where a part of the storage begins,
+whatever the batch and the chip, and `merge` adds them in order: a row has the same bits in every batch.
+
+Keys and values are plain or codes (`storage/codec.py`), contiguous or in pages. A decoded element is
+`code * scale + zero_point` in float32, rounded to the type of the call, as on a CPU.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.gpu.scores import LOG2E, capped, is_non_finite, with_biases
+
+
+@triton.jit
+def span(
+    q, out, lse,
+    k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
+    v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
+    q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
+    begins, ends, begin, tokens, tiles, key_tiles, words,
+    batch, heads, queries, keys, spans, first_span, scale, softcap,
+    k_first, k_page_tokens, k_group, v_first, v_page_tokens, v_group,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_TABLE: tl.constexpr, V_TABLE: tl.constexpr,
+    K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
+    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [spans, batch, heads, queries, v_dim] and lse [spans, batch, heads, queries] of one part, float32, base 2.
+
+    Args:
+        begins, ends: per batch row the index of the part's first key and one past its last; if not RAGGED, all are
+            `begin` and `begin + tokens`.
+        tiles: for each map and key tile -2 if hidden, -1 if all is kept, else its pattern.
+    """
+    of = tl.program_id(0)
+    g = tl.program_id(1)
+    b = tl.program_id(2)
+    r = tl.arange(0, ROWS)
+    h = g * GROUP + r // queries
+    i = r % queries
+    real = r < GROUP * queries
+    c = tl.arange(0, DIM_PADDED)
+    cv = tl.arange(0, V_DIM_PADDED)
+    b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+    q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None] * q_token + c[None, :]
+    rows = tl.load(q_at, mask=real[:, None] & (c[None, :] < DIM), other=0.0)
+    dtype = rows.dtype
+    if WIDE:
+        rows = rows.to(tl.float32)
+    start = begin
+    stop = begin + tokens
+    if RAGGED:
+        start = tl.load(begins + b).to(tl.int32)
+        stop = tl.load(ends + b).to(tl.int32)
+    base_distance = distance + h64[:, None] * distance_head if DISTANCE else distance
+    base_bias = bias + b64 * bias_batch + h64[:, None] * bias_head if BIAS else bias
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
+    for t0 in range(of * SPAN, tl.minimum((of + 1) * SPAN, stop - start), KEYS):
+        t = t0 + tl.arange(0, KEYS)
+        j = start + t
+        there = j < stop
+        keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
+        wide_k = _keys(
+            k + keys_at[None, :] * k_page + g64 * k_head, key_places, k_token, k_unit, c, there,
+            k_scale + keys_at * k_scale_page + g64 * k_scale_head, k_zero + keys_at * k_scale_page + g64 * k_scale_head,
+            k_scale_token, k_group, DIM, K_KIND, K_PER_TOKEN,
+        )  # fmt: skip
+        values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
+        wide_v = _values(
+            v + values_at * v_page + g64 * v_head + value_places * v_token, cv, there,
+            v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
+            v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
+            v_group, V_DIM, V_KIND,
+        )  # fmt: skip
+        of_k = wide_k.to(dtype)
+        of_v = wide_v.to(dtype)
+        if WIDE:
+            of_k = of_k.to(tl.float32)
+            of_v = of_v.to(tl.float32)
+        s = capped(tl.dot(rows, of_k, input_precision=PRECISION), scale, softcap, SOFTCAP)
+        s = LOG2E * with_biases(
+            s, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
+        )
+        keep = there[None, :] & real[:, None]
+        if MASKED:
+            kind = tl.load(tiles + (b if MAPS_BATCH else 0) * key_tiles + j // TILE, mask=there, other=-2)
+            at = words + (tl.maximum(kind, 0)[None, :] * TILE + i[:, None]) * (TILE // 64) + (j % TILE // 64)[None, :]
+            word = tl.load(at, mask=(kind >= 0)[None, :] & real[:, None], other=-1)
+            keep = keep & (kind > -2)[None, :] & ((word >> (j % 64)[None, :]) & 1 != 0)
+        s = tl.where(keep, s, float("-inf"))
+        above = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        bad = is_non_finite(of_v)
+        sums = sums * shrink[:, None]
+        if tl.max(bad.to(tl.int32)) > 0:  # key by key, so that only rows that see it get it
+            for n in range(KEYS):
+                one = tl.arange(0, KEYS) == n
+                row = tl.sum(tl.where(one[:, None] & bad, of_v.to(tl.float32), 0.0), 0)
+                seen = tl.max((keep & one[None, :]).to(tl.int32), 1) > 0
+                sums += tl.where(seen[:, None] & is_non_finite(row)[None, :], row[None, :], 0.0)
+        of_v = tl.where(bad, 0.0, of_v)
+        sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
+        top = above
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    at = (((first_span + of).to(tl.int64) * batch + b) * heads + h) * queries + i
+    tl.store(lse + at, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=real)
+    tl.store(out + at[:, None] * V_DIM + cv[None, :], sums / total[:, None], mask=real[:, None] & (cv[None, :] < V_DIM))
+
+
+@triton.jit
+def _placed(slot, page_tokens, table, b, row, TABLE: tl.constexpr, there):
+    """(page, place in the page) of slots."""
+    page = slot // page_tokens
+    if TABLE:
+        found = tl.load(table + b * row + page, mask=there, other=0).to(tl.int64)
+    else:
+        found = b + 0 * page
+    return found, (slot - page * page_tokens).to(tl.int64)
+
+
+@triton.jit
+def _decoded(codes, KIND: tl.constexpr):
+    """Codes as float32. The bits of an e4m3 number, moved, are those of a float16 that is 256 times smaller."""
+    if KIND == "int8":
+        return codes.to(tl.int8, bitcast=True).to(tl.float32)
+    if KIND == "fp8":
+        wide = codes.to(tl.int16)
+        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def _keys(
+    base, place, token, unit, c, there, scale, zero, scale_token, group,
+    DIM: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Keys [dim, keys] as float32; codes have 16 tokens of a channel side by side."""
+    mask = there[None, :] & (c[:, None] < DIM)
+    if KIND == "plain":
+        return tl.load(base + place[None, :] * token + c[:, None], mask=mask, other=0.0).to(tl.float32)
+    of = c // 2 if KIND == "int4" else c
+    codes = tl.load(
+        base + (place // 16)[None, :] * token + of[:, None] * unit + (place % 16)[None, :], mask=mask, other=0
+    )
+    if KIND == "int4":
+        codes = (codes >> ((c % 2) * 4).to(tl.uint8)[:, None]) & 15
+    if PER_TOKEN:
+        at = (place * scale_token)[None, :]
+    else:
+        at = (place // group * scale_token)[None, :] + c[:, None]
+    found = _decoded(codes, KIND) * tl.load(scale[None, :] + at, mask=mask, other=0.0).to(tl.float32)
+    if KIND == "int4":
+        found += tl.load(zero[None, :] + at, mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _values(base, cv, there, scale, zero, group, V_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Values [keys, dim] as float32; codes of int4 have channel c in the low and 16 + c in the high half of a byte."""
+    mask = there[:, None] & (cv[None, :] < V_DIM)
+    if KIND == "plain":
+        return tl.load(base[:, None] + cv[None, :], mask=mask, other=0.0).to(tl.float32)
+    unit = cv // 32 * 16 + cv % 16 if KIND == "int4" else cv
+    codes = tl.load(base[:, None] + unit[None, :], mask=mask, other=0)
+    if KIND == "int4":
+        codes = (codes >> (cv % 32 // 16 * 4).to(tl.uint8)[None, :]) & 15
+    at = cv[None, :] // group
+    found = _decoded(codes, KIND) * tl.load(scale[:, None] + at, mask=mask, other=0.0).to(tl.float32)
+    if KIND == "int4":
+        found += tl.load(zero[:, None] + at, mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def merge(
+    parts, part_lse, out, lse, sink, rows, heads, queries, spans, out_batch, out_head, out_token,
+    V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """out and lse (natural logarithm) of a row from its spans, in their order; a sink takes its share of out."""
+    row = tl.program_id(0).to(tl.int64)
+    cv = tl.arange(0, V_DIM_PADDED)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    sums = tl.zeros([V_DIM_PADDED], tl.float32)
+    for n in range(spans):
+        at = tl.cast(n, tl.int64) * rows + row
+        one = tl.load(part_lse + at)
+        if one != float("-inf"):  # also NaN
+            above = tl.maximum(top, one)
+            shrink = tl.exp2(top - above)
+            weight = tl.exp2(one - above)
+            total = total * shrink + weight
+            values = tl.load(parts + at * V_DIM + cv, mask=cv < V_DIM, other=0.0)
+            sums = sums * shrink + weight * values
+            top = above
+    h = row // queries % heads
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    tl.store(lse + row, tl.where(empty, float("-inf"), (top + tl.log2(total)) / LOG2E))
+    if SINK:
+        total += tl.where(empty, 0.0, tl.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - top))
+    into = out + row // queries // heads * out_batch + h * out_head + row % queries * out_token
+    tl.store(into + cv, (sums / total).to(out.dtype.element_ty), mask=cv < V_DIM)

@@ -1,0 +1,131 @@
+"""Decoding on a GPU: starts the kernels of `decode.py`, one for each part of the storage and one that merges."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.gpu.call import Call, Inputs
+from regard.gpu.decode import merge, span
+from regard.gpu.launch import biases, empty_output, padded, precision, started
+from regard.gpu.tables import by_tile
+from regard.storage.stored import Part, StoredTensor
+
+SPAN = 1024
+"""Keys of a program."""
+
+KEYS = 32
+"""Keys computed at once."""
+
+
+class _Pair(NamedTuple):
+    """A part of the keys and the same tokens of the values."""
+
+    k: Part
+    v: Part
+    begin: int  # of its first key
+    begins: Tensor | None  # int64 [batch], where rows differ
+    ends: Tensor | None
+
+
+def decode(call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | None) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call of few query rows; None if keys and values are stored in different parts."""
+    k, v = stored or (StoredTensor.of(i.k), StoredTensor.of(i.v))
+    pairs = _pairs(k, v)
+    if pairs is None:
+        return None
+    (batch, heads, queries, _), v_dim = i.q.shape, v.shape[3]
+    spans = [max(1, -(-pair.k.tokens // SPAN)) for pair in pairs]
+    device = i.q.device
+    parts = torch.empty(sum(spans), batch, heads, queries, v_dim, dtype=torch.float32, device=device)
+    part_lse = torch.empty(sum(spans), batch, heads, queries, dtype=torch.float32, device=device)
+    first = 0
+    for pair, count in zip(pairs, spans, strict=True):
+        _run(call, i, pair, (k.shape, v.shape), (parts, part_lse), count, first)
+        first += count
+    out = empty_output(i.q, v_dim)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    rows = batch * heads * queries
+    with started(device):
+        merge[(rows,)](
+            parts, part_lse, out, lse, lse if i.sink is None else i.sink, rows, heads, queries, sum(spans),
+            *out.stride()[:3], V_DIM=v_dim, V_DIM_PADDED=padded(v_dim), SINK=i.sink is not None,
+        )  # fmt: skip
+    return out.to(i.q.dtype), lse
+
+
+def _pairs(k: StoredTensor, v: StoredTensor) -> list[_Pair] | None:
+    """The parts, without empty ones; None if the kernels do not read them."""
+    if len(k.parts) != len(v.parts) or not all(map(_is_readable, k.parts, v.parts)):
+        return None
+    return list(_listed(k, v))
+
+
+def _is_readable(k: Part, v: Part) -> bool:
+    """Whether two parts hold the same tokens, keys 16 tokens side by side where they are codes, values by token."""
+    same = k.tokens == v.tokens and (k.row_ends is None) == (v.row_ends is None)
+    layout = k.tiled == (k.kind != "plain") and not v.tiled
+    return same and layout and all(map(_is_contiguous, (k, v)))
+
+
+def _is_contiguous(part: Part) -> bool:
+    tables = [t for t in (part.data, part.scale, part.zero_point, part.table) if t is not None]
+    alike = part.zero_point is None or part.scale is None or part.zero_point.stride() == part.scale.stride()
+    return alike and all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in tables)
+
+
+def _listed(k: StoredTensor, v: StoredTensor) -> Iterator[_Pair]:
+    begin, begins = 0, None
+    for a, b in zip(k.parts, v.parts, strict=True):
+        ends = a.row_ends if a.row_ends is not None else None if begins is None else begins + a.tokens
+        if ends is not None and begins is None:
+            begins = torch.full_like(ends, begin)
+        if a.tokens:
+            yield _Pair(a, b, begin, begins, ends)
+        begin, begins = begin + a.tokens, ends
+
+
+def _run(
+    call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor], spans: int, first: int
+) -> None:
+    """One part."""
+    (batch, heads, queries, dim), (_, kv_heads, keys, _), v_dim = i.q.shape, shapes[0], shapes[1][3]
+    k, v, tiles = pair.k, pair.v, by_tile(call.schedule, i.q.device)
+    nothing = into[1]
+    wide = i.q.dtype == torch.float32 or i.q.device.type == "cpu"
+    group = heads // kv_heads
+    with started(i.q.device):
+        span[(spans, kv_heads, batch)](
+            i.q, *into, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
+            nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
+            pair.begin, k.tokens, tiles.kinds, tiles.kinds.shape[1], tiles.words,
+            batch, heads, queries, keys, spans, first, call.scale, call.softcap or 0.0,
+            k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
+            GROUP=group, ROWS=padded(group * queries), KEYS=KEYS, SPAN=SPAN, TILE=call.schedule.tile,
+            DIM=dim, DIM_PADDED=padded(dim), V_DIM=v_dim, V_DIM_PADDED=padded(v_dim),
+            K_KIND=k.kind, V_KIND=v.kind, K_TABLE=k.table is not None, V_TABLE=v.table is not None,
+            K_PER_TOKEN=k.per_token, RAGGED=pair.ends is not None, MASKED=tiles.masked,
+            MAPS_BATCH=call.schedule.maps[0] > 1, SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None,
+            BIAS=i.bias is not None, WIDE=wide, PRECISION=precision(i.q),
+        )  # fmt: skip
+
+
+def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:
+    """Addresses and strides of keys: tokens of plain ones, 16 tokens and units of codes."""
+    data, scale = part.data, part.scale
+    unit = data.stride(3) if part.tiled else 1
+    steps = (0, 0, 0) if scale is None else scale.stride()[:3]
+    scales = (nothing if scale is None else scale, nothing if part.zero_point is None else part.zero_point)
+    return data, *data.stride()[:3], unit, *scales, *steps, *_table(part, nothing)
+
+
+def _values(part: Part, nothing: Tensor) -> tuple[Any, ...]:
+    data, scale = part.data, part.scale
+    steps = (0, 0, 0) if scale is None else scale.stride()[:3]
+    scales = (nothing if scale is None else scale, nothing if part.zero_point is None else part.zero_point)
+    return data, *data.stride()[:3], *scales, *steps, *_table(part, nothing)
+
+
+def _table(part: Part, nothing: Tensor) -> tuple[Tensor, int]:
+    return (nothing, 0) if part.table is None else (part.table, part.table.stride(0))
