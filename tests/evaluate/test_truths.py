@@ -3,6 +3,7 @@
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import dataclasses
+import json
 import math
 import re
 
@@ -11,7 +12,9 @@ import torch
 
 from regard.errors import ProblemError
 from regard.evaluate import TASKS, KeyValues, Needle, Passkey, Recall, Tokenizer, as_model, evaluate, task_of
+from regard.evaluate.intervals import wilson
 from regard.evaluate.picture import picture
+from regard.evaluate.results import percent
 
 BYTES = 256
 GRID = {"depths": (0.0, 0.4, 1.0), "samples": 3}
@@ -133,6 +136,22 @@ def test_several_lengths_are_separate_and_no_token_counts_twice(name, options, b
     assert content["lengths"] == [{"length": 128, "loss": [*short.loss]}, {"length": 256, "loss": [*long.loss]}]
     assert both.rows() == [long.rows()[0], short.rows()[-1], *long.rows()[1:]]
     assert picture([("", both)]) == picture([("", long)])
+
+
+def test_an_interval_is_within_0_and_1():
+    for count in range(1, 60):
+        for small in (1e-300, 1e-20, 1e-16, 1e-12):
+            low, high = wilson(small, count), wilson(count - small, count)
+            assert 0 <= low.low <= low.value <= low.high <= 1
+            assert 0 <= high.low <= high.value <= high.high <= 1
+            assert percent(low).startswith("0 % (0 to ")
+
+
+def test_results_are_json_without_infinities(book):
+    """One passage gives no interval."""
+    content = evaluate(task_of("stream", haystack=book, lengths=(256,), samples=1), uneven).as_dict()
+    assert content["loss"][1:] == [None, None]
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
 
 
 @pytest.mark.parametrize("window", [400, 600])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from regard import ProblemError, RefusalError, attend
+from regard import Documents, KeyLengths, Mask, Prefix, ProblemError, RefusalError, TensorMask, attend
 from regard.nn import Decoder
-from regard.parallel import context_parallel
+from regard.parallel import context_parallel, ring_attend, ulysses_attend
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +73,23 @@ def test_tokens_without_a_batch_are_named():
             Decoder(19, 32, layers=1, heads=4)(torch.arange(5))
         with cp.sequence(5):
             pass
+
+
+@pytest.mark.parametrize("function", [ring_attend, ulysses_attend])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Prefix(torch.zeros(0, dtype=torch.long)),
+        KeyLengths(torch.zeros(0, dtype=torch.long)),
+        Documents(torch.zeros(0, 6, dtype=torch.long)),
+        TensorMask(torch.ones(0, 1, 6, 6, dtype=torch.bool)),
+    ],
+)
+def test_an_empty_batch_with_a_mask_per_row_gives_the_empty_output_and_gradients(
+    function: Callable[..., Tensor], mask: Mask
+):
+    q = torch.randn(0, 2, 6, 8, requires_grad=True)
+    out = function(q, q, q, mask=mask)
+    assert out.shape == attend(q, q, q, mask=mask).shape
+    out.sum().backward()
+    assert q.grad is not None

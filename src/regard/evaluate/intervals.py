@@ -36,7 +36,8 @@ def wilson(right: float, count: int) -> Interval:
     share, z2 = right / count, Z * Z / count
     middle = (share + z2 / 2) / (1 + z2)
     half = Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
-    return Interval(share, 0.0 if not right else middle - half, 1.0 if right == count else middle + half)
+    low, high = min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))  # rounding crosses these
+    return Interval(share, 0.0 if not right else low, 1.0 if right == count else high)
 
 
 def drawn(*columns: Floats, of: Callable[..., Floats], draws: int = 10_000) -> Interval:

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from regard.evaluate import loss_results
 from regard.evaluate.intervals import Interval, wilson
@@ -93,7 +93,10 @@ class Results:
         return perplexity(self.loss)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """All of it for JSON, which has no infinity: None for a loss or a bound that is unknown or infinite."""
+        return json_values(self._content())
+
+    def _content(self) -> dict[str, Any]:
         content: dict[str, Any] = {"settings": self.settings, "about": self.about, "examples": len(self.records)}
         if self.is_loss:
             whole = longest(self.records)
@@ -134,6 +137,19 @@ class Results:
         ]
         by_column = [percent(each.score) for each in self.along(column_axis)]
         return [head, *body, ["all", *by_column, percent(self.score)]]
+
+
+def json_values(content: Any) -> Any:
+    """The content with None for NaN and infinities.
+
+    >>> json_values({"loss": (1.0, -math.inf, math.nan)})
+    {'loss': [1.0, None, None]}
+    """
+    if isinstance(content, dict):
+        return {key: json_values(value) for key, value in cast("dict[str, Any]", content).items()}
+    if isinstance(content, list | tuple):
+        return [json_values(value) for value in cast("Sequence[Any]", content)]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def comparison(runs: Sequence[tuple[str, Results]]) -> str:

@@ -172,7 +172,7 @@ def route_of(mask: Mask | None, sizes: CallSizes, queries: Layout, keys: Layout)
     route = _routes.get(key) if cacheable else None
     if route is None:
         maps = (1, 1) if mask is None else mask.broadcast_shape()
-        maps = (sizes.batch if maps[0] > 1 else 1, sizes.heads if maps[1] > 1 else 1)
+        maps = (sizes.batch if maps[0] != 1 else 1, sizes.heads if maps[1] != 1 else 1)
         route = Route(needs_of(mask, queries, keys, sizes.offset, maps))
         if cacheable:
             _routes.put(key, route)

@@ -5,13 +5,13 @@ on every rank. They are sharded by a layout, and the model runs over the tokens 
 `scaled_dot_product_attention`, are rings over all ranks, positions are those in the whole sequence, and so are masks.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from threading import Lock
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -262,18 +262,23 @@ def _ring(request: Request, shard: Shard) -> State:
 
 def _is_checkpointed() -> bool:
     """Whether a reentrant checkpoint, which runs its function without gradients, is among the callers."""
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None
 
 
-UNROUTED: frozenset[Any] = frozenset(
-    {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
-)
+_IN_ONE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+UNROUTED: frozenset[Any] = frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in _IN_ONE)})
 """Functions of torch that compute attention themselves: over the rank's tokens alone."""
 
 FLEX = "torch.nn.attention.flex_attention"
+
+
+def _module_of_caller() -> str | None:
+    """The name of the module that called the function of torch that a mode is asked about."""
+    frame: Any = inspect.currentframe()
+    return frame.f_back.f_back.f_globals.get("__name__")
 
 
 class _TorchAttention(TorchFunctionMode):
@@ -281,7 +286,7 @@ class _TorchAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # flex_attention is a function of Python that no mode is told of; the tensor methods that it calls are seen.
-        if func in UNROUTED or sys._getframe(1).f_globals.get("__name__") == FLEX:
+        if func in UNROUTED or _module_of_caller() == FLEX:
             name = getattr(func, "__name__", "attention") if func in UNROUTED else "flex_attention"
             raise RefusalError(
                 f"torch's {name} in context_parallel: it would attend to this rank's tokens alone"

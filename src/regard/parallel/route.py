@@ -96,7 +96,7 @@ def needs_of(mask: "Mask | None", queries: Layout, keys: Layout, offset: int, ma
         maps: batch rows and heads in which the mask differs.
     """
     needs = np.outer(np.array(queries.counts) > 0, np.array(keys.counts) > 0)
-    if mask is None or not needs.any():
+    if mask is None or not needs.any() or 0 in maps:  # an empty batch has no bounds
         return needs
     rectangles = import_module("regard.describe.mask").Rectangles  # here: costs are counted before torch is loaded
     sees, columns = np.zeros_like(needs), _hulls(keys)
