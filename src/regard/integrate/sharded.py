@@ -9,6 +9,7 @@ is refused, as are arguments whose meaning depends on all tokens.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.masking_utils import find_packed_sequence_indices
 
 from regard.describe.mask import Mask
@@ -132,16 +139,17 @@ def _read(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
     if whole is None:
         raise ProblemError(f"{type(model).__name__} in context_parallel: expected input_ids or inputs_embeds.")
     positions = given.pop("position_ids", None)
-    numbers = torch.arange(whole.shape[1], device=whole.device) if positions is None else positions
+    mask = given.pop("attention_mask", None)
+    padding = _padding(mask, whole)
+    numbers = _positions(model, tokens.get("input_ids"), whole, padding) if positions is None else positions
     if positions is None or positions.ndim in (1, 2):
         numbers = numbers.expand(whole.shape[0], -1)
-    mask = given.pop("attention_mask", None)
     parameters = inspect.signature(model.forward).parameters
     is_packed = mask is None and positions is not None and not _caches(model, given)
     found = _Inputs(
         tokens=tokens,
         positions=numbers,
-        padding=_padding(mask, whole),
+        padding=padding,
         documents=find_packed_sequence_indices(numbers) if is_packed else None,
         labels=_next_tokens(given.pop("labels", None), given.pop("shift_labels", None)),
         items=given.pop("num_items_in_batch", None),
@@ -150,6 +158,27 @@ def _read(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
     )
     _check_arguments(model, found, given)
     return found
+
+
+def _positions(model: Any, ids: Tensor | None, whole: Tensor, padding: Tensor | None) -> Tensor:
+    """The positions that the model gives to the whole sequence, where a call has none."""
+    first = _first_position(model)
+    if first and ids is not None:  # tokens of padding are known by their id, and all have the position before
+        is_token = ids.ne(first - 1).long()
+        return is_token.cumsum(1) * is_token + first - 1
+    if padding is not None and model.config.model_type == "opt":
+        return padding.long().cumsum(1) * padding - 1
+    return torch.arange(first, first + whole.shape[1], device=whole.device)
+
+
+def _first_position(model: Any) -> int:
+    """The position of the first token: 0, or the one after the id of padding (RoBERTa and its relatives)."""
+    by_ids, by_sizes = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
+    for module in model.modules():
+        counts = hasattr(module, by_ids) or hasattr(sys.modules[type(module).__module__], by_ids)
+        if counts and hasattr(module, by_sizes) and hasattr(module, "position_embeddings"):
+            return module.padding_idx + 1
+    return 0
 
 
 def _caches(model: Any, given: dict[str, Any]) -> bool:
@@ -200,11 +229,24 @@ def _masks(tokens: int, inputs: _Inputs) -> Callable[..., Any]:
         _check_function(function, inputs)
         request = MaskRequest(function, batch, tokens, tokens, 0, 0, inputs.padding, by_vmap, device)
         mask = to_mask(request)
-        if inputs.documents is not None:
+        if inputs.documents is not None and _masks_get_positions():
             mask = Documents(inputs.documents) if mask is None else mask & Documents(inputs.documents)
         return LayerMask(mask, (batch, 1, queries, keys), 0, device, padding)
 
     return make
+
+
+def _masks_get_positions() -> bool:
+    """Whether the model passes positions to transformers' function of masks, which then looks for packed sequences.
+
+    Some models do not (OPT, GPT-OSS, ModernBERT): in one process their tokens see those of the other sequences.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == masking_utils.__name__ and frame.f_code.co_name.startswith("create_"):
+            return frame.f_locals.get("position_ids") is not None
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -270,6 +312,10 @@ def _check_arguments(model: Any, inputs: _Inputs, given: dict[str, Any]) -> None
         raise _refusal(name, "labels: the loss of a causal language model is known, and this one's is another")
     if inputs.padding is not None and getattr(model.config, "attention_chunk_size", None) is not None:
         raise _refusal(name, "its chunks begin at the first token that is no padding; leave attention_mask out")
+    if inputs.documents is not None and getattr(model.config, "attention_chunk_size", None) is not None:
+        raise _refusal(name, "packed sequences: its chunks begin at the first token of each of them")
+    if any(getattr(module, "token_dropout", False) for module in model.modules()):
+        raise _refusal(name, "token_dropout: its embeddings are scaled by the share of masked tokens in the sequence")
     if inputs.positions.ndim != 2:
         raise _refusal(name, f"position_ids {list(inputs.positions.shape)}: expected [batch, tokens]")
 
