@@ -81,7 +81,10 @@ SETTINGS = {
 """Settings beside the defaults, so that a family is also compared with what its defaults leave out."""
 
 FORMS = [
+    ("beam", {"attention_bias": True, "num_hidden_layers": 4}),
     ("bert", {"is_decoder": True}),
+    ("bert-generation", {"is_decoder": True}),
+    ("bert-generation", {"is_decoder": True, "tie_word_embeddings": False}),
     ("cohere", {"use_qk_norm": True}),
     ("deepseek_v2", {"q_lora_rank": None}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
@@ -94,6 +97,11 @@ FORMS = [
     ("granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 512}),
     ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 16}),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "moe"]}),
+    ("modernbert", {"norm_bias": True}),
+    ("modernbert-decoder", {"norm_bias": True, "classifier_bias": True, "decoder_bias": False}),
+    ("nemotron_h", {"attention_bias": True, "layers_block_type": ["full_attention", "mlp"]}),
+    ("opt", {"enable_bias": False}),
+    ("opt", {"layer_norm_elementwise_affine": False}),
     ("olmo2", {"num_key_value_heads": 8, "attention_bias": True}),
     ("persimmon", {"qk_layernorm": False}),
     ("phi", {"qk_layernorm": True}),
@@ -114,7 +122,7 @@ def make(family, **settings):
     config = auto.configuration_auto.CONFIG_MAPPING[family](**{**NEEDED.get(family, {}), **settings})
     text = getattr(config, "text_config", None)
     kind = auto.AutoModelForCausalLM
-    if family in ENCODERS:
+    if family in ENCODERS and not (family == "bert-generation" and settings.get("is_decoder")):
         kind = auto.AutoModel
     elif family == "whisper":
         kind = auto.AutoModelForSpeechSeq2Seq
@@ -249,6 +257,8 @@ def test_sizes_of_recurrent_layers_are_checked():
 def test_embeddings_of_another_width_are_refused():
     with pytest.raises(ProblemError, match="word_embed_proj_dim is 512 and hidden_size 1024"):
         from_config("opt-350m", {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512})
+    with pytest.raises(ProblemError, match="moe_latent_size is 64: experts of another width"):
+        from_config("m", {"model_type": "nemotron_h", "layers_block_type": ["moe"], "moe_latent_size": 64})
 
 
 def test_automatic_sizes_are_computed():

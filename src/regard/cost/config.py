@@ -312,6 +312,17 @@ def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) 
             f"word_embed_proj_dim is {config['word_embed_proj_dim']} and hidden_size {fields.get('d_model')}: "
             "embeddings of another width than the layers are not counted."
         )
+    if family == "opt":
+        if not config.get("enable_bias", True):
+            fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = False
+        if not config.get("layer_norm_elementwise_affine", True):
+            fields["norm_weights"] = 0
+    if family == "bert-generation" and config.get("is_decoder"):
+        fields["causal"] = fields["has_output"] = True
+    if family == "nemotron_h" and config.get("moe_latent_size"):
+        raise ProblemError(
+            f"moe_latent_size is {config['moe_latent_size']}: experts of another width than the layers are not counted."
+        )
     if family == "stablelm" and config.get("use_parallel_residual"):
         fields["norms"] = 1
     if "kv_rank" in fields:
