@@ -122,13 +122,11 @@ def test_a_word_is_known_by_the_element_of_a_tensor_that_was_expanded(dtype: tor
 def test_a_mask_never_gets_the_fingerprint_of_another_whose_parts_are_gone():
     """Addresses of fingerprints are used again when their owners are gone; more masks than are kept make them go."""
     early = [Window(n) for n in range(5, 25)]
-    for mask in early:
-        mask.constant()
+    assert all(mask.constant() for mask in early)
     for n in [*range(100, 1400), *range(5, 25)]:
         (Window(n) | Prefix(1)).constant()
-    for mask in early:
-        (mask | Prefix(1)).constant()
-    del early, mask
+    assert all((mask | Prefix(1)).constant() for mask in early)
+    del early
     for n in range(25, 45):
         found = (Window(n) | Prefix(1)).constant()
         assert str(found) == f"Window(left={n}) | Prefix(size=1)"

@@ -130,7 +130,7 @@ class _Kernel:
         self.like: Like | None = None
 
     def __call__(self, operands: Operands) -> State:
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] - it is documented
             raise RefusalError(UNTRACEABLE)
         if self.problem.grad:
             return self._differentiable(operands, None)

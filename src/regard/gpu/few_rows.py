@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.gpu import decode as kernels
 from regard.gpu.call import Call, Inputs
-from regard.gpu.decode import merge, span
 from regard.gpu.launch import biases, empty_output, padded, precision, started
 from regard.gpu.tables import by_tile
 from regard.storage.stored import Part, StoredTensor
@@ -17,6 +17,10 @@ SPAN = 1024
 
 KEYS = 32
 """Keys computed at once."""
+
+
+_SPAN: Any = kernels.span
+_MERGE: Any = kernels.merge
 
 
 class _Pair(NamedTuple):
@@ -48,7 +52,7 @@ def decode(call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | No
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     rows = batch * heads * queries
     with started(device):
-        merge[(rows,)](
+        _MERGE[(rows,)](
             parts, part_lse, out, lse, lse if i.sink is None else i.sink, rows, heads, queries, sum(spans),
             *out.stride()[:3], V_DIM=v_dim, V_DIM_PADDED=padded(v_dim), SINK=i.sink is not None,
         )  # fmt: skip
@@ -96,7 +100,7 @@ def _run(
     wide = i.q.dtype == torch.float32 or i.q.device.type == "cpu"
     group = heads // kv_heads
     with started(i.q.device):
-        span[(spans, kv_heads, batch)](
+        _SPAN[(spans, kv_heads, batch)](
             i.q, *into, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
             nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
             pair.begin, k.tokens, tiles.kinds, tiles.kinds.shape[1], tiles.words,
