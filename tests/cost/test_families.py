@@ -100,6 +100,7 @@ FORMS = [
     ("modernbert", {"norm_bias": True}),
     ("modernbert-decoder", {"norm_bias": True, "classifier_bias": True, "decoder_bias": False}),
     ("nemotron_h", {"attention_bias": True, "layers_block_type": ["full_attention", "mlp"]}),
+    ("opt", {"do_layer_norm_before": False}),
     ("opt", {"enable_bias": False}),
     ("opt", {"layer_norm_elementwise_affine": False}),
     ("olmo2", {"num_key_value_heads": 8, "attention_bias": True}),

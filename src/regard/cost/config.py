@@ -317,6 +317,8 @@ def _add_family(family: str, config: Mapping[str, Any], fields: dict[str, Any]) 
             fields["qkv_bias"] = fields["out_bias"] = fields["mlp_bias"] = False
         if not config.get("layer_norm_elementwise_affine", True):
             fields["norm_weights"] = 0
+        if not config.get("do_layer_norm_before", True):
+            fields["final_norm"] = False
     if family == "bert-generation" and config.get("is_decoder"):
         fields["causal"] = fields["has_output"] = True
     if family == "nemotron_h" and config.get("moe_latent_size"):
