@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What came of it."""
+    """The resources and instructions of a compiled kernel."""
 
     registers: int
     stack: int  # bytes of a thread

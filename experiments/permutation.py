@@ -97,7 +97,7 @@ def measure(seed: int, quick: bool) -> Result:
         "Two qualifications. A causal mask is a source of order of its own: tokens differ in how many they see, so "
         "decoders without positions learn order (Haviv et al. 2022, arXiv:2203.16634). And ALiBi without a causal mask "
         "depends on |q - k| alone: a sequence and its reverse are processed alike (difference "
-        f"{mirror['ALiBi']:.0e}), so what comes first cannot be told; it was proposed for causal models.",
+        f"{mirror['ALiBi']:.0e}), so the order of time is lost; it was proposed for causal models.",
     )
 
 

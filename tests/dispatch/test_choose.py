@@ -199,3 +199,17 @@ def test_queries_that_are_not_finite_are_refused_by_sdpa_only_where_gradients_fl
     assert torch.allclose(out[:, :, 2:], attend(q[:, :, 2:], k, k, mask=Causal(), backend="reference"), atol=1e-6)
     with pytest.raises(RefusalError, match="hold NaN or inf"):
         attend(q, k.requires_grad_(), k, mask=Causal(), backend="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "chosen"),
+    [
+        (torch.bfloat16, 64, "sdpa"),
+        (torch.bfloat16, 512, "flex"),  # torch's fused kernels end at 256 dimensions, and ours, too
+        (torch.float64, 64, "reference"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_torch_is_never_made_to_build_all_scores(dtype: torch.dtype, dim: int, chosen: str):
+    q = torch.empty(1, 2, 64, dim, dtype=dtype, device="meta")
+    assert explain(q, q, q, device="cuda").backend == chosen

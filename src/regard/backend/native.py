@@ -279,7 +279,7 @@ class _Kernel:
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse), differentiated by the library; with a state, that state is what comes out."""
+    """(out, lse), differentiated by the library; with a state, it returns that state."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """torch's fused kernels, for what it computes without building a mask or a bias, and means as we do.
 
 It knows one mask, the causal triangle with its corner at the top left. Everything else it takes only as a full
-[queries, keys] tensor, and computes every hidden pair; so it is asked for nothing else.
+[queries, keys] tensor, and computes every hidden pair, so regard uses it for nothing else.
 
 On CUDA torch chooses among cuDNN's kernel, flash attention and others; they are used where there is no mask. On a CPU
 the kernel is called directly (`aten::_scaled_dot_product_flash_attention_for_cpu`, the same op in torch 2.11 to
@@ -22,10 +22,13 @@ from regard.plan.schedule import Schedule
 from regard.state import State
 from regard.torch_internals import flash_attention_for_cpu
 
+LARGEST_DIM = 256
+"""Of the heads that torch's fused kernels for CUDA compute."""
+
 
 @dataclass(frozen=True)
 class Sdpa(Backend):
-    """torch's fused attention: its kernel for CPUs, and on CUDA what it chooses itself, cuDNN or flash."""
+    """torch's fused attention: its kernel for CPUs, and on CUDA the one that torch chooses."""
 
     name: str = "sdpa"
     tile: int = 128
@@ -40,6 +43,10 @@ class Sdpa(Backend):
             f"it is used on cpu and cuda, and the tensors are on {p.device}": p.device not in ("cpu", "cuda"),
             "on cuda its kernels let NaN and inf of hidden keys through": p.device == "cuda" and p.mask is not None,
             "on cuda it gives no log-sum-exp, which a State and a sink need": p.device == "cuda" and (p.lse or p.sink),
+            "on cuda float64 makes torch build all scores": p.device == "cuda" and p.dtype == torch.float64,
+            f"on cuda heads of more than {LARGEST_DIM} dimensions make torch build all scores": (
+                p.device == "cuda" and p.qk_dim > LARGEST_DIM
+            ),
             f"mask {p.mask} would be built in full, [queries, keys], and every hidden pair computed": not _known(p),
             "a bias would be built in full for every head": p.bias is not None,
             f"the score {p.score} is not known to it": p.score is not None,
@@ -67,7 +74,7 @@ def _run(problem: Problem, operands: Operands) -> State:
         out = F.scaled_dot_product_attention(
             operands.q, operands.k, operands.v, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads
         )
-        return State(out, torch.full(out.shape[:3], torch.nan, device=out.device))  # nobody asked for it
+        return State(out, torch.full(out.shape[:3], torch.nan, device=out.device))  # nobody reads it
     out, lse = flash_attention_for_cpu(operands.q, operands.k, operands.v, 0.0, causal, scale=problem.scale)
     state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), lse)

@@ -146,7 +146,7 @@ class _Kernel:
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse), differentiated by kernels; with a state, that state is what comes out."""
+    """(out, lse), differentiated by kernels; with a state, it returns that state."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, state: State | None, *parts: Tensor | None) -> tuple[Tensor, Tensor]:

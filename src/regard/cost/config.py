@@ -131,7 +131,7 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
 
 
 def _with_defaults(config: Mapping[str, Any], family: str, notes: list[str]) -> Mapping[str, Any]:
-    """The entries with those that are missing: transformers writes only what differs from the defaults of a family."""
+    """The entries, completed by the defaults of the family: transformers writes only those that differ."""
     groups = {each: names for names in NAMES.values() for each in names}  # names of one field
     missing = {
         key: value

@@ -137,7 +137,7 @@ FIRST, LAST, CITIES, WORK = (tuple(each.split()) for each in (_FIRST, _LAST, _CI
 
 
 def invented(by: random.Random, count: int) -> Asked:
-    """Lives of so many people with different names, and the question where one of them was born; no other was there.
+    """Lives of `count` people with different names, and the question where one of them, and no other, was born.
 
     >>> one = invented(random.Random(0), 3)
     >>> one.answers[0] in one.gold.text, any(one.answers[0] in other.text for other in one.others)
@@ -169,7 +169,7 @@ class Recall:
     Attributes:
         vocabulary: keys are the tokens of its first half, values those of the second.
         pairs: numbers of pairs.
-        depths: positions of the pair that is asked for, as shares: 0 is the first pair, 1 the last.
+        depths: positions of the queried pair, as shares of the list: 0 is the first pair, 1 the last.
         samples: examples of each number and position.
     """
 

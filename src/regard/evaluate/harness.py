@@ -77,7 +77,7 @@ def questions_of(task: Any, model: Model, limit: int | None = None) -> list[Ques
     Args:
         task: an `lm_eval.api.task.ConfigurableTask`.
         model: whose tokenizer encodes the prompts.
-        limit: the first so many documents; None: all.
+        limit: the number of documents, from the first on; None: all.
 
     Raises:
         ProblemError: the task does not generate.

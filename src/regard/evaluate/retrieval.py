@@ -80,7 +80,7 @@ class Hidden:
     Attributes:
         prompt: the texts around the haystack.
         needle: the text that is hidden, with its space.
-        answer: the text that is asked for.
+        answer: the expected text.
         chat: whether the prompt is a question in the model's chat template.
     """
 
@@ -153,7 +153,7 @@ class KeyValues:
 
     Attributes:
         pairs: numbers of pairs.
-        depths: positions of the pair that is asked for, as shares: 0 is the first pair, 1 the last.
+        depths: positions of the queried pair, as shares of the list: 0 is the first pair, 1 the last.
         samples: examples of each number and position.
         chat: whether the prompt is a question in the model's chat template.
     """

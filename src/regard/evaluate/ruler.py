@@ -1,6 +1,6 @@
 """RULER's tasks: Hsieh et al. 2024, arXiv:2404.06654. Prompts, counts and scores are those that it publishes.
 
-| task | hidden | asked for |
+| task | hidden | expected |
 |---|---|---|
 | `niah_single_1`, `_2`, `_3` | one number in noise; one in a book; one UUID in a book | its value |
 | `niah_multikey_1`, `_2`, `_3` | four keys in a book; as many as fit, of numbers; of UUIDs | the value of one |
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 
 Make = Callable[[int, random.Random], Text]
-"""Makes a text of so many units (sentences, words) with this generator."""
+"""Makes a text from a number of units (sentences, words) and a generator."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Ruler:
     chat: bool = False
 
     def make(self, units: int, by: random.Random, length: int) -> Text:
-        """A text of so many units."""
+        """A text of this number of units."""
         raise NotImplementedError
 
     def least(self) -> int:
@@ -318,7 +318,7 @@ COMMON = Prompt(
 
 
 def numbered(known: Sequence[str], count: int, repeats: tuple[int, int], by: random.Random) -> tuple[str, list[str]]:
-    """(a numbered list of so many different words, the ten common ones); both kinds are repeated."""
+    """(a numbered list of different words, the ten common ones); both kinds are repeated."""
     chosen = by.sample(known, count)
     common = chosen[:10]
     found = common * repeats[0] + chosen[10:] * repeats[1]

@@ -64,7 +64,7 @@ SAMPLES = (
     '4812207 {"key": [0.5, -13]}\n\n\tdef answer(x):\n',
     "\u00e9\u03bb\u0416\u6587",
 )
-"""Texts by whose tokens two tokenizers are told apart."""
+"""Texts whose tokens distinguish two tokenizers."""
 
 
 def _tokens_of(tokenizer: Tokenizer, text: str) -> list[int] | str:

@@ -64,7 +64,7 @@ class Shard(Protocol):
 
 
 OpenShard = Callable[[int, Mask | None], AbstractContextManager[Shard]]
-"""Shards a sequence of so many tokens, whose mask is this one, for the time of a context."""
+"""Shards a sequence while a context is open; called with its number of tokens and its mask."""
 
 
 @dataclass(frozen=True)

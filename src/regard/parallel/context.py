@@ -285,7 +285,7 @@ class _TorchAttention(TorchFunctionMode):
     """torch's attention as regard's, which is routed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # flex_attention is a function of Python that no mode is told of; the tensor methods that it calls are seen.
+        # flex_attention is a Python function that a mode does not intercept; the tensor methods that it calls are.
         if func in UNROUTED or _module_of_caller() == FLEX:
             name = getattr(func, "__name__", "attention") if func in UNROUTED else "flex_attention"
             raise RefusalError(

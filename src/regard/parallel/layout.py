@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from regard.describe.mask import Mask
 
 FEW = 64
-"""Up to so many pieces, a tensor is joined from views of its pieces; more are gathered by index."""
+"""The most pieces that are joined as views of a tensor; more are gathered by index."""
 
 
 class Pieces(NamedTuple):

@@ -56,7 +56,7 @@ def pair_counts(mask: "Mask | Pattern | None", tokens: int) -> PairCounts:
         mask: None keeps every pair; a `regard.cost.Pattern` is counted without loading torch.
 
     Raises:
-        ProblemError: the mask does not fit so many tokens.
+        ProblemError: the mask does not fit the number of tokens.
 
     >>> counts = pair_counts(Pattern(), tokens=10)
     >>> counts.per_key([range(5, 10)], np.array([0, 5, 10])).tolist()

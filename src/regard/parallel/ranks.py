@@ -227,7 +227,7 @@ class Ranks:
         raise self.known.lost from error
 
     def _missing(self, keys: dict[int, str], seconds: float) -> list[int]:
-        """The ranks whose key is not in the store after so many seconds, or when there is a verdict."""
+        """The ranks whose key is not in the store when the time is over, or when there is a verdict."""
         deadline = time.monotonic() + seconds
         while True:
             keys = {rank: key for rank, key in keys.items() if not self._has(key)}

@@ -193,7 +193,7 @@ class _Cuts(NamedTuple):
 
 
 TABLE = 1 << 22
-"""Up to so many elements a bias by distance is tabulated rather than the queries and keys cut."""
+"""The largest table of a bias by distance, in elements; beyond it, queries and keys are cut instead."""
 
 
 def _cut(formula: Formula, part: Part) -> _Cuts | None:
