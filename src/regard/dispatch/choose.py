@@ -1,7 +1,8 @@
 """The choice of a backend, and the plan: what will run, why, and what it costs. `str(plan)` is what `explain` prints.
 
-Without `backend=`, the first backend in the device's row of `ORDER` that refuses nothing is chosen. A backend that the
-caller chose runs, or raises with its reasons; no other takes its place.
+Without `backend=`, the first backend in the device's row of `ORDER` that refuses nothing is chosen; on CUDA each kind of
+call has its own order (`cuda_order.toml`). A backend that the caller chose runs, or raises with its reasons; no other
+takes its place.
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from regard.cost import attention as cost
 from regard.cost.machine import Machine
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
+from regard.dispatch.cuda_order import Order, order_for
 from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
@@ -33,7 +35,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "reference"),
     "cuda": ("sdpa", "triton", "flex", "reference"),
 }
-"""The backends tried on each device, best first; on other devices only the reference."""
+"""The backends tried on each device, best first; on other devices only the reference.
+
+On CUDA the backends are these, in an order that depends on the kind of call (`cuda_order.toml`)."""
 
 ASIDE = {
     ("cpu", "triton"): "it computes on GPUs",
@@ -60,6 +64,7 @@ class Plan:
         engine: the backend.
         passed_over: the backends that were not chosen, by name, with their reasons.
         machine: the one that `explain` names, whose limits give the least time.
+        order: the order in which backends were tried, where it depends on the kind of call.
     """
 
     posed: Problem
@@ -69,6 +74,7 @@ class Plan:
     engine: Backend
     passed_over: dict[str, list[str]] = field(hash=False)
     machine: Machine | None = None
+    order: Order | None = None
 
     @property
     def backend(self) -> str:
@@ -148,6 +154,7 @@ class Plan:
             str(self.posed),
             *(f"  {step}" for step in self.steps),
             f"runs on {self.backend}",
+            *([] if self.order is None else [f"  {self.order}"]),
             *(f"  not chosen: {name} ({'; '.join(reasons)})" for name, reasons in self.passed_over.items()),
             f"tiles of {s.tile} x {s.tile}: {full + mixed:,} computed ({kinds}), {skipped:,} skipped",
             f"pairs {s.pairs:,} of {every:,} ({share})",
@@ -232,15 +239,23 @@ def forget_plans() -> None:
 def _made(posed: Problem, mask: Mask | None, backend: str | Backend | None, without: dict[str, str]) -> Plan:
     chosen = BACKENDS[backend] if isinstance(backend, str) else backend
     sizes = CallSizes(posed.batch, posed.heads, posed.queries, posed.keys, posed.offset)
+    order = _cuda_order(posed, mask, sizes) if chosen is None and posed.device == "cuda" else None
+    names = ORDER.get(posed.device, ("reference",)) if order is None else order.backends
     passed: dict[str, list[str]] = {}
-    for engine in [chosen] if chosen else [BACKENDS[name] for name in ORDER.get(posed.device, ("reference",))]:
+    for engine in [chosen] if chosen else [BACKENDS[name] for name in names]:
         tiles = cached_schedule(mask, sizes, engine.tile)
         problem, steps = _lowered(posed, tiles, engine)
         reasons = [without[engine.name]] if engine.name in without else engine.refusals(problem)
         if not reasons:
-            return Plan(posed, problem, tiles, steps, engine, passed | ({} if chosen else _aside(posed.device)))
+            aside = {} if chosen else _aside(posed.device)
+            return Plan(posed, problem, tiles, steps, engine, passed | aside, order=order)
         passed[engine.name] = reasons
     raise RefusalError(refused(posed, passed, chosen))
+
+
+def _cuda_order(posed: Problem, mask: Mask | None, sizes: CallSizes) -> Order:
+    tiles = cached_schedule(mask, sizes, BACKENDS["triton"].tile)
+    return order_for(simplify_mask(posed, tiles)[0])
 
 
 def _is_cacheable(problem: Problem) -> bool:
