@@ -1,8 +1,8 @@
 """The choice of a backend, and the plan: what will run, why, and what it costs. `str(plan)` is what `explain` prints.
 
-Without `backend=`, the first backend in the device's row of `ORDER` that refuses nothing is chosen; on CUDA each kind of
-call has its own order (`cuda_order.toml`). A backend that the caller chose runs, or raises with its reasons; no other
-takes its place.
+Without `backend=`, the first backend in the device's row of `ORDER` that refuses nothing is chosen; on CUDA each kind
+of call has its own order (`cuda_order.toml`). A backend that the caller chose runs, or raises with its reasons; no
+other takes its place.
 """
 
 from dataclasses import dataclass, field

@@ -42,9 +42,7 @@ def orders() -> dict[str, Order]:
     import tomllib  # noqa: PLC0415 - calls on a CPU need no table
 
     rows: dict[str, Any] = tomllib.loads(TABLE.read_text())
-    return {
-        kind: Order(kind, tuple(row["backends"]), row["reason"], row["measured"]) for kind, row in rows.items()
-    }
+    return {kind: Order(kind, tuple(row["backends"]), row["reason"], row["measured"]) for kind, row in rows.items()}
 
 
 def order_for(problem: Problem) -> Order:
