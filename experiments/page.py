@@ -20,6 +20,9 @@ ORDER = (
 )  # fmt: skip
 """Of the page; scripts that are not in it follow by name."""
 
+SHARED = {"page", "record", "tiny_model"}
+"""Modules that are no experiments."""
+
 INTRODUCTION = """\
 # Experiments: the claims about attention, tried
 
@@ -38,7 +41,7 @@ This page is made of the records in [docs/experiments](experiments), which hold 
 
 def scripts() -> list[str]:
     """The names of the experiments, in the order of the page."""
-    found = {path.stem for path in HERE.glob("*.py")} - {"record", "page"}
+    found = {path.stem for path in HERE.glob("*.py")} - SHARED
     return [name for name in ORDER if name in found] + sorted(found - set(ORDER))
 
 

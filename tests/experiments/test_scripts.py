@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from regard.errors import ProblemError
+
 ROOT = Path(__file__).parents[2]
 FOLDER, DOCS = ROOT / "experiments", ROOT / "docs"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in {"record", "page"})
+SHARED = {"record", "page", "tiny_model"}
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 
 LOADS_A_MODEL = {name for name in NAMES if "regard.integrate" in (FOLDER / f"{name}.py").read_text()}
@@ -26,14 +29,19 @@ def load(monkeypatch):
     """The names that a script of the folder defines."""
     monkeypatch.syspath_prepend(FOLDER)
     yield lambda name: runpy.run_path(str(FOLDER / f"{name}.py"))
-    for name in ("record", "page"):
+    for name in SHARED:
         sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_small_version_comes_to_the_verdict_of_the_record(name, load):
     experiment = load(name)["EXPERIMENT"]
-    record = experiment.run(seed=0, quick=True)
+    try:
+        record = experiment.run(seed=0, quick=True)
+    except ProblemError as error:
+        if "npm" not in str(error):
+            raise
+        pytest.skip(f"Moby-Dick is not stored here: {error}")
     assert all(math.isfinite(check["measured"]) for check in record["checks"])
     assert json.loads(json.dumps(record))["name"] == name
     if experiment.quick_decides:
