@@ -8,8 +8,8 @@ What is wrapped in a function is looked up when it is called, as its value chang
 """
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -247,13 +247,28 @@ def version(tensor: Tensor) -> int:
     return next(_counter) if found is None else found
 
 
-def recompile_limit(variants: int) -> AbstractContextManager[None]:
-    """Inside, dynamo compiles at most this number of variants of a function (`torch._dynamo.config`; torch 2.6).
+@contextmanager
+def compiling_for_any_length(variants: int) -> Generator[None]:
+    """Inside, dynamo compiles at most this number of variants of a function, and sizes that are equal may differ later.
 
-    Where the setting is missing, dynamo keeps its own limit, and runs what exceeds it uncompiled.
+    Without it, torch takes equal sizes for one size, and compiles again where they differ; its limit is 8 variants.
+    Where a setting is missing, torch keeps its own (`torch._dynamo.config.recompile_limit`, torch 2.6;
+    `torch.fx.experimental._config.use_duck_shape`, torch 2.3). Set in place: `config.patch` takes 10 times as long.
     """
-    config: Any = import_module("torch._dynamo.config")
-    return config.patch(recompile_limit=variants) if hasattr(config, "recompile_limit") else nullcontext()
+    found: list[tuple[Any, str, Any]] = []
+    for module, name, value in (
+        ("torch._dynamo.config", "recompile_limit", variants),
+        ("torch.fx.experimental._config", "use_duck_shape", False),
+    ):
+        config: Any = import_module(module)
+        if hasattr(config, name):
+            found.append((config, name, getattr(config, name)))
+            setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for config, name, value in found:
+            setattr(config, name, value)
 
 
 def skip_frames(function: Any) -> None:

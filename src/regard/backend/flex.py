@@ -1,43 +1,55 @@
 """FlexAttention under `torch.compile`: any mask and bias on CUDA, and forward without gradients on CPU.
 
 The `BlockMask` comes from our schedule, not from `create_block_mask`, which evaluates all pairs: FULL and PARTIAL tiles
-become its blocks, and in PARTIAL tiles the kernel looks up the schedule's bits. So one compiled kernel serves every
-mask. A bias is a vector over k - q per head, or a tensor; each of these forms has its own kernel.
+become its blocks, and in PARTIAL tiles the kernel looks up the schedule's bits. A bias is a vector over q - k per head,
+or a tensor. So the compiled function takes tensors alone, knows no mask by name, and serves every length: on CUDA there
+is one for each `Form`, and torch compiles it again only where a size is 1, or queries are one tile.
 """
 
 import shutil
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from regard.backend.contract import Backend, Kernel
-from regard.describe.bias import Bias
-from regard.plan.lower import Lowering, gather, prepare_score
+from regard.backend.flex_blocks import Blocks, blocks
+from regard.describe.bias import Bias, TensorBias
+from regard.plan.distance import vectors
+from regard.plan.lower import Lowering, add_biases, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
-from regard.torch_internals import recompile_limit
+from regard.torch_internals import compiling_for_any_length
 
 Modify = Callable[..., Tensor]
 
-KERNELS = 64
-"""Variants that dynamo may compile; beyond its default of 8 it falls back to a dense, unfused path."""
+FORMS = 256
+"""Compiled functions that are kept; on a CPU, one for each form and sizes."""
+
+VARIANTS = 64
+"""Of a form, for types, gradients and sizes of 1, that torch may compile; it raises an error beyond."""
 
 
 @dataclass(frozen=True)
 class Flex(Backend):
-    """torch's FlexAttention."""
+    """torch's FlexAttention.
+
+    Attributes:
+        compiler: the `backend` of `torch.compile`.
+    """
 
     name: str = "flex"
     tile: int = 128
-    lowerings: tuple[Lowering, ...] = (gather, prepare_score)
+    lowerings: tuple[Lowering, ...] = (gather, prepare_score, add_biases)
     hides_by_zero: bool = True
+    compiler: Any = "inductor"
 
     def refusals(self, problem: Problem) -> list[str]:
         p, cpu = problem, problem.device == "cpu"
@@ -58,23 +70,41 @@ class Flex(Backend):
         return [reason for reason, applies in found.items() if applies] + ([lacking] if lacking else [])
 
     def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
-        return partial(_run, problem, schedule)
+        return partial(_run, problem, schedule, self.compiler)
 
 
-def _run(problem: Problem, schedule: Schedule, operands: Operands) -> State:
-    q, k, v = operands.q, operands.k, operands.v
-    block_mask = None if problem.mask is None else _block_mask(schedule, q.device)
-    score_mod = _score_mod(problem, operands.bias, q.device)
-    shared = problem.heads != problem.kv_heads
-    wants_lse = problem.lse or problem.sink
-    with recompile_limit(KERNELS):
-        result = _compiled(q.device.type)(
-            q, k, v, score_mod, block_mask, problem.scale, shared, _aux() if wants_lse else None
-        )
+class Form(NamedTuple):
+    """What a function is compiled for."""
+
+    tile: int
+    scale: float
+    softcap: float | None
+    shared: bool  # key heads, among query heads
+    lse: bool
+
+
+def _run(problem: Problem, schedule: Schedule, compiler: Any, operands: Operands) -> State:
+    q, k, v, p = operands.q, operands.k, operands.v, problem
+    wants_lse = p.lse or p.sink
+    form = Form(schedule.tile, p.scale, p.softcap, p.heads != p.kv_heads, wants_lse)
+    # on cpu a kernel per length: inductor's template for it does not compile with symbolic lengths (torch 2.13)
+    sizes = (p.batch, p.queries, p.keys) if p.device == "cpu" else None
+    tables = None if p.mask is None else blocks(schedule, q.device)
+    with compiling_for_any_length(VARIANTS):
+        out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(p, operands), _tensor(p, operands.bias))
     if not wants_lse:
-        return State(result, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
-    state = State(result[0], result[1].lse)
+        return State(out, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
+    state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), state.lse)
+
+
+def _tensor(problem: Problem, bias: Bias | None) -> Tensor | None:
+    """The one term that is no vector after lowering, [batch or 1, heads or 1, queries or 1, keys or 1]."""
+    terms = [] if bias is None else [term for term in bias.terms() if not term.per_distance()]
+    if not terms:
+        return None
+    (whole,) = cast("list[TensorBias]", terms)
+    return whole.rows(problem.queries, problem.offset).float()  # its gradient is summed in float32
 
 
 @cache
@@ -88,78 +118,50 @@ def _lacking() -> str | None:
     return None
 
 
-@cache
-def _compiled(device: str) -> Callable[..., Any]:
-    # on cpu a kernel per length: inductor's template for it does not compile with symbolic lengths (torch 2.13)
-    return torch.compile(_attend, fullgraph=True, dynamic=False if device == "cpu" else None)
+@lru_cache(maxsize=FORMS)
+def _compiled(form: Form, sizes: tuple[int, ...] | None, compiler: Any) -> Callable[..., Any]:
+    """The compiled function of a form: for every length, or on a CPU for these sizes."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+    # constants of the graph, where dynamic=True would make symbols of them
+    constants = torch.compiler.assume_constant_result(lambda: form)
+    call: Any = flex_attention
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, tables: Blocks | None, vectors: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        tile, scale, softcap, shared, lse = constants()
+        adds = _adds(k.shape[2], vectors, bias)
+        block_mask = None
+        if tables is not None:
+            sizes = q.shape[2], k.shape[2]
+            block_mask = BlockMask(sizes, *tables.kv, *tables.q, BLOCK_SIZE=(tile, tile), mask_mod=_kept(tile, tables))
+        score_mod = None if softcap is None and not adds else _score_mod(softcap, adds)
+        aux = AuxRequest(lse=True) if lse else None
+        result = call(q, k, v, score_mod, block_mask, scale, enable_gqa=shared, return_aux=aux)
+        return (result[0], result[1].lse) if lse else (result, None)
+
+    # code of its own: torch keeps what it compiled by code, and limits how much
+    own = FunctionType(attend.__code__.replace(), attend.__globals__, "attend", None, attend.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=sizes is None, backend=compiler)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Modify | None, block_mask: Any, scale: float, shared: bool, aux: Any
-) -> Any:
-    from torch.nn.attention import flex_attention
-
-    attend: Any = flex_attention.flex_attention
-    return attend(q, k, v, score_mod, block_mask, scale, enable_gqa=shared, return_aux=aux)
-
-
-def _aux() -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return AuxRequest(lse=True)
-
-
-def _block_mask(schedule: Schedule, device: torch.device) -> Any:
-    """The schedule as a `BlockMask`: FULL and PARTIAL key tiles of each query tile, and the bits of PARTIAL tiles."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    full, partial, number = (x.to(device) for x in _tables(schedule))
-    patterns = torch.cat([schedule.pattern(i)[None] for i in range(len(schedule.patterns))] or [_no_bits(schedule)]).to(
-        device
-    )
-    tile, batches, heads = schedule.tile, *schedule.maps
-    several_batches, several_heads = int(batches > 1), int(heads > 1)
+def _kept(tile: int, tables: Blocks) -> Modify:
+    """The `mask_mod`, which looks up bits."""
+    number, patterns = tables.number, tables.patterns
+    batches, heads = (int(size > 1) for size in number.shape[:2])
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return patterns[number[b * several_batches, h * several_heads, q // tile, k // tile], q % tile, k % tile]
+        return patterns[number[b * batches, h * heads, q // tile, k // tile], q % tile, k % tile]
 
-    counts = [listed.sum(dim=3, dtype=torch.int32) for listed in (partial, full)]
-    order = [
-        listed.to(torch.int8).argsort(dim=3, descending=True, stable=True).to(torch.int32) for listed in (partial, full)
-    ]
-    return BlockMask.from_kv_blocks(
-        counts[0], order[0], counts[1], order[1], tile, mask_mod, seq_lengths=(schedule.queries, schedule.keys)
-    )
+    return mask_mod
 
 
-def _tables(schedule: Schedule) -> tuple[Tensor, Tensor, Tensor]:
-    """(full, partial) as bool and the index of the pattern as int32, each [maps, maps, query tiles, key tiles]."""
-    rows, across = schedule.maps[0] * schedule.maps[1] * schedule.query_tiles, -(-schedule.keys // schedule.tile)
-    full, partial = (torch.zeros(rows, across, dtype=torch.bool, device="cpu") for _ in range(2))
-    number = torch.zeros(rows, across, dtype=torch.int32, device="cpu")
-    for row in range(rows):
-        for run in schedule.runs(row):
-            full[row, run.start // schedule.tile : -(-run.stop // schedule.tile)] = True
-        for patch in schedule.patches(row):
-            partial[row, patch.start // schedule.tile] = True
-            number[row, patch.start // schedule.tile] = patch.pattern
-    shape = (*schedule.maps, schedule.query_tiles, across)
-    return full.view(shape), partial.view(shape), number.view(shape)
-
-
-def _no_bits(schedule: Schedule) -> Tensor:
-    return torch.zeros(1, schedule.tile, schedule.tile, dtype=torch.bool, device="cpu")
-
-
-def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Modify | None:
-    """Softcap, then bias, as a `score_mod`; None if there is neither."""
-    cap = problem.softcap
-    adds = [] if bias is None else [_added(problem, term, device) for term in bias.terms()]
-    if cap is None and not adds:
-        return None
+def _score_mod(softcap: float | None, adds: list[Modify]) -> Modify:
+    """Softcap, then bias, as a `score_mod`."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        score = score if cap is None else cap * torch.tanh(score / cap)
+        score = score if softcap is None else softcap * torch.tanh(score / softcap)
         for add in adds:
             score = score + add(b, h, q, k)
         return score
@@ -167,17 +169,12 @@ def _score_mod(problem: Problem, bias: Bias | None, device: torch.device) -> Mod
     return score_mod
 
 
-def _added(problem: Problem, bias: Bias, device: torch.device) -> Modify:
-    """A bias as a look-up by the indices of query and key: in a vector over k - q per head, or in a tensor."""
-    bias = bias.widened(torch.float32)  # its gradient is summed in float32
-    h = torch.arange(problem.heads, device=device)
-    if bias.per_distance():
-        first = 1 - problem.queries  # the least k - q, from 0, with q counted from the first query of the call
-        distance = torch.arange(first, problem.keys, device=device) - problem.offset
-        vector = bias.value(0, h[:, None], 0, distance).to(torch.float32)
-        return lambda b, h, q, k: vector[h, k - q - first]
-    b, q = torch.arange(problem.batch, device=device), torch.arange(problem.queries, device=device) + problem.offset
-    k = torch.arange(problem.keys, device=device)
-    table = bias.value(b[:, None, None, None], h[:, None, None], q[:, None], k)
-    table = table.expand(problem.batch, problem.heads, problem.queries, problem.keys)
-    return lambda b, h, q, k: table[b, h, q, k]
+def _adds(keys: int, vectors: Tensor | None, bias: Tensor | None) -> list[Modify]:
+    """What a bias adds, by the indices of a pair."""
+    adds: list[Modify] = []
+    if vectors is not None:
+        adds.append(lambda b, h, q, k: vectors[h, q - k + keys - 1])
+    if bias is not None:
+        batches, heads, rows, columns = (int(size > 1) for size in bias.shape)
+        adds.append(lambda b, h, q, k: bias[b * batches, h * heads, q * rows, k * columns])
+    return adds

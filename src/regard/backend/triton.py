@@ -9,9 +9,8 @@ GPU.
 """
 
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from importlib.util import find_spec
-from operator import add
 from os import environ
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from regard.backend.contract import Backend, Kernel
 from regard.describe.bias import TensorBias
 from regard.gpu.call import Call, Inputs
-from regard.plan.distance import by_distance, kept_by_distance
+from regard.plan.distance import vectors
 from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
@@ -123,17 +122,7 @@ class _Kernel:
 
     def _inputs(self, o: Operands) -> Inputs:
         sink = None if o.sink is None else o.sink.float().contiguous()
-        return Inputs(o.q, o.k, o.v, sink, self._distance(o), self._bias(o))
-
-    def _distance(self, o: Operands) -> Tensor | None:
-        terms = [] if o.bias is None else [term for term in o.bias.terms() if term.per_distance()]
-        if not terms:
-            return None
-        p, bias = self.problem, reduce(add, terms)
-        first, count = p.offset - (p.keys - 1), p.queries + p.keys - 1
-        if p.grad and any(t.requires_grad for t in bias.tensors()):
-            return by_distance(bias, p.heads, torch.float32, first, count, o.q.device)
-        return kept_by_distance(bias, p.heads, torch.float32, first, count, o.q.device)
+        return Inputs(o.q, o.k, o.v, sink, vectors(self.problem, o), self._bias(o))
 
     def _bias(self, o: Operands) -> Tensor | None:
         """The terms that are no vectors: after lowering, one tensor at most."""

@@ -13,6 +13,7 @@ from regard.describe.bias import Bias
 from regard.describe.recent import Recent
 from regard.describe.spec import Fingerprint
 from regard.describe.tensors import reads_again
+from regard.plan.problem import Operands, Problem
 
 KEPT = 64 << 20
 """The most bytes of cached vectors."""
@@ -33,6 +34,21 @@ def by_distance(
     head = torch.arange(heads, device=device)[:, None]
     terms = (term.value(0, head, 0, -distance).to(dtype) for term in bias.widened(dtype).terms())
     return reduce(add, terms).expand(heads, count).contiguous()
+
+
+def vectors(problem: Problem, operands: Operands) -> Tensor | None:
+    """The terms of a bias that are vectors, added: float32 [heads, queries + keys - 1]; None without one.
+
+    Query i and key j, both counted from 0 in the call, have the element i - j + keys - 1.
+    """
+    terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
+    if not terms:
+        return None
+    p, bias, device = problem, reduce(add, terms), operands.q.device
+    first, count = p.offset - (p.keys - 1), p.queries + p.keys - 1
+    if p.grad and any(t.requires_grad for t in bias.tensors()):
+        return by_distance(bias, p.heads, torch.float32, first, count, device)
+    return kept_by_distance(bias, p.heads, torch.float32, first, count, device)
 
 
 def kept_by_distance(
