@@ -14,6 +14,7 @@ from benchmarks import (
     command,
     cost,
     flex,
+    gpu,
     inspect,
     lengths,
     linear,
@@ -24,7 +25,20 @@ from benchmarks import (
     schedules,
 )
 
-WRITING = [bench, linear, caches, cache_quality, cache_memory, cache_kvpress, schedules, inspect, cost, others, ring]
+WRITING = [
+    bench,
+    linear,
+    caches,
+    cache_quality,
+    cache_memory,
+    cache_kvpress,
+    schedules,
+    inspect,
+    cost,
+    others,
+    ring,
+    gpu,
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +82,7 @@ def test_a_part_is_printed_or_written_between_its_marks(tmp_path, capsys):
         (cache_memory, ["--only", "x"]),
         (cache_quality, ["--only", "x"]),
         (inspect, ["--quick"]),
+        (gpu, ["--quick"]),
     ],
 )
 def test_a_page_is_written_as_a_whole(module, arguments, tmp_path, capsys):

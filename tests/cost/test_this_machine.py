@@ -97,7 +97,7 @@ def test_a_type_that_a_gpu_does_not_multiply_is_left_out(monkeypatch):
             raise RuntimeError("not implemented for this device")
         return 1e12
 
-    monkeypatch.setattr(this_gpu, "_peak", peak)
+    monkeypatch.setattr(this_gpu, "product_rate", peak)
     assert set(this_gpu.measure_gpu(FakeGpu()).flops) == {"float32"}
     monkeypatch.setattr(this_gpu, "TYPES", (torch.float16,))
     with pytest.raises(ProblemError, match=r"NVIDIA Fake multiplies none of torch\.float16"):
@@ -134,7 +134,7 @@ def test_a_gpu_without_memory_says_so(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(this_gpu, "COPIED", 4096)
-    monkeypatch.setattr(this_gpu, "_peak", peak)
+    monkeypatch.setattr(this_gpu, "product_rate", peak)
     with pytest.raises(ProblemError, match="no memory left to be measured"):
         this_gpu.measure_gpu(FakeGpu())
 

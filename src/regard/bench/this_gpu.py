@@ -67,11 +67,11 @@ class Cuda:
 def measure_gpu(gpu: Gpu) -> Machine:
     """The limits of a GPU."""
     peaks, found = dict[str, float](), dict[str, Efficiency]()
-    bandwidth = _bandwidth(gpu)
+    bandwidth = copy_rate(gpu)
     for dtype in TYPES:
         name = str(dtype).removeprefix("torch.")
         try:
-            peaks[name] = _peak(gpu, dtype)
+            peaks[name] = product_rate(gpu, dtype)
             found[name] = _efficiency(gpu, dtype, peaks[name], bandwidth)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -91,12 +91,14 @@ def measure_gpu(gpu: Gpu) -> Machine:
     )
 
 
-def _peak(gpu: Gpu, dtype: torch.dtype) -> float:
+def product_rate(gpu: Gpu, dtype: torch.dtype) -> float:
+    """FLOP/s of the largest products: the best of some tries."""
     a, b = (torch.randn(SQUARE, SQUARE, device=gpu.device).to(dtype) for _ in range(2))
     return 2 * SQUARE**3 / min(gpu.seconds(lambda: a @ b) for _ in range(TRIES))
 
 
-def _bandwidth(gpu: Gpu) -> float:
+def copy_rate(gpu: Gpu) -> float:
+    """Bytes/s of a large copy, those that are read and those that are written: the best of some tries."""
     a, b = (torch.ones(COPIED // 4, device=gpu.device) for _ in range(2))
     return 2 * COPIED / min(gpu.seconds(lambda: b.copy_(a)) for _ in range(TRIES))
 
