@@ -90,6 +90,7 @@ def test_float64_on_request_is_better_than_float32(engine: str):
     assert (error <= rounding) == (engine == "reference64")
 
 
+@pytest.mark.exhaustive
 def test_the_reference_needs_no_memory_for_all_scores():
     """32,768 tokens: scores would take 4 GiB a head. The largest tensor is watched."""
     from torch.utils._python_dispatch import TorchDispatchMode

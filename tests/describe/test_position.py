@@ -558,7 +558,9 @@ def test_it_maps_and_differentiates_as_a_function(rope: Rope):
     torch.testing.assert_close(hessian.reshape(eye.shape), eye * scale.repeat(x[0].numel() // rope.dim))
 
 
-@pytest.mark.parametrize("rope", SOME[1:4], ids=str)
+@pytest.mark.parametrize(
+    "rope", [SOME[1], *(pytest.param(r, marks=pytest.mark.exhaustive) for r in SOME[2:4])], ids=str
+)
 def test_it_is_traced_whole(rope: Rope):
     torch._dynamo.reset()  # it counts the ropes that one function was traced for
     traced = torch.compile(rope.rotate, backend="eager", fullgraph=True, dynamic=True)

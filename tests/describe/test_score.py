@@ -290,6 +290,7 @@ def test_the_gaussian_of_close_points_far_from_0_is_exact():
 # ---- memory, cost, explanation, errors ------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_additive_attention_needs_no_memory_for_all_pairs():
     """2,048 tokens and 16 hidden units: all pairs would take 256 MiB a head, forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode

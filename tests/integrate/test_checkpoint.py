@@ -153,6 +153,7 @@ def peak(*names: Path) -> tuple[int, int]:
     return most, count
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_bfloat16_is_never_there_in_float32(saved: Path, tmp_path: Path):
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 23, "num_attention_heads": 4}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=5, **sizes)).save_pretrained(tmp_path / "larger")

@@ -210,7 +210,7 @@ def test_dropout_given_outside_training_is_ignored():
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 def test_a_compiled_model_is_one_graph(name: str):
     ids, mask = tokens(), padding("left")
     use_regard(model(name))

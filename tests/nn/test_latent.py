@@ -275,7 +275,10 @@ def test_gradients_are_those_of_the_equations():
         torch.testing.assert_close(got[name], weight.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "absorbed"), [("as in the paper", None), ("rotated keys per head", True)])
+@pytest.mark.parametrize(
+    ("kind", "absorbed"),
+    [("as in the paper", None), pytest.param("rotated keys per head", True, marks=pytest.mark.exhaustive)],
+)
 def test_it_compiles_as_one_graph(kind, absorbed):
     module, x = made(kind, torch.float32), tokens(torch.float32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -372,6 +372,7 @@ def test_the_report_prints_what_was_caught_and_how_much_faster(capsys: pytest.Ca
     assert caught.rows[0].ratio is not None
 
 
+@pytest.mark.exhaustive
 def test_caches_of_compiled_code_on_disk_are_kept_apart(tmp_path: Path):
     """The graph that dynamo makes is the same with and without regard, and what torch compiles from it is not."""
     program = (

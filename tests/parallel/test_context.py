@@ -9,7 +9,7 @@ from tests.parallel import model_cases
 from tests.parallel.workers import Workers, workers
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Workers]:
     with workers(request.param, tmp_path_factory.mktemp("group")) as made:
         yield made

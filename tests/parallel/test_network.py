@@ -45,6 +45,7 @@ def namespaces() -> Generator[list[str]]:
         yield names
 
 
+@pytest.mark.exhaustive
 def test_two_machines_with_a_delay_between_them(namespaces: list[str]):
     runs = [
         torchrun(

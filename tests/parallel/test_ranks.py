@@ -31,7 +31,10 @@ def three(tmp_path: Path) -> Generator[Workers]:
         yield made
 
 
-@pytest.mark.parametrize("function", [cases.ring, cases.ulysses, cases.ring_in_a_loop])
+@pytest.mark.parametrize(
+    "function",
+    [cases.ring, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in (cases.ulysses, cases.ring_in_a_loop))],
+)
 def test_a_rank_that_ends_is_named(three: Workers, function: Any):
     layout = Layout.zigzag(N, 3)
     found = three.failing(function, {1: cases.end}, **some(), layout=layout, mask=Causal(), timeout=TIMEOUT)

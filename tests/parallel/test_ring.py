@@ -62,6 +62,7 @@ def test_two_ranks_give_what_one_process_gives(pair: Workers, name: str, call: s
     check(pair, layouts(2)[name], some(), **CALLS[call]())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", layouts(4))
 @pytest.mark.parametrize("call", ["causal", "window of both sides", "documents and ALiBi", "T5, sink and softcap"])
 def test_four_ranks_give_what_one_process_gives(four: Workers, name: str, call: str):

@@ -140,6 +140,7 @@ def test_nothing_is_left_on_the_disk_after_an_error(temporary):
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_files_are_mapped_and_not_read():
     code = """
 import torch
