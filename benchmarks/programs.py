@@ -326,8 +326,8 @@ def _median(case: Case, dtype: torch.dtype, step: str, error: float, rounds: Rou
 def without_attention() -> Generator[None]:
     """Inside, a call of torch's attention gives a sum of its arguments, which costs next to nothing."""
     with ExitStack() as stack:
-        for name in ("why_torch", "readable"):
-            stack.enter_context(patch.object(attention, name, return_value=None))
+        for name, nothing in (("why_torch", None), ("readable", (None, None))):
+            stack.enter_context(patch.object(attention, name, return_value=nothing))
         for module in (attention, encoder_layers):
             stack.enter_context(patch.object(module, "is_small", return_value=False))
         stack.enter_context(patch.object(attention, "attend_as_torch", _sum))

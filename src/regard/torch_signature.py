@@ -72,8 +72,13 @@ def attend_as_torch(
     scale: float | None,
     enable_gqa: bool,
     backend: str | None = None,
+    keeps: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with the errors of `attend`, and with its choice of a backend."""
+    """`scaled_dot_product_attention` with the errors of `attend`, and with its choice of a backend.
+
+    Args:
+        keeps: hides pairs besides `attn_mask`: bool, True keeps.
+    """
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_readable(name, t, "a tensor [..., heads, tokens, dim]")
     if attn_mask is not None and is_causal:
@@ -91,6 +96,8 @@ def attend_as_torch(
         mask, offset = Causal(), _causal_offset(attn_mask, q.shape[2], k.shape[2])
     elif attn_mask is not None:
         mask, bias = _mask_or_bias(attn_mask, lead)
+    if keeps is not None:
+        mask = TensorMask(_mask_four(keeps, lead))
     dropout = _number(dropout_p)
     if isinstance(dropout, float | int) and not 0 <= dropout <= 1:
         raise ProblemError(f"dropout_p is {dropout}: expected a probability, 0 <= dropout_p <= 1.")

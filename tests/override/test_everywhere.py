@@ -74,6 +74,9 @@ def test_a_program_gives_torchs_results(name: str, how: str):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
 
 
+FUTURE = torch.ones(256, 256, dtype=torch.bool).triu(1)
+LEAST = torch.finfo(torch.float32).min
+
 CALLS: dict[str, dict[str, Any]] = {
     "nothing hidden": {},
     "causal": {"is_causal": True},
@@ -86,6 +89,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "the same mask for all heads": {
         "attn_mask": torch.ones(256, 256, dtype=torch.bool).tril().expand(2, 8, 256, 256).contiguous()
     },
+    "a bias that hides": {"attn_mask": torch.randn(1, 8, 256, 256).masked_fill_(FUTURE, -torch.inf)},
+    "a bias that hides by least numbers": {"attn_mask": torch.randn(2, 8, 256, 256).masked_fill_(FUTURE, LEAST / 2)},
+    "a bias whose heads hide other pairs": {
+        "attn_mask": torch.randn(1, 8, 256, 256).masked_fill_(torch.rand(1, 8, 1, 256) < 0.7, LEAST / 2)
+    },
+    "a bias that hides rows by least numbers": {
+        "attn_mask": torch.randn(256, 256).masked_fill_(FUTURE.roll(-1, 1), LEAST)
+    },
+    "a large bias that hides nothing": {"attn_mask": torch.randn(2, 8, 256, 256)},
     "a row that sees nothing": {"attn_mask": torch.ones(256, 256, dtype=torch.bool).tril(-1)},
     "a row that sees nothing, by -inf": {"attn_mask": torch.full((256, 256), -torch.inf).triu(0)},
     "a row that sees nothing, by least numbers": {
@@ -162,14 +174,39 @@ def test_a_write_into_a_known_mask_is_seen():
     torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, mask), atol=1e-5, rtol=1e-5)
 
 
-def test_gradients_of_a_float_mask_are_torchs():
+def test_a_bias_that_hides_is_added_and_what_it_hides_is_skipped():
     q, k, v = qkv()
-    mask = of_size(1, 8, 256, 256, requires_grad=True)
-    found = []
-    for on in (False, True):
-        with regard.everywhere(on):
-            found += torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask).sin().sum(), mask)
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+    mask = torch.randn(1, 8, 256, 256).masked_fill_(FUTURE, LEAST / 2)
+    plans = []
+    with regard.everywhere(), observe_calls(lambda call: plans.append(call.plan)):
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v, mask)
+        mask[..., 0] = LEAST / 2
+        mask[..., 0, 0] = 1
+        F.scaled_dot_product_attention(q, k, v, mask)
+        ours = F.scaled_dot_product_attention(q, k, v, mask)
+    assert [plan.problem.mask is not None for plan in plans] == [False, True, True, False, True]
+    assert all(plan.problem.bias is not None for plan in plans)
+    assert plans[1].schedule.pairs == 256 * 257 // 2 * 16
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v, mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [None, -torch.inf, LEAST / 2], ids=["nothing", "by -inf", "by least numbers"])
+@pytest.mark.parametrize("kind", ["numbers", "zeros"])
+def test_gradients_of_a_float_mask_are_torchs(hidden: float | None, kind: str):
+    leaves = qkv(requires_grad=True)
+    mask = of_size(1, 8, 256, 256) if kind == "numbers" else torch.zeros(1, 8, 256, 256)
+    if hidden is not None:
+        mask.masked_fill_(FUTURE, hidden)
+    with regard.everywhere():  # so that its content is known
+        for _ in range(2):
+            F.scaled_dot_product_attention(*leaves, mask)
+    leaves.append(mask.requires_grad_())
+    theirs = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sin().sum(), leaves)
+    with regard.everywhere():
+        ours = torch.autograd.grad(F.scaled_dot_product_attention(*leaves).sin().sum(), leaves)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
 PASSED = {

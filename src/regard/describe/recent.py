@@ -56,5 +56,8 @@ class Recent(Generic[K, V]):
             self._kept.clear()
             self.nbytes = 0
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._kept
+
     def __len__(self) -> int:
         return len(self._kept)

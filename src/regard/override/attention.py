@@ -50,8 +50,8 @@ def attention(
         )
 
     def ours() -> Tensor:
-        mask = readable(attn_mask, query.numel() * key.shape[-2], query.dtype)
-        out = attend_as_torch(query, key, value, mask, 0.0, is_causal, scale, enable_gqa, backend="native")
+        keeps, added = readable(attn_mask, query.numel() * key.shape[-2], query.dtype)
+        out = attend_as_torch(query, key, value, added, 0.0, is_causal, scale, enable_gqa, "native", keeps)
         return _in_torchs_layout(out, query)
 
     def theirs() -> Tensor:

@@ -1,11 +1,13 @@
 """What an attn_mask hides, read from its elements, so that hidden tiles are skipped.
 
-Programs give masks as tensors: of bools, or of floats that are 0 for a visible pair and -inf (or the least number of
-the dtype) for a hidden one. regard skips what such a mask hides, and needs a schedule for that, which takes 1 to 2 ms
-for a mask that it did not see before. A model gives each batch a new mask and uses it in every layer. So a mask that is
-seen for the first time, in a call of few milliseconds, is added to the scores, as torch does; from the second call on
-its content is known by a digest, and its hidden tiles are skipped.
+Programs give masks as tensors: of bools, or of floats that are added, with -inf (or about the least number of the
+dtype) for a hidden pair and 0, or a bias such as ALiBi, for a visible one. regard skips what such a mask hides, and
+needs a schedule for that, which takes 1 to 2 ms for a mask that it did not see before. A model gives each batch a new
+mask and uses it in every layer. So a mask that is seen for the first time, in a call of few milliseconds, is added to
+the scores, as torch does; from the second call on its content is known by a digest, and its hidden tiles are skipped.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +21,65 @@ READ_AT_ONCE = 100_000_000
 HIDDEN = -1e30
 """What is added to a score that must get no weight: -inf, or about the least number of float32 and bfloat16."""
 
-_seen: Recent[object, Tensor] = Recent(entries=256, nbytes=64 << 20, size=lambda mask: mask.nbytes)
-"""Masks by content: empty for one that was seen once, else what `_read` gave."""
+LARGE = 1 << 20
+"""Elements of a float mask from which a sample decides whether it is read: reading them takes 0.2 ms and more."""
+
+WORTH = 16
+"""A bias is read where it hides at least 1 of this number of pairs."""
 
 
-def readable(mask: Tensor | None, products: int, dtype: torch.dtype) -> Tensor | None:
-    """The mask as bools where only these say what is hidden, else as floats that are added to the scores.
+class Content(NamedTuple):
+    """What an attn_mask says.
+
+    Attributes:
+        keeps: bool, True for a visible pair; None if all are.
+        is_added: whether the mask is added to the scores as well.
+    """
+
+    keeps: Tensor | None
+    is_added: bool
+
+
+_ADDED = Content(None, True)
+
+_seen: Recent[object, Content | None] = Recent(
+    entries=256, nbytes=64 << 20, size=lambda found: 0 if found is None or found.keeps is None else found.keeps.nbytes
+)
+"""Masks by content: None for one that was seen once, else what `_read` gave."""
+
+
+def readable(mask: Tensor | None, products: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """What the mask hides, as bools, and what is added to the scores; None for nothing.
 
     Args:
         mask: bool (True keeps) or float (added), or None.
         products: multiply-adds of `query @ key^T`.
         dtype: of the query.
     """
-    if mask is None or mask.requires_grad or is_without_data(mask) or torch.compiler.is_compiling():
-        return mask
+    if mask is None:
+        return None, None
+    if is_without_data(mask) or torch.compiler.is_compiling():
+        return (mask, None) if mask.dtype == torch.bool else (None, mask)
+    if not _may_hide(mask):
+        return None, mask
     key = content_key(mask)
     found = _seen.get(key)
-    if found is None and products < READ_AT_ONCE:
-        _seen.put(key, torch.empty(0))
-        return _added(mask, dtype)
-    if found is None or not found.numel():
+    if found is None and products < READ_AT_ONCE and key not in _seen:
+        _seen.put(key, None)
+        return None, _added(mask, dtype)
+    if found is None:
         found = _read(mask)
         _seen.put(key, found)
-    return found
+    return found.keeps, mask if found.is_added or mask.requires_grad else None
+
+
+def _may_hide(mask: Tensor) -> bool:
+    """Whether a sample of the mask hides enough; a bias that hides nothing then costs no digest in each call."""
+    if mask.dtype == torch.bool or mask.numel() < LARGE or mask.ndim < 2:
+        return True
+    with torch.no_grad():
+        sample = mask[..., :: max(1, mask.shape[-2] // 64), :: max(1, mask.shape[-1] // 64)] <= HIDDEN
+        return int(sample.sum()) * WORTH >= sample.numel()
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,18 +91,25 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _read(mask: Tensor) -> Tensor:
-    """The mask as bools, if it has no other numbers than 0 and those that hide; with equal heads only once.
+def _read(mask: Tensor) -> Content:
+    """The pairs that the mask keeps, and whether it has other numbers than 0 and those that hide.
 
     Made outside of inference mode, as a later call may save it for its backward pass.
     """
-    if mask.ndim == 4 and mask.shape[1] > 1 and torch.equal(mask, mask[:, :1].expand_as(mask)):
-        mask = mask[:, :1]
     if mask.dtype == torch.bool:
-        return mask.clone()
-    keeps, hides = mask == 0, mask <= HIDDEN
-    if not bool((keeps | hides).all()):
-        return mask.clone()
-    infinite = bool(torch.isneginf(mask[hides]).all())
+        return Content(_of_one_head(mask).clone(), is_added=False)
+    hides = mask <= HIDDEN
+    is_added = not bool((hides | (mask == 0)).all())
+    infinite = torch.equal(hides, torch.isneginf(mask))
+    if is_added and int(hides.sum()) * WORTH < hides.numel():
+        return _ADDED
+    keeps = _of_one_head(~hides).clone()
     # a row that hides every key by a finite number gives the mean of the values, not 0
-    return keeps if infinite or bool(keeps.any(-1).all()) else mask.clone()
+    return Content(keeps, is_added) if infinite or bool(keeps.any(-1).all()) else _ADDED
+
+
+def _of_one_head(mask: Tensor) -> Tensor:
+    """The mask with one head where all heads are equal."""
+    if mask.ndim == 4 and mask.shape[1] > 1 and torch.equal(mask, mask[:, :1].expand_as(mask)):
+        return mask[:, :1]
+    return mask
