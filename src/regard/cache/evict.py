@@ -178,7 +178,8 @@ def highest(scores: Tensor, kept: int, first: int, last: int) -> Tensor:
     is_tied = (middle - edge).abs() <= edge.abs() * (ROUNDING * torch.finfo(scores.dtype).eps)
     evicted = torch.where(is_tied, edge, middle).argsort(dim=2, stable=True)[:, :, :count] + first
     is_kept = torch.ones(scores.shape, dtype=torch.bool, device=scores.device).scatter_(2, evicted, False)
-    return is_kept.nonzero()[:, 2].view(*scores.shape[:2], kept)
+    # a stable sort, and not nonzero, for whose size the host would wait for a GPU
+    return is_kept.to(torch.uint8).argsort(dim=2, descending=True, stable=True)[:, :, :kept]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The schedule in the memory of a device: the lists that the kernels walk, made once per schedule and device."""
 
+from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -62,9 +63,16 @@ def by_tile(schedule: Schedule, device: torch.device) -> Tiles:
                 line[run.start // schedule.tile : -(-run.stop // schedule.tile)] = -1
             for patch in schedule.patches(row):
                 line[patch.start // schedule.tile] = patch.pattern
-        whole = not (kinds != -1).any()
-        of_schedule[device] = Tiles(_on(device, kinds), _words(schedule, of_keys=False).to(device), not whole)
+        masked = bool((kinds != -1).any())
+        words = _words(schedule, of_keys=False)
+        of_schedule[device] = Tiles(_on(device, kinds), words.to(device), masked) if masked else _unmasked(device)
     return of_schedule[device]
+
+
+@cache
+def _unmasked(device: torch.device) -> Tiles:
+    """What no kernel reads: a step of decoding copies nothing to the device."""
+    return Tiles(*(torch.zeros(1, 1, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)), masked=False)
 
 
 _tiles: "WeakKeyDictionary[Schedule, dict[torch.device, Tiles]]" = WeakKeyDictionary()

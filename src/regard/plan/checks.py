@@ -244,8 +244,16 @@ def can_be_read(*tensors: Tensor) -> bool:
 
 
 def is_finite(t: Tensor) -> bool:
-    """Whether all elements are finite, by minimum and maximum: one pass, without a tensor of bools."""
-    return not t.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(t.detach()))
+    """Whether all elements are finite, by minimum and maximum: one pass, without a tensor of bools.
+
+    On a GPU the host waits once for the answer.
+    """
+    if not t.numel():
+        return True
+    extremes = torch.aminmax(t.detach())
+    if t.is_cpu:
+        return all(math.isfinite(extreme) for extreme in extremes)
+    return bool(torch.isfinite(torch.stack(tuple(extremes))).all())
 
 
 def has_own_operators(t: Tensor) -> bool:

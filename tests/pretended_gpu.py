@@ -1,0 +1,173 @@
+"""A GPU that is pretended: tensors that say they are on `cuda`, and a record of what would wait for a GPU.
+
+The elements are in the memory of the host, where Triton's interpreter and torch compute. Every function of torch that
+Python calls passes through `PretendedGpu`: where torch would raise an error because tensors are on two devices, it
+raises one, and it records what reads a tensor of the GPU on the host, or copies one to the GPU.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+READS = {
+    "cpu", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
+    "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "equal", "allclose", "is_nonzero",
+}  # fmt: skip
+"""Functions whose result on the host depends on elements: the host waits for the GPU."""
+
+ANYWHERE = {"copy_", "to", "type_as", "__set__", "__get__", "set_data", "_set_grad", "backward", "register_hook"}
+"""Functions that take tensors of two devices."""
+
+HERE = Path(__file__).parents[1] / "src" / "regard"
+
+
+class Event(NamedTuple):
+    """What would make the host wait: "read" or "upload", the function of torch, and the line that calls it."""
+
+    kind: str
+    function: str
+    where: str
+
+
+class PretendedGpu(TorchFunctionMode):
+    """See above; `events` has what happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.on_gpu = WeakIdKeyDictionary()
+
+    def put(self, t: Tensor) -> Tensor:
+        """The same tensor, from now on on the GPU."""
+        self.on_gpu[t] = True
+        return t
+
+    def put_module(self, module: nn.Module) -> Any:
+        """The module with all parameters and buffers on the GPU."""
+        for t in (*module.parameters(), *module.buffers()):
+            self.put(t)
+        return module
+
+    def is_on_gpu(self, t: object) -> bool:
+        return isinstance(t, Tensor) and t in self.on_gpu
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if (known := _PROPERTIES.get(func)) is not None:
+            return known[self.is_on_gpu(args[0])]
+        name = getattr(func, "__name__", str(func))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        there = [self.is_on_gpu(t) for t in tensors]
+        args, kwargs, target = _without_device(name, args, kwargs)
+        if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
+            target, there = (CUDA if self.is_on_gpu(args[1]) else CPU), there[:1]
+        if any(there):
+            self._check(func, name, tensors, there, args)
+        if (name in READS and any(there)) or (target is not None and target.type == "cpu" and any(there)):
+            self._record("read", name)
+        on_gpu = any(there) if target is None else target.type == "cuda"
+        if on_gpu and (name in ("tensor", "as_tensor") or (target is not None and there and not any(there))):
+            self._record("upload", name)
+        if name == "to" and target is not None and tensors and there[0] != on_gpu:
+            kwargs["copy"] = True
+        out = func(*args, **kwargs)
+        if name == "cpu":
+            return out.clone()
+        if on_gpu and name not in READS - {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"}:
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self.put(t)
+        return out
+
+    def _check(self, func: Any, name: str, tensors: list[Tensor], there: list[bool], args: tuple[Any, ...]) -> None:
+        """Raise torch's error where tensors are on two devices; record masks and indices that wait."""
+        if name in ("__getitem__", "__setitem__"):
+            index = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
+            if any(t.dtype == torch.bool for t in index) and name == "__getitem__":
+                self._record("read", "__getitem__ by a mask")
+            if any(t.ndim and not self.is_on_gpu(t) for t in index):
+                self._record("upload", "__getitem__ by an index of the host")
+            return
+        others = [t for t, on_gpu in zip(tensors, there, strict=False) if not on_gpu and t.ndim]
+        if others and name == "copy_":
+            self._record("upload" if there[0] else "read", name)
+        if others and name not in ANYWHERE:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found cuda:0 and cpu: {name} at {_line()}"
+            )
+
+    def _record(self, kind: str, name: str) -> None:
+        frame: Any = sys._getframe(2)
+        while frame is not None and "/triton/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        if frame is None:  # else Triton's interpreter copies
+            self.events.append(Event(kind, name, _line()))
+
+
+def _line() -> str:
+    """The innermost line of regard, or of a model."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(HERE):
+            return f"{path.relative_to(HERE)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if "transformers" in path.parts and path.name != "generic.py":
+            return f"transformers/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_PROPERTIES = {_getter("device"): (CPU, CUDA), _getter("is_cpu"): (True, False), _getter("is_cuda"): (False, True)}
+
+
+def _without_device(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
+    """The arguments with the CPU in place of a device, and that device; None without one."""
+    if name == "cuda":
+        return args[:1], {}, CUDA
+    target = None
+    if kwargs.get("device") is not None:
+        target, kwargs = torch.device(kwargs["device"]), kwargs | {"device": CPU}
+    elif name in ("to", "new_zeros", "new_full", "new_empty", "type"):
+        placed = list(args)
+        for i, x in enumerate(args[1:], 1):
+            if isinstance(x, torch.device) or (isinstance(x, str) and x.split(":")[0] in ("cpu", "cuda")):
+                target, placed[i] = torch.device(x), CPU
+        args = tuple(placed)
+    return args, kwargs, target
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[PretendedGpu]:
+    """A pretended GPU, on which Triton's interpreter runs kernels."""
+    properties = SimpleNamespace(
+        name="pretended", total_memory=80 << 30, shared_memory_per_block_optin=227 << 10, multi_processor_count=2
+    )
+    with (
+        patch("torch.cuda.device", lambda device: np.errstate(all="ignore")),
+        patch("torch.cuda.get_device_properties", lambda device: properties),
+        patch("torch.accelerator.synchronize", lambda device: None),
+        PretendedGpu() as gpu,
+    ):
+        yield gpu

@@ -1,0 +1,191 @@
+"""Nothing travels to the host in silence: what calls of each kind read from a GPU, and copy to it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import (
+    Alibi,
+    Causal,
+    Documents,
+    KeyLengths,
+    Prefix,
+    Rope,
+    T5Bias,
+    TensorBias,
+    TensorMask,
+    Window,
+    attend,
+    attend_state,
+)
+from regard.cache import Contiguous, Int4, Int8, Knorm, KVCache, Paged, Rolling
+from regard.inspect.surveying.survey import survey
+from regard.inspect.sweep import sweep
+from regard.inspect.weights.lazy import Weights
+from regard.integrate.cache import regard_cache
+from regard.integrate.transformers import use_regard
+from regard.nn import MultiHeadAttention
+from regard.storage.stored import StoredTensor
+from tests.inspect.small import TEXT, llama, words
+from tests.pretended_gpu import CUDA, Event, PretendedGpu, pretended_gpu
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
+
+TABLES = "gpu/tables.py"
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGpu]:
+    with pretended_gpu() as gpu:
+        yield gpu
+
+
+def made(gpu: PretendedGpu, *sizes: int) -> Tensor:
+    return gpu.put(torch.randn(*sizes))
+
+
+def events(gpu: PretendedGpu) -> list[Event]:
+    """What happened since the last call."""
+    found = list(gpu.events)
+    gpu.events.clear()
+    return found
+
+
+def test_the_pretended_gpu_sees_what_torch_would_refuse_and_what_waits(gpu: PretendedGpu):
+    x, host = made(gpu, 3), torch.randn(3)
+    assert x.device == (x + 1).device == torch.zeros(2, device="cuda").device == CUDA
+    assert host.device == x.cpu().device == torch.device("cpu")
+    with pytest.raises(RuntimeError, match="same device"):
+        _ = x + host
+    events(gpu)
+    assert float(x.sum())
+    assert x.tolist()
+    assert bool(torch.isfinite(x).all())
+    assert [event.kind for event in events(gpu)] == ["read"] * 3
+    assert (host.to(x) + x).is_cuda
+    assert [event.kind for event in events(gpu)] == ["upload"]
+
+
+CALLS: dict[str, Any] = {
+    "no mask": lambda gpu: {},
+    "causal": lambda gpu: {"mask": Causal()},
+    "window, sinks": lambda gpu: {"mask": Causal() & (Window(9) | Prefix(2)), "sink": made(gpu, 4), "softcap": 3.0},
+    "biases": lambda gpu: {"bias": T5Bias(made(gpu, 32, 4)) + Alibi(4) + TensorBias(made(gpu, 4, 40, 40))},
+    "documents": lambda gpu: {"mask": Causal() & Documents(gpu.put(torch.arange(40) // 7))},
+    "lengths": lambda gpu: {"mask": KeyLengths(gpu.put(torch.tensor([40, 20])))},
+    "a mask tensor": lambda gpu: {"mask": TensorMask(gpu.put(torch.rand(40, 40) > 0.5))},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_on_a_gpu_reads_nothing_of_it_and_a_repeated_call_copies_nothing(name: str, gpu: PretendedGpu):
+    arguments = CALLS[name](gpu)
+    q, k, v = made(gpu, 2, 4, 40, 16), made(gpu, 2, 2, 40, 16), made(gpu, 2, 2, 40, 16)
+    attend(q, k, v, **arguments)
+    assert all(event.kind == "upload" or "Mask" in name for event in events(gpu) if "describe/" not in event.where)
+    out = attend(q, k, v, **arguments)
+    assert out.is_cuda
+    assert events(gpu) == []
+
+
+@pytest.mark.parametrize("name", ["window, sinks", "biases"])
+def test_a_backward_pass_on_a_gpu_reads_nothing_and_copies_nothing(name: str, gpu: PretendedGpu):
+    arguments = CALLS[name](gpu)
+    q, k, v = made(gpu, 1, 4, 40, 16).requires_grad_(), made(gpu, 1, 2, 40, 16), made(gpu, 1, 2, 40, 16)
+    for _ in range(2):
+        events(gpu)
+        attend(q, k, v, **arguments).sum().backward()
+    assert events(gpu) == []
+    assert gpu.is_on_gpu(q.grad)
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "of a capacity": {"layout": Contiguous(capacity=64)},
+    "rolling": {"layout": Rolling(24, sinks=2)},
+    "int8": {"codec": Int8()},
+    "evicting": {"evict": Knorm(24)},
+    "paged": {"layout": Paged(32)},
+    "pages of int4": {"layout": Paged(32), "codec": Int4()},
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_step_of_decoding_reads_nothing_and_copies_nothing_but_block_tables(name: str, gpu: PretendedGpu):
+    cache, steps = KVCache(**CACHES[name]), list[list[Event]]()
+    for tokens in (30, *[1] * 12):
+        q, k, v = (made(gpu, 2, heads, tokens, 32) for heads in (4, 2, 2))
+        events(gpu)
+        stored = cache.append(k, v)
+        assert attend(q, *stored, mask=Causal()).is_cuda
+        steps.append(events(gpu))
+    assert isinstance(stored[0], StoredTensor) == ("int" in name or "paged" in name)
+    assert not any(event.kind == "read" for step in steps for event in step)
+    assert all(event.where.startswith("cache/page_storage.py") for step in steps[1:] for event in step)
+    assert sum(map(bool, steps[1:])) <= (4 if "page" in name else 0)  # of 12 steps, those that begin a page
+
+
+@torch.no_grad()
+def test_a_module_reads_nothing_and_copies_the_frequencies_of_rope_once(gpu: PretendedGpu):
+    module = gpu.put_module(MultiHeadAttention(64, 4, kv_heads=2, position=Rope(16), mask=Causal()))
+    cache, x = KVCache(), made(gpu, 2, 20, 64)
+    module(x)
+    assert {event.where.split(":")[0] for event in events(gpu)} <= {"describe/position.py", TABLES}
+    module(x, cache=cache)
+    for _ in range(3):
+        module(x[:, :1], cache=cache)
+    assert events(gpu) == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["contiguous", "int8", "paged"])
+def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, gpu: PretendedGpu):
+    model = use_regard(on_gpu(gpu, llama()))
+    ids = gpu.put(torch.randint(0, 300, (2, 20)))
+    model(ids, use_cache=False)
+    assert {event.where.split(":")[0] for event in events(gpu)} <= {TABLES, "transformers/masking_utils.py"}
+    cache = regard_cache(model, **CACHES[name])
+    model(ids, past_key_values=cache)
+    events(gpu)
+    for _ in range(6):
+        model(ids[:, :1], past_key_values=cache)
+    assert events(gpu) == []
+
+
+def on_gpu(gpu: PretendedGpu, model: Any) -> Any:
+    """The model, whose `device` transformers takes from its own record."""
+
+    class OnGpu(type(model)):
+        device = CUDA
+
+    model.__class__ = OnGpu
+    return gpu.put_module(model)
+
+
+def test_a_sweep_over_all_weights_of_a_call_reads_nothing(gpu: PretendedGpu):
+    q, k = made(gpu, 2, 4, 40, 16), made(gpu, 2, 2, 40, 16)
+    mask = Causal() & Window(9)
+    lse = attend_state(q, k, k, mask=mask).lse
+    events(gpu)
+    found = sweep(Weights(q, k, lse, mask), picture=8, along=gpu.put(torch.arange(40.0)[None, None]))
+    assert found.mass.is_cuda
+    assert [event for event in events(gpu) if event.kind == "read"] == []
+    host = sweep(Weights(q.cpu(), k.cpu(), lse.cpu(), mask), picture=8, along=torch.arange(40.0)[None, None])
+    for name in ("entropy", "squares", "mass", "top", "bins", "columns", "along", "mean", "largest"):
+        assert torch.allclose(getattr(found, name).cpu(), getattr(host, name), atol=1e-5), name
+
+
+@pytest.mark.exhaustive
+def test_a_survey_computes_on_the_gpu_and_reads_results_alone(gpu: PretendedGpu):
+    model = llama()
+    with torch.no_grad():
+        on_gpu(gpu, model)
+    found = survey(model, words(), TEXT * 2, tokens=16, new_tokens=2, layers=[0])
+    rooms = {event.where.split("/")[0] for event in gpu.events}
+    assert "backend" not in rooms
+    assert not any(event.where.startswith(("inspect/sweep", "inspect/weights/tiles")) for event in gpu.events)
+    assert found.run.eager_difference is not None
+    assert found.run.eager_difference < 1e-5
