@@ -69,6 +69,7 @@ def variants() -> list[Variant]:
         Variant("gradient_of_queries", "bf16", 128, extras),
         Variant("gradient_of_keys", "bf16", 64, extras),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
+        *(Variant("span", "bf16", 512, ("latent", *kind)) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
     ]
 
 
@@ -101,7 +102,7 @@ def compiled(variant: Variant, chip: str) -> Compiled:
     text = made.asm.get("ptx") or made.asm["amdgcn"]
     registers, stack = _usage(made)
     copies = text.count(COPIES.get(chip, "cp.async"))
-    few_rows = variant.kernel == "span" and backend == "cuda"  # 16 rows: too few for the products of a warp group
+    few_rows = variant.kernel == "span" and blocks.rows < 64 and backend == "cuda"  # too few for those of a warp group
     products = text.count("mma.sync" if few_rows else PRODUCTS[chip])
     return Compiled(registers, stack, made.metadata.shared, products, copies)
 
@@ -113,7 +114,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.forward import forward
 
     if variant.kernel == "span":
-        return _decoding(variant)
+        return _decoding(variant, CHIPS[chip][3])
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
     kernels = {
         "forward": (forward, launch.forward_blocks),
@@ -136,21 +137,23 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
-def _decoding(variant: Variant) -> tuple[Any, Any, dict[str, Any]]:
-    """The kernel of decoding: 4 query heads a key head, under a mask."""
+def _decoding(variant: Variant, shared: int) -> tuple[Any, Any, dict[str, Any]]:
+    """The kernel of decoding under a mask: 4 query heads a key head, or the 128 of a latent and 64 rotated channels."""
     from regard.gpu.decode import span
-    from regard.gpu.few_rows import KEYS, SPAN
-    from regard.gpu.launch import Blocks
+    from regard.gpu.few_rows import SPAN, span_blocks
 
     kind = next((kind for kind in ("int8", "fp8", "int4") if kind in variant.more), "plain")
-    dim, pages = variant.dim, "paged" in variant.more
+    dim, pages, latent = variant.dim, "paged" in variant.more, "latent" in variant.more
+    group, rest = (128, 64) if latent else (4, 0)
+    blocks = span_blocks(2, dim, rest, group, shared, coded=kind != "plain")
     constants = {
-        "GROUP": 4, "ROWS": 16, "KEYS": KEYS, "SPAN": SPAN, "TILE": 128,
-        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "K_KIND": kind, "V_KIND": kind,
-        "K_TABLE": pages, "V_TABLE": pages, "K_PER_TOKEN": False, "RAGGED": False, "MASKED": True, "MAPS_BATCH": False,
-        "SOFTCAP": False, "DISTANCE": False, "BIAS": False, "WIDE": False, "PRECISION": "ieee",
+        "GROUP": group, "ROWS": blocks.rows, "KEYS": blocks.tokens, "SPAN": SPAN, "TILE": 128,
+        "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "REST": rest, "REST_PADDED": rest,
+        "IN_KEYS": latent, "K_KIND": kind, "V_KIND": kind, "K_TABLE": pages, "V_TABLE": pages, "K_PER_TOKEN": False,
+        "RAGGED": False, "MASKED": True, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False, "DISTANCE": False,
+        "BIAS": False, "WIDE": False, "PRECISION": "ieee", "FLAGS": kind == "plain", "CAREFUL": False,
     }  # fmt: skip
-    return span, Blocks(16, KEYS, KEYS, warps=4, stages=3), constants
+    return span, blocks, constants
 
 
 FLOATS = {"lse", "sink", "distance", "total", "delta", "ddistance", "dbias"}
@@ -163,7 +166,7 @@ def _type(name: str, variant: Variant) -> str:
     dtype = variant.dtype
     if variant.kernel == "span":
         codes = "u8" if {"int8", "fp8", "int4"} & set(variant.more) else dtype
-        of = {"k": codes, "v": codes, "out": "fp32", "tiles": "i32"}
+        of = {"k": codes, "v": codes, "out": "fp32", "tiles": "i32", "flags": "i32"}
         of |= dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero"), "bf16")
         of |= dict.fromkeys(("k_table", "v_table", "begins", "ends"), "i64")
         if name in of:

@@ -6,11 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, KeyLengths, KVCache, Prefix, TensorBias, Tree, Window, attend
+from regard import (
+    Alibi,
+    Causal,
+    KeyLengths,
+    KVCache,
+    Prefix,
+    RefusalError,
+    TensorBias,
+    TensorMask,
+    Tree,
+    Window,
+    attend,
+)
 from regard.backend import triton
-from regard.cache import Codec, Contiguous, Fp8, Int4, Int8, Layout, Paged, StoredTensor
+from regard.cache import Codec, Contiguous, Fp8, Int4, Int8, Latent, Layout, Paged, StoredTensor
+from regard.cache.store import CachedTensor, leading_channels
 from tests.oracle import worst
-from tests.stored import paged, plain
+from tests.stored import coded, paged, plain
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
 
@@ -109,3 +122,86 @@ def test_hidden_values_that_are_not_finite_reach_nothing():
     out = attend(q, k, v, mask=Causal(), backend="triton")
     assert out[..., 7].isposinf().all()
     assert torch.isfinite(out[..., :7]).all()
+
+
+LATENTS = [None, Int8(16, 5), Int8(16, 5, keys="token"), Fp8(16, 5), Int4(16, 5)]
+
+
+def latent_call(rank: int = 21, rope: int = 6, keys: int = 300, heads: int = 8) -> tuple[Tensor, Tensor]:
+    """Queries of latent and rotated part, and the entries of a cache."""
+    return torch.randn(2, heads, 1, rank + rope), torch.randn(2, 1, keys, rank + rope)
+
+
+def are_values_read_with_keys(k: CachedTensor, v: CachedTensor) -> bool:
+    from regard.gpu.few_rows import is_in_keys
+
+    both = (t if isinstance(t, StoredTensor) else StoredTensor.of(t) for t in (k, v))
+    return all(is_in_keys(a, b) for a, b in zip(*(t.parts for t in both), strict=True))
+
+
+@pytest.mark.parametrize("codec", LATENTS, ids=str)
+def test_latents_are_keys_and_values_read_once(codec: Codec | None):
+    cache = KVCache(Latent(21), codec)
+    q, entries = latent_call()
+    k, v = cache.append(entries)
+    assert are_values_read_with_keys(k, v)
+    agree(q, k, v, scale=0.2, mask=Causal() & Window(200))
+    k, v = cache.append(entries[:, :, :1])
+    agree(q, k, v, scale=0.2, softcap=5.0, sink=torch.linspace(-1, 1, 8))
+
+
+def test_latents_over_several_spans_are_those_of_the_definition():
+    q, entries = latent_call(keys=2500)
+    agree(q, entries, entries[..., :21], mask=KeyLengths(torch.tensor([2500, 1030])))
+    agree(q, entries, entries[..., :21], bias=Alibi(8))
+
+
+def test_the_heads_of_a_latent_are_shared_out_between_programs():
+    q, entries = torch.randn(1, 20, 5, 272 + 16), torch.randn(1, 1, 150, 272 + 16)
+    agree(q, entries, entries[..., :272], mask=Causal() & Window(90), bias=Alibi(20))
+
+
+def test_latents_in_pages():
+    q, entries = latent_call(keys=100)
+    k = paged(entries, 16, first_slot=5)
+    agree(q, k, leading_channels(k, 21), mask=Causal() & Window(70))
+    k = StoredTensor((coded(entries[:, :, :96], Int8(16), keys=True, page=32),), (2, 1, 96, 27), q.dtype)
+    agree(q, k, leading_channels(k, 21))
+
+
+def test_half_types_of_latents():
+    q, entries = (t.bfloat16() for t in latent_call())
+    out = attend(q, entries, entries[..., :21], backend="triton")
+    assert worst(out, attend(q.double(), entries.double(), entries[..., :21].double(), backend="reference")) <= 2**-7
+
+
+def test_a_row_of_latents_has_the_same_bits_in_any_batch():
+    q, entries = latent_call(keys=1500)
+    whole = attend(q, entries, entries[..., :21], backend="triton")
+    assert torch.equal(whole[1:], attend(q[1:], entries[1:], entries[1:, ..., :21], backend="triton"))
+
+
+def test_hidden_latents_that_are_not_finite_reach_nothing():
+    q, entries = latent_call(keys=130)
+    entries[:, :, 5, 3], entries[:, :, 9, 25] = torch.nan, torch.inf
+    out = attend(q, entries, entries[..., :21], mask=Causal() & Window(100), backend="triton")
+    clean = entries.nan_to_num(posinf=0.0)
+    assert worst(out, attend(q, clean, clean[..., :21], mask=Causal() & Window(100), backend="reference")) <= 1e-6
+    assert attend(q, entries, entries[..., :21], backend="triton").isnan().all()
+
+
+def test_large_heads_with_values_of_their_own():
+    q, k, v = torch.randn(2, 4, 1, 272), torch.randn(2, 2, 90, 272), torch.randn(2, 2, 90, 16)
+    agree(q, k, v, mask=Causal() & Window(60))
+
+
+def test_a_mask_per_head():
+    keep = torch.rand(1, 8, 3, 150) < 0.5
+    q, k, v = torch.randn(2, 8, 3, 32), torch.randn(2, 2, 150, 32), torch.randn(2, 2, 150, 48)
+    agree(q, k, v, mask=TensorMask(keep))
+
+
+def test_large_heads_have_no_kernel_for_long_calls():
+    q = torch.randn(1, 2, 600, 288)
+    with pytest.raises(RefusalError, match=r"at most 256 dimensions \(decoding: 1024, with up to 1024 query rows"):
+        attend(q, q[:, :1], q[:, :1], backend="triton")

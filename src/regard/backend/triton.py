@@ -29,21 +29,29 @@ from regard.state import State
 LARGEST_DIM = 256
 """Of a head: the accumulators of a tile of queries must fit in registers."""
 
+LARGEST_DECODED_DIM = 1024
+"""Of a head in decoding: as `LARGEST_DIM`, with few query rows."""
 
 MOST_ROWS = 64
 """Query rows of a key head, its heads times the queries, up to which keys are read where they are stored."""
 
+MOST_LARGE_ROWS = 1024
+"""The same for larger heads than `LARGEST_DIM`, such as the latents of MLA, for which no other kernel is."""
+
+TILE = 128
+
 
 def is_decoding(problem: Problem) -> bool:
     """Whether it has few query rows, and nothing that the kernels of decoding lack."""
-    p = problem
-    few = p.queries * p.heads <= MOST_ROWS * p.kv_heads
+    p, largest = problem, max(problem.qk_dim, problem.v_dim)
+    most = MOST_ROWS if largest <= LARGEST_DIM else MOST_LARGE_ROWS
+    few = p.queries * p.heads <= most * p.kv_heads and p.queries <= TILE and largest <= LARGEST_DECODED_DIM
     return few and not p.grad and not p.dropout and p.score is None
 
 
 def gather_unless_decoding(problem: Problem, tiles: Schedule) -> tuple[Problem, Step | None]:
     """`gather`, unless the kernels of decoding read what is stored."""
-    return (problem, None) if is_decoding(problem) and tiles.maps[1] == 1 else gather(problem, tiles)
+    return (problem, None) if is_decoding(problem) else gather(problem, tiles)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Triton(Backend):
     """Kernels in Triton."""
 
     name: str = "triton"
-    tile: int = 128
+    tile: int = TILE
     lowerings: tuple[Lowering, ...] = (gather_unless_decoding, turn, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
 
@@ -66,8 +74,9 @@ class Triton(Backend):
             f"the function of the score in {p.bias} is not known to it": p.changes_scores,
             "it has no vmap or forward-mode derivative": p.transformed,
             "a tensor is lazily negated, or of a class with a __torch_dispatch__ of its own": p.opaque,
-            f"heads have at most {LARGEST_DIM} dimensions, and here {p.qk_dim} and {p.v_dim}": max(p.qk_dim, p.v_dim)
-            > LARGEST_DIM,
+            f"heads have at most {LARGEST_DIM} dimensions (decoding: {LARGEST_DECODED_DIM}, with up to "
+            f"{MOST_LARGE_ROWS} query rows for each key head), and here {p.qk_dim} and {p.v_dim}": not is_decoding(p)
+            and max(p.qk_dim, p.v_dim) > LARGEST_DIM,
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim, p.v_dim),
         }
         return ([absent] if absent else []) + [reason for reason, applies in found.items() if applies]
@@ -92,7 +101,7 @@ class _Kernel:
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
-        self.decodes = is_decoding(problem) and schedule.maps[1] == 1
+        self.decodes = is_decoding(problem)
 
     def __call__(self, operands: Operands) -> State:
         return self._state(operands, None)
@@ -112,8 +121,10 @@ class _Kernel:
             from regard.gpu.few_rows import decode
 
             found = decode(call, inputs, operands.stored)
-            if found is not None:
-                return State(*found)
+            if found is None:  # keys and values are not stored side by side
+                found = decode(call, self._inputs(gathered(operands)), None)
+            assert found is not None
+            return State(*found)
         if operands.stored is not None:
             inputs = self._inputs(gathered(operands))
         if not p.grad:

@@ -1,12 +1,19 @@
 # pyright: basic
 """The kernels of decoding on GPUs: few query rows, many keys, which are read where they are stored.
 
-A program computes one span of 1,024 keys for the query heads that share a key head, so that a long cache keeps all
+A program computes one span of 1,024 keys for query heads that share a key head, so that a long cache keeps all
 multiprocessors busy with a single sequence (flash-decoding). Spans are counted from where a part of the storage begins,
 whatever the batch and the chip, and `merge` adds them in order: a row has the same bits in every batch.
 
 Keys and values are plain or codes (`storage/codec.py`), contiguous or in pages. A decoded element is
 `code * scale + zero_point` in float32, rounded to the type of the call, as on a CPU.
+
+Where values are the first channels of the keys (the latents of MLA, DeepSeek-AI 2024, arXiv:2405.04434, §2.1), both are
+read once: the scores are a product of those channels and one of the channels behind them, the rotated part.
+
+A hidden value that is not finite would reach every row, as 0 * NaN = NaN. So a span under a mask whose sums are not
+finite is computed a second time, value by value: such values are added to the rows that see them alone. That is
+another start of the kernel, whose programs mostly return at once: in one program, both would need too many registers.
 """
 
 import triton
@@ -17,18 +24,20 @@ from regard.gpu.scores import LOG2E, capped, is_non_finite, with_biases
 
 @triton.jit
 def span(
-    q, out, lse,
+    q, out, lse, flags,
     k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     begins, ends, begin, tokens, tiles, key_tiles, words,
-    batch, heads, queries, keys, spans, first_span, scale, softcap,
+    batch, heads, kv_heads, queries, keys, first_span, scale, softcap,
     k_first, k_page_tokens, k_group, v_first, v_page_tokens, v_group,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, IN_KEYS: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_TABLE: tl.constexpr, V_TABLE: tl.constexpr,
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
-    SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim] and lse [spans, batch, heads, queries] of one part, float32, base 2.
 
@@ -36,22 +45,36 @@ def span(
         begins, ends: per batch row the index of the part's first key and one past its last; if not RAGGED, all are
             `begin` and `begin + tokens`.
         tiles: for each map and key tile -2 if hidden, -1 if all is kept, else its pattern.
+        DIM, DIM_PADDED: dimensions of queries and keys; if IN_KEYS, without the last REST.
+        REST: dimensions of keys that values lack, the last ones; 0 if not IN_KEYS.
+        IN_KEYS: whether values are the first DIM channels of keys; those of `v` are then not read.
+        flags: int32 for each program, whether its sums are not finite: set if FLAGS.
+        CAREFUL: whether to compute the programs whose flag is set.
     """
+    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    if CAREFUL:  # noqa: SIM102 - what is compiled away, and what is asked when it runs
+        if tl.load(flags + program) == 0:
+            return
     of = tl.program_id(0)
-    g = tl.program_id(1)
+    g = tl.program_id(1) % kv_heads
     b = tl.program_id(2)
-    r = tl.arange(0, ROWS)
+    r = tl.program_id(1) // kv_heads * ROWS + tl.arange(0, ROWS)
     h = g * GROUP + r // queries
     i = r % queries
     real = r < GROUP * queries
     c = tl.arange(0, DIM_PADDED)
     cv = tl.arange(0, V_DIM_PADDED)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
-    q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None] * q_token + c[None, :]
-    rows = tl.load(q_at, mask=real[:, None] & (c[None, :] < DIM), other=0.0)
+    q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None] * q_token
+    rows = tl.load(q_at + c[None, :], mask=real[:, None] & (c[None, :] < DIM), other=0.0)
     dtype = rows.dtype
     if WIDE:
         rows = rows.to(tl.float32)
+    if REST > 0:
+        cr = DIM + tl.arange(0, REST_PADDED)
+        rest = tl.load(q_at + cr[None, :], mask=real[:, None] & (cr[None, :] < DIM + REST), other=0.0)
+        if WIDE:
+            rest = rest.to(tl.float32)
     start = begin
     stop = begin + tokens
     if RAGGED:
@@ -59,63 +82,85 @@ def span(
         stop = tl.load(ends + b).to(tl.int32)
     base_distance = distance + h64[:, None] * distance_head if DISTANCE else distance
     base_bias = bias + b64 * bias_batch + h64[:, None] * bias_head if BIAS else bias
+    first = of * SPAN
+    end = tl.minimum(first + SPAN, stop - start)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
-    for t0 in range(of * SPAN, tl.minimum((of + 1) * SPAN, stop - start), KEYS):
+    for t0 in range(first, end, KEYS):
         t = t0 + tl.arange(0, KEYS)
         j = start + t
         there = j < stop
         keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
-        wide_k = _keys(
-            k + keys_at[None, :] * k_page + g64 * k_head, key_places, k_token, k_unit, c, there,
-            k_scale + keys_at * k_scale_page + g64 * k_scale_head, k_zero + keys_at * k_scale_page + g64 * k_scale_head,
-            k_scale_token, k_group, DIM, K_KIND, K_PER_TOKEN,
+        at_keys = k + keys_at[None, :] * k_page + g64 * k_head
+        at_scales = k_scale + keys_at * k_scale_page + g64 * k_scale_head
+        at_zeros = k_zero + keys_at * k_scale_page + g64 * k_scale_head
+        of_k = _keys(
+            at_keys, key_places, k_token, k_unit, c, there, at_scales, at_zeros, k_scale_token, k_group,
+            DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
         )  # fmt: skip
-        values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
-        wide_v = _values(
-            v + values_at * v_page + g64 * v_head + value_places * v_token, cv, there,
-            v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-            v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
-            v_group, V_DIM, V_KIND,
-        )  # fmt: skip
-        of_k = wide_k.to(dtype)
-        of_v = wide_v.to(dtype)
-        if WIDE:
-            of_k = of_k.to(tl.float32)
-            of_v = of_v.to(tl.float32)
-        s = capped(tl.dot(rows, of_k, input_precision=PRECISION), scale, softcap, SOFTCAP)
+        s = tl.dot(rows, of_k, input_precision=PRECISION)
+        if REST > 0:
+            of_rest = _keys(
+                at_keys, key_places, k_token, k_unit, cr, there, at_scales, at_zeros, k_scale_token, k_group,
+                DIM + REST, K_KIND, K_PER_TOKEN, dtype, WIDE,
+            )  # fmt: skip
+            s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
+        if IN_KEYS:
+            of_v = tl.trans(of_k)
+        else:
+            values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
+            of_v = _values(
+                v + values_at * v_page + g64 * v_head + value_places * v_token, cv, there,
+                v_scale + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
+                v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
+                v_group, V_DIM, V_KIND, dtype, WIDE,
+            )  # fmt: skip
         s = LOG2E * with_biases(
-            s, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
-        )
+            capped(s, scale, softcap, SOFTCAP), i[:, None], j[None, :], queries, keys,
+            base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
+        )  # fmt: skip
         keep = there[None, :] & real[:, None]
         if MASKED:
-            kind = tl.load(tiles + (b if MAPS_BATCH else 0) * key_tiles + j // TILE, mask=there, other=-2)
-            at = words + (tl.maximum(kind, 0)[None, :] * TILE + i[:, None]) * (TILE // 64) + (j % TILE // 64)[None, :]
-            word = tl.load(at, mask=(kind >= 0)[None, :] & real[:, None], other=-1)
-            keep = keep & (kind > -2)[None, :] & ((word >> (j % 64)[None, :]) & 1 != 0)
+            row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h[:, None] if MAPS_HEADS else 0)
+            inside = keep if MAPS_HEADS else there[None, :]
+            keep = keep & _is_kept(tiles + row_map * key_tiles, words, i[:, None], j[None, :], inside, keep, TILE)
         s = tl.where(keep, s, float("-inf"))
         above = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(above == float("-inf"), 0.0, above)
         weights = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(weights, 1)
-        bad = is_non_finite(of_v)
         sums = sums * shrink[:, None]
-        if tl.max(bad.to(tl.int32)) > 0:  # key by key, so that only rows that see it get it
+        if CAREFUL:
+            weights = weights.to(dtype).to(tl.float32)
             for n in range(KEYS):
-                one = tl.arange(0, KEYS) == n
-                row = tl.sum(tl.where(one[:, None] & bad, of_v.to(tl.float32), 0.0), 0)
-                seen = tl.max((keep & one[None, :]).to(tl.int32), 1) > 0
-                sums += tl.where(seen[:, None] & is_non_finite(row)[None, :], row[None, :], 0.0)
-        of_v = tl.where(bad, 0.0, of_v)
-        sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
+                one = t0 + n
+                page, place = _placed(one + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, one < end)
+                at = v + page * v_page + g64 * v_head + place * v_token + cv
+                value = tl.load(at, mask=(cv < V_DIM) & (one < end), other=0.0).to(dtype).to(tl.float32)[None, :]
+                weight = tl.sum(tl.where((t == one)[None, :], weights, 0.0), 1)[:, None]
+                seen = tl.max((keep & (t == one)[None, :]).to(tl.int32), 1)[:, None] > 0
+                sums += tl.where(is_non_finite(value), tl.where(seen, value, 0.0), weight * value)
+        else:
+            sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
         top = above
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     at = (((first_span + of).to(tl.int64) * batch + b) * heads + h) * queries + i
     tl.store(lse + at, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=real)
     tl.store(out + at[:, None] * V_DIM + cv[None, :], sums / total[:, None], mask=real[:, None] & (cv[None, :] < V_DIM))
+    if FLAGS:
+        tl.store(flags + program, tl.max(is_non_finite(sums).to(tl.int32)))
+
+
+@triton.jit
+def _is_kept(tiles, words, i, j, inside, there, TILE: tl.constexpr):
+    """Whether the mask keeps queries i [rows, 1] and keys j [1, keys], both `there`; `inside`: whose tiles exist."""
+    kind = tl.load(tiles + j // TILE, mask=inside, other=-2)
+    at = words + (tl.maximum(kind, 0) * TILE + i) * (TILE // 64) + j % TILE // 64
+    word = tl.load(at, mask=(kind >= 0) & there, other=-1)
+    return (kind > -2) & ((word >> (j % 64)) & 1 != 0)
 
 
 @triton.jit
@@ -143,12 +188,12 @@ def _decoded(codes, KIND: tl.constexpr):
 @triton.jit
 def _keys(
     base, place, token, unit, c, there, scale, zero, scale_token, group,
-    DIM: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr,
+    DIM: tl.constexpr, KIND: tl.constexpr, PER_TOKEN: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [dim, keys] as float32; codes have 16 tokens of a channel side by side."""
+    """Keys [dim, keys] in the type of the call; codes have 16 tokens of a channel side by side."""
     mask = there[None, :] & (c[:, None] < DIM)
     if KIND == "plain":
-        return tl.load(base + place[None, :] * token + c[:, None], mask=mask, other=0.0).to(tl.float32)
+        return _rounded(tl.load(base + place[None, :] * token + c[:, None], mask=mask, other=0.0), dtype, WIDE)
     of = c // 2 if KIND == "int4" else c
     codes = tl.load(
         base + (place // 16)[None, :] * token + of[:, None] * unit + (place % 16)[None, :], mask=mask, other=0
@@ -162,15 +207,18 @@ def _keys(
     found = _decoded(codes, KIND) * tl.load(scale[None, :] + at, mask=mask, other=0.0).to(tl.float32)
     if KIND == "int4":
         found += tl.load(zero[None, :] + at, mask=mask, other=0.0).to(tl.float32)
-    return found
+    return _rounded(found, dtype, WIDE)
 
 
 @triton.jit
-def _values(base, cv, there, scale, zero, group, V_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Values [keys, dim] as float32; codes of int4 have channel c in the low and 16 + c in the high half of a byte."""
+def _values(
+    base, cv, there, scale, zero, group,
+    V_DIM: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Values [keys, dim] in the type of the call; codes of int4 have channels c (low half) and 16 + c in one byte."""
     mask = there[:, None] & (cv[None, :] < V_DIM)
     if KIND == "plain":
-        return tl.load(base[:, None] + cv[None, :], mask=mask, other=0.0).to(tl.float32)
+        return _rounded(tl.load(base[:, None] + cv[None, :], mask=mask, other=0.0), dtype, WIDE)
     unit = cv // 32 * 16 + cv % 16 if KIND == "int4" else cv
     codes = tl.load(base[:, None] + unit[None, :], mask=mask, other=0)
     if KIND == "int4":
@@ -179,7 +227,16 @@ def _values(base, cv, there, scale, zero, group, V_DIM: tl.constexpr, KIND: tl.c
     found = _decoded(codes, KIND) * tl.load(scale[:, None] + at, mask=mask, other=0.0).to(tl.float32)
     if KIND == "int4":
         found += tl.load(zero[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-    return found
+    return _rounded(found, dtype, WIDE)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """Elements in the type of the call; WIDE: as float32 then."""
+    x = x.to(dtype)
+    if WIDE:
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit

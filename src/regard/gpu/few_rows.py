@@ -1,5 +1,6 @@
 """Decoding on a GPU: starts the kernels of `decode.py`, one for each part of the storage and one that merges."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,15 +9,44 @@ from torch import Tensor
 
 from regard.gpu import decode as kernels
 from regard.gpu.call import Call, Inputs
-from regard.gpu.launch import biases, empty_output, padded, precision, started
+from regard.gpu.launch import (
+    Blocks,
+    biases,
+    empty_output,
+    fitting,
+    padded,
+    precision,
+    shared_memory,
+    started,
+    warps_and_stages,
+)
 from regard.gpu.tables import by_tile
 from regard.storage.stored import Part, StoredTensor
 
 SPAN = 1024
 """Keys of a program."""
 
-KEYS = 32
-"""Keys computed at once."""
+LARGEST_DIM = 1024
+"""Dimensions of a head that the kernel reads: a latent and its rotated key have 576."""
+
+
+def span_blocks(item: int, dim: int, rest: int, rows: int, shared: int, *, coded: bool) -> Blocks:
+    """For the kernel of spans, whose programs have rows of the queries and heads that share a key head.
+
+    Args:
+        item: bytes of an element of q.
+        dim: padded dimensions of a head, the larger of keys and values.
+        rest: padded dimensions that keys have and values lack, where values are the first channels of keys.
+        rows: queries of the heads of a key head.
+        shared: bytes of shared memory that a program may have.
+        coded: whether keys and values are codes, which need registers to be decoded in.
+    """
+    tokens = 16 if coded or (item == 4 and dim > 256) else 32
+    if dim <= 256:
+        return Blocks(min(64, padded(rows)), tokens, tokens, warps=4, stages=3)
+    most = 16 if coded or item == 4 or shared <= 64 << 10 else 32  # 64 rows would spill 600 bytes of registers
+    blocks = Blocks(min(most, padded(rows)), tokens, tokens, warps=8, stages=2)
+    return fitting(blocks, (dim + rest) * item, (dim + rest) * item, 0, shared)
 
 
 _SPAN: Any = kernels.span
@@ -67,9 +97,9 @@ def _pairs(k: StoredTensor, v: StoredTensor) -> list[_Pair] | None:
 
 
 def _is_readable(k: Part, v: Part) -> bool:
-    """Whether two parts hold the same tokens, keys 16 tokens side by side where they are codes, values by token."""
+    """Whether two parts have the same tokens, keys 16 tokens side by side where they are codes, values by token."""
     same = k.tokens == v.tokens and (k.row_ends is None) == (v.row_ends is None)
-    layout = k.tiled == (k.kind != "plain") and not v.tiled
+    layout = k.tiled == (k.kind != "plain") and (not v.tiled or is_in_keys(k, v))
     return same and layout and all(map(_is_contiguous, (k, v)))
 
 
@@ -90,29 +120,57 @@ def _listed(k: StoredTensor, v: StoredTensor) -> Iterator[_Pair]:
         begin, begins = begin + a.tokens, ends
 
 
+def is_in_keys(k: Part, v: Part) -> bool:
+    """Whether values are the first channels of keys: at the same addresses, in the same form."""
+    memories = ((p.data, p.scale, p.zero_point, p.table) for p in (k, v))
+    alike = [(p.kind, p.tiled, p.page, p.first_slot, p.group, p.per_token) for p in (k, v)]
+    return alike[0] == alike[1] and all(map(_is_same_memory, *memories))
+
+
+def _is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
 def _run(
     call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor], spans: int, first: int
 ) -> None:
     """One part."""
     (batch, heads, queries, dim), (_, kv_heads, keys, _), v_dim = i.q.shape, shapes[0], shapes[1][3]
     k, v, tiles = pair.k, pair.v, by_tile(call.schedule, i.q.device)
-    nothing = into[1]
-    wide = i.q.dtype == torch.float32 or i.q.device.type == "cpu"
-    group = heads // kv_heads
-    with started(i.q.device):
-        _SPAN[(spans, kv_heads, batch)](
-            i.q, *into, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
-            nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
-            pair.begin, k.tokens, tiles.kinds, tiles.kinds.shape[1], tiles.words,
-            batch, heads, queries, keys, spans, first, call.scale, call.softcap or 0.0,
-            k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
-            GROUP=group, ROWS=padded(group * queries), KEYS=KEYS, SPAN=SPAN, TILE=call.schedule.tile,
-            DIM=dim, DIM_PADDED=padded(dim), V_DIM=v_dim, V_DIM_PADDED=padded(v_dim),
-            K_KIND=k.kind, V_KIND=v.kind, K_TABLE=k.table is not None, V_TABLE=v.table is not None,
-            K_PER_TOKEN=k.per_token, RAGGED=pair.ends is not None, MASKED=tiles.masked,
-            MAPS_BATCH=call.schedule.maps[0] > 1, SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None,
-            BIAS=i.bias is not None, WIDE=wide, PRECISION=precision(i.q),
-        )  # fmt: skip
+    nothing, group = into[1], heads // kv_heads
+    in_keys = is_in_keys(k, v) and v_dim <= dim
+    rest = dim - v_dim if in_keys else 0
+    largest = padded(max(dim - rest, v_dim))
+    blocks = _blocks(i, largest, padded(rest) if rest else 0, group * queries, coded=k.kind != "plain")
+    grid = spans, kv_heads * -(-group * queries // blocks.rows), batch
+    flagged = tiles.masked and v.kind == "plain"  # codes are finite
+    flags = torch.empty(math.prod(grid), dtype=torch.int32, device=i.q.device) if flagged else tiles.kinds
+    for careful in (False, True) if flagged else (False,):
+        with started(i.q.device):
+            _SPAN[grid](
+                i.q, *into, flags, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
+                nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
+                pair.begin, k.tokens, tiles.kinds, tiles.kinds.shape[1], tiles.words,
+                batch, heads, kv_heads, queries, keys, first, call.scale, call.softcap or 0.0,
+                k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
+                GROUP=group, ROWS=blocks.rows, KEYS=blocks.tokens, SPAN=SPAN, TILE=call.schedule.tile,
+                DIM=dim - rest, DIM_PADDED=padded(dim - rest), V_DIM=v_dim, V_DIM_PADDED=padded(v_dim),
+                REST=rest, REST_PADDED=padded(rest), IN_KEYS=in_keys,
+                K_KIND=k.kind, V_KIND=v.kind, K_TABLE=k.table is not None, V_TABLE=v.table is not None,
+                K_PER_TOKEN=k.per_token, RAGGED=pair.ends is not None, MASKED=tiles.masked,
+                MAPS_BATCH=call.schedule.maps[0] > 1, MAPS_HEADS=call.schedule.maps[1] > 1,
+                SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
+                WIDE=i.q.dtype == torch.float32 or i.q.device.type == "cpu", PRECISION=precision(i.q),
+                FLAGS=flagged and not careful, CAREFUL=careful, **warps_and_stages(blocks, i.q.device),
+            )  # fmt: skip
+
+
+def _blocks(i: Inputs, dim: int, rest: int, rows: int, *, coded: bool) -> Blocks:
+    if i.q.device.type == "cpu":
+        return Blocks(min(64, padded(rows)), 32, 32, warps=1, stages=1)
+    return span_blocks(i.q.element_size(), dim, rest, rows, shared_memory(i.q.device), coded=coded)
 
 
 def _keys(part: Part, nothing: Tensor) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
         blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
     else:
         blocks = Blocks(64, 32, 32, warps=8, stages=2)
-    return _fitting(blocks, dim * item, 2 * dim * item, extra, shared)
+    return fitting(blocks, dim * item, 2 * dim * item, extra, shared)
 
 
 def queries_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
@@ -60,16 +60,16 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
         blocks = Blocks(64, 16, 16, warps=8, stages=2)
     else:
         blocks = Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
-    return _fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
+    return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
 def keys_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
     """For the gradients of keys and values, whose programs have rows of keys."""
     blocks = Blocks(*((64, 16) if item == 4 or dim > 128 else (128, 32)), 16, warps=8, stages=2)
-    return _fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
+    return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
-def _fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
+def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
     """The blocks with so few stages that shared memory holds them; sizes are bytes of a row, a token and a pair."""
     stage = blocks.tokens * (token + blocks.rows * pair)
     return blocks._replace(stages=max(1, min(blocks.stages, (shared - blocks.rows * row) // stage)))
@@ -84,7 +84,12 @@ def _blocks(of: Callable[[int, int, int, int], Blocks], i: Inputs) -> Blocks:
         return INTERPRETED
     extra = 4 * (i.distance is not None) + (0 if i.bias is None else i.bias.element_size())
     dim = padded(max(i.q.shape[3], i.v.shape[3]))
-    return of(i.q.element_size(), dim, extra, _properties(i.q.device).shared_memory_per_block_optin)
+    return of(i.q.element_size(), dim, extra, shared_memory(i.q.device))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on a GPU."""
+    return int(_properties(device).shared_memory_per_block_optin)
 
 
 @cache
@@ -174,13 +179,15 @@ def gradients(
 
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Run a kernel of persistent programs over its units, on the device and the stream of its tensors."""
-    if device.type == "cpu":
-        with started(device):
-            kernel[(min(units, INTERPRETED_PROGRAMS),)](*arguments, **constants)
-        return
+    # two for each multiprocessor: one computes while the other waits
+    most = INTERPRETED_PROGRAMS if device.type == "cpu" else 2 * _properties(device).multi_processor_count
     with started(device):
-        programs = min(units, 2 * _properties(device).multi_processor_count)  # one computes while the other waits
-        kernel[(programs,)](*arguments, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
+        kernel[(min(units, most),)](*arguments, **constants, **warps_and_stages(blocks, device))
+
+
+def warps_and_stages(blocks: Blocks, device: torch.device) -> dict[str, int]:
+    """How a kernel is compiled; the interpreter does not compile."""
+    return {} if device.type == "cpu" else {"num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
 def started(device: torch.device) -> AbstractContextManager[Any]:
