@@ -187,6 +187,13 @@ choice_of_torch: Callable[..., int] = _find(
 )
 """Which kernel torch's attention would choose: 1 for the fused one; torch 2.0."""
 
+is_flash_enabled: Callable[[], bool] = _find(
+    "torch._C._get_flash_sdp_enabled",
+    torch.backends.cuda.flash_sdp_enabled,
+    "small calls inside regard.everywhere() take 1 us more",
+)
+"""`torch.backends.cuda.flash_sdp_enabled` as one function of C++; torch 2.0."""
+
 encoder_layer_of_torch: Callable[..., Tensor] = _find("torch._transformer_encoder_layer_fwd", None, _NO_EVERYWHERE)
 """`torch.nn.TransformerEncoderLayer` in one C++ function, for inference; torch 1.12."""
 

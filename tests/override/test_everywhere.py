@@ -461,3 +461,43 @@ def test_a_mask_seen_in_inference_mode_serves_training(values: str):
     y = q.clone().requires_grad_()
     F.scaled_dot_product_attention(y, y, y, mask).sum().backward()
     torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "why"),
+    [
+        ((1, 8, 1, 128), torch.bfloat16, None),
+        ((1, 8, 1, 16), torch.bfloat16, decide.SMALL),
+        ((1, 8, 2, 256), torch.bfloat16, None),
+        ((1, 8, 3, 100), torch.bfloat16, decide.SMALL),
+        ((1, 8, 16, 2048), torch.float32, decide.FEW_QUERIES),
+        ((1, 8, 32, 2048), torch.float32, None),
+    ],
+)
+def test_few_queries_are_run_where_they_are_faster(sizes: tuple[int, ...], dtype: torch.dtype, why: str | None):
+    batch, heads, queries, keys = sizes
+    q, k = of_size(batch, heads, queries, 64, dtype=dtype), of_size(batch, heads, keys, 64, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        theirs = F.scaled_dot_product_attention(q, k, k)
+        assert reasons(lambda: F.scaled_dot_product_attention(q, k, k)) == [why]
+        with regard.everywhere():
+            ours = F.scaled_dot_product_attention(q, k, k)
+    finally:
+        torch.set_num_threads(before)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_a_small_call_is_decided_anew_when_the_program_chooses_a_kernel_or_other_strides():
+    q = of_size(1, 2, 8, 16)
+    with regard.everywhere():
+        for _ in range(2):
+            F.scaled_dot_product_attention(q, q, q)
+    assert reasons(lambda: with_math(q, q, q)) == [decide.SMALL]
+    columns = of_size(1, 2, 16, 8).transpose(2, 3)
+    theirs = F.scaled_dot_product_attention(columns, columns, columns)
+    with regard.everywhere():
+        for _ in range(2):
+            torch.testing.assert_close(F.scaled_dot_product_attention(columns, columns, columns), theirs)

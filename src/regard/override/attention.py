@@ -7,8 +7,8 @@ before it, by torch as ever.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.compiler import is_compiling
+from torch import Tensor, get_num_threads
+from torch.compiler import is_dynamo_compiling
 
 from regard.errors import RegardError
 from regard.override import report
@@ -20,6 +20,7 @@ from regard.torch_internals import (
     current_func_transform,
     fused_attention_of_torch,
     is_any_autocast_enabled,
+    is_flash_enabled,
     skip_frames,
 )
 from regard.torch_signature import attend_as_torch
@@ -71,6 +72,13 @@ def attention(
     return theirs() if out is None else out
 
 
+_small: dict[tuple[object, ...], bool] = {}
+"""Whether a call is small and torch would choose its fused kernel, by all that this depends on."""
+
+FORMS = 1024
+"""The most calls of which this is known."""
+
+
 def small_first(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -79,26 +87,43 @@ def small_first(
 
     The way from torch's dispatcher to Python and back takes 3 us, and 25 us where other code was run in between: too
     much for the smallest models. So a small call for which torch would choose its fused kernel calls that at once.
+    That it would is known by one key, since each function that is called takes 2 us and more in between other code.
     """
     if (
         attn_mask is None
-        and not (dropout_p or enable_gqa)
+        and not (dropout_p or enable_gqa or is_dynamo_compiling() or is_any_autocast_enabled())
         and type(query) is type(key) is type(value) is Tensor
-        and not is_compiling()
         and fused_attention_of_torch is not None
-        and len(shape := query.shape) == 4
-        and query.is_cpu
-        and is_small(query.numel() * (keys := key.shape[-2]), keys, query.dtype)
-        and not is_any_autocast_enabled()
         and current_func_transform() is None
-        and choice_of_torch(query, key, value, None, 0.0, is_causal) == FUSED
     ):
-        if report.is_on():
-            report.count(shape, keys, query, SMALL, ", causal" if is_causal else "")
-        return fused_attention_of_torch(query, key, value, 0.0, is_causal, scale=scale)[0]
+        try:
+            form = (
+                query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype,
+                key.dtype, value.dtype, query.is_cpu, is_causal, is_flash_enabled(), get_num_threads(),
+            )  # fmt: skip
+        except RuntimeError:  # of tensors without strides
+            form = None
+        if form is not None and (_small[form] if form in _small else _is_small(form, query, key, value)):
+            if report.is_on():
+                report.count(query.shape, key.shape[2], query, SMALL, ", causal" if is_causal else "")
+            return fused_attention_of_torch(query, key, value, 0.0, is_causal, scale=scale)[0]
     return attention_of_functional(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _is_small(form: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """What `_small` remembers."""
+    sizes = (*query.shape, *key.shape, *value.shape)
+    if len(query.shape) != 4 or len(key.shape) != 4 or not query.is_cpu or any(type(n) is not int for n in sizes):
+        return False  # torch.jit traces sizes as tensors
+    keys = key.shape[2]
+    small = is_small(query.numel() * keys, query.shape[2], keys, query.dtype)
+    small = small and choice_of_torch(query, key, value, None, 0.0, form[-3]) == FUSED
+    if len(_small) >= FORMS:
+        _small.clear()
+    _small[form] = small
+    return small
 
 
 def _kind(mask: Tensor | None, causal: bool, out: Tensor | None) -> str:

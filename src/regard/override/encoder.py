@@ -97,7 +97,7 @@ def _attention(
 def _is_opened(x: Tensor, mask: Tensor | None) -> bool:
     """Whether the attention of [batch, tokens, width] is worth a call of its own."""
     plain = not x.is_nested and x.device.type == "cpu" and x.ndim == 3 and (mask is None or not mask.is_nested)
-    return plain and not is_small(x.numel() * x.shape[1], x.shape[1], x.dtype)
+    return plain and not is_small(x.numel() * x.shape[1], x.shape[1], x.shape[1], x.dtype)
 
 
 def _hidden(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
