@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from regard.errors import RegardError
 from regard.override import report
-from regard.override.decide import SMALL, is_small, why_torch
+from regard.override.decide import FEW_QUERIES, SMALL, is_few, is_small, why_torch
 from regard.override.mask_content import readable
 from regard.torch_internals import (
     attention_of_torch,
@@ -72,8 +72,8 @@ def attention(
     return theirs() if out is None else out
 
 
-_small: dict[tuple[object, ...], bool] = {}
-"""Whether a call is small and torch would choose its fused kernel, by all that this depends on."""
+_passed: dict[tuple[object, ...], str | None] = {}
+"""Why a call is passed on at once to the fused kernel, by all that this depends on; None for other calls."""
 
 FORMS = 1024
 """The most calls of which this is known."""
@@ -86,8 +86,8 @@ def small_first(
     """`torch.nn.functional.scaled_dot_product_attention` itself, with a short way to torch's kernel for small calls.
 
     The way from torch's dispatcher to Python and back takes 3 us, and 25 us where other code was run in between: too
-    much for the smallest models. So a small call for which torch would choose its fused kernel calls that at once.
-    That it would is known by one key, since each function that is called takes 2 us and more in between other code.
+    much for the smallest models. So a call that torch runs faster, since it is small or has few queries, goes to the
+    fused kernel at once, if torch would choose that. One key says so: between other code each function takes 2 us.
     """
     if (
         attn_mask is None
@@ -103,27 +103,31 @@ def small_first(
             )  # fmt: skip
         except RuntimeError:  # of tensors without strides
             form = None
-        if form is not None and (_small[form] if form in _small else _is_small(form, query, key, value)):
+        why = form and (_passed[form] if form in _passed else _why_at_once(form, query, key, value))
+        if why:
             if report.is_on():
-                report.count(query.shape, key.shape[2], query, SMALL, ", causal" if is_causal else "")
+                report.count(query.shape, key.shape[2], query, why, ", causal" if is_causal else "")
             return fused_attention_of_torch(query, key, value, 0.0, is_causal, scale=scale)[0]
     return attention_of_functional(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _is_small(form: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """What `_small` remembers."""
+def _why_at_once(form: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """What `_passed` remembers."""
     sizes = (*query.shape, *key.shape, *value.shape)
     if len(query.shape) != 4 or len(key.shape) != 4 or not query.is_cpu or any(type(n) is not int for n in sizes):
-        return False  # torch.jit traces sizes as tensors
-    keys = key.shape[2]
-    small = is_small(query.numel() * keys, query.shape[2], keys, query.dtype)
-    small = small and choice_of_torch(query, key, value, None, 0.0, form[-3]) == FUSED
-    if len(_small) >= FORMS:
-        _small.clear()
-    _small[form] = small
-    return small
+        return None  # torch.jit traces sizes as tensors
+    queries, keys = query.shape[2], key.shape[2]
+    why = SMALL if is_small(query.numel() * keys, queries, keys, query.dtype) else None
+    if why is None and is_few(queries, query.dtype):
+        why = FEW_QUERIES
+    if why and choice_of_torch(query, key, value, None, 0.0, form[-3]) != FUSED:
+        why = None
+    if len(_passed) >= FORMS:
+        _passed.clear()
+    _passed[form] = why
+    return why
 
 
 def _kind(mask: Tensor | None, causal: bool, out: Tensor | None) -> str:

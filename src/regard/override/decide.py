@@ -66,6 +66,11 @@ def is_small(products: int, queries: int, keys: int, dtype: torch.dtype, gradien
     return products < least * torch.get_num_threads()
 
 
+def is_few(queries: int, dtype: torch.dtype) -> bool:
+    """Whether torch is the faster one for this number of queries, if nothing is hidden."""
+    return dtype == torch.float32 and queries in FEW
+
+
 def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool) -> str | None:
     """The reason for which a call is passed on to torch; None if regard runs it."""
     if query.ndim < 2 or key.ndim < 2:
@@ -74,7 +79,7 @@ def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: flo
     queries, keys = query.shape[-2], key.shape[-2]
     if is_small(query.numel() * keys, queries, keys, query.dtype, gradients):
         return SMALL
-    if queries in FEW and mask is None and not gradients and query.dtype == torch.float32:
+    if is_few(queries, query.dtype) and mask is None:
         return FEW_QUERIES
     if dropout:
         return DROPOUT
