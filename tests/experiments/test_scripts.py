@@ -19,6 +19,9 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHA
 LOADS_A_MODEL = {name for name in NAMES if "regard.integrate" in (FOLDER / f"{name}.py").read_text()}
 QUICK = [pytest.param(name, marks=pytest.mark.model if name in LOADS_A_MODEL else ()) for name in NAMES]
 
+DECIDED = {"quantised_cache": "KL divergence"}
+"""What the small version of an experiment decides, where it is too small for the verdict."""
+
 
 def stored(name):
     return json.loads((DOCS / "experiments" / f"{name}.json").read_text())
@@ -47,6 +50,9 @@ def test_the_small_version_comes_to_the_verdict_of_the_record(name, load):
     if experiment.quick_decides:
         failed = [check for check in record["checks"] if not check["holds"]]
         assert record["verdict"] == stored(name)["verdict"], failed
+    for ours, theirs in zip(record["checks"], stored(name)["checks"], strict=False):
+        if name in DECIDED and DECIDED[name] in ours["what"]:
+            assert ours["holds"] == theirs["holds"], ours
 
 
 @pytest.mark.parametrize("name", NAMES)
