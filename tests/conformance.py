@@ -130,3 +130,17 @@ def computes_the_formula(name: str, dtype: torch.dtype, engine: str) -> None:
     truth, naive = formula(name, dtype, torch.float64), formula(name, dtype, dtype)
     units = {torch.float64: 32, torch.float32: 3}.get(dtype, 0.5) * torch.finfo(dtype).eps * float(case.v.abs().max())
     assert worst(out, truth) <= max((1.5 if dtype == torch.float32 else 1.0) * worst(naive, truth), units)
+
+
+def differentiated(case: Case, backend: str) -> list[Tensor]:
+    """The output and the gradients of q, k, v, of the sink and of the tensors of the bias."""
+    leaves = [t.clone().requires_grad_() for t in (case.q, case.k, case.v)]
+    words = dict(case.words)
+    if isinstance(sink := words.get("sink"), Tensor):
+        words["sink"] = sink.clone().requires_grad_()
+        leaves.append(words["sink"])
+    if (bias := words.get("bias")) is not None:
+        leaves += [t.requires_grad_() for t in bias.tensors() if t.is_floating_point()]
+    out = attend(*leaves[:3], **words, backend=backend)
+    up = torch.linspace(-9, 9, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out.device, out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, up, allow_unused=True)]

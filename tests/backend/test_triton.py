@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard import Causal, Documents, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain
 from regard.plan.tiling import schedule
-from tests.conformance import CASES
+from tests.conformance import CASES, differentiated
 from tests.expressions import masks
 from tests.laws.test_attend import cases
 from tests.oracle import Case, worst
@@ -31,20 +31,6 @@ BACKWARD = [
     "sinks learned per head",
     "everything",
 ]
-
-
-def differentiated(case: Case, backend: str) -> list[Tensor]:
-    """The output and the gradients of q, k, v, of the sink and of the tensors of the bias."""
-    leaves = [t.clone().requires_grad_() for t in (case.q, case.k, case.v)]
-    words = dict(case.words)
-    if isinstance(sink := words.get("sink"), Tensor):
-        words["sink"] = sink.clone().requires_grad_()
-        leaves.append(words["sink"])
-    if (bias := words.get("bias")) is not None:
-        leaves += [t.requires_grad_() for t in bias.tensors() if t.is_floating_point()]
-    out = attend(*leaves[:3], **words, backend=backend)
-    up = torch.linspace(-9, 9, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, up, allow_unused=True)]
 
 
 def size(t: Tensor) -> float:

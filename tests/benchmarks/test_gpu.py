@@ -76,8 +76,8 @@ def test_every_library_is_timed_in_every_round():
     assert found["FlashInfer"].note == "flashinfer is not installed"
     for name in ("regard", "flash", "math"):
         assert found[name].rounds == 2
-        assert 0 < found[name].fastest <= found[name].seconds
-        assert found[name].error < 1e-5
+        assert 0 < (found[name].fastest or 0) <= (found[name].seconds or 0)
+        assert (found[name].error or 1) < 1e-5
     assert found["regard"].flops == 4 * 2 * 4 * (64 * 65 / 2) * 16
     assert found["regard"].backend == explain(*prepared(DECODE)[0], **prepared(DECODE)[1]).backend
 
