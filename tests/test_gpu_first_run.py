@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'rega
 ROOT = Path(__file__).parents[1]
 
 
-def first_run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def first_run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path / "found.json"
     done = subprocess.run(
         [str(ROOT / "scripts" / "gpu_first_run.sh"), "--device", "cpu", "--out", str(file), *arguments],
-        env={**os.environ, "PYTHON": sys.executable, **environment},
+        env={**os.environ, "PYTHON": sys.executable},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done, json.loads(file.read_text())
