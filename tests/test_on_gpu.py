@@ -168,7 +168,7 @@ def on_gpu(gpu: PretendedGpu, model: Any) -> Any:
 def test_a_sweep_over_all_weights_of_a_call_reads_nothing(gpu: PretendedGpu):
     q, k = made(gpu, 2, 4, 40, 16), made(gpu, 2, 2, 40, 16)
     mask = Causal() & Window(9)
-    lse = attend_state(q, k, k, mask=mask).lse
+    lse = attend_state(q, k, k, mask=mask, scale=1.0).lse
     events(gpu)
     found = sweep(Weights(q, k, lse, mask), picture=8, along=gpu.put(torch.arange(40.0)[None, None]))
     assert found.mass.is_cuda
