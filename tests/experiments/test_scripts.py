@@ -22,6 +22,15 @@ QUICK = [pytest.param(name, marks=pytest.mark.model if name in LOADS_A_MODEL els
 DECIDED = {"quantised_cache": "KL divergence"}
 """What the small version of an experiment decides, where it is too small for the verdict."""
 
+QUICK_CHECKS = {
+    "heads": {
+        "parameters of the layer, most heads less fewest": True,
+        "2 look-ups, one head: accuracy": True,
+        "2 look-ups, two heads: accuracy": True,
+    },
+}
+"""Checks of the small versions whose outcome does not depend on the sizes."""
+
 
 def stored(name):
     return json.loads((DOCS / "experiments" / f"{name}.json").read_text())
@@ -47,6 +56,8 @@ def test_the_small_version_comes_to_the_verdict_of_the_record(name, load):
         pytest.skip(f"Moby-Dick is not stored here: {error}")
     assert all(math.isfinite(check["measured"]) for check in record["checks"])
     assert json.loads(json.dumps(record))["name"] == name
+    found = {check["what"]: check["holds"] for check in record["checks"]}
+    assert found == {**found, **QUICK_CHECKS.get(name, {})}, record["checks"]
     if experiment.quick_decides:
         failed = [check for check in record["checks"] if not check["holds"]]
         assert record["verdict"] == stored(name)["verdict"], failed
