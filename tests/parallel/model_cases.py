@@ -39,13 +39,37 @@ def mistral(**more: Any) -> Any:
     return MistralForCausalLM(config)
 
 
+def opt() -> Any:
+    """One that counts its positions from the attention mask."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=31, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, dropout=0.0,
+    )  # fmt: skip
+    return OPTForCausalLM(config)
+
+
+def roberta() -> Any:
+    """One that counts its positions from the ids of padding: here the tokens 1, which the text has as well."""
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        is_decoder=True, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return RobertaForCausalLM(config)
+
+
 def decoder(**more: Any) -> nn.Module:
     """One of `regard.nn`."""
     torch.manual_seed(0)
     return Decoder(31, 32, layers=2, heads=4, kv_heads=2, **more)
 
 
-MODELS = {"llama": llama, "mistral": mistral}
+MODELS = {"llama": llama, "mistral": mistral, "opt": opt, "roberta": roberta}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -71,6 +95,8 @@ def transformers_model(rank: int, size: int, *, name: str, tokens: int, layout: 
     keep = torch.ones(2, tokens, dtype=torch.bool)
     if case == "padding on the right":
         keep[1, -tokens // 3 :] = False
+    elif case == "padding on the left, positions counted":
+        keep[1, : tokens // 3] = False
     elif case == "padding on the left":
         keep[1, : tokens // 3] = False
         inputs["position_ids"] = (keep.cumsum(1) - 1).clamp(min=0)

@@ -23,6 +23,12 @@ def test_a_model_of_transformers_equals_one_process(
     ranks.run(model_cases.transformers_model, name=name, tokens=tokens, layout=layout, case=case)
 
 
+@pytest.mark.parametrize("case", ["plain", "padding on the left, positions counted"])
+@pytest.mark.parametrize("name", ["opt", "roberta"])
+def test_a_model_that_counts_its_positions_equals_one_process(ranks: Workers, name: str, case: str) -> None:
+    ranks.run(model_cases.transformers_model, name=name, tokens=37, layout="zigzag", case=case)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 def test_every_layout_gives_the_same_model(ranks: Workers, layout: str) -> None:
     ranks.run(model_cases.transformers_model, name="llama", tokens=37, layout=layout, case="plain")
