@@ -16,8 +16,8 @@ from regard.atomic_write import write_whole
 HERE = Path(__file__).parent
 ORDER = (
     "score_scale", "temperature", "permutation", "kernel_smoother", "performer", "online_softmax", "heads",
-    "shared_heads", "length_generalisation", "sinks", "lost_in_the_middle", "quantised_cache", "score_functions",
-    "worked_examples",
+    "shared_heads", "length_generalisation", "induction_heads", "head_redundancy", "attention_weights",
+    "rank_collapse", "sinks", "lost_in_the_middle", "quantised_cache", "score_functions", "worked_examples",
 )  # fmt: skip
 """Of the page; scripts that are not in it follow by name."""
 
