@@ -48,6 +48,20 @@ def test_sinks_and_offsets_may_be_arrays(qkv: tuple[Any, ...]):
     np.testing.assert_array_equal(attend(*qkv, offset=np.int64(2)), expected(qkv, offset=2))
 
 
+def test_numbers_may_be_arrays_without_axes(qkv: tuple[Any, ...]):
+    wanted = expected(qkv, scale=0.5, softcap=2.0)
+    np.testing.assert_array_equal(attend(*qkv, scale=np.float32(0.5), softcap=np.array(2.0)), wanted)
+    with pytest.raises(ProblemError, match="scale is array"):
+        attend(*qkv, scale=np.array([0.5]))
+
+
+def test_arrays_without_elements(qkv: tuple[Any, ...]):
+    q, k, v = qkv
+    assert attend(q[:, :, :0], k, v).shape == (2, 4, 0, 8)
+    assert attend(q[:0], k[:0], v[:0]).shape == (0, 4, 5, 8)
+    np.testing.assert_array_equal(attend(q, k[:, :, :0], v[:, :, :0]), np.zeros_like(q))
+
+
 def test_bfloat16_of_ml_dtypes(qkv: tuple[Any, ...]):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="the package ml_dtypes is missing: pip install regard[jax]")
     arrays = tuple(x.astype(ml_dtypes.bfloat16) for x in qkv)

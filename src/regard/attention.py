@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -366,6 +367,9 @@ def _attend_arrays(request: Request) -> Any:
             )
     names = ("q", "k", "v", "sink", "offset")
     tensors: dict[str, Any] = {name: as_tensor(name, getattr(request, name)) for name in names}
+    for name in ("scale", "softcap"):  # such as `1 / np.sqrt(np.float32(64))`
+        if is_array(number := getattr(request, name)) and np.ndim(number) == 0:
+            tensors[name] = as_tensor(name, number).item()
     with torch.no_grad():
         out = _run(request._replace(**tensors)).out
     return as_array_like(request.q, out)

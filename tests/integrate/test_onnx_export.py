@@ -134,6 +134,18 @@ CASES = {
         (torch.rand(3, 1, 2, 7) > 0.5,),
         (0, 2, 3),
     ),
+    "rows that see nothing, two axes": case(
+        lambda q, k, v, t: attend(q, k, v, mask=TensorMask(t)),
+        (torch.arange(3)[:, None] > torch.arange(5),),
+        (torch.arange(2)[:, None] > torch.arange(7),),
+        (0, 1),
+    ),
+    "a bias of three axes and softcap": case(
+        lambda q, k, v, t: attend(q, k, v, bias=TensorBias(t), mask=Causal(), softcap=1.5),
+        (torch.randn(4, 3, 5),),
+        (torch.randn(4, 2, 7),),
+        (1, 2),
+    ),
     "a tensor bias": case(
         lambda q, k, v, t: attend(q, k, v, bias=TensorBias(t)),
         (torch.randn(1, 4, 3, 5),),

@@ -72,3 +72,38 @@ def test_half_a_past_is_refused():
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(ProblemError, match="past_key and past_value: one is given"):
         attention(q, q, q, past_key=q)
+
+
+def test_a_mask_of_integers_and_a_negative_window_are_refused():
+    q = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ProblemError, match=r"attn_mask is torch.int64: expected bools \(True keeps\) or floats"):
+        attention(q, q, q, torch.ones(3, 3, dtype=torch.int64))
+    with pytest.raises(
+        ProblemError, match="left_window_size is -2 and right_window_size -1: expected a number of keys"
+    ):
+        attention(q, q, q, left_window_size=-2)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (4, 3, 5), (2, 1, 3, 5), (2, 4, 3, 3)], ids=str)
+def test_a_mask_of_any_axes_also_with_rows_that_see_nothing(shape: tuple[int, ...], kind: str):
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    keeps = torch.rand(shape) < 0.6
+    if len(shape) > 1:
+        keeps[..., 0, :] = False
+    mask = keeps if kind == "bool" else torch.randn(shape).masked_fill(~keeps, -torch.inf)
+    lacking = 5 - shape[-1]
+    whole = torch.nn.functional.pad(mask, (0, lacking), value=False if kind == "bool" else -torch.inf)
+    keys = k.repeat_interleave(2, dim=1)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, keys, keys, whole.expand(2, 4, 3, 5))
+    out = attention(q, k, k, mask, qk_matmul_output_mode=3)
+    torch.testing.assert_close(out.Y, exact)
+    torch.testing.assert_close(out.qk_matmul_output @ keys, exact)
+
+
+def test_the_scores_of_a_mode_are_before_and_after_the_softcap():
+    """As onnxruntime and the function of the standard; the reference of the package onnx caps those of mode 0 too."""
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    scores = q @ k.repeat_interleave(2, dim=1).mT * 8**-0.5
+    for mode, exact in enumerate((scores, torch.tanh(scores / 0.5) * 0.5)):
+        torch.testing.assert_close(attention(q, k, k, softcap=0.5, qk_matmul_output_mode=mode)[3], exact)

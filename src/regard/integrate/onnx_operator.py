@@ -90,6 +90,13 @@ def attention(
         raise ProblemError("past_key and past_value: one is given and the other is None; pass both or neither.")
     if nonpad_kv_seqlen is not None and past_key is not None:
         raise ProblemError("nonpad_kv_seqlen and past_key are both given: the keys of a past have no padding.")
+    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ProblemError(f"attn_mask is {attn_mask.dtype}: expected bools (True keeps) or floats (added).")
+    if min(left_window_size, right_window_size) < -1:
+        raise ProblemError(
+            f"left_window_size is {left_window_size} and right_window_size {right_window_size}: expected a number of "
+            "keys, or -1 for all."
+        )
     q, k, v = _heads(Q, q_num_heads, "q"), _heads(K, kv_num_heads, "kv"), _heads(V, kv_num_heads, "kv")
     offset: int | Tensor = 0
     if past_key is not None and past_value is not None:
