@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.cache import Fp8, Int4, Int8
 from regard.evaluate.corpus import samples, text_of
-from regard.evaluate.intervals import drawn
+from regard.evaluate.intervals import Interval, drawn
 from regard.evaluate.predictions import Feed, Predicted, predicted
 from regard.integrate import load, regard_cache, use_regard
 
@@ -50,11 +50,11 @@ def measure(seed: int, quick: bool) -> Result:
     targets = ids[:, -scored:]
     plain, states = predicted(model, ids, scored, lambda: regard_cache(model), feed, None)
     right = hits(model, states, targets)
-    found, lost = dict[str, Predicted](), dict[str, tuple[float, float, float]]()
+    found, lost = dict[str, Predicted](), dict[str, Interval]()
     for name, codec in CODECS.items():
         found[name], changed = predicted(model, ids, scored, lambda c=codec: regard_cache(model, codec=c), feed, states)
         pair = right.numpy(), hits(model, changed, targets).numpy()
-        lost[name] = tuple(drawn(*pair, of=lambda before, after: 100 * (before - after)))
+        lost[name] = drawn(*pair, of=lambda before, after: 100 * (before - after))
     kl = {name: float(each.kl.mean()) for name, each in found.items()}
     agree = {name: float(each.agree.mean()) for name, each in found.items()}
     size = {name: each.nbytes / plain.nbytes for name, each in found.items()}
@@ -62,8 +62,8 @@ def measure(seed: int, quick: bool) -> Result:
     checks = [
         Check("Int8: KL divergence, nats", kl["Int8"], high=0.01),
         Check("Fp8: KL divergence, nats", kl["Fp8"], high=0.01),
-        Check(f"Int8: {points}, upper end of the 95 % interval", lost["Int8"][2], high=1.0),
-        Check(f"Fp8: {points}, upper end of the 95 % interval", lost["Fp8"][2], high=1.0),
+        Check(f"Int8: {points}, upper end of the 95 % interval", lost["Int8"].high, high=1.0),
+        Check(f"Fp8: {points}, upper end of the 95 % interval", lost["Fp8"].high, high=1.0),
         Check("4 bits cost more: KL divergence of Int4 by that of Int8", kl["Int4"] / kl["Int8"], low=2),
         Check("4 bits cost more: KL divergence of Int4 by that of Fp8", kl["Int4"] / kl["Fp8"], low=2),
         Check(
