@@ -33,6 +33,20 @@ QUICK_CHECKS = {
         "2 look-ups, one head: accuracy": True,
         "2 look-ups, two heads: accuracy": True,
     },
+    "shared_heads": {
+        "cache of MHA by that of GQA": True,
+        "cache of MHA by that of MQA": True,
+        "cache of MHA by that of MLA": True,
+        "MHA to GQA, at once: loss by first less that by mean": True,
+        "MHA to GQA, at once: loss by random less that by first": True,
+        "decode time of MHA by that of GQA": True,
+    },
+    "length_generalisation": {
+        "ALiBi, 8 times: rise": True,
+        "NTK, 4 times, not tuned: share of RoPE's rise that is left": True,
+        "YaRN, 4 times, not tuned: share of RoPE's rise that is left": True,
+        "RoPE: greatest score beyond the training length by that within ('blows up')": False,
+    },
 }
 """Checks of the small versions whose outcome does not depend on the sizes."""
 
