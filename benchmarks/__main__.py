@@ -112,7 +112,7 @@ def write_pages(folder: Path, lines: list[Line]) -> None:
     pages.mkdir(exist_ok=True)
     text = report.page(lines, report.machine(), title(kind), f"{kind}.svg")
     command.publish_page(pages, f"{kind}.md", text, {f"{kind}.svg": draw(lines)})
-    found = {path.stem: path.read_text() for path in sorted(pages.glob("*.md"))}
+    found = performance_pages.pages_of_kinds({path.stem: path.read_text() for path in sorted(pages.glob("*.md"))})
     others = {path.stem for path in (pages / "others").glob("*.md")}
     command.publish_page(folder, PAGE, performance_pages.overview(found, others))
 

@@ -56,6 +56,15 @@ def overview(pages: Mapping[str, str], others: Collection[str] = ()) -> str:
     ]) + "\n"  # fmt: skip
 
 
+def pages_of_kinds(pages: Mapping[str, str]) -> dict[str, str]:
+    """The pages that `./bench` wrote for a kind of machine; other pages are beside them.
+
+    >>> list(pages_of_kinds({"zen5": "Measured by `./bench` on 2 cores; backend: native.", "gpu-kernels": "# What"}))
+    ['zen5']
+    """
+    return {kind: page for kind, page in pages.items() if _measured(page)}
+
+
 def all_times(page: str) -> dict[tuple[str, str], tuple[float, float]]:
     """The milliseconds of regard and torch by (case, type), of the first row of a page that has both."""
     times: dict[tuple[str, str], tuple[float, float]] = {}

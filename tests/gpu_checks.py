@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from regard import Causal, KVCache, Prefix, RefusalError, Window, attend
-from regard.cache import Codec, Fp8, Int4, Int8, Paged, StoredTensor
+from regard.cache import Codec, Fp8, Int4, Int8, Latent, Paged, StoredTensor
 from regard.describe.spec import Spec, deserialize
 from tests.conformance import CASES, differentiated, dot_products
 from tests.oracle import Case, dense, worst
@@ -59,7 +59,7 @@ ENGINES = ("triton", "sdpa", "flex")
 MASKS_OF_TENSORS = ("prefix-LM", "ragged padding", "packed documents", "a mask per head")
 
 
-def conforms(engine: str, dtype: torch.dtype, name: str, move_mask: bool, device: torch.device) -> Found:
+def conforms(engine: str, dtype: torch.dtype, name: str, device: torch.device, *, move_mask: bool) -> Found:
     """The output and the gradients of a case, or why they are refused."""
     case = CASES[name]().to(dtype)
     truth, naive = dense(case)[0], dense(case, dtype)[0]
@@ -111,6 +111,9 @@ CODECS: dict[str, Codec | None] = {
     "rotated": Int8(rotate=True),
 }
 
+LATENTS: dict[str, Codec | None] = {"plain": None, "int8": Int8(16, 64), "fp8": Fp8(16, 64), "int4": Int4(16, 64)}
+"""Of a latent with 576 channels."""
+
 
 def decodes(dtype: torch.dtype, codec: Codec | None, page: int | None, queries: int, device: torch.device) -> Found:
     """The last queries over stored keys and values of another length in the second append."""
@@ -126,6 +129,18 @@ def decodes(dtype: torch.dtype, codec: Codec | None, page: int | None, queries: 
         step = 2**-6 if codec is not None and dtype != torch.float32 else torch.finfo(dtype).eps * 4
         errors[name] = worst(out, truth) / max(2 * worst(naive, truth), step * float(truth.abs().max()))
     return Found(errors)
+
+
+def decodes_latents(dtype: torch.dtype, codec: Codec | None, device: torch.device) -> Found:
+    """The absorbed decoding of MLA: values are the first channels of the keys, 512 of 576."""
+    cache = KVCache(Latent(512), codec)
+    q, entries = draw(2, 16, 1, 576).to(dtype) / 4, draw(2, 1, 300, 576).to(dtype)
+    keys, values = cache.append(entries.to(device))
+    out = attend(q.to(device), keys, values, mask=Causal() & Window(200), backend="triton").cpu()
+    case = Case(q, as_tensor(keys).cpu(), as_tensor(values).cpu(), {"mask": Causal() & Window(200)})
+    truth, naive = dense(case)[0], dense(case, dtype)[0]
+    step = 2**-6 if codec is not None and dtype != torch.float32 else torch.finfo(dtype).eps * 4
+    return Found({"out": worst(out, truth) / max(2 * worst(naive, truth), step * float(truth.abs().max()))})
 
 
 def as_tensor(t: Tensor | StoredTensor) -> Tensor:
@@ -197,9 +212,11 @@ def checks() -> Iterator[Check]:
     for engine in ENGINES:
         for kind, dtype in DTYPES.items():
             for name in dots:
-                yield Check(f"{engine} {kind} {name}", partial(conforms, engine, dtype, name, False))
+                yield Check(f"{engine} {kind} {name}", partial(conforms, engine, dtype, name, move_mask=False))
     for name in MASKS_OF_TENSORS:
-        yield Check(f"decode masks on the device: {name}", partial(conforms, "triton", torch.bfloat16, name, True))
+        for kind, dtype in DTYPES.items():
+            label = f"decode masks on the device: {name} {kind}"
+            yield Check(label, partial(conforms, "triton", dtype, name, move_mask=True))
     for codec_name, codec in CODECS.items():
         for page in (None, 16):
             for kind, dtype in DTYPES.items():
@@ -207,6 +224,9 @@ def checks() -> Iterator[Check]:
                     where = "contiguous" if page is None else f"pages of {page}"
                     label = f"decode {codec_name} {where} {kind} {queries}"
                     yield Check(label, partial(decodes, dtype, codec, page, queries))
+    for codec_name, codec in LATENTS.items():
+        for kind, dtype in DTYPES.items():
+            yield Check(f"decode latent {codec_name} {kind}", partial(decodes_latents, dtype, codec))
     yield Check("decode hidden NaN", hides_what_is_not_finite)
     yield Check("decode same bits", repeats_its_bits)
     yield Check("decode CUDA graph", is_captured)
@@ -218,6 +238,8 @@ KERNELS = (
     "triton bfloat16 a bias tensor",
     *(f"decode {codec} pages of 16 bfloat16 1" for codec in CODECS),
     "decode plain contiguous float32 7",
+    "decode latent plain bfloat16",
+    "decode latent int8 bfloat16",
 )
 """One small call of each kernel, for compute-sanitizer."""
 

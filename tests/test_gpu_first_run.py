@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_checks import KERNELS, checks, wanted
+from tests.gpu_checks import KERNELS, checks, run, wanted
+from tests.pretended_gpu import CUDA, pretended_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
 
@@ -34,6 +35,28 @@ def test_names_are_unique_and_every_part_is_of_the_whole():
     parts = [check.name for i in range(3) for check in wanted(["triton bfloat16"], (i, 3), None)]
     assert sorted(parts) == sorted(check.name for check in whole)
     assert wanted(["triton bfloat16"], (0, 1), whole[-2].name)[0].name == whole[-1].name
+
+
+LONG = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton float32 alibi, slopes of the call",
+        "sdpa float32 multi-query",
+        "decode masks on the device: prefix-LM float32",
+        "decode latent int8 float32",
+        pytest.param("triton float32 everything", marks=LONG),
+        pytest.param("decode fp8 pages of 16 float32 1", marks=LONG),
+        pytest.param("decode rotated contiguous float32 7", marks=LONG),
+    ],
+)
+def test_a_check_has_each_tensor_where_a_gpu_needs_it(name: str):
+    (check,) = (check for check in checks() if check.name == name)
+    with pretended_gpu():  # where Triton's interpreter has no bfloat16
+        found = run(check, CUDA)
+    assert found["ok"], found
 
 
 def test_checks_are_compared_and_listed(tmp_path: Path):

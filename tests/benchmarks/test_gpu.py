@@ -19,7 +19,9 @@ from benchmarks.gpu_page import Chip, Record, find_chip, goals, in_words, page, 
 from regard import attend, explain
 from regard.dispatch.cuda_order import TABLE, orders
 from regard.errors import ProblemError
+from tests.pretended_gpu import CUDA, pretended_gpu
 
+LONG = pytest.mark.exhaustive
 CPU = torch.device("cpu")
 H100 = find_chip("NVIDIA H100 80GB HBM3", "torch 2.11.0", (8e14, 3e12))
 
@@ -80,6 +82,24 @@ def test_every_library_is_timed_in_every_round():
         assert (found[name].error or 1) < 1e-5
     assert found["regard"].flops == 4 * 2 * 4 * (64 * 65 / 2) * 16
     assert found["regard"].backend == explain(*prepared(DECODE)[0], **prepared(DECODE)[1]).backend
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("causal, 2,048, d 64", marks=LONG), "ALiBi, 16,384", "causal, sinks learned", "int8, 64"]
+)
+def test_a_case_has_each_tensor_where_a_gpu_needs_it(name: str):
+    pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
+
+    class Clock(CpuClock):
+        device = CUDA
+
+    case = shrunk(next(case for case in CASES if case.name.startswith(name)))
+    with pretended_gpu():
+        found = {record.library: record for record in Runner(Clock(), TRIED, ("regard", "math")).run(case)}
+    assert found["regard"].seconds is not None, found
+    assert found["regard"].backend == "triton"
+    assert found["regard"].kind in ("causal", "other", "decode-stored")
+    assert found["math"].seconds is not None or found["math"].note.startswith("no softcap"), found
 
 
 def test_what_differs_is_not_timed(monkeypatch):
