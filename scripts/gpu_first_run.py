@@ -53,7 +53,7 @@ RESTARTS = 5
 MACHINE = """\
 import importlib.util, json, platform, sys
 found = {"python": platform.python_version(), "executable": sys.executable}
-needed = ("torch", "triton", "numpy", "xxhash", "jaxtyping", "rich", "flash_attn", "flashinfer", "pytest")
+needed = ("torch", "triton", "numpy", "xxhash", "jaxtyping", "flash_attn", "flashinfer", "pytest")
 found["missing"] = [name for name in needed if importlib.util.find_spec(name) is None]
 import torch, shutil
 found["compiler"] = next((name for name in ("gcc", "clang", "cc") if shutil.which(name)), None)  # Triton's launcher

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first run on a machine with a GPU: are the kernels right, are they free of faults, how fast are they? In under 8
-# minutes, and into one file. It builds and installs nothing: torch, numpy, xxhash, jaxtyping and rich must be there,
-# and for the kernels triton. pytest is not used.
+# minutes, and into one file. It builds and installs nothing: torch, numpy, xxhash and jaxtyping must be there, and for
+# the kernels triton, with gcc or clang for its launcher. pytest is not used.
 #
 #   scripts/gpu_first_run.sh                     results in $OUT/gpu_first_run.json, or in the current folder
 #   scripts/gpu_first_run.sh --out FILE          or there
