@@ -32,7 +32,7 @@ from regard.storage.stored import StoredTensor
 from tests.inspect.small import TEXT, llama, words
 from tests.pretended_gpu import CUDA, Event, PretendedGpu, pretended_gpu
 
-pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
+few_rows = pytest.importorskip("regard.gpu.few_rows", reason="Triton is not installed", exc_type=ImportError)
 
 TABLES = "gpu/tables.py"
 
@@ -126,6 +126,67 @@ def test_a_step_of_decoding_reads_nothing_and_copies_nothing_but_block_tables(na
     assert not any(event.kind == "read" for step in steps for event in step)
     assert all(event.where.startswith("cache/page_storage.py") for step in steps[1:] for event in step)
     assert sum(map(bool, steps[1:])) <= (4 if "page" in name else 0)  # of 12 steps, those that begin a page
+
+
+class Launches:
+    """A kernel that records what the host passes to it: all but the elements of tensors."""
+
+    def __init__(self, kernel: Any, seen: list[object]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            known = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in arguments]
+            self.seen.append((grid, known, constants))
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_whose_position_is_on_the_gpu_is_the_same_for_the_host_at_every_position(
+    rows: int, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[object] = []
+    for name in ("_SPAN", "_MERGE"):
+        monkeypatch.setattr(few_rows, name, Launches(getattr(few_rows, name), seen))
+    k, v = made(gpu, 2, 2, 80, 16), made(gpu, 2, 2, 80, 16)
+    k[:, :, 60:], v[:, :, 60:] = torch.nan, torch.inf  # not written yet
+    position, sink = gpu.put(torch.tensor([41, 7][:rows])), made(gpu, 4)
+    launches: list[list[object]] = []
+    for _ in range(3):
+        q = made(gpu, 2, 4, 1, 16)
+        events(gpu)
+        out = attend(q, k, v, mask=Causal(), sink=sink, softcap=3.0, offset=position)
+        assert events(gpu) == []
+        launches.append(list(seen))
+        seen.clear()
+        for row in range(2):
+            end = int(position[row % rows]) + 1
+            each = [t[row : row + 1, :, :end].cpu() for t in (k, v)]
+            exact = attend(q[row : row + 1].cpu(), *each, sink=sink.cpu(), softcap=3.0, backend="reference")
+            assert torch.allclose(out[row : row + 1].cpu(), exact, atol=1e-6)
+        position.add_(1)
+    assert launches[0] == launches[1] == launches[2]
+    assert len(launches[0]) == 2
+
+
+def test_positions_outside_of_the_keys_see_none_or_all(gpu: PretendedGpu):
+    q, k = made(gpu, 2, 4, 1, 16), made(gpu, 2, 2, 40, 16)
+    state = attend_state(q, k, k, mask=Causal(), offset=gpu.put(torch.tensor([-3, 90])))
+    assert float(state.out[0].abs().max()) == 0
+    assert bool((state.lse[0] == -torch.inf).all())
+    assert torch.allclose(state.out[1:].cpu(), attend(q[1:].cpu(), k[1:].cpu(), k[1:].cpu()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more", [{"mask": Causal() & Window(9)}, {"mask": Causal(), "bias": Alibi(4)}, {}], ids=["window", "bias", "none"]
+)
+def test_other_calls_read_a_position_on_the_gpu_once(more: dict[str, Any], gpu: PretendedGpu):
+    q, k = made(gpu, 2, 4, 1, 16), made(gpu, 2, 2, 40, 16)
+    out = attend(q, k, k, **more, offset=gpu.put(torch.tensor(17)))
+    assert [event.where.split(":")[0] for event in events(gpu) if event.kind == "read"] == ["plan/checks.py"]
+    assert torch.allclose(out.cpu(), attend(q.cpu(), k.cpu(), k.cpu(), **more, offset=17), atol=1e-6)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from regard.dispatch.choose import Plan, choose
 from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
 from regard.dispatch.plan_cache import prepare
+from regard.dispatch.step import step
 from regard.errors import ProblemError, RefusalError
 from regard.plan.checks import check_readable
 from regard.plan.lower import gathered
@@ -232,7 +233,8 @@ def attend(
         offset: position of the first query, where keys start at 0; None puts the last query at the last key. An integer
             tensor of one element is read when the call runs: a graph of `torch.compile` then serves every position. An
             integer tensor [batch] has the position of the first query of each row, as in a batch of sequences that
-            have different numbers of tokens; `KeyLengths` hides keys that a row does not have.
+            have different numbers of tokens; `KeyLengths` hides keys that a row does not have. One query under
+            `Causal()` with an offset on a GPU does not make the host wait, so a CUDA graph can capture it.
         backend: a backend by name, or one of your own (`regard.extend.Backend`), which runs or raises; None lets regard
             choose, and `explain` shows why.
 
@@ -390,6 +392,8 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     observers = _observers.get()
     if is_counted() and not observers and _passes_operator(request.bias):
         return attend_traced(request)
+    if not observers and (state := step(request)) is not None:
+        return state
     prepared = prepare(request._replace(lse=True), observed=True) if observers else prepare(request)
     if prepared is None:
         return attend_traced(request)

@@ -25,6 +25,7 @@ from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.storage.stored import StoredTensor
 
 LARGEST_DIM = 256
 """Of a head: the accumulators of a tile of queries must fit in registers."""
@@ -83,6 +84,25 @@ class Triton(Backend):
 
     def compile(self, problem: Problem, schedule: Schedule) -> Kernel:
         return _Kernel(problem, schedule)
+
+
+def decode_until(problem: Problem, schedule: Schedule, operands: Operands, ends: Tensor) -> State:
+    """The state of a call of few queries, all of which see the keys before `ends` of their row: the kernels read it.
+
+    Args:
+        problem: without mask and bias, decoding (`is_decoding`), and not refused.
+        ends: int64 [batch], on the device of q.
+    """
+    from regard.gpu.few_rows import decode
+
+    sink = None if operands.sink is None else operands.sink.float().contiguous()
+    inputs = Inputs(operands.q, operands.k, operands.v, sink, None, None)
+    stored = [StoredTensor.of(t) for t in (operands.k, operands.v)]
+    for t in stored:
+        t.parts = (t.parts[0]._replace(row_ends=ends),)
+    found = decode(Call(schedule, problem.scale, problem.softcap, 0.0, 0), inputs, (stored[0], stored[1]))
+    assert found is not None, "plain tensors are readable"
+    return State(*found)
 
 
 def is_interpreted() -> bool:

@@ -188,7 +188,7 @@ class StoredTensor:
     tensor([12., 16., 20.,  0.,  4.])
     """
 
-    __slots__ = ("__dict__", "_ends", "dtype", "lengths", "parts", "rotated", "row_lengths", "shape")
+    __slots__ = ("__dict__", "dtype", "lengths", "parts", "rotated", "row_lengths", "shape")
 
     def __init__(
         self,
@@ -201,7 +201,11 @@ class StoredTensor:
         self.parts, self.dtype, self.lengths, self.rotated = parts, dtype, lengths, rotated
         self.shape = torch.Size(shape)
         self.row_lengths: tuple[int, ...] | None = None if lengths is None else tuple(lengths.tolist())
-        self._ends = tuple(None if part.row_ends is None else tuple(part.row_ends.tolist()) for part in parts)
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[int, ...] | None, ...]:
+        """`Part.row_ends` of each part, read on the host."""
+        return tuple(None if part.row_ends is None else tuple(part.row_ends.tolist()) for part in self.parts)
 
     @property
     def device(self) -> torch.device:
