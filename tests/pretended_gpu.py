@@ -32,6 +32,9 @@ READS = {
 ANYWHERE = {"copy_", "to", "type_as", "__set__", "__get__", "set_data", "_set_grad", "backward", "register_hook"}
 """Functions that take tensors of two devices."""
 
+_device_of = WeakIdKeyDictionary()
+"""Where each tensor of a GPU pretends to be, also after the GPU is gone: caches keep some."""
+
 HERE = Path(__file__).parents[1] / "src" / "regard"
 
 
@@ -46,14 +49,14 @@ class Event(NamedTuple):
 class PretendedGpu(TorchFunctionMode):
     """See above; `events` has what happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CUDA) -> None:
         super().__init__()
+        self.device = device
         self.events: list[Event] = []
-        self.on_gpu = WeakIdKeyDictionary()
 
     def put(self, t: Tensor) -> Tensor:
         """The same tensor, from now on on the GPU."""
-        self.on_gpu[t] = True
+        _device_of[t] = self.device
         return t
 
     def put_module(self, module: nn.Module) -> Any:
@@ -63,25 +66,25 @@ class PretendedGpu(TorchFunctionMode):
         return module
 
     def is_on_gpu(self, t: object) -> bool:
-        return isinstance(t, Tensor) and t in self.on_gpu
+        return isinstance(t, Tensor) and _device_of.get(t) == self.device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if (known := _PROPERTIES.get(func)) is not None:
-            return known[self.is_on_gpu(args[0])]
+            return known(self.device if self.is_on_gpu(args[0]) else CPU)
         name = getattr(func, "__name__", str(func))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         there = [self.is_on_gpu(t) for t in tensors]
         args, kwargs, target = _without_device(name, args, kwargs)
         if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
-            target, there = (CUDA if self.is_on_gpu(args[1]) else CPU), there[:1]
+            target, there = (self.device if self.is_on_gpu(args[1]) else CPU), there[:1]
         if any(there):
             self._check(func, name, tensors, there, args)
         if (name in READS and any(there)) or (target is not None and target.type == "cpu" and any(there)):
             self._record("read", name)
-        on_gpu = any(there) if target is None else target.type == "cuda"
+        on_gpu = any(there) if target is None else target.type == self.device.type
         if on_gpu and (name in ("tensor", "as_tensor") or (target is not None and there and not any(there))):
             self._record("upload", name)
         if name == "to" and target is not None and tensors and there[0] != on_gpu:
@@ -92,6 +95,8 @@ class PretendedGpu(TorchFunctionMode):
         if on_gpu and name not in READS - {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"}:
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
+                    if self.device.type == "mps" and t.dtype == torch.float64:
+                        raise TypeError(f"the MPS framework doesn't support float64: {name} at {_line()}")
                     self.put(t)
         return out
 
@@ -137,7 +142,13 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-_PROPERTIES = {_getter("device"): (CPU, CUDA), _getter("is_cpu"): (True, False), _getter("is_cuda"): (False, True)}
+_PROPERTIES: dict[Any, Callable[[torch.device], Any]] = {
+    _getter("device"): lambda device: device,
+    _getter("is_cpu"): lambda device: device.type == "cpu",
+    _getter("is_cuda"): lambda device: device.type == "cuda",
+    _getter("is_mps"): lambda device: device.type == "mps",
+    _getter("is_xpu"): lambda device: device.type == "xpu",
+}
 
 
 def _without_device(
@@ -152,15 +163,15 @@ def _without_device(
     elif name in ("to", "new_zeros", "new_full", "new_empty", "type"):
         placed = list(args)
         for i, x in enumerate(args[1:], 1):
-            if isinstance(x, torch.device) or (isinstance(x, str) and x.split(":")[0] in ("cpu", "cuda")):
+            if isinstance(x, torch.device) or (isinstance(x, str) and x.split(":")[0] in ("cpu", "cuda", "mps", "xpu")):
                 target, placed[i] = torch.device(x), CPU
         args = tuple(placed)
     return args, kwargs, target
 
 
 @contextmanager
-def pretended_gpu() -> Iterator[PretendedGpu]:
-    """A pretended GPU, on which Triton's interpreter runs kernels."""
+def pretended_gpu(kind: str = "cuda") -> Iterator[PretendedGpu]:
+    """A pretended GPU; Triton's interpreter runs the kernels of "cuda". On "mps" there is no float64."""
     properties = SimpleNamespace(
         name="pretended", total_memory=80 << 30, shared_memory_per_block_optin=227 << 10, multi_processor_count=2
     )
@@ -168,6 +179,6 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         patch("torch.cuda.device", lambda device: np.errstate(all="ignore")),
         patch("torch.cuda.get_device_properties", lambda device: properties),
         patch("torch.accelerator.synchronize", lambda device: None),
-        PretendedGpu() as gpu,
+        PretendedGpu(torch.device(kind, 0)) as gpu,
     ):
         yield gpu

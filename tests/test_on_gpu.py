@@ -20,6 +20,7 @@ from regard import (
     Window,
     attend,
     attend_state,
+    explain,
 )
 from regard.cache import Contiguous, Int4, Int8, Knorm, KVCache, Paged, Rolling
 from regard.inspect.surveying.survey import survey
@@ -100,6 +101,32 @@ def test_a_backward_pass_on_a_gpu_reads_nothing_and_copies_nothing(name: str, gp
         attend(q, k, v, **arguments).sum().backward()
     assert events(gpu) == []
     assert gpu.is_on_gpu(q.grad)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_gpus_are_served_by_the_reference_for_a_reason(kind: str):
+    q = torch.empty(1, 4, 40, 16, device="meta")
+    plan = explain(q, q, q, mask=Causal(), bias=Alibi(4), softcap=3.0, device=kind)
+    assert plan.backend == "reference"
+    assert set(plan.passed_over) == {"native", "sdpa", "triton", "flex", "reference64"}
+    assert "not chosen: triton (it computes on cuda)" in str(plan)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+@pytest.mark.parametrize("name", [*CALLS, "learned slopes"])
+def test_other_gpus_compute_what_a_cpu_does(name: str, kind: str):
+    with pretended_gpu(kind) as gpu:
+        slopes = made(gpu, 4).requires_grad_()
+        arguments = {"bias": Alibi(slopes=slopes)} if name == "learned slopes" else CALLS[name](gpu)
+        leaves = [made(gpu, 2, heads, 40, 16).requires_grad_() for heads in (4, 2, 2)]
+        out = attend(*leaves, **arguments)
+        assert gpu.is_on_gpu(out)
+        out.sum().backward()
+        assert gpu.is_on_gpu(leaves[0].grad)
+        cache, module = KVCache(), gpu.put_module(MultiHeadAttention(64, 4, position=Rope(16), mask=Causal()))
+        with torch.no_grad():
+            for tokens in (20, 1):
+                assert gpu.is_on_gpu(module(made(gpu, 2, tokens, 64), cache=cache))
 
 
 CACHES: dict[str, dict[str, Any]] = {

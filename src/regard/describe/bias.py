@@ -149,7 +149,8 @@ class Alibi(Bias):
 
     def value(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         (distance,) = as_tensors(q - k)
-        return -self.slope_per_head().to(distance.device, torch.float64)[h] * distance.abs()
+        wide = torch.float32 if distance.device.type == "mps" else torch.float64  # MPS has no float64
+        return -self.slope_per_head().to(wide).to(distance.device)[h] * distance.abs()
 
     def bind(self, sizes: CallSizes) -> Bias:
         if self.heads != sizes.heads:

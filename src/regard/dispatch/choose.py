@@ -51,6 +51,15 @@ ASIDE = {
 }
 """Why a backend is not in the row of a device."""
 
+ELSEWHERE = {
+    "native": "it computes on CPU",
+    "sdpa": "it is used on cpu and cuda",
+    "triton": "it computes on cuda",
+    "flex": "it compiles for cpu and cuda",
+    "reference64": 'only with backend="reference64"',
+}
+"""Why a backend is not tried on devices without a row, such as mps and xpu."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -272,6 +281,8 @@ def _lowered(posed: Problem, tiles: Schedule, engine: Backend) -> tuple[Problem,
 
 
 def _aside(device: str) -> dict[str, list[str]]:
+    if device not in ORDER:
+        return {engine: [why] for engine, why in ELSEWHERE.items()}
     return {engine: [why] for (place, engine), why in ASIDE.items() if place == device}
 
 
