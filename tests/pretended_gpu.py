@@ -6,7 +6,7 @@ raises one, and it records what reads a tensor of the GPU on the host, or copies
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,7 +170,7 @@ def _without_device(
 
 
 @contextmanager
-def pretended_gpu(kind: str = "cuda") -> Iterator[PretendedGpu]:
+def pretended_gpu(kind: str = "cuda") -> Generator[PretendedGpu]:
     """A pretended GPU; Triton's interpreter runs the kernels of "cuda". On "mps" there is no float64."""
     properties = SimpleNamespace(
         name="pretended", total_memory=80 << 30, shared_memory_per_block_optin=227 << 10, multi_processor_count=2
