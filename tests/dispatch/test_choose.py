@@ -211,5 +211,5 @@ def test_queries_that_are_not_finite_are_refused_by_sdpa_only_where_gradients_fl
     ids=str,
 )
 def test_on_a_gpu_torch_is_never_made_to_build_all_scores(dtype: torch.dtype, dim: int, chosen: str):
-    q = torch.empty(1, 2, 128, dim, dtype=dtype, device="meta")
+    q = torch.empty(1, 2, 256, dim, dtype=dtype, device="meta")
     assert explain(q, q, q, device="cuda").backend == chosen
