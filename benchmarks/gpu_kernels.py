@@ -68,6 +68,7 @@ def variants() -> list[Variant]:
         Variant("forward", "bf16", 128, ("SINK", *extras)),
         Variant("gradient_of_queries", "bf16", 128, extras),
         Variant("gradient_of_keys", "bf16", 64, extras),
+        Variant("sweep", "bf16", 128),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
         *(Variant("span", "bf16", 512, ("latent", *kind)) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
     ]
@@ -115,6 +116,8 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
     if variant.kernel == "span":
         return _decoding(variant, CHIPS[chip][3])
+    if variant.kernel == "sweep":
+        return _sweep(variant)
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
     kernels = {
         "forward": (forward, launch.forward_blocks),
@@ -156,6 +159,19 @@ def _decoding(variant: Variant, shared: int) -> tuple[Any, Any, dict[str, Any]]:
     return span, blocks, constants
 
 
+def _sweep(variant: Variant) -> tuple[Any, Any, dict[str, Any]]:
+    """The kernel of inspection, with a picture."""
+    from regard.gpu.inspect import BLOCKS
+    from regard.gpu.sweep import sweep
+
+    constants = {
+        "MAPS_BATCH": False, "MAPS_HEADS": False, "TILE": 128, "ROWS": BLOCKS.rows, "KEYS": BLOCKS.tokens,
+        "DIM": variant.dim, "DIM_PADDED": variant.dim, "BINS": 24, "SOFTCAP": False, "DISTANCE": False, "BIAS": False,
+        "PICTURE": True, "WIDE": False, "PRECISION": "ieee",
+    }  # fmt: skip
+    return sweep, BLOCKS, constants
+
+
 FLOATS = {"lse", "sink", "distance", "total", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
 TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
@@ -169,6 +185,11 @@ def _type(name: str, variant: Variant) -> str:
         of = {"k": codes, "v": codes, "out": "fp32", "tiles": "i32", "flags": "i32"}
         of |= dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero"), "bf16")
         of |= dict.fromkeys(("k_table", "v_table", "begins", "ends"), "i64")
+        if name in of:
+            return f"*{of[name]}"
+    if variant.kernel == "sweep":
+        of = {"top_key": "i64", "columns": "fp64", "mean": "fp64", "largest": "i32"}
+        of |= dict.fromkeys(("mass", "entropy", "squares", "top", "bins"), "fp32")
         if name in of:
             return f"*{of[name]}"
     if name in TENSORS:

@@ -25,7 +25,8 @@ def test_every_kernel_fits_the_chip(chip: str):
         assert found["shared"] <= CHIPS[chip][3], name
         assert found["products"] > 0, name
         kernel, *more = found["variant"].split()
-        assert found["copies"] > 0 or len(more) > 2, name  # with biases, some chips have room for one block only
+        # with biases, some chips have room for one block only; the sweep has one block of keys and more arithmetic
+        assert found["copies"] > 0 or len(more) > 2 or kernel == "sweep", name
         coded = {"int8", "fp8", "int4"} & set(more)
         most = 700 if "latent" in more and coded else 64 if kernel == "span" or len(more) == 2 else 256
         assert found["stack"] <= most or chip == "gfx942", name

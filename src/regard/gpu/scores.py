@@ -94,3 +94,26 @@ def dropped(head_row, i, j, seed_low, seed_high, threshold):
     of_row = mixed(of_head + i.to(tl.uint32) * 0x85EBCA6B)
     of_key = mixed(j.to(tl.uint32) * 0xC2B2AE35 + 0x27D4EB2F)
     return mixed(of_row ^ of_key) < threshold.to(tl.uint32)
+
+
+@triton.jit
+def unit_of(
+    unit, order, batch, heads, group, tiles, section,
+    TILE: tl.constexpr, ROWS: tl.constexpr, MAPS_BATCH: tl.constexpr, MAPS_HEADS: tl.constexpr,
+):  # fmt: skip
+    """The unit of a persistent program: (row, batch row, head, place in the lists, first token), row = b * heads + h.
+
+    Args:
+        order: tiles of each map, those with the most work first.
+        heads: those that have units; each has `group` maps, of which the first one decides.
+        tiles: of a map; section: rows whose units are computed together.
+    """
+    steps: tl.constexpr = TILE // ROWS
+    part = unit // (tiles * steps * section)
+    width = tl.minimum(section, batch * heads - part * section)
+    inside = unit - part * tiles * steps * section
+    row = part * section + inside % width
+    b, h = row // heads, row % heads
+    row_map = (b if MAPS_BATCH else 0) * (heads * group if MAPS_HEADS else 1) + (h * group if MAPS_HEADS else 0)
+    t = tl.load(order + row_map * tiles + inside // width // steps)
+    return row, b, h, row_map * tiles + t, t * TILE + inside // width % steps * ROWS

@@ -2,7 +2,8 @@
 
 Measures that are sums over O(n) pairs need no sweep: `Weights.pairs` has those. Entropy, column masses, profiles by
 distance, the largest weight of a row and pictures need every weight, and all get theirs from the same pass: by the
-compiled library where it is there (`by_native.py`), else in torch, tile by tile (`by_torch.py`, the definition).
+compiled library where it is there (`by_native.py`), on a GPU by a kernel in Triton (`by_triton.py`), else in torch,
+tile by tile (`by_torch.py`, the definition).
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from regard.errors import ProblemError
-from regard.inspect.sweep import by_native, by_torch
+from regard.inspect.sweep import by_native, by_torch, by_triton
 from regard.inspect.sweep.by_torch import BINS, Sweep, bin_of
 from regard.inspect.weights.lazy import Weights
 
@@ -54,5 +55,5 @@ def sweep(
             f"along is {list(along.shape)}: expected values of each key, [batch or 1, m, keys] = "
             f"[{batch} or 1, m, {keys}]."
         )
-    implementation = by_native if by_native.takes(weights) else by_torch
+    implementation = by_native if by_native.takes(weights) else by_triton if by_triton.takes(weights) else by_torch
     return implementation.swept(weights, picture, along, tick)

@@ -1,0 +1,120 @@
+"""The sweep on a GPU, by a kernel in Triton (`regard/gpu/sweep.py`); sums are float32, as the weights are."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from importlib.util import find_spec
+from operator import add
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.describe.bias import Bias, TensorBias
+from regard.inspect.sweep.by_torch import BINS, Sweep
+from regard.inspect.weights.lazy import Weights
+from regard.inspect.weights.tiles import Cells
+from regard.plan.distance import kept_by_distance
+from regard.plan.schedule import Schedule
+from regard.plan.tiling import schedule
+
+LARGEST_DIM = 256
+
+TILE = 128
+"""Tokens per side of a tile of the kernels' schedules."""
+
+
+def takes(weights: Weights) -> bool:
+    """Whether the tensors are on a GPU, and the kernel knows all that the call is made of."""
+    return weights.q.device.type == "cuda" and find_spec("triton") is not None and knows(weights)
+
+
+def knows(weights: Weights) -> bool:
+    """Whether the kernel knows all that the call is made of, on whichever device."""
+    terms = [] if weights.bias is None else weights.bias.terms()
+    dtypes = {weights.q.dtype, weights.k.dtype}
+    return (
+        len(dtypes) == 1
+        and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
+        and weights.q.shape[3] <= LARGEST_DIM
+        and bool(weights.q.numel() and weights.k.numel())
+        and all(term.per_distance() or isinstance(term, TensorBias) for term in terms)
+    )
+
+
+def swept(
+    weights: Weights, picture: int | None, along: Tensor | None, tick: Callable[[], None] | None = None
+) -> Sweep:  # fmt: skip
+    """See `regard.inspect.sweep.sweep`, which has checked the arguments."""
+    from regard.gpu.call import Call, Inputs
+    from regard.gpu.inspect import means, sums
+
+    w = weights
+    batch, heads, queries, keys = w.shape
+    tiles = schedule(
+        w.mask, batch=w.sequence + batch, heads=heads, queries=queries, keys=keys, offset=w.offset, tile=TILE
+    )
+    q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (w.q, w.k))
+    inputs = Inputs(q, k, k, None, _distance(w), _table(w))
+    call = Call(of_rows(tiles, w.sequence), w.scale, w.softcap, 0.0, 0)
+    cells = None if picture is None else Cells(queries, keys, picture)
+    found = sums(
+        inputs, w.total, call, offset=w.offset, bins=BINS,
+        cell=0 if cells is None else cells.cell, cells=(1, 1) if cells is None else cells.shape,
+    )  # fmt: skip
+    share = w.sink_share
+    weighed = None if along is None else means(inputs, call, along) * found.mass[..., None]
+    if tick is not None:
+        tick()
+    return Sweep(
+        entropy=found.entropy + torch.special.entr(share),
+        squares=found.squares + share.square(),
+        mass=found.mass,
+        top=found.top,
+        top_key=found.top_key,
+        bins=found.bins,
+        columns=found.columns,
+        along=weighed,
+        mean=None if cells is None else (found.cells / cells.pairs(q.device)).float(),
+        largest=None if cells is None else found.largest,
+        cell=0 if cells is None else cells.cell,
+    )
+
+
+def of_rows(tiles: Schedule, first: int) -> Schedule:
+    """The schedule of the batch rows from `first` on."""
+    if tiles.maps[0] == 1 or not first:
+        return tiles
+    row = first * tiles.maps[1] * tiles.query_tiles
+    runs, patches = int(tiles.run_start[row]), int(tiles.patch_start[row])
+    lists = {name: getattr(tiles, name)[runs:] for name in ("run_tile", "run_length")}
+    lists |= {name: getattr(tiles, name)[patches:] for name in ("patch_tile", "patch_pattern")}
+    starts: dict[str, np.ndarray] = {
+        "run_start": tiles.run_start[row:] - runs,
+        "patch_start": tiles.patch_start[row:] - patches,
+    }
+    rows = tiles.batch - first
+    return replace(tiles, batch=rows, maps=(rows, tiles.maps[1]), **lists, **starts)
+
+
+def _distance(w: Weights) -> Tensor | None:
+    """Terms of the bias that know the distance alone, as a vector per head."""
+    far: list[Bias] = [] if w.bias is None else [term for term in w.bias.terms() if term.per_distance()]
+    if not far:
+        return None
+    (_, heads, queries, keys), first = w.shape, w.offset - (w.shape[3] - 1)
+    return kept_by_distance(reduce(add, far), heads, torch.float32, first, queries + keys - 1, w.q.device)
+
+
+def _table(w: Weights) -> Tensor | None:
+    """The other terms of the bias, as one tensor."""
+    terms = [] if w.bias is None else [term for term in w.bias.terms() if isinstance(term, TensorBias)]
+    tables = [_of_batch(term.rows(w.shape[2], w.offset), w).detach() for term in terms]
+    if not tables:
+        return None
+    return tables[0].float() if len(tables) == 1 else reduce(add, (table.float() for table in tables))
+
+
+def _of_batch(table: Tensor, w: Weights) -> Tensor:
+    """The batch rows of these weights, of a tensor that has those of the call."""
+    return table if table.shape[0] == 1 else table[w.sequence : w.sequence + w.shape[0]]
