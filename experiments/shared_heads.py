@@ -46,7 +46,8 @@ def decoder(kind: str, text: Text, seed: int) -> Decoder:
 def converted(model: Decoder, key_heads: int, how: Any, seed: int) -> Decoder:
     """A copy with fewer key heads."""
     other, generator = deepcopy(model), torch.Generator().manual_seed(seed)
-    for block in other.body.blocks:
+    blocks: Any = other.body.blocks
+    for block in blocks:
         block.attention = share_heads(block.attention, key_heads, how, generator)
     return other
 
@@ -144,9 +145,9 @@ def measure(seed: int, quick: bool) -> Result:
         f"{round(steps * UPTRAINED[1])} steps, where the papers have thousands, so the order of the conversions says "
         "more than what is left to recover. A model of this size on text says little about tasks that need several "
         "look-ups at once. Random heads have the mean and deviation of the weights that they replace. The time is of "
-        "one sequence in float32 on this processor, projections included; a cache of GQA or MQA fits into the last "
-        "level of the processor's own, that of MHA (64 MiB) does not. MLA's step multiplies 16 queries by the latents "
-        "of all tokens, 512 dimensions each: it saves memory, not arithmetic.",
+        "one sequence in float32 on this processor, projections included; the 64 MiB of MHA's cache are read from "
+        "memory at each step, the 16 MiB of GQA's and 4 of MQA's may stay in the processor's own cache. MLA's step "
+        "multiplies 16 queries by the latents of all tokens, 512 dimensions each: it saves memory, not arithmetic.",
     )
 
 
