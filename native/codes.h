@@ -65,10 +65,11 @@ REGARD_INLINE F numbers(I x) {
 // What is read of a code, times `unit`, a power of 2 that the scale is multiplied with, is its value.
 // Each has `tile`: dim d of W tokens of a tile, whose bytes begin at `codes`; `row`: dims d to d + W of one token; and
 // `rows`: N such vectors, of which the first begins at a multiple of N * W. `fours`: four dims at once are had for
-// less, by `tiles`. Codes of a byte; `Code::at` reads W of them, and `Code::some` N times as many.
+// less, by `tiles`; `twos`: so are vectors side by side, by `some`. Codes of a byte; `Code::at` reads W of them, and
+// `Code::some` N times as many.
 template <typename Code>
 struct OfBytes {
-    static constexpr bool nibbles = false, fours = false;
+    static constexpr bool nibbles = false, fours = false, twos = false;
     static constexpr float unit = 1;
     static REGARD_INLINE F tile(const uint8_t *codes, int64_t d) { return Code::at(codes + d * TOKENS); }
     static REGARD_INLINE F row(const uint8_t *codes, int64_t d) { return Code::at(codes + d); }
@@ -106,12 +107,28 @@ struct Fp8Bytes {
     }
 };
 constexpr Fp8Bytes FP8_BYTES;
+
+// Places of 64 codes from which `Fp8::pairs` makes two vectors of pairs: the codes of a pair `apart` bytes from each
+// other, those of the second half of a vector 8 after the first, and those of the second vector `next`.
+struct Fp8Places {
+    alignas(64) uint8_t from[64];
+
+    constexpr Fp8Places(int apart, int next) : from() {
+        for (int i = 0; i < 64; ++i) {
+            const int quarter = i / 16, number = i / 4 % 4, m = i % 4;
+            from[i] = uint8_t(m % 2 * apart + number / 2 * next + number % 2 * 8 + 2 * quarter + m / 2);
+        }
+    }
+};
+constexpr Fp8Places OF_TILES(16, 32), OF_ROWS(32, 16);  // two channels, four in all; two rows of 32 dims
 #endif
 
 struct Fp8 : OfBytes<Fp8> {
 #if defined(__AVX512F__)
     static constexpr bool fours = true;
     static REGARD_INLINE void tiles(const uint8_t *codes, int64_t d, F (&x)[4]) { some(codes + d * TOKENS, x); }
+#elif defined(__AVX2__)
+    static constexpr bool twos = true;
 #endif
 #if defined(__AVX512VBMI__)
     static REGARD_INLINE F at(const uint8_t *p) {
@@ -145,6 +162,21 @@ struct Fp8 : OfBytes<Fp8> {
             }
         }
     }
+#if defined(REGARD_PAIRS)
+    // Two vectors of pairs, times scales in pairs, rounded: two shuffles less than vectors that are paired afterwards.
+    static REGARD_INLINE void pairs(const Fp8Places &places, __m512i unordered, F scale, F other, U &x, U &y) {
+        const __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(places.from), unordered);
+        const __m512i low = looked_up(FP8_BYTES.low, codes);
+        const __m512i high =
+            _mm512_ternarylogic_epi32(looked_up(FP8_BYTES.high, codes), codes, _mm512_set1_epi8(-128), 0xf8);
+        const __m512i zero = _mm512_setzero_si512();
+        const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+        x = rounded_pairs((F)_mm512_unpacklo_epi16(zero, first) * scale, (F)_mm512_unpackhi_epi16(zero, first) * scale);
+        y = rounded_pairs((F)_mm512_unpacklo_epi16(zero, second) * other,
+                          (F)_mm512_unpackhi_epi16(zero, second) * other);
+    }
+    static REGARD_INLINE U rounded_pairs(F low, F high) { return (U)(__m512i)_mm512_cvtne2ps_pbh(high, low); }
+#endif
     template <int N>
     static REGARD_INLINE __m512i bytes(const uint8_t *p) {
         if constexpr (N == 1) return _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
@@ -155,23 +187,55 @@ struct Fp8 : OfBytes<Fp8> {
         return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
     }
 #else
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
+    // Codes of NaN are looked for in all of them at once, since no encoder writes one: 3 instructions less for a
+    // vector.
     template <int N>
     static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
         if constexpr (N == 1) {
             x[0] = at(p);
         } else {
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n += 2) two(p + n * 16, x[n], x[n + 1]);
+            for (int n = 0; n < N; n += 2) two(p + n * Vec<float>::lanes, x[n], x[n + 1]);
+            if (__builtin_expect(some_nan<N * Vec<float>::lanes>(p), 0))
+                for (int n = 0; n < N; ++n) x[n] = at(p + n * Vec<float>::lanes);
         }
     }
+#endif
+#if defined(__AVX512F__)
     static REGARD_INLINE void two(const uint8_t *p, F &first, F &second) {
-        const __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)), ones = _mm512_set1_epi16(127);
+        const __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
         const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(x, 7), _mm512_set1_epi16(short(0xbfff)));
-        const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, ones), ones);
-        const __m512i y = _mm512_mask_blend_epi16(nan, bits, _mm512_set1_epi16(0x7e00));
-        first = _mm512_cvtph_ps(_mm512_castsi512_si256(y));
-        second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(y, 1));
+        first = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+        second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+    }
+    template <int count>
+    static REGARD_INLINE bool some_nan(const uint8_t *p) {
+        static_assert(count % 32 == 0, "whole halves of vectors");
+        const __m256i sign = _mm256_set1_epi8(-128), all = _mm256_set1_epi8(-1);
+        __mmask32 found = 0;
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i += 32)
+            found |= _mm256_cmpeq_epi8_mask(_mm256_or_si256(_mm256_loadu_si256((const __m256i *)(p + i)), sign), all);
+        return found;
+    }
+#elif defined(__AVX2__)
+    static REGARD_INLINE void two(const uint8_t *p, F &first, F &second) {
+        const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+        const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(short(0xbfff)));
+        first = _mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+        second = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+    }
+    template <int count>
+    static REGARD_INLINE bool some_nan(const uint8_t *p) {
+        static_assert(count % 16 == 0, "whole halves of vectors");
+        const __m128i sign = _mm_set1_epi8(-128), all = _mm_set1_epi8(-1);
+        __m128i found = _mm_setzero_si128();
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i += 16)
+            found =
+                _mm_or_si128(found, _mm_cmpeq_epi8(_mm_or_si128(_mm_loadu_si128((const __m128i *)(p + i)), sign), all));
+        return _mm_movemask_epi8(found);
     }
 #endif
     // As f16 with the exponent 8 too small, whose subnormals every machine converts exactly.
@@ -202,7 +266,7 @@ struct Fp8 : OfBytes<Fp8> {
 };
 
 struct Int4 {
-    static constexpr bool nibbles = true, fours = false;
+    static constexpr bool nibbles = true, fours = false, twos = false;
     static constexpr float unit = 1;
     static REGARD_INLINE F low(I x) {
 #if defined(__AVX512F__)

@@ -211,6 +211,7 @@ struct DecodeScores {
         V sum[R][G] = {};
         Lines::Place place = lines.place();
         const char *q = reinterpret_cast<const char *>(queries + r * units);
+        const int64_t of_row = units * int64_t(sizeof(Unit));
         int64_t u = 0;
         for (; (u + Turned::UNITS) * P::pair <= dim; u += Turned::UNITS) {
             typename P::Vector word[G][N];
@@ -224,7 +225,7 @@ struct DecodeScores {
                     typename P::Vector x[G];
 #pragma GCC unroll 4
                     for (int g = 0; g < G; ++g) x[g] = Turned::unit(word[g][n], i);
-                    meet(x, q, sum);
+                    meet(x, q, of_row, sum);
                 }
             }
         }
@@ -232,17 +233,17 @@ struct DecodeScores {
         for (; u < units; ++u, q += sizeof(Unit)) {
             typename P::Vector x[G];
             for (int g = 0; g < G; ++g) x[g] = Turned::single(keys[g].row, dim, u);
-            meet(x, q, sum);
+            meet(x, q, of_row, sum);
         }
         put(keys, r, sum);
     }
 
-    // Sums of R rows, from the address q on of the first, with a unit of G times W keys.
+    // Sums of R rows, from the address q on of the first and `of_row` bytes apart, with a unit of G times W keys.
     template <int R, int G>
-    REGARD_INLINE void meet(const typename P::Vector (&x)[G], const char *q, V (&sum)[R][G]) const {
+    static REGARD_INLINE void meet(const typename P::Vector (&x)[G], const char *q, int64_t of_row, V (&sum)[R][G]) {
 #pragma GCC unroll 8
         for (int s = 0; s < R; ++s) {
-            const typename P::Vector one = P::repeat(q + s * units * int64_t(sizeof(Unit)));
+            const typename P::Vector one = P::repeat(q + s * of_row);
 #pragma GCC unroll 4
             for (int g = 0; g < G; ++g) sum[s][g] = P::madd(x[g], one, sum[s][g]);
         }
@@ -274,16 +275,21 @@ struct DecodeScores {
         return 1 + two;
     }
 
+    // What scales meet: the codes of tokens or of channels, or, for channels, the queries instead: once for a group of
+    // tokens and a row, and not for each code. Decoded keys are never rounded then, as they need not be for bf16.
+    enum class By { token, channel, query };
+    static constexpr By BY_CHANNEL = is_same<S, bf16> && !K::pairs ? By::query : By::channel;
+
     template <int R, typename Code>
     void tiles_of(const Keys *keys, bool two, int r, Lines &lines) {
-        if (keys->per_token) tile_set<R, 1, Code, true>(keys, r, lines);
-        else if (two) tile_set<R, 2, Code, false>(keys, r, lines);
-        else tile_set<R, 1, Code, false>(keys, r, lines);
+        if (keys->per_token) tile_set<R, 1, Code, By::token>(keys, r, lines);
+        else if (two) tile_set<R, 2, Code, BY_CHANNEL>(keys, r, lines);
+        else tile_set<R, 1, Code, BY_CHANNEL>(keys, r, lines);
     }
 
     // Scales and lows, widened: of the tokens of a tile, or of W units of its channels.
     struct Scales {
-        alignas(64) float scale[CHANNELS], low[CHANNELS] = {};
+        alignas(64) float scale[CHANNELS] = {}, low[CHANNELS] = {};
 
         template <typename Code>
         void take(const Keys &keys, int64_t from, int64_t count) {
@@ -292,46 +298,93 @@ struct DecodeScores {
         }
     };
 
-    template <int R, int G, typename Code, bool per_token>
+    template <int R, int G, typename Code, By by>
     __attribute__((noinline)) void tile_set(const Keys *keys, int r, Lines &lines) {
         Scales scales;
-        if (per_token) scales.template take<Code>(*keys, 0, W);
+        if (by == By::token) scales.template take<Code>(*keys, 0, W);
         V sum[R][G] = {};
+        alignas(64) float scaled[by == By::query ? R * W : 1];
+        V added[R] = {};
         for (int64_t u = 0; u < units; u += W) {
             const int64_t d = u * P::pair, dims = least(dim - d, CHANNELS);
-            if (!per_token) scales.template take<Code>(*keys, d, dims);
+            if (by != By::token) scales.template take<Code>(*keys, d, dims);
             for (int g = 0; g < G; ++g) lines.ask();
             const char *q = reinterpret_cast<const char *>(queries + r * units + u);
+            int64_t of_row = units * int64_t(sizeof(Unit));
+            if constexpr (by == By::query) {
+                scale_queries<R>(queries + r * units + u, dims, scales, keys->low, scaled, added);
+                q = reinterpret_cast<const char *>(scaled), of_row = W * int64_t(sizeof(float));
+            }
             const int64_t at = d / (Code::nibbles ? 2 : 1) * TOKENS;
             int n = 0;
             if constexpr (Code::fours)
                 for (; (n + FOUR) * P::pair <= dims; n += FOUR, q += FOUR * sizeof(Unit)) {
                     typename P::Vector x[FOUR][G];
-                    four_at<G, Code, per_token>(keys, at, n, scales, x);
+                    four_at<G, Code, by>(keys, at, n, scales, x);
 #pragma GCC unroll 4
-                    for (int i = 0; i < FOUR; ++i) meet(x[i], q + i * sizeof(Unit), sum);
+                    for (int i = 0; i < FOUR; ++i) meet(x[i], q + i * sizeof(Unit), of_row, sum);
                 }
             for (; n < least(W, units - u); ++n, q += sizeof(Unit)) {
                 typename P::Vector x[G];
-                units_at<G, Code, per_token>(keys, at, n, 2 * n + 1 < dims, scales, x);
-                meet(x, q, sum);
+                units_at<G, Code, by>(keys, at, n, 2 * n + 1 < dims, scales, x);
+                meet(x, q, of_row, sum);
             }
         }
+        if (by == By::query && keys->low) add_lows(added, sum);
         put(keys, r, sum);
+    }
+
+    // `count` channels of R rows times the scales; what lows add to their sums.
+    template <int R>
+    void scale_queries(const Unit *from, int64_t count, const Scales &scales, bool has_low, float *to,
+                       V (&added)[R]) const {
+        const F scale = load(scales.scale), low = load(scales.low);
+#pragma GCC unroll 8
+        for (int s = 0; s < R; ++s) {
+            alignas(64) float some[W] = {};
+            const float *q = reinterpret_cast<const float *>(from + s * units);
+            if (count < W) {
+                for (int i = 0; i < count; ++i) some[i] = q[i];
+                q = some;
+            }
+            const F x = load(q);
+            store(to + s * W, x * scale);
+            if (has_low) added[s] = fma(x, low, added[s]);
+        }
+    }
+
+    template <int R, int G>
+    static void add_lows(const V (&added)[R], V (&sum)[R][G]) {
+#pragma GCC unroll 8
+        for (int s = 0; s < R; ++s) {
+            float all = 0;
+            for (int i = 0; i < W; ++i) all += added[s][i];
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) sum[s][g] += broadcast(all);
+        }
     }
 
     static constexpr int FOUR = 4 / P::pair;  // units of four channels
 
     // Units n to n + FOUR of those that begin `at` bytes into the tiles.
-    template <int G, typename Code, bool per_token>
+    template <int G, typename Code, By by>
     static REGARD_INLINE void four_at(const Keys *keys, int64_t at, int n, const Scales &scales,
                                       typename P::Vector (&x)[FOUR][G]) {
 #pragma GCC unroll 2
         for (int g = 0; g < G; ++g) {
+#if defined(REGARD_PAIRS) && defined(__AVX512VBMI__)
+            if constexpr (K::pairs && is_same<Code, Fp8> && by == By::channel)
+                if (!keys[g].low) {
+                    const float *const scale = scales.scale + n * P::pair;
+                    Fp8::pairs(OF_TILES, _mm512_loadu_si512(keys[g].codes + at + n * P::pair * TOKENS),
+                               broadcast_two(scale), broadcast_two(scale + 2), x[0][g], x[1][g]);
+                    continue;
+                }
+#endif
             F code[4];
             Code::tiles(keys[g].codes + at, n * P::pair, code);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) code[i] = number<per_token>(code[i], scales, n * P::pair + i);
+            for (int i = 0; i < 4; ++i) code[i] = number<by>(code[i], scales, n * P::pair + i);
 #pragma GCC unroll 4
             for (int i = 0; i < FOUR; ++i) {
                 if constexpr (!K::pairs) x[i][g] = rounded<S>(code[i]);
@@ -342,30 +395,40 @@ struct DecodeScores {
         }
     }
 
-    template <bool per_token>
+    template <By by>
     static REGARD_INLINE F number(F code, const Scales &scales, int i) {
-        const F scale = per_token ? load(scales.scale) : broadcast(scales.scale[i]);
-        return fma(code, scale, per_token ? load(scales.low) : broadcast(scales.low[i]));
+        if constexpr (by == By::query) return code;
+        const F scale = by == By::token ? load(scales.scale) : broadcast(scales.scale[i]);
+        return fma(code, scale, by == By::token ? load(scales.low) : broadcast(scales.low[i]));
     }
 
     // Unit n of those that begin `at` bytes into the tiles: a channel, or a pair of them, of which the second may lack.
-    template <int G, typename Code, bool per_token>
+    template <int G, typename Code, By by>
     static REGARD_INLINE void units_at(const Keys *keys, int64_t at, int n, [[maybe_unused]] bool both,
                                        const Scales &scales, typename P::Vector (&x)[G]) {
         if constexpr (!K::pairs) {
+            F code[G];
+            codes_at<G, Code>(keys, at, n, code);
 #pragma GCC unroll 2
-            for (int g = 0; g < G; ++g)
-                x[g] = rounded<S>(number<per_token>(Code::tile(keys[g].codes + at, n), scales, n));
+            for (int g = 0; g < G; ++g) x[g] = rounded<S>(number<by>(code[g], scales, n));
 #if defined(REGARD_PAIRS)
         } else {
 #pragma GCC unroll 2
             for (int g = 0; g < G; ++g) {
                 const uint8_t *codes = keys[g].codes + at;
-                const F second = both ? number<per_token>(Code::tile(codes, 2 * n + 1), scales, 2 * n + 1) : F{};
-                x[g] = pack_pairs(number<per_token>(Code::tile(codes, 2 * n), scales, 2 * n), second);
+                const F second = both ? number<by>(Code::tile(codes, 2 * n + 1), scales, 2 * n + 1) : F{};
+                x[g] = pack_pairs(number<by>(Code::tile(codes, 2 * n), scales, 2 * n), second);
             }
 #endif
         }
+    }
+
+    template <int G, typename Code>
+    static REGARD_INLINE void codes_at(const Keys *keys, int64_t at, int n, F (&code)[G]) {
+        if constexpr (Code::twos && G == 2)
+            if (keys[1].codes == keys[0].codes + W) return Code::some(keys[0].codes + at + n * TOKENS, code);
+#pragma GCC unroll 2
+        for (int g = 0; g < G; ++g) code[g] = Code::tile(keys[g].codes + at, n);
     }
 
     static REGARD_INLINE void widen_all(const bf16 *from, int64_t count, float unit, float *to) {

@@ -96,6 +96,7 @@ struct DecodeValues {
     // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
     struct Found {
         int64_t form, group = 0, groups = 0, step = 0;  // step: from row to row; 0: not the same
+        bool has_low = false;
         const char *row[SOME];
     };
 
@@ -117,8 +118,18 @@ struct DecodeValues {
         if (p.form == K::form) return true;
         if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
         if (K::integers && p.form != REGARD_FP8) return false;
-        return sizeof(T) == 4 && !K::pairs && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
+        if (K::pairs && (!in_pairs<Fp8> || p.form != REGARD_FP8 || p.low || p.group < dim)) return false;
+        return sizeof(T) == 4 && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
     }
+
+    // Codes whose pairs are made without rows between: e4m3, by tables.
+#if defined(REGARD_PAIRS) && defined(__AVX512VBMI__)
+    template <typename Form>
+    static constexpr bool in_pairs = K::pairs && is_same<Form, Fp8>;
+#else
+    template <typename Form>
+    static constexpr bool in_pairs = false;
+#endif
 
     // Where a part ends, so that tokens beside one another change no bit; a pair of tokens may be of two.
     int until_other(const Stretch &stretch, int run, int64_t first) const {
@@ -137,7 +148,8 @@ struct DecodeValues {
             alike &= stretch.run[to].part == run.part;
         found.form = alike ? run.part->form : int64_t(K::form);
         if (alike && found.form > REGARD_F16)
-            found.group = run.part->group, found.groups = (dim + found.group - 1) / found.group;
+            found.group = run.part->group, found.groups = (dim + found.group - 1) / found.group,
+            found.has_low = run.part->low;
         for (int i = from; i < to; ++i) {
             Run part = stretch.run[i];
             const int64_t before = first + low - part.first, end = first + high - part.first;
@@ -193,7 +205,7 @@ struct DecodeValues {
 
     template <typename Form>
     void mix_by(const Found &found, int low, int high, int rows, T *out, Lines &lines) const {
-        constexpr bool code = is_code<Form> && !K::pairs && (!K::integers || is_same<Form, Fp8>);
+        constexpr bool code = is_code<Form> && (K::pairs ? in_pairs<Form> : !K::integers || is_same<Form, Fp8>);
         if constexpr (is_same<Form, S> || is_same<S, float> || (code && sizeof(T) == 4)) {
             int r = 0;
             for (; r + 8 <= rows; r += 8) mix<8, 2, Form>(found, low, high, r, out, lines);
@@ -203,22 +215,50 @@ struct DecodeValues {
         }
     }
 
+    // Codes whose scale, one for a token, meets the weights instead: once for a row and not for each vector of dims.
+    template <typename Form>
+    static constexpr bool can_scale_weights =
+        is_same<S, bf16> && !K::pairs && (is_same<Form, Fp8> || is_same<Form, Int8>);
+
     // Rows r to r + R: out += weights x values, N vectors of dims at a time.
     template <int R, int N, typename Form>
     __attribute__((noinline)) void mix(const Found &found, int low, int high, int r, T *out, Lines &lines) const {
+        const Weights mine = {weights + r * (BLOCK / P::pair) + low / P::pair, BLOCK / P::pair};
+        if constexpr (can_scale_weights<Form>)
+            if (found.groups == 1 && !found.has_low) {
+                alignas(64) float scaled[R * SOME];
+                for (int j = 0; j < high - low; j += W)
+                    for (int i = 0; i < R; ++i)
+                        store(scaled + i * SOME + j, load(mine.first + i * BLOCK + j) * load(scales + j));
+                return mix_with<R, N, Form, true>(found, low, high, r, {scaled, SOME}, out, lines);
+            }
+        mix_with<R, N, Form, false>(found, low, high, r, mine, out, lines);
+    }
+
+    // Of rows, for the tokens from `low` on.
+    struct Weights {
+        const Unit *first;
+        int64_t of_row;
+    };
+
+    template <int R, int N, typename Form, bool scaled>
+    REGARD_INLINE void mix_with(const Found &found, int low, int high, int r, const Weights &w, T *out,
+                                Lines &lines) const {
         int64_t d = 0;
-        for (; d + N * W <= dim; d += N * W) mix_dims<R, N, false, Form>(found, low, high, r, d, out, lines);
+        for (; d + N * W <= dim; d += N * W) mix_dims<R, N, false, Form, scaled>(found, low, high, r, d, w, out, lines);
         // 64 dims of one or two rows: sums of one vector at a time would wait for each other
         if constexpr (N > 4)
-            if (d + 4 * W <= dim) mix_dims<R, 4, false, Form>(found, low, high, r, d, out, lines), d += 4 * W;
+            if (d + 4 * W <= dim)
+                mix_dims<R, 4, false, Form, scaled>(found, low, high, r, d, w, out, lines), d += 4 * W;
         for (; d < dim; d += W) {
-            if (d + W <= dim) mix_dims<R, 1, false, Form>(found, low, high, r, d, out, lines);
-            else mix_dims<R, 1, true, Form>(found, low, high, r, d, out, lines);
+            if (d + W <= dim) mix_dims<R, 1, false, Form, scaled>(found, low, high, r, d, w, out, lines);
+            else if constexpr (!scaled) mix_dims<R, 1, true, Form, false>(found, low, high, r, d, w, out, lines);
         }
     }
 
-    template <int R, int N, bool tail, typename Form>
-    REGARD_INLINE void mix_dims(const Found &found, int low, int high, int r, int64_t d, T *out, Lines &lines) const {
+    template <int R, int N, bool tail, typename Form, bool scaled>
+    REGARD_INLINE void mix_dims(const Found &found, int low, int high, int r, int64_t d, const Weights &of_tokens,
+                                T *out, Lines &lines) const {
         T *const to = out + r * width + d;
         V sum[R][N];
 #pragma GCC unroll 8
@@ -245,6 +285,7 @@ struct DecodeValues {
             }
             typename P::Vector value[N];
             if constexpr (apart) halves<N>(reinterpret_cast<const bf16 *>(row[0]), value);
+            else if constexpr (scaled) Form::rows(reinterpret_cast<const uint8_t *>(row[0]), d, value);
             else if constexpr (!K::pairs) single<N, tail, Form>(found, row[0], j - low, d, of, value);
 #if defined(REGARD_PAIRS)
             else if (j + 1 < high) pairs<N, tail, Form>(found, row, j - low, d, of, value);
@@ -253,8 +294,8 @@ struct DecodeValues {
             lines.ask(place);
 #pragma GCC unroll 8
             for (int i = 0; i < R; ++i) {
-                const typename P::Vector w =
-                    P::repeat(reinterpret_cast<const char *>(weights + (r + i) * (BLOCK / P::pair) + j / P::pair));
+                const typename P::Vector w = P::repeat(
+                    reinterpret_cast<const char *>(of_tokens.first + i * of_tokens.of_row + (j - low) / P::pair));
 #pragma GCC unroll 8
                 for (int n = 0; n < N; ++n) sum[i][n] = P::madd(value[n], w, sum[i][n]);
             }
@@ -342,10 +383,37 @@ struct DecodeValues {
         } else if constexpr (is_same<Form, S>) {
             const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
             x[0] = (U)_mm512_or_si512(words(row[0], real), _mm512_slli_epi32(words(row[1], real), 16));
+        } else if constexpr (in_pairs<Form>) {
+            pairs_of_codes(row, d, broadcast_two(scales + j), x);
         } else {
             pairs_of<N, tail, Form>(found, row, j, d, of, x);
         }
     }
+
+#if defined(__AVX512VBMI__)
+    // From codes of rows with one scale each, 32 dims or 16 at a time.
+    template <int N>
+    static REGARD_INLINE void pairs_of_codes(const char *const (&row)[2], int64_t d, F scale, U (&x)[N]) {
+        if constexpr (N == 1) {
+            U none;
+            const __m128i *const even = (const __m128i *)(row[0] + d), *const odd = (const __m128i *)(row[1] + d);
+            const __m512i codes = _mm512_castsi128_si512(_mm_loadu_si128(even));
+            Fp8::pairs(OF_ROWS, _mm512_inserti32x4(codes, _mm_loadu_si128(odd), 2), scale, scale, x[0], none);
+        } else {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n += 2) {
+                const __m256i *const even = (const __m256i *)(row[0] + d + n * W);
+                const __m256i *const odd = (const __m256i *)(row[1] + d + n * W);
+                const __m512i codes = _mm512_castsi256_si512(_mm256_loadu_si256(even));
+                Fp8::pairs(OF_ROWS, _mm512_inserti64x4(codes, _mm256_loadu_si256(odd), 1), scale, scale, x[n],
+                           x[n + 1]);
+            }
+        }
+    }
+#else
+    template <int N>
+    static void pairs_of_codes(const char *const (&)[2], int64_t, F, U (&)[N]) {}
+#endif
 
     // From wide values, two vectors at a time: more would not stay in registers.
     template <int N, bool tail, typename Form>
