@@ -1,4 +1,4 @@
-"""The parts of the experiment on rank collapse."""
+"""The parts of the experiments on rank collapse and on attention as explanation."""
 
 import runpy
 import sys
@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 
@@ -37,3 +38,31 @@ def test_larger_mlps_slow_the_collapse(load):
     through = load("rank_collapse")["through"]
     assert through(0, 4, gain=16.0)[-1] > 0.1
     assert through(0, 4, gain=1.0)[-1] < 1e-3
+
+
+@pytest.mark.parametrize("deciding", [1, 5])
+def test_the_majority_of_the_deciding_tokens_is_the_answer(load, deciding):
+    (tokens, answers), decides = load("attention_weights")["texts"](deciding, 200, torch.Generator().manual_seed(0))
+    assert (decides.sum(1) == deciding).all()
+    assert ((tokens < 20) == decides).all()
+    positive = ((tokens >= 10) & decides).sum(1, keepdim=True)
+    assert torch.equal(answers, (2 * positive > deciding).long())
+    assert 0.3 < answers.float().mean() < 0.7
+
+
+def test_without_context_an_adversary_must_keep_the_weight_on_the_deciding_token(load):
+    names = load("attention_weights")
+    torch.manual_seed(0)
+    model = names["Classifier"](context=False).requires_grad_(False)
+    model.embedding.weight[:] = 0.01 * torch.randn_like(model.embedding.weight)
+    model.embedding.weight[:10, 0], model.embedding.weight[10:20, 0] = -3.0, 3.0  # negative, positive
+    model.embedding.weight[:20, 1] = 3.0  # decides
+    model.key.weight.zero_()
+    model.key.weight[0, 1], model.query[:], model.query[..., 0] = 1.0, 0.0, 40.0
+    model.read.weight.zero_()
+    model.read.weight[:, 0], model.read.bias[:] = torch.tensor([-4.0, 4.0]), 0.0
+    found, _ = names["examine"](model, 1, quick=True)
+    assert found["accuracy"] == 1.0
+    assert found["deciding"] > 0.95
+    assert found["adversary"] < 0.2
+    assert found["permutation"] > 0.3
