@@ -175,10 +175,10 @@ def whisper() -> Program:
     return model, lambda: model(mel.to(next(model.parameters()).dtype), ids)
 
 
-def x_transformer(tokens: int) -> Program:
-    """A decoder of x-transformers with rotary embeddings."""
+def x_transformer(tokens: int, position: str = "rotary_pos_emb") -> Program:
+    """A decoder of x-transformers, with rotary embeddings or with a bias that is one tensor for all layers."""
     module = importlib.import_module("x_transformers")
-    layers = module.Decoder(dim=384, depth=4, heads=6, attn_flash=True, rotary_pos_emb=True)
+    layers = module.Decoder(dim=384, depth=4, heads=6, attn_flash=True, **{position: True})
     model, ids = (
         module.TransformerWrapper(num_tokens=1024, max_seq_len=tokens, attn_layers=layers),
         torch.randint(1024, (1, tokens)),
@@ -249,6 +249,8 @@ CASES = (
     Case("sentence-transformers: 16 texts to 256 tokens", "sentence_transformers", lambda: sentences(16, 250)),
     Case("openai-whisper: tiny, 1,500 tokens", "whisper", whisper, half=False),
     Case("x-transformers: 2,048 tokens", "x_transformers", lambda: x_transformer(2048)),
+    Case("x-transformers: ALiBi, 1,024 tokens", "x_transformers", lambda: x_transformer(1024, "alibi_pos_bias")),
+    Case("x-transformers: T5's bias, 1,024 tokens", "x_transformers", lambda: x_transformer(1024, "rel_pos_bias")),
     Case("diffusers: UNet, 4,096 tokens", "diffusers", unet),
     Case("diffusers: Flux, 1,101 tokens", "diffusers", flux),
 )

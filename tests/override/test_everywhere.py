@@ -501,3 +501,72 @@ def test_a_small_call_is_decided_anew_when_the_program_chooses_a_kernel_or_other
     with regard.everywhere():
         for _ in range(2):
             torch.testing.assert_close(F.scaled_dot_product_attention(columns, columns, columns), theirs)
+
+
+def first(layer: nn.Module, x: Tensor) -> object:
+    return layer(x, x, x)[0]
+
+
+def unpacked(layer: nn.Module, x: Tensor) -> object:
+    out, _ = layer(x, x, x)
+    return out
+
+
+def unpacked_into_used(layer: nn.Module, x: Tensor) -> object:
+    out, x = layer(x, x, key_padding_mask=None, value=x)
+    return out
+
+
+def both(layer: nn.Module, x: Tensor) -> object:
+    return layer(x, x, x)
+
+
+def read_later(layer: nn.Module, x: Tensor) -> object:
+    out, weights = layer(x, x, x)
+    return out * weights.sum()
+
+
+def listed(layer: nn.Module, x: Tensor) -> object:
+    out, weights = layer(x, x, x)
+    return out, locals()
+
+
+def captured(layer: nn.Module, x: Tensor) -> object:
+    out, weights = layer(x, x, x)
+    return out, lambda: weights
+
+
+def second(layer: nn.Module, x: Tensor) -> object:
+    return layer(x, x, x)[1]
+
+
+def read_by_a_hook(layer: nn.Module, x: Tensor) -> object:
+    seen = []
+    handle = layer.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[1].shape))
+    out = layer(x, x, x)[0]
+    handle.remove()
+    assert seen == [(2, 256, 256)]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("caller", "reads"),
+    [
+        (first, False), (unpacked, False), (unpacked_into_used, True), (both, True), (read_later, True),
+        (listed, True), (captured, True), (second, True), (read_by_a_hook, True),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_weights_that_nobody_reads_are_not_made(caller: Callable[[nn.Module, Tensor], object], reads: bool):
+    layer, x = nn.MultiheadAttention(128, 4, batch_first=True).eval(), of_size(2, 256, 128)
+    theirs = caller(layer, x)
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        assert reasons(lambda: caller(layer, x)) == [decide.WEIGHTS if reads else None]
+        with regard.everywhere():
+            ours = caller(layer, x)
+    finally:
+        sys.settrace(before)
+    if isinstance(theirs, Tensor):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
