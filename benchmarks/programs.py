@@ -250,7 +250,6 @@ CASES = (
     Case("openai-whisper: tiny, 1,500 tokens", "whisper", whisper, half=False),
     Case("x-transformers: 2,048 tokens", "x_transformers", lambda: x_transformer(2048)),
     Case("x-transformers: ALiBi, 1,024 tokens", "x_transformers", lambda: x_transformer(1024, "alibi_pos_bias")),
-    Case("x-transformers: T5's bias, 1,024 tokens", "x_transformers", lambda: x_transformer(1024, "rel_pos_bias")),
     Case("diffusers: UNet, 4,096 tokens", "diffusers", unet),
     Case("diffusers: Flux, 1,101 tokens", "diffusers", flux),
 )
