@@ -92,7 +92,7 @@ def test_a_mask_of_any_axes_also_with_rows_that_see_nothing(shape: tuple[int, ..
     if len(shape) > 1:
         keeps[..., 0, :] = False
     mask = keeps if kind == "bool" else torch.randn(shape).masked_fill(~keeps, -torch.inf)
-    lacking = 5 - shape[-1]
+    lacking = 5 - mask.shape[-1]
     whole = torch.nn.functional.pad(mask, (0, lacking), value=False if kind == "bool" else -torch.inf)
     keys = k.repeat_interleave(2, dim=1)
     exact = torch.nn.functional.scaled_dot_product_attention(q, keys, keys, whole.expand(2, 4, 3, 5))

@@ -527,7 +527,7 @@ def read_later(layer: nn.Module, x: Tensor) -> object:
 
 
 def listed(layer: nn.Module, x: Tensor) -> object:
-    out, weights = layer(x, x, x)
+    out, _ = layer(x, x, x)
     return out, locals()
 
 

@@ -23,7 +23,7 @@ def weights_are_unread() -> bool:
     """Whether nobody reads the weights of the `nn.MultiheadAttention` whose `forward` called the caller."""
     if sys.gettrace() is not None:  # a debugger shows variables
         return False
-    frame = sys._getframe(2)  # the only way to the code of the caller
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # the only way to the caller's code
     for name in CALL:
         if frame is None or frame.f_code is not _code_of(name):
             return False
