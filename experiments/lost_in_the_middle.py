@@ -65,6 +65,15 @@ def by_position(results: Results, samples: int) -> np.ndarray[Any, Any]:
     return np.array([record["score"] for record in results.records]).reshape(samples, -1)
 
 
+def first_instead(task: Lives, results: Results, model: Model) -> float:
+    """The share of wrong answers that are that of the first document: 1 if it were given whoever is asked for."""
+    first = {each.context: each.answers[0] for each in task.examples(model) if each.cell["depth"] == 0}
+    contexts = {each.name: each.context for each in task.examples(model)}
+    wrong = [record for record in results.records if not record["score"]]
+    named = [record["text"].strip() == first[contexts[record["example"]]] for record in wrong]
+    return sum(named) / len(named) if named else 0.0
+
+
 def less(scores: np.ndarray[Any, Any], end: int) -> Interval:
     """The accuracy at an end less that of the middle, with its interval over texts."""
     return drawn(scores[:, end], scores[:, MIDDLE].mean(1), of=lambda a, b: a - b)
@@ -75,7 +84,7 @@ def measure(seed: int, quick: bool) -> Result:
     plain, tokenizer, _ = load(dtype=torch.bfloat16)
     model = as_model(plain, tokenizer)
     alone = evaluate(Lives((1,), (0.0,), 4 if quick else 40, seed), model).score
-    tasks: dict[str, tuple[Any, int]] = (
+    tasks: dict[str, tuple[Lives, int]] = (
         {"6 documents": (Lives((6,), DEPTHS, 4, seed), 4)}
         if quick
         else {
@@ -85,10 +94,12 @@ def measure(seed: int, quick: bool) -> Result:
     )
     checks = [Check("control: accuracy with the one document alone", alone.value, low=0.8)]
     curves, shown, shapes = dict[str, Any](), list[str](), dict[str, tuple[Interval, Interval]]()
+    instead = dict[str, float]()
     for name, (task, samples) in tasks.items():
         results = evaluate(task, model)
         scores = by_position(results, samples)
         first, last = shapes[name] = less(scores, 0), less(scores, -1)
+        instead[name] = first_instead(task, results, model)
         curves[name] = [tuple(each.score) for each in results.along("depth")]
         ends = max(scores[:, 0].mean(), scores[:, -1].mean()) - scores[:, MIDDLE].mean()
         checks += [
@@ -98,15 +109,19 @@ def measure(seed: int, quick: bool) -> Result:
         ]
         points = (100 * each for each in (scores[:, 0].mean(), scores[:, MIDDLE].mean(), scores[:, -1].mean()))
         shown.append("{}: {:.0f} % first, {:.0f} % middle, {:.0f} % last".format(name, *points))
+    checks.insert(
+        1, Check("control: share of wrong answers that are the first document's", max(instead.values()), high=0.2)
+    )
     differences = "; ".join(
         f"{name} {100 * first.low:+.0f} to {100 * first.high:+.0f} and {100 * last.low:+.0f} to {100 * last.high:+.0f}"
         for name, (first, last) in shapes.items()
     )
     return Result(
         f"{'. '.join(shown)}. Points by which the first and the last exceed the middle, 95 %: {differences}. The one "
-        f"document alone: {100 * alone.value:.0f} %.",
+        f"document alone: {100 * alone.value:.0f} %. At most {100 * max(instead.values()):.0f} % of the wrong "
+        "answers are the first document's.",
         checks,
-        {"depths": DEPTHS, "curves": curves, "alone": list(alone)},
+        {"depths": DEPTHS, "curves": curves, "alone": list(alone), "instead": instead},
         "The middle is the mean of the positions at 33, 50 and 67 %. Liu et al. move one document and let the "
         "model generate; here the question moves, and the answer begins with the document's own text, so the task is "
         "easier, as it must be for a model of 135M parameters. RoPE is no explanation by itself: in the paper the "
