@@ -21,7 +21,7 @@ QUICK = [pytest.param(name, marks=pytest.mark.model if name in LOADS_A_MODEL els
 
 DECIDED = {
     "quantised_cache": ("KL divergence",),
-    "lost_in_the_middle": ("control",),
+    "lost_in_the_middle": ("control", "at the first less the middle"),
     "score_functions": ("outperforms", "torch operators"),
     "sinks": ("perplexity", "mean of all heads"),
 }
