@@ -1,4 +1,4 @@
-"""The parts of the experiments on rank collapse and on attention as explanation."""
+"""The parts of the experiments on rank collapse, induction heads and attention as explanation."""
 
 import runpy
 import sys
@@ -38,6 +38,38 @@ def test_larger_mlps_slow_the_collapse(load):
     through = load("rank_collapse")["through"]
     assert through(0, 4, gain=16.0)[-1] > 0.1
     assert through(0, 4, gain=1.0)[-1] < 1e-3
+
+
+class Successor(torch.nn.Module):
+    """Predicts what followed the last occurrence of the current token: a perfect induction head."""
+
+    def forward(self, ids):
+        logits = torch.zeros(*ids.shape, 64)
+        for row, sequence in enumerate(ids.tolist()):
+            followed = {}
+            for place, token in enumerate(sequence):
+                if place:
+                    followed[sequence[place - 1]] = token
+                if token in followed:
+                    logits[row, place, followed[token]] = 1.0
+        return logits
+
+
+def test_an_induction_rule_predicts_the_repeats_of_walks(load):
+    names = load("induction_heads")
+    ids = names["walks"](16, torch.Generator().manual_seed(0))
+    assert all(len(set(sequence)) <= 12 for sequence in ids.tolist())
+    assert names["on_repeats"](Successor(), ids)[1] > 0.8
+    assert names["on_repeats"](lambda x: Successor()(x.flip(1)), ids)[1] < 0.3
+
+
+def test_a_sudden_fall_is_sharper_than_an_even_one(load):
+    names = load("induction_heads")
+    even, sudden = [4.0 - 0.1 * i for i in range(30)], [4.0 - 0.02 * i - 2.5 * (i > 15) for i in range(30)]
+    assert names["sharpness"]({"loss": even}) == pytest.approx(1.0)
+    assert names["sharpness"]({"loss": sudden}) > 10
+    assert names["crossing"](sudden) == 160
+    assert names["crossing"]([-value for value in sudden]) == 160
 
 
 @pytest.mark.parametrize("deciding", [1, 5])
