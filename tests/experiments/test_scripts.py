@@ -16,8 +16,16 @@ SHARED = {"record", "page", "tiny_model"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 
-LOADS_A_MODEL = {name for name in NAMES if "regard.integrate" in (FOLDER / f"{name}.py").read_text()}
-QUICK = [pytest.param(name, marks=pytest.mark.model if name in LOADS_A_MODEL else ()) for name in NAMES]
+TEXTS = {name: (FOLDER / f"{name}.py").read_text() for name in NAMES}
+SECONDS = ("kernel_smoother", "temperature", "worked_examples")
+"""Small versions that take seconds; the others train, and run with `--all`."""
+
+
+def marks(name):
+    """Scripts that load the model run in one process of the tests."""
+    of_model = [pytest.mark.model] if "regard.integrate" in TEXTS[name] else []
+    return of_model if name in SECONDS else [*of_model, pytest.mark.exhaustive]
+
 
 DECIDED = {
     "quantised_cache": ("KL divergence",),
@@ -64,7 +72,7 @@ def load(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 def test_the_small_version_comes_to_the_verdict_of_the_record(name, load):
     experiment = load(name)["EXPERIMENT"]
     try:
