@@ -17,6 +17,7 @@ from regard.gpu.scores import (
     capped,
     dropped,
     is_non_finite,
+    unit_of,
     weighed_by,
     with_biases,
 )
@@ -41,16 +42,10 @@ def gradient_of_queries(
     for unit in tl.range(
         tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
     ):
-        part = unit // (query_tiles * (TILE // ROWS) * section)
-        width = tl.minimum(section, batch * heads - part * section)
-        inside = unit - part * query_tiles * (TILE // ROWS) * section
-        row = part * section + inside % width
-        b, h = row // heads, row % heads
-        row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
-        t = tl.load(order + row_map * query_tiles + inside // width // (TILE // ROWS))
-        listed = row_map * query_tiles + t
-
-        i = t * TILE + inside // width % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
+        row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+            unit, order, batch, heads, 1, query_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+        )
+        i = first_query + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         b64, h64 = b.to(tl.int64), h.to(tl.int64)
@@ -179,15 +174,10 @@ def gradient_of_keys(
     for unit in tl.range(
         tl.program_id(0), batch * kv_heads * key_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
     ):
-        part = unit // (key_tiles * (TILE // ROWS) * section)
-        width = tl.minimum(section, batch * kv_heads - part * section)
-        inside = unit - part * key_tiles * (TILE // ROWS) * section
-        row = part * section + inside % width
-        b, g = row // kv_heads, row % kv_heads
-        first_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (g * group if MAPS_HEADS else 0)
-        t = tl.load(order + first_map * key_tiles + inside // width // (TILE // ROWS))
-
-        j = t * TILE + inside // width % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
+        _row, b, g, first_listed, first_key = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+            unit, order, batch, kv_heads, group, key_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+        )
+        j = first_key + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -204,8 +194,7 @@ def gradient_of_keys(
         found_k = tl.zeros([ROWS, DIM_PADDED if DK else 1], tl.float32)
         found_v = tl.zeros([ROWS, V_DIM_PADDED if DV else 1], tl.float32)
         for h in tl.range(g * group, (g + 1) * group, num_stages=1):
-            row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
-            listed = row_map * key_tiles + t
+            listed = first_listed + ((h - g * group) * key_tiles if MAPS_HEADS else 0)
             h64 = tl.cast(h, tl.int64)
             base_q = q + b64 * q_batch + h64 * q_head
             base_dout = dout + b64 * dout_batch + h64 * dout_head

@@ -19,6 +19,7 @@ from regard.gpu.scores import (
     capped,
     dropped,
     is_non_finite,
+    unit_of,
     with_biases,
 )
 
@@ -49,16 +50,10 @@ def forward(
     for unit in tl.range(
         tl.program_id(0), batch * heads * query_tiles * (TILE // ROWS), tl.num_programs(0), num_stages=1
     ):
-        part = unit // (query_tiles * (TILE // ROWS) * section)
-        width = tl.minimum(section, batch * heads - part * section)
-        inside = unit - part * query_tiles * (TILE // ROWS) * section
-        row = part * section + inside % width
-        b, h = row // heads, row % heads
-        row_map = (b if MAPS_BATCH else 0) * (heads if MAPS_HEADS else 1) + (h if MAPS_HEADS else 0)
-        t = tl.load(order + row_map * query_tiles + inside // width // (TILE // ROWS))
-        listed = row_map * query_tiles + t
-
-        i = t * TILE + inside // width % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
+        row, b, h, listed, first_query = unit_of(  # pyright: ignore[reportGeneralTypeIssues]
+            unit, order, batch, heads, 1, query_tiles, section, TILE, ROWS, MAPS_BATCH, MAPS_HEADS
+        )
+        i = first_query + tl.arange(0, ROWS)
         c = tl.arange(0, DIM_PADDED)
         cv = tl.arange(0, V_DIM_PADDED)
         base_q = q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head
