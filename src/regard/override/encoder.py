@@ -15,11 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from regard.override import report
 from regard.override.decide import WEIGHTS, is_small
-from regard.override.unread import weights_are_unread
 from regard.torch_internals import encoder_layer_of_torch, packed_attention_of_torch
 
 
@@ -29,8 +27,6 @@ def packed_attention(
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`torch._native_multi_head_attention`: q, k and v are [batch, tokens, width]."""
-    if need_weights and not is_compiling() and _is_opened(query, mask):
-        need_weights = not weights_are_unread()
     if need_weights or query is not key or key is not value or not _is_opened(query, mask):
         if need_weights and report.is_on() and not query.is_nested:
             report.count((*query.shape[:1], heads, query.shape[1], width // heads), key.shape[1], query, WEIGHTS)
