@@ -118,17 +118,24 @@ def measure(seed: int, quick: bool) -> Result:
     ratio = {kind: {dim: steps / taken["additive"][dim] for dim, steps in each.items()} for kind, each in taken.items()}
     product = spent["256"]["bilinear"] / spent["256"]["scaled dot"]
     less = right["scaled dot"][large] - right["additive"][large]
-    general = taken["bilinear"][large] / taken["dot"][large]
     checks = [
         Check(f"d {small}, dot: steps to learn by those of additive ('similarly')", ratio["dot"][small], 0.67, 1.5),
         Check(f"d {large}, dot: the same ('additive outperforms')", ratio["dot"][large], low=1.5),
         Check(f"d {large}, scaled dot: the same", ratio["scaled dot"][large], high=1.5),
         Check(f"d {large}: accuracy of the scaled dot less that of additive", less, low=-0.02),
-        Check(f"d {large}, bilinear: steps by those of the dot product, without a scale as well", general, high=1.5),
         Check("additive: time by that of the scaled dot, both of torch operators, d 64", slower["64"], low=2),
         Check("the same, d 256", slower["256"], low=2),
         Check("bilinear: time by that of the scaled dot, d 256", product, high=1.5),
     ]
+    both = f"the bilinear score and the dot product without a scale at d {large}"
+    if min(taken["bilinear"][large], taken["dot"][large]) < steps:
+        general = taken["bilinear"][large] / taken["dot"][large]
+        checks.append(Check(f"steps of {both}, their ratio", general, high=1.5))
+        compared = ""
+    else:
+        compared = f" For {both} the steps are the limit of {steps}, so they are not compared."
+    by_seed = runs["scaled dot"][large]["steps"]
+    missed = sum(each == steps for each in by_seed)
     shown = "; ".join(f"{kind} {', '.join(f'{taken[kind][str(dim)]:.0f}' for dim in dims)}" for kind in KINDS)
     return Result(
         f"Steps to {GOAL} nats at d {', '.join(map(str, dims))} (median of {len(seeds)} seeds, best of {len(rates)} "
@@ -141,7 +148,9 @@ def measure(seed: int, quick: bool) -> Result:
         "translation, as in the sources. Times are CPU time of regard's forward pass, projections included, for 4 "
         "heads and 512 tokens: additive scores need a tanh for each element of each pair, d times as many as the "
         "softmax has exponentials. They are computed in tiles, so they need no more memory here. Where "
-        "the steps are the limit, the ratio is a lower bound.",
+        "the steps of the numerator alone are the limit, the ratio is a lower bound."
+        f"{compared} The scaled dot product at d {large} took {', '.join(map(str, by_seed))} steps by seed: "
+        f"{missed} of {len(by_seed)} did not get there.",
     )
 
 
@@ -174,8 +183,9 @@ EXPERIMENT = Experiment(
     "Additive, bilinear and dot scores",
     "Dot scores are much faster than additive ones and as good for small d_k; for large d_k additive ones are better "
     "unless the dot product is scaled.",
-    "Vaswani et al. 2017, arXiv:1706.03762, §3.2.1; Britz et al. 2017, arXiv:1703.03906, §4.4 (additive slightly "
-    "better at every size); Luong et al. 2015, arXiv:1508.04025, §3.1; Bahdanau et al. 2015, arXiv:1409.0473, §A.1.2",
+    "Vaswani et al. 2017, arXiv:1706.03762, §3.2.1; Britz et al. 2017, arXiv:1703.03906, §4.5 (additive better at "
+    "three of four sizes, most at 1,024, and equal at 256); Luong et al. 2015, arXiv:1508.04025, §3.1; Bahdanau et al. "
+    "2015, arXiv:1409.0473, §A.1.2",
     "Equal steps at d 8; at d 256 more steps for the unscaled dot product and not for the scaled one; a forward pass "
     "of additive scores that takes several times as long.",
     measure,

@@ -118,15 +118,12 @@ def measure(seed: int, quick: bool) -> Result:
     checks = [
         *(Check(f"cache of MHA by that of {kind}", stored["MHA"] / stored[kind], ratio, ratio)
           for kind, ratio in (("GQA", 4), ("MQA", 8), ("MLA", 4))),
-        Check("loss of GQA less that of MHA, nats per character", at["GQA"] - at["MHA"], high=0.02),
+        Check("loss of GQA less that of MHA, nats per character", at["GQA"] - at["MHA"], low=0),
         Check("loss of MQA less that of GQA", at["MQA"] - at["GQA"], low=0),
         Check("loss of MLA less that of MHA", at["MLA"] - at["MHA"], high=0),
         Check("loss of MLA less that of GQA, with equal caches", at["MLA"] - at["GQA"], high=0),
         *(Check(f"MHA to GQA, {when}: loss by {b} less that by {a}", up[f"GQA {b}"][i] - up[f"GQA {a}"][i], low=0)
           for i, when in enumerate(("at once", "5 % more steps")) for a, b in (("mean", "first"), ("first", "random"))),
-        Check("MHA to GQA by mean, 5 % more steps: loss less that of MHA", up["GQA mean"][1] - at["MHA"], high=0.02),
-        Check("the same, less that of GQA from the start ('conversion degrades more')",
-              up["GQA mean"][1] - at["GQA"], low=0),
         Check("decode time of MHA by that of GQA", times["MHA"] / times["GQA"], low=1.5),
         Check("decode time of GQA by that of MQA", times["GQA"] / times["MQA"], low=1),
         Check("decode time of MHA by that of MLA", times["MHA"] / times["MLA"], low=1),
@@ -135,15 +132,20 @@ def measure(seed: int, quick: bool) -> Result:
     more = ", ".join(f"{at[kind] - at['MHA']:+.3f} ({kind})" for kind in KINDS[1:])
     ways = ", ".join(f"{row[0] - at['MHA']:.3f} and {row[1] - at['MHA']:.3f} ({name})" for name, row in up.items())
     return Result(
-        f"Loss above that of MHA ({at['MHA']:.3f}): {more}. Converted, at once and after 5 % more steps: {ways}. A "
-        f"decode step takes {', '.join(f'{ms:.2f} ms ({kind})' for kind, ms in times.items())}.",
+        f"From scratch, loss above that of MHA ({at['MHA']:.3f}): {more}. Converted, at once and after 5 % more "
+        f"steps: {ways}. A decode step takes {', '.join(f'{ms:.2f} ms ({kind})' for kind, ms in times.items())}.",
         checks,
         {"loss": loss, "after": after, "uptrained": UPTRAINED, "bytes": stored, "weights": weights, "ms": times},
         "Means over the seeds; two layers of width 64 on Moby-Dick by characters; all kinds see the same batches. GQA "
         f"less MHA is {min(apart):+.3f} to {max(apart):+.3f} by seed. The MLPs are equal, so fewer key heads are fewer "
-        f"weights: {', '.join(f'{count:,} ({kind})' for kind, count in weights.items())}. Training is short: 5 % are "
-        f"{round(steps * UPTRAINED[1])} steps, where the papers have thousands, so the order of the conversions says "
-        "more than what is left to recover. A model of this size on text says little about tasks that need several "
+        f"weights: {', '.join(f'{count:,} ({kind})' for kind, count in weights.items())}. The order MHA, GQA, MQA "
+        "from scratch is that of DeepSeek-V2, D.1, on benchmarks of models of 7B in which more layers make up for "
+        "missing weights. What Ainslie et al. find close to MHA is not GQA from scratch: it is converted from MHA and "
+        "trained for 5 % of its steps, and their order of conversions is of MQA. That the converted model comes "
+        f"close is not a check here: 5 % are {round(steps * UPTRAINED[1])} steps, where the papers have thousands. "
+        f"GQA by mean is then {up['GQA mean'][1] - at['MHA']:.3f} above MHA and "
+        f"{up['GQA mean'][1] - at['GQA']:.3f} above GQA from scratch, and MHA got no further steps as a control. "
+        "A model of this size on text says little about tasks that need several "
         "look-ups at once. Random heads have the mean and deviation of the weights that they replace. The time is of "
         "one sequence in float32 on this processor, projections included; the 64 MiB of MHA's cache are read from "
         "memory at each step, the 16 MiB of GQA's and 4 of MQA's may stay in the processor's own cache. MLA's step "
@@ -172,11 +174,13 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
 EXPERIMENT = Experiment(
     "shared_heads",
     "Shared key heads and latents",
-    "GQA is as good as MHA with a fraction of the cache and time, MQA a little worse and faster; MLA is better than "
-    "both with a cache like GQA's; a trained MHA becomes GQA by the mean of its heads and 5 % more training.",
-    "Ainslie et al. 2023, arXiv:2305.13245, §2.1, §3.2 and §3.3; Shazeer 2019, arXiv:1911.02150; DeepSeek-AI 2024, "
-    "arXiv:2405.04434, §2.1 and appendix D",
-    "Losses MLA < MHA = GQA < MQA; conversion by mean better than by first, and that than random; faster steps.",
+    "Fewer key heads need less cache and time; trained from scratch, MHA is better than GQA and GQA than MQA, and MLA "
+    "is better than MHA with a cache like GQA's; to convert a trained MHA, the mean of its heads is better than the "
+    "first of them, and that than random heads.",
+    "Shazeer 2019, arXiv:1911.02150 (cache, time); DeepSeek-AI 2024, arXiv:2405.04434, §2.1, D.1 and D.2 (from "
+    "scratch); Ainslie et al. 2023, arXiv:2305.13245, §2.1 and §3.3 (conversion)",
+    "Losses from scratch MLA < MHA < GQA < MQA; conversion by mean better than by first, and that than random; faster "
+    "steps.",
     measure,
     draw,
     size=(11.0, 3.2),
