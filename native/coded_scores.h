@@ -132,7 +132,7 @@ class CodedScores {
                                     cut_bytes<nibbles ? Order::apart : Order::together>(whole));
                 if (!nibbles) sums[s] = add_steps(sums[s], whole);
             }
-        if (has_low) take_added(added, fixed_);
+        take_added(added, fixed_);  // zeros where this part has no lows, as the one before may have some
         if (!nibbles) take_sums(sums, fixed_);
     }
 
@@ -158,9 +158,9 @@ class CodedScores {
         }
         lines.back(place);
         if (dim % at_once) {
-            const int bytes = int((dim % at_once + nibbles) / (1 + nibbles)) * 16;
+            const int bytes = int((dim % at_once + nibbles) / (1 + nibbles)) * 16;  // 16 to 64
             for (int g = 0; g < G; ++g) {
-                _mm512_store_si512(rest[g], _mm512_maskz_loadu_epi8((uint64_t(1) << bytes) - 1, at[g]));
+                _mm512_store_si512(rest[g], _mm512_maskz_loadu_epi8(~uint64_t(0) >> (64 - bytes), at[g]));
                 at[g] = rest[g];
             }
             step<R, G, nibbles>(at, bytes_ + dim / at_once * at_once * 2, high, low);

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Alibi, Causal, Mask, Window, attend, attend_state, explain
+from regard import Alibi, Causal, KVCache, Mask, Window, attend, attend_state, explain
+from regard.cache import Codec, Int4, Int8
 from regard.describe.ragged import Ragged
-from regard.storage.codec import TILE, code_bytes
+from regard.storage.codec import TILE, code_bytes, encode_tiled
 from regard.storage.stored import Part, StoredTensor
 from tests.native.engines import ALL, PLAIN
 from tests.native.test_kernels import ROUNDING, same
@@ -275,3 +276,37 @@ def test_decoding_gives_the_bits_of_the_prompt(form: str, dtype: torch.dtype, en
             same(few, whole[:, :, -last:], ROUNDING[dtype])
         else:
             assert torch.equal(few, whole[:, :, -last:])
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("dim", [5, 7, 15, 31])
+@pytest.mark.parametrize(
+    "codec", [Int4(sinks=0, residual=0), Int4(sinks=0, residual=0, keys="token"), Int8(sinks=0, residual=0)], ids=str
+)
+def test_heads_that_fill_no_whole_step_of_codes(engine: str, codec: Codec, dim: int):
+    g = torch.Generator().manual_seed(dim)
+    q, k, v = (
+        torch.randn(1, heads, tokens, dim, generator=g).bfloat16() for heads, tokens in ((4, 1), (1, 192), (1, 192))
+    )
+    keys, values = KVCache(codec=codec).append(k, v)
+    found = attend_state(q, keys, values, backend=engine)
+    exact = attend_state(q.float(), keys.dense().float(), values.dense().float(), backend="reference")
+    assert (found.lse - exact.lse).abs().max() <= 1e-2
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_a_part_without_zero_points_after_one_that_has_them(engine: str):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, tokens, 16, generator=g).bfloat16() for heads, tokens in ((4, 1), (1, 64), (1, 64))
+    )
+    found: list[Part] = []
+    for at, codec in ((0, Int4()), (32, Int8())):
+        made = encode_tiled(k[:, :, at : at + 32], codec, per_token=False)
+        found.append(
+            Part(32, made.data, codec.kind, scale=made.scale, zero_point=made.zero_point, tiled=True, group=32)
+        )
+    keys = StoredTensor(tuple(found), (1, 1, 64, 16), torch.bfloat16)
+    out = attend_state(q, keys, v, backend=engine)
+    exact = attend_state(q.float(), keys.dense().float(), v.float(), backend="reference")
+    assert (out.lse - exact.lse).abs().max() <= 1e-2

@@ -167,6 +167,14 @@ class Part(NamedTuple):
 _NO_TENSOR = "it is a handle of stored keys or values, for attend to read in place; its dense() is a plain tensor."
 
 
+RowEnds = tuple[tuple[int, ...] | None, ...]
+"""`Part.row_ends` of each part of a tensor, read on the host."""
+
+
+def _row_ends(parts: tuple[Part, ...]) -> RowEnds:
+    return tuple([None if part.row_ends is None else tuple(part.row_ends.tolist()) for part in parts])
+
+
 class StoredTensor:
     """A handle of stored keys or values: what `KVCache.append` returns when no strided tensor can describe them.
 
@@ -188,7 +196,7 @@ class StoredTensor:
     tensor([12., 16., 20.,  0.,  4.])
     """
 
-    __slots__ = ("__dict__", "dtype", "lengths", "parts", "rotated", "row_lengths", "shape")
+    __slots__ = ("__dict__", "_read_ends", "dtype", "lengths", "parts", "rotated", "row_lengths", "shape")
 
     def __init__(
         self,
@@ -201,11 +209,14 @@ class StoredTensor:
         self.parts, self.dtype, self.lengths, self.rotated = parts, dtype, lengths, rotated
         self.shape = torch.Size(shape)
         self.row_lengths: tuple[int, ...] | None = None if lengths is None else tuple(lengths.tolist())
+        # On a CPU at once, so that what torch traces finds numbers; a GPU is not waited for before they are needed.
+        self._read_ends = _row_ends(parts) if all(part.data.is_cpu for part in parts) else None
 
-    @cached_property
-    def _ends(self) -> tuple[tuple[int, ...] | None, ...]:
-        """`Part.row_ends` of each part, read on the host."""
-        return tuple(None if part.row_ends is None else tuple(part.row_ends.tolist()) for part in self.parts)
+    @property
+    def _ends(self) -> RowEnds:
+        if self._read_ends is None:
+            self._read_ends = _row_ends(self.parts)
+        return self._read_ends
 
     @property
     def device(self) -> torch.device:
