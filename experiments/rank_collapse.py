@@ -3,8 +3,9 @@
 The residual is |X - 1 m^T| / |X| with m the mean token (Frobenius norms): 0 where all tokens are equal. Near 0 the
 weights of a row are a + O(r^2), the same a for all rows, as softmax ignores what a row's scores have in common. So the
 next residual is c r^3, and the logarithm of the residual triples with each layer. Float64 sees three such layers;
-500 digits see more. A causal mask breaks the argument: where all tokens are equal, row i is the mean of i + 1 tokens,
-so rows differ, and what they have in common shrinks by a constant factor only.
+500 digits see more. A causal mask breaks the argument: equal tokens stay equal, but near 0 the weights of row i are
+uniform over i + 1 tokens, so they differ from row to row. The next residual is then of first order in r: what tokens
+differ in shrinks by a factor per layer.
 """
 
 from itertools import pairwise
@@ -122,7 +123,6 @@ def measure(seed: int, quick: bool) -> Result:
         Check("attention + MLPs with random weights: the same ('stop the degeneration')", mlps[-1], low=0.1),
         Check(f"attention + MLPs with outputs times {most:g}: the same", gained[most][-1], low=0.1),
         Check("... after 4 layers, by the residual without MLPs ('slow down')", gained[most][3] / alone[3], low=10),
-        Check("attention with a causal mask: residual after 4 layers ('doubly exponential')", causal[3], high=1e-12),
         Check("SmolLM2 without skips: residual by that of the whole model", last["without skips"] / last["as it is"],
               high=0.01),
         Check("SmolLM2 without MLPs: the same", last["without MLPs"] / last["as it is"], low=0.5),
@@ -143,11 +143,12 @@ def measure(seed: int, quick: bool) -> Result:
         "The cubic rate is there within 6 %, and skip connections stop the collapse. The rest needs conditions. "
         f"Random MLPs slow it down if they amplify, as the paper's bound says: with outputs times {most:g} the "
         f"residual is {gained[most][3]:.2f} after 4 layers, but {gained[most][-1]:.0e} after 12. None stopped it. The "
-        "theorem has no mask. With a causal one the residual falls by a constant factor per layer, exponentially "
-        "instead of doubly (Wu et al. 2024, arXiv:2405.18781, for masks in general). In SmolLM2 (causal, with norms) "
-        "skips matter most, MLPs as well, and without both the fall is not doubly exponential; norms, mask and trained "
-        "weights are not separated there, and a model that was trained with skips says nothing of one trained without. "
-        f"Means of {len(seeds)} random stacks of 64 tokens; with 500 digits {SMALL} tokens; SmolLM2 on one passage.",
+        "theorem has no mask, so a causal one is no check of it: with one the residual falls by a constant factor per "
+        "layer, exponentially instead of doubly (Wu et al. 2024, arXiv:2405.18781, for masks in general). In SmolLM2 "
+        "(causal, with norms) skips matter most, MLPs as well, and without both the fall is not doubly exponential; "
+        "norms, mask and trained weights are not separated there, and a model that was trained with skips says nothing "
+        f"of one trained without. Means of {len(seeds)} random stacks of 64 tokens; with 500 digits {SMALL} tokens; "
+        "SmolLM2 on one passage.",
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from regard.inspect.intervene.rows import divergence
+
 FOLDER = Path(__file__).parents[2] / "experiments"
 
 
@@ -82,6 +84,25 @@ def test_the_majority_of_the_deciding_tokens_is_the_answer(load, deciding):
     assert 0.3 < answers.float().mean() < 0.7
 
 
+def test_the_most_different_weights_are_those_of_a_search_over_all_weights(load):
+    most_different, generator = load("attention_weights")["most_different"], torch.Generator().manual_seed(0)
+    own = torch.rand(40, 3, generator=generator, dtype=torch.float64) ** 3
+    own /= own.sum(1, keepdim=True)
+    logits = 4 * torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    parts = torch.cartesian_prod(*[torch.linspace(0, 1, 201, dtype=torch.float64)] * 2)
+    parts = parts[parts.sum(1) <= 1]
+    every = torch.cat([parts, 1 - parts.sum(1, keepdim=True)], 1)
+    found = most_different(own, logits, 0.1)
+    before = (own * logits).sum(1).sigmoid()
+    assert ((found * logits).sum(1).sigmoid() - before).abs().max() < 0.1 + 1e-9
+    allowed = ((logits @ every.T).sigmoid() - before[:, None]).abs() <= 0.1
+    searched = divergence(every, own[:, None]).masked_fill(~allowed, 0.0).amax(1)
+    exact = divergence(found, own)
+    assert (exact > searched - 1e-9).all()
+    assert (exact - searched).max() < 0.02
+    assert exact.mean() > 0.1
+
+
 def test_without_context_an_adversary_must_keep_the_weight_on_the_deciding_token(load):
     names = load("attention_weights")
     torch.manual_seed(0)
@@ -96,5 +117,8 @@ def test_without_context_an_adversary_must_keep_the_weight_on_the_deciding_token
     found, _ = names["examine"](model, 1, quick=True)
     assert found["accuracy"] == 1.0
     assert found["deciding"] > 0.95
-    assert found["adversary"] < 0.2
+    # From 0.99965 to 0.98965 the logit may fall from 7.96 to 4.56: 0.43 of the weight may go to one neutral token.
+    assert found["adversary"] == pytest.approx(0.18, abs=0.01)
+    assert 0.0099 < found["moved"] <= 0.01
+    assert 0.5 * found["adversary"] < found["search"] <= found["adversary"]
     assert found["permutation"] > 0.3
