@@ -175,10 +175,10 @@ def whisper() -> Program:
     return model, lambda: model(mel.to(next(model.parameters()).dtype), ids)
 
 
-def x_transformer(tokens: int) -> Program:
-    """A decoder of x-transformers with rotary embeddings."""
+def x_transformer(tokens: int, position: str = "rotary_pos_emb") -> Program:
+    """A decoder of x-transformers, with rotary embeddings or with a bias that is one tensor for all layers."""
     module = importlib.import_module("x_transformers")
-    layers = module.Decoder(dim=384, depth=4, heads=6, attn_flash=True, rotary_pos_emb=True)
+    layers = module.Decoder(dim=384, depth=4, heads=6, attn_flash=True, **{position: True})
     model, ids = (
         module.TransformerWrapper(num_tokens=1024, max_seq_len=tokens, attn_layers=layers),
         torch.randint(1024, (1, tokens)),

@@ -289,6 +289,8 @@ def test_heads_that_fill_no_whole_step_of_codes(engine: str, codec: Codec, dim: 
         torch.randn(1, heads, tokens, dim, generator=g).bfloat16() for heads, tokens in ((4, 1), (1, 192), (1, 192))
     )
     keys, values = KVCache(codec=codec).append(k, v)
+    assert isinstance(keys, StoredTensor)
+    assert isinstance(values, StoredTensor)
     found = attend_state(q, keys, values, backend=engine)
     exact = attend_state(q.float(), keys.dense().float(), values.dense().float(), backend="reference")
     assert (found.lse - exact.lse).abs().max() <= 1e-2
