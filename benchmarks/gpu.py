@@ -94,7 +94,7 @@ class CudaClock:
 
 
 def _between_events(run: Callable[[], object], calls: int) -> float:
-    """Seconds of a call between two events around several, without those that this process needs to start the first."""
+    """Seconds of a call on the GPU: the mean of several calls between two events."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

@@ -275,4 +275,4 @@ LIBRARIES: dict[str, Maker] = {
 """Their makers by name: regard's, torch's (by backend of `scaled_dot_product_attention`), and other packages'."""
 
 COMPILING = ("regard by flex", "FlexAttention")
-"""Those that compile a kernel for each case, for many seconds."""
+"""Libraries that compile a kernel for each case, which takes many seconds."""

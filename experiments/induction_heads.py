@@ -5,7 +5,8 @@ to any of the 12. Nothing can be memorised, and jumps make distances random, so 
 of tokens does not help. Where a pair of tokens has occurred before, an induction circuit predicts its second token: a
 head of layer 0 writes into each position which token precedes it, a head of layer 1 looks for positions whose
 predecessor is the current token. `induction` measures the weight of a head on such positions, `offset_score` that on
-the previous token. Then the real model: are the heads with the greatest induction scores those that repetition needs?
+the previous token. Then the real model: does it need the heads with the greatest induction scores to predict repeated
+tokens?
 
 Groups of the same size are compared: the 2 strongest induction heads with the 2 heads of the least scores, and in the
 real model 10 heads with 10 others of the same layers. `all induction heads` of the tiny model has no such control, for

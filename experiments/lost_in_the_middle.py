@@ -66,7 +66,7 @@ def by_position(results: Results, samples: int) -> np.ndarray[Any, Any]:
 
 
 def first_instead(task: Lives, results: Results, model: Model) -> float:
-    """The share of wrong answers that are that of the first document: 1 if it were given whoever is asked for."""
+    """The share of wrong answers that name the first document's answer: 1 for a model that always gives it."""
     first = {each.context: each.answers[0] for each in task.examples(model) if each.cell["depth"] == 0}
     contexts = {each.name: each.context for each in task.examples(model)}
     wrong = [record for record in results.records if not record["score"]]

@@ -136,11 +136,11 @@ def measure(seed: int, quick: bool) -> Result:
         },
         f"{len(texts)} passages of 128 tokens for the mass; one text of {BUCKET * len(losses['4 sinks']):,} tokens for "
         "the losses, whose intervals are over its parts. A query sees up to 15 tokens more than the window, and with "
-        "reading again up to 31 fewer; besides, tokens in a cache were computed from earlier ones, and those that are "
-        "read again were not. Without sinks the perplexity rises as for Falcon and Pythia in table 2, unlike Llama-2 "
-        "and MPT, which collapse; 1 sink does as well as 4, as for Falcon, MPT and Pythia, unlike Llama-2. SmolLM2 was "
-        "trained without a special first token; any first token is its sink. Sinks keep the text fluent; what was "
-        "evicted is forgotten (needles: docs/evaluate.md). One small model.",
+        "reading again up to 31 fewer; also, cached keys and values were computed with earlier tokens in view, and "
+        "those of a second reading were not. Without sinks the perplexity rises as for Falcon and Pythia in table 2, "
+        "unlike Llama-2 and MPT, which collapse; 1 sink does as well as 4, as for Falcon, MPT and Pythia, unlike "
+        "Llama-2. SmolLM2 was trained without a special first token; any first token is its sink. Sinks keep the text "
+        "fluent; what was evicted is forgotten (needles: docs/evaluate.md). One small model.",
     )  # fmt: skip
 
 

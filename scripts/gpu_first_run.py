@@ -78,7 +78,7 @@ print(json.dumps(found))
 
 @dataclass
 class Step:
-    """What came of a process: how it ended ("0", "status 1", "time limit"), its seconds, and the end of its output."""
+    """The result of a process: how it ended ("0", "status 1", "time limit"), its seconds, and the end of its output."""
 
     name: str
     ended: str = ""
@@ -278,7 +278,7 @@ def bench(results: Results, device: str, seconds: float) -> None:
 
 
 def summarise(results: Results) -> bool:
-    """Say what came of it; whether everything is as it should be."""
+    """Print the results; returns whether every check passed."""
     found = results.content["checks"]
     wrong = [each["check"] for each in found if not each["ok"]]
     ended = [f"{step['name']}: {step['ended']}" for step in results.content["steps"] if step["ended"] != "0"]

@@ -93,7 +93,7 @@ def _run(problem: Problem, schedule: Schedule, compiler: Any, operands: Operands
     with compiling_for_any_length(VARIANTS):
         out, lse = _compiled(form, sizes, compiler)(q, k, v, tables, vectors(p, operands), _tensor(p, operands.bias))
     if not wants_lse:
-        return State(out, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody asked for it
+        return State(out, torch.full(q.shape[:3], torch.nan, device=q.device))  # nobody reads it
     state = State(out, lse)
     return state if operands.sink is None else State(state.with_sink(operands.sink), state.lse)
 

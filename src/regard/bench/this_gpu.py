@@ -98,7 +98,7 @@ def product_rate(gpu: Gpu, dtype: torch.dtype) -> float:
 
 
 def copy_rate(gpu: Gpu) -> float:
-    """Bytes/s of a large copy, those that are read and those that are written: the best of some tries."""
+    """Bytes/s of a large copy, counting bytes read and bytes written: the best of several tries."""
     a, b = (torch.ones(COPIED // 4, device=gpu.device) for _ in range(2))
     return 2 * COPIED / min(gpu.seconds(lambda: b.copy_(a)) for _ in range(TRIES))
 

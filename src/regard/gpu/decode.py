@@ -52,7 +52,7 @@ def span(
         CAREFUL: whether to compute the programs whose flag is set.
     """
     program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    if CAREFUL:  # noqa: SIM102 - what is compiled away, and what is asked when it runs
+    if CAREFUL:  # noqa: SIM102 - the outer condition is decided when the kernel is compiled
         if tl.load(flags + program) == 0:
             return
     of = tl.program_id(0)

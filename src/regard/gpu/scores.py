@@ -105,7 +105,7 @@ def unit_of(
 
     Args:
         order: tiles of each map, those with the most work first.
-        heads: those that have units; each has `group` maps, of which the first one decides.
+        heads: query heads (`group` 1) or key heads; a head has `group` maps, and the first one gives the order.
         tiles: of a map; section: rows whose units are computed together.
     """
     steps: tl.constexpr = TILE // ROWS
