@@ -501,3 +501,12 @@ def test_a_small_call_is_decided_anew_when_the_program_chooses_a_kernel_or_other
     with regard.everywhere():
         for _ in range(2):
             torch.testing.assert_close(F.scaled_dot_product_attention(columns, columns, columns), theirs)
+
+
+def test_a_known_small_call_with_keys_of_another_device_is_refused_as_by_torch():
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    with regard.everywhere():
+        F.scaled_dot_product_attention(q, k, v)
+        for keys, values in ((k.to("meta"), v), (k, v.to("meta"))):
+            with pytest.raises(RuntimeError, match="same device"):
+                F.scaled_dot_product_attention(q, keys, values)

@@ -99,7 +99,8 @@ def small_first(
         try:
             form = (
                 query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype,
-                key.dtype, value.dtype, query.is_cpu, is_causal, is_flash_enabled(), get_num_threads(),
+                key.dtype, value.dtype, query.is_cpu, key.is_cpu, value.is_cpu, is_causal, is_flash_enabled(),
+                get_num_threads(),
             )  # fmt: skip
         except RuntimeError:  # of tensors without strides
             form = None
@@ -116,8 +117,10 @@ def small_first(
 def _why_at_once(form: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """What `_passed` remembers."""
     sizes = (*query.shape, *key.shape, *value.shape)
-    if len(query.shape) != 4 or len(key.shape) != 4 or not query.is_cpu or any(type(n) is not int for n in sizes):
+    if len(query.shape) != 4 or len(key.shape) != 4 or any(type(n) is not int for n in sizes):
         return None  # torch.jit traces sizes as tensors
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return None
     queries, keys = query.shape[2], key.shape[2]
     why = SMALL if is_small(query.numel() * keys, queries, keys, query.dtype) else None
     if why is None and is_few(queries, query.dtype):
