@@ -348,7 +348,10 @@ struct DecodeScores {
                 q = some;
             }
             const F x = load(q);
-            store(to + s * W, x * scale);
+            // A product beyond float32 would be inf, and inf times the code 0 of another key NaN. What is not finite
+            // itself stays so.
+            const F low_end = broadcast(-3.402823466e38f), cut = larger(low_end, -larger(low_end, -(x * scale)));
+            store(to + s * W, cut + (x * 0 + scale * 0));
             if (has_low) added[s] = fma(x, low, added[s]);
         }
     }

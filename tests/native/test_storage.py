@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import Alibi, Causal, KVCache, Mask, Window, attend, attend_state, explain
-from regard.cache import Codec, Int4, Int8
+from regard import Alibi, Causal, KeyLengths, KVCache, Mask, Window, attend, attend_state, explain
+from regard.cache import Codec, Fp8, Int4, Int8
 from regard.describe.ragged import Ragged
 from regard.storage.codec import TILE, code_bytes, encode_tiled
 from regard.storage.stored import Part, StoredTensor
@@ -312,3 +312,18 @@ def test_a_part_without_zero_points_after_one_that_has_them(engine: str):
     out = attend_state(q, keys, v, backend=engine)
     exact = attend_state(q.float(), keys.dense().float(), v.float(), backend="reference")
     assert (out.lse - exact.lse).abs().max() <= 1e-2
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("codec", [Int8(sinks=0, residual=0), Fp8(sinks=0, residual=0)], ids=str)
+def test_a_hidden_key_whose_scale_times_the_query_overflows_reaches_no_result(engine: str, codec: Codec):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, 64, generator=g) for heads, tokens in ((4, 1), (1, 128), (1, 128)))
+    k[:, :, 96:99], k[:, :, 100:] = 0, k[:, :, 100:] * 1e36  # they share scales
+    keys, values = KVCache(codec=codec).append(k.bfloat16(), v.bfloat16())
+    assert isinstance(keys, StoredTensor)
+    assert isinstance(values, StoredTensor)
+    mask = KeyLengths(torch.tensor([100]))
+    found = attend_state((q * 1000).bfloat16(), keys, values, mask=mask, backend=engine)
+    assert found.out.isfinite().all()
+    assert found.lse.isfinite().all()
