@@ -128,6 +128,18 @@ def test_a_file_that_is_no_library_is_explained_and_harmless(look_at, tmp_path: 
     assert "cannot be used" in str(native.absence())
 
 
+@needs_library
+@pytest.mark.parametrize("left", [5, 63, 64, 500, 4096, 0.3, 0.99, -1])
+def test_a_library_that_was_cut_short_is_explained_and_does_not_end_python(look_at, tmp_path: Path, left: float):
+    whole, cut = Path(native.path()).read_bytes(), tmp_path / native.LIBRARY
+    if not whole.startswith(b"\x7fELF"):
+        pytest.skip("not an ELF file")
+    cut.write_bytes(whole[: left if isinstance(left, int) else int(left * len(whole))])
+    look_at(cut)
+    assert not native.available()
+    assert "cannot be used" in str(native.absence()) or "was cut short" in str(native.absence())
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_library_of_another_version_is_refused(look_at, tmp_path: Path):
     look_at(library_that_speaks(native.ABI + 1, tmp_path))

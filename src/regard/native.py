@@ -359,6 +359,8 @@ def _load(path: str) -> ctypes.CDLL | str:
             "The compiled library is missing: the install found no working C++ compiler, or regard runs from its "
             "sources. Install g++ or clang++, and then regard again, with pip --verbose."
         )
+    if _is_cut_short(path):
+        return "regard's compiled library is incomplete: its file was cut short. Install regard again on this machine."
     try:
         library = ctypes.CDLL(path)
         version = int(library.regard_abi_version())
@@ -372,6 +374,30 @@ def _load(path: str) -> ctypes.CDLL | str:
             "another version. Install regard again."
         )
     return library
+
+
+ELF = struct.Struct("<4sBB26xQQ6xHHHH2x")
+"""Of the header of an ELF file: magic, class, byte order, then offset, size and count of its two tables."""
+
+
+def _is_cut_short(path: str) -> bool:
+    """Whether an ELF file of 64 bits ends before what its header tells of: loading such a file ends Python (SIGBUS).
+
+    The linker writes the table of sections last, so its end is the end of the file.
+    """
+    with Path(path).open("rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(ELF.size)
+        if not head.startswith(b"\x7fELF\x02\x01"):
+            return False
+        if len(head) < ELF.size:
+            return True
+        *_, segments, sections, segment_size, segment_count, section_size, section_count = ELF.unpack(head)
+        file.seek(segments)
+        table = file.read(segment_size * segment_count)
+    if len(table) < segment_size * segment_count or sections + section_size * section_count > size:
+        return True
+    places = (struct.unpack_from("<8xQ16xQ", table, at) for at in range(0, len(table), segment_size))
+    return any(offset + length > size for offset, length in places)
 
 
 def _names(library: ctypes.CDLL) -> tuple[str, ...]:
