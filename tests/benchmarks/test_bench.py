@@ -81,6 +81,11 @@ def test_a_goal_whose_number_is_not_known_is_missed():
     assert line().reached() == ""
 
 
+def test_a_goal_beyond_the_limit_is_missed_with_the_greatest_ratio_that_the_limit_allows():
+    assert line(cases.Goal(ratio=4.0)).reached() == "no: torch (limit: 3.75x)"  # 3 times as fast, at 0.8 of the limit
+    assert line(cases.Goal(ratio=3.5)).reached() == "no: torch"
+
+
 def test_columns_that_say_nothing_are_left_out():
     head, rows = report.cells(cases.PREFILL, [line(torch_seconds=None, ratio=None)])
     assert head == ["case", "type", "time", "speed", "limit", "of limit"]
