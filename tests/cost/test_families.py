@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from regard.cost import config as config_module
-from regard.cost import find_model
-from regard.cost.config import NAMES, SHARED_EXPERTS, from_config, load_model
+from regard.cost import find_model, load_model
+from regard.cost.config import NAMES, SHARED_EXPERTS, from_config
 from regard.cost.families import default_entries, family_names, find_family, is_sum, refusals
 from regard.cost.parameter_count import parameters
 from regard.cost.recurrent import recurrent_layer

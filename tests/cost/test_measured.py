@@ -12,7 +12,8 @@ from regard.backend.definition import attention
 from regard.cache import Contiguous, Fp8, Int4, Int8, KVCache, Paged, Rolling
 from regard.cost import Attention, Pattern, Storage, call_cost, find_machine, training_memory
 from regard.cost.config import from_config
-from regard.cost.model import Layer, Mlp, Model, from_fields
+from regard.cost.fields import from_fields
+from regard.cost.model import Layer, Mlp, Model
 from regard.cost.storage import cache_bytes, stored_bytes
 from regard.cost.training import layer_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step

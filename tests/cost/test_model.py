@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from regard.cost.config import from_config, load_model, read_config
-from regard.cost.model import Attention, find_model, from_fields, model_names
+from regard.cost.config import from_config, read_config
+from regard.cost.fields import from_fields
+from regard.cost.model import Attention
 from regard.cost.parameter_count import parameters
+from regard.cost.published import find_model, load_model, model_names
 from regard.errors import ProblemError
 
 ROUNDED = {

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from regard.cost import Storage, cost, find_model, parameters
+from regard.cost.fields import from_fields
 from regard.cost.fit import USABLE
-from regard.cost.model import Latent, Model, from_fields, model_names
+from regard.cost.model import Latent, Model
 from regard.cost.model_cost import with_kv_heads, with_window
+from regard.cost.published import model_names
 from regard.cost.storage import cache_bytes, token_bytes
 from regard.cost.traffic import naive_elements, tiled_elements
 from regard.cost.training import layer_bytes, training_memory

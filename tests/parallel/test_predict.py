@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from regard import Causal, Prefix, Window
 from regard.cost import Attention, Machine, Pattern, cost
-from regard.cost.model import from_fields
+from regard.cost.fields import from_fields
 from regard.errors import ProblemError
 from regard.parallel.layout import Layout
 from regard.parallel.pair_counts import pair_counts, rank_pairs

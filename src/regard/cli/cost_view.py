@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from regard.cost.fit import USABLE
 from regard.cost.machine import Machine, find_machine, machine_names
-from regard.cost.model import Layer, Model, find_model, model_names
+from regard.cost.model import Layer, Model
 from regard.cost.model_cost import ModelCost
 from regard.cost.parameter_count import parameters
+from regard.cost.published import find_model, model_names
 from regard.cost.work import Parts
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regard.cost.call import CallCost, call_cost
-    from regard.cost.config import load_model
     from regard.cost.machine import Machine, find_machine, machine_names
-    from regard.cost.model import Attention, Latent, Layer, Mlp, Model, find_model, model_names
+    from regard.cost.model import Attention, Latent, Layer, Mlp, Model
     from regard.cost.model_cost import ModelCost, cost
     from regard.cost.pairs import Pattern
     from regard.cost.parameter_count import parameters
+    from regard.cost.published import find_model, load_model, model_names
     from regard.cost.storage import Storage, cache_bytes
     from regard.cost.training import training_memory
 
@@ -47,12 +47,12 @@ __all__ = [
 
 MODULES = {
     "call": ("CallCost", "call_cost"),
-    "config": ("load_model",),
     "machine": ("Machine", "find_machine", "machine_names"),
-    "model": ("Attention", "Latent", "Layer", "Mlp", "Model", "find_model", "model_names"),
+    "model": ("Attention", "Latent", "Layer", "Mlp", "Model"),
     "model_cost": ("ModelCost", "cost"),
     "pairs": ("Pattern",),
     "parameter_count": ("parameters",),
+    "published": ("find_model", "load_model", "model_names"),
     "storage": ("Storage", "cache_bytes"),
     "training": ("training_memory",),
 }

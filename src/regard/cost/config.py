@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from regard.cost.families import Family, default_entries, entry, find_family, is_sum, value_of
-from regard.cost.model import Model, find_model, from_fields
+from regard.cost.fields import from_fields
+from regard.cost.model import Model
 from regard.cost.recurrent import Recurrent, recurrent_layer
 from regard.errors import ProblemError
 
@@ -62,20 +63,6 @@ TEXT_CONFIGS = ("text_config", "llm_config")
 
 FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "shared_gate")
 """Fields that are true or false."""
-
-
-def load_model(name: str) -> Model:
-    """A published model by name, or the one of a folder or file with a config.json.
-
-    Raises:
-        ProblemError: there is no such model; the file is no configuration, or one that cannot be counted.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir() or path.suffix == ".json":
-        return read_config(path / "config.json" if path.is_dir() else path)
-    if name.startswith((".", "/", "~")) or "\\" in name:
-        raise ProblemError(f"there is no directory {name}.")
-    return find_model(name)
 
 
 def read_config(path: Path) -> Model:

@@ -1,7 +1,7 @@
 """What models of a family share: families.toml, by the `model_type` of a config.json.
 
-A row has fields of `regard.cost.model.from_fields`, and says where a config.json has others. Families whose costs these
-shapes cannot express are in refused.toml, each with the reason.
+A row has the fields of `fields.py`, and says where a config.json has others. Families whose costs these shapes cannot
+express are in refused.toml, each with the reason.
 """
 
 import json
@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from regard.cost.tables import table
 from regard.errors import ProblemError
 
 CONDITIONAL = ("read", "when", "needs", "recurrent", "like")
@@ -37,21 +38,14 @@ class Family:
     recurrent: Mapping[str, Any] | None
 
 
-@cache
-def _table(name: str) -> dict[str, Any]:
-    import tomllib  # noqa: PLC0415 - `import regard` needs no table
-
-    return tomllib.loads((Path(__file__).parent / name).read_text())
-
-
 def family_names() -> list[str]:
     """The families that can be counted."""
-    return list(_table("families.toml")["families"])
+    return list(table("families.toml")["families"])
 
 
 def refusals() -> dict[str, str]:
     """The families that cannot be counted, each with the reason."""
-    return {name: each["reason"] for each in _table("refused.toml")["refused"] for name in each["families"]}
+    return {name: each["reason"] for each in table("refused.toml")["refused"] for name in each["families"]}
 
 
 def find_family(name: str) -> Family | None:
@@ -63,7 +57,7 @@ def find_family(name: str) -> Family | None:
     >>> find_family("qwen3_moe").fields
     {'gated': True, 'qk_norm': 'head'}
     """
-    if name not in _table("families.toml")["families"]:
+    if name not in table("families.toml")["families"]:
         if name in refusals():
             raise ProblemError(f"models of {name!r} are not counted: {refusals()[name]}")
         return None
@@ -90,7 +84,7 @@ def default_entries(family: str) -> Mapping[str, Any]:
 
 
 def _row(name: str) -> dict[str, Any]:
-    row: dict[str, Any] = _table("families.toml")["families"][name]
+    row: dict[str, Any] = table("families.toml")["families"][name]
     if "like" not in row:
         return row
     base = _row(row["like"])

@@ -29,7 +29,7 @@ def largest_context(
     Args:
         memory: bytes, of which `USABLE` is used.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> largest_context(find_model("llama-3-8b"), 80 * 2**30)
     467291
     """
@@ -42,7 +42,7 @@ def largest_batch(
 ) -> int | None:
     """The largest batch of this context that fits; 0 if none does; None if nothing is cached.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> largest_batch(find_model("llama-3-8b"), 80 * 2**30, context=32768)
     14
     """
@@ -56,7 +56,7 @@ def largest_batch(
 def crossing(model: Model, part: Callable[[Parts], float]) -> int | None:
     """The shortest prompt, in tokens, whose attention takes at least as many FLOPs as another part; None: no prompt.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> crossing(find_model("llama-2-7b"), lambda parts: parts.projections.flops)
     16383
     """

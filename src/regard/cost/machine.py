@@ -8,11 +8,9 @@ less; real kernels need more.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from regard.cost.near_names import unknown_name
+from regard.cost.tables import table
 from regard.errors import ProblemError
 
 TERA, GIGA, GIB, KIB = 10**12, 10**9, 2**30, 2**10
@@ -99,16 +97,9 @@ class Machine:
         return self.peak(dtype) / self.bandwidth
 
 
-@cache
-def _table() -> dict[str, Any]:
-    import tomllib  # noqa: PLC0415 - `import regard` needs no table
-
-    return tomllib.loads((Path(__file__).parent / "machines.toml").read_text())
-
-
 def machine_names() -> list[str]:
     """The machines of machines.toml."""
-    return list(_table())
+    return list(table("machines.toml"))
 
 
 def find_machine(name: str) -> Machine:
@@ -127,7 +118,7 @@ def find_machine(name: str) -> Machine:
         return _this_machine(plain)
     several = re.fullmatch(r"([1-9]\d{0,5})x-?(.+)", plain, re.ASCII)
     count, plain = (int(several[1]), several[2]) if several else (1, plain)
-    names = {alias: each for each, row in _table().items() for alias in (each, *row.get("aliases", ()))}
+    names = {alias: each for each, row in table("machines.toml").items() for alias in (each, *row.get("aliases", ()))}
     if plain not in names:
         raise unknown_name("machine", plain, machine_names())
     return _times(_machine(names[plain]), count)
@@ -147,7 +138,7 @@ def _this_machine(name: str) -> Machine:
 
 
 def _machine(name: str) -> Machine:
-    row = _table()[name]
+    row = table("machines.toml")[name]
     return Machine(
         name=name,
         title=row["title"],

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from regard.cost.config import load_model
 from regard.cost.expected import expected_pass
 from regard.cost.fit import crossing, largest_batch, largest_context, weight_bytes
 from regard.cost.machine import Machine, find_machine
@@ -13,6 +12,7 @@ from regard.cost.model import Latent, Layer, Model
 from regard.cost.near_names import unknown_name
 from regard.cost.pairs import Pattern
 from regard.cost.parameter_count import Parameters, parameters
+from regard.cost.published import load_model
 from regard.cost.storage import ITEMS, Storage, cache_bytes, state_bytes, token_bytes
 from regard.cost.traffic import Traffic, attention_traffic
 from regard.cost.training import TrainingMemory, training_memory

@@ -45,7 +45,7 @@ class Parameters:
 def parameters(model: Model) -> Parameters:
     """The parameters of a model.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> parameters(find_model("llama-2-7b")).total
     6738415616
     """

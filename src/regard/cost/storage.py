@@ -108,7 +108,7 @@ def cache_bytes(
 ) -> int:
     """Bytes of the KV cache of a model, with the states of its layers without attention.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> cache_bytes(find_model("llama-2-70b"), 32768) / 2**30
     10.0
     """
@@ -125,7 +125,7 @@ def cache_bytes(
 def state_bytes(model: Model, *, batch: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of the states of layers without attention, whatever the context; see `regard.cost.recurrent`.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> state_bytes(find_model("llama-2-70b"))
     0
     """
@@ -136,7 +136,7 @@ def state_bytes(model: Model, *, batch: int = 1, dtype: str = "bfloat16") -> int
 def token_bytes(model: Model, storage: Storage | None = None, dtype: str = "bfloat16") -> int:
     """Bytes that one more token takes in the caches of all layers before a window is full; of codes, on average.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> token_bytes(find_model("deepseek-v3")), token_bytes(find_model("gpt3"))
     (70272, 4718592)
     """

@@ -41,7 +41,7 @@ def training_memory(
 ) -> TrainingMemory:
     """The memory of one training step on one machine.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> m = training_memory(find_model("gpt3"), 2048)
     >>> round(m.activations / 2**30), round(m.recomputed / 2**30)
     (73, 6)
@@ -67,7 +67,7 @@ def training_memory(
 def layer_bytes(layer: Layer, d_model: int, item: int, *, dropout: bool = False) -> int:
     """Bytes of one token that a layer stores, without squares of the length.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> layer_bytes(find_model("gpt3").layers[0], 12288, 2, dropout=True) / 12288
     34.0
     """

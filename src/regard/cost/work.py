@@ -107,7 +107,7 @@ def step_call(context: int, *, batch: int = 1, dtype: str = "bfloat16", storage:
 def forward(model: Model, call: Call) -> Parts:
     """The work of a forward pass.
 
-    >>> from regard.cost.model import find_model
+    >>> from regard.cost import find_model
     >>> forward(find_model("llama-2-7b"), prompt_call(4096)).attention.flops / 1e12
     4.399120252928
     """
