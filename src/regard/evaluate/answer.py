@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from regard.errors import ProblemError
 from regard.evaluate.models import Model, Reader
-from regard.evaluate.task import Example, Passage, Question
+from regard.evaluate.task import Cell, Example, Passage, Question
 
 Answer = dict[str, Any]
 """What is recorded of an example: score, nll, text; or the mean losses of its buckets."""
@@ -45,12 +45,13 @@ def answers(model: Model, examples: Sequence[Example], *, share: bool = True) ->
 def check_fits(model: Model, example: Example) -> None:
     """Raise `ProblemError` for an example that is longer than the model, or has tokens that it does not know."""
     is_question = isinstance(example, Question)
-    count = len(example.tokens) + (max(len(example.target), example.new_tokens) if is_question else 0)
+    after = max(len(example.target), example.new_tokens) if is_question else -1  # the last of a passage is not read
+    count = len(example.tokens) + after
     has_limit = model.needs_positions or (is_question and not _forgets(model))
     if model.positions is not None and has_limit and count > model.positions:
         raise ProblemError(
-            f"the example {example.name} has {count:,} tokens, and {model.label} has {model.positions:,} positions: "
-            f"give shorter texts, such as --lengths {model.positions}."
+            f"the example {example.name} {'has' if is_question else 'reads'} {count:,} tokens, and {model.label} has "
+            f"{model.positions:,} positions: give {_shorter(example.cell, model.positions)}."
         )
     most = max((*example.tokens, *(example.target if is_question else ())), default=0)
     if model.vocabulary is not None and most >= model.vocabulary:
@@ -60,17 +61,36 @@ def check_fits(model: Model, example: Example) -> None:
         )
 
 
+def _shorter(cell: Cell, positions: int) -> str:
+    """What makes the examples of a task shorter, in its own options."""
+    if "trained" in cell:
+        return "fewer --multiples"
+    for key in ("pairs", "documents"):
+        if key in cell:
+            return f"fewer --{key}"
+    option = "context" if "context" in cell else "lengths" if "length" in cell else ""
+    return f"shorter texts, such as --{option} {positions}" if option else "shorter texts"
+
+
 def with_question(example: Question) -> Question:
     """The same prompt, whose context has all of the question but its last token."""
     return dataclasses.replace(example, context=example.tokens[:-1], question=example.tokens[-1:])
 
 
-def check_numbers(logits: Tensor, example: Example) -> None:
-    """Raise `ProblemError` for logits that are no numbers: their order would mean nothing."""
-    if bool(logits.isnan().any()):
+def check_numbers(logits: Tensor, example: Example, targets: Sequence[int] = ()) -> None:
+    """Raise `ProblemError` for logits that give no probabilities, or none for the expected tokens."""
+    if not logits.numel():
+        return
+    if not bool((best := logits.amax(-1)).isfinite().all()):  # -inf for some tokens is a probability of 0
+        kind = "NaN" if bool(best.isnan().any()) else "infinite"
         raise ProblemError(
-            f"the model's logits for the example {example.name} are NaN, whose order means "
+            f"the model's logits for the example {example.name} are {kind}, whose order means "
             "nothing. A wider --dtype may help."
+        )
+    if (most := max(targets, default=0)) >= logits.shape[-1]:
+        raise ProblemError(
+            f"the example {example.name} has the token {most:,}, and the model gave logits of {logits.shape[-1]:,} "
+            "tokens: give the tokenizer of the model."
         )
 
 
@@ -135,7 +155,7 @@ def answered(model: Model, reader: Reader, example: Question) -> Answer:
         text = generated(model, reader, example)
         return {"score": found_in(text, example.answers, any_of=example.any_answer), "text": text}
     logits = target_logits(model, reader, example)
-    check_numbers(logits, example)
+    check_numbers(logits, example, example.target)
     target = torch.tensor(example.target)
     top, nll = logits.argmax(-1), F.cross_entropy(logits.double(), target, reduction="none")
     ties = (logits == logits.gather(-1, target[:, None])).sum(-1)  # equal logits are drawn from, in expectation
@@ -159,9 +179,9 @@ def target_logits(model: Model, reader: Reader, example: Question) -> Tensor:
 def generated(model: Model, reader: Reader, example: Question) -> str:
     """The text of greedy decoding. It ends early once every answer is in it, which cannot change the score."""
     logits = model.read(reader, len(example.context), example.question, 1)
-    check_numbers(logits, example)
     tokens = list[int]()
     for count in range(1, example.new_tokens + 1):
+        check_numbers(logits, example)
         token = int(logits[0].argmax())
         if token in model.tokenizer.end:
             break
@@ -196,9 +216,10 @@ def losses(model: Model, passage: Passage) -> Answer:
         stop = min(model.piece_end(start, is_stream=passage.is_stream) or len(tokens), len(tokens) - 1)
         last = min(stop - start, max(0, stop - passage.first + 1))
         logits = reader.read(tokens[start:stop], last)
-        check_numbers(logits, passage)
+        expected = tokens[stop - last + 1 : stop + 1]
+        check_numbers(logits, passage, expected)
         if last:
-            target = torch.tensor(tokens[stop - last + 1 : stop + 1])
+            target = torch.tensor(expected)
             found.append(F.cross_entropy(logits.double(), target, reduction="none"))
         start = stop
     parts = torch.cat(found).split(passage.bucket)

@@ -143,7 +143,12 @@ def invented(by: random.Random, count: int) -> Asked:
     >>> one.answers[0] in one.gold.text, any(one.answers[0] in other.text for other in one.others)
     (True, False)
     """
-    names = by.sample([f"{first} {last}" for first in FIRST for last in LAST], count)
+    everybody = [f"{first} {last}" for first in FIRST for last in LAST]
+    if count > len(everybody):
+        raise ProblemError(
+            f"there are {len(everybody)} invented people and {count} documents: give fewer, or a file of questions."
+        )
+    names = by.sample(everybody, count)
     answer, *cities = by.sample(CITIES, len(CITIES))
     lives = [_life(name, answer if not i else by.choice(cities), cities, by) for i, name in enumerate(names)]
     return Asked(f"In which city was {names[0]} born?", (answer,), lives[0], lives[1:])

@@ -92,7 +92,7 @@ class Perplexity:
                 begin = max(0, end - context)
                 part = tokens[begin : end + 1]
                 cell: Cell = {"context": context, "length": length, "start": scored}
-                yield Passage(f"{length}/{number}", cell, part, scored - begin, stride)
+                yield Passage(f"{length}/{number}", cell, part, scored - begin, min(stride, max(1, length // BUCKETS)))
                 scored = end + 1
 
 

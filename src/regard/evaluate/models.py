@@ -196,17 +196,33 @@ class _Whole(Reader):
         self.ids += ids
         if not last:
             return torch.empty(0)
-        logits = self.call(torch.tensor([self.ids]))
-        if not isinstance(logits, Tensor) or logits.shape[:-1] not in ((1, len(self.ids)), (len(self.ids),)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        count, device = len(self.ids), _device(self.call)
+        logits = cast(Any, self.call(torch.tensor([self.ids], device=device)))
+        if not _are_logits(logits, count):
+            got = type(logits).__name__
+            if isinstance(logits, Tensor):
+                got = f"{list(logits.shape)}" + f" of {logits.dtype}" * logits.is_complex()
             raise ProblemError(
-                f"the model was called with tokens [1, {len(self.ids)}] and returned {got}: expected logits "
-                f"[1, {len(self.ids)}, vocabulary]."
+                f"the model was called with tokens [1, {count}] and returned {got}: expected logits "
+                f"[1, {count}, vocabulary]."
             )
-        return logits.reshape(len(self.ids), -1)[-last:].float()
+        return logits.reshape(count, -1)[-last:].float().cpu()
 
     def copy(self) -> "_Whole":
         return _Whole(self.call, self.ids)
+
+
+def _are_logits(found: Any, tokens: int) -> bool:
+    """Whether these are real numbers [1, tokens, vocabulary], or without the batch dimension."""
+    if not isinstance(found, Tensor) or found.is_complex() or not found.numel():
+        return False
+    return found.shape[:-1] in ((1, tokens), (tokens,))
+
+
+def _device(model: Any) -> torch.device | None:
+    """Where the weights of a module are; None for a function, which gets tokens on the CPU."""
+    weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return None if weight is None else weight.device
 
 
 class _Cached(Reader):

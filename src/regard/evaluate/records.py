@@ -146,6 +146,8 @@ class Writer:
 
     def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
         self.path = path
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a device may be endless
+            raise ProblemError(f"{path} is no regular file: name a file that results can be read from again.")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:

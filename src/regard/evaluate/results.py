@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from regard.errors import ProblemError
 from regard.evaluate import loss_results
 from regard.evaluate.intervals import Interval, wilson
 from regard.evaluate.loss_results import Span, by_length, longest, mean_loss, perplexity
@@ -55,7 +56,12 @@ class Results:
 
     @property
     def score(self) -> Interval:
-        """The mean score of all examples."""
+        """The mean score of all examples; its interval takes them as independent.
+
+        Raises:
+            ProblemError: the task measures losses.
+        """
+        self._check_scores()
         return _scored(self.records)
 
     def values(self, axis: str) -> list[int | float | str]:
@@ -64,6 +70,7 @@ class Results:
 
     def cells(self) -> list[CellResult]:
         """The results of each cell."""
+        self._check_scores()
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.records:
             groups.setdefault(tuple(record["cell"][axis] for axis in self.axes), []).append(record)
@@ -74,23 +81,38 @@ class Results:
 
     def along(self, axis: str) -> list[CellResult]:
         """The results for each value of an axis, over all others: accuracy by position, for one."""
+        self._check_scores()
         groups = {value: [r for r in self.records if r["cell"][axis] == value] for value in self.values(axis)}
         return [CellResult({axis: v}, len(group), _scored(group), _mean_nll(group)) for v, group in groups.items()]
 
     @property
     def loss(self) -> Interval:
-        """The mean loss of all tokens, in nats; of several lengths of text the longest, which has all of them."""
+        """The mean loss of all tokens, in nats; of several lengths of text the longest, which has all of them.
+
+        Raises:
+            ProblemError: the task measures scores.
+        """
+        self._check_losses()
         return mean_loss(longest(self.records), Span("", 0, sys.maxsize))
 
     @property
     def losses(self) -> dict[int, Interval]:
         """The mean loss for each length of text, in nats."""
+        self._check_losses()
         return {length: mean_loss(each, Span("", 0, sys.maxsize)) for length, each in by_length(self.records).items()}
 
     @property
     def perplexity(self) -> Interval:
         """The exponential of the mean loss."""
         return perplexity(self.loss)
+
+    def _check_scores(self) -> None:
+        if self.is_loss:
+            raise ProblemError(f"{self.task} measures losses, no scores: see loss, losses and perplexity.")
+
+    def _check_losses(self) -> None:
+        if not self.is_loss:
+            raise ProblemError(f"{self.task} measures scores, no losses: see score, cells and along.")
 
     def as_dict(self) -> dict[str, Any]:
         """All of it for JSON, which has no infinity: None for a loss or a bound that is unknown or infinite."""

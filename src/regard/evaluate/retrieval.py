@@ -160,7 +160,7 @@ class KeyValues:
 
     name: ClassVar[str] = "key-values"
     axes: ClassVar[tuple[str, ...]] = ("depth", "pairs")
-    source: ClassVar[str] = "Liu et al. 2023, Lost in the Middle, arXiv:2307.03172, section 4"
+    source: ClassVar[str] = "Liu et al. 2023, Lost in the Middle, arXiv:2307.03172, section 3"
 
     pairs: tuple[int, ...] = (10, 25, 50)
     depths: tuple[float, ...] = DEPTHS

@@ -29,7 +29,7 @@ from regard.evaluate.answer import answers, check_fits
 from regard.evaluate.haystack import digest, digest_of_file
 from regard.evaluate.models import CacheOptions, Model, as_model
 from regard.evaluate.results import Results
-from regard.evaluate.task import Example, Task, settings
+from regard.evaluate.task import Example, Task, check_settings, settings
 from regard.evaluate.tasks import class_of
 
 Progress = Callable[[int, int], None]
@@ -60,8 +60,8 @@ def evaluate(
         progress: called after each example with the finished ones and all.
 
     Raises:
-        ProblemError: the model cannot be evaluated, an example is longer than the model, the file has results of other
-            settings, is written by another process, or cannot be written.
+        ProblemError: a setting of the task is one that no text has, the model cannot be evaluated, an example is longer
+            than the model, the file has results of other settings, is written by another process, or cannot be written.
 
     A model whose logits are all equal finds a needle of 7 digits by chance, and so never:
 
@@ -69,6 +69,7 @@ def evaluate(
     >>> evaluate(Needle((400,), (0.5,), samples=2, haystack="noise"), lambda ids: torch.zeros(*ids.shape, 256)).score
     Interval(value=0.0, low=0.0, high=0.65...)
     """
+    check_settings(task)
     made = as_model(model, tokenizer, cache=cache, positions=positions, label=label)
     examples = list(task.examples(made))
     _check(examples, made)

@@ -11,9 +11,10 @@ each example has a random generator of its own: what was drawn for one does not 
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar, Protocol
 
+from regard.errors import ProblemError
 from regard.evaluate.models import Model
 from regard.evaluate.tokens import Tokenizer
 
@@ -101,6 +102,43 @@ class Task(Protocol):
         ...
 
 
+COUNTS = ("lengths", "pairs", "documents", "multiples")
+"""Settings that are whole numbers from 1 on, one or more of them."""
+
+
+def check_settings(task: Any) -> None:
+    """Raise `ProblemError` for what is no task, and for settings that no text can have.
+
+    >>> from regard.evaluate.retrieval import Passkey
+    >>> check_settings(Passkey(depths=(0.5, 2.0)))
+    Traceback (most recent call last):
+    regard.errors.ProblemError: depths has 2.0: expected numbers from 0 to 1, shares of the text.
+    """
+    if isinstance(task, type) or not is_dataclass(task) or not hasattr(task, "examples"):
+        name = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
+        raise ProblemError(
+            f"the task is {name}: expected a task with its settings, such as Needle() or task_of('needle')."
+        )
+    for name in COUNTS:
+        values = getattr(task, name, (1,))
+        if not isinstance(values, tuple | list) or not values:
+            raise ProblemError(
+                f"{name} is {values!r}: expected one or more whole numbers from 1 on, such as (512, 1024)."
+            )
+        for value in values:
+            if not _is_count(value):
+                raise ProblemError(f"{name} has {value!r}: expected whole numbers from 1 on.")
+    for depth in getattr(task, "depths", ()):
+        if not 0 <= depth <= 1:
+            raise ProblemError(f"depths has {depth!r}: expected numbers from 0 to 1, shares of the text.")
+    if not _is_count(task.samples):
+        raise ProblemError(f"samples is {task.samples!r}: expected a whole number from 1 on.")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
 def settings(task: Any) -> dict[str, Any]:
     """The name and all settings of a task, as JSON has them."""
     return {"task": task.name} | {key: _plain(value) for key, value in asdict(task).items() if key != "text"}
@@ -124,8 +162,6 @@ def prompt_parts(tokenizer: Tokenizer, chat: bool) -> tuple[list[int], list[int]
     """The tokens before and after the text of a user: of the chat template, or of a plain text."""
     if not chat:
         return list(tokenizer.start), []
-    from regard.errors import ProblemError
-
     if tokenizer.chat is None:
         raise ProblemError("the model has no chat template: leave --chat out.")
     before, after = tokenizer.chat

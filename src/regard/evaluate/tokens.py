@@ -52,8 +52,11 @@ class Tokenizer:
         if callable(tokenizer) and hasattr(tokenizer, "all_special_ids"):
             return _of_transformers(tokenizer)
         encode, decode = getattr(tokenizer, "encode", None), getattr(tokenizer, "decode", None)
+        if callable(encode) and hasattr(tokenizer, "get_vocab_size"):
+            return _of_tokenizers(tokenizer)
         if callable(encode) and callable(decode):
-            vocabulary = getattr(tokenizer, "vocab_size", None)
+            size = getattr(tokenizer, "vocab_size", None)
+            vocabulary = cast("int | None", size() if callable(size) else size)  # a method in sentencepiece
             return Tokenizer(lambda text: list(cast(Any, encode)(text)), cast(Any, decode), vocabulary=vocabulary)
         raise ProblemError(f"the tokenizer is {type(tokenizer).__name__}: expected one with encode and decode.")
 
@@ -88,6 +91,15 @@ def _of_transformers(tokenizer: Any) -> Tokenizer:
         end,
         _chat(tokenizer),
         len(tokenizer),
+    )
+
+
+def _of_tokenizers(tokenizer: Any) -> Tokenizer:
+    """Of the package tokenizers, whose `encode` gives an object with `ids` and adds special tokens if not told."""
+    return Tokenizer(
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        lambda ids: tokenizer.decode(list(ids)),
+        vocabulary=tokenizer.get_vocab_size(),
     )
 
 

@@ -1,0 +1,182 @@
+"""Settings that no text has, logits that mean nothing, files that are none, tokenizers of other packages."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from regard.errors import ProblemError
+from regard.evaluate import (
+    Documents,
+    Extrapolation,
+    KeyValues,
+    Needle,
+    Passkey,
+    Perplexity,
+    Recall,
+    Stream,
+    Tokenizer,
+    as_model,
+    evaluate,
+)
+
+BYTES = 256
+
+
+def uniform(tokens):
+    return torch.zeros(*tokens.shape, BYTES)
+
+
+def filled(value):
+    return lambda tokens: torch.full((*tokens.shape, BYTES), value)
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "book.txt"
+    file.write_text(" ".join(f"He saw {i} birds." for i in range(200)))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Needle((400,), (0.5, 2.0)), r"depths has 2.0: expected numbers from 0 to 1"),
+        (KeyValues((5,), (-0.5,)), r"depths has -0.5: expected numbers from 0 to 1"),
+        (Documents((5,), (float("nan"),)), "depths has nan: expected numbers from 0 to 1"),
+        (Recall(pairs=(4,), depths=(1.01,)), r"depths has 1.01: expected numbers from 0 to 1"),
+        (Needle((), (0.5,)), r"lengths is \(\): expected one or more whole numbers from 1 on, such as \(512, 1024\)"),
+        (Needle(400), "lengths is 400: expected one or more whole numbers"),  # type: ignore[arg-type]
+        (Stream((-5,)), "lengths has -5: expected whole numbers from 1 on"),
+        (Extrapolation(16, (0.5,)), "multiples has 0.5: expected whole numbers from 1 on"),  # type: ignore[arg-type]
+        (KeyValues((0,)), "pairs has 0: expected whole numbers from 1 on"),
+        (Passkey(samples=0), "samples is 0: expected a whole number from 1 on"),
+        (Documents((700,)), "there are 624 invented people and 700 documents: give fewer, or a file of questions"),
+        ("needle", r"the task is str: expected a task with its settings, such as Needle\(\) or task_of\('needle'\)"),
+        (Needle, r"the task is the class Needle: expected a task with its settings, such as Needle\(\)"),
+    ],
+)
+def test_settings_that_no_text_has_are_refused(task, message):
+    with pytest.raises(ProblemError, match=message):
+        evaluate(task, uniform)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (filled(torch.inf), "are infinite"),
+        (filled(-torch.inf), "are infinite"),
+        (lambda tokens: torch.zeros(*tokens.shape, 40), r"has the token \d+, and the model gave logits of 40 tokens"),
+        (lambda tokens: torch.zeros(*tokens.shape, 0), r"returned \[1, \d+, 0\]: expected logits"),
+        (lambda tokens: torch.zeros(*tokens.shape, BYTES, dtype=torch.complex64), "complex64: expected logits"),
+    ],
+    ids=["inf", "-inf", "few tokens", "no tokens", "complex"],
+)
+@pytest.mark.parametrize("is_question", [True, False])
+def test_logits_that_mean_nothing_are_refused(model, message, is_question, book):
+    task = Passkey((400,), (0.5,), samples=1) if is_question else Stream((50,), samples=1, haystack=book)
+    with pytest.raises(ProblemError, match=message):
+        evaluate(task, model)
+
+
+def test_logits_of_half_precision_are_compared_in_full(book):
+    half = evaluate(Stream((50,), samples=1, haystack=book), lambda tokens: uniform(tokens).bfloat16())
+    assert half.perplexity.value == pytest.approx(BYTES)
+
+
+def test_a_module_gets_tokens_on_its_own_device(book):
+    class Elsewhere(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, device="meta"))
+
+        def forward(self, tokens):
+            assert tokens.device == self.weight.device
+            return torch.zeros(*tokens.shape, BYTES)
+
+        def state_dict(self, *_, **__):
+            return {}
+
+    assert evaluate(Stream((50,), samples=1, haystack=book), Elsewhere()).perplexity.value == pytest.approx(BYTES)
+
+
+def test_a_window_may_fill_all_learned_positions(book):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=BYTES, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    config.bos_token_id = config.eos_token_id = None
+    model = GPT2LMHeadModel(config).eval()
+    assert evaluate(Perplexity(lengths=(200,), haystack=book), model).loss.value < 7
+    with pytest.raises(ProblemError, match=r"reads 65 tokens, and .* has 64 positions: give shorter texts, .*64"):
+        evaluate(Stream((65,), samples=1, haystack=book), model)
+
+
+@pytest.mark.parametrize(
+    ("task", "advice"),
+    [
+        (Needle((400,), samples=1, haystack="noise"), "give shorter texts, such as --lengths 200"),
+        (KeyValues((50,), samples=1), "give fewer --pairs"),
+        (Documents((10,), samples=1), "give fewer --documents"),
+    ],
+)
+def test_the_advice_for_a_long_example_names_an_option_of_its_task(task, advice):
+    with pytest.raises(ProblemError, match=f"has 200 positions: {advice}"):
+        evaluate(task, as_model(uniform, positions=200))
+
+
+def test_a_row_of_losses_has_its_own_tokens_alone(book):
+    """The second half of a single window is hard."""
+
+    def model(tokens):
+        next_token = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+        certain = torch.zeros(*tokens.shape, BYTES).scatter(-1, next_token[..., None], 50.0)
+        certain[:, 200:] = 0
+        return certain
+
+    results = evaluate(Perplexity(context=401, lengths=(399,), haystack=book), model)
+    rows = {row[0]: float(row[2]) for row in results.rows()[1:]}
+    assert len(rows) == 9
+    assert [loss < 0.1 for loss in rows.values()][:8] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such device here")
+@pytest.mark.parametrize("name", ["/dev/full", "/dev/null"])
+def test_a_device_is_no_file_for_results(name):
+    with pytest.raises(ProblemError, match=f"{name} is no regular file"):
+        evaluate(Passkey((400,), (0.5,), samples=1), uniform, file=name)
+
+
+def test_scores_and_losses_are_named_where_there_are_others(book):
+    losses = evaluate(Stream((50,), samples=1, haystack=book), uniform)
+    scores = evaluate(Passkey((400,), (0.5,), samples=1), uniform)
+    with pytest.raises(ProblemError, match="stream measures losses, no scores: see loss, losses and perplexity"):
+        _ = losses.score
+    with pytest.raises(ProblemError, match="passkey measures scores, no losses: see score, cells and along"):
+        _ = scores.perplexity
+
+
+def test_a_tokenizer_of_tokenizers_adds_no_special_tokens():
+    made = FastTokenizer(BPE({"<s>": 0, "a": 1, "b": 2}, []))
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer.of(made)
+    assert tokenizer.encode("ab") == [1, 2]
+    assert tokenizer.decode([1, 2]).replace(" ", "") == "ab"
+    assert tokenizer.vocabulary == 3
+
+
+def test_a_vocabulary_size_may_be_a_method():
+    class Pieces:
+        """As the processor of sentencepiece has it."""
+
+        encode = staticmethod(lambda text: list(text.encode()))
+        decode = staticmethod(lambda ids: bytes(ids).decode())
+
+        def vocab_size(self):
+            return 256
+
+    assert Tokenizer.of(Pieces()).vocabulary == 256
+    assert Tokenizer.of(Pieces()).digest() == Tokenizer.of(Pieces()).digest()
