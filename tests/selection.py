@@ -6,7 +6,8 @@ keep a part that covers them instead of their whole product, say of 4 x 5 x 38 c
     @pytest.mark.exhaustive(per="test")       every value of every parameter at least once: 38 cases
     @pytest.mark.exhaustive(per="engine")     the same for each value of `engine`, in other combinations: 5 x 38 cases
 
-`per="engine dtype"` does so for each pair of values of the two.
+`per="engine dtype"` does so for each pair of values of the two. A value that is itself marked runs with `--all` only;
+the part covers the other values.
 """
 
 from typing import Any, NamedTuple
@@ -68,12 +69,11 @@ def covers(axes: list[Axis], turn: int = 0) -> bool:
 
 def left_out(item: pytest.Item) -> bool:
     """Whether only `--all` runs this test."""
-    return any(not _kept(item, mark.kwargs.get("per")) for mark in item.iter_markers("exhaustive"))
+    pers = [mark.kwargs.get("per") for mark in item.iter_markers("exhaustive")]
+    return None in pers or any(not _kept(item, per) for per in pers)
 
 
-def _kept(item: pytest.Item, per: str | None) -> bool:
-    if per is None:
-        return False
+def _kept(item: pytest.Item, per: str) -> bool:
     axes = _axes(item)
     fixed = [] if per == "test" else [next(names for names in axes if name in names) for name in per.split()]
     turn = sum(axes.pop(names).at for names in fixed)
@@ -88,10 +88,15 @@ def _axes(item: pytest.Item) -> dict[tuple[str, ...], Axis]:
         names, values = mark.args[:2]
         names = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
         case = [params[name] for name in names]
-        rows = [_row(value, len(names)) for value in values]
+        rows = [_row(value, len(names)) for value in values if not _is_for_all(value)]
         index = next(i for i, row in enumerate(rows) if all(a is b for a, b in zip(row, case, strict=True)))
         found[names] = Axis(len(rows), index)
     return found
+
+
+def _is_for_all(value: Any) -> bool:
+    """Whether a value of `parametrize` is marked to run with `--all` only."""
+    return isinstance(value, ParameterSet) and any(mark.name == "exhaustive" for mark in value.marks)
 
 
 def _row(value: Any, names: int) -> tuple[Any, ...]:

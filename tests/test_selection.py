@@ -27,6 +27,12 @@ def test_some(case):
 def test_product(dtype, engine, name, size):
     pass
 
+@pytest.mark.exhaustive(per="test")
+@pytest.mark.parametrize("dtype", "abc")
+@pytest.mark.parametrize("engine", ["x", pytest.param("y", marks=pytest.mark.exhaustive), "z"])
+def test_marked_value(dtype, engine):
+    pass
+
 @pytest.mark.exhaustive(per="engine name")
 @pytest.mark.parametrize("dtype", "ab")
 @pytest.mark.parametrize("engine", ["x", "y"])
@@ -54,7 +60,10 @@ def test_short_parameters_meet_in_all_combinations_beside_a_long_one():
 
 @pytest.mark.parametrize(
     ("options", "passed"),
-    [([], {"some": 2, "product": 6, "pairs": 12}), (["--all"], {"long": 1, "some": 3, "product": 12, "pairs": 24})],
+    [
+        ([], {"some": 2, "product": 6, "marked_value": 3, "pairs": 12}),
+        (["--all"], {"long": 1, "some": 3, "product": 12, "marked_value": 9, "pairs": 24}),
+    ],
 )
 def test_all_runs_what_the_default_leaves_out(options: list[str], passed: dict[str, int], tmp_path: Path):
     (tmp_path / "test_marked.py").write_text(TEXT)
