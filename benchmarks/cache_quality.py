@@ -19,11 +19,11 @@ from benchmarks.cache_pictures import Dot, dots
 from benchmarks.page_parts import write_part
 from benchmarks.report import machine, table
 from regard import Causal, attend
-from regard.attention import Call, observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
+from regard.calls import Call, observe_calls
 from regard.cli.argument_types import count
 from regard.errors import ProblemError
 from regard.evaluate.corpus import PACKAGE, samples, text_of

@@ -35,11 +35,11 @@ from benchmarks.gpu_libraries import COMPILING, LIBRARIES, Unfit, flex_mask
 from benchmarks.gpu_order import write_order
 from benchmarks.gpu_page import Chip, Record, find_chip
 from regard import explain
-from regard.attention import Plan
 from regard.bench.rounds import Effort, Measure, interleaved, timed
 from regard.bench.this_gpu import Cuda, copy_rate, product_rate
 from regard.cli.argument_types import count
 from regard.cli.outputs import add_force, add_json, check_outputs, output_files, write_json
+from regard.dispatch.choose import Plan
 from regard.errors import ProblemError
 from regard.plan.tiling import schedule
 from regard.storage.stored import StoredTensor

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.report import table
 from regard import Causal, attend, native
-from regard.attention import observe_calls
 from regard.bench.limits import products
 from regard.bench.rounds import Effort, interleaved, on_threads, timed
+from regard.calls import observe_calls
 from regard.inspect import MEASURES, Weights, observe
 from regard.inspect.measures import Inputs, compute
 from regard.inspect.sweep import sweep

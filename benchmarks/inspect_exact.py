@@ -6,7 +6,7 @@ from torch import Tensor
 from benchmarks.inspect_cost import DIM, HEADS, KV_HEADS
 from benchmarks.report import table
 from regard import Causal, attend
-from regard.attention import Call, observe_calls
+from regard.calls import Call, observe_calls
 from regard.inspect import Inputs, Weights
 from regard.inspect.measures import entropy as entropy_of
 from regard.inspect.measures import induction, previous_token, sink

@@ -1,9 +1,6 @@
-"""The front door: `attend`, `attend_state`, `explain`, and the one place where calls can be observed."""
+"""The front door: `attend`, `attend_state` and `explain`."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, cast, overload
 
@@ -15,6 +12,7 @@ from torch.compiler import is_compiling
 
 from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
+from regard.calls import current_observers, current_route, pass_to_observers, run_route
 from regard.cost.machine import Machine, find_machine
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
@@ -27,135 +25,13 @@ from regard.dispatch.execute import execute
 from regard.dispatch.operator import attend_traced, is_counted
 from regard.dispatch.plan_cache import prepare
 from regard.dispatch.step import step
-from regard.errors import ProblemError, RefusalError
+from regard.errors import ProblemError
 from regard.plan.checks import check_readable
-from regard.plan.lower import gathered
 from regard.plan.pose import pose
-from regard.plan.problem import Operands
 from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import is_any_autocast_enabled
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call, as observers get it: the tensors and specs that were computed with, the plan, and the results.
-
-    `mask` and `bias` are bound to the sizes of the call; `scale` and `offset` have their defaults filled in; `out`
-    includes the sink, `lse` does not.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask | None
-    bias: Bias | None
-    score: Score | None
-    scale: float
-    softcap: float | None
-    sink: Tensor | None
-    dropout: float
-    offset: int
-    plan: Plan
-    out: Tensor
-    lse: Tensor
-
-
-Observers = tuple[Callable[[Call], Tensor | None], ...]
-"""Functions that get each call, in the order of entering; where one returns a tensor, it replaces the output."""
-
-_observers: ContextVar[Observers] = ContextVar("observers", default=())
-
-
-@contextmanager
-def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
-    """Pass each call of `attend` and `attend_state` made inside, in this thread, to `observer`.
-
-    Calls that torch traces are not passed, as they are not run.
-
-    >>> import torch
-    >>> from regard import attend
-    >>> q = torch.randn(1, 2, 3, 8)
-    >>> with observe_calls(lambda call: print(call.plan.backend, tuple(call.lse.shape))):
-    ...     _ = attend(q, q, q)
-    native (1, 2, 3)
-    """
-
-    def observe(call: Call) -> None:
-        observer(call)
-
-    with _entered(observe):
-        yield
-
-
-@contextmanager
-def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
-    """Replace the output of each call of `attend` made inside, in this thread, by what `change` returns.
-
-    For ablating heads, or weighting them. `change` returns [batch, heads, queries, v_dim] in the dtype of `call.out`:
-    the output of each head before any output projection mixes the heads. Gradients flow through it. Observers and
-    changes run in the order in which they were entered, and each sees the output as those before left it. Outputs of
-    `attend_state`, of parts that are merged later, are replaced as well. Calls that torch traces are not.
-
-    Raises:
-        ProblemError: `change` returns another shape or dtype.
-
-    >>> import torch
-    >>> from regard import attend
-    >>> q = torch.ones(1, 2, 3, 8)
-    >>> with replace_outputs(lambda call: call.out * torch.tensor([1.0, 0.0])[:, None, None]):
-    ...     attend(q, q, q)[0, :, 0, 0]
-    tensor([1., 0.])
-    """
-    with _entered(change):
-        yield
-
-
-Route = Callable[[Request], State]
-"""What computes a call elsewhere; of its state, `attend` reads `out`, which has the sink already."""
-
-_route: ContextVar[Route | None] = ContextVar("route", default=None)
-
-
-@contextmanager
-def route_calls(route: Route) -> Generator[None]:
-    """Let `route` compute each call of `attend` and `attend_state` made inside, in this thread.
-
-    For sequences that are sharded over ranks (`regard.parallel.context_parallel`). Calls that `route` makes itself are
-    computed here. Calls that torch traces are not routed.
-    """
-    token = _route.set(route)
-    try:
-        yield
-    finally:
-        _route.reset(token)
-
-
-def _routed(route: Route, request: Request) -> State:
-    token = _route.set(None)
-    try:
-        return route(request)
-    finally:
-        _route.reset(token)
-
-
-@contextmanager
-def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
-    token = _observers.set((*_observers.get(), observer))
-    try:
-        yield
-    finally:
-        _observers.reset(token)
-
-
-def check_unobserved(function: str) -> None:
-    """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`: the function makes no `Call`."""
-    if _observers.get():
-        raise RefusalError(
-            f"{function} inside of observe_calls or replace_outputs: a rank has only some of the queries and keys, so "
-            "there is no call to observe. Call it outside, or attend in one process."
-        )
 
 
 @overload
@@ -258,7 +134,7 @@ def attend(
         )
     key = None
     is_plain = bias is None and score is None and sink is None and type(dropout) is float and dropout == 0.0
-    if is_plain and not is_compiling() and not _observers.get() and _route.get() is None:
+    if is_plain and not is_compiling() and not current_observers.get() and current_route.get() is None:
         key, out = ready.run(q, k, v, mask, scale, softcap, offset, backend)
         if out is not None:
             return out
@@ -387,9 +263,9 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
         return attend_traced(request)
     if "DTensor" in {type(t).__name__ for t in request[:3]}:
         return import_module("regard.parallel.placement").attend_placed(request)  # only who has DTensors needs it
-    if (route := _route.get()) is not None:
-        return _routed(route, request)
-    observers = _observers.get()
+    if (route := current_route.get()) is not None:
+        return run_route(route, request)
+    observers = current_observers.get()
     if is_counted() and not observers and _passes_operator(request.bias):
         return attend_traced(request)
     if not observers and (state := step(request)) is not None:
@@ -401,34 +277,12 @@ def _run(request: Request, key: ready.Key | None = None) -> State:
     plan, state = execute(plan, operands, request.backend)
     if key is not None:
         ready.keep(key, request.mask, plan, operands)
-    return _observed(observers, request.score, plan, operands, state) if observers else state
+    return pass_to_observers(observers, request.score, plan, operands, state) if observers else state
 
 
 def _passes_operator(bias: object) -> bool:
     """Whether a bias passes through the operator: a function of the score does not, and its steps are counted apart."""
     return not isinstance(bias, ScoreFunction) or bias.can_be_serialized()
-
-
-def _observed(observers: Observers, score: Score | None, plan: Plan, operands: Operands, state: State) -> State:
-    """The state with the output that the observers leave."""
-    o, p = gathered(operands), plan.problem
-    call = Call(
-        o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
-        state.lse,
-    )  # fmt: skip
-    for observer in observers:
-        if (out := observer(call)) is not None:
-            call = replace(call, out=_fitting(out, call.out))
-    return State(call.out, state.lse)
-
-
-def _fitting(out: Tensor, before: Tensor) -> Tensor:
-    if out.shape != before.shape or out.dtype != before.dtype:
-        raise ProblemError(
-            f"an output was replaced by {list(out.shape)} {out.dtype}: expected {list(before.shape)} {before.dtype}, "
-            "as `call.out` is."
-        )
-    return out
 
 
 def cast_by_autocast(

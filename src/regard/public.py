@@ -1,7 +1,8 @@
 """The public names of `regard`, from their rooms: what `import regard` offers, loaded when the first is used."""
 
-from regard.attention import Call, attend, attend_state, explain, observe_calls, replace_outputs
+from regard.attention import attend, attend_state, explain
 from regard.cache import KVCache
+from regard.calls import Call, observe_calls, replace_outputs
 from regard.describe.bias import Alibi, Bias, T5Bias, TensorBias
 from regard.describe.check_mask import check_mask
 from regard.describe.mask import Mask, draw

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Documents, KeyLengths, Prefix, ProblemError, TensorMask, Window, attend
-from regard.attention import observe_calls, replace_outputs
+from regard.calls import observe_calls, replace_outputs
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Dilated
 from regard.describe.spec import spec

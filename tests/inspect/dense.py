@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, Documents, KeyLengths, Prefix, T5Bias, TensorBias, TensorMask, Window, attend
-from regard.attention import Call, observe_calls
+from regard.calls import Call, observe_calls
 from regard.inspect.weights.lazy import Weights
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 2, 6, 3, 29, 29, 7

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from regard import RefusalError
-from regard.attention import observe_calls
 from regard.cache.evict import Knorm, SinksAndRecent
 from regard.cache.evict_by_attention import TOVA
+from regard.calls import observe_calls
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import WindowLayer
 from regard.integrate.transformers import use_regard

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CompileConfig, StaticCache
 
 from regard import ProblemError, observe_calls
-from regard.attention import Call
 from regard.cache import ExpectedAttention
+from regard.calls import Call
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_latent import FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import StoredLayer

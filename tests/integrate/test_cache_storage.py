@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from regard import ProblemError
-from regard.attention import Call, attend, observe_calls
+from regard.attention import attend
+from regard.calls import Call, observe_calls
 from regard.integrate import transformers as ours
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import StoredLayer, WindowLayer

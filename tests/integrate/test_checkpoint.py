@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import errors as hub_errors
 
 from regard import ProblemError
-from regard.attention import Call, observe_calls
+from regard.calls import Call, observe_calls
 from regard.integrate.checkpoint import config_of, load
 from regard.integrate.transformers import use_regard
 from tests.integrate.zoo import close, model

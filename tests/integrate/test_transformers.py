@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from regard import Causal, ProblemError, RefusalError
-from regard.attention import Call, observe_calls
+from regard.calls import Call, observe_calls
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.transformers import attention, check_model, register, use_regard
 from tests.integrate.zoo import BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window, attend
-from regard.attention import observe_calls
+from regard.calls import observe_calls
 from regard.inspect import Weights
 from regard.inspect.sweep import Sweep, by_native, by_torch
 from tests.native.engines import ALL, PLAIN

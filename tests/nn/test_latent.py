@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Causal, Window
-from regard.attention import observe_calls
 from regard.cache import KVCache
+from regard.calls import observe_calls
 from regard.describe.heads import LatentHeads
 from regard.describe.position import Rope
 from regard.describe.rope_scaling import DynamicNTK, LongRope, Yarn

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attention import Call, observe_calls
+from regard.calls import Call, observe_calls
 from regard.cli.progress import Progress
 from regard.cli.text_stream import TextStream
 

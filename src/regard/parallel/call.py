@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.attention import cast_by_autocast, check_unobserved
+from regard.attention import cast_by_autocast
 from regard.backend.contract import Backend
+from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent

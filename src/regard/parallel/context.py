@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from regard.attention import route_calls
+from regard.calls import route_calls
 from regard.describe.mask import Mask
 from regard.describe.spec import Fingerprint
 from regard.errors import ProblemError, RefusalError

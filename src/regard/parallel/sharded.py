@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from regard.attention import check_unobserved
 from regard.backend.contract import Backend
 from regard.cache.kv_cache import KVCache
+from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Score

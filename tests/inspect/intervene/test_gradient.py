@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Causal, attend
-from regard.attention import observe_calls
+from regard.calls import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.intervene.relevance import _weighted_by_gradient, gradient_attention, through
 from regard.inspect.weights.lazy import Weights

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from regard.attention import Call
+from regard.calls import Call
 from regard.inspect.measures import HeadScores, Inputs, compute
 from regard.inspect.measures.catalogue import MEASURES
 from regard.inspect.measures.means import looks_ahead

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard import Causal, attend
-from regard.attention import observe_calls
+from regard.calls import observe_calls
 from regard.inspect.measures import best, induction, induction_scan, offset_scan, previous_token
 from regard.inspect.measures.stimulus import Jittered, Repeats, Walks
 from regard.inspect.weights.lazy import Weights

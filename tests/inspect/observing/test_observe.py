@@ -11,7 +11,7 @@ from torch import nn
 
 from regard import Causal, attend
 from regard import attend as front_door
-from regard.attention import observe_calls
+from regard.calls import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.observing.observe import Look, observe
 from regard.scores import Additive

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard import Causal, KeyLengths, MaskFunction, TensorBias, TensorMask, attend
-from regard.attention import observe_calls
+from regard.calls import observe_calls
 from regard.errors import ProblemError
 from regard.inspect.observing.disk import Folder
 from regard.inspect.observing.observe import observe

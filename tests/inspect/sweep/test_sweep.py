@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Bias, Causal, T5Bias, Window
-from regard.attention import Call
+from regard.calls import Call
 from regard.describe.mask import Positions
 from regard.describe.spec import spec
 from regard.errors import ProblemError

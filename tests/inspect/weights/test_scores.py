@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Alibi, Causal, State, attend, attend_state
-from regard.attention import observe_calls
+from regard.calls import observe_calls
 from regard.describe.score import Dot
 from regard.errors import ProblemError
 from regard.inspect.weights import lazy as module

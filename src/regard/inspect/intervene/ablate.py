@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Call
+from regard.calls import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.intervene.loss import Effect, LossOf, all_of, losses

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Call, replace_outputs
+from regard.calls import Call, replace_outputs
 from regard.errors import ProblemError
 from regard.inspect.names import HeadName, Heads, Layer, read_heads
 from regard.inspect.observing.layers import track_layers

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Call
+from regard.calls import Call
 from regard.errors import ProblemError
 from regard.inspect.intervene.heads import Site, Sites, edit_outputs
 from regard.inspect.names import HeadName, Heads, read_heads

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from regard.attention import Call
+from regard.calls import Call
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.spec import Fingerprint, Spec, deserialize

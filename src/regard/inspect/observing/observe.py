@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import nn
 
-from regard.attention import Call, observe_calls
+from regard.calls import Call, observe_calls
 from regard.errors import ProblemError
 from regard.inspect.brief import brief
 from regard.inspect.names import Heads

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Self, cast, get_args
 import torch
 from torch import Tensor
 
-from regard.attention import Call
+from regard.calls import Call
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Dot
@@ -66,7 +66,7 @@ class CallScores:
 
     @classmethod
     def of(cls, call: Call) -> Self:
-        """The weights of a `regard.attention.Call`, as `observe_calls` and `observe` pass it, without gradients.
+        """The weights of a `regard.calls.Call`, as `observe_calls` and `observe` pass it, without gradients.
 
         For a call of `attend_state`, which has a part of the keys, they are the weights within that part. For scores
         that are dot products of prepared tokens (`Cosine`, `Bilinear`), q and k are the prepared ones.

@@ -1,0 +1,161 @@
+"""Calls of `attend` and `attend_state` in this thread: who observes them, changes their outputs, computes them."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from regard.describe.bias import Bias
+from regard.describe.mask import Mask
+from regard.describe.score import Score
+from regard.dispatch.choose import Plan
+from regard.errors import ProblemError, RefusalError
+from regard.plan.lower import gathered
+from regard.plan.problem import Operands
+from regard.plan.request import Request
+from regard.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call, as observers get it: the tensors and specs that were computed with, the plan, and the results.
+
+    `mask` and `bias` are bound to the sizes of the call; `scale` and `offset` have their defaults filled in; `out`
+    includes the sink, `lse` does not.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    score: Score | None
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+    dropout: float
+    offset: int
+    plan: Plan
+    out: Tensor
+    lse: Tensor
+
+
+Observers = tuple[Callable[[Call], Tensor | None], ...]
+"""Functions that get each call, in the order of entering; where one returns a tensor, it replaces the output."""
+
+current_observers: ContextVar[Observers] = ContextVar("observers", default=())
+
+
+@contextmanager
+def observe_calls(observer: Callable[[Call], None]) -> Generator[None]:
+    """Pass each call of `attend` and `attend_state` made inside, in this thread, to `observer`.
+
+    Calls that torch traces are not passed, as they are not run.
+
+    >>> import torch
+    >>> from regard import attend
+    >>> q = torch.randn(1, 2, 3, 8)
+    >>> with observe_calls(lambda call: print(call.plan.backend, tuple(call.lse.shape))):
+    ...     _ = attend(q, q, q)
+    native (1, 2, 3)
+    """
+
+    def observe(call: Call) -> None:
+        observer(call)
+
+    with _entered(observe):
+        yield
+
+
+@contextmanager
+def replace_outputs(change: Callable[[Call], Tensor]) -> Generator[None]:
+    """Replace the output of each call of `attend` made inside, in this thread, by what `change` returns.
+
+    For ablating heads, or weighting them. `change` returns [batch, heads, queries, v_dim] in the dtype of `call.out`:
+    the output of each head before any output projection mixes the heads. Gradients flow through it. Observers and
+    changes run in the order in which they were entered, and each sees the output as those before left it. Outputs of
+    `attend_state`, of parts that are merged later, are replaced as well. Calls that torch traces are not.
+
+    Raises:
+        ProblemError: `change` returns another shape or dtype.
+
+    >>> import torch
+    >>> from regard import attend
+    >>> q = torch.ones(1, 2, 3, 8)
+    >>> with replace_outputs(lambda call: call.out * torch.tensor([1.0, 0.0])[:, None, None]):
+    ...     attend(q, q, q)[0, :, 0, 0]
+    tensor([1., 0.])
+    """
+    with _entered(change):
+        yield
+
+
+Route = Callable[[Request], State]
+"""What computes a call elsewhere; of its state, `attend` reads `out`, which has the sink already."""
+
+current_route: ContextVar[Route | None] = ContextVar("route", default=None)
+
+
+@contextmanager
+def route_calls(route: Route) -> Generator[None]:
+    """Let `route` compute each call of `attend` and `attend_state` made inside, in this thread.
+
+    For sequences that are sharded over ranks (`regard.parallel.context_parallel`). Calls that `route` makes itself are
+    computed here. Calls that torch traces are not routed.
+    """
+    token = current_route.set(route)
+    try:
+        yield
+    finally:
+        current_route.reset(token)
+
+
+def run_route(route: Route, request: Request) -> State:
+    """The state of a call from `route`, whose own calls are not routed."""
+    token = current_route.set(None)
+    try:
+        return route(request)
+    finally:
+        current_route.reset(token)
+
+
+@contextmanager
+def _entered(observer: Callable[[Call], Tensor | None]) -> Generator[None]:
+    token = current_observers.set((*current_observers.get(), observer))
+    try:
+        yield
+    finally:
+        current_observers.reset(token)
+
+
+def check_unobserved(function: str) -> None:
+    """Raise `RefusalError` inside of `observe_calls` and `replace_outputs`: the function makes no `Call`."""
+    if current_observers.get():
+        raise RefusalError(
+            f"{function} inside of observe_calls or replace_outputs: a rank has only some of the queries and keys, so "
+            "there is no call to observe. Call it outside, or attend in one process."
+        )
+
+
+def pass_to_observers(observers: Observers, score: Score | None, plan: Plan, operands: Operands, state: State) -> State:
+    """The state with the output that the observers leave."""
+    o, p = gathered(operands), plan.problem
+    call = Call(
+        o.q, o.k, o.v, o.mask, o.bias, score, p.scale, p.softcap, o.sink, p.dropout, p.offset, plan, state.out,
+        state.lse,
+    )  # fmt: skip
+    for observer in observers:
+        if (out := observer(call)) is not None:
+            call = replace(call, out=_fitting(out, call.out))
+    return State(call.out, state.lse)
+
+
+def _fitting(out: Tensor, before: Tensor) -> Tensor:
+    if out.shape != before.shape or out.dtype != before.dtype:
+        raise ProblemError(
+            f"an output was replaced by {list(out.shape)} {out.dtype}: expected {list(before.shape)} {before.dtype}, "
+            "as `call.out` is."
+        )
+    return out
