@@ -92,7 +92,7 @@ def attend_as_torch(
         shared = enable_gqa and key.shape[-3] == value.shape[-3]
         q, k, v = _four(query, lead), _four(key, lead, shared), _four(value, lead, shared)
     mask, bias, offset = (Causal() if is_causal else None), None, 0
-    if _is_causal_bias(attn_mask):
+    if is_causal_bias(attn_mask):
         mask, offset = Causal(), _causal_offset(attn_mask, q.shape[2], k.shape[2])
     elif attn_mask is not None:
         mask, bias = _mask_or_bias(attn_mask, lead)
@@ -117,7 +117,7 @@ def _mask_or_bias(attn_mask: Tensor, lead: tuple[int, ...]) -> tuple[Mask | None
     return (TensorMask(four), None) if attn_mask.dtype == torch.bool else (None, TensorBias(four))
 
 
-def _is_causal_bias(attn_mask: Any) -> bool:
+def is_causal_bias(attn_mask: Any) -> bool:
     """Whether it is torch's own causal mask, of a module that is then imported already."""
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.overrides import TorchFunctionMode
 
 import regard
 from regard import ProblemError, native, observe_calls
@@ -510,3 +512,88 @@ def test_a_known_small_call_with_keys_of_another_device_is_refused_as_by_torch()
         for keys, values in ((k.to("meta"), v), (k, v.to("meta"))):
             with pytest.raises(RuntimeError, match="same device"):
                 F.scaled_dot_product_attention(q, keys, values)
+
+
+@pytest.mark.parametrize("tokens", [(4, 7), (100, 256)], ids=["small", "large"])
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right], ids=["upper left", "lower right"])
+def test_torchs_own_causal_bias_is_understood(make: Callable[..., Any], how: str, tokens: tuple[int, int]):
+    queries, keys = tokens
+    q, (k, v), bias = of_size(2, 8, queries, 64), (of_size(2, 8, keys, 64) for _ in range(2)), make(queries, keys)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+    theirs = call(q, k, v)
+    with regard.everywhere():
+        ours = (torch.compile(call, backend=how, fullgraph=True) if how != "eager" else call)(q, k, v)
+    torch.testing.assert_close(ours, theirs)
+
+
+class Intercepting(TorchFunctionMode):
+    """Answers each call of attention with zeros."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return torch.zeros_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [5, 256])
+def test_a_function_mode_recognises_torchs_attention_by_its_name(tokens: int):
+    q, k, v = qkv(2, 8, tokens, 64)
+    with regard.everywhere():
+        short = F.scaled_dot_product_attention
+        with Intercepting():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert F.scaled_dot_product_attention is short
+    assert not out.any()
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_a_table_of_functions_made_before_finds_torchs_attention():
+    table = {F.scaled_dot_product_attention: "found"}
+    seen = list[str | None]()
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(table.get(func))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    q, k, v = qkv()
+    with regard.everywhere():
+        F.scaled_dot_product_attention(q.as_subclass(Own), k, v)
+    assert "found" in seen
+
+
+def test_everywhere_can_be_turned_off_inside_of_an_overridden_call():
+    class Off(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            regard.everywhere(False)
+            return func(*args, **(kwargs or {}))
+
+    regard.everywhere()
+    with Off():
+        F.scaled_dot_product_attention(*qkv())
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("tokens", [5, 256])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64], ids=str)
+def test_a_mask_of_a_dtype_that_torch_refuses_raises_torchs_error_in_calls_of_any_size(tokens: int, dtype: torch.dtype):
+    with pytest.raises(RuntimeError) as theirs:
+        F.scaled_dot_product_attention(*qkv(2, 8, tokens, 64), torch.zeros(tokens, tokens, dtype=dtype))
+    with regard.everywhere(), pytest.raises(RuntimeError) as ours:
+        F.scaled_dot_product_attention(*qkv(2, 8, tokens, 64), torch.zeros(tokens, tokens, dtype=dtype))
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("shape", [(), (256,)], ids=str)
+def test_a_mask_of_fewer_than_two_axes_gives_what_torch_gives(shape: tuple[int, ...]):
+    with regard.everywhere(), pytest.raises(IndexError):
+        F.scaled_dot_product_attention(*qkv(), torch.zeros(shape))
+    q, k, v = qkv(8, 256, 64)
+    theirs = F.scaled_dot_product_attention(q, k, v, torch.ones(shape))
+    with regard.everywhere():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, torch.ones(shape)), theirs)

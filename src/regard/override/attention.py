@@ -5,10 +5,16 @@ C++, every thread, and torch.compile while it traces. Autocast, nested tensors, 
 before it, by torch as ever.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function_variadic
 
 from regard.errors import RegardError
 from regard.override import report
@@ -21,9 +27,10 @@ from regard.torch_internals import (
     fused_attention_of_torch,
     is_any_autocast_enabled,
     is_flash_enabled,
+    replace_in_torch,
     skip_frames,
 )
-from regard.torch_signature import attend_as_torch
+from regard.torch_signature import attend_as_torch, is_causal_bias
 
 attention_of_functional = F.scaled_dot_product_attention
 """torch's function, which calls the dispatcher."""
@@ -89,6 +96,8 @@ def small_first(
     much for the smallest models. So a call that torch runs faster, since it is small or has few queries, goes to the
     fused kernel at once, if torch would choose that. One key says so: between other code each function takes 2 us.
     """
+    if has_torch_function_variadic(query, key, value, attn_mask):
+        return _overridden(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if (
         attn_mask is None
         and not (dropout_p or enable_gqa or is_dynamo_compiling() or is_any_autocast_enabled())
@@ -112,6 +121,71 @@ def small_first(
     return attention_of_functional(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _overridden(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """A call for the `__torch_function__` of a tensor's class or of a mode, with arguments as callers write them."""
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p or None, "is_causal": is_causal or None, "scale": scale,
+        "enable_gqa": enable_gqa or None,
+    }  # fmt: skip
+    options = {name: given for name, given in options.items() if given is not None}
+    if is_dynamo_compiling():
+        if is_causal_bias(attn_mask):  # compares with `torch.nn.functional`, which no traced code may write to
+            return type(attn_mask)._dispatch(query, key, value, **options)
+        return attention_of_functional(query, key, value, **options)
+    with short_way.left():
+        return attention_of_functional(query, key, value, **options)
+
+
+class _ShortWay:
+    """Whether `torch.nn.functional` has `small_first`.
+
+    It has torch's function while a call is overridden. For code in `__torch_function__` finds out what is called by
+    `func is torch.nn.functional.scaled_dot_product_attention`, as that of `torch.nn.attention.bias` does, or looks it
+    up in a table of what had that name when it was imported.
+
+    Attributes:
+        is_on: whether it is to have `small_first`.
+        overridden: how many overridden calls are being run, in all threads.
+    """
+
+    is_on = False
+    overridden = 0
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    def turn(self, on: bool) -> None:
+        """Install or remove it."""
+        with self._lock:
+            self.is_on = on
+            replace_in_torch(attention_of_functional, small_first if on else attention_of_functional, F)
+            self._settle()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Have torch's function there."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.overridden += more
+            self._settle()
+
+    def _settle(self) -> None:
+        short = self.is_on and not self.overridden
+        F.scaled_dot_product_attention = small_first if short else attention_of_functional
+
+
+short_way = _ShortWay()
 
 
 def _why_at_once(form: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor) -> str | None:

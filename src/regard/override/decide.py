@@ -39,6 +39,7 @@ FEW_QUERIES = f"{FEW[0]} to {FEW[-1]} queries in float32: torch is faster"
 SHAPE = "a tensor of fewer than two axes"
 DROPOUT = "dropout: drawn from torch's generator, as without regard"
 MASK_AND_CAUSAL = "attn_mask together with is_causal"
+MASK_FORM = "an attn_mask of fewer than two axes, or neither bool, float32 nor of the query's dtype"
 KIND = "a tensor subclass, or a tensor that torch.jit, make_fx or torch.export trace"
 TRANSFORM = "torch.func, vmap or forward-mode derivatives"
 CHOSEN = "the program chose torch's kernel (torch.nn.attention.sdpa_kernel)"
@@ -87,6 +88,8 @@ def why_torch(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: flo
         return DTYPE
     if causal and mask is not None:
         return MASK_AND_CAUSAL
+    if mask is not None and (mask.ndim < 2 or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
+        return MASK_FORM  # torch raises an error, or computes it for other numbers of axes
     if not all(_is_known(t) for t in (query, key, value, mask)):
         return KIND
     if current_func_transform() is not None or in_forward_mode():

@@ -13,8 +13,7 @@ from regard.override import report
 from regard.override.attention import (
     attention,
     attention_below_autograd,
-    attention_of_functional,
-    small_first,
+    short_way,
 )
 from regard.override.encoder import encoder_layer, forward_counted, forward_of_torch, packed_attention
 from regard.torch_internals import (
@@ -51,13 +50,13 @@ class _Process:
             self.library = torch.library.Library("aten", "IMPL")
             self.library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
             self.library.impl("scaled_dot_product_attention", attention_below_autograd, "CPU")
-            replace_in_torch(attention_of_functional, small_first, torch.nn.functional)
+            short_way.turn(True)
             replace_in_torch(encoder_layer_of_torch, encoder_layer)
             replace_in_torch(packed_attention_of_torch, packed_attention)
             torch.compiler.config.cache_key_tag += CACHE_TAG
         elif not on and self.library is not None:
             self.library = None
-            replace_in_torch(attention_of_functional, attention_of_functional, torch.nn.functional)
+            short_way.turn(False)
             replace_in_torch(encoder_layer_of_torch, encoder_layer_of_torch)
             replace_in_torch(packed_attention_of_torch, packed_attention_of_torch)
             torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(CACHE_TAG, "")
