@@ -12,13 +12,12 @@ seen the whole text (as in Jain and Wallace), or of the token alone. Tests, over
     seeds           how different the weights of models are that differ in the seed only (the same, §3.3)
 """
 
-from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
-from tiny_model import Batch, accuracy, train
+from record import Check, Experiment, Result, span
+from tiny_model import Batch, accuracy, seeded, train
 from torch import Tensor, nn
 
 from regard import attend
@@ -75,7 +74,7 @@ class Classifier(nn.Module):
 def trained(deciding: int, seed: int, steps: int, *, context: bool, uniform: bool = False) -> Classifier:
     """A classifier, trained on fresh texts."""
     torch.manual_seed(seed)
-    model, generator = Classifier(context=context, uniform=uniform), torch.Generator().manual_seed(seed)
+    model, generator = Classifier(context=context, uniform=uniform), seeded(seed)
     train(model, lambda step: texts(deciding, 64, generator)[0], steps, rate=1e-2)
     return model.requires_grad_(False)
 
@@ -103,7 +102,7 @@ def most_different(own: Tensor, logits: Tensor, epsilon: float) -> Tensor:
 
 def examine(model: Classifier, deciding: int, quick: bool) -> tuple[dict[str, float], Tensor]:
     """What the tests find over 50 texts, and the weights of the model, [texts, TOKENS]."""
-    batch, decides = texts(deciding, 50, torch.Generator().manual_seed(10_000))
+    batch, decides = texts(deciding, 50, seeded(10_000))
     states = model.states(batch[0])
     steps, starts, draws = (150, 1, 20) if quick else (500, 1, 50)
 
@@ -117,7 +116,7 @@ def examine(model: Classifier, deciding: int, quick: bool) -> tuple[dict[str, fl
     moved = model.read((other.float()[:, None] @ states)[:, 0]).softmax(-1) - predict().softmax(-1)
     shuffled = permuted(None, predict, [(0, 0)], (0,), draws=draws)
     return {
-        "accuracy": accuracy(model, texts(deciding, 1000, torch.Generator().manual_seed(20_000))[0]),
+        "accuracy": accuracy(model, texts(deciding, 1000, seeded(20_000))[0]),
         "adversary": divergence(other, weights.double()).mean().item(), "moved": moved.abs().max().item(),
         "search": found.divergence.mean().item(),
         "permutation": shuffled.median.mean().item(), "deciding": (weights * decides).sum(1).mean().item(),
@@ -135,20 +134,17 @@ def measure(seed: int, quick: bool) -> Result:
             )
             found = {name: [row[name] for row in rows] for name in rows[0]}
             found["seeds"] = [divergence(a, b).mean().item() for a, b in combinations(weights, 2)]
-            test = texts(deciding, 1000, torch.Generator().manual_seed(20_000))[0]
+            test = texts(deciding, 1000, seeded(20_000))[0]
             equal = [trained(deciding, s, steps, context=context, uniform=True) for s in seeds]
             found["uniform"] = [accuracy(model, test) for model in equal]
             data[f"{'LSTM' if context else 'no context'}, {deciding} deciding"] = found
     models = list(data.values())
     one, five = ([found for name, found in data.items() if f"{deciding} deciding" in name] for deciding in TASKS)
 
-    def span(kind: list[dict[str, list[float]]], name: str) -> str:
-        return " to ".join(f"{bound(kind, name, pick):.2f}" for pick in (min, max))
-
     share = [found / exact for m in models for found, exact in zip(m["search"], m["adversary"], strict=True)]
     checks = [
-        Check("accuracy, least of all models with attention", bound(models, "accuracy", min), low=0.9),
-        Check("adversary: greatest change of a prediction", bound(models, "moved", max), high=EPSILON),
+        Check("accuracy, least of all models with attention", min(every(models, "accuracy")), low=0.9),
+        Check("adversary: greatest change of a prediction", max(every(models, "moved")), high=EPSILON),
         Check("adversary: greatest share of the exact divergence that the search finds", max(share), high=1.0),
         *(Check(f"{name}: divergence of the adversary (at most 0.693), least", min(m["adversary"]), low=0.5)
           for name, m in data.items()),
@@ -160,10 +156,10 @@ def measure(seed: int, quick: bool) -> Result:
                 max(m["deciding"]), high=0.5) for name, m in data.items()),
     ]  # fmt: skip
     return Result(
-        f"At the same prediction weights may differ by {span(one, 'adversary')} where 1 token decides, and by "
-        f"{span(five, 'adversary')} where 5 do (divergence, of at most 0.693; with context and without). Shuffled "
-        f"weights move predictions by {span(models, 'permutation')}. The weight on deciding tokens is "
-        f"{span(models, 'deciding')}. With equal weights accuracy is at least {bound(models, 'uniform', min):.3f}.",
+        f"At the same prediction weights may differ by {over(one, 'adversary')} where 1 token decides, and by "
+        f"{over(five, 'adversary')} where 5 do (divergence, of at most 0.693; with context and without). Shuffled "
+        f"weights move predictions by {over(models, 'permutation')}. The weight on deciding tokens is "
+        f"{over(models, 'deciding')}. With equal weights accuracy is at least {min(every(models, 'uniform')):.3f}.",
         checks,
         data,
         "The divergence of the adversary is the exact maximum; the search of Jain and Wallace, here from one start "
@@ -171,19 +167,24 @@ def measure(seed: int, quick: bool) -> Result:
         "how many tokens decide, and hardly on context: where 5 do, almost disjoint weights give the same answer, as "
         "Jain and Wallace claim, even for states of the token alone; where 1 does, weights cannot differ as much. "
         "Shuffling is another matter: where 5 tokens decide it moves an LSTM by "
-        f"{span([five[0]], 'permutation')}, and a model without context by {span([five[1]], 'permutation')}. Most of a "
+        f"{over([five[0]], 'permutation')}, and a model without context by {over([five[1]], 'permutation')}. Most of a "
         "model's own weight is on the deciding tokens, so weights may name the right tokens without being the only "
         "ones that give the answer. Two reservations of Wiegreffe and Pinter apply: where a model with equal weights "
         "is as accurate, the task cannot show what attention explains; and adversarial weights are found text by text, "
-        f"they are not those of a trained model (weights of two seeds differ by {span(models, 'seeds')}). Ranges are "
+        f"they are not those of a trained model (weights of two seeds differ by {over(models, 'seeds')}). Ranges are "
         f"over {len(seeds)} seeds. Synthetic texts, one layer, 50 texts for each model; the bounds of the checks are "
         "ours; correlation with gradients was not measured.",
     )
 
 
-def bound(kind: list[dict[str, list[float]]], name: str, pick: Callable[[Iterable[float]], float]) -> float:
-    """The least or the greatest of a number, over models and seeds."""
-    return pick(value for found in kind for value in found[name])
+def every(kinds: list[dict[str, list[float]]], name: str) -> list[float]:
+    """A number of all models, of all seeds."""
+    return [value for found in kinds for value in found[name]]
+
+
+def over(kinds: list[dict[str, list[float]]], name: str) -> str:
+    """The same as a range."""
+    return span(every(kinds, name))
 
 
 def draw(figure: Any, data: dict[str, Any]) -> None:

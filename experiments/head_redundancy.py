@@ -6,14 +6,16 @@ these numbers over the layer, as in the paper; the raw numbers are drawn as well
 the text, losses on the other. An order is worth something only where it is better than random orders.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from record import DOCS, Check, Experiment, Result
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.evaluate.corpus import text_of
 from regard.inspect import ablation_effects, importance, next_token_loss, prune_curve
+from regard.inspect.intervene import PruneCurve
 from regard.integrate import load, use_regard
 
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.9)
@@ -28,6 +30,23 @@ def passages(ids: Tensor, count: int, generator: torch.Generator) -> list[Tensor
     return list(torch.stack([ids[s : s + TOKENS] for s in starts]).split(4))
 
 
+def pruned(
+    model: nn.Module, made_on: list[Tensor], held_out: list[Tensor], at: Sequence[float], draws: int, seed: int
+) -> tuple[PruneCurve, PruneCurve]:
+    """Losses with more and more heads removed: by importance within layers, and by raw importance."""
+    loss_of = next_token_loss(model)
+    found = importance(model, made_on, loss_of)
+    order = [found.heads[i] for i in found.scores_within_layers.argsort(stable=True).tolist()]
+    curve = prune_curve(model, held_out, loss_of, order, at=at, draws=draws, seed=seed)
+    return curve, prune_curve(model, held_out, loss_of, found.order, at=at, draws=1, seed=seed + 1)
+
+
+def one_by_one(model: nn.Module, batches: list[Tensor], sample: list[tuple[int, int]]) -> list[float]:
+    """The rise of the loss without each head of a sample, sorted."""
+    effects = ablation_effects(model, batches, next_token_loss(model), [[name] for name in sample])
+    return sorted(effect.change for effect in effects)
+
+
 def measure(seed: int, quick: bool) -> Result:
     """Single heads of a sample, then orders."""
     model, tokenizer, _ = load()
@@ -35,19 +54,14 @@ def measure(seed: int, quick: bool) -> Result:
     text = text_of(str(DOCS / "design.md") if quick else None)
     ids = tokenizer(text[:400_000], return_tensors="pt", verbose=False).input_ids[0]
     first, second = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-    loss_of, many = next_token_loss(model), 2 if quick else 8
+    many, at = (2, (0.0, 0.2, 0.4, 0.9)) if quick else (8, SHARES)
     made_on, held_out = passages(first, 2 * many, generator), passages(second, many, generator)
-    found = importance(model, made_on, loss_of)
-    order = [found.heads[i] for i in found.scores_within_layers.argsort(stable=True).tolist()]
-    at = (0.0, 0.2, 0.4, 0.9) if quick else SHARES
-    curve = prune_curve(model, held_out, loss_of, order, at=at, draws=2 if quick else 4, seed=seed)
-    raw = prune_curve(model, held_out, loss_of, found.order, at=at, draws=1, seed=seed + 1)
+    curve, raw = pruned(model, made_on, held_out, at, 2 if quick else 4, seed)
     random = torch.cat([curve.random, raw.random]).mean(2)
 
     layers = range(0, 30, 10) if quick else range(30)
     sample = [(layer, head) for layer in layers for head in torch.randperm(9, generator=generator)[:2].tolist()]
-    effects = ablation_effects(model, held_out[:1], loss_of, [[name] for name in sample])
-    alone = sorted(effect.change for effect in effects)
+    alone = one_by_one(model, held_out[:1], sample)
     small = sum(abs(change) < 0.01 for change in alone) / len(alone)
 
     rise = {share: (loss - curve.losses[0]).item() for share, loss in zip(at, curve.losses, strict=True)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from record import Check, Experiment, Result
-from tiny_model import Batch, Text, accuracy, losses, moby_dick, train
+from tiny_model import Batch, Text, accuracy, losses, moby_dick, parameters, seeded, train, train_on_text
 from torch import Tensor, nn
 
 from regard import Rope
@@ -65,15 +65,10 @@ def by_hand() -> LookUp:
     return model
 
 
-def parameters(model: nn.Module) -> int:
-    """How many weights a model has."""
-    return sum(p.numel() for p in model.parameters())
-
-
 def looked_up(heads: int, look_ups: int, seed: int, steps: int, *, mlp: bool = False) -> float:
     """Accuracy on 4,000 other queries after training."""
     torch.manual_seed(seed)
-    model, generator = LookUp(heads, look_ups, mlp=mlp), torch.Generator().manual_seed(seed)
+    model, generator = LookUp(heads, look_ups, mlp=mlp), seeded(seed)
     label = f"{look_ups} look-ups, {heads} heads, seed {seed}"
     train(model, lambda step: batch(look_ups, 128, generator), steps, label=label)
     return accuracy(model, batch(look_ups, 4000, generator))
@@ -82,9 +77,8 @@ def looked_up(heads: int, look_ups: int, seed: int, steps: int, *, mlp: bool = F
 def loss_on_text(heads: int, text: Text, seed: int, steps: int) -> float:
     """Nats per character of unseen text, of a decoder of two layers."""
     torch.manual_seed(seed)
-    model, generator = Decoder(len(text.alphabet), DIM, 2, heads, position=Rope(DIM // heads)), torch.Generator()
-    generator.manual_seed(seed)
-    train(model, lambda step: text.batch(16, 128, generator), steps, label=f"text, {heads} heads, seed {seed}")
+    model = Decoder(len(text.alphabet), DIM, 2, heads, position=Rope(DIM // heads))
+    train_on_text(model, text, 128, steps, seed, label=f"text, {heads} heads, seed {seed}")
     return losses(model, text.passages(128, 128)).mean().item()
 
 
@@ -98,7 +92,7 @@ def measure(seed: int, quick: bool) -> Result:
     text, few = moby_dick(), (1, 4) if quick else (1, 4, 16)
     on_text = {h: [loss_on_text(h, text, s, 20 if quick else 250) for s in seeds] for h in few}
     worse = [one - four for one, four in zip(on_text[1], on_text[4], strict=True)]
-    set_by_hand = accuracy(by_hand(), batch(2, 4000, torch.Generator().manual_seed(seed)))
+    set_by_hand = accuracy(by_hand(), batch(2, 4000, seeded(seed)))
     sizes = {parameters(LookUp(h, 2)) for h in HEADS}
     score = {r: {h: mean(values) for h, values in by_heads.items()} for r, by_heads in found.items()}
     checks = [

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import Check, Experiment, Result
-from tiny_model import Batch, train
+from record import Check, Experiment, Result, span
+from tiny_model import Batch, seeded, train
 from torch import Tensor, nn
 
 from regard import Rope
@@ -71,7 +71,7 @@ def trained(layers: int, seed: int, steps: int) -> tuple[Decoder, dict[str, list
     """An attention-only model, and its loss on repeats and greatest scores during training."""
     torch.manual_seed(seed)
     model = Decoder(VOCABULARY, WIDTH, layers, HEADS, mlp=False, position=Rope(WIDTH // HEADS))
-    generator, test = torch.Generator().manual_seed(seed), walks(64, torch.Generator().manual_seed(1000 + seed))
+    generator, test = seeded(seed), walks(64, seeded(1000 + seed))
     curve: dict[str, list[float]] = {"step": [], "loss": [], "previous": [], "induction": []}
 
     def record(step: int) -> None:
@@ -93,7 +93,7 @@ def trained(layers: int, seed: int, steps: int) -> tuple[Decoder, dict[str, list
 
 def without(model: Decoder, seed: int) -> tuple[dict[str, float], int]:
     """The accuracy on repeats as it is, and without groups of heads that the scores select; the induction heads."""
-    ids = walks(128, torch.Generator().manual_seed(2000 + seed))
+    ids = walks(128, seeded(2000 + seed))
     previous, found = score(model, ids[:, :-1])
     names = [(i // HEADS, i % HEADS) for i in range(len(found))]
     by_induction = sorted(range(len(names)), key=lambda i: -found[i])
@@ -114,7 +114,7 @@ def without(model: Decoder, seed: int) -> tuple[dict[str, float], int]:
 def in_smollm(seed: int, quick: bool) -> dict[str, list[float]]:
     """The rise of the loss on the second half of repeated random tokens: without 10 heads, chosen by score or not."""
     model, tokenizer, _ = load()
-    model, generator = use_regard(model).eval(), torch.Generator().manual_seed(seed)
+    model, generator = use_regard(model).eval(), seeded(seed)
     half = torch.randint(1000, 40000, (2 if quick else 4, 24), generator=generator)
     ids = torch.cat([half, half], 1)
     best = measure_heads(model, ids[:1], "induction", tokenizer=tokenizer)["induction"].top(10)
@@ -154,7 +154,7 @@ def measure(seed: int, quick: bool) -> Result:
     steps, seeds = (350, range(seed, seed + 1)) if quick else (400, range(seed, seed + 2))
     two = [trained(2, s, steps) for s in seeds]
     one = [trained(1, s, steps) for s in seeds]
-    tests = [walks(128, torch.Generator().manual_seed(2000 + s)) for s in seeds]
+    tests = [walks(128, seeded(2000 + s)) for s in seeds]
     alone = [on_repeats(model, test)[1] for (model, _), test in zip(one, tests, strict=True)]
     removals = [without(model, s) for (model, _), s in zip(two, seeds, strict=True)]
     accuracy, removed = [found for found, _ in removals], [count for _, count in removals]
@@ -184,13 +184,13 @@ def measure(seed: int, quick: bool) -> Result:
     ]  # fmt: skip
     return Result(
         f"Two layers predict {whole:.2f} of the repeats, one layer {max(alone):.2f}. The loss falls "
-        f"{min(sharp):.1f} to {max(sharp):.1f} times as fast as before, and induction scores rise within "
+        f"{span(sharp, '.1f')} times as fast as before, and induction scores rise within "
         f"{apart} steps of it (a record every {EVERY}). Greatest accuracy without the 2 strongest induction heads "
         f"{worst['2 strongest induction heads']:.2f}, without 2 previous-token heads "
         f"{worst['2 strongest previous-token heads']:.2f}; least without 2 heads of least score {least:.2f}; without "
         f"all induction heads ({' and '.join(map(str, removed))}, by seed; layer 1 has {HEADS}) "
         f"{worst['all induction heads']:.2f}. SmolLM2 loses {real['chosen'][0]:.1f} nats on repeats without 10 "
-        f"induction heads, {min(real['others']):.2f} to {max(real['others']):.2f} without 10 others of those layers.",
+        f"induction heads, {span(real['others'])} without 10 others of those layers.",
         checks,
         {"curves": curves, "flat": flat, "accuracy": accuracy, "removed": removed, "one_layer": alone, "real": real},
         f"Numbers are the worst of {len(seeds)} seeds. In models this small every head of layer 1, or nearly, becomes "

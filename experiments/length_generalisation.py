@@ -6,12 +6,13 @@ characters each time, with more and more of the text before them, so a model tha
 A window of 64 tokens hides what is further away than in training: whatever repairs RoPE should beat that.
 """
 
+from collections.abc import Iterable
 from statistics import mean
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
-from tiny_model import Text, losses, moby_dick, train
+from record import Check, Experiment, Result, legends, listed
+from tiny_model import Text, losses, moby_dick, train_on_text
 from torch import Tensor
 
 from regard import Alibi, Bias, Call, Mask, Position, Rope, Sinusoidal, T5Bias, Window, observe_calls
@@ -56,13 +57,6 @@ def changed(model: Decoder, text: Text, scaling: Scaling | None = None, mask: Ma
     return other
 
 
-def learn(model: Decoder, text: Text, tokens: int, steps: int, seed: int, rate: float, label: str) -> Decoder:
-    """The decoder after training on passages of this many tokens, 2,048 in a step."""
-    generator = torch.Generator().manual_seed(seed)
-    train(model, lambda step: text.batch(2048 // tokens, tokens, generator), steps, rate=rate, label=label)
-    return model
-
-
 def read(model: Decoder, passages: Tensor, tokens: int) -> float:
     """Nats per character of the last 32 of the passages, each with `tokens` tokens up to its end."""
     return losses(model, passages[:, -tokens - 1 :])[:, -COUNTED:].mean().item()
@@ -97,7 +91,8 @@ def measure(seed: int, quick: bool) -> Result:
         for kind in KINDS:
             torch.manual_seed(s)
             enough = 40 if quick and kind != "RoPE" else steps
-            model = learn(decoder(kind, text), text, TRAINED, enough, s, 3e-3, f"{kind}, seed {s}")
+            model = decoder(kind, text)
+            train_on_text(model, text, TRAINED, enough, s, label=f"{kind}, seed {s}")
             kinds[kind].append([read(model, passages, n) for n in LENGTHS])
             if kind != "RoPE":
                 continue
@@ -108,15 +103,14 @@ def measure(seed: int, quick: bool) -> Result:
                 row.append([read(changed(model, text, repair(name, n / TRAINED), mask), passages, n) for n in LENGTHS])
             for name, row in tuned.items():
                 other, label = changed(model, text, repair(name, FACTOR)), f"{name}, fine tuned, seed {s}"
-                learn(other, text, FACTOR * TRAINED, steps // 10, s + 1, 1e-3, label)
+                train_on_text(other, text, FACTOR * TRAINED, steps // 10, s + 1, rate=1e-3, label=label)
                 row.append(read(other, passages, FACTOR * TRAINED))
     rise = {name: [mean(row[i] - row[0] for row in rows) for i in range(len(LENGTHS))] for name, rows in kinds.items()}
     start = mean(row[0] for row in kinds["RoPE"])
     rise |= {name: [mean(row[i] for row in rows) - start for i in range(len(LENGTHS))]
              for name, rows in repaired.items()}  # fmt: skip
     after, at = {name: mean(row) - start for name, row in tuned.items()}, LENGTHS.index(FACTOR * TRAINED)
-    last = -1
-    names = ("linear", "NTK", "YaRN")
+    last, names = -1, ("linear", "NTK", "YaRN")
     checks = [
         Check("sinusoidal, 8 times: rise of the loss", rise["sinusoidal"][last], low=0.1),
         Check("RoPE, 8 times: rise", rise["RoPE"][last], low=0.1),
@@ -133,11 +127,15 @@ def measure(seed: int, quick: bool) -> Result:
         *(Check(f"{name}, 4 times, tuned for {steps // 10} steps: rise", after[name], high=0.02) for name in names),
         Check("the same without a scaling: loss above that of linear", after["RoPE"] - after["linear"], low=0.01),
     ]  # fmt: skip
-    short = _list({kind: mean(row[0] for row in rows) for kind, rows in kinds.items()}, KINDS)
+    short = listed({kind: mean(row[0] for row in rows) for kind, rows in kinds.items()})
+
+    def rises(kinds: Iterable[str], place: int) -> str:
+        return listed({kind: rise[kind][place] for kind in kinds})
+
     return Result(
-        f"At 8 times the length the loss rises by {_list(rise, KINDS, last)}. RoPE at 4 times: "
-        f"{_list(rise, ('RoPE', *names), at)}, with a window of 64 {rise['window'][at]:.2f}; after tuning "
-        f"{_list(after, ('RoPE', *names))}. At 8 times, not tuned: {_list(rise, names, last)}. RoPE's greatest score "
+        f"At 8 times the length the loss rises by {rises(KINDS, last)}. RoPE at 4 times: "
+        f"{rises(('RoPE', *names), at)}, with a window of 64 {rise['window'][at]:.2f}; after tuning {listed(after)}. "
+        f"At 8 times, not tuned: {rises(names, last)}. RoPE's greatest score "
         f"beyond the training length is {mean(growth):.2f} times that within.",
         checks,
         {"lengths": LENGTHS, "kinds": kinds, "repaired": repaired, "tuned": tuned, "rise": rise, "growth": growth},
@@ -150,10 +148,6 @@ def measure(seed: int, quick: bool) -> Result:
         f"make no full turn in 64 tokens. {steps // 10} steps of tuning are few; in them interpolation by one factor "
         "for all pairs does worse than tuning without any scaling.",
     )
-
-
-def _list(values: dict[str, Any], names: tuple[str, ...], index: int | None = None) -> str:
-    return ", ".join(f"{values[name] if index is None else values[name][index]:.2f} ({name})" for name in names)
 
 
 def draw(figure: Any, data: dict[str, Any]) -> None:
@@ -170,7 +164,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     for axes, title in ((left, "rise of the loss, nats per character"), (right, "the same: RoPE and its repairs")):
         axes.set(title=title, xlabel="tokens read; 64 in training")
         axes.set_xscale("log", base=2)
-        axes.legend(fontsize=7)
+    legends(left, right)
 
 
 EXPERIMENT = Experiment(

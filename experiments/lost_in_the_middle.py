@@ -84,34 +84,28 @@ def measure(seed: int, quick: bool) -> Result:
     plain, tokenizer, _ = load(dtype=torch.bfloat16)
     model = as_model(plain, tokenizer)
     alone = evaluate(Lives((1,), (0.0,), 4 if quick else 40, seed), model).score
-    tasks: dict[str, tuple[Lives, int]] = (
-        {"6 documents": (Lives((6,), DEPTHS, 4, seed), 4)}
-        if quick
-        else {
-            "10 documents": (Lives((10,), DEPTHS, 30, seed), 30),
-            "30 documents": (Lives((30,), DEPTHS, 16, seed), 16),
-        }
-    )
-    checks = [Check("control: accuracy with the one document alone", alone.value, low=0.8)]
-    curves, shown, shapes = dict[str, Any](), list[str](), dict[str, tuple[Interval, Interval]]()
-    instead = dict[str, float]()
-    for name, (task, samples) in tasks.items():
+    sizes = ((6, 4),) if quick else ((10, 30), (30, 16))  # documents, samples
+    checks, curves, shown = list[Check](), dict[str, Any](), list[str]()
+    shapes, instead = dict[str, tuple[Interval, Interval]](), dict[str, float]()
+    for documents, samples in sizes:
+        name, task = f"{documents} documents", Lives((documents,), DEPTHS, samples, seed)
         results = evaluate(task, model)
         scores = by_position(results, samples)
         first, last = shapes[name] = less(scores, 0), less(scores, -1)
         instead[name] = first_instead(task, results, model)
         curves[name] = [tuple(each.score) for each in results.along("depth")]
-        ends = max(scores[:, 0].mean(), scores[:, -1].mean()) - scores[:, MIDDLE].mean()
+        begin, middle, end = scores[:, 0].mean(), scores[:, MIDDLE].mean(), scores[:, -1].mean()
         checks += [
             Check(f"{name}: accuracy at the first less the middle, lower end of the interval", first.low, low=0.001),
             Check(f"{name}: accuracy at the last less the middle, lower end of the interval", last.low, low=0.001),
-            Check(f"{name}: accuracy lost in the middle against the better end ('30 %+')", float(ends), low=0.3),
-        ]
-        points = (100 * each for each in (scores[:, 0].mean(), scores[:, MIDDLE].mean(), scores[:, -1].mean()))
-        shown.append("{}: {:.0f} % first, {:.0f} % middle, {:.0f} % last".format(name, *points))
-    checks.insert(
-        1, Check("control: share of wrong answers that are the first document's", max(instead.values()), high=0.2)
-    )
+            Check(f"{name}: accuracy lost in the middle against the better end ('30 %+')",
+                  float(max(begin, end) - middle), low=0.3),
+        ]  # fmt: skip
+        shown.append(f"{name}: {100 * begin:.0f} % first, {100 * middle:.0f} % middle, {100 * end:.0f} % last")
+    controls = [
+        Check("control: accuracy with the one document alone", alone.value, low=0.8),
+        Check("control: share of wrong answers that are the first document's", max(instead.values()), high=0.2),
+    ]
     differences = "; ".join(
         f"{name} {100 * first.low:+.0f} to {100 * first.high:+.0f} and {100 * last.low:+.0f} to {100 * last.high:+.0f}"
         for name, (first, last) in shapes.items()
@@ -120,7 +114,7 @@ def measure(seed: int, quick: bool) -> Result:
         f"{'. '.join(shown)}. Points by which the first and the last exceed the middle, 95 %: {differences}. The one "
         f"document alone: {100 * alone.value:.0f} %. At most {100 * max(instead.values()):.0f} % of the wrong "
         "answers are the first document's.",
-        checks,
+        [*controls, *checks],
         {"depths": DEPTHS, "curves": curves, "alone": list(alone), "instead": instead},
         "The middle is the mean of the positions at 33, 50 and 67 %. Liu et al. move one document and let the "
         "model generate; here the question moves, and the answer begins with the document's own text, so the task is "

@@ -16,7 +16,7 @@ from operator import or_
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
+from record import Check, Experiment, Result, legends
 from torch import Tensor
 
 from regard import attend, attend_state, explain
@@ -102,6 +102,9 @@ def queries_outside(slow: SlowMemory) -> Tensor:
     return slow.tensors["o"]
 
 
+ALGORITHMS = {"standard": standard, "keys": keys_outside, "queries": queries_outside}
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     """The root mean square of the error, by that of the output."""
     return ((found.double() - exact).norm() / exact.norm()).item()
@@ -114,23 +117,23 @@ def measure(seed: int, quick: bool) -> Result:
     for spread in spreads:  # of the scores
         q, k, v = (torch.randn(1024, 64) for _ in range(3))
         q = q * spread
-        exact = attend(*(t.double()[None, None] for t in (q, k, v)), backend="reference64")[0, 0]
-        errors["standard"].append(error(standard(fresh(q, k, v)), exact))
-        errors["keys"].append(error(keys_outside(fresh(q, k, v)), exact))
-        errors["queries"].append(error(queries_outside(fresh(q, k, v)), exact))
-        parts = [attend_state(q[None, None], k[None, None, part], v[None, None, part]) for part in tiles(1024, 37)]
+        one = [t[None, None] for t in (q, k, v)]  # a batch of one head
+        exact = attend(*(t.double() for t in one), backend="reference64")[0, 0]
+        found = {name: algorithm(fresh(q, k, v)) for name, algorithm in ALGORITHMS.items()}
+        parts = [attend_state(one[0], one[1][:, :, part], one[2][:, :, part]) for part in tiles(1024, 37)]
         order = torch.randperm(len(parts)).tolist()
-        errors["merged"].append(error(reduce(or_, [parts[i] for i in order]).out[0, 0], exact))
-        errors["kernel"].append(error(attend(q[None, None], k[None, None], v[None, None])[0, 0], exact))
+        found |= {"merged": reduce(or_, [parts[i] for i in order]).out[0, 0], "kernel": attend(*one)[0, 0]}
+        for name, out in found.items():
+            errors[name].append(error(out, exact))
     worst = max(max(e / s for e, s in zip(errors[name], errors["standard"], strict=True)) for name in errors)
 
     lengths, dims = ((1024, 2048), (64, 128)) if quick else ((1024, 2048, 4096, 8192), (64, 128))
     moved, wrong = dict[str, dict[str, list[int]]](), 0
     machine = replace(find_machine("a100"), fast_memory=2 * FAST)
     for dim in dims:
-        counts = moved[str(dim)] = {"standard": [], "keys": [], "queries": []}
+        counts = moved[str(dim)] = {name: list[int]() for name in ALGORITHMS}
         for n in lengths:
-            for name, algorithm in (("standard", standard), ("keys", keys_outside), ("queries", queries_outside)):
+            for name, algorithm in ALGORITHMS.items():
                 slow = fresh(*(torch.randn(n, dim) for _ in range(3)))
                 algorithm(slow)
                 counts[name].append(slow.moved)
@@ -180,8 +183,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
             mib = [2 * count / 2**20 for count in data["moved"][dim][name]]
             right.loglog(data["lengths"], mib, style, marker=".", color=f"C{color}", label=f"{names[name]}, d {dim}")
     right.set(title="MiB moved by one head in half precision", xlabel="tokens")
-    for axes in (left, right):
-        axes.legend(fontsize=7)
+    legends(left, right)
 
 
 EXPERIMENT = Experiment(

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
+from record import Check, Experiment, Result, legends
 from torch import Tensor
 
 from regard import Causal, attend
@@ -115,8 +115,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     for index, label in enumerate(("exact", "256 features")):
         third.loglog(data["lengths"], [1e3 * pair[index] for pair in data["times"]], marker=".", label=label)
     third.set(title="ms, causal, 4 heads of 64", xlabel="tokens")
-    for axes in (first, second, third):
-        axes.legend(fontsize=7)
+    legends(first, second, third)
 
 
 EXPERIMENT = Experiment(

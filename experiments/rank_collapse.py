@@ -14,7 +14,7 @@ from typing import Any
 import mpmath
 import numpy as np
 import torch
-from record import Check, Experiment, Result
+from record import Check, Experiment, Result, legends, span
 from torch import Tensor, nn
 
 from regard import Causal
@@ -132,10 +132,10 @@ def measure(seed: int, quick: bool) -> Result:
               "(doubly exponential: 3^15)", float(bend), low=3.0),
     ]  # fmt: skip
     return Result(
-        f"Attention alone: the log residual grows {min(growth):.2f} to {max(growth):.2f} times per layer, to "
+        f"Attention alone: the log residual grows {span(growth)} times per layer, to "
         f"10^{mean(list(digits))[-1]:.0f} after {len(digits[0]) - 1} layers. After 12 layers with skips "
-        f"{skips[-1]:.2f}, with random MLPs {mlps[-1]:.0e}, with a causal mask {causal[-1]:.1g} ({min(rates):.2f} to "
-        f"{max(rates):.2f} times per layer). SmolLM2: {last['as it is']:.2f}; without MLPs "
+        f"{skips[-1]:.2f}, with random MLPs {mlps[-1]:.0e}, with a causal mask {causal[-1]:.1g} ({span(rates)} times "
+        f"per layer). SmolLM2: {last['as it is']:.2f}; without MLPs "
         f"{last['without MLPs']:.2f}, without skips {last['without skips']:.0e}, without both "
         f"{last['without both']:.0e}.",
         checks,
@@ -170,8 +170,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     for variant, after in data["model"].items():
         third.semilogy(range(1, len(after) + 1), after, label=variant)
     third.set(title="SmolLM2-135M", xlabel="layers", ylabel="residual")
-    for axes in (first, second, third):
-        axes.legend(fontsize=7)
+    legends(first, second, third)
 
 
 EXPERIMENT = Experiment(

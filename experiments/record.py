@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from io import BytesIO
@@ -165,6 +165,31 @@ class Experiment:
             self.draw(figure, record["data"])
             figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "regard"})
         return out.getvalue()
+
+
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    """The least and the greatest of some numbers.
+
+    >>> span([0.5, 0.25, 1])
+    '0.25 to 1.00'
+    """
+    found = list(values)
+    return f"{min(found):{form}} to {max(found):{form}}"
+
+
+def listed(values: Mapping[str, float], form: str = ".2f") -> str:
+    """Numbers with their names.
+
+    >>> listed({"none": 0.031, "T5": 0.056})
+    '0.03 (none), 0.06 (T5)'
+    """
+    return ", ".join(f"{value:{form}} ({name})" for name, value in values.items())
+
+
+def legends(*plots: Any) -> None:
+    """A small legend in each of these axes of matplotlib."""
+    for axes in plots:
+        axes.legend(fontsize=7)
 
 
 def short(number: float | None) -> str:

@@ -14,11 +14,12 @@ Keys have variance 2 and so the factor sqrt(2). Values have 32 elements whatever
 """
 
 import time
+from statistics import median
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
-from tiny_model import Batch, accuracy, train
+from record import Check, Experiment, Result, legends
+from tiny_model import Batch, accuracy, seeded, train
 from torch import Tensor, nn
 
 from regard import attend
@@ -73,7 +74,7 @@ def batch(count: int, generator: torch.Generator) -> Batch:
 def learn(kind: str, dim: int, rate: float, seed: int, steps: int) -> tuple[int, float]:
     """Steps until the loss is below the goal (`steps` if it never is), and the accuracy on other sequences."""
     torch.manual_seed(seed)
-    model, generator = Aligner(kind, dim), torch.Generator().manual_seed(seed)
+    model, generator = Aligner(kind, dim), seeded(seed)
     losses = train(model, lambda _: batch(32, generator), steps, rate=rate, label=f"{kind}, d {dim}, rate {rate}")
     first = next((step + 1 for step, loss in enumerate(losses) if loss < GOAL), steps)
     return first, accuracy(model, batch(500, generator))
@@ -84,11 +85,6 @@ def best(kind: str, dim: int, rates: tuple[float, ...], seeds: range, steps: int
     runs = {rate: [learn(kind, dim, rate, seed, steps) for seed in seeds] for rate in rates}
     rate = min(rates, key=lambda r: (median([s for s, _ in runs[r]]), -median([a for _, a in runs[r]])))
     return {"rate": rate, "steps": [s for s, _ in runs[rate]], "accuracy": [a for _, a in runs[rate]]}
-
-
-def median(values: list[Any]) -> float:
-    """The one in the middle."""
-    return float(sorted(values)[len(values) // 2])
 
 
 @torch.no_grad()
@@ -165,7 +161,6 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
                 axes.plot([dim] * len(each), each, ".", color=f"C{index}", alpha=0.4, markersize=4)
     for axes in (first, second):
         axes.set(xscale="log", xlabel="d")
-        axes.legend(fontsize=7)
     first.set(title=f"steps to learn (at most {data['steps']})", yscale="log")
     second.set(title="accuracy at the end")
     names = [*KINDS, PLAIN]
@@ -175,7 +170,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     third.set(title="ms of CPU, 4 heads of 512", xscale="log")
     third.set_yticks(range(len(names)), labels=names)
     third.invert_yaxis()
-    third.legend(fontsize=7)
+    legends(first, second, third)
 
 
 EXPERIMENT = Experiment(

@@ -8,10 +8,11 @@ target is v_j, so W_Q and W_K must learn the rotation. Steps are counted until t
 variance 1.
 """
 
+from statistics import median
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
+from record import Check, Experiment, Result, legends, span
 from torch import Tensor
 
 from regard import attend
@@ -76,7 +77,9 @@ def measure(seed: int, quick: bool) -> Result:
             flat[name].append((norm < 1e-3).double().mean().item())
     seeds, most = (range(seed, seed + 1), 300) if quick else (range(seed, seed + 3), 600)
     adam = {
-        name: [_median([steps_to_learn(d, scaled=name == "scaled", seed=s, most=most) for s in seeds]) for d in sizes]
+        name: [
+            float(median(steps_to_learn(d, scaled=name == "scaled", seed=s, most=most) for s in seeds)) for d in sizes
+        ]
         for name in ("raw", "scaled")
     }
     at = sizes[-1]
@@ -101,7 +104,7 @@ def measure(seed: int, quick: bool) -> Result:
         Check(f"SGD, both at rate {RATES[0]:g}, d_k {at}: steps unscaled by steps scaled", same_ratio, low=1.2),
     ]
     return Result(
-        f"Variance {min(every):.2f} to {max(every):.2f} d_k. Unscaled at d_k {at}, the best of {KEYS} keys has "
+        f"Variance {span(every)} d_k. Unscaled at d_k {at}, the best of {KEYS} keys has "
         f"{weight['raw'][-1]:.2f} of the weight, and {100 * flat['raw'][-1]:.0f} % of the rows have a derivative "
         f"below 0.001 (scaled: none); the median is {slope['raw'][-1]:.1g}. Adam needs {adam_ratio:.1f} times the "
         f"steps, SGD at its best rate {best_ratio:.1f} times, SGD at one small rate {same_ratio:.1f} times.",
@@ -114,10 +117,6 @@ def measure(seed: int, quick: bool) -> Result:
         "with SGD at one small rate it outweighs saturation, and the unscaled layer learns in fewer steps. This is "
         "one layer on an easy task; deep models were not tried.",
     )
-
-
-def _median(values: list[int]) -> float:
-    return float(sorted(values)[len(values) // 2])
 
 
 def draw(figure: Any, data: dict[str, Any]) -> None:
@@ -133,8 +132,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
         third.loglog(data["sizes"], data["adam"][name], style, marker=".", color="C2", label=label)
     second.set(title=f"saturation, {data['keys']} keys", xlabel="d_k", ylim=(-0.05, 1.4))
     third.set(title="steps of Adam to a quarter of the loss", xlabel="d_k")
-    for axes in (first, second, third):
-        axes.legend(fontsize=7)
+    legends(first, second, third)
 
 
 EXPERIMENT = Experiment(

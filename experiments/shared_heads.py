@@ -19,8 +19,8 @@ from statistics import mean
 from typing import Any
 
 import torch
-from record import Check, Experiment, Result
-from tiny_model import Text, losses, moby_dick, train
+from record import Check, Experiment, Result, legends, listed, span
+from tiny_model import Text, losses, moby_dick, parameters, seeded, train_on_text
 
 from regard import Rope
 from regard.cache import KVCache, Latent
@@ -45,7 +45,7 @@ def decoder(kind: str, text: Text, seed: int) -> Decoder:
 
 def converted(model: Decoder, key_heads: int, how: Any, seed: int) -> Decoder:
     """A copy with fewer key heads."""
-    other, generator = deepcopy(model), torch.Generator().manual_seed(seed)
+    other, generator = deepcopy(model), seeded(seed)
     blocks: Any = other.body.blocks
     for block in blocks:
         block.attention = share_heads(block.attention, key_heads, how, generator)
@@ -54,8 +54,7 @@ def converted(model: Decoder, key_heads: int, how: Any, seed: int) -> Decoder:
 
 def learn(model: Decoder, text: Text, steps: int, seed: int, rate: float, label: str) -> float:
     """Train, and return the loss on unseen text, nats per character."""
-    generator = torch.Generator().manual_seed(seed)
-    train(model, lambda step: text.batch(16, TOKENS, generator), steps, rate=rate, label=label)
+    train_on_text(model, text, TOKENS, steps, seed, rate=rate, label=label)
     return losses(model, text.passages(128, TOKENS)).mean().item()
 
 
@@ -111,7 +110,7 @@ def measure(seed: int, quick: bool) -> Result:
                 for share in UPTRAINED
             ])  # fmt: skip
     stored = {kind: cache_bytes(decoder(kind, text, seed)) for kind in KINDS}
-    weights = {kind: sum(p.numel() for p in decoder(kind, text, seed).parameters()) for kind in KINDS}
+    weights = {kind: parameters(decoder(kind, text, seed)) for kind in KINDS}
     times = decode_times(1024 if quick else 8192, 5 if quick else 100)
     at = {kind: mean(values) for kind, values in loss.items()}
     up = {name: [mean(row[i] for row in rows) for i in range(len(UPTRAINED))] for name, rows in after.items()}
@@ -129,7 +128,7 @@ def measure(seed: int, quick: bool) -> Result:
         Check("decode time of MHA by that of MLA", times["MHA"] / times["MLA"], low=1),
     ]  # fmt: skip
     apart = [gqa - mha for gqa, mha in zip(loss["GQA"], loss["MHA"], strict=True)]
-    more = ", ".join(f"{at[kind] - at['MHA']:+.3f} ({kind})" for kind in KINDS[1:])
+    more = listed({kind: at[kind] - at["MHA"] for kind in KINDS[1:]}, "+.3f")
     ways = ", ".join(f"{row[0] - at['MHA']:.3f} and {row[1] - at['MHA']:.3f} ({name})" for name, row in up.items())
     return Result(
         f"From scratch, loss above that of MHA ({at['MHA']:.3f}): {more}. Converted, at once and after 5 % more "
@@ -137,8 +136,8 @@ def measure(seed: int, quick: bool) -> Result:
         checks,
         {"loss": loss, "after": after, "uptrained": UPTRAINED, "bytes": stored, "weights": weights, "ms": times},
         "Means over the seeds; two layers of width 64 on Moby-Dick by characters; all kinds see the same batches. GQA "
-        f"less MHA is {min(apart):+.3f} to {max(apart):+.3f} by seed. The MLPs are equal, so fewer key heads are fewer "
-        f"weights: {', '.join(f'{count:,} ({kind})' for kind, count in weights.items())}. The order MHA, GQA, MQA "
+        f"less MHA is {span(apart, '+.3f')} by seed. The MLPs are equal, so fewer key heads are fewer "
+        f"weights: {listed(weights, ',')}. The order MHA, GQA, MQA "
         "from scratch is that of DeepSeek-V2, D.1, on benchmarks of models of 7B in which more layers make up for "
         "missing weights. What Ainslie et al. find close to MHA is not GQA from scratch: it is converted from MHA and "
         "trained for 5 % of its steps, and their order of conversions is of MQA. That the converted model comes "
@@ -167,8 +166,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     middle.set(title="converted: loss above MHA's", xlabel="more steps, %")
     right.bar(KINDS, [data["ms"][kind] for kind in KINDS], color=[f"C{i}" for i in range(len(KINDS))])
     right.set(title="decode step at 8,192 tokens, ms")
-    for axes in (left, middle):
-        axes.legend(fontsize=7)
+    legends(left, middle)
 
 
 EXPERIMENT = Experiment(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import DOCS, Check, Experiment, Result
+from record import DOCS, Check, Experiment, Result, legends
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -163,8 +163,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     third.fill_between(starts, low, high, alpha=0.2)
     third.axvline(data["trained"], color="gray", linewidth=0.8, linestyle=":", label="positions of the model")
     third.set(title="perplexity by that at position 4", xlabel="text position of the window", yscale="log")
-    for axes in (first, second, third):
-        axes.legend(fontsize=7)
+    legends(first, second, third)
 
 
 EXPERIMENT = Experiment(

@@ -20,6 +20,9 @@ from regard.evaluate.corpus import spread, text_of
 IGNORE = -100
 """The target that the loss ignores, as in `torch.nn.functional.cross_entropy`."""
 
+AT_ONCE = 2048
+"""Tokens of a text in each step of the training."""
+
 Batch = tuple[Tensor, Tensor]
 """Tokens and targets, int64 [batch, tokens] each."""
 
@@ -94,6 +97,24 @@ def train(
         _show(f"{label}: step {step + 1} of {steps}, loss {found[-1]:.3f}", last=step + 1 == steps)
     model.eval()
     return found
+
+
+def train_on_text(
+    model: nn.Module, text: Text, tokens: int, steps: int, seed: int, *, rate: float = 3e-3, label: str = ""
+) -> None:
+    """Train on passages of this many tokens from random places, `AT_ONCE` tokens in a step."""
+    generator = seeded(seed)
+    train(model, lambda _: text.batch(AT_ONCE // tokens, tokens, generator), steps, rate=rate, label=label)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A random generator of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
+def parameters(model: nn.Module) -> int:
+    """How many weights a model has."""
+    return sum(p.numel() for p in model.parameters())
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
-"""The parts of the experiments on rank collapse, induction heads and attention as explanation."""
+"""The parts of the experiments on rank collapse, induction heads, pruned heads and attention as explanation."""
 
+import math
 import runpy
 import sys
 from itertools import pairwise
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from regard.inspect.intervene.rows import divergence
+from regard.nn import Decoder
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 
@@ -122,3 +124,52 @@ def test_without_context_an_adversary_must_keep_the_weight_on_the_deciding_token
     assert 0.0099 < found["moved"] <= 0.01
     assert 0.5 * found["adversary"] < found["search"] <= found["adversary"]
     assert found["permutation"] > 0.3
+
+
+ALPHABET, WORKER = 8, (1, 2)
+
+
+def one_head_model():
+    """A decoder whose head 1.2 alone writes what the logits read: which tokens a text had so far."""
+    torch.manual_seed(0)
+    model = Decoder(ALPHABET, 32, layers=2, heads=4, mlp=False).requires_grad_(True)
+    one = torch.eye(ALPHABET)
+    with torch.no_grad():
+        for block in model.body.blocks:
+            block.attention.o_proj.weight.zero_()
+        attention = model.body.blocks[WORKER[0]].attention
+        own = slice(8 * WORKER[1], 8 * WORKER[1] + 8)
+        attention.q_proj.weight[own] = 0  # equal weights for all tokens so far
+        attention.v_proj.weight[own] = torch.cat([one, torch.zeros(8, 24)], 1)
+        attention.o_proj.weight[16:24, own] = one
+        model.body.embedding.weight.copy_(torch.cat([one, torch.zeros(8, 24)], 1))
+        model.unembedding.weight.copy_(torch.cat([torch.zeros(8, 16), 3 * one, torch.zeros(8, 8)], 1))
+    return model
+
+
+def test_the_head_that_does_everything_is_removed_last(load):
+    names, model = load("head_redundancy"), one_head_model()
+    texts = [torch.arange(ALPHABET)[:, None].repeat(1, 12)]  # of one letter each
+    curve, raw = names["pruned"](model, texts, texts, (0.0, 0.5, 0.875, 1.0), 3, 0)
+    assert len(curve.order) == 8
+    assert curve.order[-1] == raw.order[-1] == WORKER
+    whole, half, most, none = curve.losses.tolist()
+    assert whole == half == most < 0.1
+    assert none == pytest.approx(math.log(ALPHABET))
+    assert torch.equal(curve.losses, raw.losses)
+    assert curve.random.mean(2)[:, 2].max() == pytest.approx(math.log(ALPHABET))
+
+
+def test_heads_that_do_nothing_change_nothing_when_removed_alone(load):
+    names, model = load("head_redundancy"), one_head_model()
+    texts = [torch.arange(ALPHABET)[:, None].repeat(1, 12)]
+    *others, worker = names["one_by_one"](model, texts, [(0, 1), WORKER, (1, 0), (1, 3)])
+    assert others == [0.0, 0.0, 0.0]
+    assert worker > 1.9
+
+
+def test_passages_are_stretches_of_the_text_in_batches_of_four(load):
+    batches = load("head_redundancy")["passages"](torch.arange(1000), 8, torch.Generator().manual_seed(0))
+    assert [batch.shape for batch in batches] == [(4, 128), (4, 128)]
+    assert all((row.diff() == 1).all() for batch in batches for row in batch)
+    assert len({int(row[0]) for batch in batches for row in batch}) > 4

@@ -131,8 +131,9 @@ def check_settings(task: Any) -> None:
     for depth in getattr(task, "depths", ()):
         if not 0 <= depth <= 1:
             raise ProblemError(f"depths has {depth!r}: expected numbers from 0 to 1, shares of the text.")
-    if not _is_count(task.samples):
-        raise ProblemError(f"samples is {task.samples!r}: expected a whole number from 1 on.")
+    samples: Any = getattr(task, "samples", None)
+    if not _is_count(samples):
+        raise ProblemError(f"samples is {samples!r}: expected a whole number from 1 on.")
 
 
 def _is_count(value: Any) -> bool:
