@@ -11,8 +11,9 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from regard import Causal, ProblemError, RefusalError
 from regard.calls import Call, observe_calls
+from regard.integrate.attention_function import attention
 from regard.integrate.layer_mask import LayerMask
-from regard.integrate.transformers import attention, check_model, register, use_regard
+from regard.integrate.transformers import check_model, register, use_regard
 from tests.integrate.zoo import BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
 
 SIDES = ["left", "right", "hole"]

@@ -33,8 +33,9 @@ from regard.describe.mask_by_table import Documents
 from regard.errors import ProblemError, RefusalError
 from regard.integrate.implementation import NAME, implementation_of
 from regard.integrate.layer_mask import LayerMask
+from regard.integrate.mask_function import sharded_masks
 from regard.integrate.masks import MaskRequest, Predicate, to_mask
-from regard.integrate.transformers import check_model, register, sharded_masks
+from regard.integrate.transformers import check_model, register
 
 MODELS: type[nn.Module] = PreTrainedModel
 """Whose calls are sharded."""

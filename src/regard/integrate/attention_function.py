@@ -1,0 +1,201 @@
+"""The attention function that models of transformers call, computed by regard.
+
+Regard computes what a model's `eager_attention_forward` computes, in float32 or better: grouped heads without copies,
+`softcap`, sinks (`s_aux`), T5's `position_bias`, keys that an indexer chose (`indices`, in DeepSeek-V3.2). Two things
+differ on purpose: a query that may see no key (padding on the left) gives 0, where eager averages keys that it should
+not see; and dropout draws its own random numbers.
+"""
+
+import contextvars
+import functools
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from regard.attention import attend
+from regard.cache.store import CachedTensor
+from regard.describe.bias import Bias, TensorBias
+from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal
+from regard.describe.mask_by_table import TensorMask
+from regard.errors import ProblemError, RefusalError
+from regard.integrate.cache_evicting import EvictingLayer, latest, take_latest
+from regard.integrate.cache_latent import EvictingLatentLayer
+from regard.integrate.cache_layers import dense
+from regard.integrate.implementation import WITHOUT_EFFECT, check_keywords, sink_of
+from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, sizes_of
+from regard.integrate.layer_mask import LayerMask
+from regard.integrate.lazy import opened
+
+Stored = CachedTensor | Latents | SplitLatents
+"""Keys, or values, as the attention function reads them. Latents are both at once."""
+
+_attend_known: Any = cast(Any, attend).__wrapped__
+"""`attend` without its advice on keywords that it does not have."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [batch, heads, queries, qk_dim]
+    key: Any,  # [batch, kv_heads, keys, qk_dim], Tensor | LazyTensor
+    value: Any,  # [batch, kv_heads, keys, v_dim]
+    attention_mask: LayerMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: (out [batch, queries, heads, v_dim], weights or None).
+
+    `indices` [batch, queries, chosen] are the keys that an indexer chose for each query (DeepSeek sparse attention);
+    those of them that the mask hides stay hidden.
+
+    The weights `[batch, heads, queries, keys]` are computed where `output_attentions` is true, before dropout.
+
+    Raises:
+        RefusalError: a keyword that changes the result in a way that regard does not support.
+        ProblemError: tensors or masks that do not fit each other.
+    """
+    if (
+        type(attention_mask) is LayerMask
+        and type(key) is type(value) is Tensor
+        and kwargs.keys() <= WITHOUT_EFFECT.keys()
+        and not (output_attentions or (dropout and module.training) or is_compiling() or latest.get())
+        and s_aux is sinks is position_bias is indices is None
+        and ((batch := len(query)), 1, query.shape[2], key.shape[2]) == attention_mask.call
+        and batch == len(key)
+        and not _is_recorded()
+    ):  # most calls; each function more costs 2 to 4 us of 60, as the weights drive code out of the caches
+        out = _attend_known(
+            query, key, value, mask=attention_mask.mask, scale=scaling, softcap=softcap, offset=attention_mask.offset
+        )
+        return out.transpose(1, 2).contiguous(), None
+    check_keywords(module, kwargs)
+    found = None if torch.compiler.is_compiling() else take_latest(key, value)
+    k, v = opened(key, value)
+    batch, keys = sizes_of(k)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    options["sink"] = sink_of(s_aux if s_aux is not None else sinks)
+    if found is not None:
+        layer, is_unchanged = found
+        _check_bias(layer, position_bias)
+        if layer.is_padded(attention_mask):
+            _check_weights(layer, output_attentions)
+            return _by_row(module, layer, query, attention_mask, options, is_unchanged), None
+        attention_mask = layer.mask_for(cast(Any, attention_mask), query.shape[2], keys)
+    keep, bias, offset = _mask_of(module, query.shape[2], keys, attention_mask, is_causal)
+    if indices is not None:
+        keep = _mask_of_indices(indices, keys) if keep is None else keep & _mask_of_indices(indices, keys)
+    if position_bias is not None:
+        bias = TensorBias(position_bias) if bias is None else TensorBias(position_bias) + bias
+    if query.shape[0] == 1 < batch:  # one set of learned queries for all rows
+        query = query.expand(batch, -1, -1, -1)
+    options |= {"mask": keep, "bias": bias, "offset": offset}
+    out = _attend(module, query, k, v, dropout=dropout if module.training else 0.0, **options)
+    if found is not None:
+        found[0].observe(_observe_queries(module, found[0], query), keep, scaling)
+    weights = _weights(module, query, k, options) if output_attentions or _is_recorded() else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _attend(module: nn.Module, query: Tensor, key: Stored, value: Stored, **options: Any) -> Tensor:
+    if isinstance(key, Latents | SplitLatents):
+        return attend_latents(module, query, key, **options)
+    return attend(query, key, cast(CachedTensor, value), **options)
+
+
+def _observe_queries(module: nn.Module, layer: EvictingLayer, query: Tensor) -> Tensor:
+    """The queries that meet the entries of a layer."""
+    return absorbed(module, query) if isinstance(layer, EvictingLatentLayer) else query
+
+
+def _by_row(
+    module: nn.Module, layer: EvictingLayer, query: Tensor, given: Any, options: dict[str, Any], is_unchanged: bool
+) -> Tensor:
+    """The attention of a padded batch to a layer that evicts, [batch, queries, heads, v_dim]."""
+
+    def run(q: Tensor, found: tuple[Any, Any], keep: Mask | None) -> Tensor:
+        return _attend(module, q, *found, mask=keep, **options)
+
+    observed = functools.partial(_observe_queries, module, layer)
+    out = layer.attend_by_row(given, query, run, observed, options["scale"], is_unchanged)
+    return out.transpose(1, 2).contiguous()
+
+
+def _check_weights(layer: EvictingLayer, output_attentions: bool) -> None:
+    if output_attentions or _is_recorded():
+        raise RefusalError(
+            f"the weights of a padded batch over {layer.kv!r}: its rows keep different tokens, so there is no one "
+            "matrix of them. Leave output_attentions out, or compute one row at a time."
+        )
+
+
+def _check_bias(layer: EvictingLayer, bias: Tensor | None) -> None:
+    if bias is not None:
+        raise RefusalError(
+            f"{layer.kv!r} drops tokens, and this model adds a bias by position to the scores of all: which entries "
+            "belong to the remaining tokens is not known. Take a cache that keeps all."
+        )
+
+
+def _mask_of(
+    module: nn.Module, queries: int, keys: int, given: LayerMask | Tensor | None, is_causal: bool | None
+) -> tuple[Mask | None, Bias | None, int | Tensor]:
+    """(mask, bias, position of the first query) of what transformers passes as the mask."""
+    if isinstance(given, LayerMask):
+        rows, columns = given.shape[2:]
+        if (rows, columns) == (queries, keys):
+            return given.mask, None, given.offset_tensor if torch.compiler.is_compiling() else given.offset
+        if rows in (1, queries) and columns in (1, keys):  # MiniMax's mask of one key broadcasts, as a tensor would
+            return TensorMask(given.dense()), None, 0
+        raise ProblemError(
+            f"the mask is for {rows} queries and {columns} keys, and {type(module).__name__} has {queries} and {keys}: "
+            f'other keys than its cache announced. Use attn_implementation="eager" for this model.'
+        )
+    if isinstance(given, Tensor):
+        if given.dtype == torch.bool:
+            return TensorMask(given), None, 0
+        if not given.is_floating_point():
+            raise ProblemError(
+                f"attention_mask is {given.dtype} {list(given.shape)}: a mask of four dimensions is bool (True keeps) "
+                "or floating point (added to the scores)."
+            )
+        return None, TensorBias(given), 0
+    # Without a mask the first query is at the first key, also where a static cache returns slots of future tokens.
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return (Causal() if causal and queries > 1 else None), None, 0
+
+
+def _mask_of_indices(indices: Tensor, keys: int) -> TensorMask:
+    """The mask of keys chosen one by one, [batch, queries, chosen]."""
+    hidden = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
+    return TensorMask(hidden.scatter(-1, indices.long(), True)[:, None])
+
+
+def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, Any]) -> Tensor:
+    """The weights, as the outputs for values that are unit vectors: `softmax(...) @ identity`."""
+    k = expanded(module, key)[0] if isinstance(key, Latents | SplitLatents) else dense(key)
+    units = torch.eye(k.shape[2], dtype=query.dtype, device=query.device).expand(*k.shape[:2], -1, -1)
+    if torch.compiler.is_compiling():
+        return attend(query, k, units, **options)
+    # In a context of its own, so that observers of the model's calls do not see this one.
+    return contextvars.Context().run(functools.partial(attend, query, k, units, **options))
+
+
+def _is_recorded() -> bool:
+    """Whether transformers is recording attention weights: GPT-2 and others do not pass `output_attentions` on."""
+    recorder = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(recorder, "_active_collector", None)
+    if collector is None or is_compiling():
+        return False
+    found = collector.get()
+    return bool(found) and any("attentions" in key for key in found)
