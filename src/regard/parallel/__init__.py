@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from regard.parallel.context import ContextParallel, Shard, context_parallel
     from regard.parallel.layout import Layout
     from regard.parallel.ring import ring_attend, ring_attend_state
-    from regard.parallel.sharded import ShardedCache, attend_sharded
+    from regard.parallel.sharded import attend_sharded
+    from regard.parallel.sharded_cache import ShardedCache
     from regard.parallel.ulysses import attend_on_mesh, ulysses_attend
 
 __all__ = [
@@ -40,7 +41,8 @@ MODULES = {
     "layout": ("Layout",),
     "ranks": ("RankError",),
     "ring": ("ring_attend", "ring_attend_state"),
-    "sharded": ("ShardedCache", "attend_sharded"),
+    "sharded": ("attend_sharded",),
+    "sharded_cache": ("ShardedCache",),
     "ulysses": ("attend_on_mesh", "ulysses_attend"),
 }
 """The public names of each module."""

@@ -5,30 +5,25 @@ ranks: after log2(ranks) exchanges every rank has the same bits. (Tree attention
 """
 
 from dataclasses import replace
-from functools import reduce
-from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from regard.backend.contract import Backend
-from regard.cache.kv_cache import KVCache
 from regard.calls import check_unobserved
 from regard.describe.bias import Bias
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
-from regard.describe.whole_number import whole
 from regard.errors import ProblemError, RegardError
 from regard.parallel.layout import Layout
-from regard.parallel.placed import Pieces, pieces_of, positions_of
+from regard.parallel.placed import Pieces, pieces_of
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
 from regard.parallel.rectangle import Formula, Part, empty_state, state_of
 from regard.plan.checks import check_numbers, check_offset, check_readable, check_sink, check_specs
 from regard.state import State
-from regard.storage.stored import Contiguous, Latent, Paged, StoredTensor
+from regard.storage.stored import StoredTensor
 
 
 @suggest_keywords
@@ -84,194 +79,12 @@ def attend_sharded(
         error += f"expected {layout.counts[ranks.rank] if layout.ranks == ranks.size else 'one'} for each rank."
         ranks.refuse(error)
         raise ProblemError(error)
-    return _attend(ranks, formula, sink, q, (k, v), pieces_of(layout.positions(ranks.rank)), layout.tokens, offset)
+    return attend_pieces(
+        ranks, formula, sink, q, (k, v), pieces_of(layout.positions(ranks.rank)), layout.tokens, offset
+    )
 
 
-class ShardedCache:
-    """A KV cache whose tokens are on several ranks: for contexts that one memory cannot hold.
-
-    Every rank of the group makes one, and calls its methods with the same arguments. New tokens go in blocks to the
-    rank that has the fewest; a rank stores its own in a `KVCache`, dense, paged or quantised.
-
-    Args:
-        cache: where this rank stores its tokens, empty: `Contiguous`, `Paged` or `Latent`, without eviction. None:
-            `KVCache()`.
-        block: consecutive tokens that go to one rank.
-        group: the ranks; None for all.
-        timeout: seconds to wait for another rank.
-
-    >>> import torch, torch.distributed as dist
-    >>> from regard import Causal, attend
-    >>> from regard.parallel import ShardedCache
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun starts more ranks
-    >>> q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
-    >>> cache = ShardedCache()
-    >>> cache.append(k[:, :, :4], v[:, :, :4])
-    >>> cache.append(k[:, :, 4:], v[:, :, 4:])
-    >>> out = cache.attend(q[:, :, 4:], mask=Causal())
-    >>> torch.allclose(out, attend(q, k, v, mask=Causal())[:, :, 4:], atol=1e-6)
-    True
-    >>> cache
-    ShardedCache(5 tokens, 5 on rank 0 of 1)
-    >>> dist.destroy_process_group()
-    """
-
-    def __init__(
-        self,
-        cache: KVCache | None = None,
-        *,
-        block: int = 256,
-        group: ProcessGroup | None = None,
-        timeout: float = TIMEOUT,
-    ) -> None:
-        self._cache = KVCache() if cache is None else cache
-        layout, evict = self._cache.layout, self._cache.evict
-        if not isinstance(layout, Contiguous | Paged | Latent) or evict is not None or self._cache.tokens_seen:
-            raise ProblemError(
-                f"cache is {self._cache!r}: expected an empty one that keeps every token, so Contiguous(), Paged() or "
-                "Latent(rank) without a policy: positions are those of the whole sequence."
-            )
-        self._block, self._group, self._timeout = whole(block, "block", "tokens", least=1), group, timeout
-        self._ranks = Ranks(group, timeout, "ShardedCache")
-        self._runs: list[tuple[range, int]] = []
-        self._pieces: Pieces = ()
-        self._none: tuple[Tensor, Tensor | None] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens are stored, on all ranks: the position of the next token."""
-        return self._runs[-1][0].stop if self._runs else 0
-
-    @property
-    def own_tokens(self) -> int:
-        """How many tokens this rank stores."""
-        return self._cache.tokens
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many tokens each rank stores."""
-        found = [0] * self._ranks.size
-        for run, rank in self._runs:
-            found[rank] += len(run)
-        return tuple(found)
-
-    def append(self, k: Tensor, v: Tensor | None = None, *, layout: Layout | None = None) -> None:
-        """Store new tokens; waits for no rank.
-
-        Args:
-            k: [batch, kv_heads, tokens, qk_dim], the same on every rank; with a layout, the tokens of this rank.
-            v: [batch, kv_heads, tokens, v_dim]; None only with `Latent`.
-            layout: which of the new tokens each rank has, as after a prompt by `ring_attend`; None: every rank has all.
-
-        Raises:
-            ProblemError: as `KVCache.append`; or k does not have the tokens that the layout gives this rank.
-        """
-        runs = self._dealt(k.shape[2]) if layout is None else self._placed(layout, k)
-        own = [run for run, rank in runs if rank == self._ranks.rank]
-        if layout is None:
-            at = torch.tensor(positions_of(pieces_of(own)) - self.tokens, device=k.device)
-            k, v = k.index_select(2, at), None if v is None else v.index_select(2, at)
-        self._cache.append(k, v)
-        self._none = k[:, :, :0], None if v is None else v[:, :, :0]
-        self._runs += runs
-        self._pieces = reduce(extended, own, self._pieces)
-
-    def attend(
-        self,
-        q: Tensor,
-        *,
-        mask: Mask | None = None,
-        bias: Bias | None = None,
-        score: Score | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-        offset: int | None = None,
-        backend: str | Backend | None = None,
-    ) -> Tensor:
-        """Attention over all stored tokens: `attend_sharded`, whose arguments and errors these are.
-
-        Args:
-            q: [batch, heads, queries, qk_dim], the same on every rank.
-
-        Returns:
-            [batch, heads, queries, v_dim], the same bits on every rank.
-        """
-        if self._none is None or not self.tokens:
-            raise ProblemError("attend over an empty ShardedCache: append tokens first.")
-        ranks = Ranks(self._group, self._timeout, "ShardedCache.attend")
-        formula = Formula(mask, bias, score, scale, softcap, 0.0, backend)
-        k, v = self._cache.append(*self._none)  # no tokens: to read what is stored
-        return _attend(ranks, formula, sink, q, (k, v), self._pieces, self.tokens, offset)
-
-    def crop(self, tokens: int) -> None:
-        """Remove all but the first `tokens` tokens, for example drafts that were not accepted; waits for no rank."""
-        if not 0 <= whole(tokens, "the argument of crop") <= self.tokens:
-            raise ProblemError(f"crop({tokens}): expected 0 to {self.tokens}, the tokens that are stored.")
-        runs = [(range(run.start, min(run.stop, tokens)), rank) for run, rank in self._runs if run.start < tokens]
-        own = sum(len(run) for run, rank in runs if rank == self._ranks.rank)
-        self._cache.crop(own)
-        self._runs = runs
-        self._pieces = reduce(extended, [run for run, rank in runs if rank == self._ranks.rank], cast(Pieces, ()))
-
-    def _dealt(self, tokens: int) -> list[tuple[range, int]]:
-        """New tokens in blocks, each with the rank that has the fewest; the last block is filled before."""
-        counts, found = list(self.counts), list[tuple[range, int]]()
-        at, stop = self.tokens, self.tokens + tokens
-        last, rank = self._runs[-1] if self._runs else (range(0), 0)
-        room = -self._filled(rank) % self._block if last else 0
-        while at < stop:
-            if not room:
-                rank, room = min(range(len(counts)), key=counts.__getitem__), self._block
-            n = min(room, stop - at)
-            found.append((range(at, at + n), rank))
-            at, room, counts[rank] = at + n, room - n, counts[rank] + n
-        return found
-
-    def _filled(self, rank: int) -> int:
-        """How many consecutive tokens at the end are on this rank."""
-        found = 0
-        for run, owner in reversed(self._runs):
-            if owner != rank:
-                break
-            found += len(run)
-        return found
-
-    def _placed(self, layout: Layout, k: Tensor) -> list[tuple[range, int]]:
-        me = self._ranks.rank
-        if layout.ranks != self._ranks.size or layout.counts[me] != k.shape[2]:
-            raise ProblemError(f"k has {k.shape[2]} tokens on rank {me} of {self._ranks.size}, and this is {layout}.")
-        edges, owners = layout.pieces
-        ranges = [range(self.tokens + a, self.tokens + b) for a, b in pairwise(edges.tolist())]
-        return list(zip(ranges, owners.tolist(), strict=True))
-
-    def __repr__(self) -> str:
-        ranks = self._ranks
-        return f"ShardedCache({self.tokens:,} tokens, {self.own_tokens:,} on rank {ranks.rank} of {ranks.size})"
-
-
-def extended(pieces: Pieces, run: range) -> Pieces:
-    """The pieces with one more run of consecutive tokens, as few as possible.
-
-    >>> reduce(extended, [range(0, 4), range(8, 12), range(16, 18)], ())
-    ((0, 10, 4, 8),)
-    """
-    if not run:
-        return pieces
-    n = len(run)
-    if pieces:
-        first, count, block, stride = pieces[-1]
-        full, more = divmod(count, block)
-        if count == block and run.start == first + count:  # one block that goes on
-            return (*pieces[:-1], (first, count + n, count + n, count + n))
-        if count == block and n <= block:  # its second block
-            return (*pieces[:-1], (first, count + n, block, run.start - first))
-        if count > block and run.start == first + full * stride + more and more + n <= block:
-            return (*pieces[:-1], (first, count + n, block, stride))
-    return (*pieces, (run.start, n, n, n))
-
-
-def _attend(
+def attend_pieces(
     ranks: Ranks,
     formula: Formula,
     sink: Tensor | None,
