@@ -36,7 +36,8 @@ python experiments/score_scale.py --quick     # seconds; --seed N for other rand
 ./experiments/all                             # all of them, in turn; writes the figures, the records and this page
 ```
 
-This page is made of the records in [docs/experiments](experiments), which hold the plotted numbers.
+This page is made of the records in [docs/experiments](experiments), which hold the plotted numbers. All experiments
+together took {minutes:.0f} minutes.
 """
 
 
@@ -48,7 +49,8 @@ def scripts() -> list[str]:
 
 def page(records: Sequence[dict[str, Any]]) -> str:
     """The page as Markdown."""
-    lines = [INTRODUCTION, "| claim | source | expected | measured | verdict | command |", "|---|---|---|---|---|---|"]
+    introduction = INTRODUCTION.format(minutes=sum(r["seconds"] for r in records) / 60)
+    lines = [introduction, "| claim | source | expected | measured | verdict | command |", "|---|---|---|---|---|---|"]
     for r in records:
         anchor = "".join(c for c in r["title"].lower().replace(" ", "-") if c.isalnum() or c == "-")
         command = f"`python experiments/{r['name']}.py`"

@@ -121,7 +121,7 @@ class Experiment:
             ],
             "note": result.note, "data": result.data, "seed": seed, "quick": quick,
             "seconds": round(time.perf_counter() - started, 1), "cpu_seconds": round(time.process_time() - cpu, 1),
-            "machine": f"{processor()}, {torch.get_num_threads()} threads",
+            "machine": f"{processor()}, {(n := torch.get_num_threads())} thread{'s' * (n > 1)}",
             "versions": f"regard {regard.__version__}, torch {torch.__version__.partition('+')[0]}, "
             f"python {platform.python_version()}",
         }  # fmt: skip
