@@ -11,8 +11,7 @@ or on the chunk of a prompt that it came in.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, reduce
-from operator import add
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,17 +19,27 @@ from torch import Tensor
 
 from regard import native
 from regard.backend.contract import Backend, Kernel, Repeated
-from regard.backend.native_parts import listed
+from regard.backend.native_inputs import (
+    GRADIENTS,
+    LSE,
+    SIZES,
+    TENSORS,
+    THREADS,
+    TILES,
+    WORKSPACE,
+    Inputs,
+    inputs_of,
+    tensor_fields,
+    wide_of,
+    write_inputs,
+)
 from regard.backend.native_repeated import Like, repeated
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
-from regard.describe.bias import TensorBias
 from regard.errors import RefusalError
-from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
-from regard.storage.stored import StoredTensor
 from regard.torch_internals import is_legacy_batched
 
 UNTRACEABLE = (
@@ -40,15 +49,6 @@ UNTRACEABLE = (
 
 SECONDS = 0.2
 """After so long the library returns for a moment, so that Python can see to Ctrl-C."""
-
-_AT = {name: number for number, name in enumerate(native.GRADIENT)}
-SEED, SINK, LSE, THREADS = _AT["seed"], _AT["sink"], _AT["lse"], _AT["threads"]
-WORKSPACE = slice(_AT["workspace"], _AT["workspace_bytes"] + 1)
-SIZES = slice(_AT["queries"], _AT["keys"] + 1)
-TENSORS, PARTS = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["k_parts"], LSE)
-DISTANCE, BIAS = slice(_AT["distance"], _AT["bias"]), slice(_AT["bias"], _AT["maps_batch"])
-TILES, GRADIENTS = slice(_AT["maps_batch"], _AT["workspace"]), slice(len(native.CALL), len(native.GRADIENT))
-"""Indexes of the struct fields that differ from call to call."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,6 @@ def _chosen() -> str:
     return native.isa()
 
 
-class _Inputs(NamedTuple):
-    """The operands as the library reads them; "wide" is float64 for float64, else float32."""
-
-    q: Tensor  # [batch, heads, queries, qk_dim]
-    k: Tensor  # [batch, kv_heads, keys, qk_dim]
-    v: Tensor  # [batch, kv_heads, keys, v_dim]
-    sink: Tensor | None  # wide [heads]
-    distance: Tensor | None  # wide [heads, queries + keys - 1]
-    bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1], of any type and strides
-    stored: tuple[StoredTensor, StoredTensor] | None = None  # keys and values; then k and v hold nothing
-
-
 class _Wanted(NamedTuple):
     """Which inputs want a gradient."""
 
@@ -117,7 +105,7 @@ class _Kernel:
     def __init__(self, problem: Problem, schedule: Schedule, isa: int) -> None:
         p = problem
         self.problem, self.schedule = problem, schedule
-        self.wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        self.wide = wide_of(p.dtype)
         self.entry = _entry("regard_forward")
         self.fields: dict[str, float] = {
             "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
@@ -138,7 +126,7 @@ class _Kernel:
         tiles, seed = self._tiles(operands), self._seed() if self.problem.dropout else 0
         if bias is None and sink is None and not seed and stored is None and tiles.number:
             return State(*self.run(self.form, q, k, v, tiles, offset, wants_lse))
-        return State(*self.compute(self._inputs(operands), tiles, offset, seed, wants_lse))
+        return State(*self.compute(inputs_of(self.problem, operands), tiles, offset, seed, wants_lse))
 
     def resume(self, operands: Operands, state: State) -> State:
         return self._differentiable(operands, state)
@@ -152,13 +140,13 @@ class _Kernel:
         return repeated(self.attend, self.form, tiles, by_head, by_token)
 
     def compute(
-        self, inputs: _Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True
+        self, inputs: Inputs, tiles: Tiles, offset: int, seed: int, wants_lse: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(out, lse); lse is NaN where it is not wanted."""
         form = self.entry.opened(self.packed)
         if not tiles.number:
             form[TILES] = tiles.lists
-        kept = _write(form, inputs, seed)
+        kept = write_inputs(form, inputs, seed)
         done = self.run(form, inputs.q, inputs.k, inputs.v, tiles, offset, wants_lse)
         del kept  # it was needed until now
         return done
@@ -208,7 +196,7 @@ class _Kernel:
 
     def gradients(
         self,
-        inputs: _Inputs,
+        inputs: Inputs,
         tiles: Tiles,
         offset: int,
         seed: int,
@@ -216,66 +204,40 @@ class _Kernel:
         state: State,
         dout: Tensor,
         dlse: Tensor | None,
-    ) -> _Inputs:
+    ) -> Inputs:
         """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
         i = inputs
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (i.q, i.k, i.v))
         if not state.lse.numel():
-            return _Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
+            return Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
         ddistance = _zeros(i.distance) if wanted.distance else None
         dbias = _zeros(i.bias, self.wide) if wanted.bias else None
         delta = torch.empty(i.q.shape[:3], dtype=self.wide, device="cpu")
         backward = _entry("regard_backward")
         struct = backward.opened(backward.packed(self.fields))
         queries, keys = i.q.shape[2], i.k.shape[2]
-        struct[TENSORS] = (*_placed(i.q), *_placed(i.k), *_placed(i.v), *_placed(state.out))
+        struct[TENSORS] = (*tensor_fields(i.q), *tensor_fields(i.k), *tensor_fields(i.v), *tensor_fields(state.out))
         struct[LSE], struct[THREADS], struct[SIZES] = state.lse.data_ptr(), torch.get_num_threads(), (queries, keys)
         struct[TILES] = tiles.fields(queries, offset)
-        _write(struct, i, seed)
+        write_inputs(struct, i, seed)
         struct[GRADIENTS] = (
-            *_placed(dout), _address(dlse), *_placed(dq), *_placed(dk), *_placed(dv), delta.data_ptr(),
-            _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
+            *tensor_fields(dout), _address(dlse), *tensor_fields(dq), *tensor_fields(dk), *tensor_fields(dv),
+            delta.data_ptr(), _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
         )  # fmt: skip
         memory = native.memory_of(backward.workspace(struct))
         struct[WORKSPACE] = memory.address, memory.size
         backward(struct)
         dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
-        return _Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
+        return Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
 
     def _differentiable(self, operands: Operands, state: State | None) -> State:
-        inputs = self._inputs(operands)
+        inputs = inputs_of(self.problem, operands)
         call = self._tiles(operands), operands.offset, self._seed()
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
-    def _inputs(self, o: Operands) -> _Inputs:
-        if o.bias is None and o.sink is None:
-            return _Inputs(o.q, o.k, o.v, None, None, None, o.stored)
-        return _Inputs(o.q, o.k, o.v, self._sink(o), self._distance(o), self._bias(o), o.stored)
-
     def _seed(self) -> int:
         return int(torch.randint(1 << 62, (), device="cpu")) if self.problem.dropout else 0
-
-    def _sink(self, operands: Operands) -> Tensor | None:
-        return None if operands.sink is None else operands.sink.to(self.wide).contiguous()
-
-    def _distance(self, operands: Operands) -> Tensor | None:
-        terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
-        if not terms:
-            return None
-        p, bias, sizes = self.problem, reduce(add, terms), operands.sizes
-        first, most = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
-        if p.grad and any(t.requires_grad for t in bias.tensors()):
-            return by_distance(bias, p.heads, self.wide, first, most)
-        return kept_by_distance(bias, p.heads, self.wide, first, most)
-
-    def _bias(self, operands: Operands) -> Tensor | None:
-        """The terms that are no vectors: after lowering, one tensor at most."""
-        terms = [] if operands.bias is None else [term for term in operands.bias.terms() if not term.per_distance()]
-        if not terms:
-            return None
-        (whole,) = cast("list[TensorBias]", terms)
-        return _in_place(whole.rows(operands.q.shape[2], operands.offset), self.problem.grad, self.wide)
 
 
 class _Attention(torch.autograd.Function):
@@ -291,7 +253,7 @@ class _Attention(torch.autograd.Function):
         state: State | None,
         *parts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        inputs = _Inputs(*cast(Any, parts))
+        inputs = Inputs(*cast(Any, parts))
         if state is None:
             out, lse = kernel.compute(inputs, tiles, offset, seed)
         else:
@@ -332,7 +294,7 @@ class _Gradient(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        inputs = _Inputs(*cast(Any, parts))
+        inputs = Inputs(*cast(Any, parts))
         return kernel.gradients(inputs, tiles, offset, seed, wanted, State(out, lse), dout, dlse)
 
     @staticmethod
@@ -354,27 +316,6 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(dim=(0, 2))
 
 
-def _write(struct: Any, i: _Inputs, seed: int) -> object:
-    """Write into an opened struct what differs from call to call and is in few calls.
-
-    Returns:
-        What must stay in memory until the struct was run.
-    """
-    if seed:
-        struct[SEED] = seed
-    if i.sink is not None:
-        struct[SINK] = i.sink.data_ptr()
-    if i.distance is not None:
-        struct[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
-    if i.bias is not None:
-        struct[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
-    if i.stored is None:
-        return None
-    k, v = listed(i.stored[0]), listed(i.stored[1])
-    struct[PARTS] = (k.address, v.address, k.number, v.number)
-    return k, v
-
-
 @cache
 def _element(dtype: torch.dtype) -> Tensor:
     return torch.full((), torch.nan, dtype=dtype, device="cpu")
@@ -385,32 +326,9 @@ def _entry(name: str) -> native.Entry:
     return native.Entry(name, native.CALL if name == "regard_forward" else native.GRADIENT)
 
 
-def _placed(t: Tensor) -> tuple[int, int, int, int]:
-    """A tensor [.., .., tokens, dim] as fields."""
-    batch, head, token, _ = t.stride()
-    return t.data_ptr(), batch, head, token
-
-
 def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """The strides, 0 along the axes that have one element."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
-
-
 def _zeros(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     return None if t is None else torch.zeros(t.shape, dtype=dtype or t.dtype, device="cpu")
-
-
-def _in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
-    """A bias tensor of four axes in a type that the library reads, with stride 0 for axes of one element only."""
-    if t.dtype not in native.DTYPES:
-        t = t.to(wide)
-    repeated = [axis for axis in range(4) if t.stride(axis) == 0 and t.shape[axis] > 1]
-    if repeated and grad and t.requires_grad:  # each of its elements has a gradient of its own
-        return t.contiguous()
-    for axis in repeated:
-        t = t.narrow(axis, 0, 1)
-    return t

@@ -1,0 +1,113 @@
+"""The operands of a call as the library reads them, and their places in its struct."""
+
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from regard import native
+from regard.backend.native_parts import listed
+from regard.describe.bias import TensorBias
+from regard.plan.distance import by_distance, kept_by_distance
+from regard.plan.problem import Operands, Problem
+from regard.storage.stored import StoredTensor
+
+_AT = {name: number for number, name in enumerate(native.GRADIENT)}
+SEED, SINK, LSE, THREADS = _AT["seed"], _AT["sink"], _AT["lse"], _AT["threads"]
+WORKSPACE = slice(_AT["workspace"], _AT["workspace_bytes"] + 1)
+SIZES = slice(_AT["queries"], _AT["keys"] + 1)
+TENSORS, PARTS = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["k_parts"], LSE)
+DISTANCE, BIAS = slice(_AT["distance"], _AT["bias"]), slice(_AT["bias"], _AT["maps_batch"])
+TILES, GRADIENTS = slice(_AT["maps_batch"], _AT["workspace"]), slice(len(native.CALL), len(native.GRADIENT))
+"""Indexes of the fields of `native.GRADIENT`, and of `native.CALL` at its beginning, that differ from call to call."""
+
+
+class Inputs(NamedTuple):
+    """The operands as the library reads them; "wide" is float64 for float64, else float32."""
+
+    q: Tensor  # [batch, heads, queries, qk_dim]
+    k: Tensor  # [batch, kv_heads, keys, qk_dim]
+    v: Tensor  # [batch, kv_heads, keys, v_dim]
+    sink: Tensor | None  # wide [heads]
+    distance: Tensor | None  # wide [heads, queries + keys - 1]
+    bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1], of any type and strides
+    stored: tuple[StoredTensor, StoredTensor] | None = None  # keys and values; then k and v hold nothing
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums and log-sum-exps in calls of this type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inputs_of(p: Problem, o: Operands) -> Inputs:
+    """The operands of a problem as the library reads them."""
+    if o.bias is None and o.sink is None:
+        return Inputs(o.q, o.k, o.v, None, None, None, o.stored)
+    sink = None if o.sink is None else o.sink.to(wide_of(p.dtype)).contiguous()
+    return Inputs(o.q, o.k, o.v, sink, _distance(p, o), _bias(p, o), o.stored)
+
+
+def _distance(p: Problem, operands: Operands) -> Tensor | None:
+    terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
+    if not terms:
+        return None
+    bias, sizes = reduce(add, terms), operands.sizes
+    first, most = sizes.offset - (sizes.keys - 1), max(sizes.queries + sizes.keys - 1, 0)
+    if p.grad and any(t.requires_grad for t in bias.tensors()):
+        return by_distance(bias, p.heads, wide_of(p.dtype), first, most)
+    return kept_by_distance(bias, p.heads, wide_of(p.dtype), first, most)
+
+
+def _bias(p: Problem, operands: Operands) -> Tensor | None:
+    """The terms that are no vectors: after lowering, one tensor at most."""
+    terms = [] if operands.bias is None else [term for term in operands.bias.terms() if not term.per_distance()]
+    if not terms:
+        return None
+    (whole,) = cast("list[TensorBias]", terms)
+    return _in_place(whole.rows(operands.q.shape[2], operands.offset), p.grad, wide_of(p.dtype))
+
+
+def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
+    """Write into an opened struct what differs from call to call and is in few calls.
+
+    Returns:
+        What must stay in memory until the struct was run.
+    """
+    if seed:
+        struct[SEED] = seed
+    if i.sink is not None:
+        struct[SINK] = i.sink.data_ptr()
+    if i.distance is not None:
+        struct[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
+    if i.bias is not None:
+        struct[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
+    if i.stored is None:
+        return None
+    k, v = listed(i.stored[0]), listed(i.stored[1])
+    struct[PARTS] = (k.address, v.address, k.number, v.number)
+    return k, v
+
+
+def tensor_fields(t: Tensor) -> tuple[int, int, int, int]:
+    """A tensor [.., .., tokens, dim] as fields."""
+    batch, head, token, _ = t.stride()
+    return t.data_ptr(), batch, head, token
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """The strides, 0 along the axes that have one element."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
+    """A bias tensor of four axes in a type that the library reads, with stride 0 for axes of one element only."""
+    if t.dtype not in native.DTYPES:
+        t = t.to(wide)
+    repeated = [axis for axis in range(4) if t.stride(axis) == 0 and t.shape[axis] > 1]
+    if repeated and grad and t.requires_grad:  # each of its elements has a gradient of its own
+        return t.contiguous()
+    for axis in repeated:
+        t = t.narrow(axis, 0, 1)
+    return t
