@@ -290,11 +290,16 @@ struct DecodeScores {
     // Scales and lows, widened: of the tokens of a tile, or of W units of its channels.
     struct Scales {
         alignas(64) float scale[CHANNELS] = {}, low[CHANNELS] = {};
+        bool moderate = false;  // see Fp8::are_moderate
 
         template <typename Code>
         void take(const Keys &keys, int64_t from, int64_t count) {
             widen_all(keys.scale + from, count, Code::unit, scale);
             if (keys.low) widen_all(keys.low + from, count, 1, low);
+#if defined(REGARD_PAIRS)
+            if constexpr (K::pairs && is_same<Code, Fp8>)
+                moderate = !keys.low && Fp8::are_moderate(load(scale)) && Fp8::are_moderate(load(scale + W));
+#endif
         }
     };
 
@@ -373,17 +378,20 @@ struct DecodeScores {
     template <int G, typename Code, By by>
     static REGARD_INLINE void four_at(const Keys *keys, int64_t at, int n, const Scales &scales,
                                       typename P::Vector (&x)[FOUR][G]) {
+#if defined(REGARD_PAIRS)
+        if constexpr (K::pairs && is_same<Code, Fp8> && by == By::channel)
+            if (scales.moderate) {
+                const float *const of = scales.scale + n * P::pair;
+                const U words = Fp8::words_of(of[0], of[1]), others = Fp8::words_of(of[2], of[3]);
+#pragma GCC unroll 2
+                for (int g = 0; g < G; ++g)
+                    Fp8::pairs(OF_TILES, _mm512_loadu_si512(keys[g].codes + at + n * P::pair * TOKENS), words, others,
+                               x[0][g], x[1][g]);
+                return;
+            }
+#endif
 #pragma GCC unroll 2
         for (int g = 0; g < G; ++g) {
-#if defined(REGARD_PAIRS) && defined(__AVX512VBMI__)
-            if constexpr (K::pairs && is_same<Code, Fp8> && by == By::channel)
-                if (!keys[g].low) {
-                    const float *const scale = scales.scale + n * P::pair;
-                    Fp8::pairs(OF_TILES, _mm512_loadu_si512(keys[g].codes + at + n * P::pair * TOKENS),
-                               broadcast_two(scale), broadcast_two(scale + 2), x[0][g], x[1][g]);
-                    continue;
-                }
-#endif
             F code[4];
             Code::tiles(keys[g].codes + at, n * P::pair, code);
 #pragma GCC unroll 4

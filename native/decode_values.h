@@ -93,11 +93,21 @@ struct DecodeValues {
         return dim / (N * W) + four + (left - four * 4 * W + W - 1) / W;
     }
 
+    // Codes whose pairs are made without rows between: e4m3, by tables.
+#if defined(REGARD_PAIRS) && defined(__AVX512VBMI__)
+    template <typename Form>
+    static constexpr bool in_pairs = K::pairs && is_same<Form, Fp8>;
+#else
+    template <typename Form>
+    static constexpr bool in_pairs = false;
+#endif
+
     // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
     struct Found {
         int64_t form, group = 0, groups = 0, step = 0;  // step: from row to row; 0: not the same
         bool has_low = false;
         const char *row[SOME];
+        U words[in_pairs<Fp8> ? SOME / 2 : 1];  // of pairs of tokens: see Fp8::words_of
     };
 
     // The groups that vectors of dims are of.
@@ -122,15 +132,6 @@ struct DecodeValues {
         return sizeof(T) == 4 && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
     }
 
-    // Codes whose pairs are made without rows between: e4m3, by tables.
-#if defined(REGARD_PAIRS) && defined(__AVX512VBMI__)
-    template <typename Form>
-    static constexpr bool in_pairs = K::pairs && is_same<Form, Fp8>;
-#else
-    template <typename Form>
-    static constexpr bool in_pairs = false;
-#endif
-
     // Where a part ends, so that tokens beside one another change no bit; a pair of tokens may be of two.
     int until_other(const Stretch &stretch, int run, int64_t first) const {
         if (K::pairs) return int(BLOCK);
@@ -150,13 +151,22 @@ struct DecodeValues {
         if (alike && found.form > REGARD_F16)
             found.group = run.part->group, found.groups = (dim + found.group - 1) / found.group,
             found.has_low = run.part->low;
-        for (int i = from; i < to; ++i) {
-            Run part = stretch.run[i];
-            const int64_t before = first + low - part.first, end = first + high - part.first;
-            if (end < part.count) part.count = end;
-            if (before > 0) part.first += before, part.slot += before, part.count -= before;
-            take(values, part, int(part.first - first - low), alike, found);
+        const auto take_all = [&](bool in_place) {
+            for (int i = from; i < to; ++i) {
+                Run part = stretch.run[i];
+                const int64_t before = first + low - part.first, end = first + high - part.first;
+                if (end < part.count) part.count = end;
+                if (before > 0) part.first += before, part.slot += before, part.count -= before;
+                take(values, part, int(part.first - first - low), in_place, found);
+            }
+        };
+        take_all(alike);
+#if defined(REGARD_PAIRS)
+        if (in_pairs<Fp8> && found.form == REGARD_FP8 && !take_words(high - low, found)) {
+            found.form = K::form, found.groups = 0;
+            take_all(false);
         }
+#endif
         const int last = high - low - 1;  // see mix_dims
         found.step = last ? found.row[1] - found.row[0] : 64;
         for (int j = 2; j <= last; ++j)
@@ -187,6 +197,17 @@ struct DecodeValues {
         widen_scales(p, scales_of(p, p.low, run.page, values.head, run.slot), found.groups, run.count, 1,
                      lows + j * found.groups);
     }
+
+#if defined(REGARD_PAIRS)
+    // What codes of pairs of tokens become; false if it is not known for some scale.
+    bool take_words(int count, Found &found) const {
+        for (int j = count; j < SOME; ++j) scales[j] = 1;
+        for (int j = 0; j < SOME; j += W)
+            if (!Fp8::are_moderate(load(scales + j))) return false;
+        for (int j = 0; j < count / 2; ++j) found.words[j] = Fp8::words_of(scales[2 * j], scales[2 * j + 1]);
+        return true;
+    }
+#endif
 
     static void widen_scales(const regard_part &p, const bf16 *from, int64_t groups, int64_t tokens, float unit,
                              float *to) {
@@ -384,7 +405,7 @@ struct DecodeValues {
             const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
             x[0] = (U)_mm512_or_si512(words(row[0], real), _mm512_slli_epi32(words(row[1], real), 16));
         } else if constexpr (in_pairs<Form>) {
-            pairs_of_codes(row, d, broadcast_two(scales + j), x);
+            pairs_of_codes(row, d, found.words[j / 2], x);
         } else {
             pairs_of<N, tail, Form>(found, row, j, d, of, x);
         }
@@ -393,26 +414,26 @@ struct DecodeValues {
 #if defined(__AVX512VBMI__)
     // From codes of rows with one scale each, 32 dims or 16 at a time.
     template <int N>
-    static REGARD_INLINE void pairs_of_codes(const char *const (&row)[2], int64_t d, F scale, U (&x)[N]) {
+    static REGARD_INLINE void pairs_of_codes(const char *const (&row)[2], int64_t d, U words, U (&x)[N]) {
         if constexpr (N == 1) {
             U none;
             const __m128i *const even = (const __m128i *)(row[0] + d), *const odd = (const __m128i *)(row[1] + d);
             const __m512i codes = _mm512_castsi128_si512(_mm_loadu_si128(even));
-            Fp8::pairs(OF_ROWS, _mm512_inserti32x4(codes, _mm_loadu_si128(odd), 2), scale, scale, x[0], none);
+            Fp8::pairs(OF_ROWS, _mm512_inserti32x4(codes, _mm_loadu_si128(odd), 2), words, words, x[0], none);
         } else {
 #pragma GCC unroll 4
             for (int n = 0; n < N; n += 2) {
                 const __m256i *const even = (const __m256i *)(row[0] + d + n * W);
                 const __m256i *const odd = (const __m256i *)(row[1] + d + n * W);
                 const __m512i codes = _mm512_castsi256_si512(_mm256_loadu_si256(even));
-                Fp8::pairs(OF_ROWS, _mm512_inserti64x4(codes, _mm256_loadu_si256(odd), 1), scale, scale, x[n],
+                Fp8::pairs(OF_ROWS, _mm512_inserti64x4(codes, _mm256_loadu_si256(odd), 1), words, words, x[n],
                            x[n + 1]);
             }
         }
     }
 #else
     template <int N>
-    static void pairs_of_codes(const char *const (&)[2], int64_t, F, U (&)[N]) {}
+    static void pairs_of_codes(const char *const (&)[2], int64_t, U, U (&)[N]) {}
 #endif
 
     // From wide values, two vectors at a time: more would not stay in registers.

@@ -386,12 +386,6 @@ REGARD_INLINE U pair_halves(__m512i both) {
 }
 // Lanes of bf16 pairs from two vectors of floats.
 REGARD_INLINE U pack_pairs(F low, F high) { return pair_halves((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
-// Two floats in turns.
-REGARD_INLINE F broadcast_two(const float *p) {
-    double both;
-    memcpy(&both, p, 8);
-    return (F)_mm512_set1_pd(both);
-}
 REGARD_INLINE U broadcast_pair(uint32_t x) { return (U)_mm512_set1_epi32(int(x)); }
 #endif
 

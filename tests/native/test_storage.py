@@ -248,6 +248,22 @@ def test_every_code_of_fp8_gives_the_bits_of_its_number(engine: str, dim: int, r
     agree(q, *(stored([part], [tokens], 1, dim, dtype) for part in (keys, values)), engine=engine)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("size", [0.0, 2.0**-132, 2.0**-120, 2.0**-100, 2.0**100, 2.0**115])
+@pytest.mark.parametrize("engine", ALL)
+def test_scales_of_any_size_give_the_bits_of_the_numbers_of_fp8(engine: str, size: float, rows: int):
+    make, tokens = Maker(11, 1, torch.bfloat16), 192
+    k = make.part("fp8", [tokens], 64, tiled=True, group=32, low=False)
+    v = make.part("fp8", [tokens], 64, group=64, low=False)
+    assert k.scale is not None
+    assert v.scale is not None
+    k.scale[..., ::3] *= size
+    v.scale[..., 5::7, :] *= size
+    q = make.numbers(1, rows, 1, 64)
+    q[..., ::3] /= max(size, 1)
+    agree(q.bfloat16(), *(stored([part], [tokens], 1, 64, torch.bfloat16) for part in (k, v)), engine=engine)
+
+
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("form", ["call", "int8", "int4"])
 def test_words_that_change_scores_do_so_for_stored_keys(engine: str, form: str):
