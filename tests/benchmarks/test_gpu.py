@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_page
-from benchmarks.gpu import QUICK, TRIED, CpuClock, Runner, quick_cases
+from benchmarks import gpu, gpu_page, gpu_runner
+from benchmarks.gpu import QUICK, TRIED, quick_cases
 from benchmarks.gpu_cases import CASES, GpuCase, error, formula, formula_gradients, picked, shrunk
+from benchmarks.gpu_clock import CpuClock
 from benchmarks.gpu_libraries import LIBRARIES, Unfit, flash_attn, flashinfer, flex_mask
 from benchmarks.gpu_order import measured_orders, write_order
 from benchmarks.gpu_page import Chip, Record, find_chip, goals, in_words, page, share
+from benchmarks.gpu_runner import Runner
 from regard import attend, explain
 from regard.dispatch.cuda_order import TABLE, orders
 from regard.errors import ProblemError
@@ -153,7 +155,9 @@ def test_without_a_gpu_one_line_says_so(capsys):
 
 def test_the_whole_way_on_a_cpu(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
-    monkeypatch.setattr(gpu, "LIBRARIES", {name: LIBRARIES[name] for name in ("regard", "regard by triton", "math")})
+    monkeypatch.setattr(
+        gpu_runner, "LIBRARIES", {name: LIBRARIES[name] for name in ("regard", "regard by triton", "math")}
+    )
     file = tmp_path / "found.json"
     assert gpu.main(["--device", "cpu", "--quick", "--cases", "64 x 8,192", "--json", str(file)]) == 0
     content = json.loads(file.read_text())

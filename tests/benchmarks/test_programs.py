@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import programs
+from benchmarks.programs_cases import Case, gpt
 from regard.bench.rounds import Effort
 
 
 def test_a_program_is_measured_forward_and_training():
-    case = programs.Case("a small one", None, lambda: programs.gpt(1, 160, 128, 1))
+    case = Case("a small one", None, lambda: gpt(1, 160, 128, 1))
     found = list(programs.lines(case, [torch.float32], Effort(seconds=0.0, least=1)))
     assert [line.step for line in found] == ["forward", "training step"]
     assert all(line.ratio > 0 and line.limit > 0 and line.error < 1e-4 for line in found)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import linear
+from benchmarks import linear, linear_picture
 from regard.linear import linear_attend
 
 SECONDS = {name: {tokens: (i + 1) * 1e-6 * tokens for tokens in (1024, 4096)} for i, name in enumerate(linear.KINDS)}
@@ -33,10 +33,10 @@ def test_the_crossing_lies_where_both_take_as_long(ours: tuple[float, float], sa
 
 
 def test_the_picture_has_a_line_and_a_name_for_each_kind():
-    root = ET.fromstring(linear.picture(SECONDS))
+    root = ET.fromstring(linear_picture.picture(SECONDS))
     assert len(root.findall("{*}polyline")) == len(linear.KINDS)
     assert set(linear.KINDS) <= {text.text for text in root.findall("{*}text")}
-    assert [linear._power(power) for power in (-6, -4, -3, -1, 0, 2)] == [
+    assert [linear_picture._power(power) for power in (-6, -4, -3, -1, 0, 2)] == [
         "1 us",
         "100 us",
         "1 ms",
