@@ -26,7 +26,7 @@ from benchmarks.programs_cases import CASES, Case, define_nms
 from benchmarks.report import machine, table
 from regard.bench.rounds import Effort, Rounds, interleaved, on_threads
 from regard.errors import ProblemError
-from regard.override import attention
+from regard.override import attention, small_calls
 from regard.override import encoder as encoder_layers
 
 LONG = 0.1
@@ -126,8 +126,10 @@ def without_attention() -> Generator[None]:
     with ExitStack() as stack:
         for name, nothing in (("why_torch", None), ("readable", (None, None))):
             stack.enter_context(patch.object(attention, name, return_value=nothing))
-        for module in (attention, encoder_layers):
-            stack.enter_context(patch.object(module, "is_small", return_value=False))
+        for module, name in ((small_calls, "is_small"), (small_calls, "is_few"), (encoder_layers, "is_small")):
+            stack.enter_context(patch.object(module, name, return_value=False))
+        small_calls.forget()
+        stack.callback(small_calls.forget)
         stack.enter_context(patch.object(attention, "attend_as_torch", _sum))
         stack.enter_context(regard.everywhere())
         yield

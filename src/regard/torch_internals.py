@@ -22,6 +22,8 @@ from regard.errors import RefusalError
 
 __all__ = ["DispatchMode", "FakeTensor", "FunctionalTensor"]
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
 MISSING: dict[str, str] = {}
 """What happens without each private name that this torch lacks, by the name; empty for the versions that were tried."""
 
@@ -175,9 +177,9 @@ attention_of_torch: Callable[..., Tensor] = partial(
 )
 """torch's own attention, also while another kernel is registered for it (`OpOverload._op_dk`; torch 2.0)."""
 
-fused_attention_of_torch: Callable[..., tuple[Tensor, Tensor]] | None = _find(
+fused_attention_of_torch: Callable[..., tuple[Tensor, ...]] = _find(
     "torch._scaled_dot_product_flash_attention_for_cpu",
-    None,
+    lambda q, k, v, dropout, causal, *, scale: (attention_of_torch(q, k, v, None, dropout, causal, scale=scale),),
     "small calls inside regard.everywhere() take some 20 us more",
 )
 """The fused kernel by the function that Python code calls, some us faster than by `torch.ops`; torch 2.2."""
@@ -193,6 +195,28 @@ is_flash_enabled: Callable[[], bool] = _find(
     "small calls inside regard.everywhere() take 1 us more",
 )
 """`torch.backends.cuda.flash_sdp_enabled` as one function of C++; torch 2.0."""
+
+_tensor_guards: Any = (
+    _find("torch._C._dynamo.guards.TensorGuards", None, "small calls inside regard.everywhere() take some 3 us more")
+    if VERSION <= (2, 15)
+    else None
+)
+"""What torch.compile compares tensors with; torch 2.0. Called otherwise than it expects, it ends the process: so it is
+used by versions that were tried."""
+
+
+def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
+    """A function that says whether tensors are like these, where all that matters to an operator is the same.
+
+    Class, dtype, device, layout, sizes, strides, whether gradients flow, and of the thread: grad and inference mode,
+    autocast of that device, `torch.func` and dispatch modes. None for tensors of which two are one object.
+    """
+    if _tensor_guards is None:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    check = _tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check if check(*tensors) else None
+
 
 encoder_layer_of_torch: Callable[..., Tensor] = _find("torch._transformer_encoder_layer_fwd", None, _NO_EVERYWHERE)
 """`torch.nn.TransformerEncoderLayer` in one C++ function, for inference; torch 1.12."""
@@ -308,5 +332,5 @@ def replace_in_torch(function: Any, replacement: Any, module: Any = torch) -> No
     _register_builtin(replacement, f"aten::{name}")
 
 
-DYNAMO_LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+DYNAMO_LISTS_ATTRIBUTES = VERSION >= (2, 12)
 """Whether traced code can list the attributes of frozen dataclasses; else user-defined masks become tables."""

@@ -10,12 +10,9 @@ import torch.nn.functional as F
 
 from regard.errors import ProblemError
 from regard.override import report
-from regard.override.attention import (
-    attention,
-    attention_below_autograd,
-    short_way,
-)
+from regard.override.attention import attention, attention_below_autograd
 from regard.override.encoder import encoder_layer, forward_counted, forward_of_torch, packed_attention
+from regard.override.small_calls import short_way
 from regard.torch_internals import (
     check_replaceable,
     encoder_layer_of_torch,
