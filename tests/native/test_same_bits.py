@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, attend_state
-from tests.native.engines import ALL
+from tests.native.engines import LEAST_AND_BEST
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KEYS = 1200  # more than one span of the kernels, which is 1,024
@@ -18,7 +18,7 @@ MASKS: dict[str, Mask] = {
     "documents": Causal() & Documents(torch.arange(KEYS) // 217),
 }
 
-pytestmark = [pytest.mark.parametrize("engine", ALL), pytest.mark.parametrize("dtype", DTYPES, ids=str)]
+pytestmark = [pytest.mark.parametrize("engine", LEAST_AND_BEST), pytest.mark.parametrize("dtype", DTYPES, ids=str)]
 
 
 def tensors(dtype: torch.dtype, batch: int = 1, dim: int = 48) -> tuple[Tensor, Tensor, Tensor]:

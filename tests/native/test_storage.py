@@ -16,7 +16,7 @@ from regard.cache import Codec, Fp8, Int4, Int8
 from regard.describe.ragged import Ragged
 from regard.storage.codec import TILE, code_bytes, encode_tiled
 from regard.storage.stored import Part, StoredTensor
-from tests.native.engines import ALL, PLAIN
+from tests.native.engines import ALL, LEAST_AND_BEST, PLAIN
 from tests.native.test_kernels import ROUNDING, same
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -137,7 +137,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
 def test_every_form_gives_the_bits_of_its_tensor(engine: str, form: str, dtype: torch.dtype, way: str):
     (queries, words), make, tokens = WAYS[way], Maker(3, 2, dtype), 150 if engine == PLAIN else 1061
     dims = (37, 50) if queries == 3 else (64, 32)
@@ -185,7 +185,7 @@ def parts(draw: st.DrawFn, make: Maker, counts: list[int], dim: int, keys: bool)
     return found
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @given(case=cases())
 @settings(max_examples=50)
 def test_any_parts_give_the_bits_of_their_tensors(
@@ -204,7 +204,7 @@ def test_the_plain_loops_read_any_parts(case: tuple[Tensor, StoredTensor, Stored
     same(found, expected, ROUNDING[q.dtype])
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_hidden_may_be_nan_in_pages_too(dtype: torch.dtype, queries: int, engine: str):
@@ -221,7 +221,7 @@ def test_what_is_hidden_may_be_nan_in_pages_too(dtype: torch.dtype, queries: int
     assert bool(torch.isnan(agree(q, mine[0], mine[1], engine, mask=Causal())).all())
 
 
-@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
 def test_every_code_of_fp8_is_the_number_that_torch_reads(engine: str):
     codes = torch.arange(256, dtype=torch.uint8)
     values = Part(1, codes.view(1, 1, 1, 256), "fp8", scale=torch.ones(1, 1, 1, 1).bfloat16(), group=256)
@@ -231,6 +231,7 @@ def test_every_code_of_fp8_is_the_number_that_torch_reads(engine: str):
     torch.testing.assert_close(found, codes.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.exhaustive(per="engine dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("dim", [16, 48, 64, 112])
@@ -264,7 +265,7 @@ def test_scales_of_any_size_give_the_bits_of_the_numbers_of_fp8(engine: str, siz
     agree(q.bfloat16(), *(stored([part], [tokens], 1, 64, torch.bfloat16) for part in (k, v)), engine=engine)
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("form", ["call", "int8", "int4"])
 def test_words_that_change_scores_do_so_for_stored_keys(engine: str, form: str):
     make, tokens = Maker(5, 2, torch.float32), 300
@@ -276,6 +277,7 @@ def test_words_that_change_scores_do_so_for_stored_keys(engine: str, form: str):
         agree(make.numbers(1, 8, queries, 64), both[0], both[1], engine, **words)
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -294,7 +296,7 @@ def test_decoding_gives_the_bits_of_the_prompt(form: str, dtype: torch.dtype, en
             assert torch.equal(few, whole[:, :, -last:])
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("dim", [5, 7, 15, 31])
 @pytest.mark.parametrize(
     "codec", [Int4(sinks=0, residual=0), Int4(sinks=0, residual=0, keys="token"), Int8(sinks=0, residual=0)], ids=str
@@ -312,7 +314,7 @@ def test_heads_that_fill_no_whole_step_of_codes(engine: str, codec: Codec, dim: 
     assert (found.lse - exact.lse).abs().max() <= 1e-2
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 def test_a_part_without_zero_points_after_one_that_has_them(engine: str):
     g = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -330,7 +332,7 @@ def test_a_part_without_zero_points_after_one_that_has_them(engine: str):
     assert (out.lse - exact.lse).abs().max() <= 1e-2
 
 
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("codec", [Int8(sinks=0, residual=0), Fp8(sinks=0, residual=0)], ids=str)
 def test_a_hidden_key_whose_scale_times_the_query_overflows_reaches_no_result(engine: str, codec: Codec):
     g = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Wi
 from regard.calls import observe_calls
 from regard.inspect import Weights
 from regard.inspect.sweep import Sweep, by_native, by_torch
-from tests.native.engines import ALL, PLAIN
+from tests.native.engines import ALL, LEAST_AND_BEST, PLAIN
 from tests.native.interrupted import seconds_to_end
 from tests.native.test_kernels import cases
 from tests.native.test_same_bits import threads
@@ -57,7 +57,7 @@ def first_of_the_largest(found: Sweep, weights: Weights, rounding: float) -> Non
     torch.testing.assert_close(a.amax(-1), found.top, rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @given(case=cases(), picture=st.sampled_from([None, 1, 7, 61, 2000]), vectors=st.sampled_from([0, 1, 2, 5]))
 @settings(max_examples=50)
 def test_a_kernel_gathers_what_the_plain_loops_gather(engine: str, case: Case, picture: int | None, vectors: int):
@@ -70,7 +70,7 @@ def test_a_kernel_gathers_what_the_plain_loops_gather(engine: str, case: Case, p
     first_of_the_largest(found, weights, 1e-5)
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_kernel_gathers_what_torch_gathers(engine: str, dtype: torch.dtype):
     q, k = torch.randn(2, 6, 131, 17).to(dtype), torch.randn(2, 3, 331, 17).to(dtype)
@@ -82,7 +82,7 @@ def test_a_kernel_gathers_what_torch_gathers(engine: str, dtype: torch.dtype):
     same(found, by_torch.swept(weights, 50, along), ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 def test_bins_end_where_distances_double(engine: str):
     """Every row sees every key alike, before it and after: bins then count keys, on both sides of any tile."""
     keys = 1500
@@ -92,7 +92,7 @@ def test_bins_end_where_distances_double(engine: str):
     assert (found.bins[0, 0, 0] * keys).round()[:12].tolist() == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 477, 0]
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("sink", [None, 499.0])
 def test_large_scores_cost_no_digits(engine: str, sink: float | None):
     """A log-sum of 500.97 is 5,343.68 in units of the products, with more digits than float32 has."""
@@ -105,7 +105,7 @@ def test_large_scores_cost_no_digits(engine: str, sink: float | None):
     torch.testing.assert_close(found.double(), exact, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_threads_change_nothing(engine: str, dtype: torch.dtype):
     q, k = torch.randn(1, 3, 1153, 16, dtype=dtype), torch.randn(1, 1, 1153, 16, dtype=dtype)
@@ -136,7 +136,7 @@ def test_the_tick_is_heard_of_a_short_sweep_too():
     assert ticks == [1]
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 def test_strides_change_nothing(engine: str):
     weights = drawn(131, 131, batch=2, mask=Causal())
     moved = replace(
@@ -150,7 +150,7 @@ def test_strides_change_nothing(engine: str):
         assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in (*NUMBERS, "top_key"))
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("one", [0, 1])
 def test_one_sequence_of_a_batch_keeps_its_own_words(engine: str, one: int):
     words = {"mask": Causal() & KeyLengths(torch.tensor([131, 71])), "bias": TensorBias(torch.randn(2, 1, 131, 131))}
@@ -163,14 +163,14 @@ def _row(t: object, one: int) -> object:
     return t[one : one + 1] if isinstance(t, Tensor) else t
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 def test_heads_may_have_masks_of_their_own(engine: str):
     weights = drawn(131, 131, mask=TensorMask(torch.rand(1, 6, 131, 131) < 0.3))
     for some in (weights, weights.heads([4, 1])):
         same(by_native.swept(some, 9, None, isa=ISAS[engine]), by_torch.swept(some, 9, None), 4e-6)
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 def test_what_is_hidden_cannot_spoil_a_sweep(engine: str):
     """Keys that nobody sees hold NaN; a key that all see is infinitely far off, and 0 times it is no number."""
     q, k = torch.rand(1, 1, 71, 3) + 1, torch.randn(1, 1, 200, 3)
@@ -184,7 +184,7 @@ def test_what_is_hidden_cannot_spoil_a_sweep(engine: str):
     torch.testing.assert_close(found.mass, torch.ones(1, 1, 71), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 def test_a_row_of_nan_is_a_row_of_nan(engine: str):
     q, k = torch.randn(1, 1, 71, 3), torch.randn(1, 1, 71, 3)
     q[:, :, 5] = torch.nan
@@ -193,7 +193,7 @@ def test_a_row_of_nan_is_a_row_of_nan(engine: str):
     assert found.entropy.isnan().nonzero()[:, 2].tolist() == [5]
 
 
-@pytest.mark.parametrize("engine", ISAS)
+@pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
 def test_a_call_without_rows_or_keys_has_nothing(engine: str, queries: int, keys: int):
     weights = drawn(queries, keys, sink=torch.randn(6))
