@@ -110,6 +110,22 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 """Each name makes its call anew: a test builds only the call that it needs."""
 
+DIFFERENTIATED = (
+    "values of another size",
+    "causal, more queries than keys",
+    "window and sinks",
+    "prefix-LM",
+    "a row of nothing but padding",
+    "a mask per head",
+    "t5",
+    "a bias tensor",
+    "biases added",
+    "softcap",
+    "sinks learned per head",
+    "everything",
+)
+"""The cases that try every part of a backward pass."""
+
 
 def dot_products() -> list[str]:
     """The names of the calls whose scores are dot products, at least once queries and keys are prepared."""

@@ -75,5 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What a file prepares for several tests, and the checkpoint, are then made once.
     """
     for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue  # a folder has one worker
         group = "model" if item.get_closest_marker("model") else item.nodeid.split("::", maxsplit=1)[0]
         item.add_marker(pytest.mark.xdist_group(group))

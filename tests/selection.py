@@ -8,10 +8,16 @@ keep a part that covers them instead of their whole product, say of 4 x 5 x 38 c
 
 `per="engine dtype"` does so for each pair of values of the two. A value that is itself marked runs with `--all` only;
 the part covers the other values.
+
+A law of hypothesis whose examples take long says how many the default run tries, and how many `--all` does:
+
+    @given(case=cases())
+    @examples(12, everything=50)
 """
 
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 
 ParameterSet = type(pytest.param())
@@ -22,7 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped, and say why it is")
 
 
+_all = False  # whether this run has --all; known before a file of tests is imported
+
+
+def examples(default: int, *, everything: int, **more: Any) -> hypothesis.settings:
+    """Settings of a law: how many random examples the default run tries, and how many `--all`."""
+    return hypothesis.settings(max_examples=everything if _all else default, **more)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    global _all  # noqa: PLW0603
+    _all = bool(config.getoption("--all"))
     if config.getoption("--no-skips"):
         config.option.reportchars += "s"
 

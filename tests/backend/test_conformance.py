@@ -8,7 +8,7 @@ from regard.dispatch.choose import BACKENDS
 from regard.dispatch.execute import execute
 from regard.dispatch.plan_cache import prepare
 from regard.plan.request import Request
-from tests.conformance import CASES, computes_the_formula
+from tests.conformance import CASES, DIFFERENTIATED, computes_the_formula
 from tests.oracle import Case, dense, worst
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -18,13 +18,45 @@ COMPILED = [
     *(pytest.param(name, marks=LONG) for name in ("window and sinks", "packed documents", "biases added")),
 ]
 """What flex is tried on: each compiles for up to half a minute."""
+LIKE_OTHERS = (
+    "dense",
+    "multi-head",
+    "causal",
+    "causal, keys before the queries",
+    "causal, corner at the top left",
+    "window",
+    "window longer than the sequence",
+    "window to both sides",
+    "ragged padding",
+    "packed documents",
+    "longformer",
+    "strided",
+    "alibi",
+    "scale",
+)
+"""What takes the same way through the kernels for GPUs as other cases do: masks reach them as lists of tiles."""
+INTERPRETED = [
+    pytest.param(name, marks=LONG) if name in LIKE_OTHERS or name in DIFFERENTIATED else name for name in CASES
+]
+"""What Triton's interpreter, which is slow, is tried on; test_triton.py has the differentiated cases."""
 
 
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", [name for name in BACKENDS if name != "flex"])
+@pytest.mark.parametrize("engine", [name for name in BACKENDS if name not in ("flex", "triton")])
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_computes_the_formula_or_says_why_not(name: str, engine: str, dtype: torch.dtype):
+    _computes_the_formula_or_says_why_not(name, engine, dtype)
+
+
+@pytest.mark.exhaustive(per="test")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_the_kernels_for_gpus_compute_the_formula_or_say_why_not(name: str, dtype: torch.dtype):
+    _computes_the_formula_or_says_why_not(name, "triton", dtype)
+
+
+def _computes_the_formula_or_says_why_not(name: str, engine: str, dtype: torch.dtype) -> None:
     try:
         computes_the_formula(name, dtype, engine)
     except RefusalError as refusal:

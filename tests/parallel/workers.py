@@ -1,4 +1,8 @@
-"""Processes that stay for the tests of a module: starting one takes seconds, since it imports torch."""
+"""Processes that stay for the tests of a module.
+
+They are forked from one process that has imported torch, regard and transformers, which takes seconds, and has started
+no thread.
+"""
 
 import os
 import sys
@@ -16,6 +20,8 @@ import torch.multiprocessing as mp
 
 from regard import RegardError
 
+IMPORTS = ["tests.parallel.cases", "tests.parallel.model_cases", "transformers.models.llama.modeling_llama"]
+
 
 class Workers:
     """Processes of one group; each runs the functions that it is sent.
@@ -26,7 +32,8 @@ class Workers:
     """
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):

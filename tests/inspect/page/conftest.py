@@ -11,11 +11,10 @@ CHROMIUM = Path("/usr/bin/chromium")
 
 
 def pytest_collection_modifyitems(items):
-    """What opens a page in a browser: marked, run by one worker, skipped where there is no Chromium."""
+    """What opens a page in a browser: marked, and skipped where there is no Chromium."""
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
-            item.add_marker(pytest.mark.xdist_group("browser"))  # it is started once
             item.add_marker(pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium at /usr/bin/chromium"))
 
 
