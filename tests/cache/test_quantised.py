@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from regard.cache import KVCache
 from regard.storage.codec import Codec, Fp8, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Contiguous, StoredTensor
+from tests.selection import examples
 
 BATCH, HEADS, QK, V = 2, 3, 5, 37
 
@@ -118,7 +119,7 @@ CODECS = {
 
 @pytest.mark.parametrize("name", CODECS)
 @given(steps=st.lists(STEPS, min_size=1, max_size=14))
-@settings(max_examples=150)
+@examples(40, everything=150)
 def test_it_is_a_list_of_tokens_of_which_each_is_written_once(name: str, steps: list[tuple[str, Any]]):
     codec = CODECS[name]
     cache, batch = KVCache(codec=codec), BATCH

@@ -146,9 +146,13 @@ import time; print(time.process_time(), file=sys.stderr)
 def test_it_is_there_in_less_than_a_third_of_a_second_and_without_torch(more):
     """Seconds of the processor: the time on a clock depends on what else runs here."""
     call = [sys.executable, "-c", PROBE, "cost", "llama-2-70b", "--context", "32k", *more]
-    runs = [subprocess.run(call, capture_output=True, text=True, check=True).stderr.split() for _ in range(3)]
-    assert {(*run[:4],) for run in runs} == {("False", "False", "False", "False")}
-    assert min(float(run[4]) for run in runs) < 0.3
+
+    def seconds() -> float:
+        run = subprocess.run(call, capture_output=True, text=True, check=True).stderr.split()
+        assert run[:4] == ["False", "False", "False", "False"]
+        return float(run[4])
+
+    assert any(seconds() < 0.3 for _ in range(3))
 
 
 SHARDED = ("llama-3-1-8b", "--context", "128k", "--ranks", "4", "--link", "400Gbit/s")

@@ -8,6 +8,9 @@ import pytest
 
 from regard import native
 
+LONG = pytest.mark.exhaustive
+"""Each run of a program takes seconds, to import torch."""
+
 SEES = """
 import os, pickle, sys
 from beside import VALUE
@@ -52,10 +55,10 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("package/sees.py", "a", "--b", "-m", "c.py"),
         ("./package/../package/sees.py", "exit"),
-        ("package/sees.py", "raise"),
+        pytest.param(("package/sees.py", "raise"), marks=LONG),
         ("-m", "package", "a", "--html", "x"),
-        ("-m", "package.module", "raise"),
-        ("package/beside.py",),
+        pytest.param(("-m", "package.module", "raise"), marks=LONG),
+        pytest.param(("package/beside.py",), marks=LONG),
     ],
     ids=" ".join,
 )
@@ -75,7 +78,11 @@ def test_an_error_is_shown_as_python_shows_it(folder: Path):
 
 
 @pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
-@pytest.mark.parametrize("how", [("package/attends.py",), ("-m", "package.attends")], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "how",
+    [("package/attends.py",), pytest.param(("-m", "package.attends"), marks=LONG)],
+    ids=["script", "module"],
+)
 def test_its_attention_is_regards_and_the_report_says_so(folder: Path, how: tuple[str, ...]):
     done = python(folder, "-m", "regard", "--report", *how)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from regard.backend import tiled
 from regard.scores import Additive, Bilinear, Cosine, Dot, Epanechnikov, Gaussian, Laplacian, Score
 from tests.expressions import masks
 from tests.oracle import Case, dense, kept, worst
+from tests.selection import examples
 
 
 def normal(*sizes: int, seed: int = 0) -> Tensor:
@@ -37,6 +38,11 @@ def scores(heads: int = 6, kv_heads: int = 2, q_dim: int = 5, k_dim: int = 5) ->
         "additive per head": Additive(normal(heads, 7, q_dim), normal(kv_heads, 7, k_dim), normal(heads, 7)),
     }
     return (alike if q_dim == k_dim else {}) | unlike
+
+
+def some_for_all(*names: str) -> list[Any]:
+    """Every score as a parameter; those of these names run with `--all` only."""
+    return [pytest.param(name, marks=pytest.mark.exhaustive) if name in names else name for name in scores()]
 
 
 def small(queries: int = 11, keys: int = 13, q_dim: int = 5, k_dim: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +108,7 @@ def calls(draw: st.DrawFn) -> Case:
 
 @pytest.mark.parametrize("engine", [None, "reference"], ids=["chosen", "reference"])
 @given(case=calls())
-@settings(max_examples=120)
+@examples(40, everything=120)
 def test_attention_with_a_score_is_what_its_formula_says(engine: str | None, case: Case):
     truth, lse = dense(case)
     state = attend_state(case.q, case.k, case.v, **case.words, backend=engine)
@@ -111,7 +117,7 @@ def test_attention_with_a_score_is_what_its_formula_says(engine: str | None, cas
 
 
 @given(case=calls())
-@settings(max_examples=60)
+@examples(25, everything=60)
 def test_gradients_with_a_score_are_those_of_its_formula(case: Case):
     leaves = [case.q, case.k, case.v, *(t.requires_grad_() for t in case.words["score"].tensors())]
     weight = normal(2, 6, case.q.shape[2], 3)
@@ -123,7 +129,7 @@ def test_gradients_with_a_score_are_those_of_its_formula(case: Case):
     assert all(worst(ours, theirs) < 1e-11 for ours, theirs in zip(found, truth, strict=True))
 
 
-@pytest.mark.parametrize("name", scores())
+@pytest.mark.parametrize("name", some_for_all("bilinear per head", "additive per head", "laplacian"))
 def test_gradients_are_right_to_the_second_order(name: str):
     # numeric derivatives cost the square of the sizes: four heads in two groups, three tokens
     q, k, v = (normal(1, heads, 3, dim).requires_grad_() for heads, dim in ((4, 3), (2, 3), (2, 2)))
@@ -150,7 +156,9 @@ def test_a_score_works_under_torch_func(name: str):
     assert torch.allclose(tangent, numeric, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", scores())
+@pytest.mark.parametrize(
+    "name", some_for_all("dot", "bilinear per head", "additive per head", "laplacian", "epanechnikov")
+)
 def test_a_score_compiles_to_one_graph_with_gradients_of_its_weights(name: str):
     q, k, v = (t.detach().float().requires_grad_() for t in small())
     torch._dynamo.reset()  # each score is a graph of its own

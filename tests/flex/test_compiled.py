@@ -72,6 +72,9 @@ SCORE_MODS: dict[str, Any] = {
     "no term": lambda t: lambda s, b, h, q, k: torch.stack([s, s * t.per_head[h]]).sum(),
 }
 
+LIKE_OTHERS = ("none", "alibi", "softcap", "a learned scale", "an outer product", "squared")
+"""What is compiled as the others are; each takes a second."""
+
 MASK_MODS: dict[str, Mod] = {
     "causal": lambda b, h, q, k: q >= k,
     "documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
@@ -110,7 +113,9 @@ def assert_same(run: Any, compiled_run: Any, given: list[Tensor], leaves: list[T
             torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", SCORE_MODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LIKE_OTHERS else name for name in SCORE_MODS]
+)
 def test_a_score_mod_is_compiled(name: str):
     learned = Learned()
     mod, mask = SCORE_MODS[name](learned), blocks(MASK_MODS["documents"])
@@ -121,6 +126,7 @@ def test_a_score_mod_is_compiled(name: str):
     assert_same(run, compiled(run), tensors(), learned.leaves())
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", MASK_MODS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_block_mask_of_inside_or_outside_is_compiled(name: str, inside: bool):

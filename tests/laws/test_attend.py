@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Causal, Mask, Prefix, TensorBias, TensorMask, Window, attend, attend_state
 from tests.expressions import BATCH, HEADS, biases, masks
 from tests.oracle import Case, dense, kept, worst
+from tests.selection import examples
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,7 +54,7 @@ def without_sink(case: Case) -> dict[str, Any]:
 
 
 @given(case=cases(), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=150)
+@examples(60, everything=150)
 def test_attention_is_what_the_formula_says(engine: str | None, case: Case, dtype: torch.dtype):
     case = case.to(dtype)
     (truth, lse), naive = dense(case), dense(case, dtype)
@@ -72,7 +73,7 @@ def test_attention_is_what_the_formula_says(engine: str | None, case: Case, dtyp
 
 
 @given(case=cases())
-@settings(max_examples=40)
+@examples(16, everything=40)
 def test_gradients_are_what_the_formula_says(engine: str | None, case: Case):
     def gradients(function: Any) -> list[Tensor]:
         leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
@@ -107,7 +108,7 @@ def test_what_is_masked_changes_no_bit_of_a_later_batch_row(engine: str | None, 
 
 
 @given(case=cases(), bad=st.sampled_from([float("nan"), float("inf"), -float("inf")]))
-@settings(max_examples=60)
+@examples(25, everything=60)
 def test_what_is_masked_is_never_read_into_a_result(engine: str | None, case: Case, bad: float):
     """A key that some queries see and others do not, made NaN, changes no bit of the others' rows."""
     keep = kept(case)
@@ -125,7 +126,7 @@ def test_what_is_masked_is_never_read_into_a_result(engine: str | None, case: Ca
 
 
 @given(case=cases())
-@settings(max_examples=40)
+@examples(16, everything=40)
 def test_what_is_masked_is_never_read_into_a_gradient(engine: str | None, case: Case):
     keep = kept(case)
     if not keep.numel():
@@ -141,7 +142,7 @@ def test_what_is_masked_is_never_read_into_a_gradient(engine: str | None, case: 
 
 
 @given(case=cases(), cut=st.floats(0, 1))
-@settings(max_examples=40)
+@examples(16, everything=40)
 def test_states_over_parts_of_the_keys_merge_to_the_whole(engine: str | None, case: Case, cut: float):
     case.words = {"softcap": case.words["softcap"]}
     keys = case.k.shape[2]

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import Alibi, Bias, Causal, Mask, T5Bias, TensorBias, TensorMask, attend, attend_state
 from tests.native.engines import ALL, PLAIN
 from tests.oracle import Case
+from tests.selection import examples
 
 ROUNDING = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of a result of about 1: the type's own rounding, and that of weights where those are rounded too."""
@@ -101,7 +102,7 @@ def run(case: Case, engine: str) -> Tensor:
 
 
 @given(case=cases())
-@settings(max_examples=60)
+@examples(25, everything=60)
 def test_a_kernel_equals_the_plain_loops(case: Case):
     """The plain loops take most of the time: one run of theirs serves every instruction set."""
     words = {name: word for name, word in case.words.items() if name not in ("sink", "dropout")}
@@ -167,7 +168,7 @@ def sizes(case: Case) -> list[float]:
 
 @pytest.mark.parametrize("engine", ALL)
 @given(case=cases(), through_lse=st.booleans())
-@settings(max_examples=40)
+@examples(16, everything=40)
 def test_a_kernels_gradients_equal_those_of_the_plain_loops(engine: str, case: Case, through_lse: bool):
     ours, plain = (gradients(case, name, through_lse) for name in (engine, PLAIN))
     for found, expected, size in zip(ours, plain, sizes(case), strict=True):

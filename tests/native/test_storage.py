@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from regard.storage.codec import TILE, code_bytes, encode_tiled
 from regard.storage.stored import Part, StoredTensor
 from tests.native.engines import ALL, LEAST_AND_BEST, PLAIN
 from tests.native.test_kernels import ROUNDING, same
+from tests.selection import examples
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["call", "float64", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
@@ -187,7 +188,7 @@ def parts(draw: st.DrawFn, make: Maker, counts: list[int], dim: int, keys: bool)
 
 @pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @given(case=cases())
-@settings(max_examples=50)
+@examples(20, everything=50)
 def test_any_parts_give_the_bits_of_their_tensors(
     engine: str, case: tuple[Tensor, StoredTensor, StoredTensor, Mask | None]
 ):
@@ -196,7 +197,7 @@ def test_any_parts_give_the_bits_of_their_tensors(
 
 
 @given(case=cases())
-@settings(max_examples=50)
+@examples(20, everything=50)
 def test_the_plain_loops_read_any_parts(case: tuple[Tensor, StoredTensor, StoredTensor, Mask | None]):
     q, k, v, mask = case
     q = q[:, :, -3:]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from tests.native.interrupted import seconds_to_end
 from tests.native.test_kernels import cases
 from tests.native.test_same_bits import threads
 from tests.oracle import Case
+from tests.selection import examples
 
 ISAS = {name: number for number, name in enumerate(ALL)}
 PLAIN_LOOPS = -1
@@ -59,7 +60,7 @@ def first_of_the_largest(found: Sweep, weights: Weights, rounding: float) -> Non
 
 @pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @given(case=cases(), picture=st.sampled_from([None, 1, 7, 61, 2000]), vectors=st.sampled_from([0, 1, 2, 5]))
-@settings(max_examples=50)
+@examples(20, everything=50)
 def test_a_kernel_gathers_what_the_plain_loops_gather(engine: str, case: Case, picture: int | None, vectors: int):
     words = {name: word for name, word in case.words.items() if name != "dropout"}
     weights = weights_of(case.q, case.k, **words)

@@ -37,6 +37,10 @@ def off() -> Iterator[None]:
 FUSED = "_transformer_encoder_layer_fwd"
 
 
+COMPILED = ("a decoder with an early import", "an encoder with masks")
+"""Programs that are compiled in the default run as well; each takes seconds."""
+
+
 def of_size(*sizes: int, **options: Any) -> Tensor:
     return torch.randn(*sizes, **options)
 
@@ -56,9 +60,21 @@ def in_float64(module: nn.Module, x: Tensor) -> Tensor:
     return copy.deepcopy(module).double()(x if not x.is_floating_point() else x.double())
 
 
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "compiled", "gradients"])
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "gradients"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gives_torchs_results(name: str, how: str):
+    gives_torchs_results(name, how)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in COMPILED else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS],
+)
+def test_a_compiled_program_gives_torchs_results(name: str):
+    gives_torchs_results(name, "compiled")
+
+
+def gives_torchs_results(name: str, how: str) -> None:
     make, sample = PROGRAMS[name]
     module, x = make().eval(), sample()
     run: Any = torch.compile(module, backend="aot_eager") if how == "compiled" else module

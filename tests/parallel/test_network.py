@@ -24,6 +24,7 @@ def torchrun(*options: str, before: tuple[str, ...] = (), **env: str) -> subproc
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_the_ranks():
     run = torchrun("--standalone", "--nproc-per-node=2")
     text, _ = run.communicate(timeout=200)

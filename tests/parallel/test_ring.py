@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from regard import (
@@ -28,6 +28,7 @@ from tests.expressions import BATCH, HEADS, biases, masks
 from tests.parallel import cases
 from tests.parallel.comparing import IDS, N, assert_close, check, in_one_process, joined, layouts, some
 from tests.parallel.workers import Workers
+from tests.selection import examples
 
 CALLS: dict[str, Any] = {
     "everything": dict,
@@ -71,7 +72,7 @@ def test_four_ranks_give_what_one_process_gives(four: Workers, name: str, call: 
 
 
 @given(data=st.data())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(6, everything=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_masks_and_biases_in_random_layouts(four: Workers, data: st.DataObject):
     tokens = data.draw(st.sampled_from([29, 13, 11]))
     sendable = masks(tokens, tokens).filter(lambda mask: mask.can_be_serialized())

@@ -41,6 +41,7 @@ def test_the_label_of_the_first_column_is_whole(opened):
     assert not drawn[0]
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("size", [(390, 844), (1024, 768), (1440, 900)])
 @pytest.mark.parametrize("tokens", [193, 397, 601])
 def test_up_to_some_600_tokens_are_named_by_words(opened, tokens, size):
