@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from regard import Alibi, ProblemError, T5Bias, TensorBias, attend, explain
 from regard.describe.mask import CallSizes
@@ -104,3 +105,31 @@ def test_a_table_placed_by_offset_serves_calls_inside_it():
     assert torch.equal(placed.value(0, 0, torch.tensor([[4], [5]]), torch.arange(9)), table[4:6])
     with pytest.raises(ProblemError, match="must cover"):
         TensorBias(table, offset=0).bind(CallSizes(1, 1, 2, 9, 8))
+
+
+def alibi_of_the_paper(heads: int) -> list[float]:
+    """Press et al. 2022, and the authors' `get_slopes`: a geometric row, for the rest every second of twice as many."""
+    nearest = 2 ** math.floor(math.log2(heads))
+    row = [2.0 ** (-(2.0 ** -(math.log2(nearest) - 3)) * (i + 1)) for i in range(nearest)]
+    return row if nearest == heads else row + alibi_of_the_paper(2 * nearest)[::2][: heads - nearest]
+
+
+@pytest.mark.parametrize("heads", [*range(1, 18), 40, 71, 112])
+def test_alibi_slopes_for_any_number_of_heads(heads: int):
+    assert Alibi(heads).slope_per_head().tolist() == pytest.approx(alibi_of_the_paper(heads))
+
+
+def test_alibi_reaches_past_the_training_length():
+    h, long = torch.arange(6)[:, None, None], torch.arange(2 * 53)
+    bias = Alibi(6).value(0, h, long[:, None], long)
+    short = Alibi(6).value(0, h, long[:53, None], long[:53])
+    assert torch.equal(bias[:, :53, :53], short)
+    assert torch.equal(bias[:, 53:, 53:], short)  # and the same anywhere
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "limit"), [(32, 128), (32, 256), (64, 128)])
+def test_t5_buckets_are_those_of_transformers(buckets: int, limit: int, bidirectional: bool):
+    distance = torch.arange(-1000, 1001)
+    expected = T5Attention._relative_position_bucket(distance, bidirectional, buckets, limit)
+    assert torch.equal(T5Bias(torch.zeros(buckets, 1), bidirectional, limit).bucket(distance), expected)
