@@ -9,23 +9,11 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from regard.cost.expected import expected_seconds
+from regard.cost.expected import Planned, expected_seconds
 from regard.cost.machine import Machine, find_machine
 from regard.cost.products import attention_flops, attention_gradient_flops
 from regard.cost.traffic import naive_elements, tiled_elements
-
-
-class Planned(Protocol):
-    """What a plan says: its sizes, its tiles, and the least bytes it moves. `regard.Plan` is one."""
-
-    @property
-    def problem(self) -> Any: ...
-    @property
-    def schedule(self) -> Any: ...
-    @property
-    def bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ EFFICIENCY = {"float32": Efficiency(0.84, 1.7, 0.4), "bfloat16": Efficiency(0.77
 docs/performance/zen5.md."""
 
 
-class Tiled(Protocol):
-    """A plan: its problem, its tiles, and the bytes it moves at least. `regard.Plan` is one."""
+class Planned(Protocol):
+    """What a plan says: its sizes, its tiles, and the least bytes it moves. `regard.Plan` is one."""
 
     @property
     def problem(self) -> Any: ...
@@ -41,7 +41,7 @@ class Tiled(Protocol):
     def bytes(self) -> int: ...
 
 
-def expected_seconds(plan: Tiled, machine: Machine, *, backward: bool = False) -> float:
+def expected_seconds(plan: Planned, machine: Machine, *, backward: bool = False) -> float:
     """The expected time of a call in seconds, on a CPU by the compiled kernels.
 
     Args:

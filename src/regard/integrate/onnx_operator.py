@@ -3,6 +3,8 @@
 https://onnx.ai/onnx/operators/onnx__Attention.html; names and order of the arguments are the standard's.
 """
 
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -102,22 +104,12 @@ def attention(
     if past_key is not None and past_value is not None:
         offset = past_key.shape[2]
         k, v = torch.cat([past_key, k], dim=2), torch.cat([past_value, v], dim=2)
-    masks: list[Mask] = []
     if nonpad_kv_seqlen is not None:
         offset = nonpad_kv_seqlen - q.shape[2]
-        masks.append(KeyLengths(nonpad_kv_seqlen))
-    if is_causal:
-        masks.append(Causal())
-    if left_window_size >= 0 or right_window_size >= 0:
-        masks.append(Window(*(size + 1 if size >= 0 else None for size in (left_window_size, right_window_size))))
+    mask = _mask(attn_mask, nonpad_kv_seqlen, bool(is_causal), (left_window_size, right_window_size), k.shape[2])
     bias = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        masks.append(TensorMask(_padded(attn_mask, k.shape[2], hidden=False)))
-    elif attn_mask is not None:
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
         bias = TensorBias(_padded(attn_mask, k.shape[2], hidden=-torch.inf))
-    mask = None
-    for each in masks:
-        mask = each if mask is None else mask & each
     wide = softmax_precision == 11
     if softmax_precision is not None and softmax_precision not in PRECISIONS:
         raise ProblemError(f"softmax_precision is {softmax_precision}: expected 1, 10, 11 or 16.")
@@ -125,6 +117,20 @@ def attention(
     out = attend(*(t.double() if wide else t for t in (q, k, v)), **options).to(q.dtype)
     shown = None if qk_matmul_output_mode is None else _shown(q, k, qk_matmul_output_mode, **options)
     return Outputs(out if Q.ndim == 4 else out.transpose(1, 2).flatten(2), k, v, shown)
+
+
+def _mask(
+    attn_mask: Tensor | None, lengths: Tensor | None, is_causal: bool, window: tuple[int, int], keys: int
+) -> Mask | None:
+    """The mask of the inputs; the window is (left, right), -1 for all."""
+    masks: list[Mask] = [] if lengths is None else [KeyLengths(lengths)]
+    if is_causal:
+        masks.append(Causal())
+    if max(window) >= 0:
+        masks.append(Window(*(size + 1 if size >= 0 else None for size in window)))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        masks.append(TensorMask(_padded(attn_mask, keys, hidden=False)))
+    return reduce(and_, masks) if masks else None
 
 
 def _heads(t: Tensor, heads: int | None, name: str) -> Tensor:

@@ -58,12 +58,7 @@ def check_call(
             f"q has qk_dim {q.shape[3]} and k {k.shape[3]}: their features are multiplied, so expected equal sizes."
         )
     _check_kinds(features, rule, state)
-    if not isinstance(causal, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ProblemError(f"causal is {causal!r}: expected True or False.")
-    if form not in (None, *FORMS):
-        raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
-    if not isinstance(chunk, int) or chunk < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ProblemError(f"chunk={chunk!r}: expected a number of tokens, at least 1.")
+    _check_options(causal, form, chunk)
     size = k.shape[3] if features is None else features.size(k.shape[3])
     if rule is not None:
         rule.check(k.shape[0], k.shape[1], k.shape[2], size)
@@ -88,6 +83,15 @@ def _made_by(features: Feature | None, rule: Rule | None, scale: float | None, d
     """What a state depends on: the features, their scale (without features, only queries are scaled), the rule."""
     own = f", scale {scale or dim**-0.5:g}" if isinstance(features, NearSoftmax) and dim else ""
     return f"features={features!r}{own}, {'no rule' if rule is None else type(rule).__name__}"
+
+
+def _check_options(causal: object, form: str | None, chunk: object) -> None:
+    if not isinstance(causal, bool):
+        raise ProblemError(f"causal is {causal!r}: expected True or False.")
+    if form not in (None, *FORMS):
+        raise ProblemError(f"form={form!r}: expected one of {', '.join(FORMS)}, or None.")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ProblemError(f"chunk={chunk!r}: expected a number of tokens, at least 1.")
 
 
 def _check_kinds(features: object, rule: object, state: object) -> None:

@@ -189,15 +189,7 @@ class LatentAttention(nn.Module):
         stored = 0 if cache is None else cache.tokens_seen
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         if self.position is not None:
-            shard = token_positions()
-            first = positions if positions is not None else stored if shard is None else shard.positions
-            rope, tokens = self._rope(), x.shape[1]
-            length = length_of(rope.rope if isinstance(rope, RopePairs) else rope, first, tokens, tokens, cache)
-            length = length if shard is None else shard.length
-            q_rope = rope.rotate(q_rope, first, length)
-            latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
-            k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)
-            entries = torch.cat([latent, rope.rotate(k_rope, first, length).transpose(1, 2).flatten(2)], -1)
+            q_rope, entries = self._rotate(q_rope, entries, positions, cache)
         keys = values = entries.unsqueeze(1)
         if cache is not None:  # a latent is both key and value
             keys, values = cache.append(keys, None if isinstance(cache.layout, Latent) else keys[..., :0])
@@ -215,6 +207,20 @@ class LatentAttention(nn.Module):
                 cache.crop(stored)  # so that the call can be made again
             raise
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _rotate(
+        self, q_rope: Tensor, entries: Tensor, positions: int | Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [batch, heads, tokens, rope_dim], and the keys of entries, rotated to their positions."""
+        shard, stored = token_positions(), 0 if cache is None else cache.tokens_seen
+        first = positions if positions is not None else stored if shard is None else shard.positions
+        rope, tokens = self._rope(), entries.shape[1]
+        length = length_of(rope.rope if isinstance(rope, RopePairs) else rope, first, tokens, tokens, cache)
+        length = length if shard is None else shard.length
+        latent, k_rope = entries.split([self.kv_rank, self.rope_heads * self.rope_dim], -1)
+        k_rope = k_rope.unflatten(2, (self.rope_heads, self.rope_dim)).transpose(1, 2)
+        k_rope = rope.rotate(k_rope, first, length).transpose(1, 2).flatten(2)
+        return rope.rotate(q_rope, first, length), torch.cat([latent, k_rope], -1)
 
     def flops(self, queries: int, keys: int) -> Flops:
         """The FLOPs of each form per batch row, without those of both, if every query sees every key.
