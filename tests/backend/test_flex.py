@@ -22,6 +22,10 @@ from regard.state import State
 from tests.conformance import CASES
 from tests.oracle import Case, dense, worst
 
+LONG = pytest.mark.exhaustive
+PARTS_OF_OTHERS = ("window and sinks", "sinks learned per head", "t5")
+"""What "everything" has as well."""
+
 
 class Counting:
     """A compiler that runs graphs as they are, and keeps them."""
@@ -101,7 +105,9 @@ def test_scales_and_softcaps_are_constants_of_a_graph(counting: Counting):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo reads it, and hides this warning
 @pytest.mark.usefixtures("counting")
-@pytest.mark.parametrize("name", ["window and sinks", "sinks learned per head", "t5", "biases added", "everything"])
+@pytest.mark.parametrize(
+    "name", ["biases added", "everything", *(pytest.param(n, marks=LONG) for n in PARTS_OF_OTHERS)]
+)
 def test_gradients_are_those_of_the_definition(name: str):
     case = CASES[name]()
     up = torch.linspace(-9, 9, case.q[..., 0].numel() * case.v.shape[3], dtype=torch.float64).cos()
@@ -122,14 +128,14 @@ def leaves(case: Case) -> list[Tensor]:
 
 
 COMPUTED = [
-    "values of another size",
+    pytest.param("values of another size", marks=LONG),
     "causal, three tiles",
     "a row of nothing but padding",
     "a mask per head",
-    "alibi, heads no power of two",
-    "a bias tensor",
+    pytest.param("alibi, heads no power of two", marks=LONG),
+    pytest.param("a bias tensor", marks=LONG),
     "biases added",
-    "cosine",
+    pytest.param("cosine", marks=LONG),
     "everything",
 ]
 
