@@ -81,6 +81,18 @@ def test_lists_of_each_row_and_head_decide():
     compared(BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=60, seq_lengths=(300, 300), mask_mod=causal))
 
 
+@pytest.mark.parametrize("make", [create_block_mask, of_torch.create_block_mask], ids=["regard", "torch"])
+def test_lists_for_all_rows_decide_whoever_made_them_and_whatever_was_called_before(make: Any):
+    shift = torch.tensor([-40, 5])  # the lists are those of row 0
+    mask = make(lambda b, h, q, k: q + shift[b] >= k, None, None, 70, 70, "cpu", BLOCK_SIZE=16)
+    q, k, v = torch.randn(3, 2, 1, 70, 8).unbind()
+    flex_attention(q[:1], k[:1], v[:1], block_mask=mask)
+    q_idx, k_idx = torch.arange(70)[:, None], torch.arange(70)
+    kept = (q_idx + shift[:, None, None] >= k_idx) & ((q_idx | 15).clamp(max=69) - 40 >= (k_idx & ~15))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept[:, None])
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), exact)
+
+
 def test_lists_that_are_written_to_are_read_again():
     made = create_block_mask(causal, None, None, TOKENS, TOKENS, "cpu", BLOCK_SIZE=60)
     compared(made)

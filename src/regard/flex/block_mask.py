@@ -80,7 +80,7 @@ def _create(
     lengths = sizes.queries, sizes.keys
     made = BlockMask(lengths, *kv, *full_kv, *q, *full_q, BLOCK_SIZE=block, mask_mod=mask_mod)
     if isinstance(mask, Mask):
-        remember(made, mask, some & ~whole, whole)
+        remember(made, mask, sizes, some & ~whole, whole)
     return made
 
 

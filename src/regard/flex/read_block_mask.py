@@ -28,13 +28,21 @@ class _Reading:
     Attributes:
         versions: of its lists, when they were read.
         partial, full: bool [batch or 1, heads or 1, rows, columns], whether a block is in the lists.
-        agrees: by mask of its `mask_mod`, whether that mask alone keeps the same pairs as with the lists.
+        agrees: by mask of its `mask_mod` and the batch rows and heads in which that differs, whether that mask alone
+            keeps the same pairs as with the lists: lists of one batch row fit no other rows of a mask that has more.
     """
 
     versions: tuple[object, ...]
     partial: Tensor
     full: Tensor
-    agrees: dict[Fingerprint, bool] = field(default_factory=dict[Fingerprint, bool])
+    agrees: dict["_MaskKey", bool] = field(default_factory=dict["_MaskKey", bool])
+
+
+_MaskKey = tuple[Fingerprint, tuple[int, int]]
+
+
+def _key(mask: Mask, sizes: CallSizes) -> _MaskKey:
+    return mask.fingerprint(), mask.bind(sizes).broadcast_shape()
 
 
 _readings: WeakKeyDictionary[BlockMask, _Reading] = WeakKeyDictionary()
@@ -132,11 +140,11 @@ def follows_function(given: BlockMask) -> bool:
     return mod is given.mask_mod and indices is given.kv_indices
 
 
-def remember(made: BlockMask, mask: Mask, partial: Bools, full: Bools) -> None:
+def remember(made: BlockMask, mask: Mask, sizes: CallSizes, partial: Bools, full: Bools) -> None:
     """Note what the lists of a `BlockMask` are, and that they follow from its mask."""
     if mask.fingerprint().is_cacheable:
         tables = torch.from_numpy(partial), torch.from_numpy(full)
-        _readings[made] = _Reading(_versions(made), *tables, {mask.fingerprint(): True})
+        _readings[made] = _Reading(_versions(made), *tables, {_key(mask, sizes): True})
 
 
 def _versions(given: BlockMask) -> tuple[object, ...]:
@@ -176,13 +184,13 @@ def _checked(lists: Tensor) -> Tensor:
 
 def _agrees(reading: _Reading, own: Mask | bool, sizes: CallSizes, block: tuple[int, int]) -> bool:
     if is_opaque(own):
-        return isinstance(own, Mask) and reading.agrees.get(own.fingerprint(), False)
-    key = own.fingerprint() if isinstance(own, Mask) else None
+        return isinstance(own, Mask) and reading.agrees.get(_key(own, sizes), False)
+    key = _key(own, sizes) if isinstance(own, Mask) else None
     if key is not None and key in reading.agrees:
         return reading.agrees[key]
     some, every = (torch.from_numpy(found) for found in block_layout(own, sizes, block))
     found = not bool((some & ~(reading.partial | reading.full)).any() | (reading.full & ~every).any())
-    if key is not None and key.is_cacheable:
+    if key is not None and key[0].is_cacheable:
         reading.agrees[key] = found
     return found
 
