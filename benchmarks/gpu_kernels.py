@@ -70,6 +70,7 @@ def variants() -> list[Variant]:
         Variant("gradient_of_keys", "bf16", 64, extras),
         Variant("sweep", "bf16", 128),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
+        Variant("span", "bf16", 128, ("steps",)),
         *(Variant("span", "bf16", 512, ("latent", *kind)) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
     ]
 
@@ -141,20 +142,25 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _decoding(variant: Variant, shared: int) -> tuple[Any, Any, dict[str, Any]]:
-    """The kernel of decoding under a mask: 4 query heads a key head, or the 128 of a latent and 64 rotated channels."""
+    """The kernel of decoding under a mask: 4 query heads a key head, or the 128 of a latent and 64 rotated channels.
+
+    "steps" has its mask in tensors of intervals and lengths.
+    """
     from regard.gpu.decode import span
-    from regard.gpu.few_rows import SPAN, span_blocks
+    from regard.gpu.few_rows import SPAN, chunk_of, span_blocks
 
     kind = next((kind for kind in ("int8", "fp8", "int4") if kind in variant.more), "plain")
-    dim, pages, latent = variant.dim, "paged" in variant.more, "latent" in variant.more
+    dim, pages, latent, steps = variant.dim, *(name in variant.more for name in ("paged", "latent", "steps"))
     group, rest = (128, 64) if latent else (4, 0)
     blocks = span_blocks(2, dim, rest, group, shared, coded=kind != "plain")
     constants = {
         "GROUP": group, "ROWS": blocks.rows, "KEYS": blocks.tokens, "SPAN": SPAN, "TILE": 128,
         "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "REST": rest, "REST_PADDED": rest,
         "IN_KEYS": latent, "K_KIND": kind, "V_KIND": kind, "K_TABLE": pages, "V_TABLE": pages, "K_PER_TOKEN": False,
-        "RAGGED": False, "MASKED": True, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False, "DISTANCE": False,
-        "BIAS": False, "WIDE": False, "PRECISION": "ieee", "FLAGS": kind == "plain", "CAREFUL": False,
+        "RAGGED": steps, "MASKED": not steps, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False,
+        "DISTANCE": False, "BIAS": False, "WIDE": False, "PRECISION": "ieee",
+        "FLAGS": kind == "plain" and not steps, "CAREFUL": False,
+        "CHUNK": chunk_of(dim, coded=kind != "plain") if latent else 0, "UNION": 2 * steps,
     }  # fmt: skip
     return span, blocks, constants
 
@@ -184,7 +190,7 @@ def _type(name: str, variant: Variant) -> str:
         codes = "u8" if {"int8", "fp8", "int4"} & set(variant.more) else dtype
         of = {"k": codes, "v": codes, "out": "fp32", "tiles": "i32", "flags": "i32"}
         of |= dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero"), "bf16")
-        of |= dict.fromkeys(("k_table", "v_table", "begins", "ends"), "i64")
+        of |= dict.fromkeys(("k_table", "v_table", "begins", "ends", "seen"), "i64")
         if name in of:
             return f"*{of[name]}"
     if variant.kernel == "sweep":

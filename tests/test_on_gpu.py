@@ -10,8 +10,10 @@ from torch import Tensor
 from regard import (
     Alibi,
     Causal,
+    Dilated,
     Documents,
     KeyLengths,
+    Mask,
     Prefix,
     Rope,
     T5Bias,
@@ -23,6 +25,9 @@ from regard import (
     explain,
 )
 from regard.cache import Contiguous, Int4, Int8, Knorm, KVCache, Paged, Rolling
+from regard.inspect.measures.induction import best, induction_scan
+from regard.inspect.measures.measure import Inputs
+from regard.inspect.measures.spread import positional
 from regard.inspect.surveying.survey import survey
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
@@ -173,8 +178,9 @@ class Launches:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(11) | Prefix(3)), Causal() & Window(8)], ids=str)
 def test_a_step_whose_position_is_on_the_gpu_is_the_same_for_the_host_at_every_position(
-    rows: int, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, rows: int, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[object] = []
     for name in ("_SPAN", "_MERGE"):
@@ -186,14 +192,15 @@ def test_a_step_whose_position_is_on_the_gpu_is_the_same_for_the_host_at_every_p
     for _ in range(3):
         q = made(gpu, 2, 4, 1, 16)
         events(gpu)
-        out = attend(q, k, v, mask=Causal(), sink=sink, softcap=3.0, offset=position)
+        out = attend(q, k, v, mask=mask, sink=sink, softcap=3.0, offset=position)
         assert events(gpu) == []
         launches.append(list(seen))
         seen.clear()
         for row in range(2):
             end = int(position[row % rows]) + 1
             each = [t[row : row + 1, :, :end].cpu() for t in (k, v)]
-            exact = attend(q[row : row + 1].cpu(), *each, sink=sink.cpu(), softcap=3.0, backend="reference")
+            words = {"mask": mask, "sink": sink.cpu(), "softcap": 3.0}
+            exact = attend(q[row : row + 1].cpu(), *each, **words, backend="reference64")
             assert torch.allclose(out[row : row + 1].cpu(), exact, atol=1e-6)
         position.add_(1)
     assert launches[0] == launches[1] == launches[2]
@@ -209,7 +216,7 @@ def test_positions_outside_of_the_keys_see_none_or_all(gpu: PretendedGpu):
 
 
 @pytest.mark.parametrize(
-    "more", [{"mask": Causal() & Window(9)}, {"mask": Causal(), "bias": Alibi(4)}, {}], ids=["window", "bias", "none"]
+    "more", [{"mask": Causal() & Dilated(3)}, {"mask": Causal(), "bias": Alibi(4)}, {}], ids=["dilated", "bias", "none"]
 )
 def test_other_calls_read_a_position_on_the_gpu_once(more: dict[str, Any], gpu: PretendedGpu):
     q, k = made(gpu, 2, 4, 1, 16), made(gpu, 2, 2, 40, 16)
@@ -231,7 +238,7 @@ def test_a_module_reads_nothing_and_copies_the_frequencies_of_rope_once(gpu: Pre
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["contiguous", "int8", "paged"])
+@pytest.mark.parametrize("name", ["contiguous", "of a capacity", "int8", "paged"])
 def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, gpu: PretendedGpu):
     model = use_regard(on_gpu(gpu, llama()))
     ids = gpu.put(torch.randint(0, 300, (2, 20)))
@@ -240,9 +247,11 @@ def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, gpu:
     cache = regard_cache(model, **CACHES[name])
     model(ids, past_key_values=cache)
     events(gpu)
-    for _ in range(6):
-        model(ids[:, :1], past_key_values=cache)
+    found = [model(ids[:, :1], past_key_values=cache).logits for _ in range(6)]
     assert events(gpu) == []
+    if name == "of a capacity":
+        whole = model(torch.cat([ids, *[ids[:, :1]] * 6], 1), use_cache=False).logits[:, -6:]
+        assert torch.allclose(torch.cat(found, 1), whole, atol=1e-4)
 
 
 def on_gpu(gpu: PretendedGpu, model: Any) -> Any:
@@ -275,3 +284,25 @@ def test_a_survey_computes_on_the_gpu_and_reads_results_alone(gpu: PretendedGpu)
     assert not any(event.where.startswith(("inspect/sweep", "inspect/weights/tiles")) for event in gpu.events)
     assert found.run.eager_difference is not None
     assert found.run.eager_difference < 1e-5
+
+
+def test_induction_and_positional_heads_read_tokens_and_distances_once(gpu: PretendedGpu):
+    q, k = made(gpu, 2, 4, 60, 16), made(gpu, 2, 2, 60, 16)
+    mask, tokens = Causal() & Window(40), torch.arange(60).remainder(13).repeat(2, 1)
+    lse = attend_state(q, k, k, mask=mask, scale=1.0).lse
+    on_gpu, host = Weights(q, k, lse, mask), Weights(q.cpu(), k.cpu(), lse.cpu(), mask)
+    events(gpu)
+    found = best(induction_scan(on_gpu, gpu.put(tokens.clone())))
+    assert [event.function for event in events(gpu) if event.kind == "read"] == ["cpu"]
+    expected = best(induction_scan(host, tokens))
+    measured = Inputs(on_gpu)
+    _ = measured.swept
+    events(gpu)
+    placed = positional(measured)
+    assert [event.function for event in events(gpu) if event.kind == "read"] == ["cpu", "cpu"]
+    for ours, exact in ((found, expected), (placed, positional(Inputs(host)))):
+        assert torch.allclose(ours.value.cpu(), exact.value, atol=1e-5)
+        assert torch.allclose(ours.chance.cpu(), exact.chance, atol=1e-5)
+        assert ours.at is not None
+        assert exact.at is not None
+        assert torch.equal(ours.at.cpu(), exact.at)

@@ -156,6 +156,13 @@ def test_latents_are_keys_and_values_read_once(codec: Codec | None):
     agree(q, k, v, scale=0.2, softcap=5.0, sink=torch.linspace(-1, 1, 8))
 
 
+@pytest.mark.parametrize("codec", [Int8(16, 5), Int8(16, 5, keys="token"), Fp8(16, 5), Int4(16, 5)], ids=str)
+def test_large_latents_of_codes_are_summed_in_chunks(codec: Codec):
+    cache = KVCache(Latent(201), codec)
+    q, entries = latent_call(rank=201, keys=70, heads=3)
+    agree(q, *cache.append(entries), scale=0.1, mask=Causal() & Window(60))
+
+
 def test_latents_over_several_spans_are_those_of_the_definition():
     q, entries = latent_call(keys=1300)
     agree(q, entries, entries[..., :21], mask=KeyLengths(torch.tensor([1300, 1030])))

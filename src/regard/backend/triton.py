@@ -22,10 +22,10 @@ from regard.describe.bias import TensorBias
 from regard.gpu.call import Call, Inputs
 from regard.plan.distance import vectors
 from regard.plan.lower import Lowering, Step, add_biases, gather, gathered, pack, prepare_score, turn
-from regard.plan.problem import Operands, Problem
+from regard.plan.problem import Operands, Problem, Sizes
 from regard.plan.schedule import Schedule
+from regard.plan.tiling import cached_schedule
 from regard.state import State
-from regard.storage.stored import StoredTensor
 
 LARGEST_DIM = 256
 """Of a head: the accumulators of a tile of queries must fit in registers."""
@@ -63,6 +63,7 @@ class Triton(Backend):
     tile: int = TILE
     lowerings: tuple[Lowering, ...] = (gather_unless_decoding, turn, prepare_score, pack, add_biases)
     hides_by_zero: bool = False
+    any_mask: bool = True
 
     def refusals(self, problem: Problem) -> list[str]:
         p, cpu, absent = problem, problem.device == "cpu", _absence()
@@ -86,23 +87,20 @@ class Triton(Backend):
         return _Kernel(problem, schedule)
 
 
-def decode_until(problem: Problem, schedule: Schedule, operands: Operands, ends: Tensor) -> State:
-    """The state of a call of few queries, all of which see the keys before `ends` of their row: the kernels read it.
+def decode_seen(problem: Problem, schedule: Schedule, operands: Operands, seen: Tensor | None) -> State | None:
+    """The state of a call of one query for each row, from what is on the GPU alone; None if the kernels cannot read it.
 
     Args:
         problem: without mask and bias, decoding (`is_decoding`), and not refused.
-        ends: int64 [batch], on the device of q.
+        operands: keys and values, in tensors or stored; of stored ones a row has those up to its end.
+        seen: the keys that a row sees, int64 [intervals, 2, batch], on the device of q; None: all.
     """
     from regard.gpu.few_rows import decode
 
     sink = None if operands.sink is None else operands.sink.float().contiguous()
     inputs = Inputs(operands.q, operands.k, operands.v, sink, None, None)
-    stored = [StoredTensor.of(t) for t in (operands.k, operands.v)]
-    for t in stored:
-        t.parts = (t.parts[0]._replace(row_ends=ends),)
-    found = decode(Call(schedule, problem.scale, problem.softcap, 0.0, 0), inputs, (stored[0], stored[1]))
-    assert found is not None, "plain tensors are readable"
-    return State(*found)
+    found = decode(Call(schedule, problem.scale, problem.softcap, 0.0, 0), inputs, operands.stored, seen)
+    return None if found is None else State(*found)
 
 
 def is_interpreted() -> bool:
@@ -117,11 +115,16 @@ def _absence() -> str | None:
 
 
 class _Kernel:
-    """The kernels for one problem."""
+    """The kernels for one form of problems: sizes, offset, mask and bias are taken from the operands.
+
+    Other sizes may need other kernels, so `regard.dispatch.plan_cache` passes on calls that are decoding as well, or
+    are not as well.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
         self.decodes = is_decoding(problem)
+        self.latest: tuple[Sizes, Schedule] | None = None
 
     def __call__(self, operands: Operands) -> State:
         return self._state(operands, None)
@@ -136,7 +139,7 @@ class _Kernel:
         p = self.problem
         inputs = self._inputs(operands)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if p.dropout else 0
-        call = Call(self.schedule, p.scale, p.softcap, p.dropout, seed)
+        call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed)
         if self.decodes:
             from regard.gpu.few_rows import decode
 
@@ -151,6 +154,18 @@ class _Kernel:
             return State(*run(call, inputs))
         return State(*cast("tuple[Tensor, Tensor]", _Attention.apply(call, state, *inputs)))
 
+    def _schedule(self, o: Operands) -> Schedule:
+        """The tiles of a call; all layers of a model have those of the first one."""
+        key, latest = o.key, self.latest
+        if key is None or (self.decodes and self.problem.mask is None):  # the kernels of decoding then read no tiles
+            return self.schedule
+        if latest is not None and latest[0] == key:
+            return latest[1]
+        tiles = cached_schedule(o.mask, o.sizes, TILE)
+        if key.mask is None or key.mask.is_constant:
+            self.latest = key, tiles
+        return tiles
+
     def _inputs(self, o: Operands) -> Inputs:
         sink = None if o.sink is None else o.sink.float().contiguous()
         return Inputs(o.q, o.k, o.v, sink, vectors(self.problem, o), self._bias(o))
@@ -161,7 +176,7 @@ class _Kernel:
         if not terms:
             return None
         (whole,) = cast("list[TensorBias]", terms)
-        bias = whole.rows(self.problem.queries, self.problem.offset)
+        bias = whole.rows(o.q.shape[2], o.offset)
         return bias if bias.dtype in (torch.float32, torch.float16, torch.bfloat16) else bias.float()
 
 

@@ -9,6 +9,7 @@ from regard.cache.evict_by_attention import H2O, TOVA, SnapKV
 from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.cache.pool import PagePool
+from regard.cache.steps import StepCache
 from regard.storage.codec import Codec, Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 
@@ -31,5 +32,6 @@ __all__ = [
     "Rolling",
     "SinksAndRecent",
     "SnapKV",
+    "StepCache",
     "StoredTensor",
 ]

@@ -4,6 +4,7 @@ Keys are tiled (16 tokens of a channel side by side), values are rows (token aft
 slots are in use is not recorded here but in a list of `SlotRange`s: it is the same for all batch rows and heads.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,21 @@ class CodedSlots:
         """
         return encode_tiled(x, self.codec, per_token=self.per_token) if self.tiled else encode_rows(x, self.codec)
 
+    def put_group(self, group: Tensor, x: Tensor) -> None:
+        """Encode one group of each row, and write it; nothing is read on the host, and elements are not checked.
+
+        Args:
+            group: int64 [batch], which group of slots.
+            x: [batch, kv_heads, group, dim].
+        """
+        size, row = self.codec.group, torch.arange(len(group), device=group.device)[:, None]
+        encode = partial(encode_tiled, per_token=self.per_token) if self.tiled else encode_rows
+        codes = encode(x, self.codec, is_checked=True)
+        for own, new, step in zip(self.tensors, _without_none(codes), self._steps(), strict=True):
+            count = size // step
+            at = group[:, None] * count + torch.arange(count, device=group.device)
+            own[row, :, at] = new.transpose(1, 2)
+
     def write(self, slot: int, codes: Codes) -> None:
         """Write codes to the slots from `slot` on, within the capacity; `slot` is a multiple of the group."""
         for own, new, step in zip(self.tensors, _without_none(codes), self._steps(), strict=True):
@@ -104,6 +120,11 @@ class CodedSlots:
         for own, source, step in zip(self.tensors, old, self._steps(), strict=True):
             count = -(-(end - begin) // step)
             own.narrow(2, 0, count).copy_(source.narrow(2, begin // step, count))
+
+    def copy_from(self, other: "CodedSlots", end: int) -> None:
+        """Copy slots 0 .. end - 1 of another memory."""
+        for own, source, step in zip(self.tensors, other.tensors, self._steps(), strict=True):
+            own.narrow(2, 0, end // step).copy_(source.narrow(2, 0, end // step))
 
     def select(self, rows: Tensor, end: int) -> None:
         """Make batch row i a copy of row rows[i], in slots 0 .. end - 1."""

@@ -16,6 +16,7 @@ from regard.cache.dense import DenseStore
 from regard.cache.paged import PagedStore, check_paged
 from regard.cache.quantised import QuantisedStore
 from regard.cache.rolling import RollingCodes, RollingStore
+from regard.cache.steps import PlainSteps, StepCache
 from regard.cache.store import (
     CachedTensor,
     Form,
@@ -32,7 +33,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
-from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
+from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling, StoredTensor
 
 
 class KVCache:
@@ -281,6 +282,43 @@ class KVCache:
         if self._policy_state is not None:
             self._policy_state.select(rows)
 
+    def steps(self, capacity: int | None = None) -> StepCache:
+        """A copy of what is stored, for steps of one token whose position is on the device, as CUDA graphs need it.
+
+        Pages are shared until one of the two caches writes to them.
+
+        Args:
+            capacity: tokens that there will be at most, those of now included; None only with `Rolling`. A step beyond
+                is an error of the device.
+
+        Raises:
+            ProblemError: nothing is stored; a capacity that does not fit; a policy, latents as codes, or another
+                combination of layout and codec that has no such steps.
+        """
+        store, layout = self._store, self.layout
+        if store is None or not store.tokens:
+            raise ProblemError("steps() of an empty cache: append the prompt first.")
+        if self.evict is not None:
+            raise ProblemError(f"{self.evict!r} chooses tokens on the host: a cache with a policy has no steps.")
+        if isinstance(store, RollingStore):
+            if capacity is not None:
+                raise ProblemError(f"steps(capacity={capacity}): {layout!r} has its own capacity, leave it out.")
+            return StepCache(store.steps(), store.form, store.tokens_seen)
+        if capacity is None or whole(capacity, "steps(capacity)", "tokens", least=1) <= store.tokens:
+            raise ProblemError(
+                f"steps(capacity={capacity}): expected more than the {store.tokens} tokens that are stored."
+            )
+        rank = layout.rank if isinstance(layout, Latent) else None
+        if isinstance(store, QuantisedStore):
+            if rank is not None:
+                raise ProblemError("latents as codes have no steps whose position is on the device: take codec=None.")
+            return StepCache(store.steps(capacity), store.form, store.tokens_seen, rotate=self._is_rotated)
+        if isinstance(self._stored_as, Codec):
+            raise ProblemError(f"{layout!r} with {self.codec!r} has no steps: take Contiguous() with this codec.")
+        if store.tokens != store.tokens_seen:
+            raise ProblemError("tokens were evicted, so positions are no slots: this cache has no steps.")
+        return StepCache(_with_room(store, capacity), store.form, store.tokens_seen, rank=rank)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""
         other = KVCache(self.layout, self.codec, self.evict)
@@ -312,6 +350,16 @@ class KVCache:
         store.keep(index)
         state.keep(index)
         self._min_crop = max(self._min_crop, store.tokens_seen - (self.evict.recent or 0))
+
+
+def _with_room(store: Store, capacity: int) -> PlainSteps:
+    """The memory of a copy of a plain store that has `capacity` tokens."""
+    form, full = store.form, copy.deepcopy(store)
+    shape = form.batch, form.kv_heads, capacity - store.tokens
+    k, *v = (torch.zeros(*shape, dim, dtype=form.dtype, device=form.device) for dim in form.dims)
+    found = full.append(k, v[0] if v else None)
+    parts = [(t if isinstance(t, StoredTensor) else StoredTensor.of(t)).parts[0] for t in found[: len(form.dims)]]
+    return PlainSteps(tuple(parts), full)
 
 
 def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) -> Store:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens
+from regard.cache.steps import CodedSteps
 from regard.cache.store import (
     CachedTensor,
     Form,
@@ -25,6 +26,7 @@ from regard.cache.store import (
     select_rows,
     token_scales_error,
 )  # fmt: skip
+from regard.errors import ProblemError
 from regard.storage.codec import Codec, Codes
 from regard.storage.stored import Contiguous, Part, StoredTensor
 
@@ -216,6 +218,27 @@ class QuantisedStore:
         self._code_capacity = self._round_up(slots)
         for m in self._memories:
             m.codes.move(self._code_capacity, 0, 0)
+
+    def steps(self, tokens: int) -> CodedSteps:
+        """A copy of the stored tokens with memory for `tokens` in all, for steps whose position is on the device.
+
+        Raises:
+            ProblemError: fewer tokens than the sinks are stored, or some were cropped or evicted after they were codes.
+        """
+        codec, sinks, seen = self.codec, self._sink_capacity, self.tokens_seen
+        coded = max(seen - sinks - codec.residual, 0) // codec.group * codec.group
+        whole = (SlotRange(0, coded),) if coded else ()
+        if seen < sinks or self.tokens != seen or self._ranges != whole:
+            raise ProblemError(
+                f"{seen} tokens, {self._coded} of them in codes: steps begin after {sinks} sinks or more, and where "
+                f"none was cropped or evicted, so that {coded} are codes."
+            )
+        slots = [CodedSlots(codec, self.form, m.dim, tiled=m.codes.tiled) for m in self._memories]
+        for new, m in zip(slots, self._memories, strict=True):
+            new.move(self._round_up(max(tokens - sinks - codec.residual, coded)) + codec.group, 0, 0)
+            new.copy_from(m.codes, coded)
+        plain = [(m.sinks.clone(), m.tail.narrow(2, self._begin, self._end - self._begin)) for m in self._memories]
+        return CodedSteps(codec, tuple(s for s, _ in plain), tuple(slots), tuple(t for _, t in plain), seen)
 
     def keys(self) -> Tensor:
         keys = self.cached()[0]

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from regard.cache.coded_slots import without_first
 from regard.cache.quantised import QuantisedStore
+from regard.cache.steps import CodedSteps, RollingSteps, RotateSinks, ring_slot
 from regard.cache.store import CachedTensor, Form, allocate, allocate_both, as_cached, select_rows
 from regard.describe.position import Rope
 from regard.describe.position_table import is_traced
@@ -90,6 +91,28 @@ class Sinks:
         cos, sin = rotation(self.rope, evicted, _scaled_length(self.rope, length), self._wide, out.device)
         rotated = torch.addcmul(self._k * cos, self._partners, sin)
         out.copy_(hadamard(rotated) if self.is_rotated else rotated)
+
+    def rotation(self) -> RotateSinks | None:
+        """What writes their keys for a number of evicted tokens on the device; None if they are not rotated.
+
+        Raises:
+            ProblemError: a scaling of the rope depends on the length, which the host does not know.
+        """
+        rope = self.rope
+        if rope is None:
+            return None
+        if rope.scaling is not None and rope.scaling.looks_at_length():
+            raise ProblemError(
+                f"{rope!r}: its angles depend on the length, which is on the device in steps. Take another."
+            )
+        k, partners = self._k.clone(), _partners(self._k, rope)
+        frequencies = _frequencies(rope, None).to(k.device)
+
+        def write(out: Tensor, evicted: Tensor) -> None:
+            angles = evicted[:, None, None, None] * frequencies
+            out.copy_(torch.addcmul(k * angles.cos().to(k.dtype), partners, angles.sin().to(k.dtype)))
+
+        return write
 
     def write_values(self, out: Tensor) -> None:
         """Write their values, [batch, kv_heads, count, v_dim]."""
@@ -205,6 +228,24 @@ class RollingStore:
     def keys(self) -> Tensor:
         return self._stored(self._memory[0]).to(self.form.dtype)
 
+    def steps(self) -> RollingSteps:
+        """A copy of the stored tokens, for steps whose position is on the device.
+
+        Raises:
+            ProblemError: fewer tokens than the sinks are stored; a scaling of the rope depends on the length.
+        """
+        sinks, window, seen = self.layout.sinks, self.layout.window, self.tokens_seen
+        if seen < sinks:
+            raise ProblemError(f"{seen} tokens are stored: expected the {sinks} sinks of {self.layout!r} or more.")
+        memory = allocate_both(self.form, self.form.batch, window, self._dtype)
+        latest = torch.arange(max(sinks, seen - (window - sinks)), seen, device=self.form.device)
+        for old, new in zip(self._memory, memory, strict=True):
+            stored = self._stored(old)
+            new.zero_()
+            new.narrow(2, 0, sinks).copy_(stored.narrow(2, 0, sinks))
+            new.index_copy_(2, ring_slot(latest, sinks, window), stored.index_select(2, latest - self._evicted))
+        return RollingSteps(memory, sinks, self._sinks.rotation())
+
     def _evict(self, new: int) -> None:
         """Evict tokens that are too old for `new` more, have memory for those, and rotate the sinks."""
         evicted = self.tokens - self.layout.window + 1  # with one new token there are `window` again
@@ -264,6 +305,11 @@ class RollingCodes(QuantisedStore):
                 keys = self._memories[0].sinks
                 self._original_sinks.write_keys(keys, self._evicted, min(before - evicted + new, window))
         return cached
+
+    def steps(self, tokens: int) -> CodedSteps:
+        raise ProblemError(
+            f"{self.layout!r} with a codec has no steps whose position is on the device: leave out either."
+        )
 
     def reset(self) -> None:
         super().reset()

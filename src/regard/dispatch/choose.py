@@ -5,10 +5,10 @@ of call has its own order (`cuda_order.toml`). A backend that the caller chose r
 other takes its place.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from regard.backend.contract import Backend, Kernel
+from regard.backend.contract import Backend, Kernel, RepeatableKernel
 from regard.backend.flex import Flex
 from regard.backend.native import Native
 from regard.backend.sdpa import Sdpa
@@ -18,7 +18,7 @@ from regard.cost import attention as cost
 from regard.cost.machine import Machine
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.recent import Recent
-from regard.dispatch.cuda_order import Order, order_for
+from regard.dispatch.cuda_order import Kind, Order, order_for
 from regard.errors import ProblemError, RefusalError
 from regard.plan.lower import Step, gather, prepare_score, simplify_mask, widen
 from regard.plan.problem import Operands, Problem
@@ -106,6 +106,16 @@ class Plan:
         p = self.problem
         return self.engine.any_length and p.mask is None and p.bias is None and self._has_pairs
 
+    @cached_property
+    def kind(self) -> Kind | None:
+        """What calls that share this plan have in common besides their form; None where they may be of any kind.
+
+        On a GPU another backend may be best for few queries, or without a mask. On a CPU `native` takes all.
+        """
+        if self.posed.device == "cpu" and not isinstance(self.engine, Triton):
+            return None
+        return Kind.of(replace(self.posed, mask=self.problem.mask))
+
     @property
     def _has_pairs(self) -> bool:
         p = self.problem
@@ -132,6 +142,11 @@ class Plan:
             if step.apply is not None:
                 operands = step.apply(operands)
         return operands
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Whether the kernel can repeat calls; `isinstance` of a protocol takes 15 us."""
+        return isinstance(self.kernel, RepeatableKernel)
 
     @cached_property
     def is_careful(self) -> bool:

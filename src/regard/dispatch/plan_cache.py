@@ -3,7 +3,8 @@
 A plan depends on sizes, types, flags and specs, never on elements of q, k and v. So a call that equals an earlier one
 in all of these takes the plan of that call, and no check is made again. Calls that differ only in their `Sizes` share
 one plan where the backend can: under every mask (`Backend.any_mask`), or where the mask hides nothing
-(`Backend.any_length`). So a decoding loop makes one plan, not one for each token.
+(`Backend.any_length`). So a decoding loop makes one plan, not one for each token. On a GPU the backend depends on more
+than the form, so there each `Kind` of call has its plan.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from regard.describe.spec import Fingerprint
 from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose, forget_plans
+from regard.dispatch.cuda_order import Kind, kind_of_call
 from regard.plan.checks import check_has_data, check_offset, check_specs, in_transform
 from regard.plan.lower import hides_nothing
 from regard.plan.pose import pose
@@ -48,11 +50,11 @@ class _Known:
     bias: Bias | None
 
 
-_Alike: TypeAlias = "dict[Sizes | Fingerprint | None, _Known]"
+_Alike: TypeAlias = "dict[Sizes | Fingerprint | Kind | None, _Known]"
 
 _calls: dict[object, _Alike] = {}
 """By form, then by sizes; or for any sizes, by the mask where it depends on positions alone, and under None without a
-mask or for other masks."""
+mask or for other masks. Where the plan depends on the kind of call, by that, and under None is one of these."""
 
 _lock = Lock()
 
@@ -109,26 +111,31 @@ def _of_other_sizes(alike: _Alike, request: Request, sizes: Sizes) -> _Known | N
     known, content, mask, bias = alike.get(None), sizes.mask, request.mask, request.bias
     if known is None or not sizes.queries or not sizes.keys or sizes.keys != sizes.values:
         return None
-    if sizes.offset is not None:
-        check_offset(sizes.offset)
-    if bias is None and (fixed := alike.get(content)) is not None:
-        return fixed
     if (plan := known.plan()) is None:
         return None
+    if sizes.offset is not None:
+        check_offset(sizes.offset)
+    by_kind = plan.kind is not None
+    if bias is None and not by_kind and (fixed := alike.get(content)) is not None:
+        return fixed
     call = _call_sizes(request)
     if mask is not None and content is not None:
         check_specs(mask, None, None)
         if not content.is_constant:
             check_has_data(mask)
         mask = mask.bind(call)
-    if not plan.is_for_any_mask and not (mask is None or hides_nothing(mask, call)):
+    if by_kind:
+        known = alike.get(kind_of_call(plan.posed, mask, call))
+        if known is None or (plan := known.plan()) is None:
+            return None
+    elif not plan.is_for_any_mask and not (mask is None or hides_nothing(mask, call)):
         return None
     bias = None if bias is None else bias.bind(call)
     is_constant = content is None or content.is_constant
     known = _Known(known.plan, mask if is_constant else None, _constant(bias))
     is_fixed = is_constant and plan.is_for_any_mask and mask is not None and is_made_of(mask, OF_ANY_CALL)
     with _lock:
-        _put(alike, content if is_fixed and bias is None else sizes, known)
+        _put(alike, content if is_fixed and bias is None and not by_kind else sizes, known)
     return known
 
 
@@ -159,6 +166,8 @@ def _put_call(form: object, sizes: Sizes, plan: Plan, operands: Operands) -> Non
         _put(alike, sizes, _Known(ref(plan), _constant(operands.mask), _constant(operands.bias)))
         if plan.is_for_any_mask or plan.is_for_any_length:
             alike[None] = _Known(ref(plan), None, None)
+            if plan.kind is not None:
+                alike[plan.kind] = alike[None]
 
 
 S = TypeVar("S", Mask, Bias)
@@ -170,7 +179,7 @@ def _constant(spec: S | None) -> S | None:
 
 
 def _put(kept: dict[K, V], key: K, value: V) -> None:
-    """Put a value into a dict of about `KEPT`; the oldest goes where there are too many, but not the one under None."""
+    """Put a value into a dict of about `KEPT`; the oldest goes where there are too many, but none for other sizes."""
     while len(kept) >= KEPT:
-        kept.pop(next(each for each in kept if each is not None))
+        kept.pop(next(each for each in kept if each is not None and not isinstance(each, Kind)))
     kept[key] = value

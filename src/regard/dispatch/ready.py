@@ -72,7 +72,7 @@ def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
         return
     if any(type(size) is not int for size in key[1:7]):  # while torch.jit traces they are tensors
         return
-    if not isinstance(kernel, RepeatableKernel) or (operands.mask is None) != (mask is None):
+    if not (plan.is_repeatable and isinstance(kernel, RepeatableKernel)) or (operands.mask is None) != (mask is None):
         return
     fingerprint = None if mask is None else mask.constant()
     if fingerprint is not None and not fingerprint.is_registered:

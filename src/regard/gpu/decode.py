@@ -28,7 +28,7 @@ def span(
     k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
-    begins, ends, begin, tokens, tiles, key_tiles, words,
+    begins, ends, begin, tokens, seen, tiles, key_tiles, words,
     batch, heads, kv_heads, queries, keys, first_span, scale, softcap,
     k_first, k_page_tokens, k_group, v_first, v_page_tokens, v_group,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
@@ -37,7 +37,7 @@ def span(
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_TABLE: tl.constexpr, V_TABLE: tl.constexpr,
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim] and lse [spans, batch, heads, queries] of one part, float32, base 2.
 
@@ -50,6 +50,9 @@ def span(
         IN_KEYS: whether values are the first DIM channels of keys; those of `v` are then not read.
         flags: int32 for each program, whether its sums are not finite: set if FLAGS.
         CAREFUL: whether to compute the programs whose flag is set.
+        CHUNK: dimensions that scores are summed over at once, so that all of q need not be in registers; 0: all.
+        UNION: the intervals of keys that each batch row sees, 1 or 2, if they are in `seen`, int64 [UNION, 2, batch] with the
+            first key and one past the last; 0 if `tiles` has the mask. There is one query, and no hidden key is read.
     """
     program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     if CAREFUL:  # noqa: SIM102 - the outer condition is decided when the kernel is compiled
@@ -66,15 +69,12 @@ def span(
     cv = tl.arange(0, V_DIM_PADDED)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
     q_at = q + b64 * q_batch + h64[:, None] * q_head + i[:, None] * q_token
-    rows = tl.load(q_at + c[None, :], mask=real[:, None] & (c[None, :] < DIM), other=0.0)
-    dtype = rows.dtype
-    if WIDE:
-        rows = rows.to(tl.float32)
+    dtype: tl.constexpr = q.dtype.element_ty
+    if CHUNK == 0:
+        rows = _rows(q_at, c, real, DIM, WIDE)
     if REST > 0:
         cr = DIM + tl.arange(0, REST_PADDED)
-        rest = tl.load(q_at + cr[None, :], mask=real[:, None] & (cr[None, :] < DIM + REST), other=0.0)
-        if WIDE:
-            rest = rest.to(tl.float32)
+        rest = _rows(q_at, cr, real, DIM + REST, WIDE)
     start = begin
     stop = begin + tokens
     if RAGGED:
@@ -84,6 +84,14 @@ def span(
     base_bias = bias + b64 * bias_batch + h64[:, None] * bias_head if BIAS else bias
     first = of * SPAN
     end = tl.minimum(first + SPAN, stop - start)
+    if UNION > 0:
+        low, high = tl.load(seen + b).to(tl.int32), tl.load(seen + batch + b).to(tl.int32)
+        low_2, high_2 = low, high
+        if UNION > 1:
+            low_2, high_2 = tl.load(seen + 2 * batch + b).to(tl.int32), tl.load(seen + 3 * batch + b).to(tl.int32)
+        near = (low < start + end) & (high > start + first)
+        near_2 = (low_2 < start + end) & (high_2 > start + first)
+        end = tl.where(near | near_2, end, first)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, V_DIM_PADDED], tl.float32)
@@ -91,15 +99,27 @@ def span(
         t = t0 + tl.arange(0, KEYS)
         j = start + t
         there = j < stop
+        if UNION > 0:
+            there = there & (((j >= low) & (j < high)) | ((j >= low_2) & (j < high_2)))
         keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
         at_keys = k + keys_at[None, :] * k_page + g64 * k_head
         at_scales = k_scale + keys_at * k_scale_page + g64 * k_scale_head
         at_zeros = k_zero + keys_at * k_scale_page + g64 * k_scale_head
-        of_k = _keys(
-            at_keys, key_places, k_token, k_unit, c, there, at_scales, at_zeros, k_scale_token, k_group,
-            DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
-        )  # fmt: skip
-        s = tl.dot(rows, of_k, input_precision=PRECISION)
+        if CHUNK > 0:
+            s = tl.zeros([ROWS, KEYS], tl.float32)
+            for c0 in range(0, DIM, CHUNK):
+                cc = c0 + tl.arange(0, CHUNK)
+                of_chunk = _keys(
+                    at_keys, key_places, k_token, k_unit, cc, there, at_scales, at_zeros, k_scale_token, k_group,
+                    DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
+                )  # fmt: skip
+                s = tl.dot(_rows(q_at, cc, real, DIM, WIDE), of_chunk, s, input_precision=PRECISION)
+        else:
+            of_k = _keys(
+                at_keys, key_places, k_token, k_unit, c, there, at_scales, at_zeros, k_scale_token, k_group,
+                DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
+            )  # fmt: skip
+            s = tl.dot(rows, of_k, input_precision=PRECISION)
         if REST > 0:
             of_rest = _keys(
                 at_keys, key_places, k_token, k_unit, cr, there, at_scales, at_zeros, k_scale_token, k_group,
@@ -107,7 +127,13 @@ def span(
             )  # fmt: skip
             s = tl.dot(rest, of_rest, s, input_precision=PRECISION)
         if IN_KEYS:
-            of_v = tl.trans(of_k)
+            if CHUNK > 0:
+                of_v = tl.trans(_keys(
+                    at_keys, key_places, k_token, k_unit, c, there, at_scales, at_zeros, k_scale_token, k_group,
+                    DIM, K_KIND, K_PER_TOKEN, dtype, WIDE,
+                ))  # fmt: skip
+            else:
+                of_v = tl.trans(of_k)
         else:
             values_at, value_places = _placed(t + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, there)
             of_v = _values(
@@ -152,6 +178,15 @@ def span(
     tl.store(out + at[:, None] * V_DIM + cv[None, :], sums / total[:, None], mask=real[:, None] & (cv[None, :] < V_DIM))
     if FLAGS:
         tl.store(flags + program, tl.max(is_non_finite(sums).to(tl.int32)))
+
+
+@triton.jit
+def _rows(at, c, real, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Channels c of the queries."""
+    found = tl.load(at + c[None, :], mask=real[:, None] & (c[None, :] < DIM), other=0.0)
+    if WIDE:
+        found = found.to(tl.float32)
+    return found
 
 
 @triton.jit

@@ -26,6 +26,9 @@ from regard.storage.stored import Part, StoredTensor
 SPAN = 1024
 """Keys of a program."""
 
+CHUNK = 128
+"""See `chunk_of`."""
+
 LARGEST_DIM = 1024
 """Dimensions of a head that the kernel reads: a latent and its rotated key have 576."""
 
@@ -49,6 +52,14 @@ def span_blocks(item: int, dim: int, rest: int, rows: int, shared: int, *, coded
     return fitting(blocks, (dim + rest) * item, (dim + rest) * item, 0, shared)
 
 
+def chunk_of(dim: int, *, coded: bool) -> int:
+    """Dimensions of latents that scores are summed over at once, which is a loop in the kernel; 0 for all.
+
+    All of q in registers leave too few for decoding large latents.
+    """
+    return CHUNK if coded and dim > CHUNK else 0
+
+
 _SPAN: Any = kernels.span
 _MERGE: Any = kernels.merge
 
@@ -63,8 +74,14 @@ class _Pair(NamedTuple):
     ends: Tensor | None
 
 
-def decode(call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | None) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of a call of few query rows; None if keys and values are stored in different parts."""
+def decode(
+    call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | None, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call of few query rows; None if keys and values are stored in different parts.
+
+    Args:
+        seen: the keys that one query sees, int64 [intervals, 2, batch]; None: those that the schedule says.
+    """
     k, v = stored or (StoredTensor.of(i.k), StoredTensor.of(i.v))
     pairs = _pairs(k, v)
     if pairs is None:
@@ -76,7 +93,7 @@ def decode(call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | No
     part_lse = torch.empty(sum(spans), batch, heads, queries, dtype=torch.float32, device=device)
     first = 0
     for pair, count in zip(pairs, spans, strict=True):
-        _run(call, i, pair, (k.shape, v.shape), (parts, part_lse), count, first)
+        _run(call, i, pair, (k.shape, v.shape), (parts, part_lse), count, first, seen)
         first += count
     out = empty_output(i.q, v_dim)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
@@ -134,8 +151,9 @@ def _is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _run(
-    call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor], spans: int, first: int
-) -> None:
+    call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor], spans: int, first: int,
+    seen: Tensor | None,
+) -> None:  # fmt: skip
     """One part."""
     (batch, heads, queries, dim), (_, kv_heads, keys, _), v_dim = i.q.shape, shapes[0], shapes[1][3]
     k, v, tiles = pair.k, pair.v, by_tile(call.schedule, i.q.device)
@@ -144,6 +162,7 @@ def _run(
     rest = dim - v_dim if in_keys else 0
     largest = padded(max(dim - rest, v_dim))
     blocks = _blocks(i, largest, padded(rest) if rest else 0, group * queries, coded=k.kind != "plain")
+    chunk = chunk_of(dim - rest, coded=k.kind != "plain") if in_keys else 0
     grid = spans, kv_heads * -(-group * queries // blocks.rows), batch
     flagged = tiles.masked and v.kind == "plain"  # codes are finite
     flags = torch.empty(math.prod(grid), dtype=torch.int32, device=i.q.device) if flagged else tiles.kinds
@@ -152,7 +171,7 @@ def _run(
             _SPAN[grid](
                 i.q, *into, flags, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
                 nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
-                pair.begin, k.tokens, tiles.kinds, tiles.kinds.shape[1], tiles.words,
+                pair.begin, k.tokens, nothing if seen is None else seen, tiles.kinds, tiles.kinds.shape[1], tiles.words,
                 batch, heads, kv_heads, queries, keys, first, call.scale, call.softcap or 0.0,
                 k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
                 GROUP=group, ROWS=blocks.rows, KEYS=blocks.tokens, SPAN=SPAN, TILE=call.schedule.tile,
@@ -163,7 +182,8 @@ def _run(
                 MAPS_BATCH=call.schedule.maps[0] > 1, MAPS_HEADS=call.schedule.maps[1] > 1,
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=i.q.dtype == torch.float32 or i.q.device.type == "cpu", PRECISION=precision(i.q),
-                FLAGS=flagged and not careful, CAREFUL=careful, **warps_and_stages(blocks, i.q.device),
+                FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if seen is None else len(seen),
+                **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
 

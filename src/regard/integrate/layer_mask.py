@@ -36,7 +36,7 @@ class LayerMask(DenseOnUse, _BlockMask):
     Args:
         mask: None keeps everything.
         shape: (batch, 1, queries, keys) of the call.
-        offset: position of the first query, the first key being at 0.
+        offset: position of the first query, the first key being at 0; a tensor where it is known on the device alone.
         device: where the model computes.
         padding: bool [batch, tokens] from position 0, where False is padding; None: there is none.
 
@@ -60,13 +60,14 @@ class LayerMask(DenseOnUse, _BlockMask):
         self,
         mask: Mask | None,
         shape: tuple[int, int, int, int],
-        offset: int,
+        offset: int | Tensor,
         device: torch.device | str,
         padding: Tensor | None = None,
     ) -> None:
         # BlockMask's own __init__ wants block tables that this mask does not need.
         self.mask, self.call, self.offset, self._device, self.padding = mask, shape, offset, device, padding
-        self.offset_tensor = torch.tensor(offset, device="cpu")  # read on the host
+        # read on the host, unless it is on a GPU
+        self.offset_tensor = offset if isinstance(offset, Tensor) else torch.tensor(offset, device="cpu")
         self._dense: Tensor | None = None
 
     @property

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from regard.integrate.layer_mask import LayerMask
-from regard.integrate.masks import MaskRequest, Predicate, to_mask
+from regard.integrate.masks import MaskRequest, Predicate, is_of_step, to_mask
 
 _COMPUTE_WITH_MASKS = frozenset({"doge", "deepseek_v4"})
 """Models that test the type of their mask before they compute with it; they get the dense tensor at once.
@@ -44,7 +44,7 @@ def mask(
     """The mask of one forward pass, for all layers of a kind: a `LayerMask`; while tracing, a dense bool tensor.
 
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
-    increases: it is read here, once.
+    increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
     """
     make = None if is_compiling() else _sharded.get()  # dynamo cannot trace it
     if make is not None:
@@ -57,9 +57,16 @@ def mask(
     if _is_traced(q_offset, attention_mask) or getattr(config, "model_type", "") in _COMPUTE_WITH_MASKS:
         return sdpa_mask(**called, use_vmap=use_vmap, allow_is_causal_skip=False)
     function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
+    shape = batch_size, 1, q_length, kv_length
+    if isinstance(q_offset, Tensor) and q_offset.is_cuda and q_length == 1 and attention_mask is None:
+        # the last position: no window that hides a key at an earlier one is left out
+        end = kv_offset + kv_length - 1
+        keep = to_mask(MaskRequest(function, batch_size, 1, kv_length, end, kv_offset, None, use_vmap, device))
+        if is_of_step(keep):
+            return LayerMask(keep, shape, q_offset - kv_offset, device)
     first = int(q_offset)
     request = MaskRequest(function, batch_size, q_length, kv_length, first, kv_offset, attention_mask, use_vmap, device)
-    return LayerMask(to_mask(request), (batch_size, 1, q_length, kv_length), request.offset, device, attention_mask)
+    return LayerMask(to_mask(request), shape, request.offset, device, attention_mask)
 
 
 MakeMask = Callable[..., LayerMask]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from regard.describe.mask import And, Mask, Or
+from regard.describe.mask import And, Mask, Or, is_made_of
 from regard.describe.mask_by_rule import Causal, KeyLengths, Window
 from regard.describe.mask_by_table import Documents, TensorMask
 from regard.describe.mask_function import MaskFunction
@@ -73,6 +73,11 @@ def to_mask(request: MaskRequest) -> Mask | None:
     """
     mask = _convert(request.function, request)
     return _all_of([mask, _padding(request, mask)])
+
+
+def is_of_step(mask: Mask | None) -> bool:
+    """Whether a mask is causal, with windows at most: then one query needs no position on the host."""
+    return mask is not None and is_made_of(mask, (Causal, Window)) and _is_causal(mask)
 
 
 def _convert(function: Predicate, request: MaskRequest) -> Mask | None:

@@ -44,8 +44,8 @@ def vectors(problem: Problem, operands: Operands) -> Tensor | None:
     terms = [] if operands.bias is None else [term for term in operands.bias.terms() if term.per_distance()]
     if not terms:
         return None
-    p, bias, device = problem, reduce(add, terms), operands.q.device
-    first, count = p.offset - (p.keys - 1), p.queries + p.keys - 1
+    p, sizes, bias, device = problem, operands.sizes, reduce(add, terms), operands.q.device
+    first, count = sizes.offset - (sizes.keys - 1), sizes.queries + sizes.keys - 1
     if p.grad and any(t.requires_grad for t in bias.tensors()):
         return by_distance(bias, p.heads, torch.float32, first, count, device)
     return kept_by_distance(bias, p.heads, torch.float32, first, count, device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.describe.bias import Bias
 from regard.describe.by_row import bias_by_row, mask_by_row
 from regard.describe.mask import Mask
+from regard.describe.mask_by_rule import Causal
 from regard.describe.ragged import Ragged
 from regard.describe.score import Score
 from regard.describe.spec import Fingerprint, Spec
@@ -99,6 +100,7 @@ class Request(NamedTuple):
             rows = row_offsets(self.offset, self.q)
             request = request._replace(offset=check_offset(self.offset)) if rows is None else self._by_row(rows)
         if isinstance(self.k, StoredTensor) or isinstance(self.v, StoredTensor):
+            _check_ring(self)
             mask, (k, v) = stored_pair(self.k, self.v, self.mask, self.bias, request.offset)
             request = request._replace(k=k.placeholder, v=v.placeholder, mask=mask, stored=(k, v))
         return request
@@ -184,6 +186,18 @@ def _as_stored(given: object, name: str) -> StoredTensor:
     if tensor.ndim != 4:
         raise ProblemError(f"{name} has shape {list(tensor.shape)}: expected {expected}.")
     return StoredTensor.of(tensor)
+
+
+def _check_ring(request: Request) -> None:
+    """Raise `ProblemError` where keys are in a ring, and positions matter: only the cache knows those."""
+    q, mask, is_ring = request.q, request.mask, any(getattr(t, "is_ring", False) for t in (request.k, request.v))
+    if is_ring and not (
+        q.ndim == 4 and q.shape[2] == 1 and request.bias is None and type(mask) in (type(None), Causal)
+    ):
+        raise ProblemError(
+            f"q is {list(q.shape)}, mask {mask!r} and bias {request.bias!r}: the keys "
+            "of steps over Rolling are not in the order of their positions. Take one query, under Causal() or no mask."
+        )
 
 
 def _ragged(mask: Mask | None, lengths: tuple[int, ...], bias: Bias | None, offset: object) -> Mask | None:

@@ -185,8 +185,10 @@ class StoredTensor:
         parts: consecutive parts, in token order.
         shape: (batch, kv_heads, tokens, dim).
         dtype: type of the call that takes the handle, and of `dense()`.
-        lengths: int64 [batch], where rows differ in length: row b has the first `lengths[b]` tokens.
+        lengths: int64 [batch], where rows differ in length: row b has the first `lengths[b]` tokens. On a GPU they are
+            read on the host where a call needs them there, once.
         rotated: whether channels were rotated by `hadamard` before storage.
+        is_ring: whether tokens are in another order than their positions; for one query that sees them all.
 
     >>> part = Part(5, torch.arange(24.0).view(2, 1, 3, 4), table=torch.tensor([[1, 0]]))
     >>> stored = StoredTensor((part,), (1, 1, 5, 4), torch.float32)
@@ -196,7 +198,7 @@ class StoredTensor:
     tensor([12., 16., 20.,  0.,  4.])
     """
 
-    __slots__ = ("__dict__", "_read_ends", "dtype", "lengths", "parts", "rotated", "row_lengths", "shape")
+    __slots__ = ("__dict__", "_read_ends", "_read_lengths", "dtype", "is_ring", "lengths", "parts", "rotated", "shape")
 
     def __init__(
         self,
@@ -205,12 +207,20 @@ class StoredTensor:
         dtype: torch.dtype,
         lengths: Tensor | None = None,
         rotated: bool = False,
+        is_ring: bool = False,
     ) -> None:
-        self.parts, self.dtype, self.lengths, self.rotated = parts, dtype, lengths, rotated
+        self.parts, self.dtype, self.lengths, self.rotated, self.is_ring = parts, dtype, lengths, rotated, is_ring
         self.shape = torch.Size(shape)
-        self.row_lengths: tuple[int, ...] | None = None if lengths is None else tuple(lengths.tolist())
         # On a CPU at once, so that what torch traces finds numbers; a GPU is not waited for before they are needed.
+        self._read_lengths = None if lengths is None or not lengths.is_cpu else tuple(lengths.tolist())
         self._read_ends = _row_ends(parts) if all(part.data.is_cpu for part in parts) else None
+
+    @property
+    def row_lengths(self) -> tuple[int, ...] | None:
+        """`lengths`, read on the host; None where rows do not differ."""
+        if self._read_lengths is None and self.lengths is not None:
+            self._read_lengths = tuple(self.lengths.tolist())
+        return self._read_lengths
 
     @property
     def _ends(self) -> RowEnds:
@@ -260,7 +270,7 @@ class StoredTensor:
     def to(self, dtype: torch.dtype) -> "StoredTensor":
         """The same storage, for calls of another type."""
         shape = (self.shape[0], self.shape[1], self.shape[2], self.shape[3])
-        return StoredTensor(self.parts, shape, dtype, self.lengths, self.rotated)
+        return StoredTensor(self.parts, shape, dtype, self.lengths, self.rotated, self.is_ring)
 
     def dense(self) -> Tensor:
         """The tensor [batch, kv_heads, tokens, dim]: gathered, decoded, and rotated back.

@@ -182,7 +182,8 @@ def induction_scan(
     if any(index_of(shift) is None for shift in shifts):
         raise ProblemError(f"shifts is {list(shifts)}: expected integers, 1 for induction.")
     tokens = tokens_of(weights, tokens)
-    each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(tokens)]
+    on_host = tokens.cpu()  # blocks are found there: tokens are read once, and not each size of a block
+    each = [_Matched(weights.only(b), tuple(shifts), of) for b, of in enumerate(on_host)]
     counting, chance = selected_rows(weights, rows), one_in(weights)
     masses, visibles = [one.mass for one in each], [one.visible for one in each]
     found: dict[int, HeadScores] = {}
@@ -214,7 +215,7 @@ def best(scan: dict[int, HeadScores]) -> HeadScores:
 
     def chosen(each: list[Tensor]) -> Tensor:
         """For each head, the tensor at its best shift: [batch, heads, ...]."""
-        return torch.stack([t[:, head] for head, t in enumerate(each[int(n)] for n in which)], dim=1)
+        return torch.stack(each)[which, :, torch.arange(len(which), device=which.device)].transpose(0, 1)
 
     sums, counts = ([getattr(score, name) for score in scores] for name in ("sums", "counts"))
     where = torch.tensor(at, device=which.device)[which]
@@ -230,6 +231,9 @@ def best(scan: dict[int, HeadScores]) -> HeadScores:
 class _Matched:
     """The mass on M_i of every row of one sequence, for several shifts.
 
+    Args:
+        tokens: of the sequence, on the host.
+
     Attributes:
         mass: [1, heads, queries, shifts].
         matched: blocks that have keys in M_i, visible or not; [1, queries, shifts].
@@ -237,21 +241,22 @@ class _Matched:
     """
 
     def __init__(self, weights: Weights, shifts: tuple[int, ...], tokens: Tensor) -> None:
-        self._weights, self._shifts = weights, torch.tensor(shifts, device=tokens.device)
+        device = weights.q.device
+        self._weights, self._shifts = weights, torch.tensor(shifts, device=device)
         _, heads, queries, _ = weights.shape
         mask_heads = 1 if weights.mask is None or weights.mask.broadcast_shape()[1] == 1 else heads
-        self.mass = torch.zeros((1, heads, queries, len(shifts)), dtype=weights.dtype, device=tokens.device)
+        self.mass = torch.zeros((1, heads, queries, len(shifts)), dtype=weights.dtype, device=device)
         self.visible = self.mass.new_zeros((1, mask_heads, queries, len(shifts)))
-        self.matched = torch.zeros((1, queries, len(shifts)), dtype=torch.int64, device=tokens.device)
+        self.matched = torch.zeros((1, queries, len(shifts)), dtype=torch.int64, device=device)
         for blocks in occurrences(tokens):
             for some in chunks(weights, len(blocks.spans), blocks.size**2 * len(shifts)):
                 positions, occurring = blocks.at(some)
                 here = (positions >= weights.offset) & (positions < weights.offset + queries)
                 if bool(here.any()):
-                    self._add(positions, occurring, here)
+                    self._add(*(t.to(device) for t in (positions, occurring, here, *here.nonzero(as_tuple=True))))
 
-    def _add(self, positions: Tensor, occurring: Tensor, here: Tensor) -> None:
-        """Add the rows of some blocks that are in this call (`here`)."""
+    def _add(self, positions: Tensor, occurring: Tensor, here: Tensor, block: Tensor, row: Tensor) -> None:
+        """Add the rows of some blocks that are in this call (`here`), which are each `row` of each `block`."""
         weights, shifts, of_shifts = self._weights, self._shifts, (-1, occurring.shape[1])
         rows = (positions - weights.offset).clamp(0, weights.shape[2] - 1)
         keys = (occurring[:, None] + shifts[:, None]).flatten(1)  # [blocks, shifts * c]
@@ -260,9 +265,9 @@ class _Matched:
         i, j = rows[:, :, None], keys[:, None]
         visible = (kept(weights, i, j) & pair.flatten(2)[:, None]).to(weights.dtype).unflatten(-1, of_shifts)
         a = weighed(weights, dots(weights, scaled_queries(weights, rows), keys), i, j).unflatten(-1, of_shifts)
-        at = rows[here]
-        self.mass.index_add_(2, at, by_head(summed(a, visible))[:, :, here])
-        self.matched.index_add_(1, at, pair.any(-1)[here][None].to(self.matched.dtype))
+        at = rows[block, row]
+        self.mass.index_add_(2, at, by_head(summed(a, visible))[:, :, block, row])
+        self.matched.index_add_(1, at, pair.any(-1)[block, row][None].to(self.matched.dtype))
         mask_heads = self.visible.shape[1]
         seen = by_head(visible.sum(-1))[:, :mask_heads]  # one mask head serves all heads
-        self.visible.index_add_(2, at, seen[:, :, here].expand(1, mask_heads, -1, -1))
+        self.visible.index_add_(2, at, seen[:, :, block, row].expand(1, mask_heads, -1, -1))

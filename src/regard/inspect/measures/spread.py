@@ -113,10 +113,11 @@ def positional(inputs: Inputs) -> HeadScores:
     weights, swept = inputs.weights, inputs.swept
     counted = selected_rows(weights, inputs.rows)
     distance = weights.positions - swept.top_key  # [batch, heads, queries]
-    offset = _modes(distance, counted)
+    modes = _modes(distance.cpu(), counted.cpu())  # read once, and not once for each head
+    offset = modes.to(distance.device)
     key = weights.positions - offset[..., None]
     in_text = (key >= 0) & (key < weights.shape[3])
-    chance = one_in(weights) * (in_text & _visible_at(weights, offset))
+    chance = one_in(weights) * (in_text & _visible_at(weights, offset, modes.unique().tolist()))
     share = HeadScores.of_rows((distance == offset[..., None]).to(swept.top.dtype), chance, counted)
     return replace(share, at=offset)
 
@@ -145,7 +146,7 @@ def _visible(inputs: Inputs, like: Tensor) -> Tensor:
 
 
 def _modes(distance: Tensor, counted: Tensor) -> Tensor:
-    """The most frequent distance of the counted rows, in a tie the nearest to 0; [batch, heads]."""
+    """The most frequent distance of the counted rows, in a tie the nearest to 0; [batch, heads], all on the host."""
     found: list[Tensor] = []
     for row, counts_here in zip(distance.flatten(0, 1), counted.flatten(0, 1), strict=True):
         values, counts = row[counts_here].unique(return_counts=True)
@@ -154,11 +155,11 @@ def _modes(distance: Tensor, counted: Tensor) -> Tensor:
     return torch.stack(found).view(distance.shape[:2])
 
 
-def _visible_at(weights: Weights, offset: Tensor) -> Tensor:
-    """Whether the mask keeps the pair at a head's offset: bool [batch, heads, queries]."""
+def _visible_at(weights: Weights, offset: Tensor, values: list[int]) -> Tensor:
+    """Whether the mask keeps the pair at a head's offset, one of `values`: bool [batch, heads, queries]."""
     row = torch.arange(weights.shape[2], device=offset.device)
     found = torch.zeros(weights.shape[:3], dtype=torch.bool, device=offset.device)
-    for one in offset.unique():
+    for one in values:
         visible = weights.keep(row, (weights.positions - one).clamp(0, weights.shape[3] - 1)).expand(found.shape)
         found = torch.where((offset == one)[..., None], visible, found)
     return found

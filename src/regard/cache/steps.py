@@ -1,0 +1,247 @@
+"""`StepCache`: a cache in memory of a fixed size, whose position is in a tensor where the keys are.
+
+A step writes one token and reads no element on the host, and all that the host does is the same in every step. So a
+CUDA graph can capture it (docs/gpu.md). Each layout is a `StepMemory`: where a token is written, and how the parts of a
+handle are found, as functions of the position that run on the device.
+
+```
+plain, pages   t t t t t t . . .                  slot = position
+rolling        S S S S|t t t t t t                slot = sinks + (position - sinks) % (window - sinks)
+codes          S S S S|c c c c ... . .|t t t t .  a ring of plain groups; a whole group that is old enough is encoded
+```
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from regard.cache.check import check_inference
+from regard.cache.coded_slots import CodedSlots
+from regard.cache.store import CachedTensor, Form, describe_tensor, leading_channels
+from regard.errors import ProblemError
+from regard.storage.codec import Codec
+from regard.storage.hadamard import hadamard
+from regard.storage.stored import Part, StoredTensor
+
+
+class StepMemory(Protocol):
+    """The memory of one layout. `first` is int64 [batch], the position of the new token of each row."""
+
+    def write(self, first: Tensor, new: tuple[Tensor, ...]) -> None:
+        """Write a token of each row, keys and values [batch, kv_heads, 1, dim]."""
+        ...
+
+    def parts(self, first: Tensor) -> list[tuple[Part, ...]]:
+        """The parts of the keys, and of the values if there are any, with the tokens up to `first`."""
+        ...
+
+    def tokens(self, first: Tensor) -> Tensor:
+        """How many tokens the parts have, int64 [batch]."""
+        ...
+
+
+class StepCache:
+    """A cache for steps of one token, whose position is on the device; `KVCache.steps` makes it after a prompt.
+
+    Attributes:
+        position: int64 [batch], of the next token of each row; the tensor stays the same. A step may be repeated: write
+            the position of its token into the tensor, for example after the step that compiles the kernels. With
+            `Rolling` no earlier step can be.
+
+    >>> from regard import Causal, attend
+    >>> from regard.cache import KVCache, Rolling
+    >>> cache = KVCache(Rolling(window=16, sinks=2))
+    >>> q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    >>> _ = cache.append(k[:, :, :19], v[:, :, :19])
+    >>> steps = cache.steps()
+    >>> keys, values = steps.append(k[:, :, 19:], v[:, :, 19:])
+    >>> out = attend(q[:, :, 19:], keys, values, mask=Causal())
+    >>> torch.allclose(out, attend(q[:, :, 19:], *cache.append(k[:, :, 19:], v[:, :, 19:]), mask=Causal()), atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self, memory: StepMemory, form: Form, seen: int, *, rank: int | None = None, rotate: bool = False
+    ) -> None:
+        self.form, self._memory, self._rank, self._is_rotated = form, memory, rank, rotate
+        self.position = torch.full((form.batch,), seen, dtype=torch.int64, device=form.device)
+        self._is_finite = torch.ones((), dtype=torch.bool, device=form.device)
+
+    def append(self, k: Tensor, v: Tensor | None = None) -> tuple[CachedTensor, CachedTensor]:
+        """Store the keys and values of one token of each row; returns handles of all that the token sees.
+
+        The handles are for `attend` with one query, under `Causal()` or no mask, without an offset.
+
+        Args:
+            k: [batch, kv_heads, 1, qk_dim].
+            v: [batch, kv_heads, 1, v_dim]; None only for latents.
+
+        Raises:
+            ProblemError: shapes, types or devices other than those of the prompt.
+        """
+        form = self.form
+        new = (k,) if v is None else (k, v)
+        check_inference(k, v, "cache")
+        for name, x, dim in zip("kv", new, form.dims, strict=False):
+            if (*x.shape, x.dtype, x.device) != (form.batch, form.kv_heads, 1, dim, form.dtype, form.device):
+                raise ProblemError(
+                    f"{name} is {describe_tensor(x)}: expected one token of each row, {form.dtype} "
+                    f"[{form.batch}, {form.kv_heads}, 1, {dim}] on {form.device}."
+                )
+        if len(new) != len(form.dims):
+            raise ProblemError(f"{len(new)} of k and v: expected {'k alone' if len(form.dims) == 1 else 'both'}.")
+        if self._is_rotated:
+            new = tuple(hadamard(x) for x in new)
+        self._is_finite.logical_and_(torch.stack([torch.isfinite(x).all() for x in new]).all())
+        first = self.position.clone()
+        self._memory.write(first, new)
+        self.position.add_(1)
+        lengths = self._memory.tokens(first)
+        both = zip(self._memory.parts(first), form.dims, strict=True)
+        handles = [self._handle(parts, lengths, dim) for parts, dim in both]
+        if self._rank is not None:
+            return handles[0], leading_channels(handles[0], self._rank)
+        return handles[0], handles[1]
+
+    def check(self) -> None:
+        """Raise `ProblemError` if a token had NaN or infinite elements, which codes cannot store. It waits."""
+        if not bool(self._is_finite):
+            raise ProblemError("a token of a step had NaN or infinite elements: find where they come from.")
+
+    def __repr__(self) -> str:
+        form = self.form
+        return f"StepCache({type(self._memory).__name__}, k {[form.batch, form.kv_heads, 1, form.qk_dim]} each step)"
+
+    def _handle(self, parts: tuple[Part, ...], lengths: Tensor, dim: int) -> StoredTensor:
+        form, tokens = self.form, sum(part.tokens for part in parts)
+        shape = (form.batch, form.kv_heads, tokens, dim)
+        return StoredTensor(parts, shape, form.dtype, lengths, self._is_rotated, isinstance(self._memory, RollingSteps))
+
+
+class PlainSteps:
+    """Plain tokens in parts with memory for all that may come, in one range or in pages.
+
+    Args:
+        parts: of the keys, and of the values if there are any.
+        owner: what frees the memory once nothing refers to it.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], owner: object) -> None:
+        self._parts, self._owner = parts, owner
+
+    def write(self, first: Tensor, new: tuple[Tensor, ...]) -> None:
+        for part, x in zip(self._parts, new, strict=True):
+            slot = first + part.first_slot
+            put_token(part, slot, x)
+
+    def parts(self, first: Tensor) -> list[tuple[Part, ...]]:
+        return [(part._replace(row_ends=first + 1),) for part in self._parts]
+
+    def tokens(self, first: Tensor) -> Tensor:
+        return first + 1
+
+
+class RotateSinks(Protocol):
+    """What writes the keys of the sinks, rotated by as many positions as tokens were evicted."""
+
+    def __call__(self, out: Tensor, evicted: Tensor) -> None:
+        """Write into `out` [batch, kv_heads, sinks, qk_dim]; `evicted` is int64 [batch]."""
+        ...
+
+
+class RollingSteps:
+    """Sinks, and the latest tokens in a ring, [batch, kv_heads, window, dim] of keys and of values."""
+
+    def __init__(self, memory: tuple[Tensor, ...], sinks: int, rotate: RotateSinks | None) -> None:
+        self._memory, self._sinks, self._rotate = memory, sinks, rotate
+        self._window = memory[0].shape[2]
+
+    def write(self, first: Tensor, new: tuple[Tensor, ...]) -> None:
+        slot = ring_slot(first, self._sinks, self._window)
+        for t, x in zip(self._memory, new, strict=True):
+            put_token(Part(self._window, t), slot, x)
+        if self._rotate is not None and self._sinks:
+            evicted = (first + 1 - self._window).clamp(min=0)
+            self._rotate(self._memory[0].narrow(2, 0, self._sinks), evicted)
+
+    def parts(self, first: Tensor) -> list[tuple[Part, ...]]:
+        return [(Part(self._window, t, row_ends=self.tokens(first)),) for t in self._memory]
+
+    def tokens(self, first: Tensor) -> Tensor:
+        return (first + 1).clamp(max=self._window)
+
+
+class CodedSteps:
+    """Plain sinks, codes, and the latest tokens in a ring of plain groups, as `QuantisedStore` has them.
+
+    Args:
+        sinks: keys and values of the first tokens, [batch, kv_heads, sinks, dim].
+        codes: memory for `groups` groups and one more, which takes what is encoded in steps that complete no group.
+        tail: keys and values of the tokens after the last code, [batch, kv_heads, tokens, dim].
+        seen: tokens so far.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        sinks: tuple[Tensor, ...],
+        codes: tuple[CodedSlots, ...],
+        tail: tuple[Tensor, ...],
+        seen: int,
+    ) -> None:
+        self._codec, self._sinks, self._codes = codec, sinks, codes
+        self._groups = codes[0].capacity // codec.group - 1
+        self._pages = (codec.residual + codec.group - 1) // codec.group + 1
+        batch, heads, count = sinks[0].shape[:3]
+        self._row = torch.arange(batch, device=sinks[0].device)[:, None] * self._pages
+        self._page = torch.arange(self._pages, device=sinks[0].device)
+        self._rings = tuple(t.new_zeros(batch * self._pages, heads, codec.group, t.shape[3]) for t in tail)
+        at = torch.arange(seen - tail[0].shape[2], seen, device=tail[0].device) - count
+        for ring, t in zip(self._rings, tail, strict=True):
+            pages = self._row + at // codec.group % self._pages
+            ring[pages, :, (at % codec.group).expand(batch, -1)] = t.transpose(1, 2)
+
+    def write(self, first: Tensor, new: tuple[Tensor, ...]) -> None:
+        codec, at = self._codec, first - self._sinks[0].shape[2]
+        page, place = self._row[:, 0] + at // codec.group % self._pages, at % codec.group
+        before, coded = self._coded(first), self._coded(first + 1)
+        group = (coded // codec.group - 1).clamp(min=0)
+        into = torch.where(coded > before, group, self._groups)
+        for ring, slots, x in zip(self._rings, self._codes, new, strict=True):
+            ring[page, :, place] = x[:, :, 0]
+            slots.put_group(into, ring[self._row[:, 0] + group % self._pages])
+
+    def parts(self, first: Tensor) -> list[tuple[Part, ...]]:
+        count, group = self._sinks[0].shape[2], self._codec.group
+        coded = self._coded(first + 1)
+        table = self._row + ((coded // group)[:, None] + self._page) % self._pages
+        found: list[tuple[Part, ...]] = []
+        for sinks, slots, ring in zip(self._sinks, self._codes, self._rings, strict=True):
+            of_codes = slots.part(0, self._groups * group)._replace(row_ends=coded + count)
+            tail = Part(self._pages * group, ring, table=table, row_ends=first + 1)
+            found.append((*((Part(count, sinks),) if count else ()), of_codes, tail))
+        return found
+
+    def tokens(self, first: Tensor) -> Tensor:
+        return first + 1
+
+    def _coded(self, tokens: Tensor) -> Tensor:
+        """How many of the first tokens are codes."""
+        old = tokens - self._sinks[0].shape[2] - self._codec.residual
+        return old.clamp(min=0) // self._codec.group * self._codec.group
+
+
+def ring_slot(position: Tensor, sinks: int, window: int) -> Tensor:
+    """The slots of tokens at some positions: sinks at the front, the others in turn."""
+    return torch.where(position < sinks, position, sinks + (position - sinks) % (window - sinks))
+
+
+def put_token(part: Part, slot: Tensor, x: Tensor) -> None:
+    """Write one token of each row, x [batch, kv_heads, 1, dim], into the slots [batch] of its pages."""
+    page, place = slot // part.page, slot % part.page
+    if part.table is None:
+        page = torch.arange(len(slot), device=slot.device)
+    else:
+        page = part.table.gather(1, page[:, None])[:, 0]
+    part.data[page, :, place] = x[:, :, 0].to(part.data.dtype)

@@ -1,0 +1,194 @@
+"""Steps whose position is on the GPU: the same for the host at every position, and right."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import Alibi, Causal, ProblemError, Rope, Window, attend
+from regard.cache import Contiguous, Fp8, Int4, Int8, Knorm, KVCache, Latent, Paged, PagePool, Rolling
+from tests.oracle import Case, dense, worst
+from tests.pretended_gpu import PretendedGpu, pretended_gpu
+
+few_rows = pytest.importorskip("regard.gpu.few_rows", reason="Triton is not installed", exc_type=ImportError)
+
+ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
+WINDOW = Window(7)
+
+CACHES: dict[str, tuple[dict[str, Any], int | None]] = {
+    "contiguous": ({}, 80),
+    "as bf16": ({"codec": torch.bfloat16}, 80),
+    "rolling": ({"layout": Rolling(24, sinks=3)}, None),
+    "rolling, rotated sinks": ({"layout": Rolling(24, sinks=3, rope=Rope(DIM))}, None),
+    "rolling without sinks": ({"layout": Rolling(9, sinks=0)}, None),
+    "pages": ({"layout": Paged(16)}, 80),
+    "int8": ({"codec": Int8(group=16, residual=16, sinks=4)}, 80),
+    "int8 by token": ({"codec": Int8(group=16, residual=0, sinks=0, keys="token")}, 80),
+    "rotated fp8": ({"codec": Fp8(group=16, residual=8, rotate=True)}, 80),
+    "int4": ({"codec": Int4(group=32, residual=16, sinks=0)}, 80),
+}
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGpu]:
+    with pretended_gpu() as gpu:
+        yield gpu
+
+
+class Launches:
+    """A kernel that records what the host passes to it: all but the elements of tensors."""
+
+    def __init__(self, kernel: Any, seen: list[object]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            known = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in arguments]
+            self.seen.append((grid, known, constants))
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_every_step_is_the_same_for_the_host_and_right(name: str, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch):
+    launches: list[object] = []
+    for kernel in ("_SPAN", "_MERGE"):
+        monkeypatch.setattr(few_rows, kernel, Launches(getattr(few_rows, kernel), launches))
+    options, capacity = CACHES[name]
+    cache = KVCache(**options)
+    prompt = 22 if capacity is None else 40
+    cache.append(*tokens(gpu, prompt))
+    steps, first = cache.steps(capacity), list[object]()
+    for number in range(18):
+        k, v = tokens(gpu, 1)
+        q = gpu.put(torch.randn(ROWS, HEADS, 1, DIM))
+        gpu.events.clear()
+        launches.clear()
+        out = attend(q, *steps.append(k, v), mask=Causal())
+        if number:  # the first one makes what all have in common
+            assert gpu.events == []
+        first = first or list(launches)
+        assert launches == first
+        stored = (t if isinstance(t, Tensor) else t.dense() for t in cache.append(k, v))
+        assert worst(out.cpu(), dense(Case(q.cpu(), *(t.cpu() for t in stored)))[0]) < 2e-6, number
+    assert steps.position.tolist() == [prompt + 18] * ROWS
+    steps.check()
+
+
+def tokens(gpu: PretendedGpu, count: int) -> tuple[Tensor, Tensor]:
+    k, v = (gpu.put(torch.randn(ROWS, KV_HEADS, count, DIM)) for _ in range(2))
+    return k, v
+
+
+@pytest.mark.parametrize("name", ["contiguous", "rolling, rotated sinks", "int8"])
+def test_a_step_can_be_repeated_at_its_position(name: str, gpu: PretendedGpu):
+    options, capacity = CACHES[name]
+    cache = KVCache(**options)
+    cache.append(*tokens(gpu, 40))
+    steps = cache.steps(capacity)
+    for _ in range(9):
+        steps.append(*tokens(gpu, 1))
+        steps.position.sub_(1)
+        k, v = tokens(gpu, 1)
+        q = gpu.put(torch.randn(ROWS, HEADS, 1, DIM))
+        stored = (t if isinstance(t, Tensor) else t.dense() for t in cache.append(k, v))
+        out = attend(q, *steps.append(k, v))
+        assert worst(out.cpu(), dense(Case(q.cpu(), *(t.cpu() for t in stored)))[0]) < 2e-6
+
+
+def test_a_prompt_in_shared_pages_stays_as_it_is(gpu: PretendedGpu):
+    pool = PagePool(page=16)
+    cache = KVCache(Paged(16, pool))
+    before = [t.dense().clone() for t in cache.append(*tokens(gpu, 40)) if not isinstance(t, Tensor)]
+    steps = cache.steps(64)
+    used = pool.storage.used
+    for _ in range(20):
+        steps.append(*tokens(gpu, 1))
+    empty = (gpu.put(torch.empty(ROWS, KV_HEADS, 0, DIM)) for _ in range(2))
+    after = [t.dense() for t in cache.append(*empty) if not isinstance(t, Tensor)]
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(before, after, strict=True))
+    assert used == ROWS * (3 + 2)  # two whole pages are shared
+    del steps
+    assert pool.storage.used == ROWS * 3
+
+
+def test_latents_have_steps(gpu: PretendedGpu):
+    cache = KVCache(Latent(24))
+    entries = gpu.put(torch.randn(ROWS, 1, 30, DIM))
+    cache.append(entries)
+    steps = cache.steps(40)
+    for _ in range(4):
+        k, q = gpu.put(torch.randn(ROWS, 1, 1, DIM)), gpu.put(torch.randn(ROWS, HEADS, 1, DIM))
+        out = attend(q, *steps.append(k), mask=Causal())
+        stored = (t.cpu() for t in cache.append(k) if isinstance(t, Tensor))
+        assert worst(out.cpu(), dense(Case(q.cpu(), *stored))[0]) < 2e-6
+
+
+def test_on_a_cpu_the_lengths_are_read():
+    cache = KVCache(codec=Int8(group=16, residual=16))
+    k, v = torch.randn(2, ROWS, KV_HEADS, 60, DIM)
+    cache.append(k[:, :, :50], v[:, :, :50])
+    steps, q = cache.steps(60), torch.randn(ROWS, HEADS, 1, DIM)
+    for at in range(50, 60):
+        new = k[:, :, at : at + 1], v[:, :, at : at + 1]
+        assert worst(attend(q, *steps.append(*new), mask=Causal()), attend(q, *cache.append(*new))) < 2e-6
+
+
+def test_other_calls_read_the_lengths_of_steps_and_are_right(gpu: PretendedGpu):
+    cache = KVCache()
+    cache.append(*tokens(gpu, 30))
+    (k, v), q = tokens(gpu, 1), gpu.put(torch.randn(ROWS, HEADS, 1, DIM))
+    softcapped = {"softcap": 2.0, "scale": 0.3}
+    handles = cache.steps(64).append(k, v)
+    gpu.events.clear()
+    found = attend(q, *handles, mask=Causal() & WINDOW, **softcapped)
+    assert "read" in {event.kind for event in gpu.events}
+    stored = (t.cpu() for t in cache.append(k, v) if isinstance(t, Tensor))
+    exact = dense(Case(q.cpu(), *stored, {"mask": Causal() & WINDOW, **softcapped}))[0]
+    assert worst(found.cpu(), exact) < 2e-6
+
+
+@pytest.mark.parametrize("more", [{"mask": Causal() & WINDOW}, {"bias": Alibi(HEADS)}, {"queries": 2}], ids=str)
+def test_positions_in_a_ring_are_not_guessed(more: dict[str, Any]):
+    cache = KVCache(Rolling(24, sinks=3))
+    cache.append(*torch.randn(2, ROWS, KV_HEADS, 40, DIM))
+    handles = cache.steps().append(*torch.randn(2, ROWS, KV_HEADS, 1, DIM))
+    q = torch.randn(ROWS, HEADS, more.pop("queries", 1), DIM)
+    with pytest.raises(ProblemError, match="not in the order of their positions"):
+        attend(q, *handles, **more)
+
+
+def test_what_steps_cannot_have_is_an_error(gpu: PretendedGpu):
+    cases: list[tuple[dict[str, Any], int, int | None, str]] = [
+        ({}, 0, 9, "append the prompt first"),
+        ({}, 30, 30, "expected more than the 30 tokens"),
+        ({}, 30, None, "expected more than the 30 tokens"),
+        ({"evict": Knorm(24)}, 30, 40, "has no steps"),
+        ({"layout": Rolling(24)}, 30, 40, "leave it out"),
+        ({"layout": Rolling(24, sinks=4)}, 3, None, "expected the 4 sinks"),
+        ({"layout": Rolling(24), "codec": Int8()}, 30, 40, "leave out either"),
+        ({"layout": Paged(32), "codec": Int8()}, 30, 40, "take Contiguous"),
+        ({"codec": Int8(sinks=32)}, 30, 90, "32 sinks or more"),
+        ({"layout": Contiguous(capacity=35)}, 30, 40, "capacity=35"),
+    ]
+    for options, prompt, capacity, says in cases:
+        cache = KVCache(**options)
+        if prompt:
+            cache.append(*tokens(gpu, prompt))
+        with pytest.raises(ProblemError, match=says):
+            cache.steps(capacity)
+
+
+def test_a_token_that_is_not_finite_is_found_by_check(gpu: PretendedGpu):
+    cache = KVCache(codec=Int8())
+    cache.append(*tokens(gpu, 40))
+    steps = cache.steps(64)
+    k, v = tokens(gpu, 1)
+    steps.append(k.fill_(torch.nan), v)
+    with pytest.raises(ProblemError, match="NaN or infinite"):
+        steps.check()
+    with pytest.raises(ProblemError, match="one token of each row"):
+        steps.append(*tokens(gpu, 2))
