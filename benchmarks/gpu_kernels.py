@@ -93,7 +93,7 @@ def compiled(variant: Variant, chip: str) -> Compiled:
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.endswith(("_batch", "_head", "_token"))
+        if signature[name].startswith("*") or name.endswith(("_batch", "_head", "_token", "_page", "_unit"))
     }
     backend, arch, warp, _ = CHIPS[chip]
     made: Any = triton.compile(
