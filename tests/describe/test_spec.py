@@ -1,12 +1,34 @@
 """Words as values: outlines and spellings."""
 
+import copy
+import pickle
+import weakref
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given
 
-from regard import Alibi, Bias, Causal, Documents, MaskFunction, Prefix, T5Bias, TensorBias, Tree, Window
+from regard import (
+    Alibi,
+    Bias,
+    Causal,
+    Documents,
+    MaskFunction,
+    Prefix,
+    ProblemError,
+    T5Bias,
+    TensorBias,
+    Tree,
+    Window,
+    attend,
+)  # fmt: skip
+from regard.describe import mask as mask_of
+from regard.describe import spec as spec_of
 from regard.describe import tensors
-from regard.describe.spec import Spec, deserialize
+from regard.describe.mask import Mask, Positions
+from regard.describe.mask_by_rule import Dilated
+from regard.describe.spec import Spec, deserialize, spec
 from regard.describe.tensors import content_key, derived, unchanged
 from tests.expressions import biases, masks
 
@@ -130,3 +152,95 @@ def test_a_mask_never_gets_the_fingerprint_of_another_whose_parts_are_gone():
     for n in range(25, 45):
         found = (Window(n) | Prefix(1)).constant()
         assert str(found) == f"Window(left={n}) | Prefix(size=1)"
+
+
+def test_a_mask_that_is_combined_again_is_the_mask_of_before_and_equals_one_made_apart():
+    first, again = (Causal() & Window(32) for _ in range(2))
+    assert first is again
+    apart = mask_of.And(Causal(), Window(32))
+    assert apart is not first
+    assert apart == first
+    assert hash(apart) == hash(first)
+    for other in (pickle.loads(pickle.dumps(first)), copy.copy(first), copy.deepcopy(first)):
+        assert other == first
+        assert (other | Prefix(2)) == (first | Prefix(2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Causal() | Window(32), Window(32) & Causal(), Causal() & Window(33), Causal() & Window(32, 1),
+        Causal() & Window(None, 32), Causal() & Prefix(32), Causal() & Dilated(32), ~(Causal() & Window(32)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_masks_that_differ_in_kind_order_or_field_are_combined_apart(other: Mask):
+    for _ in range(2):
+        assert (Causal() & Window(32)) != other
+        assert str(Causal() & Window(32)) == "Causal() & Window(left=32)"
+
+
+def test_numbers_that_are_equal_but_no_ints_are_read_as_ever():
+    assert (Causal() & Window(1)) == (Causal() & Window(torch.tensor(1)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ProblemError, match="Window"):
+        Window(cast(Any, 1.5))
+    for _ in range(2):
+        with pytest.raises(ProblemError, match="Window"):
+            Window(0)
+
+
+class Shifted(Window):
+    """A class that was not made with `@spec`, whose masks differ in what is no field."""
+
+    by = 0
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> torch.Tensor:
+        return super().keep(b, h, q, k + self.by)
+
+
+@spec
+class Named(Mask):
+    """A mask of a class that is none of regard's."""
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> torch.Tensor:
+        return cast(torch.Tensor, k == q)
+
+
+def test_masks_of_the_callers_classes_are_never_shared():
+    near, far = Shifted(4), Shifted(4)
+    object.__setattr__(far, "by", 3)
+    assert cast(Any, near & Causal()).a is near
+    assert cast(Any, far & Causal()).a is far
+    one = Named()
+    assert cast(Any, one & Causal()).a is one
+    assert cast(Any, Named() & Causal()).a is not one
+
+
+def test_masks_with_tensors_are_never_shared_nor_kept():
+    ids = torch.tensor([0, 0, 1])
+    made = Documents(ids)
+    both = Causal() & made
+    assert cast(Any, both).b is made
+    assert (Causal() & Documents(ids)) is not both
+    gone = weakref.ref(both)
+    del both, made
+    assert gone() is None
+
+
+def test_a_bounded_number_of_combined_masks_is_kept():
+    for n in range(1, 3 * spec_of.INTERNED):
+        assert str(Causal() & Window(n)) == f"Causal() & Window(left={n})"
+    assert len(mask_of._pairs) <= spec_of.INTERNED
+    assert all(
+        (made.a.constant(), made.b.constant()) == (a, b) for made, a, b in cast(Any, list(mask_of._pairs.values()))
+    )
+
+
+def test_combined_masks_can_be_traced_after_they_were_made():
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return attend(x, x, x, mask=Causal() & (Window(8) | Prefix(2)))
+
+    x = torch.randn(1, 2, 33, 16)
+    compiled: Any = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), run(x))

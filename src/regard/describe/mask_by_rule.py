@@ -14,10 +14,13 @@ from torch import Tensor
 from regard.describe.given_tensor import given_tensor
 from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
-from regard.describe.spec import spec
+from regard.describe.spec import Fingerprint, constants, spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
+
+FARTHEST = 1 << 62
+"""Of a window: more is checked as other numbers are."""
 
 
 @spec
@@ -33,6 +36,10 @@ class Causal(Mask):
     █ █ ·
     █ █ █
     """
+
+    def constant(self) -> Fingerprint | None:
+        known = constants.get((type(self),))
+        return super().constant() if known is None else known[0]
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         return cast(Tensor, k <= q)
@@ -70,11 +77,14 @@ class Window(Mask):
     right: int | None = None
 
     def __post_init__(self) -> None:
-        if self.left is None and self.right is None:
+        left, right = self.left, self.right
+        if right is None and type(left) is int and 0 < left < FARTHEST:  # at once, as it is often written in a call
+            return
+        if left is None and right is None:
             raise ProblemError("Window(None, None) limits nothing: give a left or a right size, or leave the mask out.")
         for side in ("left", "right"):
             size = getattr(self, side)
-            if size is None or (type(size) is int and 0 < size < 1 << 62):
+            if size is None or (type(size) is int and 0 < size < FARTHEST):
                 continue
             size = whole(size, f"Window({side})")
             if size < 1:
@@ -83,6 +93,11 @@ class Window(Mask):
                     "least 1; None means no limit."
                 )
             object.__setattr__(self, side, size)
+
+    def constant(self) -> Fingerprint | None:
+        left, right = self.left, self.right
+        known = constants.get((type(self), left, right)) if type(left) is int and right is None else None
+        return super().constant() if known is None else known[0]
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
         after = cast(Tensor, self.left is None or (q - k) < self.left)

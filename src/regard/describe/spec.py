@@ -45,7 +45,7 @@ Their fields are ints, None and such specs, whose equal values are the same: Tru
 _interned: "dict[tuple[type[Spec], tuple[Any, ...]], Fingerprint]" = {}
 
 
-_constant: "dict[tuple[Any, ...], tuple[Fingerprint, tuple[Fingerprint, ...]]]" = {}
+constants: "dict[tuple[Any, ...], tuple[Fingerprint, tuple[Fingerprint, ...]]]" = {}
 """The same by class and fields, with the addresses of fingerprints in place of specs; these are kept alive beside it.
 
 Hashing and comparing such a key runs no Python, so a mask written in a call costs 1 to 2 us less."""
@@ -204,16 +204,16 @@ class Spec:
                 part = (id(part),)
             found.append(part)
         key = tuple(found)
-        made, _ = _constant.get(key) or self._keep_constant(key)
+        made, _ = constants.get(key) or self._keep_constant(key)
         self.__dict__["_fingerprint"] = made
         return made
 
     def _keep_constant(self, key: tuple[Any, ...]) -> tuple[Fingerprint, tuple[Fingerprint, ...]]:
         """The fingerprint, and those whose addresses are in the key: while it is kept, no other has their addresses."""
         addressed = tuple([part.fingerprint() for part in self.parts() if isinstance(part, Spec)])
-        if len(_constant) >= INTERNED:
-            _constant.clear()
-        return _constant.setdefault(key, (self.fingerprint(), addressed))
+        if len(constants) >= INTERNED:
+            constants.clear()
+        return constants.setdefault(key, (self.fingerprint(), addressed))
 
     def form(self) -> Fingerprint:
         """The fingerprint with type and shape of each tensor only: a plan depends on no more of biases and scores."""

@@ -10,7 +10,7 @@ strides and requires_grad of all three tensors, and the settings of the thread t
 and inference mode, autocast, torch.func, dispatch modes. All other calls are known by a key.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, NamedTuple
@@ -148,7 +148,7 @@ class _ShortWay:
             self._settle()
 
     @contextmanager
-    def left(self) -> Iterator[None]:
+    def left(self) -> Generator[None]:
         """Have torch's function there."""
         self._count(1)
         try:
