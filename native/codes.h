@@ -147,6 +147,24 @@ struct Fp8Places {
 constexpr Fp8Places OF_TILES(16, 32), OF_ROWS(32, 16);  // two channels, four in all; two rows of 32 dims
 #endif
 
+#if defined(__AVX512F__) && !defined(__AVX512VBMI__)
+// Constants of `Fp8::four`.
+struct Fp8Bits {
+    alignas(64) uint32_t kept[16], exponent[16], quarters[16];
+    alignas(64) uint8_t two[64], sixteen[64], even[64], odd[64], bytes[64];
+
+    constexpr Fp8Bits() : kept(), exponent(), quarters(), two(), sixteen(), even(), odd(), bytes() {
+        for (int i = 0; i < 16; ++i)
+            kept[i] = 0x87f00000, exponent[i] = 112 << 23, quarters[i] = uint32_t(i % 4 * 4 + i / 4);
+        for (int i = 0; i < 64; ++i) {
+            two[i] = 2, sixteen[i] = 16, even[i] = i % 2 ? 0 : 16, odd[i] = i % 2 ? 16 : 0;
+            bytes[i] = uint8_t(i % 4 * 4 + i / 4 % 4);
+        }
+    }
+};
+constexpr Fp8Bits FP8_BITS;
+#endif
+
 struct Fp8 : OfBytes<Fp8> {
 #if defined(__AVX512F__)
     static constexpr bool fours = true;
@@ -228,6 +246,11 @@ struct Fp8 : OfBytes<Fp8> {
     static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
         if constexpr (N == 1) {
             x[0] = at(p);
+#if defined(__AVX512F__)
+        } else if constexpr (N % 4 == 0) {
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n += 4) four(p + n * Vec<float>::lanes, x + n);
+#endif
         } else {
 #pragma GCC unroll 4
             for (int n = 0; n < N; n += 2) two(p + n * Vec<float>::lanes, x[n], x[n + 1]);
@@ -237,6 +260,28 @@ struct Fp8 : OfBytes<Fp8> {
     }
 #endif
 #if defined(__AVX512F__)
+    // Four vectors, without a conversion: a code that is neither 0, subnormal nor NaN, shifted to where a float has
+    // sign, exponent and fraction, is its number but for a constant in the exponent. One product shifts each second
+    // byte by 4 and spreads its sign. Others are looked for in all 64 at once: they are few.
+    static REGARD_INLINE void four(const uint8_t *p, F *x) {
+        const Fp8Bits *bits = &FP8_BITS;
+        asm("" : "+r"(bits));  // or GCC, short of registers, makes constants anew each time
+        const __m512i codes = _mm512_loadu_si512(p);
+        const __m512i moved = _mm512_add_epi8(_mm512_add_epi8(codes, codes), _mm512_load_si512(bits->two));
+        if (__builtin_expect(_mm512_cmple_epu8_mask(moved, _mm512_load_si512(bits->sixteen)) != 0, 0)) {
+            for (int n = 0; n < 4; ++n) x[n] = at(p + n * Vec<float>::lanes);
+            return;
+        }
+        const __m512i quarters = _mm512_permutexvar_epi32(_mm512_load_si512(bits->quarters), codes);
+        const __m512i fours = _mm512_shuffle_epi8(quarters, _mm512_load_si512(bits->bytes));
+        const __m512i even = _mm512_maddubs_epi16(_mm512_load_si512(bits->even), fours);
+        const __m512i odd = _mm512_maddubs_epi16(_mm512_load_si512(bits->odd), fours);
+        const __m512i kept = _mm512_load_si512(bits->kept), exponent = _mm512_load_si512(bits->exponent);
+        x[0] = (F)_mm512_ternarylogic_epi32(_mm512_slli_epi32(even, 16), kept, exponent, 0xea);
+        x[1] = (F)_mm512_ternarylogic_epi32(_mm512_slli_epi32(odd, 16), kept, exponent, 0xea);
+        x[2] = (F)_mm512_ternarylogic_epi32(even, kept, exponent, 0xea);
+        x[3] = (F)_mm512_ternarylogic_epi32(odd, kept, exponent, 0xea);
+    }
     static REGARD_INLINE void two(const uint8_t *p, F &first, F &second) {
         const __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
         const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(x, 7), _mm512_set1_epi16(short(0xbfff)));

@@ -344,6 +344,7 @@ struct DecodeScores {
     void scale_queries(const Unit *from, int64_t count, const Scales &scales, bool has_low, float *to,
                        V (&added)[R]) const {
         const F scale = load(scales.scale), low = load(scales.low);
+        F wild{};
 #pragma GCC unroll 8
         for (int s = 0; s < R; ++s) {
             alignas(64) float some[W] = {};
@@ -352,12 +353,24 @@ struct DecodeScores {
                 for (int i = 0; i < count; ++i) some[i] = q[i];
                 q = some;
             }
-            const F x = load(q);
-            // A product beyond float32 would be inf, and inf times the code 0 of another key NaN. What is not finite
-            // itself stays so.
-            const F low_end = broadcast(-3.402823466e38f), cut = larger(low_end, -larger(low_end, -(x * scale)));
-            store(to + s * W, cut + (x * 0 + scale * 0));
+            const F x = load(q), product = x * scale;
+            store(to + s * W, product);
+            wild = fma(product, F{}, wild);
             if (has_low) added[s] = fma(x, low, added[s]);
+        }
+        if (__builtin_expect(any<float>(wild != wild), 0)) cut_queries<R>(from, count, scale, to);
+    }
+
+    // The same products, within float32: one beyond would be inf, and inf times the code 0 of another key NaN. What is
+    // not finite itself stays so.
+    template <int R>
+    __attribute__((noinline)) void cut_queries(const Unit *from, int64_t count, F scale, float *to) const {
+        const F low_end = broadcast(-3.402823466e38f);
+        for (int s = 0; s < R; ++s) {
+            alignas(64) float some[W] = {};
+            for (int i = 0; i < W && i < count; ++i) some[i] = reinterpret_cast<const float *>(from + s * units)[i];
+            const F x = load(some), cut = larger(low_end, -larger(low_end, -(x * scale)));
+            store(to + s * W, cut + (x * 0 + scale * 0));
         }
     }
 

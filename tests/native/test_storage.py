@@ -236,11 +236,15 @@ def test_every_code_of_fp8_is_the_number_that_torch_reads(engine: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("dim", [16, 48, 64, 112])
+@pytest.mark.parametrize("least", [0, 8], ids=["every code", "no subnormal code"])
 @pytest.mark.parametrize("engine", ALL)
-def test_every_code_of_fp8_gives_the_bits_of_its_number(engine: str, dim: int, rows: int, dtype: torch.dtype):
+def test_every_code_of_fp8_gives_the_bits_of_its_number(
+    engine: str, least: int, dim: int, rows: int, dtype: torch.dtype
+):
     tokens, g = 2 * 128, torch.Generator().manual_seed(9)
     codes = torch.stack([torch.arange(256)[torch.randperm(256, generator=g)] for _ in range(dim)], dim=1).byte()
-    codes[codes & 127 == 127] = 0  # no NaN
+    codes = torch.where(codes & 127 < least, codes | 64, codes)
+    codes[codes & 127 == 127] = 8 * least  # no NaN
     by_token = torch.randn(1, 1, tokens, 1, generator=g).bfloat16()
     by_channel = torch.randn(1, 1, tokens // 32, dim, generator=g).bfloat16()
     tiles = codes.view(1, 1, tokens // TILE, TILE, dim).transpose(3, 4).contiguous()
