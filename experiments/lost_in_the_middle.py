@@ -67,11 +67,11 @@ def by_position(results: Results, samples: int) -> np.ndarray[Any, Any]:
 
 def first_instead(task: Lives, results: Results, model: Model) -> float:
     """The share of wrong answers that name the first document's answer: 1 for a model that always gives it."""
-    first = {each.context: each.answers[0] for each in task.examples(model) if each.cell["depth"] == 0}
-    contexts = {each.name: each.context for each in task.examples(model)}
+    examples = list(task.examples(model))
+    first = {each.context: each.answers[0] for each in examples if each.cell["depth"] == 0}
+    answer = {each.name: first[each.context] for each in examples}
     wrong = [record for record in results.records if not record["score"]]
-    named = [record["text"].strip() == first[contexts[record["example"]]] for record in wrong]
-    return sum(named) / len(named) if named else 0.0
+    return sum(record["text"].strip() == answer[record["example"]] for record in wrong) / max(1, len(wrong))
 
 
 def less(scores: np.ndarray[Any, Any], end: int) -> Interval:

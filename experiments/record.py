@@ -10,6 +10,7 @@ from the checks, never written by hand:
 import json
 import math
 import platform
+import re
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,9 @@ from regard.atomic_write import write_whole
 from regard.machine import processor
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+IDS = re.compile(rb"\b[mp][0-9a-f]{10}\b")
+"""Of clip paths and markers in an SVG by matplotlib."""
 
 HOLDS, IN_PART, NOT_HERE = "holds", "holds in part", "does not hold here"
 
@@ -164,7 +168,19 @@ class Experiment:
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure, record["data"])
             figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "regard"})
-        return out.getvalue()
+        return numbered(out.getvalue())
+
+
+def numbered(svg: bytes) -> bytes:
+    """The same picture with its ids numbered in their order.
+
+    matplotlib makes ids of coordinates, whose last digits are not the same each time.
+
+    >>> numbered(b'<g id="p0123456789"/><use href="#m00000000ff"/><g clip-path="url(#p0123456789)"/>')
+    b'<g id="p0"/><use href="#m1"/><g clip-path="url(#p0)"/>'
+    """
+    found = {name: number for number, name in enumerate(dict.fromkeys(IDS.findall(svg)))}
+    return IDS.sub(lambda one: one[0][:1] + str(found[one[0]]).encode(), svg)
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:

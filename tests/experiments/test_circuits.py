@@ -5,6 +5,7 @@ import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,11 +134,12 @@ def one_head_model():
     """A decoder whose head 1.2 alone writes what the logits read: which tokens a text had so far."""
     torch.manual_seed(0)
     model = Decoder(ALPHABET, 32, layers=2, heads=4, mlp=False).requires_grad_(True)
+    blocks: Any = model.body.blocks
     one = torch.eye(ALPHABET)
     with torch.no_grad():
-        for block in model.body.blocks:
+        for block in blocks:
             block.attention.o_proj.weight.zero_()
-        attention = model.body.blocks[WORKER[0]].attention
+        attention = blocks[WORKER[0]].attention
         own = slice(8 * WORKER[1], 8 * WORKER[1] + 8)
         attention.q_proj.weight[own] = 0  # equal weights for all tokens so far
         attention.v_proj.weight[own] = torch.cat([one, torch.zeros(8, 24)], 1)
