@@ -461,12 +461,13 @@ struct Backward {
                 if (g.dbias && !shares_bias(g)) add_bias(part);
             });
         if (HALF && !division.small) add_lacking(lanes, sums, ddistance);
-        for (int64_t i = 0; i < c.qk_dim * LANES; i += W) store(dq + i, load(dq + i) * broadcast(scoring.scale));
         S *data = static_cast<S *>(g.dq.data) + lanes.batch * g.dq.batch;
         const auto to = [&](int lane) {
             return data + lanes.head_of(lane) * g.dq.head + lanes.query_of(lane) * g.dq.token;
         };
-        scatter_lanes<T, S>(to, lanes.count, c.qk_dim, dq);
+        scatter_lanes<T, S>(to, lanes.count, c.qk_dim, [&](int64_t i, int lane) {
+            return load(dq + i * LANES + lane) * broadcast(scoring.scale);
+        });
         return status;
     }
 

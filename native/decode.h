@@ -231,7 +231,8 @@ struct Decode {
             for (int j = pieces[i].low; j < pieces[i].high; j += W) {
                 const int count = pieces[i].high - j < W ? pieces[i].high - j : W;
                 V x = load(s + j);
-                if (scoring.whole) x = scoring.shaped(x, added(lanes, r, block.first + j, count));
+                if (scoring.whole)
+                    x = scoring.template shaped<P::precision>(x, added(lanes, r, block.first + j, count));
                 const uint64_t kept = kept_bits(block, bits, r, j, count);
                 if (kept != (W == 64 ? ~uint64_t(0) : (uint64_t(1) << W) - 1)) x = select(kept, x, broadcast(NEVER));
                 store(s + j, x);

@@ -325,11 +325,16 @@ struct Forward {
             if (c.sink) share[lane] = sunk(lse[lane], share[lane], static_cast<const T *>(c.sink)[h]);
             into[h * c.queries + lanes.query_of(lane)] = lse[lane];
         }
-        whole.multiply(share, vectors);
         S *data = static_cast<S *>(c.out.data) + lanes.batch * c.out.batch;
-        scatter_lanes<T, S>(
-            [&](int lane) { return data + lanes.head_of(lane) * c.out.head + lanes.query_of(lane) * c.out.token; },
-            lanes.count, c.v_dim, whole.out);
+        const auto row = [&](int lane) {
+            return data + lanes.head_of(lane) * c.out.head + lanes.query_of(lane) * c.out.token;
+        };
+        const auto shared = [&](int64_t i, int lane) { return whole.shared(i, lane, share); };
+#if defined(REGARD_PAIRS)
+        if constexpr (K::pairs)
+            if (c.v_dim % 2 == 0) return scatter_pairs(row, lanes.count, c.v_dim, shared);
+#endif
+        scatter_lanes<T, S>(row, lanes.count, c.v_dim, shared);
     }
 };
 

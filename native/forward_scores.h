@@ -139,7 +139,7 @@ struct Scores {
             V most = load(top + v * W);
             for (int j = p.low; j < p.high; ++j) {
                 T *at = scores + j * LANES + v * W;
-                V s = scoring.shaped(load(at), load(adds.from + j * adds.row + v * W));
+                V s = scoring.template shaped<P::precision>(load(at), load(adds.from + j * adds.row + v * W));
                 if (bits) s = select(bits[j] >> (v * W), s, broadcast(T(NEVER)));
                 store(at, s);
                 most = larger(s, most);

@@ -96,14 +96,10 @@ struct Sums {
             }
     }
 
-    // The output multiplied with a number for each lane; 0 of anything is 0.
-    void multiply(const T *share, int vectors) const {
-        for (int64_t i = 0; i < dim; ++i)
-            for (int v = 0; v < vectors; ++v) {
-                T *at = out + i * LANES + v * W;
-                const V by = load(share + v * W);
-                store(at, by == T(0) ? V{} : load(at) * by);
-            }
+    // A dim of the output, lanes from `lane` on, each by its share; 0 of anything is 0.
+    REGARD_INLINE V shared(int64_t i, int lane, const T *share) const {
+        const V by = load(share + lane);
+        return by == T(0) ? V{} : load(out + i * LANES + lane) * by;
     }
 
   private:

@@ -35,8 +35,9 @@ struct Scoring {
           unit(whole ? T(1) : T(c.scale)) {}
 
     // A whole score from a product and what is added to it.
+    template <Precision how = Precision::wide>
     REGARD_INLINE V shaped(V product, V added) const {
-        if (capped) return fma(tanh(product * broadcast(T(scale / cap))), broadcast(cap), added);
+        if (capped) return scaled_tanh<how>(product * broadcast(T(scale / cap)), cap, added);
         return fma(product, broadcast(scale), added);
     }
 };

@@ -107,6 +107,8 @@ REGARD_INLINE D fma(D a, D b, D c) { return _mm512_fmadd_pd(a, b, c); }
 // The larger; if either is NaN, the second.
 REGARD_INLINE F larger(F a, F b) { return _mm512_max_ps(a, b); }
 REGARD_INLINE D larger(D a, D b) { return _mm512_max_pd(a, b); }
+// The smaller, likewise.
+REGARD_INLINE F smaller(F a, F b) { return _mm512_min_ps(a, b); }
 // yes where the lane's bit is set, else no.
 REGARD_INLINE F select(uint64_t bits, F yes, F no) { return _mm512_mask_mov_ps(no, __mmask16(bits), yes); }
 REGARD_INLINE D select(uint64_t bits, D yes, D no) { return _mm512_mask_mov_pd(no, __mmask8(bits), yes); }
@@ -118,6 +120,7 @@ REGARD_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 REGARD_INLINE D fma(D a, D b, D c) { return _mm256_fmadd_pd(a, b, c); }
 REGARD_INLINE F larger(F a, F b) { return _mm256_max_ps(a, b); }
 REGARD_INLINE D larger(D a, D b) { return _mm256_max_pd(a, b); }
+REGARD_INLINE F smaller(F a, F b) { return _mm256_min_ps(a, b); }
 REGARD_INLINE F select(uint64_t bits, F yes, F no) {
     const I lane = {1, 2, 4, 8, 16, 32, 64, 128};
     return ((broadcast(int32_t(bits)) & lane) != 0) ? yes : no;
@@ -138,6 +141,7 @@ REGARD_INLINE F broadcast(float x) { return F{x, x, x, x}; }
 REGARD_INLINE D broadcast(double x) { return D{x, x}; }
 REGARD_INLINE F larger(F a, F b) { return a > b ? a : b; }
 REGARD_INLINE D larger(D a, D b) { return a > b ? a : b; }
+REGARD_INLINE F smaller(F a, F b) { return a < b ? a : b; }
 REGARD_INLINE F select(uint64_t bits, F yes, F no) {
     const I lane = {1, 2, 4, 8};
     return ((broadcast(int32_t(bits)) & lane) != 0) ? yes : no;

@@ -252,24 +252,43 @@ REGARD_INLINE void gather_lanes(RowAt row_at, int count, int64_t units, T *out) 
                     j < some ? unit(reinterpret_cast<const Stored *>(row_at(lane + j)) + i) : T(0);
     }
 }
-// Lanes back as rows of memory: row `lane` gets in[i][lane] for i below `units`, as Stored.
-template <typename T, typename Stored, typename RowAt>
-REGARD_INLINE void scatter_lanes(RowAt row_at, int count, int64_t units, const T *in) {
+// Lanes back as rows of memory: row `lane` gets in(i, lane) for i below `units`, as Stored; a vector of lanes from it
+// on.
+template <typename T, typename Stored, typename RowAt, typename In>
+REGARD_INLINE void scatter_lanes(RowAt row_at, int count, int64_t units, In in) {
     constexpr int W = Vec<T>::lanes;
     for (int lane = 0; lane < count; lane += W) {
         const int some = count - lane < W ? count - lane : W;
         int64_t i = 0;
         for (; i + W <= units; i += W) {
             typename Vec<T>::type block[W];
-            for (int j = 0; j < W; ++j) block[j] = load(in + (i + j) * LANES + lane);
+            for (int j = 0; j < W; ++j) block[j] = in(i + j, lane);
             transpose<T>(block);
             for (int j = 0; j < some; ++j) store_narrow(reinterpret_cast<Stored *>(row_at(lane + j)) + i, block[j]);
         }
-        for (; i < units; ++i)
-            for (int j = 0; j < some; ++j)
-                reinterpret_cast<Stored *>(row_at(lane + j))[i] = narrow<Stored>(in[i * LANES + lane + j]);
+        for (; i < units; ++i) {
+            const typename Vec<T>::type all = in(i, lane);
+            for (int j = 0; j < some; ++j) reinterpret_cast<Stored *>(row_at(lane + j))[i] = narrow<Stored>(all[j]);
+        }
     }
 }
+#if defined(REGARD_PAIRS)
+// The same of an even number of floats, as bf16: a pair is transposed as one word, so half as much is.
+template <typename RowAt, typename In>
+REGARD_INLINE void scatter_pairs(RowAt row_at, int count, int64_t units, In in) {
+    for (int lane = 0; lane < count; lane += 16)
+        for (int64_t i = 0; i < units; i += 32) {
+            const int pairs = int(units - i < 32 ? units - i : 32) / 2;
+            U block[16];
+            for (int j = 0; j < 16; ++j)
+                block[j] = j < pairs ? pack_pairs(in(i + 2 * j, lane), in(i + 2 * j + 1, lane)) : U{};
+            transpose<uint32_t>(block);
+            const __mmask16 all = __mmask16((1 << pairs) - 1);
+            for (int j = 0; j < 16 && lane + j < count; ++j)
+                _mm512_mask_storeu_epi32(row_at(lane + j) + i, all, (__m512i)block[j]);
+        }
+}
+#endif
 
 template <typename T>
 REGARD_INLINE bool any(IntVec<T> m) {
