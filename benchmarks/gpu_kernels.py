@@ -254,8 +254,8 @@ def _page(lines: list[str]) -> str:
     return f"""# What the GPU kernels compile to
 
 Compiled for five chips without any of them (Triton {triton.__version__}, `./bench gpu-kernels --write`). The stack is
-where registers are spilled: 0 is the goal for heads of 64 and 128 in bf16. Shared memory is that of one program. Not
-yet timed on a GPU.
+where registers are spilled: 0 is the goal for heads of 64 and 128 in bf16. Shared memory is that of one program.
+Strides are multiples of 16 elements, as those of most calls are. Not yet timed on a GPU.
 
 | kernel | type | dim | with | chip | registers | stack, bytes | shared, KiB | tensor core products | async copies |
 |---|---|--:|---|---|--:|--:|--:|--:|--:|

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard import Causal, KVCache, Prefix, RefusalError, Window, attend
-from regard.cache import Codec, Fp8, Int4, Int8, Latent, Paged, StoredTensor
+from regard import Causal, KVCache, Prefix, RefusalError, Rope, Window, attend
+from regard.cache import Codec, Fp8, Int4, Int8, Latent, Paged, Rolling, StoredTensor
 from regard.describe.spec import Spec, deserialize
 from tests.conformance import CASES, differentiated, dot_products
 from tests.oracle import Case, dense, worst
@@ -203,6 +203,45 @@ def is_captured(device: torch.device) -> Found:
     return Found({"replay": 0.0 if torch.equal(out, step()) else math.inf})
 
 
+STEPS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "contiguous": ({}, 400),
+    "rolling": ({"layout": Rolling(256, sinks=4, rope=Rope(64))}, None),
+    "pages": ({"layout": Paged(16)}, 400),
+    "int8": ({"codec": Int8()}, 400),
+    "int4": ({"codec": Int4()}, 400),
+}
+
+
+def steps_are_replayed(options: dict[str, Any], capacity: int | None, device: torch.device) -> Found:
+    """Steps of a `StepCache` from a CUDA graph have the outputs of the cache itself; a processor calls them."""
+    cache = KVCache(**options)
+    cache.append(*(draw(2, 2, 300 + i, 64)[:, :, :300].bfloat16().to(device) for i in range(2)))
+    steps = cache.steps(capacity)
+    q, k, v = (draw(2, heads, 1, 64).bfloat16().to(device) for heads in (8, 2, 2))
+
+    def step() -> Tensor:
+        return attend(q, *steps.append(k, v), mask=Causal(), backend="triton")
+
+    out = step()  # which compiles the kernels
+    steps.position.sub_(1)
+    graph = None
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+    error = 0.0
+    for n in range(2 if graph is None else 70):
+        for t, seed in zip((q, k, v), range(3), strict=True):
+            t.copy_(draw(*t.shape[:2], 2 + 3 * n + seed, 64)[:, :, -1:])
+        if graph is None:
+            out = step()
+        else:
+            graph.replay()
+        exact = attend(q, *cache.append(k, v), mask=Causal(), backend="triton")
+        error = max(error, worst(out.cpu(), exact.cpu()) / 2**-7)
+    return Found({"replay": error})
+
+
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +269,8 @@ def checks() -> Iterator[Check]:
     yield Check("decode hidden NaN", hides_what_is_not_finite)
     yield Check("decode same bits", repeats_its_bits)
     yield Check("decode CUDA graph", is_captured)
+    for name, (options, capacity) in STEPS.items():
+        yield Check(f"decode steps {name}", partial(steps_are_replayed, options, capacity))
 
 
 KERNELS = (

@@ -67,7 +67,8 @@ class Backend(ABC):
             (1 or more) from the operands: then one plan serves every length.
         any_mask: whether its kernels take mask, bias and offset from the operands as well (`Operands.sizes`), and
             compute the schedule of sizes and masks that differ from those of the problem
-            (`regard.plan.tiling.cached_schedule`): then one plan serves every length under every mask.
+            (`regard.plan.tiling.cached_schedule`): then one plan serves every length under every mask, on a GPU each of
+            its kind of call (`regard.dispatch.cuda_order.Kind`).
 
     >>> import torch
     >>> from regard import Causal, State, attend, explain
