@@ -17,6 +17,9 @@ from regard.dispatch import plan_cache as known
 hypothesis.settings.register_profile("same examples", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile("same examples")
+hypothesis.settings.register_profile(
+    "some of the examples", parent=hypothesis.settings.get_profile("same examples"), max_examples=40
+)
 
 # Triton's kernels run on CPUs by its interpreter, which must be known before they are imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -24,6 +27,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Warnings are errors, and where no compiler is the first call of a process would warn of that.
 if not native.available():
     os.environ.setdefault("REGARD_QUIET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """By default, laws that name no number of examples try 40 of hypothesis's 100."""
+    if not config.getoption("--all") and not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("some of the examples")
 
 
 def pytest_report_header() -> str:

@@ -66,7 +66,7 @@ def test_windows_need_no_more_graphs_than_with_transformers_own_attention():
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("side", ["left", "hole"])
+@pytest.mark.parametrize("side", ["left", pytest.param("hole", marks=LONG)])
 def test_one_graph_serves_every_step_of_a_padded_batch(side: str):
     m, ids, mask = on_regard("llama"), prompt(), padding(side)
     plain, _ = written(m, ids, None, attention_mask=mask)
