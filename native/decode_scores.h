@@ -289,8 +289,12 @@ struct DecodeScores {
 
     // Scales and lows, widened: of the tokens of a tile, or of W units of its channels.
     struct Scales {
-        alignas(64) float scale[CHANNELS] = {}, low[CHANNELS] = {};
+        alignas(64) float scale[CHANNELS], low[CHANNELS] = {};
         bool moderate = false;  // see Fp8::are_moderate
+
+        Scales() {
+            for (float &x : scale) x = 1;  // of channels that there are not
+        }
 
         template <typename Code>
         void take(const Keys &keys, int64_t from, int64_t count) {
