@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regard import Causal, Window, native
+from regard import Causal, Window, native, native_calls
 from regard.bench import limits
 from regard.bench.case import COLD, Case
 from regard.bench.measure import measure
@@ -104,7 +104,7 @@ def test_words_that_say_nothing_are_left_out():
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("dtype", native_calls.DTYPES)
 def test_the_machine_computes_more_on_wider_vectors_and_never_less_than_a_scalar(dtype):
     assert limits.products(dtype, 1, 0.005) > 1e9
 
@@ -128,11 +128,11 @@ def test_every_instruction_set_measures_the_machine(monkeypatch):
 @pytest.mark.parametrize(("threads", "seconds"), [(0, 0.01), (-1, 0.01), (1, -1.0), (1, 1e9), (1, float("nan"))])
 def test_a_question_without_sense_is_refused(threads, seconds):
     with pytest.raises(ValueError, match="status -1"):
-        native.products(torch.float32, threads, seconds)
+        native_calls.products(torch.float32, threads, seconds)
 
 
 @needs_library
 @pytest.mark.parametrize(("address", "size", "threads", "status"), [(0, 64, 1, -2), (64, -1, 1, -1), (64, 64, 0, -1)])
 def test_a_read_without_sense_is_refused(address, size, threads, status):
     with pytest.raises(ValueError, match=f"status {status}"):
-        native.stream(address, size, threads)
+        native_calls.stream(address, size, threads)

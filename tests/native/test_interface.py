@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import RegardError, attend, native
+from regard import RegardError, attend, native, native_calls
 from regard.plan.tiling import schedule
 
 HEADER = (Path(__file__).parents[2] / "native" / "abi.h").read_text()
@@ -47,11 +47,11 @@ def doubles(name: str) -> set[str]:
 
 
 def test_python_and_the_header_name_the_same_fields():
-    assert list(native.CALL) == fields("regard_call")
-    assert list(native.GRADIENT) == fields("regard_gradient")
-    assert list(native.PART) == fields("regard_part")
-    assert list(native.LINEAR) == fields("regard_linear")
-    assert set(native.NUMBERS) == doubles("regard_call") | doubles("regard_gradient") | doubles("regard_linear")
+    assert list(native_calls.CALL) == fields("regard_call")
+    assert list(native_calls.GRADIENT) == fields("regard_gradient")
+    assert list(native_calls.PART) == fields("regard_part")
+    assert list(native_calls.LINEAR) == fields("regard_linear")
+    assert set(native_calls.NUMBERS) == doubles("regard_call") | doubles("regard_gradient") | doubles("regard_linear")
 
 
 class Struct:
@@ -68,9 +68,9 @@ class Struct:
         self.dk, self.dv = torch.full((2, 2, 90, 16), 7.0, dtype=dtype), torch.full((2, 2, 90, 16), 7.0, dtype=dtype)
         self.memory = torch.empty(1 << 20, dtype=torch.uint8)
         self.arrays: list[np.ndarray] = []
-        self.field: dict[str, Any] = dict.fromkeys(native.GRADIENT, 0)
+        self.field: dict[str, Any] = dict.fromkeys(native_calls.GRADIENT, 0)
         sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": 70, "keys": 90, "qk_dim": 16, "v_dim": 16}
-        self.field |= sizes | {"isa": isa, "dtype": native.DTYPES[dtype], "threads": 1, "scale": 0.25}
+        self.field |= sizes | {"isa": isa, "dtype": native_calls.DTYPES[dtype], "threads": 1, "scale": 0.25}
         for name, t in {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "dout": self.out}.items():
             self._place(name, t)
         for name, t in {"dq": self.dq, "dk": self.dk, "dv": self.dv}.items():
@@ -93,7 +93,7 @@ class Struct:
     def in_parts(self, k: list[dict[str, int]], v: list[dict[str, int]]) -> None:
         """Keys and values from parts with these fields."""
         for name, parts in (("k", k), ("v", v)):
-            self.arrays.append(np.array([[p.get(f, 0) for f in native.PART] for p in parts], dtype=np.int64))
+            self.arrays.append(np.array([[p.get(f, 0) for f in native_calls.PART] for p in parts], dtype=np.int64))
             self.field |= {f"{name}_parts": self.arrays[-1].ctypes.data, f"{name}_count": len(parts)}
 
     def array(self, name: str, values: list[int]) -> int:
@@ -102,7 +102,7 @@ class Struct:
 
     def statuses(self, function: str, names: tuple[str, ...]) -> list[int]:
         """What the function returns, called until it is done."""
-        kinds = "".join("d" if name in native.NUMBERS else "q" for name in names)
+        kinds = "".join("d" if name in native_calls.NUMBERS else "q" for name in names)
         size = self.field["bytes"] or 8 * len(names)
         packed = bytearray(struct.pack("=" + kinds, *({**self.field, "bytes": size}[name] for name in names)))
         entry = getattr(ctypes.CDLL(native._find()), function)
@@ -113,10 +113,10 @@ class Struct:
         return found[1:]
 
     def forward(self) -> int:
-        return self.statuses("regard_forward", native.CALL)[-1]
+        return self.statuses("regard_forward", native_calls.CALL)[-1]
 
     def backward(self) -> int:
-        return self.statuses("regard_backward", native.GRADIENT)[-1]
+        return self.statuses("regard_backward", native_calls.GRADIENT)[-1]
 
     @property
     def untouched(self) -> bool:
@@ -235,7 +235,7 @@ def test_a_call_whose_time_is_up_is_finished_by_calling_again(isa: int):
     parted.field["seconds"] = 1e-9
     for made in (whole, parted):
         made.field["dout.data"] = made.q.data_ptr()
-    for function, names in (("regard_forward", native.CALL), ("regard_backward", native.GRADIENT)):
+    for function, names in (("regard_forward", native_calls.CALL), ("regard_backward", native_calls.GRADIENT)):
         assert whole.statuses(function, names) == [DONE]
         assert len(parted.statuses(function, names)) > 1 or isa == -1
     assert torch.equal(parted.out, whole.out)
@@ -345,7 +345,7 @@ def test_parts_that_end_before_they_begin_are_noticed():
 
 
 def test_what_the_library_does_not_take_is_an_error_that_says_so():
-    entry = native.Entry("regard_forward", native.CALL)
+    entry = native_calls.Entry("regard_forward", native_calls.CALL)
     with pytest.raises(RegardError, match=r"a size makes no sense .status -1"):
         entry(entry.opened(entry.packed({"bytes": 8})))
     with pytest.raises(RegardError, match="report it"):

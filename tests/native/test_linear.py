@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import native
+from regard import native, native_calls
 from regard.linear import Decay, Elu1, LinearResult, Relu, compiled, linear_attend
 from regard.linear.call import check_call, first_carry
 from tests.native.test_interface import DONE, ISA, POINTER, SIZE, WORKSPACE
@@ -175,7 +175,7 @@ def status(**changed: float) -> int:
         values[f"{name}.token"] = 16
     aligned = -(-memory.data_ptr() // 64) * 64
     values |= {"state": state.data_ptr(), "workspace": aligned, "workspace_bytes": (1 << 20) - 64}
-    entry: Any = native.Entry("regard_attend_linear", native.LINEAR)
+    entry: Any = native_calls.Entry("regard_attend_linear", native_calls.LINEAR)
     return entry._run(entry.opened(entry.packed(values | changed)))
 
 

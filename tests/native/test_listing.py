@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, native
+from regard import Causal, Documents, KeyLengths, Mask, Prefix, RegardError, Window, attend, native_calls
 from regard.backend import native_tiles
 from regard.backend.native_tiles import FARTHEST, Tiles
 from regard.describe.mask import CallSizes
@@ -19,7 +19,7 @@ from regard.plan.schedule import Schedule
 from tests.native.engines import BEST
 from tests.plan.test_closed_form import expressions, grid_of
 
-AT = {name: number for number, name in enumerate(native.CALL)}
+AT = {name: number for number, name in enumerate(native_calls.CALL)}
 LISTS = ("run_start", "run_tile", "run_length", "patch_start", "patch_tile")
 
 
@@ -27,11 +27,11 @@ def tiles_of(mask: Mask, grid: Grid) -> Tiles:
     return native_tiles._made(mask, CallSizes(*grid[:5]), 64)
 
 
-def struct_of(tiles: Tiles, grid: Grid, entry: native.Entry) -> tuple[Any, list[torch.Tensor]]:
+def struct_of(tiles: Tiles, grid: Grid, entry: native_calls.Entry) -> tuple[Any, list[torch.Tensor]]:
     """An opened struct of a call, whose tensors have one element a token, and its memory."""
     q, k = torch.ones(grid.batch, grid.heads, grid.queries, 1), torch.ones(grid.batch, 1, grid.keys, 1)
     out, lse, memory = torch.empty_like(q), torch.empty_like(q), torch.empty(1 << 22, dtype=torch.uint8)
-    fields = {"isa": -1, "dtype": native.DTYPES[torch.float32], "threads": 1, "scale": 1.0, "batch": grid.batch}
+    fields = {"isa": -1, "dtype": native_calls.DTYPES[torch.float32], "threads": 1, "scale": 1.0, "batch": grid.batch}
     fields |= {"heads": grid.heads, "kv_heads": 1, "queries": grid.queries, "keys": grid.keys, "qk_dim": 1, "v_dim": 1}
     for name, t in {"q": q, "k": k, "v": k, "out": out}.items():
         strides = zip(("batch", "head", "token"), t.stride(), strict=False)
@@ -47,7 +47,7 @@ def array(address: int, count: int) -> np.ndarray:
 
 
 def assert_lists(tiles: Tiles, grid: Grid, expected: Schedule) -> None:
-    entry = native.Entry("regard_forward", native.CALL)
+    entry = native_calls.Entry("regard_forward", native_calls.CALL)
     struct, kept = struct_of(tiles, grid, entry)
     entry(struct)
     for name in LISTS:
@@ -112,11 +112,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_intervals_that_make_no_sense_give_their_status(name: str):
     changes, status = WRONG[name]
-    grid, entry = Grid(2, 3, 70, 90, 20, 64, (1, 1)), native.Entry("regard_forward", native.CALL)
+    grid, entry = Grid(2, 3, 70, 90, 20, 64, (1, 1)), native_calls.Entry("regard_forward", native_calls.CALL)
     struct, kept = struct_of(tiles_of(Causal(), grid), grid, entry)
     for field, value in changes.items():
         struct[AT[field]] = value
-    with pytest.raises(native.RegardError, match=rf"status {status} "):
+    with pytest.raises(RegardError, match=rf"status {status} "):
         entry(struct)
     assert kept
 

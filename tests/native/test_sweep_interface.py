@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard import native
+from regard import native, native_calls
 from regard.inspect.sweep import BINS
 from tests.native.test_interface import (
     DONE,
@@ -27,7 +27,7 @@ OUTPUTS = ("entropy", "squares", "mass", "top", "top_key", "bins", "columns", "a
 
 
 def test_python_and_the_header_name_the_same_fields():
-    assert list(native.SWEEP) == fields("regard_sweep")
+    assert list(native_calls.SWEEP) == fields("regard_sweep")
     assert f"REGARD_BINS = {BINS};" in HEADER
 
 
@@ -41,14 +41,14 @@ class Sweep(Struct):
         self.gathered = {name: torch.full(size, -7.0) for name, size in zip(OUTPUTS, sizes, strict=True)}
         self.gathered["top_key"] = self.gathered["top_key"].to(torch.int64)
         self.vectors, self.lse[:] = torch.randn(2, 90, 2), 2.0
-        new = (name for name in native.SWEEP if name not in native.CALL)
+        new = (name for name in native_calls.SWEEP if name not in native_calls.CALL)
         self.field |= dict.fromkeys(new, 0) | {name: t.data_ptr() for name, t in self.gathered.items()}
         self.field |= {"v_dim": 0, "cell": 13, "offset": 20, "lse": self.lse.data_ptr()}
         self.field |= {"vectors": self.vectors.data_ptr(), "vector_count": 2, "vector_batch": 180}
         self.field |= {"v.data": 0, "out.data": 0}
 
     def gather(self) -> int:
-        return self.statuses("regard_gather", native.SWEEP)[-1]
+        return self.statuses("regard_gather", native_calls.SWEEP)[-1]
 
     @property
     def untouched(self) -> bool:
@@ -56,7 +56,7 @@ class Sweep(Struct):
 
 
 BAD: dict[str, tuple[dict[str, Any], int]] = {
-    "a struct of another size": ({"bytes": 8 * len(native.CALL)}, SIZE),
+    "a struct of another size": ({"bytes": 8 * len(native_calls.CALL)}, SIZE),
     "an instruction set too many": ({"isa": 17}, ISA),
     "a type that is none": ({"dtype": 4}, SIZE),
     "no threads": ({"threads": 0}, SIZE),

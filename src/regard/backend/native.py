@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from regard import native
+from regard import native, native_calls
 from regard.backend.contract import Backend, Kernel, Repeated
 from regard.backend.native_inputs import (
     GRADIENTS,
@@ -109,10 +109,10 @@ class _Kernel:
         self.entry = _entry("regard_forward")
         self.fields: dict[str, float] = {
             "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "qk_dim": p.qk_dim, "v_dim": p.v_dim,
-            "isa": isa, "dtype": native.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
+            "isa": isa, "dtype": native_calls.DTYPES[p.dtype], "scale": p.scale, "softcap": p.softcap or 0.0,
             "dropout": p.dropout, "seconds": SECONDS,
         }  # fmt: skip
-        self.attend, self.packed = native.Attend(), self.entry.packed(self.fields)
+        self.attend, self.packed = native_calls.Attend(), self.entry.packed(self.fields)
         self.form = self.entry.opened(self.packed)
         self.latest: tuple[Hashable, Tiles] | None = None
         self.like: Like | None = None
@@ -224,7 +224,7 @@ class _Kernel:
             *tensor_fields(dout), _address(dlse), *tensor_fields(dq), *tensor_fields(dk), *tensor_fields(dv),
             delta.data_ptr(), _address(ddistance), _address(dbias), *((0, 0, 0, 0) if dbias is None else dbias.shape),
         )  # fmt: skip
-        memory = native.memory_of(backward.workspace(struct))
+        memory = native_calls.memory_of(backward.workspace(struct))
         struct[WORKSPACE] = memory.address, memory.size
         backward(struct)
         dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
@@ -322,8 +322,8 @@ def _element(dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _entry(name: str) -> native.Entry:
-    return native.Entry(name, native.CALL if name == "regard_forward" else native.GRADIENT)
+def _entry(name: str) -> native_calls.Entry:
+    return native_calls.Entry(name, native_calls.CALL if name == "regard_forward" else native_calls.GRADIENT)
 
 
 def _address(t: Tensor | None) -> int:

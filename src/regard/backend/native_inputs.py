@@ -7,21 +7,21 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from regard import native
+from regard import native_calls
 from regard.backend.native_parts import listed
 from regard.describe.bias import TensorBias
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
 
-_AT = {name: number for number, name in enumerate(native.GRADIENT)}
+_AT = {name: number for number, name in enumerate(native_calls.GRADIENT)}
 SEED, SINK, LSE, THREADS = _AT["seed"], _AT["sink"], _AT["lse"], _AT["threads"]
 WORKSPACE = slice(_AT["workspace"], _AT["workspace_bytes"] + 1)
 SIZES = slice(_AT["queries"], _AT["keys"] + 1)
 TENSORS, PARTS = slice(_AT["q.data"], _AT["k_parts"]), slice(_AT["k_parts"], LSE)
 DISTANCE, BIAS = slice(_AT["distance"], _AT["bias"]), slice(_AT["bias"], _AT["maps_batch"])
-TILES, GRADIENTS = slice(_AT["maps_batch"], _AT["workspace"]), slice(len(native.CALL), len(native.GRADIENT))
-"""Indexes of the fields of `native.GRADIENT`, and of `native.CALL` at its beginning, that differ from call to call."""
+TILES, GRADIENTS = slice(_AT["maps_batch"], _AT["workspace"]), slice(len(native_calls.CALL), len(native_calls.GRADIENT))
+"""Indexes of the fields of `GRADIENT`, and of `CALL` at its beginning, that differ from call to call."""
 
 
 class Inputs(NamedTuple):
@@ -82,7 +82,7 @@ def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
     if i.distance is not None:
         struct[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
     if i.bias is not None:
-        struct[BIAS] = (i.bias.data_ptr(), native.DTYPES[i.bias.dtype], *_strides(i.bias))
+        struct[BIAS] = (i.bias.data_ptr(), native_calls.DTYPES[i.bias.dtype], *_strides(i.bias))
     if i.stored is None:
         return None
     k, v = listed(i.stored[0]), listed(i.stored[1])
@@ -103,7 +103,7 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 def _in_place(t: Tensor, grad: bool, wide: torch.dtype) -> Tensor:
     """A bias tensor of four axes in a type that the library reads, with stride 0 for axes of one element only."""
-    if t.dtype not in native.DTYPES:
+    if t.dtype not in native_calls.DTYPES:
         t = t.to(wide)
     repeated = [axis for axis in range(4) if t.stride(axis) == 0 and t.shape[axis] > 1]
     if repeated and grad and t.requires_grad:  # each of its elements has a gradient of its own

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard import native
+from regard import native_calls
 from regard.storage.codec import TILE
 from regard.storage.stored import Part, StoredTensor
 
@@ -39,21 +39,21 @@ def listed(stored: StoredTensor) -> Listed:
             memory.extend(_fields(part, end, ends, kept))
             count += 1
     if not count:  # one empty part, so that the library reads no tensor instead
-        memory.extend((native.DTYPES[stored.dtype], 0, 0, 0, 1, *(0 for _ in native.PART[5:])))
+        memory.extend((native_calls.DTYPES[stored.dtype], 0, 0, 0, 1, *(0 for _ in native_calls.PART[5:])))
     return Listed(memory.buffer_info()[0], count or 1, memory, kept)
 
 
 def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tuple[int, ...]:
-    """The fields of a part, in the order of `native.PART`."""
+    """The fields of a part, in the order of `native_calls.PART`."""
     table = None if part.table is None else _as_int64(part.table, kept)
     data = part.data
     if part.kind == "plain":
-        if data.dtype not in native.DTYPES or (data.stride(3) != 1 and data.shape[3] > 1):
-            data = data.to(data.dtype if data.dtype in native.DTYPES else torch.float32).contiguous()
+        if data.dtype not in native_calls.DTYPES or (data.stride(3) != 1 and data.shape[3] > 1):
+            data = data.to(data.dtype if data.dtype in native_calls.DTYPES else torch.float32).contiguous()
             kept.append(data)
-        form, tokens = native.DTYPES[data.dtype], data.shape[2]
+        form, tokens = native_calls.DTYPES[data.dtype], data.shape[2]
     else:
-        form, tokens = native.FORMS[part.kind], data.shape[2] * (TILE if part.tiled else 1)
+        form, tokens = native_calls.FORMS[part.kind], data.shape[2] * (TILE if part.tiled else 1)
         is_contiguous = data.stride(4) == 1 and data.stride(3) == TILE if part.tiled else data.stride(3) == 1
         if not is_contiguous:
             data = data.contiguous()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.backend.contract import Repeated
 from regard.backend.native_tiles import Tiles
-from regard.native import Attend
+from regard.native_calls import Attend
 
 
 class Like(NamedTuple):

@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     Attributes:
         intervals, number: the address of the intervals, and how many each map has; 0, 0 for lists.
         maps_batch: 1 or the batch rows.
-        lists: without intervals, the fields of `native.CALL` from "maps_batch" to the last of the schedule.
+        lists: without intervals, the fields of `native_calls.CALL` from "maps_batch" to the last of the schedule.
         memory: the arrays whose addresses are in the fields.
     """
 
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
     memory: tuple[memoryview, ...]
 
     def fields(self, queries: int, offset: int) -> tuple[int, ...]:
-        """The fields of `native.CALL` from "maps_batch" to the last of the schedule."""
+        """The fields of `native_calls.CALL` from "maps_batch" to the last of the schedule."""
         if not self.number:
             return self.lists
         return self.maps_batch, 1, self.intervals, self.number, offset, -(-queries // 64), *(0,) * 8

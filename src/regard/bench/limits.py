@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from regard import native
+from regard import native, native_calls
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
 """Bytes of memory of the machine."""
@@ -23,7 +23,7 @@ def products(dtype: torch.dtype, threads: int, seconds: float = 0.02) -> float |
 
     float16 is measured as float32, and so is bfloat16 where the machine has no bfloat16 products, as in the kernels.
     """
-    return native.products(dtype, threads, seconds) if native.available() else None
+    return native_calls.products(dtype, threads, seconds) if native.available() else None
 
 
 def stream(threads: int) -> float | None:
@@ -31,7 +31,7 @@ def stream(threads: int) -> float | None:
     if not native.available():
         return None
     data = _touched()
-    return native.stream(data.data_ptr(), data.nbytes, threads)
+    return native_calls.stream(data.data_ptr(), data.nbytes, threads)
 
 
 BURST = 16 << 20
@@ -48,7 +48,7 @@ def best_stream(threads: int) -> float:
     if not native.available():
         return 0.0
     data = _touched()
-    return max(native.stream(data.data_ptr() + at, BURST, threads) for at in range(0, STREAMED, BURST))
+    return max(native_calls.stream(data.data_ptr() + at, BURST, threads) for at in range(0, STREAMED, BURST))
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard import native
+from regard import native, native_calls
 from regard.describe.feature import Elu1, Relu
 from regard.linear import sums
 from regard.linear.call import LinearCall
@@ -28,7 +28,7 @@ FLOPS = 4 << 30
 IDENTITY, ELU1, RELU = range(3)
 """regard_feature of native/abi.h."""
 
-AT = {name: number for number, name in enumerate(native.LINEAR)}
+AT = {name: number for number, name in enumerate(native_calls.LINEAR)}
 
 
 class Found(NamedTuple):
@@ -59,10 +59,10 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 @cache
-def _entry() -> native.Entry | None:
+def _entry() -> native_calls.Entry | None:
     """The function of the library; None without the library, or if it was compiled before it had the function."""
     try:
-        return native.Entry("regard_attend_linear", native.LINEAR) if native.available() else None
+        return native_calls.Entry("regard_attend_linear", native_calls.LINEAR) if native.available() else None
     except AttributeError:
         return None
 
@@ -124,7 +124,7 @@ def _values(call: LinearCall, shown: Tensor, state: Tensor, fade: Tensor | None)
         "qk_dim": state.shape[2],
         "v_dim": state.shape[3] - call.normalise,
         "state": state.data_ptr(),
-        "dtype": native.DTYPES[shown.dtype],
+        "dtype": native_calls.DTYPES[shown.dtype],
         "threads": torch.get_num_threads(),
         "chunk": min(call.chunk, CHUNK),
         "feature": feature,

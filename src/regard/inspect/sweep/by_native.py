@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard import native
+from regard import native, native_calls
 from regard.describe.bias import Bias, TensorBias
 from regard.inspect.sweep.by_torch import BINS, Sweep
 from regard.inspect.weights.lazy import Weights
@@ -33,7 +33,7 @@ def takes(weights: Weights) -> bool:
         native.available()
         and weights.q.device.type == "cpu"
         and len(dtypes) == 1
-        and dtypes <= set(native.DTYPES)
+        and dtypes <= set(native_calls.DTYPES)
         and all(term.per_distance() or isinstance(term, TensorBias) for term in terms)
     )
 
@@ -54,7 +54,7 @@ def swept(
     inputs = _Inputs(weights, along)
     fields = inputs.fields | _outputs(found)
     fields |= {"isa": native.isas().index(native.isa()) if isa is None else isa, "threads": torch.get_num_threads()}
-    entry = native.Entry("regard_gather", native.SWEEP)
+    entry = native_calls.Entry("regard_gather", native_calls.SWEEP)
     needed = entry.workspace(entry.opened(entry.packed(fields)))
     workspace = torch.empty(needed, dtype=torch.uint8, device="cpu")
     fields |= {"workspace": workspace.data_ptr(), "workspace_bytes": needed}
@@ -110,7 +110,7 @@ class _Inputs:
             "queries": queries,
             "keys": keys,
             "qk_dim": w.q.shape[3],
-            "dtype": native.DTYPES[w.q.dtype],
+            "dtype": native_calls.DTYPES[w.q.dtype],
             "scale": w.scale,
             "softcap": w.softcap or 0.0,
             "lse": self._address(w.lse.to(w.dtype)),
@@ -175,12 +175,12 @@ class _Inputs:
         tables = [_of_batch(term.rows(w.shape[2], w.offset), w) for term in terms]
         if tables:
             table = tables[0] if len(tables) == 1 else reduce(add, (table.to(w.dtype) for table in tables))
-            table = table.detach() if table.dtype in native.DTYPES else table.detach().to(w.dtype)
+            table = table.detach() if table.dtype in native_calls.DTYPES else table.detach().to(w.dtype)
             self._kept.append(table)
             axes = ("bias_batch", "bias_head", "bias_row", "bias_key")
             strides = (0 if n == 1 else stride for n, stride in zip(table.shape, table.stride(), strict=True))
             self.fields |= dict(zip(axes, strides, strict=True))
-            self.fields |= {"bias": table.data_ptr(), "bias_dtype": native.DTYPES[table.dtype]}
+            self.fields |= {"bias": table.data_ptr(), "bias_dtype": native_calls.DTYPES[table.dtype]}
 
 
 def _of_batch(table: Tensor, w: Weights) -> Tensor:
