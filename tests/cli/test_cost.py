@@ -34,7 +34,10 @@ def test_the_cache_of_llama_2_70b_is_10_gib_and_80_with_all_heads(capsys):
     assert "It fits in 90 % of 640 GiB: at most 1,466,436 tokens" in out
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if i % 5 else []) for i, name in enumerate(model_names())],
+)
 def test_every_model_is_shown_with_units_of_one_kind(name, capsys):
     out = shown(capsys, name, *(["--context", "512"] if find_model(name).context is None else []), "--machine", "b200")
     assert not re.search(r"\d ?[KMGT]B\b", out)

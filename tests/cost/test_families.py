@@ -166,7 +166,11 @@ COUNTED = sorted({*family_names()} - NOT_OF_TRANSFORMERS - WITHOUT_A_MODEL)
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [*((family, {}) for family in COUNTED), *SETTINGS.items(), *FORMS],
+    [
+        *(pytest.param(each, {}, marks=[pytest.mark.exhaustive] if i % 8 else []) for i, each in enumerate(COUNTED)),
+        *SETTINGS.items(),
+        *FORMS,
+    ],
     ids=[
         *COUNTED,
         *(f"{each}-special" for each in SETTINGS),

@@ -128,6 +128,7 @@ def test_a_mask_is_read_into_words(name: str):
         {"queries": 1, "keys": 4, "q_offset": 10, "kv_offset": 7},
     ],
 )
+@pytest.mark.exhaustive(per="name")
 @pytest.mark.parametrize("padded", ["none", "left", "right", "both", "hole", "nothing"])
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("packed")])
 def test_a_cache_moves_the_positions(name: str, padded: str, place: dict[str, int]):
