@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 
 import regard
-from regard import ProblemError, native, observe_calls
+from regard import ProblemError, RefusalError, native, observe_calls
 from regard.override import decide, mask_content, switch
 from tests.override.programs import PROGRAMS
 
@@ -613,3 +614,36 @@ def test_a_mask_of_fewer_than_two_axes_gives_what_torch_gives(shape: tuple[int, 
     theirs = F.scaled_dot_product_attention(q, k, v, torch.ones(shape))
     with regard.everywhere():
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, torch.ones(shape)), theirs)
+
+
+def test_a_second_derivative_is_refused_with_the_way_to_have_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(decide.LEAST, torch.float64, 0)
+    q, k, v = (t.double().requires_grad_() for t in qkv(2, 256, 16))
+
+    def twice() -> Tensor:
+        (first,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).square().sum(), q, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), q)[0]
+
+    theirs = twice()
+    with regard.everywhere():
+        with pytest.raises(RefusalError, match=re.escape("sdpa_kernel(torch.nn.attention.SDPBackend.MATH)")):
+            twice()
+        with sdpa_kernel(SDPBackend.MATH):
+            torch.testing.assert_close(twice(), theirs)
+
+
+def test_several_gradients_at_once_are_refused_with_the_way_to_have_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(decide.LEAST, torch.float32, 0)
+    q, k, v = (t.requires_grad_() for t in qkv(1, 4, 64, 64))
+    grads = torch.randn(2, 1, 4, 64, 64)
+
+    def batched() -> Tensor:
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), q, grads, is_grads_batched=True)[0]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = batched()
+    with regard.everywhere():
+        with pytest.raises(RefusalError, match=re.escape("sdpa_kernel(torch.nn.attention.SDPBackend.MATH)")):
+            batched()
+        with sdpa_kernel(SDPBackend.MATH):
+            torch.testing.assert_close(batched(), theirs)

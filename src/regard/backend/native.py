@@ -289,7 +289,8 @@ class _Gradient(torch.autograd.Function):
         if any(is_legacy_batched(grad) for grad in (dout, dlse) if grad is not None):
             raise RefusalError(
                 "The backend 'native' differentiates one gradient at a time, and this asks for several at once "
-                '(is_grads_batched, or jacobian with vectorize): name backend="reference", or use torch.func.jacrev.'
+                '(is_grads_batched, or jacobian with vectorize): name backend="reference", or use torch.func.jacrev. '
+                f"{_IN_A_PROGRAM}"
             )
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
@@ -301,8 +302,15 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise RefusalError(
             "The backend 'native' can be differentiated once, and this asks for a second derivative: name "
-            'backend="reference", which can be differentiated any number of times.'
+            f'backend="reference", which can be differentiated any number of times. {_IN_A_PROGRAM}'
         )
+
+
+_IN_A_PROGRAM = (
+    "Where regard.everywhere runs torch's attention, call it inside of "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
+)
+"""What to do where nobody can name a backend."""
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
