@@ -1,13 +1,16 @@
 """Masks read back into words keep the pairs that transformers' own dense masks keep."""
 
+import warnings
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from transformers import masking_utils as theirs
 
 from regard import Causal
+from regard.integrate import mask_function
 from regard.integrate import transformers as ours
 from regard.integrate.layer_mask import LayerMask
 
@@ -191,3 +194,24 @@ def test_a_model_that_computes_with_its_mask_is_given_a_tensor():
 def test_a_mask_has_no_attributes_of_its_own_making():
     with pytest.raises(AttributeError, match="LayerMask has no attribute 'colour'"):
         _ = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu").colour
+
+
+def test_masks_are_dense_while_anything_is_traced():
+    """transformers asks the same of an int as of no tensor, so it is asked once."""
+    found: list[bool] = []
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        found.append(mask_function._is_traced(3, None))
+        return x + 1
+
+    assert not mask_function._is_traced(3, None)
+    assert not mask_function._is_traced(torch.tensor(3), torch.ones(1, 4, dtype=torch.bool))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, which torch deprecates
+        torch.jit.trace(see, torch.zeros(2), check_trace=False)  # which calls it without tracing
+    assert found
+    assert all(found)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.tensor(3))
+    assert mask_function._is_traced(fake, None)
+    assert mask_function._is_traced(3, fake)

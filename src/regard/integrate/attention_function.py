@@ -71,9 +71,9 @@ def attention(
         and kwargs.keys() <= WITHOUT_EFFECT.keys()
         and not (output_attentions or (dropout and module.training) or is_compiling() or latest.get())
         and s_aux is sinks is position_bias is indices is None
-        and ((batch := len(query)), 1, query.shape[2], key.shape[2]) == attention_mask.call
-        and batch == len(key)
-        and not _is_recorded()
+        and (batch := (q := query.shape)[0]) == (k := key.shape)[0]
+        and (batch, 1, q[2], k[2]) == attention_mask.call
+        and not _is_collected()
     ):  # most calls; each function more costs 2 to 4 us of 60, as the weights drive code out of the caches
         out = _attend_known(
             query, key, value, mask=attention_mask.mask, scale=scaling, softcap=softcap, offset=attention_mask.offset
@@ -193,9 +193,11 @@ def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, A
 
 def _is_recorded() -> bool:
     """Whether transformers is recording attention weights: GPT-2 and others do not pass `output_attentions` on."""
-    recorder = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(recorder, "_active_collector", None)
-    if collector is None or is_compiling():
-        return False
-    found = collector.get()
+    return not is_compiling() and _is_collected()
+
+
+def _is_collected() -> bool:
+    """The same outside of what torch.compile traces."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    found = None if collector is None else collector.get()
     return bool(found) and any("attentions" in key for key in found)

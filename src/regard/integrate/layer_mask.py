@@ -67,7 +67,9 @@ class LayerMask(DenseOnUse, _BlockMask):
         # BlockMask's own __init__ wants block tables that this mask does not need.
         self.mask, self.call, self.offset, self._device, self.padding = mask, shape, offset, device, padding
         # read on the host, unless it is on a GPU
-        self.offset_tensor = offset if isinstance(offset, Tensor) else torch.tensor(offset, device="cpu")
+        self.offset_tensor = (
+            offset if isinstance(offset, Tensor) else torch.scalar_tensor(offset, dtype=torch.int64, device="cpu")
+        )
         self._dense: Tensor | None = None
 
     @property
