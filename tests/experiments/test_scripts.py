@@ -60,6 +60,7 @@ QUICK_CHECKS = {
 
 BY_SIZE = {
     "attention_weights": ("accuracy, least", "greatest between seeds"),
+    "head_redundancy": ("20 % removed: the least rise",),
     "online_softmax": ("d 64, FlashAttention-2",),
 }
 """Checks that a small version may decide otherwise than the whole; it decides all others like the whole."""
