@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from record import DOCS, Check, Experiment, Result
+from record import Check, Experiment, Result
 from torch import Tensor, nn
 
 from regard.evaluate.corpus import text_of
@@ -51,8 +51,7 @@ def measure(seed: int, quick: bool) -> Result:
     """Single heads of a sample, then orders."""
     model, tokenizer, _ = load()
     model, generator = use_regard(model).eval(), torch.Generator().manual_seed(seed)
-    text = text_of(str(DOCS / "design.md") if quick else None)
-    ids = tokenizer(text[:400_000], return_tensors="pt", verbose=False).input_ids[0]
+    ids = tokenizer(text_of(None)[: 60_000 if quick else 400_000], return_tensors="pt", verbose=False).input_ids[0]
     first, second = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     many, at = (2, (0.0, 0.2, 0.4, 0.9)) if quick else (8, SHARES)
     made_on, held_out = passages(first, 2 * many, generator), passages(second, many, generator)

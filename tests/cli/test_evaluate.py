@@ -96,6 +96,7 @@ def test_the_examples_of_one_process_alone_are_shown_with_a_note(model, here, ca
     ("arguments", "message"),
     [
         (["needel"], "unknown task 'needel'. Near: needle"),
+        (["stream", "--seed", "1"], "the task stream has no --seed: expected --lengths, --samples, --haystack"),
         (["vt", "--depths", "0.5"], "the task vt has no --depths: expected --lengths, --samples, --seed"),
         (["passkey", "--model", "nowhere.py:f"], "there is no file nowhere.py"),
         (["passkey", "--model", "mine.py:g"], "mine.py has no 'g'"),

@@ -36,11 +36,11 @@ class Extrapolation:
     name: ClassVar[str] = "extrapolation"
     axes: ClassVar[tuple[str, ...]] = ("length",)
     source: ClassVar[str] = "Press et al. 2022, arXiv:2108.12409, section 2"
+    seed: ClassVar[int] = 0  # passages are chosen by their places, so there is nothing to draw
 
     trained: int = 0
     multiples: tuple[int, ...] = (1, 2, 4, 8)
     samples: int = 10
-    seed: int = 0
     haystack: str = MOBY_DICK
 
     def examples(self, model: Model) -> Iterator[Passage]:
@@ -69,11 +69,11 @@ class Perplexity:
     name: ClassVar[str] = "perplexity"
     axes: ClassVar[tuple[str, ...]] = ("context",)
     source: ClassVar[str] = "Baevski and Auli 2019, arXiv:1809.10853, section 5.2: a context window that slides"
+    seed: ClassVar[int] = 0
 
     context: int = 0
     stride: int = 0
     lengths: tuple[int, ...] = (16384,)
-    seed: int = 0
     haystack: str = MOBY_DICK
     samples: ClassVar[int] = 1
 
@@ -123,10 +123,10 @@ class Stream:
     name: ClassVar[str] = "stream"
     axes: ClassVar[tuple[str, ...]] = ("length",)
     source: ClassVar[str] = "Xiao et al. 2023, arXiv:2309.17453, section 4.1"
+    seed: ClassVar[int] = 0
 
     lengths: tuple[int, ...] = (4096,)
     samples: int = 4
-    seed: int = 0
     haystack: str = MOBY_DICK
 
     def examples(self, model: Model) -> Iterator[Passage]:
