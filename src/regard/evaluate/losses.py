@@ -20,8 +20,17 @@ BUCKETS = 64
 """Buckets of a passage, at most: points of the picture."""
 
 
+class _Placed:
+    """A task whose passages are chosen by their places in the text."""
+
+    @property
+    def seed(self) -> int:
+        """Nothing is drawn."""
+        return 0
+
+
 @dataclass(frozen=True)
-class Extrapolation:
+class Extrapolation(_Placed):
     """Losses at 1, 2, 4 and 8 times the length of training, of the same passages.
 
     One pass over a passage gives all of them: a token's loss depends on those before it only.
@@ -36,7 +45,6 @@ class Extrapolation:
     name: ClassVar[str] = "extrapolation"
     axes: ClassVar[tuple[str, ...]] = ("length",)
     source: ClassVar[str] = "Press et al. 2022, arXiv:2108.12409, section 2"
-    seed: ClassVar[int] = 0  # passages are chosen by their places, so there is nothing to draw
 
     trained: int = 0
     multiples: tuple[int, ...] = (1, 2, 4, 8)
@@ -55,7 +63,7 @@ class Extrapolation:
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(_Placed):
     """The perplexity of a text in sliding windows: each token sees `context - stride` tokens or more.
 
     Attributes:
@@ -69,7 +77,6 @@ class Perplexity:
     name: ClassVar[str] = "perplexity"
     axes: ClassVar[tuple[str, ...]] = ("context",)
     source: ClassVar[str] = "Baevski and Auli 2019, arXiv:1809.10853, section 5.2: a context window that slides"
-    seed: ClassVar[int] = 0
 
     context: int = 0
     stride: int = 0
@@ -110,7 +117,7 @@ def _ends(length: int, context: int, stride: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Stream:
+class Stream(_Placed):
     """Losses of a long text that is read without an end, under any cache: a window, with sinks, quantised, evicting.
 
     Attributes:
@@ -123,7 +130,6 @@ class Stream:
     name: ClassVar[str] = "stream"
     axes: ClassVar[tuple[str, ...]] = ("length",)
     source: ClassVar[str] = "Xiao et al. 2023, arXiv:2309.17453, section 4.1"
-    seed: ClassVar[int] = 0
 
     lengths: tuple[int, ...] = (4096,)
     samples: int = 4
