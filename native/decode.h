@@ -6,6 +6,9 @@
 // trees of 16, running sums rescaled at blocks and restarted at spans. Spans are what threads share: the split
 // depends on positions alone.
 //
+// Up to four rows go through all keys of a span before its values, where these lie one after another and no key is
+// widened: memory is read as one stream. All else goes block by block.
+//
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
 #pragma once
@@ -25,6 +28,10 @@ struct Decode {
     using S = typename K::Stored;
     static constexpr int W = K::W;
     static constexpr T NEVER = -T(INFINITE);
+    // Spans whose keys and values lie one after another are streamed where keys are multiplied as they are stored; with
+    // keys of bf16 that are widened it takes longer (1.06, Zen 4).
+    static constexpr bool streams = K::pairs || is_same<S, float>;
+    static constexpr int STREAMED = 4;  // rows at most
 
     // What is kept of a span until all are merged: [rows][width] sums, then tops and totals.
     struct Part {
@@ -36,7 +43,7 @@ struct Decode {
     const T factor;
     const int64_t units, width;    // of a query; of an output row, whole vectors
     Unit *queries;                 // [16][units]
-    T *scores;                     // [16][128]
+    T *scores;                     // [16][128]; where spans are streamed, of their blocks [8][4][128]
     Unit *weights;                 // [16][128 / pair]
     Lines key_lines, value_lines;  // of the block that comes next
     char *key_rows, *value_rows;   // what DecodeScores and DecodeValues need
@@ -44,9 +51,11 @@ struct Decode {
     static int64_t wide(const regard_call &c) { return up(c.v_dim, W); }
     static int64_t part_bytes(const regard_call &c) { return up(FEW * (wide(c) + 2) * int64_t(sizeof(T)), 64); }
     static int64_t bytes(const regard_call &c) {
-        return up(FEW * Tokens<K>::units(c.qk_dim) * int64_t(sizeof(Unit)), 64) + 2 * FEW * BLOCK * int64_t(sizeof(T)) +
-               DecodeScores<K>::bytes(c.qk_dim) + DecodeValues<K>::bytes(c.v_dim) + part_bytes(c);
+        return up(FEW * Tokens<K>::units(c.qk_dim) * int64_t(sizeof(Unit)), 64) +
+               (scored() + FEW * BLOCK) * int64_t(sizeof(T)) + DecodeScores<K>::bytes(c.qk_dim) +
+               DecodeValues<K>::bytes(c.v_dim) + part_bytes(c);
     }
+    static constexpr int64_t scored() { return streams ? STREAMED * SPAN : FEW * BLOCK; }  // scores at a time
 
     Decode(const regard_call &call, char *scratch)
         : c(call),
@@ -58,8 +67,8 @@ struct Decode {
         scratch += up(FEW * units * int64_t(sizeof(Unit)), 64);
         scores = reinterpret_cast<T *>(scratch);
         weights = reinterpret_cast<Unit *>(scores);
-        if (K::pairs) weights = reinterpret_cast<Unit *>(scores + FEW * BLOCK);
-        key_rows = scratch + 2 * FEW * BLOCK * int64_t(sizeof(T));
+        if (K::pairs) weights = reinterpret_cast<Unit *>(scores + scored());
+        key_rows = scratch + (scored() + FEW * BLOCK) * int64_t(sizeof(T));
         value_rows = key_rows + DecodeScores<K>::bytes(c.qk_dim);
     }
 
@@ -76,6 +85,11 @@ struct Decode {
         const int64_t until = (span + 1) * SPAN, group = c.heads / c.kv_heads;
         const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / group, c.qk_dim);
         const Source<K> v(values_of(c), c.v, lanes.batch, lanes.head / group, c.v_dim);
+        if constexpr (streams)
+            if (lanes.count <= STREAMED && sees_all(row, span * SPAN)) {
+                const char *const keys = stream_of(k, span * SPAN), *const values = stream_of(v, span * SPAN);
+                if (keys && values) return stream(lanes, span * SPAN, keys, values, v, into, next, next_span * SPAN);
+            }
         Todo both[2], *now = both, *later = both + 1;
         if (!find(walk, until, lanes, k, v, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
         take_queries(lanes);
@@ -84,7 +98,7 @@ struct Decode {
             key_lines.clear(), value_lines.clear();
             more = find(walk, until, lanes, k, v, *later);
             if (more) list(*later, lanes, k, v);
-            else if (next) ask_for(*next, next_span * SPAN, *later);
+            else if (next) ask_for(*next, next_span * SPAN, *later, key_lines, true);
             step(*now, lanes, k, v, into);
             Todo *const done = now;
             now = later, later = done;
@@ -119,14 +133,73 @@ struct Decode {
         return true;
     }
 
-    // Lists the first block of other rows.
-    void ask_for(const Lanes &lanes, int64_t first, Todo &room) {
+    // Lists the first block of other rows: its keys, and perhaps its values.
+    void ask_for(const Lanes &lanes, int64_t first, Todo &room, Lines &lines_of_keys, bool values) {
         const int64_t kv = lanes.head / (c.heads / c.kv_heads), last = first + least(BLOCK, c.keys - first);
         const Source<K> k(keys_of(c), c.k, lanes.batch, kv, c.qk_dim), v(values_of(c), c.v, lanes.batch, kv, c.v_dim);
         k.find(first, last, room.keys);
+        k.list(room.keys, lines_of_keys);
+        if (!values) return;
         v.find(first, last, room.values);
-        list(room, lanes, k, v);
+        v.list(room.values, value_lines, DecodeValues<K>::in_order(c.v_dim, lanes.count));
     }
+
+    // ---- whole spans -----------------------------------------------------------------------------------------------
+
+    bool sees_all(int64_t row, int64_t first) const {
+        if (first + SPAN > c.keys) return false;
+        Walk walk(c.by_query, row, c.keys, first);
+        Block block;
+        for (int64_t at = first; at < first + SPAN; at += BLOCK) {
+            if (!walk.next(first + SPAN, block) || block.first != at) return false;
+            for (const Half &half : block.half)
+                if (!half.listed || half.bits) return false;
+        }
+        return !walk.next(first + SPAN, block) && !walk.bad;
+    }
+
+    // The first of a span's tokens, if these lie one after another as the call's type; else null.
+    static const char *stream_of(const Source<K> &of, int64_t first) {
+        Run run;
+        Runs runs(of.parts, of.batch, first, first + SPAN);
+        const bool is = runs.next(run) && run.count == SPAN && Source<K>::is_own(run) && run.part->data_step == of.dim;
+        return is ? of.row(run, 0) : nullptr;
+    }
+
+    // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
+    regard_status stream(const Lanes &lanes, int64_t first, const char *keys, const char *values, const Source<K> &v,
+                         const Part &into, const Lanes *next, int64_t next_first) {
+        const int64_t key = c.qk_dim * int64_t(sizeof(S)), value = c.v_dim * int64_t(sizeof(S));
+        const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
+        Todo todo;
+        take_queries(lanes);
+        memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
+        key_lines.clear(), value_lines.clear();
+        key_lines.add(keys + BLOCK * key, (SPAN - BLOCK) * key);
+        key_lines.add(values, BLOCK * value, step);
+        value_lines.add(values + BLOCK * value, (SPAN - BLOCK) * value, step);
+        if (next) ask_for(*next, next_first, todo, value_lines, next_first + SPAN > c.keys);
+        const int made =
+            DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, lanes.count, key_lines);
+        value_lines.share(DecodeValues<K>::asks(SPAN, c.v_dim, lanes.count));
+        todo.block.half[0] = todo.block.half[1] = {true, nullptr};
+        const Piece piece{0, int(BLOCK), 0, 1};
+        T *const all = scores;
+        for (int64_t at = 0; at < SPAN; at += BLOCK) {
+            todo.block.first = first + at;
+            scores = all + at * made;
+            if constexpr (!K::pairs) weights = scores;
+            for (int r = 0; r < lanes.count; ++r) weigh(todo.block, lanes, todo.bits, &piece, 1, r, into);
+            v.find(first + at, first + at + BLOCK, todo.values);
+            DecodeValues<K>(c.v_dim, width, weights, value_rows)
+                .add(v, todo.values, first + at, 0, BLOCK, lanes.count, into.out, value_lines);
+        }
+        scores = all;
+        if constexpr (!K::pairs) weights = all;
+        return REGARD_DONE;
+    }
+
+    // ---- block by block --------------------------------------------------------------------------------------------
 
     void list(const Todo &todo, const Lanes &lanes, const Source<K> &k, const Source<K> &v) {
         k.list(todo.keys, key_lines);

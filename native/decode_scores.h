@@ -69,6 +69,13 @@ struct DecodeScores {
 #endif
     }
 
+    // Scores of a span whose keys lie one after another: [8][rows that it makes][128]. How many those are.
+    int make_span(const char *keys, int rows, Lines &lines) {
+        if (rows > 2) return set_after_set<4>(keys, lines), 4;
+        if (rows > 1) return set_after_set<2>(keys, lines), 2;
+        return set_after_set<1>(keys, lines), 1;
+    }
+
   private:
     // W keys: how their elements are read, their column, and which lanes are theirs.
     struct Keys {
@@ -202,6 +209,22 @@ struct DecodeScores {
         int i = 0;
         for (; i + G <= found.tiles; i += G) set<R, G, From>(found.keys + i, r, lines);
         for (; i < found.tiles; ++i) set<R, 1, From>(found.keys + i, r, lines);
+    }
+
+    template <int R>
+    void set_after_set(const char *at, Lines &lines) {
+        constexpr int G = together(R), MANY = G * W;
+        const int64_t step = dim * int64_t(sizeof(S));
+        const char *row[MANY];
+        for (int i = 0; i < MANY; ++i) row[i] = at + i * step;
+        Keys keys[G];
+        for (int g = 0; g < G; ++g) keys[g] = {K::form, false, 0, 0, W, row + g * W, nullptr, nullptr, nullptr};
+        lines.share(SPAN / MANY * (KeyRows<K, S>::words(dim) / words_of_ask(G)));
+        for (int j = 0; j < SPAN; j += MANY) {
+            for (int g = 0; g < G; ++g) keys[g].at = j / int(BLOCK) * R * int(BLOCK) + j % int(BLOCK) + g * W;
+            set<R, G, S>(keys, 0, lines);
+            for (int i = 0; i < MANY; ++i) row[i] += MANY * step;
+        }
     }
 
     template <int R, int G, typename From>

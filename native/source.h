@@ -146,8 +146,11 @@ struct Source {
     // The memory of a stretch. `in_order`: plain elements will be read row after row, by loads that the machine's own
     // prefetching follows. Then a line of each 512 bytes does, so that pages are looked up in time; every one would
     // take the places that those loads need (Zen 4; how it is on Zen 5 is not known).
+    static int step_of_lines(bool in_order) {
+        return in_order && !prefetches_into_first() ? Lines::SPARSE : Lines::LINE;
+    }
     void list(const Stretch &stretch, Lines &lines, bool in_order = false) const {
-        const int step = in_order && !prefetches_into_first() ? Lines::SPARSE : Lines::LINE;
+        const int step = step_of_lines(in_order);
         for (int i = 0; i < stretch.count; ++i) {
             const Run &run = stretch.run[i];
             if (!run.part) continue;

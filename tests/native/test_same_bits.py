@@ -100,3 +100,22 @@ def test_strides_change_nothing(engine: str, dtype: torch.dtype):
     q, k, v = tensors(dtype)
     moved = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     assert torch.equal(attend(*moved, mask=Causal(), backend=engine), attend(q, k, v, mask=Causal(), backend=engine))
+
+
+@pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("dim", "wide"), [(64, 128), (47, 33), (9, 1)])
+def test_tokens_one_after_another_give_the_bits_of_tokens_apart(
+    engine: str, dtype: torch.dtype, heads: int, dim: int, wide: int
+):
+    """Keys of a whole span (1,024) that are one piece of memory may be multiplied before any of its values."""
+    keys = 2 * 1024 + 70
+    q = 2 * torch.randn(1, 2 * heads, 1, dim).to(dtype)
+    k, v = torch.randn(1, 2, keys, dim).to(dtype), torch.randn(1, 2, keys, wide).to(dtype)
+    apart = [torch.nn.functional.pad(t, (0, 3))[..., :-3] for t in (k, v)]
+    for words in ({}, {"bias": Alibi(2 * heads), "sink": torch.randn(2 * heads)}, {"softcap": 5.0, "dropout": 0.2}):
+        for seen in (k, v), (apart[0], v), (k, apart[1]):
+            torch.manual_seed(0)
+            found = attend(q, *seen, mask=Causal(), **words, backend=engine)
+            torch.manual_seed(0)
+            assert torch.equal(found, attend(q, *apart, mask=Causal(), **words, backend=engine))
