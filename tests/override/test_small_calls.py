@@ -125,10 +125,38 @@ def test_a_call_with_another_tensor_is_another_call(change: str, which: str):
         assert ours == theirs or change == "sparse"  # torch says it otherwise where it is asked for a kernel
 
 
-def outcome(inputs: list[Tensor]) -> Tensor | str:
+@pytest.mark.parametrize("which", ["qkv", "q", "k", "v"])
+def test_a_nested_tensor_is_another_call_and_does_not_end_the_process(which: str):
+    inputs = known_call()
+    with regard.everywhere():
+        for _ in range(2):
+            F.scaled_dot_product_attention(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: nested tensors may change
+            nested = [
+                torch.nested.nested_tensor(list(t)) if n in which else t for n, t in zip("qkv", inputs, strict=True)
+            ]
+            ours = outcome(nested, causal=False)
+    if which == "qkv":
+        assert isinstance(ours, Tensor)
+        torch.testing.assert_close(ours.to_padded_tensor(0.0), F.scaled_dot_product_attention(*inputs))
+    else:
+        assert isinstance(ours, str)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (4, 0)])
+def test_a_call_without_elements_needs_no_kernel(queries: int, keys: int):
+    q, k = torch.randn(1, 2, queries, 8), torch.randn(1, 2, keys, 8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = F.scaled_dot_product_attention(q, k, k)
+        with regard.everywhere():
+            assert torch.equal(F.scaled_dot_product_attention(q, k, k), theirs)
+
+
+def outcome(inputs: list[Tensor], causal: bool = True) -> Tensor | str:
     """What a call gives, or the error that it raises."""
     try:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return F.scaled_dot_product_attention(*inputs, is_causal=causal)
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0]
 

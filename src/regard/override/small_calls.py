@@ -78,7 +78,12 @@ def small_first(
     """torch's function itself: small calls at once to torch's kernel, others to the dispatcher."""
     if has_torch_function_variadic(query, key, value, attn_mask):
         return _overridden(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is None and not (dropout_p or enable_gqa or is_dynamo_compiling()):
+    if (
+        attn_mask is None
+        and not (dropout_p or enable_gqa or is_dynamo_compiling())
+        and type(query) is type(key) is type(value) is Tensor
+        and not (query.is_nested or key.is_nested or value.is_nested)  # torch's guard would end the process
+    ):
         for is_like, causal, threads, tallies, rows in _last:
             if (
                 causal is is_causal
@@ -171,11 +176,7 @@ short_way = _ShortWay()
 
 def _is_passed(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
     """Whether the call goes to the fused kernel at once; then it is counted."""
-    if (
-        not (type(query) is type(key) is type(value) is Tensor)
-        or is_any_autocast_enabled()
-        or current_func_transform() is not None
-    ):
+    if is_any_autocast_enabled() or current_func_transform() is not None:
         return False
     try:
         form = (
@@ -219,8 +220,11 @@ def _why_at_once(form: tuple[object, ...], query: Tensor, key: Tensor, value: Te
     why = SMALL if is_small(query.numel() * keys, queries, keys, query.dtype) else None
     if why is None and is_few(queries, query.dtype):
         why = FEW_QUERIES
-    if why and choice_of_torch(query, key, value, None, 0.0, causal) != FUSED:
-        why = None
+    try:
+        if why and choice_of_torch(query, key, value, None, 0.0, causal) != FUSED:
+            why = None
+    except (RuntimeError, TypeError):  # a call without elements or with wrong arguments, and no kernel for it
+        return None
     if len(_reasons) >= FORMS:
         _reasons.clear()
     _reasons[form] = why
