@@ -140,6 +140,26 @@ def test_a_library_that_was_cut_short_is_explained_and_does_not_end_python(look_
     assert "cannot be used" in str(native.absence()) or "was cut short" in str(native.absence())
 
 
+def test_a_library_of_which_only_the_first_bytes_were_written_is_explained(look_at, tmp_path: Path):
+    cut = tmp_path / native.LIBRARY
+    for count in (0, 1):
+        header = b"\x7fELF\x02\x01" + bytes(50) + count.to_bytes(2, "little")
+        cut.write_bytes(header + bytes(4096 - len(header)))
+        look_at(cut)
+        assert "was cut short" in str(native.absence())
+
+
+def test_a_library_that_may_not_be_read_is_explained(look_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    closed = tmp_path / native.LIBRARY
+    closed.write_bytes(b"")
+    monkeypatch.setattr(native, "_is_cut_short", refuse)
+    look_at(closed)
+    assert "cannot be used" in str(native.absence())
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_library_of_another_version_is_refused(look_at, tmp_path: Path):
     look_at(library_that_speaks(native.ABI + 1, tmp_path))

@@ -139,14 +139,16 @@ def _load(path: str) -> ctypes.CDLL | str:
             "The compiled library is missing: the install found no working C++ compiler, or regard runs from its "
             "sources. Install g++ or clang++, and then regard again, with pip --verbose."
         )
-    if _is_cut_short(path):
-        return "regard's compiled library is incomplete: its file was cut short. Install regard again on this machine."
     try:
+        if _is_cut_short(path):
+            return (
+                "regard's compiled library is incomplete: its file was cut short. Install regard again on this machine."
+            )
         library = ctypes.CDLL(path)
         version = int(library.regard_abi_version())
         if version == ABI:
             library.regard_best_isa.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError) as error:  # also of a file that may not be read
         return f"regard's compiled library cannot be used ({error}). Install regard again on this machine."
     if version != ABI:
         return (
@@ -158,6 +160,9 @@ def _load(path: str) -> ctypes.CDLL | str:
 
 ELF = struct.Struct("<4sBB26xQQ6xHHHH2x")
 """Of the header of an ELF file: magic, class, byte order, then offset, size and count of its two tables."""
+
+SEGMENT = struct.Struct("<8xQ16xQ")
+"""Of a segment in its table: offset and size in the file."""
 
 
 def _is_cut_short(path: str) -> bool:
@@ -172,11 +177,13 @@ def _is_cut_short(path: str) -> bool:
         if len(head) < ELF.size:
             return True
         *_, segments, sections, segment_size, segment_count, section_size, section_count = ELF.unpack(head)
+        if segment_size < SEGMENT.size:
+            return True
         file.seek(segments)
         table = file.read(segment_size * segment_count)
     if len(table) < segment_size * segment_count or sections + section_size * section_count > size:
         return True
-    places = (struct.unpack_from("<8xQ16xQ", table, at) for at in range(0, len(table), segment_size))
+    places = (SEGMENT.unpack_from(table, at) for at in range(0, len(table), segment_size))
     return any(offset + length > size for offset, length in places)
 
 
