@@ -192,3 +192,32 @@ def test_a_token_that_is_not_finite_is_found_by_check(gpu: PretendedGpu):
         steps.check()
     with pytest.raises(ProblemError, match="one token of each row"):
         steps.append(*tokens(gpu, 2))
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Paged(16)])
+def test_a_token_beyond_the_capacity_is_an_error(layout: Any):
+    cache = KVCache(layout)
+    cache.append(torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16))
+    steps, token = cache.steps(31), torch.randn(1, 2, 1, 16)
+    steps.append(token, token)
+    steps.check()
+    with pytest.raises(ProblemError, match=r"steps\(capacity=31\) is full: token 32"):
+        steps.append(token, token)
+
+
+def test_codes_beyond_the_capacity_are_an_error():
+    cache = KVCache(codec=Int8())
+    cache.append(torch.randn(1, 2, 70, 32), torch.randn(1, 2, 70, 32))
+    steps, token = cache.steps(71), torch.randn(1, 2, 1, 32)
+    steps.append(token, token)
+    with pytest.raises(ProblemError, match=r"steps\(capacity=71\) is full"):
+        steps.append(token, token)
+
+
+def test_check_finds_positions_beyond_the_capacity(gpu: PretendedGpu):
+    cache = KVCache()
+    cache.append(torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16))
+    steps = cache.steps(31)
+    steps.position += 2
+    with pytest.raises(ProblemError, match="token 32 of a row does not fit"):
+        steps.check()

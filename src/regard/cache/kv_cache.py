@@ -288,8 +288,8 @@ class KVCache:
         Pages are shared until one of the two caches writes to them.
 
         Args:
-            capacity: tokens that there will be at most, those of now included; None only with `Rolling`. A step beyond
-                is an error of the device.
+            capacity: tokens that there will be at most, those of now included; None only with `Rolling`. For a step
+                beyond see `StepCache.append`.
 
         Raises:
             ProblemError: nothing is stored; a capacity that does not fit; a policy, latents as codes, or another
@@ -312,12 +312,14 @@ class KVCache:
         if isinstance(store, QuantisedStore):
             if rank is not None:
                 raise ProblemError("latents as codes have no steps whose position is on the device: take codec=None.")
-            return StepCache(store.steps(capacity), store.form, store.tokens_seen, rotate=self._is_rotated)
+            memory = store.steps(capacity)
+            return StepCache(memory, store.form, store.tokens_seen, capacity=capacity, rotate=self._is_rotated)
         if isinstance(self._stored_as, Codec):
             raise ProblemError(f"{layout!r} with {self.codec!r} has no steps: take Contiguous() with this codec.")
         if store.tokens != store.tokens_seen:
             raise ProblemError("tokens were evicted, so positions are no slots: this cache has no steps.")
-        return StepCache(_with_room(store, capacity), store.form, store.tokens_seen, rank=rank)
+        memory = _with_room(store, capacity)
+        return StepCache(memory, store.form, store.tokens_seen, capacity=capacity, rank=rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own with the same options. A pool is shared, and its pages are copied when one writes."""

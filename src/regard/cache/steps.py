@@ -45,6 +45,7 @@ class StepCache:
     """A cache for steps of one token, whose position is on the device; `KVCache.steps` makes it after a prompt.
 
     Attributes:
+        capacity: tokens that there may be at most; None with `Rolling`, which never fills up.
         position: int64 [batch], of the next token of each row; the tensor stays the same. A step may be repeated: write
             the position of its token into the tensor, for example after the step that compiles the kernels. With
             `Rolling` no earlier step can be.
@@ -62,9 +63,10 @@ class StepCache:
     """
 
     def __init__(
-        self, memory: StepMemory, form: Form, seen: int, *, rank: int | None = None, rotate: bool = False
-    ) -> None:
-        self.form, self._memory, self._rank, self._is_rotated = form, memory, rank, rotate
+        self, memory: StepMemory, form: Form, seen: int, *, capacity: int | None = None, rank: int | None = None,
+        rotate: bool = False,
+    ) -> None:  # fmt: skip
+        self.form, self.capacity, self._memory, self._rank, self._is_rotated = form, capacity, memory, rank, rotate
         self.position = torch.full((form.batch,), seen, dtype=torch.int64, device=form.device)
         self._is_finite = torch.ones((), dtype=torch.bool, device=form.device)
 
@@ -78,7 +80,8 @@ class StepCache:
             v: [batch, kv_heads, 1, v_dim]; None only for latents.
 
         Raises:
-            ProblemError: shapes, types or devices other than those of the prompt.
+            ProblemError: shapes, types or devices other than those of the prompt; on a CPU, a token beyond the
+                capacity, which on a GPU is an error of the device for plain tokens, and found by `check` for codes.
         """
         form = self.form
         new = (k,) if v is None else (k, v)
@@ -91,6 +94,8 @@ class StepCache:
                 )
         if len(new) != len(form.dims):
             raise ProblemError(f"{len(new)} of k and v: expected {'k alone' if len(form.dims) == 1 else 'both'}.")
+        if form.device.type == "cpu":  # elsewhere the host would wait for the position
+            self._check_room(below=1)
         if self._is_rotated:
             new = tuple(hadamard(x) for x in new)
         self._is_finite.logical_and_(torch.stack([torch.isfinite(x).all() for x in new]).all())
@@ -105,9 +110,21 @@ class StepCache:
         return handles[0], handles[1]
 
     def check(self) -> None:
-        """Raise `ProblemError` if a token had NaN or infinite elements, which codes cannot store. It waits."""
+        """Raise `ProblemError` for tokens beyond the capacity, or with elements that are NaN or infinite. It waits.
+
+        Codes cannot store such elements.
+        """
+        self._check_room(below=0)
         if not bool(self._is_finite):
             raise ProblemError("a token of a step had NaN or infinite elements: find where they come from.")
+
+    def _check_room(self, *, below: int) -> None:
+        """Raise `ProblemError` unless all positions are this far below the capacity."""
+        if self.capacity is not None and (most := int(self.position.max())) > self.capacity - below:
+            raise ProblemError(
+                f"steps(capacity={self.capacity}) is full: token {most + below:,} of a row does not fit. Take a larger "
+                "capacity."
+            )
 
     def __repr__(self) -> str:
         form = self.form
@@ -239,9 +256,8 @@ def ring_slot(position: Tensor, sinks: int, window: int) -> Tensor:
 
 def put_token(part: Part, slot: Tensor, x: Tensor) -> None:
     """Write one token of each row, x [batch, kv_heads, 1, dim], into the slots [batch] of its pages."""
-    page, place = slot // part.page, slot % part.page
     if part.table is None:
-        page = torch.arange(len(slot), device=slot.device)
+        page, place = torch.arange(len(slot), device=slot.device), slot
     else:
-        page = part.table.gather(1, page[:, None])[:, 0]
+        page, place = part.table.gather(1, (slot // part.page)[:, None])[:, 0], slot % part.page
     part.data[page, :, place] = x[:, :, 0].to(part.data.dtype)
