@@ -20,6 +20,7 @@ REGARD_INLINE int rows_of(const Piece *pieces, int n) {
 
 // The parameters of a call that scores need. A score is the product itself if nothing but a scale above 0
 // is to be done, and multiplied by `unit` where it is used; else it is made whole, and `unit` is 1.
+// A scale that is 0 as T is 0; a softcap that is infinite as T caps nothing.
 template <typename T>
 struct Scoring {
     using V = typename Vec<T>::type;
@@ -28,8 +29,8 @@ struct Scoring {
     T scale, cap, unit;
 
     explicit Scoring(const regard_call &c)
-        : whole(c.softcap != 0 || c.distance || c.bias || !(c.scale > 0)),
-          capped(c.softcap != 0),
+        : whole(c.softcap != 0 || c.distance || c.bias || !(T(c.scale) > 0)),
+          capped(c.softcap != 0 && T(c.softcap) < T(__builtin_inf())),
           scale(T(c.scale)),
           cap(T(c.softcap)),
           unit(whole ? T(1) : T(c.scale)) {}

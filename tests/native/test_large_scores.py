@@ -31,3 +31,17 @@ def test_a_row_of_equally_low_biases_is_the_mean_as_in_torch(engine: str, querie
     expected = attend(q, k[:, :, :100], v[:, :, :100], mask=Causal(), offset=200, backend=engine)
     out = attend(q, k, v, bias=TensorBias(mixed), mask=Causal(), offset=200, backend=engine)
     assert torch.allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+@pytest.mark.parametrize("queries", [1, 67])
+@pytest.mark.parametrize("words", [{"scale": 1e-46}, {"scale": 1e-310}, {"softcap": 1e39}, {"softcap": 1e300}], ids=str)
+def test_a_scale_below_float32_is_0_and_a_cap_beyond_it_none(engine: str, queries: int, words: dict[str, float]):
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (queries, 131, 131))
+    same = {"scale": 0.0} if "scale" in words else {}
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        found, expected = (attend(*leaves, **each, backend=engine) for each in (words, same))
+        assert torch.allclose(found, expected, atol=1e-6)
+        for a, b in zip(*(torch.autograd.grad(out.sum(), leaves) for out in (found, expected)), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
