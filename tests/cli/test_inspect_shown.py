@@ -5,10 +5,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from regard.cli import heads_table
 from regard.cli.main import main
 from regard.inspect.surveying.closeup import strongest
-from regard.inspect.surveying.kinds import DEFINITIONS, Estimate
+from regard.inspect.surveying.kinds import DEFINITIONS, Estimate, Head
 from tests.cli.surveyed import Surveyed, without_stages
 from tests.inspect.reports import report
 
@@ -48,6 +50,15 @@ def test_heads_are_counted_by_kind_first_with_how_sure_that_is(capsys):
         own = [head.name for head in made.heads if head.kind == kind]
         assert rest.split() == ["3", "98", "%", *own]
     assert at < out.index("most remarkable:")
+
+
+def test_a_narrow_table_of_kinds_breaks_the_names_of_heads_and_cuts_nothing():
+    heads = [Head(20 + i, 10 + i, 0, {}, kind="shifted induction", sure=0.9) for i in range(7)] * 20
+    console = Console(file=io.StringIO(), width=72)
+    console.print(heads_table.kinds(replace(report(), heads=tuple(heads))))
+    out = console.file.getvalue()
+    assert "…" not in out
+    assert out.split()[-10:] == ["140", "90", "%", "20.10", "21.11", "22.12", "23.13", "24.14", "25.15", "..."]
 
 
 def test_the_columns_are_explained_below_the_table(capsys):

@@ -44,7 +44,7 @@ def kinds(report: Report) -> Table:
     table.add_column(f"{len(report.heads)} heads", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("same kind on other texts", justify="right", no_wrap=True)
-    table.add_column("strongest heads", no_wrap=True)
+    table.add_column("strongest heads")  # the one column that is broken into lines where the table is too wide
     of_kind: dict[str, list[Head]] = {}
     for head in report.heads:
         of_kind.setdefault(head.kind, []).append(head)
