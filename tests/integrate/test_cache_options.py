@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,13 @@ def test_the_bytes_that_are_said_before_are_those_that_are_kept(name: str, codec
     assert before is not None
     assert after is not None
     assert before[1] == after[1]
+
+
+def test_the_bytes_of_a_model_that_was_saved_are_said(tmp_path: Path):
+    m = copy.deepcopy(model("llama"))  # saving changes the config
+    before = regard_cache(m).explain()
+    m.save_pretrained(tmp_path)
+    assert regard_cache(m).explain() == before
 
 
 def test_both_halves_of_an_encoder_decoder_are_said():

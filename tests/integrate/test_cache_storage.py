@@ -9,7 +9,7 @@ from torch import Tensor
 from regard import ProblemError
 from regard.attention import attend
 from regard.calls import Call, observe_calls
-from regard.integrate import transformers as ours
+from regard.integrate import attention_function as ours
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
 from regard.storage.codec import Fp8, Int4, Int8

@@ -95,6 +95,7 @@ def _expected_bytes(decoder: Decoder, layer: StoredLayer | FixedLayer) -> str:
     if isinstance(codec, Codec) and codec.keys is None and isinstance(layer, StoredLayer) and layer.kv.evict:
         codec = replace(codec, keys="token")
     dtype = getattr(decoder.config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # `save_pretrained` leaves its name there
     return "" if sizes is None else f", {token_bytes(*sizes, dtype, codec):,.0f} bytes a token"
 
 
