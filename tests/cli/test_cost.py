@@ -90,6 +90,7 @@ def test_the_plot_is_a_picture_of_two_panels(tmp_path, capsys):
     [
         (["llama-2-80b"], "unknown model 'llama-2-80b'. Near: llama-2-70b"),
         (["llama-2-7b", "--machine", "h1000"], "unknown machine 'h1000'. Near: h100"),
+        (["llama-2-7b", "--machine", "0xh100"], "'0xh100' is zero machines: expected 1xh100 or more"),
         (["llama-2-7b", "--sinks", "4"], "add --window"),
         (["llama-2-7b", "--window", "4", "--sinks", "4"], "--window 4 counts its 4 sinks"),
         (["llama-2-7b", "--window", "64", "--page-size", "4"], "leave one of them out"),
@@ -102,6 +103,10 @@ def test_the_plot_is_a_picture_of_two_panels(tmp_path, capsys):
         (["llama-2-7b", "--link", "1GB/s"], "--ranks and --link go together"),
         (["transformer-big", "--context", "512", "--ranks", "4", "--link", "1GB/s"], "cross-attention and states"),
         (["llama-2-7b", "--plot", "/nowhere/at/all.svg"], "/nowhere/at/all.svg"),
+        (["llama-2-7b", "--plot", "cost.PNG"], "--plot writes SVG, and cost.PNG is the name of another format (.PNG)"),
+        (["llama-2-7b", "--plot", "-", "--json", "-"], "--json and --plot cannot both go to stdout"),
+        (["--json", "-"], "--json needs a model: add one, as regard cost llama-2-70b --json ..."),
+        (["--batch", "3"], "--batch needs a model"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(arguments, message, capsys):

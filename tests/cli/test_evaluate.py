@@ -43,6 +43,22 @@ def test_the_tasks_are_listed(capsys):
     assert all(name in printed for name in ("needle", "passkey", "niah_multivalue", "vt", "stream", "arXiv:2404.06654"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "-"], "--json needs a task: add one, as regard evaluate needle --json ..."),
+        (["needle", "--plot", "x.pdf"], "--plot writes SVG, and x.pdf is the name of another format (.pdf)"),
+        (["needle", "--json", "-", "--html", "-"], "--json and --html cannot both go to stdout"),
+    ],
+)
+def test_files_that_cannot_be_are_refused_in_one_line(arguments, message, here, capsys):
+    assert evaluate(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+    assert not list(here.iterdir())
+
+
 @pytest.mark.parametrize("name", ["copying", "both"])
 def test_a_function_of_a_file_is_evaluated(model, name, here, capsys):
     outputs = ("--json", "out.json", "--plot", "p.svg", "--html", "p.html")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_version_tells_what_is_installed(capsys):
         (["inspct"], ". Did you mean inspect? See regard --help."),
         (["generate", "x", "--cache", "int9"], "Did you mean int8? See regard generate --help."),
         (["bench", "--quick"], "--rounds 3). See"),
+        (["cost", "gpt2", "--context", "9" * 20], "99999999999999999999 is too large: expected at most 99999999999."),
         (["bench", "--queries", "0"], "expected 1, 2, 3 ... See regard bench --help."),
         (
             ["inspect", "--top", "3", "--compare", "b"],
@@ -67,6 +69,16 @@ def test_what_makes_no_sense_is_said_in_one_line(arguments, said, capsys):
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
     assert err.startswith("regard")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of a full disk is Linux's")
+@pytest.mark.parametrize("arguments", [["cost", "llama-2-70b"], ["cost", "gpt2", "--json", "-"], ["--help"]])
+def test_a_full_disk_is_said_in_one_line(arguments):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "regard", *arguments]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.stderr == "regard: error: the output cannot be written: No space left on device.\n"
+    assert ran.returncode == 2
 
 
 PROBE = """

@@ -84,9 +84,16 @@ def test_the_text_part_of_a_model_with_images_is_read():
     [
         ({"num_attention_heads": 5, "head_dim": None}, "d_model 64 is no whole multiple of 5 heads"),
         ({"num_key_value_heads": 3}, "4 query heads and 3 key heads: query heads must be a whole multiple"),
-        ({"num_hidden_layers": "32"}, "layers is '32': expected a number"),
-        ({"num_hidden_layers": 0}, "0 layers: expected 1 or more"),
-        ({"vocab_size": None}, "m has no vocab."),
+        ({"num_hidden_layers": "32"}, "^m: num_hidden_layers is '32': expected a whole number.$"),
+        ({"hidden_size": "x"}, "^m: hidden_size is 'x': expected a whole number.$"),
+        ({"vocab_size": 1e9}, "^m: vocab_size is 1000000000.0: expected a whole number, 1000000000.$"),
+        ({"num_hidden_layers": 0}, "^m: num_hidden_layers is 0: expected 1 or more.$"),
+        ({"num_hidden_layers": -3}, "^m: num_hidden_layers is -3: expected 1 or more.$"),
+        ({"vocab_size": None}, "^m has no vocab_size: expected in a config.json of model_type 'llama'"),
+        (
+            {"model_type": "newest", "num_hidden_layers": None},
+            r"^m has no num_hidden_layers \(or n_layer, n_layers, num_layers\): .*'newest', .* as the family llama.$",
+        ),
         ({"layer_types": ["full_attention", "linear_attention"]}, "m has layers of 'linear_attention'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding layers and no sliding_window"),
         ({"is_encoder_decoder": True}, "an encoder with a decoder"),
@@ -124,7 +131,7 @@ def test_files_that_are_no_configuration_say_why(tmp_path):
     with pytest.raises(ProblemError, match="cannot be read"):
         read_config(tmp_path / "other.json")
     (tmp_path / "shapes.json").write_text(json.dumps({"hidden_size": 64}))
-    with pytest.raises(ProblemError, match="shapes has no layers, heads, vocab"):
+    with pytest.raises(ProblemError, match=r"shapes has no num_hidden_layers \(or n_layer.*, vocab_size: expected"):
         read_config(tmp_path / "shapes.json")
 
 

@@ -3,7 +3,8 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 FACTORS = {"": 1, "k": 1 << 10, "ki": 1 << 10, "m": 1 << 20, "mi": 1 << 20}
 """Tokens in a `k` or an `m`: 32k is 32,768, as context lengths are named."""
@@ -27,6 +28,8 @@ def count(least: int, *, more: str = "") -> Callable[[str], int]:
 
     def read(text: str) -> int:
         number = _whole(text)
+        if number is None and text.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text} is too large: expected at most 99999999999")
         if number is None or number < least:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no count: expected {least}, {least + 1}, {least + 2} ...{more}"
@@ -148,3 +151,16 @@ def shares(text: str) -> tuple[float, ...]:
     (0.0, 0.5, 1.0)
     """
     return tuple(number("from 0 to 1", 0.0, 1.0)(part.strip()) for part in text.split(","))
+
+
+def chosen_options(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """The options whose values are not their defaults.
+
+    Args:
+        args: the values of the options.
+        defaults: the values without any option.
+
+    >>> chosen_options(argparse.Namespace(batch=1, page_size=16), {"batch": 1, "page_size": None})
+    ['--page-size']
+    """
+    return [f"--{name.replace('_', '-')}" for name, value in defaults.items() if getattr(args, name) != value]

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from regard import __version__
-from regard.cli.argument_types import count, rate
+from regard.cli.argument_types import chosen_options, count, rate
 from regard.cli.generate_options import SINKS
 from regard.cli.outputs import STDOUT, add_force, add_json, check_outputs, output_files, write_text
 from regard.errors import ProblemError
@@ -72,7 +72,8 @@ def add_to(commands: Any) -> None:
     add_json(parser, "the costs")
     parser.add_argument("--plot", metavar="FILE", help="draw memory and times over the context, as SVG")
     add_force(parser)
-    parser.set_defaults(run=run)
+    defaults = vars(parser.parse_args([]))
+    parser.set_defaults(run=run, defaults=defaults)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     from regard.cli import cost_view
 
     if args.name is None:
+        if options := chosen_options(args, args.defaults):
+            raise ProblemError(f"{options[0]} needs a model: add one, as regard cost llama-2-70b {options[0]} ...")
         print(cost_view.known())
         return 0
     check_outputs(output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "picture")), force=args.force)

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from regard.cli import generate_options
-from regard.cli.argument_types import count, counts, shares
+from regard.cli.argument_types import chosen_options, count, counts, shares
 from regard.cli.generate import DTYPES
 from regard.cli.outputs import add_force, add_json, check_outputs, output_files
 from regard.errors import ProblemError
@@ -69,11 +69,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the results, as SVG")
     parser.add_argument("--html", metavar="FILE", help="write a page with tables and pictures")
     add_force(parser)
-    parser.set_defaults(run=run)
+    defaults = vars(parser.parse_args([]))
+    parser.set_defaults(run=run, defaults=defaults)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the options, and evaluate; returns the exit code."""
+    if args.task is None and (options := chosen_options(args, args.defaults)):
+        raise ProblemError(f"{options[0]} needs a task: add one, as regard evaluate needle {options[0]} ...")
     generate_options.check_cache_options(args)
     files = output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
     check_outputs(files, force=args.force)

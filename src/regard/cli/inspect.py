@@ -151,12 +151,10 @@ def _check(args: argparse.Namespace) -> None:
     """Raise `ProblemError` for options that cannot be satisfied, as far as that is known without a model."""
     if args.html == STDOUT:
         raise ProblemError("the page cannot go to stdout: name a file after --html.")
-    if args.json == args.csv == STDOUT:
-        raise ProblemError("--json and --csv cannot both go to stdout: name a file for one of them.")
+    files = output_files(("--html", args.html, "page"), ("--json", args.json, "JSON"), ("--csv", args.csv, "table"))
     if STDOUT in (args.json, args.csv) and args.top is not None:
         option = "--json" if args.json == STDOUT else "--csv"
         raise ProblemError(f"--top lists heads on stdout, and {option} - writes there: leave one of them out.")
-    files = output_files(("--html", args.html, "page"), ("--json", args.json, "JSON"), ("--csv", args.csv, "table"))
     check_outputs(files, force=args.force, prompts=[prompt_source(args)], models=_names(args))
     for layer, head in args.heads or ():
         if args.layers is not None and layer not in args.layers:

@@ -42,6 +42,7 @@ Arguments are read before torch is imported, so that help and errors in them com
 
 import argparse
 import difflib
+import errno
 import io
 import os
 import re
@@ -75,6 +76,9 @@ HINTS = {
 }
 """What to write in place of an option that a command does not have."""
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that takes no more, which no program can prevent."""
+
 
 def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.Tools] | None = None) -> int:
     """Run the command with these arguments, the process's own if None, and return its exit code.
@@ -97,23 +101,47 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
 
 
 def run_command(run: Callable[[], int]) -> int:
-    """Run a command and return its exit code. Errors of regard, Ctrl-C and a closed pipe end it in one line or none."""
+    """Run a command and return its exit code. Its errors are one line each.
+
+    Those are errors of regard, Ctrl-C, and a full disk; a closed pipe ends it without a line.
+    """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, _terminate)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal whose encoding lacks "…" gets a "?"
     try:
-        code = run()
-        sys.stdout.flush()  # here, where a closed pipe is handled
+        return _run_and_flush(run)
     except RegardError as error:
         return _end(2, f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _end(130, "interrupted")
     except BrokenPipeError:  # `regard inspect | head`: the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 0
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        _discard_stdout()
+        return _end(2, f"error: {error.filename or 'the output'} cannot be written: {error.strerror}.")
+
+
+def _run_and_flush(run: Callable[[], int]) -> int:
+    """Run a command and write what is left of its output, here, where errors of stdout are handled."""
+    try:
+        code = run()
+    except SystemExit:  # --help and --version
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
     return code
+
+
+def _discard_stdout() -> None:
+    """Send what is left of the output nowhere, so that the interpreter does not try to write it when it ends."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(*_: object) -> NoReturn:
@@ -131,6 +159,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help. Other than argparse's own method, it raises where stdout cannot be written."""
+        if file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):

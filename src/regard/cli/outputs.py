@@ -28,6 +28,12 @@ SIGNATURES = {
 """How a file that regard wrote begins, by its format."""
 
 
+DRAWINGS = ("picture", "chart")
+"""Formats of `SIGNATURES` that are SVG."""
+
+OTHER_PICTURES = (".png", ".jpg", ".jpeg", ".pdf", ".gif", ".webp", ".eps", ".ps", ".bmp", ".tif", ".tiff")
+
+
 class OutputFile(NamedTuple):
     """A file to write: the option that names it, its name, and its format, a key of `SIGNATURES`."""
 
@@ -49,7 +55,14 @@ def add_force(parser: Any) -> None:
 
 
 def output_files(*outputs: tuple[str, str | None, str]) -> list[OutputFile]:
-    """The outputs that are files: neither None nor stdout."""
+    """The outputs that are files: neither None nor stdout.
+
+    Raises:
+        ProblemError: more than one goes to stdout.
+    """
+    to_stdout = [option for option, name, _ in outputs if name == STDOUT]
+    if len(to_stdout) > 1:
+        raise ProblemError(f"{' and '.join(to_stdout[:2])} cannot both go to stdout: name a file for one of them.")
     return [OutputFile(option, name, kind) for option, name, kind in outputs if name not in (None, STDOUT)]
 
 
@@ -64,11 +77,21 @@ def check_outputs(
         models: models that are read, by name; None for the default model.
     """
     for file in files:
+        _check_suffix(file)
         check_writable(file.name)
         path = Path(file.name)
         if path.is_file() and path.stat().st_size:
             _check_replaced(file, path, force, prompts, models)
     _check_different(files)
+
+
+def _check_suffix(file: OutputFile) -> None:
+    """Raise `ProblemError` for a picture under the name of another format: viewers choose by the name."""
+    suffix = Path(file.name).suffix
+    if file.format in DRAWINGS and suffix.lower() in OTHER_PICTURES:
+        raise ProblemError(
+            f"{file.option} writes SVG, and {file.name} is the name of another format ({suffix}): expected .svg."
+        )
 
 
 def _check_different(files: Sequence[OutputFile]) -> None:

@@ -6,12 +6,12 @@ attention raise an error.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from regard.cost.families import Family, default_entries, entry, find_family, is_sum, value_of
-from regard.cost.fields import from_fields
+from regard.cost.fields import from_fields, missing_fields
 from regard.cost.model import Model
 from regard.cost.recurrent import Recurrent, recurrent_layer
 from regard.errors import ProblemError
@@ -64,6 +64,9 @@ TEXT_CONFIGS = ("text_config", "llm_config")
 FLAGS = ("tied", "qkv_bias", "out_bias", "mlp_bias", "router_bias", "sink", "shared_gate")
 """Fields that are true or false."""
 
+AT_LEAST_ONE = ("d_model", "layers", "vocab", "window")
+"""Fields that are not zero."""
+
 
 def read_config(path: Path) -> Model:
     """The model that a config.json describes."""
@@ -103,10 +106,11 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     if config.get("quantization_config"):
         notes.append("The checkpoint is quantised; its weights count in the type of the option.")
     fields: dict[str, Any] = dict(family.fields)
-    for field, names in {**NAMES, **family.read}.items():
-        value = next((found for each in names if each and (found := entry(config, each)) is not None), None)
-        if value is not None:
-            fields[field] = _checked(name, field, value)
+    names = {**NAMES, **family.read}
+    for field, keys in names.items():
+        key = next((each for each in keys if each and entry(config, each) is not None), None)
+        if key is not None:
+            fields[field] = _checked(name, field, key, entry(config, key))
     fields = {key: value for key, value in fields.items() if key not in family.when or entry(config, family.when[key])}
     fields.setdefault("mlp", 4 * fields.get("d_model", 0))
     if family.recurrent:
@@ -114,7 +118,19 @@ def from_config(name: str, config: Mapping[str, Any], source: str = "its config.
     _add_pattern(name, family.name, config, fields)
     _add_experts(config, fields)
     _add_family(family.name, config, fields)
+    if missing := missing_fields(fields):
+        lacks = ", ".join(_alternatives(names[field]) for field in missing)
+        raise ProblemError(
+            f"{name} has no {lacks}: expected in a config.json of model_type {config.get('model_type', '')!r}, "
+            f"which is read as the family {family.name}."
+        )
     return from_fields(name, source, {**_computed(config, fields), "notes": [*fields.get("notes", ()), *notes]})
+
+
+def _alternatives(keys: Sequence[str]) -> str:
+    """The keys that a field may have in a config.json: `num_hidden_layers (or n_layer, n_layers)`."""
+    first, *others = filter(None, keys)
+    return f"{first} (or {', '.join(others)})" if others else first
 
 
 def _with_defaults(config: Mapping[str, Any], family: str, notes: list[str]) -> Mapping[str, Any]:
@@ -177,12 +193,17 @@ def _computed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
     return {key: value_of(value, entries) if is_sum(key, value) else value for key, value in fields.items()}
 
 
-def _checked(name: str, field: str, value: Any) -> Any:
+def _checked(name: str, field: str, key: str, value: Any) -> Any:
+    """The value of a key of the config.json as the value of a field."""
     if isinstance(value, list) and value and len(set(cast("list[Any]", value))) == 1:  # one for each layer, all equal
         value = cast("list[Any]", value)[0]
     kind = bool if field in FLAGS else int
     if type(value) is not kind:
-        raise ProblemError(f"{name}: {field} is {value!r}: expected {'true or false' if kind is bool else 'a number'}.")
+        whole = f", {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+        expected = "true or false" if kind is bool else f"a whole number{whole}"
+        raise ProblemError(f"{name}: {key} is {value!r}: expected {expected}.")
+    if value < (least := int(field in AT_LEAST_ONE)):
+        raise ProblemError(f"{name}: {key} is {value}: expected {least} or more.")
     return value
 
 
@@ -210,7 +231,7 @@ def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict
     else:
         letters = _letters_by_rule(family, config, bool(window), fields.get("layers", 0))
     if window:
-        fields["window"] = _checked(name, "window", window)
+        fields["window"] = _checked(name, "window", "sliding_window", window)
     if "s" in letters and not window:
         raise ProblemError(f"{name} has sliding layers and no sliding_window.")
     if "c" not in letters:

@@ -32,15 +32,25 @@ def from_fields(name: str, source: str, fields: Mapping[str, Any]) -> Model:
     """
     if unknown := sorted(fields.keys() - FIELDS):
         raise unknown_name("field", unknown[0], sorted(FIELDS))
-    needed = ["d_model", "layers", "heads", "vocab", "mlp"]
-    if set(str(fields.get("pattern", "f"))) <= {"r", "n"}:
-        needed.remove("heads")
-    if missing := [field for field in needed if field not in fields]:
+    if missing := missing_fields(fields):
         raise ProblemError(f"{name} has no {', '.join(missing)}.")
     try:
         return _model(name, source, fields)
     except ProblemError as error:
-        raise ProblemError(f"{name}: {error}") from None
+        text = str(error)
+        raise ProblemError(text if text.startswith(f"{name}: ") else f"{name}: {text}") from None
+
+
+def missing_fields(fields: Mapping[str, Any]) -> list[str]:
+    """The fields that every model needs, and that are not there.
+
+    >>> missing_fields({"d_model": 64, "layers": 2, "pattern": "r", "vocab": 100})
+    ['mlp']
+    """
+    needed = ["d_model", "layers", "heads", "vocab", "mlp"]
+    if set(str(fields.get("pattern", "f"))) <= {"r", "n"}:
+        needed.remove("heads")
+    return [field for field in needed if field not in fields]
 
 
 def _model(name: str, source: str, f: Mapping[str, Any]) -> Model:

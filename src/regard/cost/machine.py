@@ -119,6 +119,8 @@ def find_machine(name: str) -> Machine:
     several = re.fullmatch(r"([1-9]\d{0,5})x-?(.+)", plain, re.ASCII)
     count, plain = (int(several[1]), several[2]) if several else (1, plain)
     names = {alias: each for each, row in table("machines.toml").items() for alias in (each, *row.get("aliases", ()))}
+    if several is None and (zero := re.fullmatch(r"0+x-?(.+)", plain, re.ASCII)) and zero[1] in names:
+        raise ProblemError(f"{name!r} is zero machines: expected 1x{zero[1]} or more.")
     if plain not in names:
         raise unknown_name("machine", plain, machine_names())
     return _times(_machine(names[plain]), count)
