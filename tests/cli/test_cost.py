@@ -59,6 +59,13 @@ def test_options_of_the_cache_count(capsys):
     assert "window 2,040 + 8 sinks" in out
 
 
+def test_an_encoder_has_no_cache_and_one_line_says_so(capsys):
+    out = shown(capsys, "bert-base", "--cache", "int8")
+    assert [line.split() for line in out.splitlines() if "KV cache" in line] == [
+        ["KV", "cache", "none", "an", "encoder", "stores", "none"]
+    ]
+
+
 def test_without_a_model_the_known_ones_are_listed(capsys):
     out = shown(capsys)
     assert all(name in out for name in (*model_names(), "mi300x", "m4-max"))

@@ -59,6 +59,20 @@ def test_files_that_cannot_be_are_refused_in_one_line(arguments, message, here, 
     assert not list(here.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["needle", "--lengths", "1"], "regard: error: "),
+        (["documents", "--questions", "nope"], "regard: error: there is no file nope."),
+    ],
+)
+def test_an_error_comes_before_the_name_of_the_results(arguments, message, model, here, capsys):
+    assert evaluate(*arguments, "--model", f"{model}:uniform") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["copying", "both"])
 def test_a_function_of_a_file_is_evaluated(model, name, here, capsys):
     outputs = ("--json", "out.json", "--plot", "p.svg", "--html", "p.html")

@@ -49,7 +49,8 @@ def _head(c: ModelCost) -> list[str]:
     rows = f"{c.batch:,} row{'s' * (c.batch > 1)}"
     source = f" and {c.model.source_tokens:,} of the encoder" if c.model.source_tokens and c.model.encoder else ""
     page = "" if c.storage.page is None else f" in pages of {c.storage.page:,} tokens"
-    lines.append(f"  problem  {c.context:,} tokens{source} x {rows}, {c.dtype}, KV cache {c.storage.kind}{page}")
+    cache = f", KV cache {c.storage.kind}{page}" if c.model.is_causal else ""
+    lines.append(f"  problem  {c.context:,} tokens{source} x {rows}, {c.dtype}{cache}")
     if c.model.context is not None and c.context > c.model.context:
         lines.append(f"  note     The model was made for {c.model.context:,} tokens.")
     return [*lines, f"  machine  {_machine(c.machine, c.dtype)}"] if c.machine else lines
@@ -88,7 +89,7 @@ def _memory(c: ModelCost) -> list[str]:
     cache = f"{size(c.cache_bytes):>12}   {size(c.token_bytes)} a token"
     rows = {
         "weights": f"{size(c.weight_bytes):>12}   {big(p.total)} parameters{active}",
-        "KV cache": cache if c.model.is_causal else f"{'none':>12}",
+        "KV cache": cache if c.model.is_causal else f"{'none':>12}   an encoder stores none",
         "  states": f"{size(c.state_bytes):>12}   of layers without attention, at any length" if c.state_bytes else "",
         "training": _states(t.states, t.activations, f", {size(t.states)} of states (Adam)"),
         "  recomputed": _states(t.states, t.recomputed, ", where layers are computed again"),

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,27 @@ def evaluate_task(args: argparse.Namespace) -> int:
         model = load_model(args)
         progress("model", 1, 1)
         file = Path(args.results or _default_file(settings_of(task, model)))
-        print(f"results: {file}", file=sys.stderr)
-        results = evaluate(task, model, file=file, progress=lambda done, total: progress("examples", done, total))
+        name_file = one_time(f"results: {file}")
+
+        def advance(done: int, total: int) -> None:
+            name_file()  # not before: the settings are checked, and the file is open
+            progress("examples", done, total)
+
+        results = evaluate(task, model, file=file, progress=advance)
     if os.environ.get("RANK", "0") != "0":
         return 0  # the first process shows the results of all
     return show_runs(args, [("", results)])
+
+
+def one_time(line: str) -> Callable[[], None]:
+    """A function that prints a line to stderr the first time it is called."""
+    lines = [line]
+
+    def show() -> None:
+        while lines:
+            print(lines.pop(), file=sys.stderr)
+
+    return show
 
 
 def _task(args: argparse.Namespace) -> Any:

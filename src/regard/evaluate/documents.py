@@ -91,7 +91,11 @@ def read_questions(file: str) -> list[Asked]:
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        raise ProblemError(f"there is no file {file}.") from None
+    except OSError as error:
+        raise ProblemError(f"{file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
         raise ProblemError(f"{file} cannot be read: {error}.") from None
     return [_asked(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 

@@ -94,5 +94,7 @@ def digest_of_file(name: str) -> str:
     """
     try:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+    except FileNotFoundError:
+        raise ProblemError(f"there is no file {name}.") from None
     except OSError as error:
-        raise ProblemError(f"{name} cannot be read: {error}.") from None
+        raise ProblemError(f"{name} cannot be read: {error.strerror}.") from None
