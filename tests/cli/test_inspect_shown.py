@@ -54,9 +54,9 @@ def test_heads_are_counted_by_kind_first_with_how_sure_that_is(capsys):
 
 def test_a_narrow_table_of_kinds_breaks_the_names_of_heads_and_cuts_nothing():
     heads = [Head(20 + i, 10 + i, 0, {}, kind="shifted induction", sure=0.9) for i in range(7)] * 20
-    console = Console(file=io.StringIO(), width=72)
-    console.print(heads_table.kinds(replace(report(), heads=tuple(heads))))
-    out = console.file.getvalue()
+    printed = io.StringIO()
+    Console(file=printed, width=72).print(heads_table.kinds(replace(report(), heads=tuple(heads))))
+    out = printed.getvalue()
     assert "…" not in out
     assert out.split()[-10:] == ["140", "90", "%", "20.10", "21.11", "22.12", "23.13", "24.14", "25.15", "..."]
 
