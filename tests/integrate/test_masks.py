@@ -197,7 +197,7 @@ def test_a_mask_has_no_attributes_of_its_own_making():
 
 
 def test_masks_are_dense_while_anything_is_traced():
-    """transformers asks the same of an int as of no tensor, so it is asked once."""
+    """transformers gives the same answer for an int as for no tensor, so one question is enough."""
     found: list[bool] = []
 
     def see(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A model from its fields: those of a row of models.toml and its family, or those that a config.json has."""
+"""A model from its fields: of a row of models.toml and its family, or of a config.json."""
 
 from collections.abc import Mapping
 from dataclasses import replace

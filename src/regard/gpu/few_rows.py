@@ -80,7 +80,7 @@ def decode(
     """(out, lse) of a call of few query rows; None if keys and values are stored in different parts.
 
     Args:
-        seen: the keys that one query sees, int64 [intervals, 2, batch]; None: those that the schedule says.
+        seen: the keys that one query sees, int64 [intervals, 2, batch]; None: the keys of the schedule.
     """
     k, v = stored or (StoredTensor.of(i.k), StoredTensor.of(i.v))
     pairs = _pairs(k, v)
