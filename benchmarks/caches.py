@@ -13,6 +13,7 @@ import torch
 from benchmarks import cache_batches, cache_model, cache_pictures, cache_steps, cache_stream, command
 from benchmarks.cache_pictures import Bar
 from benchmarks.report import machine
+from regard.bench.limits import STREAMED
 from regard.bench.rounds import Effort, on_threads
 from regard.cli.argument_types import count
 from regard.cli.bench import duration
@@ -31,7 +32,7 @@ One query against {cache_steps.TOKENS:,} tokens, 32 heads on 8 key heads of 128 
 the row says otherwise. "attend" is the call alone, "append + attend" a whole step. Keys and values are read from
 memory: the steps cycle through copies of the cache, {cache_steps.COLD >> 20} MiB in all. Pages of {{pages}} are
 scattered, as if sequences grow in turns; the pages of a cache alone in its pool are in order. The
-bandwidth is that of one read of 256 MiB in the same round."""
+bandwidth is that of one read of {STREAMED >> 20} MiB in the same round."""
 
 LATENT = f"""\
 The same for the cache of DeepSeek's attention, {cache_steps.TOKENS:,} latents of 512 and rotated keys of 64, which 16

@@ -160,7 +160,7 @@ def _decoding(variant: Variant, shared: int) -> tuple[Any, Any, dict[str, Any]]:
         "RAGGED": steps, "MASKED": not steps, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False,
         "DISTANCE": False, "BIAS": False, "WIDE": False, "PRECISION": "ieee",
         "FLAGS": kind == "plain" and not steps, "CAREFUL": False,
-        "CHUNK": chunk_of(dim, coded=kind != "plain") if latent else 0, "UNION": 2 * steps,
+        "CHUNK": chunk_of(dim, coded=kind != "plain") if latent else 0, "UNION": 2 * steps, "SHOWN": steps,
     }  # fmt: skip
     return span, blocks, constants
 
@@ -190,7 +190,7 @@ def _type(name: str, variant: Variant) -> str:
         codes = "u8" if {"int8", "fp8", "int4"} & set(variant.more) else dtype
         of = {"k": codes, "v": codes, "out": "fp32", "tiles": "i32", "flags": "i32"}
         of |= dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero"), "bf16")
-        of |= dict.fromkeys(("k_table", "v_table", "begins", "ends", "seen"), "i64")
+        of |= dict.fromkeys(("k_table", "v_table", "begins", "ends", "seen"), "i64") | {"shown": "u8"}
         if name in of:
             return f"*{of[name]}"
     if variant.kernel == "sweep":

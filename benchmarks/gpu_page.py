@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu_cases import SECTIONS
 from benchmarks.report import table
 from regard.cli.bench import duration
-from regard.cost.machine import find_machine
+from regard.cost.machines import find_machine
 
 FOLDER = "performance/gpu"
 

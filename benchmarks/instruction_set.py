@@ -5,8 +5,14 @@ import sys
 from collections.abc import Mapping
 
 LIMITS = {
-    "portable": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    isa: {"ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
+    for isa, aten, mkl, onednn in (
+        ("portable", "default", "SSE4_2", "SSE41"),
+        ("avx2", "avx2", "AVX2", "AVX2"),
+        ("avx512", "avx512", "AVX512", "AVX512_CORE"),
+        ("avx512vnni", "avx512", "AVX512_E1", "AVX512_CORE_VNNI"),
+        ("avx512bf16", "avx512", "AVX512_E3", "AVX512_CORE_BF16"),
+    )
 }
 """By regard's name of the set, what limits torch's own kernels, MKL and oneDNN; other sets limit regard alone."""
 

@@ -1,46 +1,81 @@
-"""The kind of CPU that a page of measurements is for: pages of different kinds stand side by side."""
+"""The kind of CPU that a page of measurements is for: pages of different kinds are side by side.
+
+A virtual machine may report another model than the processor has. A model is believed only where its best instructions
+fit: these decide the speed.
+"""
 
 import platform
 import re
 from pathlib import Path
 
-MICROARCHITECTURES = {
-    ("AuthenticAMD", 23): "zen2",
-    ("AuthenticAMD", 25, 1): "zen3",
-    ("AuthenticAMD", 25, 17): "zen4",
-    ("AuthenticAMD", 25, 97): "zen4",
-    ("AuthenticAMD", 26): "zen5",
-    ("GenuineIntel", 6, 85): "cascade-lake",  # and Skylake-SP, which lacks VNNI
-    ("GenuineIntel", 6, 106): "ice-lake",
-    ("GenuineIntel", 6, 143): "sapphire-rapids",
-    ("GenuineIntel", 6, 207): "emerald-rapids",
-    ("GenuineIntel", 6, 173): "granite-rapids",
-}
-"""By vendor, family and, where it decides, model, as /proc/cpuinfo has them."""
+EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
+"""Flags of /proc/cpuinfo, best first: the first that a CPU has is its level."""
 
-TITLES = {"zen2": "AMD Zen 2", "zen3": "AMD Zen 3", "zen4": "AMD Zen 4", "zen5": "AMD Zen 5"}
+MICROARCHITECTURES = {
+    ("AuthenticAMD", 23): ("zen2", {"avx2"}),
+    ("AuthenticAMD", 25, 1): ("zen3", {"avx2"}),
+    ("AuthenticAMD", 25, 17): ("zen4", {"avx512_bf16"}),
+    ("AuthenticAMD", 25, 97): ("zen4", {"avx512_bf16"}),
+    ("AuthenticAMD", 26): ("zen5", {"avx512_bf16"}),
+    ("GenuineIntel", 6, 85): ("cascade-lake", {"avx512_vnni", "avx512f"}),  # and Skylake-SP, which lacks VNNI
+    ("GenuineIntel", 6, 106): ("ice-lake", {"avx512_vnni"}),
+    ("GenuineIntel", 6, 143): ("sapphire-rapids", {"amx_bf16"}),
+    ("GenuineIntel", 6, 207): ("emerald-rapids", {"amx_bf16"}),
+    ("GenuineIntel", 6, 173): ("granite-rapids", {"amx_bf16"}),
+}
+"""Names and levels by vendor, family and, where it decides, model, as /proc/cpuinfo has them."""
+
+INTEL_AMX = "intel-amx"
+
+TITLES = {
+    "zen2": "AMD Zen 2",
+    "zen3": "AMD Zen 3",
+    "zen4": "AMD Zen 4",
+    "zen5": "AMD Zen 5",
+    INTEL_AMX: "Intel Xeon with AMX (Sapphire Rapids or later)",
+}
 
 
 def machine_kind(cpuinfo: str | None = None) -> str:
-    r"""A name for the kind of this CPU, fit for a file: "zen4", else vendor, family and model, else the architecture.
+    r"""A name for the kind of this CPU, fit for a file.
+
+    That of its model, such as "zen4", where its instructions fit; "intel-amx" for another Intel CPU with AMX; else
+    vendor, family, model and level; without /proc/cpuinfo the architecture.
 
     Args:
         cpuinfo: the text of /proc/cpuinfo; None reads it.
 
-    >>> machine_kind("vendor_id : AuthenticAMD\ncpu family : 26\nmodel : 2\n")
+    >>> machine_kind("vendor_id : AuthenticAMD\ncpu family : 26\nmodel : 2\nflags : avx2 avx512f avx512_bf16\n")
     'zen5'
-    >>> machine_kind("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 1\n")
-    'genuineintel-6-1'
+    >>> machine_kind("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 167\nflags : avx512_bf16 amx_bf16 amx_tile\n")
+    'intel-amx'
+    >>> machine_kind("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 167\nflags : avx2 avx512f avx512_vnni\n")
+    'genuineintel-6-167-avx512-vnni'
     """
     if cpuinfo is None:
         path = Path("/proc/cpuinfo")
         cpuinfo = path.read_text() if path.is_file() else ""
-    found = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: *(\S+)$", cpuinfo, re.MULTILINE))
-    if len(found) < 3:
+    found = dict(re.findall(r"^(vendor_id|cpu family|model|flags)\s*: *(.+?) *$", cpuinfo, re.MULTILINE))
+    if not found.keys() >= {"vendor_id", "cpu family", "model"}:
         return platform.machine().lower() or "unknown"
     vendor, family, model = found["vendor_id"], int(found["cpu family"]), int(found["model"])
-    known = MICROARCHITECTURES.get((vendor, family, model)) or MICROARCHITECTURES.get((vendor, family))
-    return known or f"{vendor}-{family}-{model}".lower()
+    best = level(found.get("flags", ""))
+    for known in ((vendor, family, model), (vendor, family)):
+        name, levels = MICROARCHITECTURES.get(known, ("", set[str]()))
+        if best in levels:
+            return name
+    if vendor == "GenuineIntel" and best == "amx_bf16":
+        return INTEL_AMX
+    return "-".join(filter(None, (vendor, str(family), str(model), best.replace("_", "-")))).lower()
+
+
+def level(flags: str) -> str:
+    """The best of `EXTENSIONS` among the flags; nothing if they have none.
+
+    >>> level("fma avx2 avx512f")
+    'avx512f'
+    """
+    return next((name for name in EXTENSIONS if name in flags.split()), "")
 
 
 def title(kind: str) -> str:

@@ -25,8 +25,9 @@ limit once each (short calls as often as fill 5 ms), and ratios are taken within
 all alike. torch gets the call in every equivalent form (`is_causal`, a bool mask, an additive mask), and
 the one that is fastest in a first measurement counts. Plans are known: a first call has made them. Speeds count kept
 pairs only. The limit is what registers can multiply and add, or what memory can be read, whichever takes longer for
-what the case needs at least. "torch (limit: 1.5x)" in the last column: at the limit, a case would be 1.5 times as fast
-as torch, so that its goal, which is of another machine, cannot be reached here."""
+what the case needs at least. Exponentials are not counted; with AMX, in bfloat16, they take longer than these products.
+"torch (limit: 1.5x)" in the last column: at the limit, a case would be 1.5 times as fast as torch, so that its goal,
+which is of another machine, cannot be reached here."""
 
 BESIDE = f"""\
 The fastest of vLLM's CPU kernel, OpenVINO, zentorch, ONNX Runtime, FlexAttention (compiled), llama.cpp and plain torch

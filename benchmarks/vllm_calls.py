@@ -19,8 +19,8 @@ PAGE = 128
 """Tokens of a page, vLLM's default on CPUs."""
 
 NO_WINDOW = -1
-ENGINE = "vec"
-"""vLLM's choice for x86-64 without AMX: bfloat16 products where the machine has them."""
+LIBRARIES = {"portable": "_C_AVX2", "avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512vnni": "_C_AVX512"}
+"""The library of vLLM by the best of regard's instruction sets; better ones have bfloat16 products, and get "_C"."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,14 @@ class Rows:
 
 def load(folder: Path) -> None:
     """Load vLLM's operators; raises OSError where the library does not fit this machine or this torch."""
-    isas = native.isas()
-    name = "_C" if "avx512bf16" in isas else "_C_AVX512" if "avx512" in isas else "_C_AVX2"
+    name = LIBRARIES.get(native.best_isa() or "portable", "_C")
     torch.ops.load_library(folder / "vllm" / f"{name}.abi3.so")
+
+
+def engine(dtype: torch.dtype) -> str:
+    """vLLM's choice on x86-64: bfloat16 by AMX where the machine has it."""
+    has_amx = torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+    return "amx" if has_amx and dtype == torch.bfloat16 else "vec"
 
 
 def prepare(
@@ -49,14 +54,14 @@ def prepare(
         k, v: keys and values of all sequences, [tokens, kv_heads, dim].
         rows: how many tokens belong to which sequence.
     """
-    ops = torch.ops._C
+    ops, isa = torch.ops._C, engine(q.dtype)
     kv_heads, dim = k.shape[1:]
     pages = [math.ceil(n / PAGE) for n in rows.keys]
     cache = torch.zeros(sum(pages), kv_heads, 2 * PAGE, dim, dtype=q.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     first = [sum(pages[:row]) for row in range(len(pages))]
     slots = torch.cat([torch.arange(n) + page * PAGE for n, page in zip(rows.keys, first, strict=True)])
-    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), key_cache, value_cache, slots, ENGINE)
+    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), key_cache, value_cache, slots, isa)
     table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
     for row, (page, count) in enumerate(zip(first, pages, strict=True)):
         table[row, :count] = torch.arange(page, page + count)
@@ -64,7 +69,7 @@ def prepare(
     lengths = torch.tensor(rows.keys, dtype=torch.int32)
     left = NO_WINDOW if window is None else window
     schedule = ops.get_scheduler_metadata(
-        len(pages), q.shape[1], kv_heads, dim, lengths, q.dtype, starts, causal, left, ENGINE, True, None
+        len(pages), q.shape[1], kv_heads, dim, lengths, q.dtype, starts, causal, left, isa, True, None
     )
     out, scale = torch.empty_like(q), 1 / math.sqrt(dim)
 

@@ -8,7 +8,7 @@ A window of 64 tokens hides what is further away than in training: whatever repa
 
 from collections.abc import Iterable
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from record import Check, Experiment, Result, legends, listed
@@ -79,32 +79,50 @@ def greatest_score(model: Decoder, passages: Tensor) -> tuple[float, float]:
     return max(near), max(far)
 
 
-def measure(seed: int, quick: bool) -> Result:
-    """Train each kind, read longer texts, repair RoPE."""
-    text, seeds, steps = moby_dick(), range(seed, seed + (1 if quick else 3)), 150 if quick else 200
+class Losses(NamedTuple):
+    """Nats per character, a value or a row (one for each of `LENGTHS`) for each seed."""
+
+    kinds: dict[str, list[list[float]]]
+    repaired: dict[str, list[list[float]]]
+    tuned: dict[str, list[float]]
+    growth: list[float]  # RoPE's greatest score beyond the training length, by that within
+
+
+def train_and_read(seeds: Iterable[int], steps: int, quick: bool) -> Losses:
+    """Train each kind and read longer texts; RoPE also with each repair, tuned and not."""
+    text = moby_dick()
     passages = text.passages(16 if quick else 64, LENGTHS[-1])
-    kinds: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    repaired: dict[str, list[list[float]]] = {name: [] for name in ("window", "linear", "NTK", "YaRN")}
-    tuned: dict[str, list[float]] = {name: [] for name in ("RoPE", "linear", "NTK", "YaRN")}
-    growth: list[float] = []
+    found = Losses(
+        {kind: [] for kind in KINDS},
+        {name: [] for name in ("window", "linear", "NTK", "YaRN")},
+        {name: [] for name in ("RoPE", "linear", "NTK", "YaRN")},
+        [],
+    )
     for s in seeds:
         for kind in KINDS:
             torch.manual_seed(s)
             enough = 40 if quick and kind != "RoPE" else steps
             model = decoder(kind, text)
             train_on_text(model, text, TRAINED, enough, s, label=f"{kind}, seed {s}")
-            kinds[kind].append([read(model, passages, n) for n in LENGTHS])
+            found.kinds[kind].append([read(model, passages, n) for n in LENGTHS])
             if kind != "RoPE":
                 continue
             near, far = greatest_score(model, passages[:16])
-            growth.append(far / near)
-            for name, row in repaired.items():
+            found.growth.append(far / near)
+            for name, row in found.repaired.items():
                 mask = Window(TRAINED) if name == "window" else None
                 row.append([read(changed(model, text, repair(name, n / TRAINED), mask), passages, n) for n in LENGTHS])
-            for name, row in tuned.items():
+            for name, row in found.tuned.items():
                 other, label = changed(model, text, repair(name, FACTOR)), f"{name}, fine tuned, seed {s}"
                 train_on_text(other, text, FACTOR * TRAINED, steps // 10, s + 1, rate=1e-3, label=label)
                 row.append(read(other, passages, FACTOR * TRAINED))
+    return found
+
+
+def measure(seed: int, quick: bool) -> Result:
+    """The rises of the loss, by kind and by repair."""
+    steps = 150 if quick else 200
+    kinds, repaired, tuned, growth = train_and_read(range(seed, seed + (1 if quick else 3)), steps, quick)
     rise = {name: [mean(row[i] - row[0] for row in rows) for i in range(len(LENGTHS))] for name, rows in kinds.items()}
     start = mean(row[0] for row in kinds["RoPE"])
     rise |= {name: [mean(row[i] for row in rows) - start for i in range(len(LENGTHS))]

@@ -39,6 +39,9 @@ constexpr Named built[] = {
 #if REGARD_WITH_AVX512BF16
     {"avx512bf16", &avx512bf16},
 #endif
+#if REGARD_WITH_AMX
+    {"amx", &amx},
+#endif
 #if REGARD_WITH_NEON
     {"neon", &neon},
 #endif

@@ -27,7 +27,7 @@ template <typename Unit>
 class CodedScores {
   public:
     static constexpr int SOME = 32;                    // channels
-    static constexpr int64_t DIMS = int64_t(1) << 15;  // at most, or sums might leave their 32 bits
+    static constexpr int64_t DIMS = int64_t(1) << 15;  // at most
 
     static int64_t bytes(int64_t dim) { return up(dim, SOME) / SOME * 4 * (64 + 2 * 64); }
 
@@ -129,7 +129,7 @@ class CodedScores {
                 const float *const from = numbers_ + (b * 8 + s) * 16;
                 const __m512i whole = in_steps(load(from), load(from + 64), broadcast(fixed_.steps[s]));
                 _mm512_storeu_si512(bytes_ + (s * blocks + b) * 64,
-                                    cut_bytes<nibbles ? Order::apart : Order::together>(whole));
+                                    by_fours<nibbles ? Order::apart : Order::together>(whole));
                 if (!nibbles) sums[s] = add_steps(sums[s], whole);
             }
         take_added(added, fixed_);  // zeros where this part has no lows, as the one before may have some
@@ -139,8 +139,9 @@ class CodedScores {
     template <int R, int G, bool nibbles>
     REGARD_INLINE void multiply(const CodedTile (&tile)[G], F (&x)[R][G], Lines &lines) const {
         constexpr int at_once = nibbles ? 8 : 4;  // channels, in 64 bytes
-        I high[R][G], low[R][G];
-        start_sums<R, G, !nibbles>(fixed_, high, low);
+        Sum sum[R][G];
+        start_sums<R, G, !nibbles>(fixed_, sum);
+        F before[R][G] = {};  // sums of earlier channels, where one of 32 bits cannot have all
         const uint8_t *at[G];
         for (int g = 0; g < G; ++g) at[g] = tile[g].codes;
         alignas(64) uint8_t rest[G][64];
@@ -150,11 +151,14 @@ class CodedScores {
             int n = least(steps, SOME / at_once);
             const int8_t *q = bytes_ + b * 64;
             for (int i = 0; i < n; ++i, q += at_once * 2) {
-                step<R, G, nibbles>(at, q, high, low);
+                step<R, G, nibbles>(at, q, sum);
                 lines.ask(place);
                 for (int g = 0; g < G; ++g) at[g] += 64;
             }
             steps -= n;
+            if (EXACT < DIMS && __builtin_expect((b + 1) % (EXACT / SOME) == 0, 0))
+                for (int s = 0; s < R; ++s)
+                    for (int g = 0; g < G; ++g) before[s][g] += in_one(sum[s][g]), sum[s][g] = Sum{};
         }
         lines.back(place);
         if (dim % at_once) {
@@ -163,32 +167,32 @@ class CodedScores {
                 _mm512_store_si512(rest[g], _mm512_maskz_loadu_epi8(~uint64_t(0) >> (64 - bytes), at[g]));
                 at[g] = rest[g];
             }
-            step<R, G, nibbles>(at, bytes_ + dim / at_once * at_once * 2, high, low);
+            step<R, G, nibbles>(at, bytes_ + dim / at_once * at_once * 2, sum);
         }
 #pragma GCC unroll 4
         for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) x[s][g] = in_one(high[s][g], low[s][g]);
+            for (int g = 0; g < G; ++g) x[s][g] = EXACT < DIMS ? before[s][g] + in_one(sum[s][g]) : in_one(sum[s][g]);
     }
 
     template <int R, int G, bool nibbles>
-    REGARD_INLINE void step(const uint8_t *const (&at)[G], const int8_t *q, I (&high)[R][G], I (&low)[R][G]) const {
+    REGARD_INLINE void step(const uint8_t *const (&at)[G], const int8_t *q, Sum (&sum)[R][G]) const {
         __m512i codes[G];
 #pragma GCC unroll 2
-        for (int g = 0; g < G; ++g) codes[g] = transposed(_mm512_loadu_si512(at[g]));
+        for (int g = 0; g < G; ++g) {
+            codes[g] = transposed(_mm512_loadu_si512(at[g]));
+            if (!nibbles) codes[g] = as_stored_codes(codes[g]);
+        }
 #pragma GCC unroll 2
         for (int half = 0; half < (nibbles ? 2 : 1); ++half) {
-            __m512i some[G];
+            FourCodes some[G];
 #pragma GCC unroll 2
             for (int g = 0; g < G; ++g)
-                some[g] = !nibbles ? without_sign(codes[g]) : half ? high_codes(codes[g]) : low_codes(codes[g]);
+                some[g] = !nibbles ? stored_codes(codes[g]) : half ? high_codes(codes[g]) : low_codes(codes[g]);
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2
-                for (int g = 0; g < G; ++g) {
-                    high[s][g] = add_products(high[s][g], some[g], q + s * blocks * 64 + half * 8);
-                    low[s][g] = add_products(low[s][g], some[g], q + s * blocks * 64 + half * 8 + 4);
-                }
+                for (int g = 0; g < G; ++g) add_products(sum[s][g], some[g], q + s * blocks * 64 + half * 8);
         }
     }
 };

@@ -180,7 +180,6 @@ class CodedValues {
     void turn(int64_t column, int some) const {
         const __mmask8 real = __mmask8((1u << 2 * some) - 1);
         uint8_t *to = transposed_;
-        const __m512i sign = _mm512_set1_epi8(nibbles ? 0 : -128);
         for (int i = 0; i < count * 4; ++i, to += 64) {
             __m512i row[4];
 #pragma GCC unroll 4
@@ -192,8 +191,10 @@ class CodedValues {
             const __m512i four[4] = {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
                                      _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
 #pragma GCC unroll 4
-            for (int n = 0; n < 4; ++n)
-                _mm512_store_si512(to + n * FOURS * 64, _mm512_xor_si512(transposed(four[n]), sign));
+            for (int n = 0; n < 4; ++n) {
+                const __m512i codes = transposed(four[n]);
+                _mm512_store_si512(to + n * FOURS * 64, nibbles ? codes : as_stored_codes(codes));
+            }
         }
     }
 
@@ -252,8 +253,7 @@ class CodedValues {
             for (int s = 0; s < R; ++s) {
                 const float *const from = products_ + s * BLOCK + i * 16;
                 const __m512i whole = in_steps(load(from), load(from + 16), broadcast(fixed.steps[s]));
-                _mm512_storeu_si512(to + s * FOURS * 8,
-                                    _mm512_permutexvar_epi64(order, cut_bytes<Order::apart>(whole)));
+                _mm512_storeu_si512(to + s * FOURS * 8, _mm512_permutexvar_epi64(order, by_fours<Order::apart>(whole)));
                 if (!nibbles) sums[s] = add_steps(sums[s], whole);
             }
         take_added(added, fixed);
@@ -286,27 +286,24 @@ class CodedValues {
     REGARD_INLINE void mix_vectors(const uint8_t *codes, int64_t d, int64_t g, int r, int pass, Lines &lines) const {
         const Fixed &fixed = fixed_[pass * groups + g];
         const int8_t *w = bytes_ + (g * FEW_ROWS + r) * FOURS * 8;
-        I high[R][N], low[R][N];
-        start_sums<R, N, !half_bytes>(fixed, high, low);
+        Sum sum[R][N];
+        start_sums<R, N, !half_bytes>(fixed, sum);
         Lines::Place place = lines.place();
         for (int i = 0; i < count * 4; ++i, codes += 64, w += 8) {
             lines.ask(place);
-            __m512i x[N];
+            FourCodes x[N];
             if (half_bytes) {
                 const __m512i both = _mm512_load_si512(codes);
                 x[0] = upper ? high_codes(both) : low_codes(both);
                 if (N == 2) x[N - 1] = high_codes(both);
             } else {
 #pragma GCC unroll 2
-                for (int n = 0; n < N; ++n) x[n] = _mm512_load_si512(codes + n * FOURS * 64);
+                for (int n = 0; n < N; ++n) x[n] = stored_codes(_mm512_load_si512(codes + n * FOURS * 64));
             }
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2
-                for (int n = 0; n < N; ++n) {
-                    high[s][n] = add_products(high[s][n], x[n], w + s * FOURS * 8);
-                    low[s][n] = add_products(low[s][n], x[n], w + s * FOURS * 8 + 4);
-                }
+                for (int n = 0; n < N; ++n) add_products(sum[s][n], x[n], w + s * FOURS * 8);
         }
         lines.back(place);
 #pragma GCC unroll 4
@@ -314,7 +311,7 @@ class CodedValues {
 #pragma GCC unroll 2
             for (int n = 0; n < N; ++n) {
                 float *const to = out + (r + s) * width + d + n * 16;
-                const F more = fma(in_one(high[s][n], low[s][n]), broadcast(fixed.unit[s]), broadcast(fixed.added[s]));
+                const F more = fma(in_one(sum[s][n]), broadcast(fixed.unit[s]), broadcast(fixed.added[s]));
                 store(to, load(to) + more);
             }
     }

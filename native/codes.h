@@ -2,7 +2,7 @@
 #pragma once
 
 #include "abi.h"
-#include "simd.h"
+#include "float16.h"
 
 namespace regard {
 namespace REGARD_ISA {

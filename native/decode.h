@@ -7,13 +7,14 @@
 // depends on positions alone.
 //
 // Up to four rows go through all keys of a span before its values, where these lie one after another and no key is
-// widened: memory is read as one stream. All else goes block by block.
+// widened: memory is read as one stream, for three and four rows on AVX-512 by loops of their own (decode_stream.h).
+// All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
 #pragma once
 
-#include "decode_values.h"
+#include "decode_stream.h"
 #include "forward_sums.h"
 
 namespace regard {
@@ -88,7 +89,12 @@ struct Decode {
         if constexpr (streams)
             if (lanes.count <= STREAMED && sees_all(row, span * SPAN)) {
                 const char *const keys = stream_of(k, span * SPAN), *const values = stream_of(v, span * SPAN);
-                if (keys && values) return stream(lanes, span * SPAN, keys, values, v, into, next, next_span * SPAN);
+                if (keys && values) {
+                    if constexpr (DecodeStream<K>::known)
+                        if (DecodeStream<K>::serves(lanes.count, c.v_dim))
+                            return stream(lanes, span * SPAN, keys, values, into, next, next_span * SPAN);
+                    return stream_lines(lanes, span * SPAN, keys, values, v, into, next, next_span * SPAN);
+                }
             }
         Todo both[2], *now = both, *later = both + 1;
         if (!find(walk, until, lanes, k, v, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
@@ -167,8 +173,46 @@ struct Decode {
     }
 
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
-    regard_status stream(const Lanes &lanes, int64_t first, const char *keys, const char *values, const Source<K> &v,
-                         const Part &into, const Lanes *next, int64_t next_first) {
+    regard_status stream(const Lanes &lanes, int64_t first, const char *keys, const char *values, const Part &into,
+                         const Lanes *next, int64_t next_first) {
+        const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width};
+        take_queries(lanes);
+        memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
+        const char *const later = next ? keys_from(*next, next_first) : nullptr;
+        span.make(keys, values, queries, lanes.count, scores);
+        Block block;
+        block.half[0] = block.half[1] = {true, nullptr};
+        T *const all = scores;
+        for (int64_t at = 0; at < SPAN; at += BLOCK) {
+            if (later) span.ask(later, at);
+            block.first = first + at;
+            scores = all + at * lanes.count;
+            if constexpr (!K::pairs) weights = scores;
+            weigh_all(block, lanes, into);
+            span.add(values + at * c.v_dim * int64_t(sizeof(S)), weights, lanes.count, into.out);
+        }
+        scores = all;
+        if constexpr (!K::pairs) weights = all;
+        return REGARD_DONE;
+    }
+
+    // Weights of a block that all rows see.
+    void weigh_all(const Block &block, const Lanes &lanes, const Part &into) {
+        static const Bits128 none{};
+        const Piece piece{0, int(BLOCK), 0, 1};
+        for (int r = 0; r < lanes.count; ++r) weigh(block, lanes, none, &piece, 1, r, into);
+    }
+
+    // The keys of other rows from a token on, if these are stored as the call's type; else null.
+    const char *keys_from(const Lanes &lanes, int64_t token) const {
+        const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / (c.heads / c.kv_heads), c.qk_dim);
+        Run run;
+        return Runs(k.parts, k.batch, token, token + 1).next(run) && Source<K>::is_own(run) ? k.row(run, 0) : nullptr;
+    }
+
+    // The same where values are not read in order, with every line asked for by a list.
+    regard_status stream_lines(const Lanes &lanes, int64_t first, const char *keys, const char *values,
+                               const Source<K> &v, const Part &into, const Lanes *next, int64_t next_first) {
         const int64_t key = c.qk_dim * int64_t(sizeof(S)), value = c.v_dim * int64_t(sizeof(S));
         const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
         Todo todo;
@@ -183,13 +227,12 @@ struct Decode {
             DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, lanes.count, key_lines);
         value_lines.share(DecodeValues<K>::asks(SPAN, c.v_dim, lanes.count));
         todo.block.half[0] = todo.block.half[1] = {true, nullptr};
-        const Piece piece{0, int(BLOCK), 0, 1};
         T *const all = scores;
         for (int64_t at = 0; at < SPAN; at += BLOCK) {
             todo.block.first = first + at;
             scores = all + at * made;
             if constexpr (!K::pairs) weights = scores;
-            for (int r = 0; r < lanes.count; ++r) weigh(todo.block, lanes, todo.bits, &piece, 1, r, into);
+            weigh_all(todo.block, lanes, into);
             v.find(first + at, first + at + BLOCK, todo.values);
             DecodeValues<K>(c.v_dim, width, weights, value_rows)
                 .add(v, todo.values, first + at, 0, BLOCK, lanes.count, into.out, value_lines);

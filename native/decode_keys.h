@@ -31,7 +31,8 @@ struct KeyRows {
     static int64_t words(int64_t dim) { return dim / PAIR / UNITS * WORDS; }
 
     // Words of W keys: those that hold units u to u + UNITS.
-    static REGARD_INLINE void turn(const char *const *row, int64_t u, X (&x)[WORDS]) {
+    template <typename Rows>
+    static REGARD_INLINE void turn(const Rows &row, int64_t u, X (&x)[WORDS]) {
         if constexpr (halves) {
             turn_halves(row, u, x);
         } else {
@@ -52,7 +53,8 @@ struct KeyRows {
     }
 
     // Unit u of W keys, of whose dims some may lack.
-    static REGARD_INLINE X single(const char *const *row, int64_t dim, int64_t u) {
+    template <typename Rows>
+    static REGARD_INLINE X single(const Rows &row, int64_t dim, int64_t u) {
         alignas(64) Unit x[W];
         for (int i = 0; i < W; ++i) x[i] = of_one(reinterpret_cast<const From *>(row[i]), dim, u);
         return load(x);
@@ -85,7 +87,8 @@ struct KeyRows {
         }
     }
 
-    static REGARD_INLINE void turn_halves(const char *const *row, int64_t u, X (&x)[WORDS]) {
+    template <typename Rows>
+    static REGARD_INLINE void turn_halves(const Rows &row, int64_t u, X (&x)[WORDS]) {
         __m512i two[8], b[8];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {  // rows i and i + 4, then 8 + i and 12 + i: so quarters come out in order
@@ -100,7 +103,8 @@ struct KeyRows {
         }
     }
 #else
-    static void turn_halves(const char *const *, int64_t, X (&)[WORDS]) {}
+    template <typename Rows>
+    static void turn_halves(const Rows &, int64_t, X (&)[WORDS]) {}
 #endif
 };
 

@@ -10,6 +10,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace regard {
@@ -28,7 +32,7 @@ bool always() { return true; }
 // of Zig answers no to everything, and Clang before 17 cannot ask for F16C. Bits: Intel's manual, volume 2, CPUID, and
 // volume 1, 13.3 (the registers that the system saves, XCR0).
 struct Features {
-    bool avx2 = false, avx512 = false, vnni = false, bf16 = false;
+    bool avx2 = false, avx512 = false, vnni = false, bf16 = false, amx = false;
 
     Features() {
         unsigned a, b, c, d, more = 0;
@@ -38,8 +42,10 @@ struct Features {
         avx2 = all(b, AVX2);
         avx512 = avx2 && all(saved, 0xe0) && all(b, AVX512F | AVX512DQ | AVX512BW | AVX512VL);
         vnni = avx512 && all(c, AVX512VNNI);
+        const unsigned tiles = d;
         if (a < 1 || !__get_cpuid_count(7, 1, &more, &a, &b, &d)) return;
         bf16 = vnni && all(c, AVX512VBMI) && all(more, AVX512BF16);
+        amx = bf16 && all(tiles, AMXTILE | AMXBF16) && all(saved, 0x60000) && may_use_tiles();
     }
 
   private:
@@ -47,9 +53,21 @@ struct Features {
     static constexpr unsigned AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17;              // 7, ebx
     static constexpr unsigned AVX512BW = 1u << 30, AVX512VL = 1u << 31;                             // 7, ebx
     static constexpr unsigned AVX512VBMI = 1u << 1, AVX512VNNI = 1u << 11;                          // 7, ecx
+    static constexpr unsigned AMXBF16 = 1u << 22, AMXTILE = 1u << 24;                               // 7, edx
     static constexpr unsigned AVX512BF16 = 1u << 5;                                                 // 7.1, eax
 
     static bool all(unsigned value, unsigned bits) { return (value & bits) == bits; }
+
+    // Linux gives a process 8 KiB of tiles when it asks for them; to ask again does no harm. (Linux,
+    // arch/x86/xstate.rst.)
+    static bool may_use_tiles() {
+#if defined(__linux__)
+        constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+        return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+#else
+        return false;
+#endif
+    }
 
     static unsigned saved_registers() {  // the intrinsic would need -mxsave
         unsigned low, high;
@@ -72,6 +90,9 @@ bool avx512vnni() { return features().vnni; }
 
 // Cooper Lake, which has bf16 and no VBMI, takes the row above.
 bool avx512bf16() { return features().bf16; }
+
+// Sapphire Rapids and later, on Linux.
+bool amx() { return features().amx; }
 #endif
 
 // Plainest first; a machine that runs a row runs all rows above it.
@@ -82,6 +103,7 @@ constexpr Isa table[] = {
     {"avx512", avx512, REGARD_WITH_AVX512},
     {"avx512vnni", avx512vnni, REGARD_WITH_AVX512VNNI},
     {"avx512bf16", avx512bf16, REGARD_WITH_AVX512BF16},
+    {"amx", amx, REGARD_WITH_AMX},
 #elif defined(__aarch64__)
     {"neon", always, REGARD_WITH_NEON},  // every 64-bit ARM has it
 #endif

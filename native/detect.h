@@ -14,6 +14,9 @@
 #if !defined(REGARD_WITH_AVX512BF16)
 #define REGARD_WITH_AVX512BF16 0
 #endif
+#if !defined(REGARD_WITH_AMX)
+#define REGARD_WITH_AMX 0
+#endif
 #if !defined(REGARD_WITH_NEON)
 #define REGARD_WITH_NEON 0
 #endif

@@ -1,9 +1,12 @@
 // Numbers in fixed point, which meet codes of 8 and 4 bits as integers.
 //
 // x0 c0 + x1 c1 + ... with codes c needs no code as a float: the values x are stored as whole multiples of 1/32639
-// of the largest of them, cut into two bytes with signs, 256 h + l, and an instruction multiplies 64 codes with 64
-// bytes and adds the products by fours. Integers are exact, so a sum has the same bits in whatever order it is made;
-// what is lost is at most half a step of each number, 2^-16 of the largest, where bf16 loses 2^-9 of each.
+// of the largest of them. With VNNI they are cut into two bytes with signs, 256 h + l, and an instruction multiplies 64
+// codes with 64 bytes and adds the products by fours. Without it they stay words of 16 bits, codes become such words,
+// and an instruction multiplies 32 of them and adds the products by twos: as many products, and a sum for each besides
+// (Skylake-X; on Zen 4 products of integers, additions and shuffles have pipes of their own). Integers are exact, so a
+// sum has the same bits in whatever order it is made; what is lost is at most half a step of each number, 2^-16 of the
+// largest, where bf16 loses 2^-9 of each.
 //
 // Rows come in fours, whose sums share shuffles. NaN or infinity among the values makes each of their sums NaN.
 #pragma once
@@ -53,6 +56,7 @@ REGARD_INLINE void take_added(const F (&added)[4], Fixed &fixed) {
     _mm_store_ps(fixed.added, (__m128)_mm512_castsi512_si128(all));
 }
 
+#if defined(__AVX512VNNI__)
 // From the sums of rows: 128 of them less, as 256 high + low.
 REGARD_INLINE void take_sums(const I (&sums)[4], Fixed &fixed) {
     const __m512i all = merged(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
@@ -62,17 +66,39 @@ REGARD_INLINE void take_sums(const I (&sums)[4], Fixed &fixed) {
                     _mm_sub_epi32(zero, _mm_slli_epi32(_mm_and_si128(sum, _mm_set1_epi32(1)), 7)));
 }
 
-// The sums of high and of low bytes before any product; of codes that are 128 too large what is too much, else 0.
+// Sums of products with high and with low bytes.
+struct Sum {
+    I high, low;
+};
+
+// What is summed before any product; of codes that are 128 too large what is too much, else 0.
 template <int R, int N, bool too_large>
-REGARD_INLINE void start_sums(const Fixed &fixed, I (&high)[R][N], I (&low)[R][N]) {
+REGARD_INLINE void start_sums(const Fixed &fixed, Sum (&sum)[R][N]) {
 #pragma GCC unroll 4
     for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2
-        for (int n = 0; n < N; ++n) {
-            high[s][n] = I{} + (too_large ? fixed.high[s] : 0);
-            low[s][n] = I{} + (too_large ? fixed.low[s] : 0);
-        }
+        for (int n = 0; n < N; ++n)
+            sum[s][n] = {I{} + (too_large ? fixed.high[s] : 0), I{} + (too_large ? fixed.low[s] : 0)};
 }
+// As one number, in steps.
+REGARD_INLINE F in_one(const Sum &sum) { return fma(numbers(sum.high), broadcast(256.0f), numbers(sum.low)); }
+
+#else
+REGARD_INLINE void take_sums(const I (&)[4], Fixed &) {}
+
+struct Sum {
+    I all;
+};
+
+template <int R, int N, bool>
+REGARD_INLINE void start_sums(const Fixed &, Sum (&sum)[R][N]) {
+#pragma GCC unroll 4
+    for (int s = 0; s < R; ++s)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) sum[s][n] = {I{}};
+}
+REGARD_INLINE F in_one(const Sum &sum) { return numbers(sum.all); }
+#endif
 
 // 32 values in steps, 16 bits each: even places from the one, odd places from the other.
 REGARD_INLINE __m512i in_steps(F even, F odd, F steps) {
@@ -81,10 +107,13 @@ REGARD_INLINE __m512i in_steps(F even, F odd, F steps) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
 }
 
-// Their bytes by fours, high ones before low ones. Of places as they come, or of the even before the odd of 8.
+// Fours of them in 8 bytes, as products with codes want them. Of places as they come, or of the even before the odd
+// of 8.
 enum class Order { together, apart };
+#if defined(__AVX512VNNI__)
+// Four high bytes before four low ones.
 template <Order order>
-REGARD_INLINE __m512i cut_bytes(__m512i x) {
+REGARD_INLINE __m512i by_fours(__m512i x) {
     const __m512i high = _mm512_add_epi16(x, _mm512_set1_epi16(128));
     const __m512i bytes = _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(0xff00)), high, x, 0xca);
     const __m128i by = order == Order::together ? _mm_set_epi8(14, 12, 10, 8, 15, 13, 11, 9, 6, 4, 2, 0, 7, 5, 3, 1)
@@ -94,6 +123,16 @@ REGARD_INLINE __m512i cut_bytes(__m512i x) {
 
 // The sums of neighbours, added to others.
 REGARD_INLINE I add_steps(I sums, __m512i x) { return (I)_mm512_dpwssd_epi32((__m512i)sums, x, _mm512_set1_epi16(1)); }
+#else
+// The first and the third before the second and the fourth.
+template <Order order>
+REGARD_INLINE __m512i by_fours(__m512i x) {
+    const __m128i by = order == Order::together ? _mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0)
+                                                : _mm_set_epi8(15, 14, 7, 6, 11, 10, 3, 2, 13, 12, 5, 4, 9, 8, 1, 0);
+    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(by));
+}
+REGARD_INLINE I add_steps(I sums, __m512i) { return sums; }
+#endif
 
 // Bytes [4][16] as [16][4].
 REGARD_INLINE __m512i transposed(__m512i x) {
@@ -108,20 +147,52 @@ REGARD_INLINE __m512i transposed(__m512i x) {
     return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(fours, x), _mm512_broadcast_i32x4(bytes));
 #endif
 }
-// Codes from -128 to 127 as those from 0 to 255.
-REGARD_INLINE __m512i without_sign(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
-REGARD_INLINE __m512i low_codes(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-REGARD_INLINE __m512i high_codes(__m512i x) { return low_codes(_mm512_srli_epi16(x, 4)); }
 
-// Codes times four bytes of a row.
-REGARD_INLINE I add_products(I sum, __m512i codes, const int8_t *bytes) {
-    int32_t four;
-    memcpy(&four, bytes, 4);
-    return (I)_mm512_dpbusd_epi32((__m512i)sum, codes, _mm512_set1_epi32(four));
+// Four codes in each lane, as products want them: of bytes with signs, or of the lower or upper halves of bytes.
+#if defined(__AVX512VNNI__)
+constexpr int64_t EXACT = int64_t(1) << 15;  // products of a sum that fits 32 bits
+struct FourCodes {
+    __m512i x;
+};
+// Codes with signs are stored as those from 0 to 255.
+REGARD_INLINE __m512i as_stored_codes(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
+REGARD_INLINE FourCodes stored_codes(__m512i x) { return {x}; }
+REGARD_INLINE FourCodes low_codes(__m512i x) { return {_mm512_and_si512(x, _mm512_set1_epi8(15))}; }
+REGARD_INLINE FourCodes high_codes(__m512i x) { return low_codes(_mm512_srli_epi16(x, 4)); }
+
+// Codes times four steps of a row.
+REGARD_INLINE void add_products(Sum &sum, const FourCodes &codes, const int8_t *steps) {
+    int32_t high, low;
+    memcpy(&high, steps, 4);
+    memcpy(&low, steps + 4, 4);
+    sum.high = (I)_mm512_dpbusd_epi32((__m512i)sum.high, codes.x, _mm512_set1_epi32(high));
+    sum.low = (I)_mm512_dpbusd_epi32((__m512i)sum.low, codes.x, _mm512_set1_epi32(low));
+}
+#else
+constexpr int64_t EXACT = 512;
+struct FourCodes {
+    __m512i even, odd;
+};
+REGARD_INLINE __m512i as_stored_codes(__m512i x) { return x; }
+REGARD_INLINE FourCodes stored_codes(__m512i x) {  // a product with 1 and 0 takes each first byte with its sign
+    return {_mm512_maddubs_epi16(_mm512_set1_epi16(1), x), _mm512_srai_epi16(x, 8)};
+}
+REGARD_INLINE FourCodes low_codes(__m512i x) {
+    const __m512i lowest = _mm512_set1_epi16(15);
+    return {_mm512_and_si512(x, lowest), _mm512_and_si512(_mm512_srli_epi16(x, 8), lowest)};
+}
+REGARD_INLINE FourCodes high_codes(__m512i x) {
+    return {_mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi16(15)), _mm512_srli_epi16(x, 12)};
 }
 
-// Sums of high and of low bytes as one number, in steps.
-REGARD_INLINE F in_one(I high, I low) { return fma(numbers(high), broadcast(256.0f), numbers(low)); }
+REGARD_INLINE void add_products(Sum &sum, const FourCodes &codes, const int8_t *steps) {
+    int32_t even, odd;
+    memcpy(&even, steps, 4);
+    memcpy(&odd, steps + 4, 4);
+    sum.all += (I)_mm512_madd_epi16(codes.even, _mm512_set1_epi32(even));
+    sum.all += (I)_mm512_madd_epi16(codes.odd, _mm512_set1_epi32(odd));
+}
+#endif
 
 }  // namespace REGARD_ISA
 }  // namespace regard

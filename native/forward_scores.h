@@ -58,6 +58,8 @@ struct Scores {
             if (c.qk_dim % 2)
                 for (int lane = 0; lane < LANES; ++lane)
                     queries[c.qk_dim / 2 * LANES + lane] = lane < lanes.count ? row(lane)[c.qk_dim - 1].bits : 0;
+            const int64_t some = (c.qk_dim + 1) / 2 * LANES;
+            memset(queries + some, 0, size_t(queries_bytes(c)) - size_t(some) * sizeof(Unit));
         } else {
             gather_lanes<T, S>(row, lanes.count, c.qk_dim, queries);
         }
@@ -94,6 +96,12 @@ struct Scores {
                              T *top, Ahead *ahead) {
         const int64_t units = Tokens<K>::units(c.qk_dim);
         T *out = scores + p.low * LANES;
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled) {
+            tiles_across(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, ahead);
+            return settle(p, adds, top);
+        }
+#endif
         if (scoring.whole && !scoring.capped)
             multiply<P, Along::across, Start::score>(rows, stride, p.high - p.low, queries, units, out, p.first, p.last,
                                                      top, adds.at(p.low), ahead);
@@ -103,6 +111,7 @@ struct Scores {
     // Products in parts of the dims, so that the queries of a part take at most about 3/4 of the first level cache
     // while all keys pass. Else they come from the second level for each 6 keys.
     static int64_t part_of(int64_t units) {
+        if (K::tiled) return units;
         const int64_t room = nearby() * 3 / 4 / (LANES * int64_t(sizeof(Unit)));
         const int64_t parts = room ? (units + room * 5 / 6 - 1) / room : 1;
         return parts > 1 ? (units + parts - 1) / parts : units;
@@ -117,6 +126,21 @@ struct Scores {
             multiply<P, Along::across, Start::out>(rows + i * int64_t(sizeof(Unit)), stride, count, queries + i * LANES,
                                                    least(part, units - i), out, p.first, p.last,
                                                    i + part < units ? nullptr : top, {}, ahead);
+    }
+
+    // Products become whole scores, unless they are still to be capped, and their largest are noted.
+    void settle(const Piece &p, const Adds<T> &adds, T *top) {
+        const bool whole = scoring.whole && !scoring.capped;
+        for (int v = p.first; v < p.last && (whole || top); ++v) {
+            V most = top ? load(top + v * W) : V{};
+            for (int j = p.low; j < p.high; ++j) {
+                T *at = scores + j * LANES + v * W;
+                V s = load(at);
+                if (whole) store(at, s = fma(s, broadcast(adds.scale), load(adds.from + j * adds.row + v * W)));
+                most = larger(s, most);
+            }
+            if (top) store(top + v * W, most);
+        }
     }
 
     // Hidden scores become -inf.

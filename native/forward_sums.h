@@ -40,14 +40,13 @@ struct Sums {
     int64_t dim;
     T factor;  // of a score, to the exponent of 2
 
-    static int64_t bytes(int64_t dim) {
-        return up(dim * LANES * int64_t(sizeof(T)), 64) + 2 * LANES * int64_t(sizeof(T));
-    }
+    static int64_t bytes(int64_t dim) { return out_bytes(dim) + 2 * LANES * int64_t(sizeof(T)); }
+    static int64_t out_bytes(int64_t dim) { return (K::tiled ? up(dim, 16) : dim) * LANES * int64_t(sizeof(T)); }
 
     Sums() = default;
     Sums(char *at, int64_t v_dim, T exponent)
         : out(reinterpret_cast<T *>(at)),
-          top(reinterpret_cast<T *>(at + up(v_dim * LANES * int64_t(sizeof(T)), 64))),
+          top(reinterpret_cast<T *>(at + out_bytes(v_dim))),
           total(top + LANES),
           dim(v_dim),
           factor(exponent) {}

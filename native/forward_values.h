@@ -12,7 +12,7 @@ class Values {
     using V = typename K::V;
     using P = typename K::Product;
     using Unit = typename K::Unit;
-    static constexpr int W = K::W;
+    static constexpr int W = K::W, UNIT = Tokens<K>::together;
 
   public:
     static int64_t bytes(const regard_call &c) {
@@ -23,17 +23,26 @@ class Values {
     Values(const regard_call &c, const char *pairs, char *scratch)
         : dim(c.v_dim), paired(pairs), memory(scratch), row_memory(scratch + Tokens<K>::down_bytes(dim, BLOCK)) {}
 
+    // How often `read` asks for lines.
+    int64_t asks([[maybe_unused]] int tokens) const {
+#if defined(REGARD_TILES)
+        if (K::tiled && !paired) return turns(tokens, dim);
+#endif
+        return 0;
+    }
+
     // The memory to prefetch: tokens first to first + count; first is even.
     Ahead::Part ahead(const Source<K> &v, int64_t first, int64_t count) const {
-        if (paired) return {paired_at(first).data, dim * 4, dim * 4, (count + 1) / 2};
+        if (paired)
+            return {paired_at(first).data, paired_at(first).stride, paired_at(first).stride, (count + UNIT - 1) / UNIT};
         return v.ahead(first, count);
     }
 
     // Tokens low to high of the block that starts at `first`. partial: whether a mask hides some of a half.
-    void read(const Source<K> &v, int64_t first, int low, int high, const bool *partial) {
+    void read(const Source<K> &v, int64_t first, int low, int high, const bool *partial, Ahead *ahead = nullptr) {
         low_ = low;
         if (!paired) tokens_ = v.some(first + low, high - low, row_memory);
-        rows_ = paired ? paired_at(first + low) : tokens_.down(first + low, high - low, memory);
+        rows_ = paired ? paired_at(first + low) : tokens_.down(first + low, high - low, memory, ahead);
         for (int i = 0; i < 2; ++i) {
             const int from = i ? most(low, TILE) : low, to = i ? high : least(high, TILE);
             wild_[i] = partial[i] && from < to && wild(first + from, to - from);
@@ -42,13 +51,54 @@ class Values {
     }
 
     void mix(const Block &block, const Bits128 &bits, const Piece &p, const T *weights, T *out, bool fresh) const {
-        if (wild_[p.low / TILE] || wild_[(p.high - 1) / TILE]) return mix_wild(block, bits, p, weights, out, fresh);
-        const char *from = rows_.data + (p.low - low_) / P::pair * rows_.stride;
+        if (wild_[p.low / TILE] || wild_[(p.high - 1) / TILE]) {
+#if defined(REGARD_TILES)
+            if constexpr (K::tiled) return mix_tamed(block, bits, p, weights, out, fresh);
+#endif
+            return mix_wild(block, bits, p, weights, out, fresh);
+        }
+        const char *from = rows_.data + (p.low - low_) / UNIT * rows_.stride;
         const Unit *by = reinterpret_cast<const Unit *>(weights) + p.low / P::pair * LANES;
-        const int64_t steps = (p.high - p.low + P::pair - 1) / P::pair;
+        const int64_t steps = (p.high - p.low + UNIT - 1) / UNIT;
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled)
+            return fresh ? tiles_down<false>(from, dim, steps, by, out, p.first, p.last)
+                         : tiles_down<true>(from, dim, steps, by, out, p.first, p.last);
+#endif
         if (fresh) multiply<P, Along::down, Start::zero>(from, rows_.stride, dim, by, steps, out, p.first, p.last);
         else multiply<P, Along::down>(from, rows_.stride, dim, by, steps, out, p.first, p.last);
     }
+
+#if defined(REGARD_TILES)
+    // The same sums, where values that are not finite must not reach lanes that do not see them: products of finite
+    // ones, and then what others add to the lanes that see them.
+    void mix_tamed(const Block &block, const Bits128 &bits, const Piece &p, const T *weights, T *out,
+                   bool fresh) const {
+        const Unit *by = reinterpret_cast<const Unit *>(weights) + p.low / 2 * LANES;
+        for (int j = p.low; j < p.high; j += UNIT, by += UNIT / 2 * LANES, fresh = false) {
+            const char *const from = rows_.data + (j - low_) / UNIT * rows_.stride;
+            char *const tame = paired ? memory : memory + (from - memory);
+            if (paired) memcpy(tame, from, size_t(rows_.stride));
+            tame_pairs(reinterpret_cast<uint32_t *>(tame), rows_.stride / 4);
+            if (fresh) tiles_down<false>(tame, dim, 1, by, out, p.first, p.last);
+            else tiles_down<true>(tame, dim, 1, by, out, p.first, p.last);
+            for (int i = j; i < p.high && i < j + UNIT; ++i) add_wild(block, bits, p, i, weights, out);
+        }
+    }
+
+    // What token i of the block adds where it is not finite.
+    void add_wild(const Block &block, const Bits128 &bits, const Piece &p, int i, const T *weights, T *out) const {
+        const bf16 *const weight = reinterpret_cast<const bf16 *>(weights) + i / 2 * LANES * 2 + i % 2;
+        const bf16 *const value = tokens_.at(block.first + i);
+        for (int64_t d = 0; d < dim; ++d) {
+            const float x = widen(value[d]);
+            if (x - x == 0) continue;
+            for (int lane = p.first * W; lane < p.last * W; ++lane)
+                if (!block.half[i / TILE].bits || bits.of[i] >> lane & 1)
+                    out[d * LANES + lane] += widen(weight[2 * lane]) * x;
+        }
+    }
+#endif
 
     // The same sums, where values that are not finite must not reach lanes that do not see them.
     void mix_wild(const Block &block, const Bits128 &bits, const Piece &p, const T *weights, T *out, bool fresh) const {
@@ -79,12 +129,18 @@ class Values {
         return select(bits.of[j] >> (vector * W), all, V{});
     }
 
-    Rows paired_at(int64_t token) const { return {paired + token / 2 * dim * 4, dim * 4}; }
+    // All values of the head from a token on.
+    Rows paired_at(int64_t token) const {
+        const int64_t step = Tokens<K>::unit_bytes(dim);
+        return {paired + token / UNIT * step, step};
+    }
 
     // Whether some value of these tokens is NaN or infinite: of pairs, if there are, as they are what is in a cache.
     bool wild(int64_t first, int count) const {
         if constexpr (K::pairs)
-            if (paired) return wild_pairs(reinterpret_cast<const uint32_t *>(paired_at(first).data), count, dim);
+            if (paired)
+                return wild_pairs(reinterpret_cast<const uint32_t *>(paired_at(first).data),
+                                  (count + UNIT - 1) / UNIT * paired_at(first).stride / 4);
         return tokens_.wild(first, count);
     }
 

@@ -27,6 +27,9 @@ struct Weights {
                 store(total + v * W, load(total + v * W) + sixteen<0, 16>(j, v, load(shift + v * W)));
         for (int v = p.first; v < p.last && j < p.high; ++v)
             store(total + v * W, load(total + v * W) + sixteen_at_most(j, p.high, v, load(shift + v * W)));
+        if constexpr (K::tiled)  // 32 weights are multiplied at once
+            for (int i = (p.high + 1) / 2; i < up(p.high, 32) / 2; ++i)
+                for (int v = p.first; v < p.last; ++v) store(reinterpret_cast<Unit *>(scores) + i * LANES + v * W, U{});
     }
 
     REGARD_INLINE V weight(int j, int v, V shift) const {

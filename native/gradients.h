@@ -144,7 +144,7 @@ struct Gradients {
         for (int value = 0; value < 2; ++value) {
             const regard_tensor &t = value ? g.dv : g.dk;
             const int64_t dim = value ? c.v_dim : c.qk_dim;
-            const V by = broadcast(value ? T(1) : backward.scoring.scale);
+            const V by = broadcast(value ? T(1) : backward.weights.scoring.scale);
             S *data = static_cast<S *>(t.data) + unit / c.kv_heads * t.batch + unit % c.kv_heads * t.head;
             for (int64_t key = low; key < high; ++key)
                 for (int64_t d = 0; d < dim; d += W) {
@@ -200,7 +200,7 @@ struct Gradients {
         const Range batches = shared_by(unit / of_head / n[1], n[0], c.batch);
         const Range heads = shared_by(unit / of_head % n[1], n[1], c.heads);
         const Range tiles = shared_by(unit % of_head, of_head, division.tiles);
-        const auto add = [&](const auto &part, const Tokens<K> &, const Rows &) { backward.add_bias(part); };
+        const auto add = [&](const auto &part, const Tokens<K> &, const Rows &) { backward.biases.add_pairs(part); };
         const int64_t all = batches.size() * heads.size() * tiles.size();
         while (done < all) {
             const int64_t b = batches.low + done / tiles.size() / heads.size();

@@ -65,7 +65,7 @@ regard_status sweep(const regard_sweep &s, int half, int64_t unit, int64_t &done
                     char *scratch) {
     return by_kind<regard_status, Fused<float>>(s.call.dtype, [&](auto kind) {
         Sweep<decltype(kind)> sweep(s, shared, scratch);
-        return half ? sweep.merge(unit) : sweep.run(unit, done, pause);
+        return half ? sweep.segment.merge(unit) : sweep.run(unit, done, pause);
     });
 }
 

@@ -61,7 +61,7 @@ struct Kernels {
 extern const Kernels plain;  // the loops that every kernel must equal
 extern const Kernels portable;
 #if defined(__x86_64__)
-extern const Kernels avx2, avx512, avx512vnni, avx512bf16;
+extern const Kernels avx2, avx512, avx512vnni, avx512bf16, amx;
 #elif defined(__aarch64__)
 extern const Kernels neon;
 #endif

@@ -1,4 +1,4 @@
-// The row avx512vnni: that of avx512, but few rows of bf16 meet codes of 8 and 4 bits as integers (fixed.h). Only these
+// The row avx512vnni: that of avx512, but few rows of bf16 meet codes of 8 and 4 bits by VNNI (fixed.h). Only these
 // are compiled once more, in a fifth of the time of a whole set; for Cascade Lake and Ice Lake, which have VNNI and no
 // products of bf16.
 #include "kernels.h"

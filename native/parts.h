@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codes.h"
+#include "transpose.h"
 
 namespace regard {
 namespace REGARD_ISA {

@@ -22,11 +22,11 @@ struct Cut {
     int64_t units;                         // in which all queries are
     static constexpr int64_t ENOUGH = 16;  // units for a thread, so that none waits long for the last
 
-    // tiles_at_most: of a head, that had better share a unit.
-    explicit Cut(const regard_call &call, int64_t tiles_at_most = 1)
+    // tiles_at_most: of a head, that had better share a unit. by_rows: whether few queries are rows.
+    explicit Cut(const regard_call &call, int64_t tiles_at_most = 1, bool by_rows = true)
         : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
         const int64_t together = c.maps_head > 1 ? 1 : group;  // heads with one mask
-        rows = together * c.queries <= FEW;
+        rows = by_rows && together * c.queries <= FEW;
         at_once =
             c.queries && LANES / c.queries > 1 ? (together < LANES / c.queries ? together : LANES / c.queries) : 1;
         parts = (group + at_once - 1) / at_once;
@@ -67,7 +67,8 @@ struct ForwardPass {
     const int64_t pairs;  // bytes of all values in pairs, made once where many tiles use them; 0: made where they are
     const Cut cut;
 
-    explicit ForwardPass(const regard_call &call) : c(call), pairs(bytes_of_pairs()), cut(call, tiles_at_most()) {}
+    explicit ForwardPass(const regard_call &call)
+        : c(call), pairs(bytes_of_pairs()), cut(call, tiles_at_most(), !K::tiled) {}
 
     int64_t bytes_of_pairs() const {
         const int64_t all = c.batch * c.kv_heads * pairs_of_head();
@@ -85,11 +86,23 @@ struct ForwardPass {
         return converted || streams ? TILES : 1;
     }
 
-    int64_t pairs_of_head() const { return (c.keys + 1) / 2 * c.v_dim * 4; }
-    int64_t part_bytes() const { return cut.rows ? Decode<K>::part_bytes(c) : Forward<K>::part_bytes(c); }
+    int64_t pairs_of_head() const { return pairs_of(c.keys); }
+    int64_t pairs_of(int64_t tokens) const {
+        constexpr int together = Tokens<K>::together;
+        return (tokens + together - 1) / together * Tokens<K>::unit_bytes(c.v_dim);
+    }
+    int64_t part_bytes() const {
+        if constexpr (!K::tiled)
+            if (cut.rows) return Decode<K>::part_bytes(c);
+        return Forward<K>::part_bytes(c);
+    }
 
     int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * part_bytes() : pairs; }
-    int64_t scratch() const { return cut.rows ? Decode<K>::bytes(c) : Forward<K>::bytes(c, cut.tiles); }
+    int64_t scratch() const {
+        if constexpr (!K::tiled)
+            if (cut.rows) return Decode<K>::bytes(c);
+        return Forward<K>::bytes(c, cut.tiles);
+    }
 
     int64_t units(int half) const {
         if (cut.spans > 1) return half ? cut.units : cut.units * cut.spans;
@@ -111,12 +124,14 @@ struct ForwardPass {
                 const bool more = follows(unit + c.threads, after);
                 return Forward<K>(c, values, scratch, cut.tiles).run(strip(unit), more ? &after : nullptr);
             }
-        const Lanes lanes = cut.lanes(unit);
-        const int64_t row = cut.row(lanes, cut.tile(unit));
-        Decode<K> decode(c, scratch);
-        char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
-        if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
-        decode.finish(lanes, part, 0, 1);
+        if constexpr (!K::tiled) {
+            const Lanes lanes = cut.lanes(unit);
+            const int64_t row = cut.row(lanes, cut.tile(unit));
+            Decode<K> decode(c, scratch);
+            char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
+            if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
+            decode.finish(lanes, part, 0, 1);
+        }
         return REGARD_DONE;
     }
 
@@ -144,10 +159,10 @@ struct ForwardPass {
         const int64_t spans = (c.keys + SPAN - 1) / SPAN, first = unit % spans * SPAN, kv = unit / spans;
         const int64_t count = c.keys - first < SPAN ? c.keys - first : SPAN;
         const Source<K> v(values_of(c), c.v, kv / c.kv_heads, kv % c.kv_heads, c.v_dim);
-        char *const pairs_of_span = shared + kv * pairs_of_head() + first / 2 * c.v_dim * 4;
+        char *const pairs_of_span = shared + kv * pairs_of_head() + pairs_of(first);
         for (int64_t at = 0; at < count; at += BLOCK) {
             const int64_t some = least(BLOCK, count - at);
-            v.some(first + at, some, scratch).down(first + at, some, pairs_of_span + at / 2 * c.v_dim * 4);
+            v.some(first + at, some, scratch).down(first + at, some, pairs_of_span + pairs_of(at));
         }
         return REGARD_DONE;
     }
@@ -157,14 +172,15 @@ struct ForwardPass {
         const Lanes lanes = cut.lanes(unit / cut.spans);
         const int64_t number = unit % cut.spans;
         char *part = shared + unit * part_bytes();
-        if (few || cut.rows) {
-            const int64_t after = unit + c.threads;  // probably this thread's
-            const bool more = after < cut.units * cut.spans;
-            const Lanes next = cut.lanes(more ? after / cut.spans : 0);
-            return Decode<K>(c, scratch)
-                .run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part), more ? &next : nullptr,
-                     after % cut.spans);
-        }
+        if constexpr (!K::tiled)
+            if (few || cut.rows) {
+                const int64_t after = unit + c.threads;  // probably this thread's
+                const bool more = after < cut.units * cut.spans;
+                const Lanes next = cut.lanes(more ? after / cut.spans : 0);
+                return Decode<K>(c, scratch)
+                    .run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part), more ? &next : nullptr,
+                         after % cut.spans);
+            }
         if constexpr (!few) {
             typename Forward<K>::After after;
             Forward<K> forward(c, nullptr, scratch);
@@ -176,8 +192,12 @@ struct ForwardPass {
 
     regard_status merge(int64_t unit, char *shared, char *scratch) const {
         char *parts = shared + unit * cut.spans * part_bytes();
-        if (cut.rows) Decode<K>(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
-        else if constexpr (!few)
+        if constexpr (!K::tiled)
+            if (cut.rows) {
+                Decode<K>(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
+                return REGARD_DONE;
+            }
+        if constexpr (!few)
             Forward<K>(c, nullptr, scratch).finish_spans(cut.lanes(unit), parts, part_bytes(), cut.spans);
         return REGARD_DONE;
     }

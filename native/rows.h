@@ -1,12 +1,15 @@
 // Rows of memory (keys, values; queries in the backward pass) as the inner loops want them.
 #pragma once
 
+#include "amx.h"
 #include "parts.h"
 #include "tile.h"
 #include "walk.h"
 
 namespace regard {
 namespace REGARD_ISA {
+
+constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // A type of tensor and the product that computes it.
 template <typename S, typename P>
@@ -18,6 +21,7 @@ struct Kind {
     using V = typename Vec<Wide>::type;
     static constexpr int W = Vec<Wide>::lanes;
     static constexpr bool pairs = P::pair == 2;
+    static constexpr bool tiled = P::tiled;
 #if defined(REGARD_INTEGERS)
     static constexpr bool integers = is_same<S, bf16>;  // few rows meet codes so (fixed.h)
 #else
@@ -29,8 +33,6 @@ struct Kind {
                                     : is_same<S, bf16>  ? REGARD_BF16
                                                         : REGARD_F16;
 };
-
-constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Rows that are read element by element: the address of the first, and bytes from one to the next.
 struct Rows {
@@ -66,10 +68,9 @@ REGARD_INLINE void pair_rows(const bf16 *even, const bf16 *odd, int64_t dim, uin
     for (; i < dim; ++i) out[i] = uint32_t(even[i].bits) | (odd ? uint32_t(odd[i].bits) << 16 : 0u);
 }
 
-// Whether some number of `count` rows in pairs, side by side from an even row on, is NaN or infinite.
-REGARD_INLINE bool wild_pairs(const uint32_t *pairs, int count, int64_t dim) {
+// Whether some number of n pairs is NaN or infinite.
+REGARD_INLINE bool wild_pairs(const uint32_t *pairs, int64_t n) {
     constexpr int W = Vec<uint32_t>::lanes;
-    const int64_t n = (count + 1) / 2 * dim;
     IntVec<uint32_t> wild{};
     int64_t i = 0;
     for (; i + W <= n; i += W) {
@@ -78,6 +79,14 @@ REGARD_INLINE bool wild_pairs(const uint32_t *pairs, int count, int64_t dim) {
     }
     for (; i < n; ++i) wild[0] |= (pairs[i] & 0x7f80) == 0x7f80 || (pairs[i] & 0x7f800000) == 0x7f800000;
     return any<uint32_t>(wild);
+}
+
+// Numbers that are not finite made 0.
+inline void tame_pairs(uint32_t *pairs, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        if ((pairs[i] & 0x7f80) == 0x7f80) pairs[i] &= 0xffff0000;
+        if ((pairs[i] & 0x7f800000) == 0x7f800000) pairs[i] &= 0xffff;
+    }
 }
 
 // The tokens of one head of one batch row, from token `begin` on, with one stride.
@@ -96,15 +105,24 @@ struct Tokens {
 
     const typename K::Stored *at(int64_t token) const { return data + (token - begin) * stride; }
 
-    static int64_t units(int64_t dim) { return (dim + K::Product::pair - 1) / K::Product::pair; }
-    // What `across` may need: wide rows, or pairs with a zero beside the last of an odd dim.
+    // Of a row across; whole tiles where products are tiled.
+    static int64_t units(int64_t dim) {
+        const int64_t n = (dim + K::Product::pair - 1) / K::Product::pair;
+        return K::tiled ? up(n, 16) : n;
+    }
+    // What `across` may need: wide rows, or pairs with zeros beyond a dim that ends within a unit.
     static int64_t across_bytes(int64_t dim, int64_t tokens) {
         if constexpr (K::in_place) return 0;
         return up(tokens * units(dim) * int64_t(sizeof(typename K::Unit)), 64);
     }
+    // Down: tokens of a unit, and what one takes.
+    static constexpr int together = K::tiled ? 32 : K::Product::pair;
+    static int64_t unit_bytes(int64_t dim) {
+        return (K::tiled ? up(dim, 16) * 16 : dim) * int64_t(sizeof(typename K::Unit));
+    }
     static int64_t down_bytes(int64_t dim, int64_t tokens) {
         if constexpr (K::in_place) return 0;
-        return up((K::pairs ? tokens / 2 : tokens) * dim * int64_t(sizeof(typename K::Unit)), 64);
+        return up((tokens + together - 1) / together * unit_bytes(dim), 64);
     }
 
     // Tokens first to first + count, to be read across: units along the dim.
@@ -112,12 +130,12 @@ struct Tokens {
         if constexpr (K::in_place) {
             return {reinterpret_cast<const char *>(at(first)), stride * int64_t(sizeof(typename K::Stored))};
         } else if constexpr (K::pairs) {
-            if (dim % 2 == 0) return {reinterpret_cast<const char *>(at(first)), stride * 2};
             const int64_t n = units(dim);
+            if (dim == 2 * n) return {reinterpret_cast<const char *>(at(first)), stride * 2};
             for (int64_t j = 0; j < count; ++j) {
                 char *row = scratch + j * n * 4;
                 memcpy(row, at(first + j), size_t(dim) * 2);
-                memset(row + dim * 2, 0, 2);
+                memset(row + dim * 2, 0, size_t(n * 4 - dim * 2));
             }
             return {scratch, n * 4};
         } else {
@@ -125,10 +143,19 @@ struct Tokens {
         }
     }
 
-    // The same, to be read down: units along the tokens. `first` is even. A pair beyond the last token has zeros.
-    Rows down(int64_t first, int64_t count, char *scratch) const {
+    // The same, to be read down: units along the tokens. `first` is even, a multiple of 32 where products are tiled:
+    // then tokens are transposed, 32 at a time. A unit beyond the last token has zeros.
+    Rows down(int64_t first, int64_t count, char *scratch, [[maybe_unused]] Ahead *ahead = nullptr) const {
         if constexpr (K::in_place) {
             return {reinterpret_cast<const char *>(at(first)), stride * int64_t(sizeof(typename K::Stored))};
+#if defined(REGARD_TILES)
+        } else if constexpr (K::tiled) {
+            const int64_t step = turned_bytes(dim);
+            for (int64_t j = 0; j < count; j += TURNED)
+                turn(reinterpret_cast<const char *>(at(first + j)), stride * 2, count - j < TURNED ? count - j : TURNED,
+                     dim, scratch + j / TURNED * step, ahead);
+            return {scratch, step};
+#endif
         } else if constexpr (K::pairs) {
             return paired(first, count, scratch);
         } else {

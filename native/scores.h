@@ -112,8 +112,9 @@ REGARD_INLINE void lane_bits(const Block &block, const Lanes &lanes, Bits128 &bi
     }
 }
 
-// The pieces of a block with something to compute, `tokens` of which exist; at most 8. W: lanes of a vector.
-template <int W>
+// The pieces of a block with something to compute, `tokens` of which exist; at most 8. W: lanes of a vector; G: tokens
+// that are computed together.
+template <int W, int G = 16>
 REGARD_INLINE int cut(const Block &block, const Bits128 &bits, int tokens, int lanes, Piece *pieces) {
     const int vectors = (lanes + W - 1) / W;
     const uint64_t real = lanes == LANES ? ~uint64_t(0) : (uint64_t(1) << lanes) - 1;
@@ -130,8 +131,8 @@ REGARD_INLINE int cut(const Block &block, const Bits128 &bits, int tokens, int l
             put({low, high, 0, vectors});
             continue;
         }
-        for (int g = low; g < high; g += 16) {
-            const int end = g + 16 < high ? g + 16 : high;
+        for (int g = low; g < high; g += G) {
+            const int end = g + G < high ? g + G : high;
             uint64_t some = 0;
             for (int j = g; j < end; ++j) some |= bits.of[j];
             some &= real;

@@ -8,46 +8,13 @@
 //
 // Where lanes are all in one bin of distances and keys in one column of cells, the mass is summed once for all of
 // them: so keys are taken in stretches, cut at cells. Sums of a block are floats, sums of blocks doubles.
-//
-// A unit is a segment of a head's tiles. Tiles add to columns and pictures in order; those of segments are put together
-// in the second half, in order as well. Segments follow from the call's sizes, so no thread changes a bit.
 #pragma once
 
 #include "forward_scores.h"
+#include "sweep_segments.h"
 
 namespace regard {
 namespace REGARD_ISA {
-
-// How a sweep is cut, and what its units share.
-struct SweepCut {
-    const regard_sweep &s;
-    const regard_call &c;
-    int64_t heads, tiles;           // heads of all batch rows; tiles of queries of each
-    int64_t per_segment, segments;  // tiles of a segment; segments of a head
-    int64_t rows, cells;            // of a picture
-
-    static constexpr int64_t UNITS = 64;  // where there are few heads: enough for many threads, with little to merge
-
-    explicit SweepCut(const regard_sweep &sweep)
-        : s(sweep), c(sweep.call), heads(c.batch * c.heads), tiles(c.by_query.rows) {
-        const int64_t wanted = heads && heads < UNITS ? (UNITS + heads - 1) / heads : 1;
-        per_segment = tiles > wanted ? (tiles + wanted - 1) / wanted : 1;
-        segments = (tiles + per_segment - 1) / per_segment;
-        rows = s.mean ? (c.queries + s.cell - 1) / s.cell : 0;
-        cells = s.mean ? (c.keys + s.cell - 1) / s.cell : 0;
-    }
-
-    int64_t units(int half) const { return half ? heads : heads * segments; }
-    // Sums of columns, and two rows of cells that others may add to as well: their sums, and their largest.
-    int64_t columns_bytes() const { return up(c.keys * 8, 64); }
-    int64_t edge_bytes() const { return up(cells * 8, 64); }
-    int64_t unit_bytes() const { return columns_bytes() + 4 * edge_bytes(); }
-    int64_t shared() const { return units(0) * unit_bytes(); }
-
-    // The last segments first: under a causal mask they are the longest.
-    int64_t head(int64_t unit) const { return unit % heads; }
-    int64_t segment(int64_t unit) const { return segments - 1 - unit / heads; }
-};
 
 template <typename K>
 struct Sweep {
@@ -62,8 +29,7 @@ struct Sweep {
 
     const regard_sweep &s;
     const regard_call &c;
-    const SweepCut cut_;
-    char *const shared_;
+    SweepSegment<T> segment;
     Scores<K> products;
     T *scores;  // those of `products`, and then weights
     typename K::Unit *queries;
@@ -88,9 +54,6 @@ struct Sweep {
     // the cells that are summed now: the first of their columns, where the keys of the present one end, its sums
     int64_t cell_first, cell_end;
     T *cell_sum, *cell_most;
-    // what the unit adds to
-    double *columns;
-    int64_t head, first_query, end_query;
 
     static int64_t bytes(const regard_sweep &s) {
         return of_scores(s.call) + up(int64_t(sizeof(Lane)), 64) +
@@ -100,7 +63,7 @@ struct Sweep {
     static int64_t of_scores(const regard_call &c) { return up(Scores<K>::bytes(c) + Scores<K>::queries_bytes(c), 64); }
 
     Sweep(const regard_sweep &sweep, char *shared, char *scratch)
-        : s(sweep), c(sweep.call), cut_(sweep), shared_(shared), products(c, scratch), scores(products.scores) {
+        : s(sweep), c(sweep.call), segment(sweep, shared), products(c, scratch), scores(products.scores) {
         char *at = scratch + of_scores(c);
         queries = reinterpret_cast<typename K::Unit *>(scratch + Scores<K>::bytes(c));
         lane = reinterpret_cast<Lane *>(at);
@@ -108,13 +71,12 @@ struct Sweep {
         along = reinterpret_cast<T *>(alongs + s.vector_count * LANES);
     }
 
-    // ---- units ----
-
     // The tiles of a segment, from the one with number `done` on.
     regard_status run(int64_t unit, int64_t &done, const Pause &pause) {
-        enter(cut_.head(unit), cut_.segment(unit));
-        if (!done) clear_shared();
-        const int64_t first = first_query / TILE, count = (end_query + TILE - 1) / TILE - first;
+        segment.enter(segment.cut.head(unit), segment.cut.segment(unit));
+        if (!done) segment.clear_shared();
+        const int64_t first = segment.first_query / TILE, end = (segment.end_query + TILE - 1) / TILE;
+        const int64_t count = end - first;
         while (done < count) {
             if (regard_status bad = tile(first + done)) return bad;
             if (++done < count && pause()) return REGARD_MORE;
@@ -122,98 +84,10 @@ struct Sweep {
         return REGARD_DONE;
     }
 
-    // Columns and pictures of a head, from what its segments have.
-    regard_status merge(int64_t unit) {
-        constexpr int64_t SOME = 1024;
-        T *out = static_cast<T *>(s.columns) + unit * c.keys;
-        for (int64_t first = 0; first < c.keys; first += SOME) {
-            double sums[SOME] = {};
-            const int64_t count = least(SOME, c.keys - first);
-            for (int64_t n = 0; n < cut_.segments; ++n) {
-                const double *from = shared_columns(unit, n) + first;
-                for (int64_t j = 0; j < count; ++j) sums[j] += from[j];
-            }
-            for (int64_t j = 0; j < count; ++j) out[first + j] = T(sums[j]);
-        }
-        if (s.mean) merge_cells(unit);
-        return REGARD_DONE;
-    }
-
-    // Rows of cells that several segments have: made 0, and then summed. Then all sums become means.
-    void merge_cells(int64_t unit) {
-        for (int adding = 0; adding < 2; ++adding)
-            for (int64_t n = 0; n < cut_.segments; ++n) {
-                enter(unit, n);
-                for (int64_t row = first_row(); row < end_row(); ++row)
-                    if (!is_own(row)) adding ? add_edge(row) : clear(own_cells(row));
-            }
-        for (int64_t row = 0; row < cut_.rows; ++row) {
-            const T down = T(extent(row, c.queries));
-            T *sum = own_cells(row).sum;
-            for (int64_t i = 0; i < cut_.cells; ++i) sum[i] /= down * T(extent(i, c.keys));
-        }
-    }
-
-    int64_t extent(int64_t cell, int64_t tokens) const {
-        return tokens - cell * s.cell < s.cell ? tokens - cell * s.cell : s.cell;
-    }
-
-    void enter(int64_t number, int64_t segment) {
-        head = number;
-        const int64_t rows = cut_.per_segment * TILE, end = (segment + 1) * rows;
-        first_query = segment * rows;
-        end_query = end < c.queries ? end : c.queries;
-        columns = shared_columns(head, segment);
-    }
-
-    double *shared_columns(int64_t number, int64_t segment) const {
-        return reinterpret_cast<double *>(shared_ + (number * cut_.segments + segment) * cut_.unit_bytes());
-    }
-
-    void clear_shared() {
-        memset(columns, 0, size_t(cut_.unit_bytes()));
-        if (!s.mean) return;
-        for (int64_t row = first_row(); row < end_row(); ++row)
-            if (is_own(row)) clear(own_cells(row));
-    }
-
-    // ---- pictures: a row of cells belongs to the unit that has all of its queries, or is at an edge ----
-
-    struct Cells {
-        T *sum, *most;
-    };
-    int64_t first_row() const { return first_query / s.cell; }
-    int64_t end_row() const { return (end_query + s.cell - 1) / s.cell; }
-    bool is_own(int64_t row) const {
-        const int64_t end = (row + 1) * s.cell;
-        return row * s.cell >= first_query && (end < c.queries ? end : c.queries) <= end_query;
-    }
-    Cells own_cells(int64_t row) const {
-        const int64_t at = (head * cut_.rows + row) * cut_.cells;
-        return {static_cast<T *>(s.mean) + at, static_cast<T *>(s.largest) + at};
-    }
-    Cells edge_cells(int64_t row) const {
-        char *at = reinterpret_cast<char *>(columns) + cut_.columns_bytes();
-        if (row != first_row()) at += 2 * cut_.edge_bytes();
-        return {reinterpret_cast<T *>(at), reinterpret_cast<T *>(at + cut_.edge_bytes())};
-    }
-
-    void clear(const Cells &cells) const {
-        memset(cells.sum, 0, size_t(cut_.cells) * sizeof(T));
-        memset(cells.most, 0, size_t(cut_.cells) * sizeof(T));
-    }
-    void add_edge(int64_t row) const {
-        const Cells to = own_cells(row), from = edge_cells(row);
-        for (int64_t i = 0; i < cut_.cells; ++i) {
-            to.sum[i] += from.sum[i];
-            to.most[i] = from.most[i] > to.most[i] ? from.most[i] : to.most[i];
-        }
-    }
-
     // ---- a tile ----
 
     regard_status tile(int64_t number) {
-        const int64_t b = head / c.heads, h = head % c.heads, first = number * TILE;
+        const int64_t b = segment.head / c.heads, h = segment.head % c.heads, first = number * TILE;
         lanes = {b, h, first, TILE, least(TILE, c.queries - first)};
         vectors = lanes.vectors(W);
         products.transpose_queries(lanes, queries);
@@ -229,7 +103,7 @@ struct Sweep {
         return REGARD_DONE;
     }
 
-    int64_t row_of(int i) const { return head * c.queries + lanes.first + i; }
+    int64_t row_of(int i) const { return segment.head * c.queries + lanes.first + i; }
 
     // What is subtracted from scores, in two floats: the log of what rows are divided by has more digits than one
     // holds, and where scores are large the last ones are digits of all weights.
@@ -406,7 +280,7 @@ struct Sweep {
                 for (int i = 0; i < n; ++i) sums[i] = neighbours<T>(sums[2 * i], sums[2 * i + 1]);
             alignas(64) T part[W];
             store(part, sums[0]);
-            add_to<false>(columns + first + j, part, some);
+            add_to<false>(segment.columns + first + j, part, some);
         }
     }
 
@@ -459,11 +333,11 @@ struct Sweep {
     }
 
     void add_cells(int64_t row, V sum, V most) const {
-        const Cells cells = is_own(row) ? own_cells(row) : edge_cells(row);
+        const auto cells = segment.cells(row);
         alignas(64) T sums[W], mosts[W];
         store(sums, sum);
         store(mosts, most);
-        const int some = least(W, cut_.cells - cell_first);
+        const int some = least(W, segment.cut.cells - cell_first);
         for (int i = 0; i < some; ++i) {
             cells.sum[cell_first + i] += sums[i];
             if (mosts[i] > cells.most[cell_first + i]) cells.most[cell_first + i] = mosts[i];

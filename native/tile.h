@@ -8,11 +8,12 @@
 //
 // In each lane a sum is one chain of multiply-adds in the order of i, whatever the other lanes do and however the rows
 // are grouped: a row's bits are its own. Blocking: R rows by N vectors are in registers, 6 x 4 of 32, 6 x 2 or 3 x 4
-// of 16.
+// of 16. Steps of 512-bit products are written out two at a time: native/README.md.
 #pragma once
 
 #include "exp.h"
-#include "simd.h"
+#include "float16.h"
+#include "transpose.h"
 
 namespace regard {
 namespace REGARD_ISA {
@@ -24,6 +25,7 @@ template <typename T>
 struct Fused {
     using Wide = T;
     using Unit = T;
+    static constexpr bool tiled = false;
     static constexpr int pair = 1;
     static constexpr Precision precision = Precision::wide;
     using Vector = typename Vec<T>::type;
@@ -36,6 +38,7 @@ struct Fused {
 };
 #if defined(REGARD_PAIRS)
 struct Pairs {
+    static constexpr bool tiled = false;
     using Wide = float;
     using Unit = uint32_t;
     static constexpr int pair = 2;
@@ -47,6 +50,11 @@ struct Pairs {
         return broadcast_pair(x);
     }
     static REGARD_INLINE F madd(U a, U b, F c) { return dot_pairs(a, b, c); }
+};
+#endif
+#if defined(REGARD_TILES)
+struct Tiled : Pairs {  // in tiles of 16 x 16 sums: amx.h
+    static constexpr bool tiled = true;
 };
 #endif
 
@@ -94,14 +102,18 @@ class Ahead {
     void start(int64_t rows, int64_t steps, int vectors) {
         const int64_t passes = (vectors + VECTORS - 1) / VECTORS;
         const int64_t at_once = rows_at_once(vectors < VECTORS ? vectors : VECTORS);
-        const int64_t stops = (rows + at_once - 1) / at_once * ((steps + 7) / 8) * passes;
-        pace_ = stops ? (lines_ + stops - 1) / stops : 0;
+        share((rows + at_once - 1) / at_once * ((steps + 7) / 8) * passes);
     }
 
+    // The same by the number of times that lines are asked for.
+    void share(int64_t stops) { pace_ = stops ? (lines_ + stops - 1) / stops : 0; }
+
+    // Into the first cache, or the second.
+    template <bool first = true>
     REGARD_INLINE void ask() {
         for (int64_t n = pace_; n > 0 && next_ < count_; --n) {
             Part &p = parts_[next_];
-            __builtin_prefetch(p.row + at_);
+            __builtin_prefetch(p.row + at_, 0, first ? 3 : 2);
             at_ += 64;
             if (at_ < p.bytes) continue;
             at_ = 0, p.row += p.stride;
@@ -127,19 +139,22 @@ REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::U
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) sum[r][n] = start == Start::out ? load(out + r * LANES + n * W) : V{};
+    const auto add_step = [&](int64_t i) __attribute__((always_inline)) {
+        typename P::Vector lane[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) lane[n] = load(lanes + i * LANES + n * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const typename P::Vector one = P::repeat(rows + r * row + i * step);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sum[r][n] = P::madd(one, lane[n], sum[r][n]);
+        }
+    };
     for (int64_t i = 0, until = steps; i < steps;) {
         if (along == Along::across && ahead) ahead->ask(), until = i + 8 < steps ? i + 8 : steps;
-        for (; i < until; ++i) {
-            typename P::Vector lane[N];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) lane[n] = load(lanes + i * LANES + n * W);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const typename P::Vector one = P::repeat(rows + r * row + i * step);
-#pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) sum[r][n] = P::madd(one, lane[n], sum[r][n]);
-            }
-        }
+        if constexpr (P::pair == 1 && VECTOR_BYTES == 64)
+            for (; i + 2 <= until; i += 2) add_step(i), add_step(i + 1);
+        for (; i < until; ++i) add_step(i);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)

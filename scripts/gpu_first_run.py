@@ -306,7 +306,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.out or Path(os.environ.get("OUT", ".")) / "gpu_first_run.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     results = Results(path.resolve())
-    machine(results, options.device)
+    found = machine(results, options.device)
+    if options.device == "cuda" and found and found["gpu"] is None:
+        results.say("torch sees no GPU here: --device cpu tries the way with a few cases.")
+        return 1
     tried = tuple(options.of or TRIED)
     groups = [((of,), (i, n)) for of, n in SHARDS.items() for i in range(n)]
     if options.of or options.device == "cpu":

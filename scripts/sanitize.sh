@@ -25,18 +25,38 @@ common="-std=c++17 -fPIC -g1 -O1 -fsanitize=address -fno-sanitize-recover=all -f
 # flags ISA: what CMakeLists.txt compiles it with.
 flags() { sed -n "s/^  kernels($1 *\(.*\))$/\1/p" CMakeLists.txt | head -1; }
 
-# kernels ISA FLAGS...: native/kernels.cpp for it.
+# source_of ISA: the file that CMakeLists.txt compiles for it.
+source_of() {
+    case $1 in
+        avx512vnni) echo native/kernels_vnni.cpp ;;
+        amx) echo native/kernels_amx.cpp ;;
+        *) echo native/kernels.cpp ;;
+    esac
+}
+
+# kernels ISA FLAGS...: its kernels.
 kernels() {
     # shellcheck disable=SC2046,SC2086
     "$compiler" $common -DREGARD_ISA="isa_$1" -DREGARD_KERNELS="$1" -fno-math-errno -fno-trapping-math $(flags "$1") "${@:2}" \
-        -c native/kernels.cpp -o "$place/kernels_$1.o"
+        -c "$(source_of "$1")" -o "$place/kernels_$1.o"
 }
 
+case $best in
+    portable) sets= ;;
+    avx512vnni) sets="avx512 avx512vnni" ;; # the second has few kernels of its own and shares the others
+    amx) sets="avx512bf16 amx" ;;
+    *) sets=$best ;;
+esac
 kernels portable -fsanitize=undefined &
-[ "$best" = portable ] || kernels "$best"  # vectors by hand: the checks of undefined operations would take minutes to compile
-wait $!
+portable=$!
+built=
+for isa in $sets; do
+    kernels "$isa" # vectors by hand: the checks of undefined operations would take minutes to compile
+    built="$built -DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$isa")=1"
+done
+wait $portable
 # shellcheck disable=SC2086
-"$compiler" $common -fsanitize=undefined -shared "-DREGARD_WITH_$(tr '[:lower:]' '[:upper:]' <<<"$best")=1" \
+"$compiler" $common -fsanitize=undefined -shared $built \
     native/{abi,caches,check,detect,limits,linear,listing,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
 
 cat >"$place/sanitized.py" <<PYTHON

@@ -209,6 +209,8 @@ STEPS: dict[str, tuple[dict[str, Any], int | None]] = {
     "pages": ({"layout": Paged(16)}, 400),
     "int8": ({"codec": Int8()}, 400),
     "int4": ({"codec": Int4()}, 400),
+    "rolling int8": ({"layout": Rolling(256, sinks=4, rope=Rope(64)), "codec": Int8()}, None),
+    "pages of int4": ({"layout": Paged(16), "codec": Int4()}, 400),
 }
 
 

@@ -32,6 +32,8 @@ READS = {
 ANYWHERE = {"copy_", "to", "type_as", "__set__", "__get__", "set_data", "_set_grad", "backward", "register_hook"}
 """Functions that take tensors of two devices."""
 
+_engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+
 _device_of = WeakIdKeyDictionary()
 """Where each tensor of a GPU pretends to be, also after the GPU is gone: caches keep some."""
 
@@ -53,6 +55,7 @@ class PretendedGpu(TorchFunctionMode):
         super().__init__()
         self.device = device
         self.events: list[Event] = []
+        self.is_backward = False
 
     def put(self, t: Tensor) -> Tensor:
         """The same tensor, from now on on the GPU."""
@@ -66,7 +69,18 @@ class PretendedGpu(TorchFunctionMode):
         return module
 
     def is_on_gpu(self, t: object) -> bool:
-        return isinstance(t, Tensor) and _device_of.get(t) == self.device
+        # what the autograd engine makes itself, no function of Python returned
+        unknown = self.device if self.is_backward else CPU
+        return isinstance(t, Tensor) and _device_of.get(t, unknown) == self.device
+
+    def backward(self, total: Tensor) -> None:
+        """The backward pass of a sum on the GPU; `Tensor.backward` would leave its functions out of this mode."""
+        one = self.put(torch.ones_like(total))
+        self.is_backward = True
+        try:
+            _engine.run_backward((total,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        finally:
+            self.is_backward = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,6 +112,10 @@ class PretendedGpu(TorchFunctionMode):
                     if self.device.type == "mps" and t.dtype == torch.float64:
                         raise TypeError(f"the MPS framework doesn't support float64: {name} at {_line()}")
                     self.put(t)
+        elif self.is_backward and name not in READS:
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    _device_of[t] = CPU
         return out
 
     def _check(self, func: Any, name: str, tensors: list[Tensor], there: list[bool], args: tuple[Any, ...]) -> None:
@@ -167,6 +185,21 @@ def _without_device(
                 target, placed[i] = torch.device(x), CPU
         args = tuple(placed)
     return args, kwargs, target
+
+
+class Launches:
+    """A kernel that records what the host passes to it: all but the elements of tensors."""
+
+    def __init__(self, kernel: Any, seen: list[object]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            known = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in arguments]
+            self.seen.append((grid, known, constants))
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
 
 
 @contextmanager

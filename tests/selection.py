@@ -6,8 +6,8 @@ keep a part that covers them instead of their whole product, say of 4 x 5 x 38 c
     @pytest.mark.exhaustive(per="test")       every value of every parameter at least once: 38 cases
     @pytest.mark.exhaustive(per="engine")     the same for each value of `engine`, in other combinations: 5 x 38 cases
 
-`per="engine dtype"` does so for each pair of values of the two. A value that is itself marked runs with `--all` only;
-the part covers the other values.
+`per="engine dtype"` does so for each pair of values of the two. A fixture with parameters is a parameter as well. A
+value that is itself marked runs with `--all` only; the part covers the other values.
 
 A law of hypothesis whose examples take long says how many the default run tries, and how many `--all` does:
 
@@ -15,12 +15,20 @@ A law of hypothesis whose examples take long says how many the default run tries
     @examples(12, everything=50)
 """
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
 
 ParameterSet = type(pytest.param())
+
+
+files = defaultdict[str, bool](bool)
+"""Of each file that was collected: whether the default run has a test of it."""
+
+values = defaultdict[str, dict[Any, bool]](dict)
+"""Of each test of which the default run keeps a part, and each value of its parameters: whether it is in the part."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
-        (left if left_out(item) else kept).append(item)
+        out = left_out(item)
+        (left if out else kept).append(item)
+        files[item.nodeid.split("::")[0]] |= not out
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
@@ -86,27 +96,41 @@ def covers(axes: list[Axis], turn: int = 0) -> bool:
 def left_out(item: pytest.Item) -> bool:
     """Whether only `--all` runs this test."""
     pers = [mark.kwargs.get("per") for mark in item.iter_markers("exhaustive")]
-    return None in pers or any(not _kept(item, per) for per in pers)
+    return None in pers or any(not _is_in_part(item, per) for per in pers)
 
 
-def _kept(item: pytest.Item, per: str) -> bool:
+def _is_in_part(item: pytest.Item, per: str) -> bool:
     axes = _axes(item)
+    of_test = values[item.nodeid.split("[")[0]]
+    taken = [(names, axis.at) for names, axis in axes.items()]
     fixed = [] if per == "test" else [next(names for names in axes if name in names) for name in per.split()]
     turn = sum(axes.pop(names).at for names in fixed)
-    return covers(list(axes.values()), turn)
+    found = covers(list(axes.values()), turn)
+    of_test.update({value: found or of_test.get(value, False) for value in taken})
+    return found
 
 
 def _axes(item: pytest.Item) -> dict[tuple[str, ...], Axis]:
-    """The axes of a test by the names of their parameters; several parameters of one `parametrize` are one axis."""
-    params: dict[str, Any] = item.callspec.params  # pyright: ignore[reportAttributeAccessIssue]
+    """The axes of a test by the names of their parameters; several parameters of one `parametrize` are one axis.
+
+    A fixture with parameters is an axis, too.
+    """
+    call: Any = item.callspec  # pyright: ignore[reportAttributeAccessIssue]
+    params: dict[str, Any] = call.params
     found: dict[tuple[str, ...], Axis] = {}
     for mark in item.iter_markers("parametrize"):
-        names, values = mark.args[:2]
+        names, of_mark = mark.args[:2]
         names = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
         case = [params[name] for name in names]
-        rows = [_row(value, len(names)) for value in values if not _is_for_all(value)]
+        rows = [_row(value, len(names)) for value in of_mark if not _is_for_all(value)]
         index = next(i for i, row in enumerate(rows) if all(a is b for a, b in zip(row, case, strict=True)))
         found[names] = Axis(len(rows), index)
+    fixtures: dict[str, Any] = item._fixtureinfo.name2fixturedefs  # pyright: ignore[reportAttributeAccessIssue]
+    of_marks = {name for names in found for name in names}
+    for name in (name for name in params if name not in of_marks):
+        of_fixture = list(fixtures[name][-1].params)
+        at = sum(not _is_for_all(value) for value in of_fixture[: call.indices[name]])
+        found[name,] = Axis(sum(not _is_for_all(value) for value in of_fixture), at)
     return found
 
 

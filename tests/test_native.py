@@ -36,6 +36,7 @@ X86_FEATURES = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512vnni": {"avx512_vnni"},
     "avx512bf16": {"avx512_bf16", "avx512vbmi"},
+    "amx": {"amx_tile", "amx_bf16"},
 }
 
 
@@ -95,6 +96,17 @@ def test_a_better_instruction_set_that_was_not_compiled_is_warned_of_once(monkey
     ):
         assert native.isa() == native.isas()[-1]
     assert native.isa() == native.isas()[-1]  # and no second warning, which would be an error
+
+
+@needs_library
+def test_a_library_without_amx_may_come_from_an_older_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("REGARD_ISA", raising=False)
+    monkeypatch.setenv("REGARD_QUIET", "0")
+    monkeypatch.setattr(native, "best_isa", lambda: "amx")
+    monkeypatch.setattr(native, "isas", lambda: ("portable", "avx512bf16"))
+    native._warn.cache_clear()
+    with pytest.warns(SlowWarning, match=r"REGARD_ISAS=all, by GCC 11, Clang 12 or newer\."):
+        native.isa()
 
 
 @needs_library

@@ -1,5 +1,6 @@
 """Nothing travels to the host in silence: what calls of each kind read from a GPU, and copy to it."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ from regard.integrate.transformers import use_regard
 from regard.nn import MultiHeadAttention
 from regard.storage.stored import StoredTensor
 from tests.inspect.small import TEXT, llama, words
-from tests.pretended_gpu import CUDA, Event, PretendedGpu, pretended_gpu
+from tests.pretended_gpu import CUDA, Event, Launches, PretendedGpu, pretended_gpu
 
 few_rows = pytest.importorskip("regard.gpu.few_rows", reason="Triton is not installed", exc_type=ImportError)
 
@@ -60,12 +61,27 @@ def events(gpu: PretendedGpu) -> list[Event]:
     return found
 
 
+class Mixed(torch.autograd.Function):
+    """Its backward pass mixes a tensor of the host with one of the GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0] + torch.ones(3, device="cpu")
+
+
 def test_the_pretended_gpu_sees_what_torch_would_refuse_and_what_waits(gpu: PretendedGpu):
     x, host = made(gpu, 3), torch.randn(3)
     assert x.device == (x + 1).device == torch.zeros(2, device="cuda").device == CUDA
     assert host.device == x.cpu().device == torch.device("cpu")
     with pytest.raises(RuntimeError, match="same device"):
         _ = x + host
+    with pytest.raises(RuntimeError, match="same device"):
+        gpu.backward(Mixed.apply(x.requires_grad_()).sum())
+    x = x.detach()
     events(gpu)
     assert float(x.sum())
     assert x.tolist()
@@ -86,7 +102,10 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive) if name in ("causal", "lengths") else name for name in CALLS],
+)
 def test_a_call_on_a_gpu_reads_nothing_of_it_and_a_repeated_call_copies_nothing(name: str, gpu: PretendedGpu):
     arguments = CALLS[name](gpu)
     q, k, v = made(gpu, 2, 4, 40, 16), made(gpu, 2, 2, 40, 16), made(gpu, 2, 2, 40, 16)
@@ -103,7 +122,7 @@ def test_a_backward_pass_on_a_gpu_reads_nothing_and_copies_nothing(name: str, gp
     q, k, v = made(gpu, 1, 4, 40, 16).requires_grad_(), made(gpu, 1, 2, 40, 16), made(gpu, 1, 2, 40, 16)
     for _ in range(2):
         events(gpu)
-        attend(q, k, v, **arguments).sum().backward()
+        gpu.backward(attend(q, k, v, **arguments).sum())
     assert events(gpu) == []
     assert gpu.is_on_gpu(q.grad)
 
@@ -145,7 +164,13 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("of a capacity", "int8") else name
+        for name in CACHES
+    ],
+)
 def test_a_step_of_decoding_reads_nothing_and_copies_nothing_but_block_tables(name: str, gpu: PretendedGpu):
     cache, steps = KVCache(**CACHES[name]), list[list[Event]]()
     kinds: set[bool] = set()
@@ -162,21 +187,7 @@ def test_a_step_of_decoding_reads_nothing_and_copies_nothing_but_block_tables(na
     assert sum(map(bool, steps[1:])) <= (4 if "page" in name else 0)  # of 12 steps, those that begin a page
 
 
-class Launches:
-    """A kernel that records what the host passes to it: all but the elements of tensors."""
-
-    def __init__(self, kernel: Any, seen: list[object]) -> None:
-        self.kernel, self.seen = kernel, seen
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            known = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in arguments]
-            self.seen.append((grid, known, constants))
-            self.kernel[grid](*arguments, **constants)
-
-        return launch
-
-
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(11) | Prefix(3)), Causal() & Window(8)], ids=str)
 def test_a_step_whose_position_is_on_the_gpu_is_the_same_for_the_host_at_every_position(
@@ -238,8 +249,12 @@ def test_a_module_reads_nothing_and_copies_the_frequencies_of_rope_once(gpu: Pre
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["contiguous", "of a capacity", "int8", "paged"])
-def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, gpu: PretendedGpu):
+@pytest.mark.parametrize("steps", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name",
+    ["of a capacity", "paged", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("contiguous", "int8"))],
+)
+def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, steps: int, gpu: PretendedGpu):
     model = use_regard(on_gpu(gpu, llama()))
     ids = gpu.put(torch.randint(0, 300, (2, 20)))
     model(ids, use_cache=False)
@@ -247,10 +262,10 @@ def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, gpu:
     cache = regard_cache(model, **CACHES[name])
     model(ids, past_key_values=cache)
     events(gpu)
-    found = [model(ids[:, :1], past_key_values=cache).logits for _ in range(6)]
+    found = [model(ids[:, :1], past_key_values=cache).logits for _ in range(steps)]
     assert events(gpu) == []
     if name == "of a capacity":
-        whole = model(torch.cat([ids, *[ids[:, :1]] * 6], 1), use_cache=False).logits[:, -6:]
+        whole = model(torch.cat([ids, *[ids[:, :1]] * steps], 1), use_cache=False).logits[:, -steps:]
         assert torch.allclose(torch.cat(found, 1), whole, atol=1e-4)
 
 
@@ -306,3 +321,71 @@ def test_induction_and_positional_heads_read_tokens_and_distances_once(gpu: Pret
         assert ours.at is not None
         assert exact.at is not None
         assert torch.equal(ours.at.cpu(), exact.at)
+
+
+MASKS = {
+    "padding": None,
+    "causal": Causal(),
+    "window": Causal() & Window(8),
+    "window, sinks": Causal() & (Window(11) | Prefix(3)),
+}
+
+
+@pytest.mark.parametrize("stored", ["tensors", "pages", "rotated int8"])
+@pytest.mark.parametrize("name", MASKS)
+def test_one_query_under_a_mask_tensor_of_keys_reads_nothing_of_it(name: str, stored: str, gpu: PretendedGpu):
+    """Each step has a new tensor, which a plan would have to read."""
+    kinds = {"tensors": {}, "pages": {"layout": Paged(16)}, "rotated int8": {"codec": Int8(rotate=True)}}
+    cache, sink = KVCache(**kinds[stored]), made(gpu, 4)
+    cache.append(made(gpu, 2, 2, 70, 32), made(gpu, 2, 2, 70, 32))
+    for _ in range(3):
+        q, keys, values = made(gpu, 2, 4, 1, 32), *cache.append(made(gpu, 2, 2, 1, 32), made(gpu, 2, 2, 1, 32))
+        shown = torch.rand(2, 1, 1, cache.tokens) > 0.4
+        k, v = ((t if isinstance(t, Tensor) else t.dense()).cpu() for t in (keys, values))
+        if stored == "tensors":
+            hidden = ~shown[:, 0, 0, None, :, None]
+            keys, values = (gpu.put(t.masked_fill(hidden, torch.nan)) for t in (k, v))
+        on_gpu, mask = TensorMask(gpu.put(shown.clone())), MASKS[name]
+        events(gpu)
+        out = attend(q, keys, values, mask=on_gpu if mask is None else mask & on_gpu, sink=sink, softcap=3.0)
+        assert events(gpu) == []
+        words: Any = {"sink": sink.cpu(), "softcap": 3.0}
+        words["mask"] = TensorMask(shown) if mask is None else mask & TensorMask(shown)
+        assert torch.allclose(out.cpu(), attend(q.cpu(), k, v, **words, backend="reference64"), atol=2e-6)
+
+
+def test_a_position_and_a_mask_tensor_of_keys_are_both_read_on_the_gpu(gpu: PretendedGpu):
+    q, k = made(gpu, 2, 4, 1, 16), made(gpu, 2, 2, 60, 16)
+    shown = torch.rand(2, 1, 1, 60) > 0.4
+    events(gpu)
+    mask = Causal() & Window(20) & TensorMask(gpu.put(shown.clone()))
+    out = attend(q, k, k, mask=mask, offset=gpu.put(torch.tensor([41, 7])))
+    assert events(gpu) == []
+    for row, position in enumerate((41, 7)):
+        each = [t[row : row + 1].cpu() for t in (q, k, k)]
+        exact = attend(*each, mask=Causal() & Window(20) & TensorMask(shown[row : row + 1]), offset=position)
+        assert torch.allclose(out[row : row + 1].cpu(), exact, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    ["of a capacity", "paged", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("contiguous", "int8"))],
+)
+def test_a_padded_batch_of_a_model_decodes_without_reads_in_regard(name: str, gpu: PretendedGpu):
+    model = llama()
+    on_host = use_regard(copy.deepcopy(model))
+    model = use_regard(on_gpu(gpu, model))
+    ids, padding = torch.randint(0, 300, (2, 20)), torch.ones(2, 23, dtype=torch.int64)
+    padding[0, :7] = 0
+    whole = on_host(torch.cat([ids, *[ids[:, :1]] * 3], 1), attention_mask=padding, use_cache=False).logits[:, -3:]
+    ids, padding = gpu.put(ids), gpu.put(padding)
+    cache = regard_cache(model, **CACHES[name])
+    model(ids, attention_mask=padding[:, :20], past_key_values=cache)
+    events(gpu)
+    found = [
+        model(ids[:, :1], attention_mask=padding[:, : 21 + step].clone(), past_key_values=cache).logits
+        for step in range(3)
+    ]
+    assert events(gpu) == []
+    assert torch.allclose(torch.cat(found, 1).cpu(), whole, atol=1e-4 if name != "int8" else 5e-2)

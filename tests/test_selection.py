@@ -40,7 +40,25 @@ def test_marked_value(dtype, engine):
 @pytest.mark.parametrize("way", ["to", "fro"])
 def test_pairs(dtype, engine, name, size, way):
     pass
+
+@pytest.fixture(params=["a", "b", pytest.param("c", marks=pytest.mark.exhaustive), "d"])
+def call(request):
+    return request.param
+
+@pytest.mark.exhaustive(per="test")
+@pytest.mark.parametrize("engine", ["x", "y"])
+def test_of_fixture(call, engine):
+    pass
 """
+
+WHOLE = {
+    "tests/benchmarks/test_gpu_kernels.py",
+    "tests/examples/test_ring.py",
+    "tests/fresh/test_memory_of_forgetting.py",
+    "tests/inspect/surveying/test_smollm2.py",
+    "tests/parallel/test_network.py",
+}
+"""The files of which no test is in the default run: each test takes long, and what it runs is in others."""
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (2, 7), (7, 2, 3), (4, 4), (5, 1)])
@@ -61,17 +79,38 @@ def test_short_parameters_meet_in_all_combinations_beside_a_long_one():
 @pytest.mark.parametrize(
     ("options", "passed"),
     [
-        ([], {"some": 2, "product": 6, "marked_value": 3, "pairs": 12}),
-        (["--all"], {"long": 1, "some": 3, "product": 12, "marked_value": 9, "pairs": 24}),
+        ([], {"some": 2, "product": 6, "marked_value": 3, "pairs": 12, "of_fixture": 3}),
+        (["--all"], {"long": 1, "some": 3, "product": 12, "marked_value": 9, "pairs": 24, "of_fixture": 8}),
     ],
 )
 def test_all_runs_what_the_default_leaves_out(options: list[str], passed: dict[str, int], tmp_path: Path):
     (tmp_path / "test_marked.py").write_text(TEXT)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = exhaustive")
     seen = Passed()
-    command = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", str(tmp_path), *options]
+    command = [
+        "--disable-plugin-autoload",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        f"--rootdir={tmp_path}",
+        str(tmp_path),
+        *options,
+    ]
     assert pytest.main(command, plugins=[selection, seen]) == 0
     assert Counter(seen.names) == passed
+
+
+def test_the_default_run_has_every_value_of_every_parameter(request: pytest.FixtureRequest):
+    if request.config.getoption("--all"):
+        pytest.skip("everything runs")
+    parts = selection.values.items()
+    assert [f"{test} {value}" for test, found in parts for value, is_kept in found.items() if not is_kept] == []
+
+
+def test_the_default_run_has_tests_of_every_file(request: pytest.FixtureRequest):
+    if request.config.getoption("--all"):
+        pytest.skip("everything runs")
+    assert {name for name, is_kept in selection.files.items() if not is_kept} <= WHOLE
 
 
 @pytest.mark.parametrize("skip", ["pytest.skip('no tea')", "pytest.skip('no tea', allow_module_level=True)", "pass"])
@@ -84,7 +123,15 @@ def test_no_skips_fails_where_a_test_or_a_whole_file_is_skipped(
     (tmp_path / name).write_text("\n".join(["import pytest", *lines, "def test_two(): pass"]))
     (tmp_path / "test_other.py").write_text("def test_other(): pass")
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    command = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", str(tmp_path), *options]
+    command = [
+        "--disable-plugin-autoload",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        f"--rootdir={tmp_path}",
+        str(tmp_path),
+        *options,
+    ]
     assert pytest.main(command, plugins=[selection]) == int(bool(options) and skip != "pass")
     assert ("no tea" in capsys.readouterr().out) == (bool(options) and skip != "pass")
 

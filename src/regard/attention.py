@@ -13,7 +13,8 @@ from torch.compiler import is_compiling
 from regard.arrays import A, Array, as_array_like, as_tensor, is_array
 from regard.backend.contract import Backend
 from regard.calls import current_observers, current_route, pass_to_observers, run_route
-from regard.cost.machine import Machine, find_machine
+from regard.cost.machine import Machine
+from regard.cost.machines import find_machine
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 from regard.describe.score import Score
@@ -89,8 +90,8 @@ def attend(
     al. 2017, arXiv:1706.03762, §3.2.
 
     A query that may see no key gives 0, and gradients of 0. Masked keys and values never affect the result, even if
-    they are NaN. The backends `native` and `sdpa` can be differentiated once, `backend="reference"` any number of
-    times.
+    they are NaN. The backends `native`, `triton` and `sdpa` can be differentiated once, `backend="reference"` any
+    number of times.
 
     Args:
         q: [batch, heads, queries, qk_dim]. A tensor, or an array of NumPy, JAX or another library with `__dlpack__` or
@@ -194,7 +195,7 @@ def explain(
     dropout: float = 0.0,
     offset: int | Tensor | None = None,
     backend: str | Backend | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
 ) -> Plan:
     """What `attend` would run with these arguments, why, and what it costs; nothing is computed.
 
@@ -221,13 +222,16 @@ def explain(
     return plan if machine is None else replace(plan, machine=machine)
 
 
-def _device(device: str | None, tensors: str) -> tuple[str, Machine | None]:
+def _device(device: str | torch.device | None, tensors: str) -> tuple[str, Machine | None]:
     """The kind of device that a plan is for, and the machine if one is named."""
     if device is None:
         return ("cuda" if torch.cuda.is_available() else "cpu") if tensors == "meta" else tensors, None
     if tensors != "meta":
-        raise ProblemError(f"device is for tensors on meta, and these are on {tensors}: leave it out.")
-    kind, _, name = device.partition(":")
+        raise ProblemError(
+            f'device is for tensors on meta, and these are on {tensors}: pass q.to("meta"), k.to("meta") and '
+            f'v.to("meta"), or leave device={str(device)!r} out for a plan on {tensors}.'
+        )
+    kind, _, name = str(device).partition(":")
     if kind not in KINDS:
         raise ProblemError(
             f"device {device!r} is not known: expected one of {', '.join(KINDS)}, or one with a machine, such as "

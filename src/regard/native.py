@@ -4,10 +4,11 @@ The library is a file beside this one: C++ behind a C interface (native/abi.h), 
 every torch. regard works without it: then `available()` is False, `absence()` says why, and the first call that it
 would have computed warns of that (`SlowWarning`), unless the environment variable `REGARD_QUIET` is set.
 
-Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512vnni", "avx512bf16" on x86 or "neon" on
-64-bit ARM. An installation from source compiles "portable" and the best one of the machine ("avx512vnni" brings
-"avx512", whose kernels it shares); with the environment variable `REGARD_ISAS=all` it compiles all of them, as wheels
-do. A call uses the best compiled one that the machine runs, unless the environment variable `REGARD_ISA` names another.
+Instruction sets, plainest first: "portable", then "avx2", "avx512", "avx512vnni", "avx512bf16", "amx" on x86 or "neon"
+on 64-bit ARM. An installation from source compiles "portable" and the best one of the machine ("avx512vnni" brings
+"avx512" and "amx" brings "avx512bf16", whose kernels they share); with the environment variable `REGARD_ISAS=all` it
+compiles all of them, as wheels do. A call uses the best compiled one that the machine runs, unless the environment
+variable `REGARD_ISA` names another.
 
 `native_calls.py` calls it.
 """
@@ -101,9 +102,10 @@ def isa() -> str:
         raise RefusalError(absence())
     if not asked:
         if (best := best_isa()) != here[-1]:
+            compiler = ", by GCC 11, Clang 12 or newer" if best == "amx" else ""
             warn_once(
                 f"Attention on the CPU is slower than it could be: this machine runs {best}, and regard was compiled "
-                f"for {', '.join(here)}. Install regard again on this machine, or with REGARD_ISAS=all."
+                f"for {', '.join(here)}. Install regard again on this machine, or with REGARD_ISAS=all{compiler}."
             )
         return here[-1]
     if asked not in here:

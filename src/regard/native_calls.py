@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard import native
 from regard.errors import ProblemError, RegardError
+from regard.huge_pages import advise_huge_pages
 
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """regard_dtype of native/abi.h."""
@@ -143,6 +144,19 @@ class Entry:
                 tick()
 
 
+_BEGIN = ctypes.c_int64(0)
+
+_PACK = struct.Struct(f"={len(OPERANDS)}q").pack
+
+pack_packed = struct.Struct("=q24sq24sq24sq32sq48s2q").pack
+"""Of `OPERANDS`, the addresses of q, k, v and out and the threads are integers; what follows each is bytes."""
+
+
+def packed_operands(*values: int) -> bytes:
+    """Operands that follow one another, as bytes."""
+    return struct.pack(f"={len(values)}q", *values)
+
+
 class Attend:
     """regard_attend: runs a struct of `CALL` with operands that differ from call to call.
 
@@ -151,30 +165,28 @@ class Attend:
 
     def __init__(self) -> None:
         library: Any = native.library()
-        self._pack = struct.Struct(f"={len(OPERANDS)}q").pack
         self._run, self._workspace = library.regard_attend, library.regard_attend_workspace
-        self._run.restype = self._workspace.restype = ctypes.c_int64
-        self._run.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64)
-        self._workspace.argtypes = self._run.argtypes[:2]
+        self._run.restype = self._workspace.restype = ctypes.c_int64  # without argtypes, which are converted one by one
 
-    def __call__(self, form: Any, operands: tuple[int, ...]) -> None:
+    def __call__(self, form: Any, operands: tuple[int | bytes, ...], pack: Callable[..., bytes] = _PACK) -> None:
         """Run a struct, of which an `Entry` opened the form, with operands in the order of `OPERANDS`.
 
         Args:
             operands: without the workspace.
+            pack: what makes bytes of them; `pack_packed` where some are bytes already.
         """
         # who calls from a signal handler, inside a call, gets other memory
         memory, _workspace.kept = _workspace.kept, NO_MEMORY
-        packed = self._pack(*operands, memory.address, memory.size)
-        status = self._run(form, packed, 0)
+        packed = pack(*operands, memory.address, memory.size)
+        status = self._run(form, packed, _BEGIN)
         if status == TOO_SMALL:
             memory = memory_of(self._workspace(form, packed))
-            packed = self._pack(*operands, memory.address, memory.size)
-            status = self._run(form, packed, 0)
+            packed = pack(*operands, memory.address, memory.size)
+            status = self._run(form, packed, _BEGIN)
         while status:  # in between, Python sees to its signals
             if status < 0:
                 _wrong(status)
-            status = self._run(form, packed, status)
+            status = self._run(form, packed, ctypes.c_int64(status))
         if memory.size <= KEPT_WORKSPACE:
             _workspace.kept = memory
 
@@ -190,6 +202,7 @@ class Workspace(NamedTuple):
 def memory_of(size: int) -> Workspace:
     """Workspace of `size` bytes."""
     memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    advise_huge_pages(memory)
     return Workspace(memory, size, memory.data_ptr())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.attention import attend
 from regard.describe.score import Dot, Score
 from regard.errors import ProblemError
+from regard.wide import wide_of
 
 COLDEST = 1e-30
 """The lowest temperature above 0: scores / temperature would exceed float32 at lower ones."""
@@ -109,7 +110,7 @@ class SoftDict:
         """[queries, keys], in float32 or float64."""
         score = (self.score or Dot()).bind(1, 1)
         score.dim(queries.shape[1], self.keys.shape[1])
-        wide = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
+        wide = wide_of(self.keys.dtype)
         with torch.autocast(self.keys.device.type, enabled=False):
             q, k, left = score.prepare(queries.to(wide)[None, None], self.keys.to(wide)[None, None])
             if left is None or isinstance(left, Dot):

@@ -259,6 +259,11 @@ def in_forward_mode() -> bool:
     return getattr(_forward_ad, "_current_level", 0) >= 0
 
 
+def in_transform() -> bool:
+    """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is active."""
+    return current_func_transform() is not None or getattr(_forward_ad, "_current_level", 0) >= 0
+
+
 def is_ordinary() -> bool:
     """Whether nothing changes what operators do: no dispatch mode, autocast, `torch.func` or forward mode.
 

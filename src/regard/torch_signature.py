@@ -136,11 +136,11 @@ def _causal_offset(bias: Any, queries: int, keys: int) -> int:
     return keys - queries
 
 
-def _number(given: Any) -> Any:
+def _number(value: Any) -> Any:
     """What torch takes for a number, as one of Python: tensors of no axes, unless they are learned, and numpy's."""
-    if isinstance(given, Tensor) and given.ndim == 0 and not given.requires_grad:
-        return given.item()
-    return float(given) if isinstance(given, bool | np.floating | np.integer) else given
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad:
+        return value.item()
+    return float(value) if isinstance(value, bool | np.floating | np.integer) else value
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

@@ -16,17 +16,38 @@ import torch
 import regard
 
 ROOT = Path(__file__).parents[2]
-PAPERS = sorted(
-    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md"), *ROOT.glob("examples/**/*.md")}
-)
+FOLDERS = ("docs", "src", "examples", "native", "benchmarks", "experiments", "scripts", "tests")
+PAPERS = sorted({*ROOT.glob("*.md"), *(paper for folder in FOLDERS for paper in ROOT.glob(f"{folder}/**/*.md"))})
+SOURCES = {f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.*")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def parts(paper: Path) -> set[str]:
+    """What `#part` of a link may name: the headings of a Markdown file, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", paper.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(paper: Path) -> list[str]:
     """Relative links of a Markdown file, `[text](path#part)`, that lead to nothing."""
     targets = re.findall(r"\]\(([^)\s]+)\)", paper.read_text())
-    inside = [target.partition("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
-    return [target for target in inside if not (paper.parent / target).exists()]
+    dead: list[str] = []
+    for target in targets:
+        path, _, part = target.partition("#")
+        there = paper.parent / path if path else paper
+        if re.match(r"[a-z]+:", target) or (there.exists() and (there.suffix != ".md" or not part)):
+            continue
+        if not there.exists() or part not in parts(there):
+            dead.append(target)
+    return dead
+
+
+def missing_files(paper: Path) -> list[str]:
+    """Names of source files in a folder, `folder/file.py`, that no source file has."""
+    text = re.sub(r"```.*?```", "", paper.read_text(), flags=re.DOTALL)
+    names = re.findall(r"`([\w./-]+/[\w-]+\.(?:py|h|cpp|js|toml|sh))`", text)
+    beside = {name for name in names if (paper.parent / name).exists()}
+    return [name for name in names if name not in beside and not any(source.endswith(f"/{name}") for source in SOURCES)]
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.relative_to(ROOT).as_posix())
@@ -35,8 +56,26 @@ def test_links_lead_to_files_that_exist(paper: Path):
 
 
 def test_a_dead_link_is_found(tmp_path: Path):
-    (tmp_path / "there.md").write_text("[a](there.md#part) [b](https://example.org/x) [c](#part) [d](gone.md)")
-    assert dead_links(tmp_path / "there.md") == ["gone.md"]
+    text = "# A `part`\n[a](there.md#a-part) [b](https://example.org/x) [c](#a-part) [d](gone.md) [e](#gone)"
+    (tmp_path / "there.md").write_text(text)
+    assert dead_links(tmp_path / "there.md") == ["gone.md", "#gone"]
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.relative_to(ROOT).as_posix())
+def test_source_files_that_are_named_exist(paper: Path):
+    assert missing_files(paper) == []
+
+
+def test_a_file_that_is_gone_is_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("`plan/pose.py`, `plan/gone.py`, and `native/simd.h`")
+    assert missing_files(tmp_path / "there.md") == ["plan/gone.py"]
+
+
+def test_each_file_of_a_room_is_on_the_page_of_the_room():
+    pages = [ROOT / "native/README.md", *(ROOT / "src/regard").glob("*/README.md")]
+    files = [(page, file) for page in pages for file in page.parent.glob("*.*") if file.suffix in (".py", ".cpp")]
+    unnamed = [file for page, file in files if file.stem != "__init__" and file.name not in page.read_text()]
+    assert unnamed == []
 
 
 def test_one_version_is_named_everywhere():
@@ -51,7 +90,7 @@ def test_every_piece_of_news_is_of_a_kind_that_the_changelog_shows():
     assert [name for name in names if not re.fullmatch(rf"\+[a-z0-9-]+\.({kinds})\.md", name)] == []
 
 
-def test_the_first_example_of_the_readme_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]):
+def test_the_first_example_of_the_readme_prints_what_is_below_it(capsys: pytest.CaptureFixture[str]):
     code, printed = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
     exec(code, {})
     assert capsys.readouterr().out == printed

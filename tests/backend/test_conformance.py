@@ -13,10 +13,7 @@ from tests.oracle import Case, dense, worst
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LONG = pytest.mark.exhaustive
-COMPILED = [
-    "everything",
-    *(pytest.param(name, marks=LONG) for name in ("window and sinks", "packed documents", "biases added")),
-]
+COMPILED = ("everything", "window and sinks", "packed documents", "biases added")
 """What flex is tried on: each compiles for up to half a minute."""
 LIKE_OTHERS = (
     "dense",
@@ -93,6 +90,7 @@ def test_sdpa_takes_what_torch_computes_without_a_mask():
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COMPILED)
 def test_flex_computes_the_formula_where_it_compiles(name: str):
     case = CASES[name]()

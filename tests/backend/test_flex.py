@@ -89,6 +89,7 @@ def test_32_masks_have_one_graph(counting: Counting):
     assert len(counting.graphs) == 1
 
 
+@pytest.mark.exhaustive
 def test_sizes_of_one_are_what_torch_compiles_again(counting: Counting):
     for n, m in [(60, 60), (60, 7), (7, 60), (7, 7), (1, 60), (1, 7), (50, 99), (1, 70), (5, 40)]:
         case = call(n, m, mask=Causal() & Window(5))
@@ -96,6 +97,7 @@ def test_sizes_of_one_are_what_torch_compiles_again(counting: Counting):
     assert len(counting.graphs) <= 6
 
 
+@pytest.mark.exhaustive
 def test_scales_and_softcaps_are_constants_of_a_graph(counting: Counting):
     for scale, softcap in [(0.5, 3.0), (0.25, 3.0), (0.5, 2.0), (0.5, 3.0)]:
         case = call(31, mask=Causal(), scale=scale, softcap=softcap)
@@ -106,7 +108,7 @@ def test_scales_and_softcaps_are_constants_of_a_graph(counting: Counting):
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo reads it, and hides this warning
 @pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize(
-    "name", ["biases added", "everything", *(pytest.param(n, marks=LONG) for n in PARTS_OF_OTHERS)]
+    "name", ["everything", *(pytest.param(n, marks=LONG) for n in ("biases added", *PARTS_OF_OTHERS))]
 )
 def test_gradients_are_those_of_the_definition(name: str):
     case = CASES[name]()
@@ -129,12 +131,12 @@ def leaves(case: Case) -> list[Tensor]:
 
 COMPUTED = [
     pytest.param("values of another size", marks=LONG),
-    "causal, three tiles",
+    pytest.param("causal, three tiles", marks=LONG),
     "a row of nothing but padding",
     "a mask per head",
     pytest.param("alibi, heads no power of two", marks=LONG),
     pytest.param("a bias tensor", marks=LONG),
-    "biases added",
+    pytest.param("biases added", marks=LONG),
     pytest.param("cosine", marks=LONG),
     "everything",
 ]

@@ -8,7 +8,18 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from regard import Causal, Documents, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain
+from regard import (
+    Causal,
+    Documents,
+    Mask,
+    ProblemError,
+    RefusalError,
+    TensorBias,
+    Window,
+    attend,
+    attend_state,
+    explain,
+)
 from regard.plan.tiling import schedule
 from tests.conformance import CASES, DIFFERENTIATED, differentiated
 from tests.expressions import masks
@@ -82,6 +93,26 @@ def test_dropout_drops_what_it_drops_on_a_cpu():
     assert all(worst(a, b) < 2e-5 for a, b in zip(*results, strict=True))
     whole = attend(q, k, v, mask=Causal(), backend="triton").detach()
     assert worst(results[0][0], whole) > 0.1
+
+
+def test_a_second_derivative_is_an_error_and_not_wrong():
+    q = torch.randn(1, 1, 3, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(attend(q, q, q, backend="triton").sin().sum(), q, create_graph=True)
+    with pytest.raises(RefusalError, match="'triton' can be differentiated once"):
+        torch.autograd.grad(grad.sum(), q)
+    out = attend(q, q, q, backend="triton")
+    with pytest.raises(RefusalError, match="one gradient at a time"):
+        torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("cap", [0.7, 50.0, 1e3, 1e6])
+def test_a_softcap_of_any_size_is_as_exact_as_the_scores(cap: float):
+    q, k, v = torch.randn(1, 1, 70, 16), torch.randn(1, 1, 70, 16), torch.randn(1, 1, 70, 16)
+    case = Case(q, k, v, {"softcap": cap, "scale": 1.0, "mask": Causal()})
+    for found, truth in zip(differentiated(case, "triton"), differentiated(case, "reference64"), strict=True):
+        assert worst(found, truth) <= 3e-6 * size(truth)
+    few = attend(q[:, :, :1], k, v, softcap=cap, scale=1.0, backend="triton")
+    assert worst(few, attend(q[:, :, :1], k, v, softcap=cap, scale=1.0, backend="reference64")) <= 3e-6
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -168,8 +199,9 @@ def test_a_plan_is_made_for_a_named_device():
     q = torch.empty(1, 8, 4096, 128, device="meta", dtype=torch.bfloat16)
     plan = explain(q, q, q, mask=Causal(), device="cuda:h100")
     assert "on NVIDIA H100 SXM5 at least 0.0347 ms" in str(plan)  # 4 * 8 * 4096 * 4097 / 2 * 128 FLOP at 989.4 TFLOP/s
+    assert str(explain(q, q, q, mask=Causal(), device=torch.device("cuda", 0))).splitlines()[1] == "runs on triton"
     assert explain(q, q, q, mask=Causal(), device="mps").backend == "reference"
     with pytest.raises(ProblemError, match=r"unknown machine 'h10'\. Near: h100"):
         explain(q, q, q, device="cuda:h10")
-    with pytest.raises(ProblemError, match="device is for tensors on meta"):
+    with pytest.raises(ProblemError, match=r'device is for tensors on meta, .* on cpu: pass q\.to\("meta"\)'):
         explain(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), device="cuda")

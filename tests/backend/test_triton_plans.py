@@ -1,5 +1,8 @@
 """The plans of the kernels for GPUs: one for each kind of call, whatever its lengths and masks."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Documents, Prefix, T5Bias, Window, attend, explain
+from regard import Alibi, Causal, Documents, Prefix, ProblemError, T5Bias, TensorBias, Window, attend, explain
 from regard.cache import Int8, KVCache, Paged
 from regard.dispatch import choose, plan_cache
 from regard.dispatch.execute import execute
@@ -48,16 +51,29 @@ WORDS: dict[str, Any] = {
     "window, sinks": lambda keys: {"mask": Causal() & (Window(19) | Prefix(2)), "softcap": 3.0},
     "documents": lambda keys: {"mask": Causal() & Documents(torch.arange(keys) // 23)},
     "biases": lambda keys: {"bias": Alibi(HEADS) + T5Bias(TABLE)},
+    "a bias as wide as the keys": lambda keys: {"bias": Alibi(HEADS) + TensorBias(torch.randn(1, 1, 1, keys))},
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_lengths_of_decoding_have_one_plan(name: str, plans: list[choose.Plan]):
-    for keys in range(30, 94, 1 if name == "window, sinks" else 9):
+@pytest.mark.parametrize(
+    ("name", "step"), [*((name, 9) for name in WORDS), pytest.param("window, sinks", 1, marks=pytest.mark.exhaustive)]
+)
+def test_lengths_of_decoding_have_one_plan(name: str, step: int, plans: list[choose.Plan]):
+    for keys in range(30, 94, step):
         case = Case(*tensors(1, keys), WORDS[name](keys))
         out = attend(case.q, case.k, case.v, **case.words, backend="triton")
         assert worst(out, dense(case)[0]) < 2e-6
     assert len(plans) <= (2 if name in ("window, sinks", "documents") else 1)  # a short one may hide nothing
+
+
+def test_on_a_cpu_lengths_under_a_bias_as_wide_as_the_keys_have_one_plan(plans: list[choose.Plan]):
+    for keys in (30, 31, 44):
+        for queries in (1, 7):
+            case = Case(*tensors(queries, keys), {"bias": TensorBias(torch.randn(HEADS, queries, keys))})
+            assert worst(attend(case.q, case.k, case.v, **case.words), dense(case)[0]) < 2e-6
+    assert len(plans) == 2  # with one row, and with several
+    with pytest.raises(ProblemError, match="does not broadcast"):
+        attend(*tensors(7, 44), bias=TensorBias(torch.randn(HEADS, 7, 30)))
 
 
 def test_lengths_of_training_have_one_plan_and_the_gradients_of_the_definition(plans: list[choose.Plan]):
@@ -70,12 +86,13 @@ def test_lengths_of_training_have_one_plan_and_the_gradients_of_the_definition(p
     assert len(plans) == 1
 
 
-def test_a_cache_of_pages_or_codes_decodes_by_one_plan(plans: list[choose.Plan]):
+@pytest.mark.parametrize("steps", [20, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_a_cache_of_pages_or_codes_decodes_by_one_plan(steps: int, plans: list[choose.Plan]):
     for cache in (KVCache(Paged(16)), KVCache(Paged(16), Int8(residual=16, sinks=0))):
         q, k, v = tensors(64, 64)
         cache.append(k, v)
         plans.clear()
-        for _ in range(40):
+        for _ in range(steps):
             q, k, v = tensors(1, 1)
             stored = cache.append(k, v)
             out = attend(q, *stored, mask=Causal(), backend="triton")
@@ -99,7 +116,7 @@ def test_a_backend_on_a_gpu_is_the_same_whatever_was_called_before(
     plans.clear()
     with pretended_gpu() as gpu:
         for queries, keys, mask in calls:
-            q, k, v = (gpu.put(t) for t in tensors(queries, keys))
+            q, k, v = (gpu.put(t.bfloat16()) for t in tensors(queries, keys))  # torch shares heads of half types
             attend(q, k, v, mask=mask)
     assert ran == expected
     assert {"sdpa", "triton"} <= set(ran)
@@ -110,7 +127,7 @@ MASKS = (None, Causal(), Causal() & Window(40), Window(500, 500))
 
 
 def on_meta(queries: int, keys: int, mask: Any) -> str:
-    q, k, v = (t.to("meta") for t in tensors(queries, keys))
+    q, k, v = (t.bfloat16().to("meta") for t in tensors(queries, keys))
     plan = explain(q, k, v, mask=mask, device="cuda")
     return plan.backend
 
@@ -122,3 +139,21 @@ def test_steps_of_several_lengths_in_turn_have_the_tiles_of_their_own(plans: lis
             out = attend(case.q, case.k, case.v, **case.words, backend="triton")
             assert worst(out, dense(case)[0]) < 2e-6
     assert len(plans) == 1
+
+
+def test_no_size_and_no_seed_makes_another_kernel():
+    """Where the kernels are compiled, which the tests of this process do not do."""
+    program = """
+from regard.gpu.backward import gradient_of_keys, gradient_of_queries
+from regard.gpu.forward import forward
+from regard.gpu.sweep import sweep
+for kernel in (forward, gradient_of_queries, gradient_of_keys, sweep):
+    print(*(p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)))
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert not {"batch", "heads", "group", "queries", "keys", "section", "seed_low", "threshold"} & {*line.split()}
+        assert {"q", "k_token", "scale"} <= {*line.split()}

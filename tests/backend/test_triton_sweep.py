@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from regard import Alibi, Causal, Documents, KeyLengths, Mask, TensorBias, TensorMask, Window
@@ -12,6 +12,7 @@ from regard.inspect.sweep import Sweep, by_torch, by_triton
 from regard.inspect.weights.lazy import Weights
 from tests.expressions import masks
 from tests.inspect.dense import called
+from tests.selection import examples
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
 
@@ -43,11 +44,12 @@ def same(found: Sweep, expected: Sweep, weights: Weights) -> None:
 
 
 @given(mask=masks(23, 29))
-@settings(max_examples=5)
+@examples(3, everything=8)
 def test_the_sums_under_a_random_mask_are_those_of_the_definition(mask: Mask):
     agree(drawn(23, 29, heads=6, mask=mask), picture=5, along=torch.randn(2, 3, 29))
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize(
     "words",
     [

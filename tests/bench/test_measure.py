@@ -12,6 +12,7 @@ from regard.bench.case import COLD, Case
 from regard.bench.measure import measure
 from regard.bench.rounds import Effort
 from regard.dispatch.plan_cache import forget
+from regard.machine import cache_sizes
 from regard.plan import tiling
 
 ONCE = Effort(seconds=0.0, least=1, most=1)
@@ -113,6 +114,12 @@ def test_the_machine_computes_more_on_wider_vectors_and_never_less_than_a_scalar
 def test_memory_is_read_at_some_speed(monkeypatch):
     monkeypatch.setattr(limits, "_touched", lambda: torch.ones(1 << 20))
     assert limits.stream(1) > 1e8
+
+
+def test_what_is_read_from_memory_does_not_fit_the_last_level_cache():
+    last = max(cache_sizes().values(), default=0)
+    assert limits.STREAMED >= 256 << 20
+    assert min(2 * last, limits.MEMORY // 16) <= limits.STREAMED
 
 
 @needs_library

@@ -244,6 +244,12 @@ def test_an_instruction_set_limits_regard_and_torch_of_a_new_process(monkeypatch
     assert "limited to default" in report.machine()
 
 
+def test_each_instruction_set_limits_torch_to_no_better_one():
+    sets = [instruction_set.limits(isa)["ONEDNN_MAX_CPU_ISA"] for isa in ("avx2", "avx512", "avx512vnni", "avx512bf16")]
+    assert sets == ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"]
+    assert instruction_set.limits("a better one") == {"REGARD_ISA": "a better one"}
+
+
 @pytest.mark.parametrize("arguments", [["--threads", "0"], ["--dtype", "int8"], ["--rounds", "few"], ["more"]])
 def test_arguments_that_are_none_are_refused_in_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as end:

@@ -87,7 +87,13 @@ def test_every_library_is_timed_in_every_round():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("causal, 2,048, d 64", marks=LONG), "ALiBi, 16,384", "causal, sinks learned", "int8, 64"]
+    "name",
+    [
+        pytest.param("causal, 2,048, d 64", marks=LONG),
+        pytest.param("ALiBi, 16,384", marks=LONG),
+        "causal, sinks learned",
+        "int8, 64",
+    ],
 )
 def test_a_case_has_each_tensor_where_a_gpu_needs_it(name: str):
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")

@@ -14,11 +14,11 @@ from benchmarks.gpu_kernels import CHIPS
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
 
 ROOT = Path(__file__).parents[2]
-LONG = pytest.mark.exhaustive
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("chip", ["sm_90", *(pytest.param(chip, marks=LONG) for chip in CHIPS if chip != "sm_90")])
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_kernel_fits_the_chip(chip: str):
     for found in compiled(chip):
         name = f"{found['variant']} on {chip}"

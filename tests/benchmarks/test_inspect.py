@@ -11,6 +11,7 @@ from benchmarks.inspect_cost import reached
 from tests.inspect.reports import report
 
 
+@pytest.mark.exhaustive
 def test_a_quick_run_prints_a_sweep_beside_its_attention(capsys: pytest.CaptureFixture[str]):
     assert inspect.main(["--quick", "--threads", "1"]) == 0
     said = capsys.readouterr().out
@@ -38,6 +39,7 @@ def test_the_page_says_its_size_and_what_was_not_measured(monkeypatch: pytest.Mo
     assert re.search(r"heads, \d+ tokens: 0\.\d MB \(goal: less than 15; reached: yes\)\. There is no", said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 @pytest.mark.skipif(not inspect_page.CHROMIUM.exists(), reason="no Chromium at /usr/bin/chromium")
 def test_the_page_is_opened_and_timed(monkeypatch: pytest.MonkeyPatch):

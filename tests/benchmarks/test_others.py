@@ -67,3 +67,21 @@ def test_what_differs_from_a_plain_causal_call_is_told_to_the_others():
         assert (more.window is not None) == ("Window" in repr(options.get("mask"))), case.name
         assert more.alibi == ("bias" in options), case.name
         assert more.causal == ("Causal" in repr(options.get("mask"))), case.name
+
+
+@pytest.mark.parametrize(
+    ("best", "library"), [("avx2", "_C_AVX2"), ("avx512vnni", "_C_AVX512"), ("avx512bf16", "_C"), ("avx1024", "_C")]
+)
+def test_the_library_of_vllm_is_that_for_the_best_instructions(best, library, monkeypatch, tmp_path):
+    loaded = []
+    monkeypatch.setattr(vllm_calls.native, "best_isa", lambda: best)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    vllm_calls.load(tmp_path)
+    assert loaded == [tmp_path / "vllm" / f"{library}.abi3.so"]
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_vllm_multiplies_bf16_alone_by_amx_where_there_is_amx(has_amx, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    assert vllm_calls.engine(torch.bfloat16) == ("amx" if has_amx else "vec")
+    assert vllm_calls.engine(torch.float32) == "vec"

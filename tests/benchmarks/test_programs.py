@@ -1,5 +1,6 @@
 """`./bench programs`: whole programs with and without regard."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +26,7 @@ def test_without_attention_every_argument_gets_a_gradient_and_nothing_is_compute
     assert k.grad is not None
 
 
+@pytest.mark.exhaustive
 def test_the_table_is_printed_and_unknown_names_are_refused(capsys):
     assert programs.main(["--cases", "2 x 10", "--dtype", "float32", "--seconds", "0.01", "--threads", "1"]) == 0
     assert "| nn.TransformerEncoder, 2 x 10 tokens | float32 | forward |" in capsys.readouterr().out

@@ -56,13 +56,13 @@ POLICIES = {
     "expected": ExpectedAttention(61, values=False, rope=Rope(QK)),
 }
 WORDS = [
-    pytest.param(layout, codec, policy, marks=[pytest.mark.exhaustive] if policy != "none" and (i + j + k) % 4 else [])
+    pytest.param(layout, codec, policy, marks=[pytest.mark.exhaustive] if policy != "none" and (i + j + k) % 8 else [])
     for i, layout in enumerate(LAYOUTS)
     for j, codec in enumerate(CODECS)
     for k, policy in enumerate(POLICIES)
     if not (layout == "rolling" and policy != "none") and not (layout == "latent" and codec == "int8 rotated")
 ]
-"""By default each layout and codec, and a policy of eviction with a quarter of them."""
+"""By default each layout and codec, and a policy of eviction with an eighth of them."""
 
 
 def dense(found: CachedTensor) -> Tensor:

@@ -53,6 +53,7 @@ def goes_together(layout: str, codec: str, policy: str) -> bool:
     return not (layout == "latent" and codec == "int8 rotated")
 
 
+@pytest.mark.exhaustive(per="layout codec")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -289,6 +290,7 @@ def sizes_of(cache: KVCache, device: str) -> list[object]:
     return [*found, cache.tokens, cache.bytes, cache.allocated_bytes]
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_meta_tensors_tell_sizes_before_there_is_memory(layout: str, codec: str):

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
@@ -16,6 +15,7 @@ from regard.cache.sequence import Sequence
 from regard.storage.codec import Codec, Int4, Int8, decode_rows, decode_tiled, encode_rows, encode_tiled
 from regard.storage.stored import StoredTensor
 from tests.cache.marked_tokens import HEADS, QK, V, numbers
+from tests.selection import examples
 
 
 def quantised(codec: Codec, page: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,8 +252,8 @@ class PoolOfSmallCodes(Pool):
     page, pages, codec = 16, 13, Int4(group=16, residual=0, sinks=0, keys="token")
 
 
-for machine, examples in ((Pool, 15), (PoolOfCodes, 6), (PoolOfSmallCodes, 6)):
-    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=30, deadline=None)
+for machine, default, everything in ((Pool, 6, 15), (PoolOfCodes, 3, 6), (PoolOfSmallCodes, 3, 6)):
+    machine.TestCase.settings = examples(default, everything=everything, stateful_step_count=30, deadline=None)
 
 TestPool = Pool.TestCase
 TestPoolOfCodes = PoolOfCodes.TestCase

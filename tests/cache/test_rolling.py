@@ -38,6 +38,9 @@ ROPES = {
 }
 
 
+LIKE_OTHERS = ("interleaved", "a part", "linear", "NTK")
+
+
 def places(count: int, window: int, sinks: int) -> list[int]:
     """Of so many tokens those that are kept: the sinks and the last ones."""
     return [*range(min(sinks, count)), *range(max(count - (window - sinks), sinks), count)]
@@ -58,7 +61,10 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Tensor:
 
 @pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("far", [0, 1_000_000])
-@pytest.mark.parametrize("name", [*ROPES, None])
+@pytest.mark.parametrize(
+    "name",
+    [None, *(pytest.param(name, marks=pytest.mark.exhaustive) if name in LIKE_OTHERS else name for name in ROPES)],
+)
 def test_it_is_the_paper_s_definition_over_hundreds_of_steps(name: str | None, far: int):
     """Positions inside the cache, keys rotated anew from what they were: what the cache never does.
 
@@ -86,7 +92,15 @@ def test_it_is_the_paper_s_definition_over_hundreds_of_steps(name: str | None, f
 
 
 @pytest.mark.exhaustive(per="test")
-@pytest.mark.parametrize("codec", [Int8(16, 5), Int4(16, 0), Fp8(16, 16), Int8(16, 5, rotate=True)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Int4(16, 0),
+        Int8(16, 5, rotate=True),
+        *(pytest.param(codec, marks=pytest.mark.exhaustive) for codec in (Int8(16, 5), Fp8(16, 16))),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize("window", [23, 67])
 def test_with_codes_the_sinks_stay_plain_and_the_rest_is_near(codec: Codec, window: int):
     rope, sinks, steps = Rope(DIM), 3, 307
@@ -127,7 +141,9 @@ def test_what_is_kept_is_the_same_however_the_tokens_came():
             assert torch.equal(values, found[0][1])
 
 
-@pytest.mark.parametrize("codec", [None, torch.bfloat16, Int8(16, 3)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [pytest.param(None, marks=pytest.mark.exhaustive), torch.bfloat16, Int8(16, 3)], ids=repr
+)
 def test_memory_stays_the_same_over_a_long_stream(codec: Codec | torch.dtype | None):
     cache, held = KVCache(Rolling(29, 4, Rope(DIM)), codec), set[int]()
     k, v = tokens_of(1, batch=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from regard import Alibi, Causal, ProblemError, Rope, Window, attend
 from regard.cache import Contiguous, Fp8, Int4, Int8, Knorm, KVCache, Latent, Paged, PagePool, Rolling
 from tests.oracle import Case, dense, worst
-from tests.pretended_gpu import PretendedGpu, pretended_gpu
+from tests.pretended_gpu import Launches, PretendedGpu, pretended_gpu
 
 few_rows = pytest.importorskip("regard.gpu.few_rows", reason="Triton is not installed", exc_type=ImportError)
 
@@ -28,7 +28,17 @@ CACHES: dict[str, tuple[dict[str, Any], int | None]] = {
     "int8 by token": ({"codec": Int8(group=16, residual=0, sinks=0, keys="token")}, 80),
     "rotated fp8": ({"codec": Fp8(group=16, residual=8, rotate=True)}, 80),
     "int4": ({"codec": Int4(group=32, residual=16, sinks=0)}, 80),
+    "rolling int8": ({"layout": Rolling(24, sinks=3), "codec": Int8(group=16, residual=4)}, None),
+    "rolling int4, rotated sinks": (
+        {"layout": Rolling(24, sinks=3, rope=Rope(DIM)), "codec": Int4(group=16, residual=0, keys="token")},
+        None,
+    ),
+    "pages of int8": ({"layout": Paged(16), "codec": Int8(group=16, residual=16, sinks=4)}, 80),
+    "pages of int4": ({"layout": Paged(32), "codec": Int4(group=32, residual=0, sinks=0, rotate=True)}, 80),
 }
+
+LIKE_OTHERS = ("as bf16", "rolling", "int8", "int8 by token", "int4", "rolling int8")
+"""What these do at a step, another one does as well."""
 
 
 @pytest.fixture
@@ -37,22 +47,9 @@ def gpu() -> Iterator[PretendedGpu]:
         yield gpu
 
 
-class Launches:
-    """A kernel that records what the host passes to it: all but the elements of tensors."""
-
-    def __init__(self, kernel: Any, seen: list[object]) -> None:
-        self.kernel, self.seen = kernel, seen
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            known = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in arguments]
-            self.seen.append((grid, known, constants))
-            self.kernel[grid](*arguments, **constants)
-
-        return launch
-
-
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LIKE_OTHERS else name for name in CACHES]
+)
 def test_every_step_is_the_same_for_the_host_and_right(name: str, gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch):
     launches: list[object] = []
     for kernel in ("_SPAN", "_MERGE"):
@@ -83,7 +80,9 @@ def tokens(gpu: PretendedGpu, count: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-@pytest.mark.parametrize("name", ["contiguous", "rolling, rotated sinks", "int8"])
+@pytest.mark.parametrize(
+    "name", ["contiguous", "int8", pytest.param("rolling, rotated sinks", marks=pytest.mark.exhaustive)]
+)
 def test_a_step_can_be_repeated_at_its_position(name: str, gpu: PretendedGpu):
     options, capacity = CACHES[name]
     cache = KVCache(**options)
@@ -125,6 +124,68 @@ def test_latents_have_steps(gpu: PretendedGpu):
         out = attend(q, *steps.append(k), mask=Causal())
         stored = (t.cpu() for t in cache.append(k) if isinstance(t, Tensor))
         assert worst(out.cpu(), dense(Case(q.cpu(), *stored))[0]) < 2e-6
+
+
+def test_latents_as_codes_have_steps(gpu: PretendedGpu):
+    cache = KVCache(Latent(24), Int8(group=16, residual=8, sinks=4))
+    cache.append(gpu.put(torch.randn(ROWS, 1, 30, DIM)))
+    steps = cache.steps(60)
+    for _ in range(20):
+        k, q = gpu.put(torch.randn(ROWS, 1, 1, DIM)), gpu.put(torch.randn(ROWS, HEADS, 1, DIM))
+        out = attend(q, *steps.append(k), mask=Causal())
+        stored = (t.dense().cpu() for t in cache.append(k) if not isinstance(t, Tensor))
+        assert worst(out.cpu(), dense(Case(q.cpu(), *stored))[0]) < 2e-6
+
+
+CODES: dict[str, tuple[dict[str, Any], int | None]] = {
+    "contiguous": ({"codec": Int8(group=16, residual=8, sinks=4)}, 90),
+    "pages": ({"layout": Paged(16), "codec": Int4(group=32, residual=33, sinks=20)}, 180),
+    "latents": ({"layout": Latent(24), "codec": Fp8(group=16, residual=0)}, 90),
+    "rolling": ({"layout": Rolling(61, sinks=5, rope=Rope(DIM)), "codec": Int8(group=16, residual=9)}, None),
+}
+
+
+@pytest.mark.parametrize("prompt", [37, 80])
+@pytest.mark.parametrize("name", CODES)
+def test_steps_over_codes_store_the_bits_of_the_ordinary_cache(name: str, prompt: int):
+    options, capacity = CODES[name]
+    cache, heads = KVCache(**options), 1 if name == "latents" else KV_HEADS
+
+    def new(count: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(ROWS, heads, count, DIM) for _ in range(1 if name == "latents" else 2))
+
+    cache.append(*new(prompt))
+    steps = cache.steps(capacity)
+    for number in range(60 if capacity is None else min(60, capacity - prompt)):
+        token = new(1)
+        for step, stored in zip(steps.append(*token), cache.append(*token), strict=True):
+            assert not isinstance(step, Tensor)
+            assert not isinstance(stored, Tensor)
+            a, b = step.dense()[:, :, : stored.shape[2]], stored.dense()
+            assert step.row_lengths == (stored.shape[2],) * ROWS
+            if name == "rolling":  # in another order
+                a, b = a.sort(2)[0], b.sort(2)[0]
+            assert torch.equal(a, b), number
+
+
+def test_steps_over_pages_of_codes_change_no_page_that_other_sequences_have():
+    codec = Int8(group=16, residual=40, sinks=0)
+    pool, ids = PagePool(page=16, codec=codec), list(range(96))
+    tokens = torch.randn(2, 1, KV_HEADS, 96, DIM)
+    known = pool.sequence(ids)
+    pool.append([known], *tokens)
+    before = [t.dense() for t in pool.append([known], *tokens[:, :, :, :0])]
+    cache = KVCache(Paged(16, pool), codec)
+    cache.append(*tokens)
+    cache.select(torch.zeros(2, dtype=torch.int64))  # two rows with the same pages
+    steps = cache.steps(100)
+    for _ in range(4):
+        steps.append(*torch.randn(2, 2, KV_HEADS, 1, DIM))
+    after = [t.dense() for t in pool.append([known], *tokens[:, :, :, :0])]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    used = pool.storage.used
+    del steps
+    assert pool.storage.used < used
 
 
 def test_on_a_cpu_the_lengths_are_read():
@@ -169,9 +230,10 @@ def test_what_steps_cannot_have_is_an_error(gpu: PretendedGpu):
         ({"evict": Knorm(24)}, 30, 40, "has no steps"),
         ({"layout": Rolling(24)}, 30, 40, "leave it out"),
         ({"layout": Rolling(24, sinks=4)}, 3, None, "expected the 4 sinks"),
-        ({"layout": Rolling(24), "codec": Int8()}, 30, 40, "leave out either"),
-        ({"layout": Paged(32), "codec": Int8()}, 30, 40, "take Contiguous"),
-        ({"codec": Int8(sinks=32)}, 30, 90, "32 sinks or more"),
+        ({"layout": Rolling(24), "codec": Int8()}, 30, None, "expected a window of 68 tokens or more"),
+        ({"layout": Paged(16), "codec": Int8(sinks=32)}, 30, 90, "32 tokens or more"),
+        ({"codec": Int8(sinks=32)}, 30, 90, r"32 sinks or more\."),
+        ({"codec": Int8(sinks=1)}, 5, 90, r"5 tokens .* 32 sinks or more \(sinks=1, rounded up to groups of 32\)\."),
         ({"layout": Contiguous(capacity=35)}, 30, 40, "capacity=35"),
     ]
     for options, prompt, capacity, says in cases:

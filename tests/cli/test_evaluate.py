@@ -126,6 +126,12 @@ def test_the_examples_of_one_process_alone_are_shown_with_a_note(model, here, ca
     ("arguments", "message"),
     [
         (["needel"], "unknown task 'needel'. Near: needle"),
+        (
+            ["show", "a.jsonl", "--samples", "5"],
+            "regard evaluate show has no --samples: it shows runs with the settings",
+        ),
+        (["show", "a.jsonl", "--model", "b"], "show has no --model"),
+        (["show", "a.jsonl", "--seed", "0"], "show has no --seed"),
         (["stream", "--seed", "1"], "the task stream has no --seed: expected --lengths, --samples, --haystack"),
         (["vt", "--depths", "0.5"], "the task vt has no --depths: expected --lengths, --samples, --seed"),
         (["passkey", "--model", "nowhere.py:f"], "there is no file nowhere.py"),

@@ -54,7 +54,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     "arguments",
     [
         ("package/sees.py", "a", "--b", "-m", "c.py"),
-        ("./package/../package/sees.py", "exit"),
+        pytest.param(("./package/../package/sees.py", "exit"), marks=LONG),
         pytest.param(("package/sees.py", "raise"), marks=LONG),
         ("-m", "package", "a", "--html", "x"),
         pytest.param(("-m", "package.module", "raise"), marks=LONG),
@@ -71,6 +71,7 @@ def test_a_program_sees_what_it_sees_without_regard(folder: Path, arguments: tup
     assert "regard" not in ours.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_error_is_shown_as_python_shows_it(folder: Path):
     arguments = ("package/sees.py", "raise")
     ours, theirs = python(folder, "-m", "regard", *arguments), python(folder, *arguments)

@@ -167,7 +167,7 @@ COUNTED = sorted({*family_names()} - NOT_OF_TRANSFORMERS - WITHOUT_A_MODEL)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *(pytest.param(each, {}, marks=[pytest.mark.exhaustive] if i % 8 else []) for i, each in enumerate(COUNTED)),
+        *(pytest.param(each, {}, marks=[pytest.mark.exhaustive] if i % 16 else []) for i, each in enumerate(COUNTED)),
         *SETTINGS.items(),
         *FORMS,
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import regard.cost.machine
-from regard.cost.machine import find_machine, machine_names
+from regard.cost.machines import find_machine, machine_names
 from regard.errors import ProblemError
 
 ROWS = tomllib.loads((Path(regard.cost.machine.__file__).parent / "machines.toml").read_text())

@@ -14,7 +14,7 @@ from regard.cli import cost_view
 from regard.cli.cost import this_machine as found_machine
 from regard.cost import call_cost, cost, find_machine
 from regard.cost import this_machine as stored
-from regard.cost.expected import BACKWARD, START, expected_pass, expected_seconds
+from regard.cost.expected import BACKWARD, START, expected_pass, expected_seconds, forward_work
 from regard.cost.machine import Efficiency, Machine
 from regard.cost.this_machine import fast_memory, identity, read_this_machine, stored_at
 from regard.cost.work import Parts, Work
@@ -36,6 +36,9 @@ def test_the_machine_is_measured_once_and_then_read(monkeypatch):
     assert measured.bandwidth > 1e8
     assert measured.peak("bfloat16") > 1e8
     assert measured.fast_memory == fast_memory() >= 2**14
+    for e in (measured.efficiency or {}).values():
+        assert 0 < (e.wide_share or 0) <= 1
+        assert 0 < (e.gradient_share or 0) <= 1
     monkeypatch.setattr(this_machine, "measure_this_machine", lambda: pytest.fail("measured again"))
     assert found_machine() == measured == read_this_machine() == find_machine("this")
 
@@ -44,11 +47,25 @@ def test_the_machine_is_measured_once_and_then_read(monkeypatch):
 def test_another_processor_or_version_is_measured_again(monkeypatch):
     this_machine.measure_this_machine()
     content = json.loads(stored_at().read_text())
-    for change in ({"identity": "another"}, {"efficiency": {"float32": {"pace": 1}}}, {"flops": {"float32": -1}}):
+    older = {dtype: {k: v for k, v in e.items() if k != "wide_share"} for dtype, e in content["efficiency"].items()}
+    for change in ({"identity": "another"}, {"efficiency": older}, {"flops": {"float32": -1}}):
         stored_at().write_text(json.dumps(content | change))
         assert read_this_machine() is None
     stored_at().write_text("[]")
     assert read_this_machine() is None
+
+
+def test_machines_of_one_name_are_told_apart_by_their_models(monkeypatch):
+    one = identity()
+    monkeypatch.setattr(stored, "model", lambda: "6/9999/1")
+    assert identity() != one
+
+
+def test_the_fast_memory_is_the_second_cache(monkeypatch):
+    monkeypatch.setattr(stored, "cache_sizes", lambda: {1: 48 << 10, 2: 2 << 20, 3: 480 << 20})
+    assert fast_memory() == 2 << 20
+    monkeypatch.setattr(stored, "cache_sizes", dict)
+    assert fast_memory() == stored.FALLBACK_FAST_MEMORY
 
 
 def test_without_the_library_it_says_so(monkeypatch):
@@ -172,8 +189,8 @@ def machine(**efficiency: Efficiency) -> Machine:
     return Machine("m", "m", "here", {"float32": 1e11, "bfloat16": 2e11}, 1e10, 2**34, 2**20, 1, efficiency or None)
 
 
-def plan_of(queries: int, keys: int, mask=None, dtype=torch.float32):
-    q, k = (torch.empty(1, 8, n, 64, dtype=dtype) for n in (queries, keys))
+def plan_of(queries: int, keys: int, mask=None, dtype=torch.float32, dim: int = 64):
+    q, k = (torch.empty(1, 8, n, dim, dtype=dtype) for n in (queries, keys))
     return explain(q, k, k, mask=mask, backend="native" if native.available() else None)
 
 
@@ -182,6 +199,34 @@ def test_full_tiles_take_their_flops_at_a_share_of_the_peak():
     assert expected_seconds(plan_of(512, 512), machine(float32=e)) == pytest.approx(
         START + 8 * 512**2 * 4 * 64 / 0.5e11
     )
+
+
+@pytest.mark.parametrize(("dim", "share"), [(64, 0.25), (128, 0.4), (256, 1024 / 1792)])
+def test_the_share_grows_with_the_dims_as_a_pair_takes_time_of_its_own(dim, share):
+    e = Efficiency(0.25, 1.0, 0.1, wide_share=0.4)
+    assert expected_seconds(plan_of(512, 512, dim=dim), machine(float32=e)) == pytest.approx(
+        START + 8 * 512**2 * 4 * dim / (share * 1e11)
+    )
+
+
+@pytest.mark.parametrize("wide", [None, 0.1])
+def test_a_share_that_does_not_grow_is_that_of_64_dims(wide):
+    e = Efficiency(0.25, 1.0, 0.1, wide_share=wide)
+    assert [forward_work(e, 4 * d) for d in (32, 64, 128)] == [512, 1024, 2048]
+
+
+def test_a_backward_pass_takes_its_flops_at_a_share_of_its_own():
+    pairs = 8 * 512**2
+    for gradient_share, share in ((0.1, 0.1), (None, 0.5)):
+        e = Efficiency(0.5, 1.0, 0.1, gradient_share=gradient_share)
+        expected = expected_seconds(plan_of(512, 512), machine(float32=e), backward=True)
+        assert expected == pytest.approx(START + pairs * 4 * 64 * (1 / 0.5e11 + 2.5 / (share * 1e11)))
+
+
+def test_attention_of_a_model_takes_the_share_of_128_dims():
+    e = Efficiency(0.2, 1.0, 0.1, linear_share=0.8, stream_share=0.25, wide_share=0.5)
+    parts = Parts(projections=Work(0, 0), attention=Work(5e10, 0), mlp=Work(0, 0), recurrent=Work(0, 0))
+    assert expected_pass(parts, machine(float32=e), "float32", is_step=False) == pytest.approx(1)
 
 
 @pytest.mark.skipif(not native.available(), reason="tiles of 64")

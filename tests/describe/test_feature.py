@@ -95,6 +95,7 @@ def test_favors_variance_is_what_lemma_2_says():
     assert expected[0, 0].item() == pytest.approx((math.exp((x + y).square().sum()) - 1) / 128)
 
 
+@pytest.mark.exhaustive
 def test_favors_variance_falls_as_one_over_the_features():
     q, k = _pair(0.8, tokens=7)
     sizes = [16, 32, 64, 128, 256, 512, 1024]

@@ -68,6 +68,14 @@ def test_a_batch_row_and_a_head_can_be_drawn():
     assert draw(Blocks(layouts, 2), 1, 2, head=1) == "· ·"
 
 
+def test_a_picture_of_more_pairs_than_anybody_reads_is_an_error():
+    with pytest.raises(
+        ProblemError, match=r"^draw of 1,000,000 queries and 1,000,000 keys: expected at most 16,777,216"
+    ):
+        draw(Causal(), 10**6, 10**6)
+    assert len(draw(Causal(), 1, 10**5)) == 2 * 10**5 - 1
+
+
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(3), ~Prefix(2)])
 def test_a_mask_is_not_a_truth_value(mask: Mask):
     with pytest.raises(ProblemError, match="neither true nor false"):

@@ -150,6 +150,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.exhaustive(per="layout")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -359,6 +360,7 @@ def test_it_is_traced_whole(rope: Rope):
         torch.testing.assert_close(traced(x, first), rope.rotate(x, first))
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_traced():
     torch._dynamo.reset()
     rope, x = Rope(6, scaling=Yarn(4.0, 16)), torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)

@@ -216,6 +216,23 @@ def test_masks_of_the_callers_classes_are_never_shared():
     assert cast(Any, Named() & Causal()).a is not one
 
 
+class Undecorated(Mask):
+    """A class made of an abstract one, without `@spec`."""
+
+    def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> torch.Tensor:
+        return cast(torch.Tensor, k <= q)
+
+
+@pytest.mark.parametrize("made", [Undecorated(), Shifted(4)])
+def test_a_class_that_is_not_registered_is_refused_by_its_own_name(made: Mask):
+    q = torch.zeros(1, 1, 3, 2)
+    name = type(made).__name__
+    for mask in (made, ~made, made | Causal(), Causal() & (Window(2) | made)):
+        with pytest.raises(ProblemError, match=rf"^mask is or contains {name}, a class that is not registered"):
+            attend(q, q, q, mask=mask)
+        assert name in repr(mask)
+
+
 def test_masks_with_tensors_are_never_shared_nor_kept():
     ids = torch.tensor([0, 0, 1])
     made = Documents(ids)

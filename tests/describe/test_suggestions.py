@@ -29,9 +29,10 @@ from regard import (
 )
 from regard.cache import Contiguous, Paged, Rolling
 from regard.describe.suggestions import KEYWORDS, MASKS, NAMES, SPECIAL, mask_for
-from regard.linear import linear_attend
+from regard.linear import Elu1, linear_attend
 from regard.nn import Decoder, Encoder, LatentAttention
 from regard.rope import Yarn
+from regard.scores import Dot
 
 Q = torch.randn(1, 2, 5, 8)
 OURS = set(inspect.signature(attend).parameters)
@@ -316,6 +317,15 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "a function as a bias": ({"bias": lambda b, h, q, k: q - k}, "subclass regard.extend.Bias"),
     "a position as a bias": ({"bias": Rope(8)}, r"MultiHeadAttention\(position=\)"),
 }
+
+
+@pytest.mark.parametrize("kind", [Causal, Dot, Elu1])
+def test_what_has_no_arguments_says_so(kind: Any):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} takes no arguments, and got 1\.$"):
+        kind(3)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} does not know size: expected no arguments\.$"):
+        kind(size=3)
+    assert str(inspect.signature(kind)) == "() -> None"
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -202,14 +202,29 @@ def test_queries_that_are_not_finite_are_refused_by_sdpa_only_where_gradients_fl
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "chosen"),
+    ("dtype", "dim", "kv_heads", "chosen"),
     [
-        (torch.bfloat16, 64, "sdpa"),
-        (torch.bfloat16, 512, "flex"),  # torch's fused kernels end at 256 dimensions, and ours for many queries, too
-        (torch.float64, 64, "reference"),
+        (torch.bfloat16, 64, 2, "sdpa"),
+        (torch.bfloat16, 17, 1, "sdpa"),
+        (torch.bfloat16, 512, 2, "flex"),  # torch's fused kernels end at 256 dimensions, and ours for many queries, too
+        (torch.float32, 64, 2, "sdpa"),
+        (torch.float32, 64, 1, "triton"),
+        (torch.float32, 18, 2, "triton"),
+        (torch.float64, 64, 2, "reference"),
     ],
     ids=str,
 )
-def test_on_a_gpu_torch_is_never_made_to_build_all_scores(dtype: torch.dtype, dim: int, chosen: str):
-    q = torch.empty(1, 2, 256, dim, dtype=dtype, device="meta")
-    assert explain(q, q, q, device="cuda").backend == chosen
+def test_on_a_gpu_torch_is_never_made_to_build_all_scores(dtype: torch.dtype, dim: int, kv_heads: int, chosen: str):
+    q, k = (torch.empty(1, heads, 256, dim, dtype=dtype, device="meta") for heads in (2, kv_heads))
+    assert explain(q, k, k, device="cuda").backend == chosen
+
+
+@pytest.mark.parametrize("queries", [1, 49, 256])
+def test_a_batch_that_no_grid_of_programs_has_room_for_runs_on_kernels_with_a_list(queries: int):
+    pytest.importorskip("triton")
+    q = torch.empty(1 << 16, 1, queries, 32, dtype=torch.bfloat16, device="meta")
+    plan = explain(q, q, q, device="cuda")
+    assert plan.backend == "triton"
+    assert plan.order is not None
+    assert plan.order.kind == "no-mask"
+    assert plan.passed_over["sdpa"] == ["on cuda its kernels take at most 65,535 batch rows and heads"]

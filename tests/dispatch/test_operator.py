@@ -239,6 +239,7 @@ def test_transforms_choose_an_engine_that_knows_them():
     assert bool(torch.isfinite(hessian).all())
 
 
+@pytest.mark.exhaustive
 def test_words_with_lengths_in_them_compile_once_for_all_lengths():
     function = torch.compile(
         lambda q, k: attend(q, k, k, mask=Window(k.shape[2] // 2) & MaskFunction(lambda b, h, q, k: k <= q)),
@@ -353,3 +354,22 @@ def test_a_trace_of_torch_jit_is_refused_as_its_graph_would_not_compute():
     for mask in (None, Causal()):
         with pytest.raises(RefusalError, match=r"torch\.jit\.trace records operators of torch"):
             torch.jit.trace(lambda q, mask=mask: attend(q, q, q, mask=mask), (q,), check_trace=False)
+
+
+def test_a_traced_call_with_dropout_touches_the_generator_of_its_own_device_alone(monkeypatch: pytest.MonkeyPatch):
+    devices: list[object] = []
+    fork = torch.random.fork_rng
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        devices.append(arguments[0])
+        return fork(*arguments, **options)
+
+    monkeypatch.setattr(torch.random, "fork_rng", record)
+    q = torch.randn(1, 2, 30, 16)
+    with FlopCounterMode(display=False):
+        torch.manual_seed(3)
+        out, after = attend(q, q, q, dropout=0.5), torch.rand(1)
+        torch.manual_seed(3)
+        assert torch.equal(attend(q, q, q, dropout=0.5), out)
+        assert torch.equal(torch.rand(1), after)
+    assert devices == [[], []]

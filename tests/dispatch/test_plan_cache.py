@@ -303,6 +303,7 @@ MASKS = (
 )
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize(
     "bias", [None, Alibi(4), TensorBias(torch.randn(4, 1, 1)), Alibi(4) + TensorBias(torch.randn(4, 1, 1))]
 )

@@ -69,6 +69,32 @@ def test_other_elements_strides_and_numbers_of_keys_are_ready_too(queries: int) 
         assert found.stride() == plain.stride()
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_bound_call_gives_the_same_bits_with_tokens_before_heads(queries: int) -> None:
+    q, k, v = _tensors(queries)
+    by_token = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for q1 in (q, by_token):
+        for offset in (None, 2):
+            first = attend(q1, k, v, mask=Causal(), offset=offset)
+            key, _ = ready.run(q1, k, v, Causal(), None, None, offset, None)
+            assert key is not None
+            bound = ready.bind(key, q1, k, v, offset)
+            assert bound is not None
+            assert bound(q1, k, v).is_contiguous()
+            assert torch.equal(bound(q1, k, v).transpose(1, 2), first)
+            assert torch.equal(
+                bound(q1 * 2, k, -v).transpose(1, 2), attend(q1 * 2, k, -v, mask=Causal(), offset=offset)
+            )
+
+
+def test_tensors_whose_last_dimension_has_gaps_are_not_bound() -> None:
+    q, k, v = _tensors()
+    attend(q, k, v, mask=Causal())
+    key, _ = ready.run(q, k, v, Causal(), None, None, None, None)
+    assert key is not None
+    assert ready.bind(key, q, k.mT.contiguous().mT, v, None) is None
+
+
 def test_a_mask_that_is_written_in_the_call_is_ready() -> None:
     q, k, v = _tensors()
     attend(q, k, v, mask=Causal() & Window(5))
@@ -192,6 +218,7 @@ def _outcome(q: Any, k: Any, v: Any, **words: Any) -> Any:
     return type(out), out.shape, out.dtype, out.device, out.requires_grad, out.is_inference(), elements
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # sparse tensors are in beta
 @pytest.mark.parametrize("words", [{}, {"mask": Causal()}], ids=["plain", "causal"])
 @pytest.mark.parametrize("name", CHANGES)

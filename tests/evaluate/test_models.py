@@ -49,6 +49,7 @@ def logits(model, task, *, share):
         yield target_logits(model, reader, example)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", ["transformers", "regard"])
 def test_a_shared_prefix_changes_no_bit(made, kind, cache):

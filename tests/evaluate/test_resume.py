@@ -208,6 +208,7 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path):
     assert names(file) == ALL
 
 
+@pytest.mark.exhaustive
 def test_several_processes_share_the_examples_and_merge_their_results(tmp_path):
     file = tmp_path / "results.jsonl"
     processes = [start(file, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]

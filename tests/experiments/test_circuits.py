@@ -1,10 +1,7 @@
 """The parts of the experiments on rank collapse, induction heads, pruned heads and attention as explanation."""
 
 import math
-import runpy
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +9,6 @@ import torch
 
 from regard.inspect.intervene.rows import divergence
 from regard.nn import Decoder
-
-FOLDER = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """The names that a script of the folder defines."""
-    monkeypatch.syspath_prepend(FOLDER)
-    yield lambda name: runpy.run_path(str(FOLDER / f"{name}.py"))
-    for name in ("record", "tiny_model"):
-        sys.modules.pop(name, None)
 
 
 def test_the_log_residual_of_attention_alone_triples_per_layer(load):

@@ -2,9 +2,6 @@
 
 import math
 import re
-import runpy
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,17 +13,6 @@ from regard.evaluate import as_model
 from regard.integrate import load as load_model
 from regard.integrate import use_regard
 from tests.cli import tiny
-
-FOLDER = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """The names that a script of the folder defines."""
-    monkeypatch.syspath_prepend(FOLDER)
-    yield lambda name: runpy.run_path(str(FOLDER / f"{name}.py"))
-    for name in ("record", "tiny_model"):
-        sys.modules.pop(name, None)
 
 
 def generator():

@@ -2,23 +2,21 @@
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
 from regard.errors import ProblemError
+from tests.experiments.conftest import FOLDER, SHARED
 
 ROOT = Path(__file__).parents[2]
-FOLDER, DOCS = ROOT / "experiments", ROOT / "docs"
-SHARED = {"record", "page", "tiny_model"}
+DOCS = ROOT / "docs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 
 TEXTS = {name: (FOLDER / f"{name}.py").read_text() for name in NAMES}
-SECONDS = ("kernel_smoother", "online_softmax", "performer", "temperature", "worked_examples")
-"""Small versions that take seconds; the others train, and run with `--all`."""
+SECONDS = ("online_softmax", "performer", "temperature", "worked_examples")
+"""Small versions that take about a second; the others, most of which train, run with `--all`."""
 
 
 def marks(name):
@@ -88,15 +86,6 @@ def decided(name, found):
     whole = outcomes(stored(name)["checks"])
     by_size = BY_SIZE.get(name, ())
     return {what: whole[what] for what in found if what in whole and not any(part in what for part in by_size)}
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """The names that a script of the folder defines."""
-    monkeypatch.syspath_prepend(FOLDER)
-    yield lambda name: runpy.run_path(str(FOLDER / f"{name}.py"))
-    for name in SHARED:
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])

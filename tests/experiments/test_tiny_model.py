@@ -4,7 +4,6 @@ import math
 import sys
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 
 from regard.errors import ProblemError
 from regard.nn import Decoder
-
-FOLDER = Path(__file__).parents[2] / "experiments"
+from tests.experiments.conftest import FOLDER
 
 
 @pytest.fixture

@@ -160,6 +160,7 @@ def compared(score_mod: Mod | None, mask_mod: Mod | None, kv_heads: int, leaves:
     return used
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_score_mod_gives_what_its_definition_gives(name: str, kv_heads: int):
@@ -180,6 +181,7 @@ def test_a_mask_mod_gives_what_its_definition_gives(name: str):
     assert compared(None, MASK_MODS[name], 2, []) == {"native"}
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", MASK_MODS)
 @pytest.mark.parametrize("block", [128, 32, (16, 40), 50])
 def test_a_block_mask_has_torchs_lists(name: str, block: Any):

@@ -72,7 +72,9 @@ SCORE_MODS: dict[str, Any] = {
     "no term": lambda t: lambda s, b, h, q, k: torch.stack([s, s * t.per_head[h]]).sum(),
 }
 
-LIKE_OTHERS = ("none", "alibi", "softcap", "a learned scale", "an outer product", "squared")
+LIKE_OTHERS = (
+    "none", "causal", "alibi", "softcap", "a learned scale", "a table", "an outer product", "squared",
+)  # fmt: skip
 """What is compiled as the others are; each takes a second."""
 
 MASK_MODS: dict[str, Mod] = {
@@ -81,6 +83,10 @@ MASK_MODS: dict[str, Mod] = {
     "rows that see nothing": lambda b, h, q, k: (q >= k) & (q != 7),
     "no term": lambda b, h, q, k: torch.stack([q >= k, IDS[q] == IDS[k]]).all(),
 }
+
+
+LONG = pytest.mark.exhaustive
+MASKS_LIKE_OTHERS = ("causal", "rows that see nothing")
 
 
 def blocks(mask_mod: Mod, tokens: int = TOKENS) -> BlockMask:
@@ -127,7 +133,7 @@ def test_a_score_mod_is_compiled(name: str):
 
 
 @pytest.mark.exhaustive(per="test")
-@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("name", ["documents", "no term", *(pytest.param(n, marks=LONG) for n in MASKS_LIKE_OTHERS)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_block_mask_of_inside_or_outside_is_compiled(name: str, inside: bool):
     outer, learned = blocks(MASK_MODS[name]), Learned()
@@ -177,6 +183,7 @@ def test_one_graph_serves_all_lengths():
     assert counter.frame_count == 1
 
 
+@pytest.mark.exhaustive  # inductor compiles for 12 s
 def test_the_function_itself_is_compiled():
     torch._dynamo.utils.counters.clear()
     function: Any = torch.compile(flex_attention)

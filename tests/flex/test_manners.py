@@ -140,6 +140,7 @@ class Model(nn.Module):
         return flex_attention(y, y, y, score_mod, mask).relu()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # of torch's own
 def test_a_compiled_model_and_a_compiled_function_give_the_same():
     torch.compiler.reset()

@@ -49,7 +49,8 @@ print(json.dumps([peak - before, after - before, cache.bytes]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read where Linux keeps it")
-@pytest.mark.parametrize("policy", ["SnapKV", pytest.param("Knorm", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["SnapKV", "Knorm"])
 def test_a_layer_at_a_time_is_whole_and_what_goes_leaves_the_process(policy: str):
     done = subprocess.run([sys.executable, "-c", PROBE, policy], capture_output=True, text=True, check=True)
     peak, after, stored = json.loads(done.stdout)

@@ -99,6 +99,7 @@ def test_a_policy_forgets_what_it_says():
     assert torch.allclose(ours[1], stock[1], atol=1e-5)
 
 
+@pytest.mark.exhaustive(per="policy")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("codec", [None, Int8(group=16, residual=0)], ids=["plain", "int8"])
 @pytest.mark.parametrize("policy", [Knorm(19), TOVA(19), TOVA(0.5)], ids=repr)

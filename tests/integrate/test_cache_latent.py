@@ -72,6 +72,7 @@ def latent(name: str, **more: Any) -> Any:
     return m
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "words", [{}, {"layout": Contiguous(capacity=40)}, {"codec": torch.float32}], ids=["growing", "fixed", "by handle"]
@@ -89,6 +90,7 @@ def test_logits_are_those_of_expanding_at_every_step(name: str, words: dict[str,
     assert not any(type(layer) is StoredLayer for layer in cache.layers)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 def test_with_transformers_own_cache_a_step_does_not_expand_latents_either(name: str, static: bool):

@@ -12,6 +12,7 @@ from regard.calls import Call, observe_calls
 from regard.integrate import attention_function as ours
 from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
+from regard.integrate.layer_call import run_layer
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Paged, StoredTensor
 from tests.integrate.writing import WAYS, on_regard, prompt, written
@@ -31,6 +32,7 @@ NEAR: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -77,9 +79,15 @@ def read_as(m: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[type]:
         found.append(type(k))
         return attend(q, k, v, **words)
 
+    def spied_layer(q: Tensor, k: Any, *others: Any) -> Tensor:
+        found.append(type(k))
+        out = run_layer(q, k, *others)
+        others[1].known = None  # so that the next layer comes here, too
+        return out
+
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(ours, "attend", spied)
-        patch.setattr(ours, "_attend_known", spied)
+        patch.setattr(ours, "run_layer", spied_layer)
         m(prompt(2, 37), past_key_values=cache)
     return found
 

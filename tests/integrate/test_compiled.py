@@ -37,8 +37,7 @@ def forget_graphs() -> None:
     ("name", "dynamic"),
     [
         ("llama", None),
-        ("deepseek_v3", False),
-        *(pytest.param(name, False, marks=LONG) for name in ("llama", "gpt2", "bart")),
+        *(pytest.param(name, False, marks=LONG) for name in ("deepseek_v3", "llama", "gpt2", "bart")),
     ],
 )
 def test_one_graph_serves_every_step_that_generate_compiles(name: str, dynamic: bool | None):
@@ -66,7 +65,8 @@ def test_windows_need_no_more_graphs_than_with_transformers_own_attention():
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("side", ["left", pytest.param("hole", marks=LONG)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("side", ["left", "hole"])
 def test_one_graph_serves_every_step_of_a_padded_batch(side: str):
     m, ids, mask = on_regard("llama"), prompt(), padding(side)
     plain, _ = written(m, ids, None, attention_mask=mask)
@@ -77,6 +77,7 @@ def test_one_graph_serves_every_step_of_a_padded_batch(side: str):
     assert found == plain
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=LONG) for name in ("gemma3", "bart"))])
 @torch.no_grad()
 def test_a_model_that_is_compiled_whole_has_a_graph_for_the_prompt_and_one_for_all_steps(name: str):

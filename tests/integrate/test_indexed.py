@@ -39,6 +39,7 @@ def indexed(name: str) -> Any:
     return m
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("static", [False, True])
 def test_a_query_sees_the_keys_that_were_chosen(name: str, static: bool):
@@ -61,7 +62,8 @@ def test_no_more_keys_are_seen_than_were_chosen():
     assert seen == [4 * (1 + 2 + 3 + 4 + 9 * 5)] * 2  # heads, the first queries see fewer than 5
 
 
-@pytest.mark.parametrize("side", ["left", pytest.param("hole", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("side", ["left", "hole"])
 def test_one_graph_serves_every_step_though_the_indexer_computes_with_the_mask(side: str):
     m, ids, mask = indexed("deepseek_v32"), prompt(), padding(side)
     use_regard(m)

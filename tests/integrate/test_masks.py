@@ -196,16 +196,19 @@ def test_a_mask_has_no_attributes_of_its_own_making():
         _ = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu").colour
 
 
+CPU = torch.device("cpu")
+
+
 def test_masks_are_dense_while_anything_is_traced():
     """transformers gives the same answer for an int as for no tensor, so one question is enough."""
     found: list[bool] = []
 
     def see(x: torch.Tensor) -> torch.Tensor:
-        found.append(mask_function._is_traced(3, None))
+        found.append(mask_function._is_traced(3, None, CPU))
         return x + 1
 
-    assert not mask_function._is_traced(3, None)
-    assert not mask_function._is_traced(torch.tensor(3), torch.ones(1, 4, dtype=torch.bool))
+    assert not mask_function._is_traced(3, None, CPU)
+    assert not mask_function._is_traced(torch.tensor(3), torch.ones(1, 4, dtype=torch.bool), CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, which torch deprecates
         torch.jit.trace(see, torch.zeros(2), check_trace=False)  # which calls it without tracing
@@ -213,5 +216,5 @@ def test_masks_are_dense_while_anything_is_traced():
     assert all(found)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.tensor(3))
-    assert mask_function._is_traced(fake, None)
-    assert mask_function._is_traced(3, fake)
+    assert mask_function._is_traced(fake, None, CPU)
+    assert mask_function._is_traced(3, fake, CPU)

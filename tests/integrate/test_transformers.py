@@ -211,6 +211,7 @@ def test_dropout_given_outside_training_is_ignored():
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 def test_a_compiled_model_is_one_graph(name: str):
     ids, mask = tokens(), padding("left")

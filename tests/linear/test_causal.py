@@ -26,6 +26,7 @@ def _later(n: Numbers, at: int, value: float) -> Numbers:
     return changed
 
 
+@pytest.mark.exhaustive(per="form")
 @pytest.mark.parametrize("value", [1.0, 1e4, -torch.nan])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +138,7 @@ def test_a_gate_of_minus_infinity_forgets_everything(kind: str, form: str):
     torch.testing.assert_close(found.state.S, fresh.state.S, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.exhaustive(per="form")
 @pytest.mark.parametrize("layout", ["heads inside", "shifted", "padded"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", FAST)

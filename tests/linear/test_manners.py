@@ -92,6 +92,7 @@ def test_torch_compiles_it_whole(kind: str):
     torch.testing.assert_close(*flows, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_types_are_as_near_as_their_rounding(kind: str, dtype: torch.dtype):
@@ -172,6 +173,7 @@ def test_the_last_query_stands_at_the_last_key(kind: str):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_causality_every_query_reads_the_last_state(kind: str, form: str):
@@ -428,6 +430,7 @@ def test_a_state_of_other_words_is_refused(one: dict[str, Any], other: dict[str,
     assert linear_attend(q, q, q, **other, state=by_hand).out.shape == q.shape
 
 
+@pytest.mark.exhaustive
 def test_a_redrawn_map_compiles_whole():
     torch._dynamo.reset()
     q = torch.randn(1, 2, 7, 8)

@@ -25,6 +25,9 @@ def calls(dtype: torch.dtype, dim: int) -> Iterator[tuple[Any, ...]]:
     yield q, k, v, {"mask": window, "bias": Alibi(4), "softcap": 20.0}
     yield q, k, v[:, :, :1000].repeat(1, 1, 2, 1)[:, :, :TOKENS], {"bias": TensorBias(torch.randn(4, TOKENS, TOKENS))}
     yield q, k, v, {"mask": TensorMask(torch.rand(4, TOKENS, TOKENS) > 0.97)}
+    wide = torch.randn(1, 4, TOKENS, 64).to(dtype)
+    for heads, kv_heads in ((4, 4), (4, 2), (3, 1), (4, 1)):  # 1 to 4 rows of a span that is streamed
+        yield q[:, :heads, -1:], k[:, :kv_heads], wide[:, :kv_heads], {}
 
 
 def digest(state: State) -> str:

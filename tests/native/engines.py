@@ -20,3 +20,12 @@ Each set computes the table of calls and random calls, and decodes what is store
 """
 
 BEST = f"native {native.isas()[-1]}" if native.available() else PLAIN
+
+INTEGERS = tuple(engine for engine in ALL if engine.split()[1] not in ("portable", "avx2", "neon"))
+"""Engines on which few rows of bf16 meet codes of 8 and 4 bits as integers: AVX-512 and what includes it."""
+
+PAIRS = tuple(engine for engine in INTEGERS if engine.split()[1] not in ("avx512", "avx512vnni"))
+"""Engines with products of bf16; their exp2 is as precise as these (native/exp.h)."""
+
+FP8_AS_BF16 = tuple(engine for engine in PAIRS if engine != "native amx")
+"""Engines on which few rows of bf16 meet fp8 by the products that tensors meet: amx has tiles for tensors alone."""

@@ -28,7 +28,7 @@ def digests(caches: str | None, isas: tuple[str, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("isas", [ISAS[:1] + ISAS[1:][-1:], pytest.param(ISAS, marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("isas", [ISAS[-1:], pytest.param(ISAS, marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize("caches", [LARGE, pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_the_sizes_of_the_caches_change_no_bit(caches: str | None, isas: tuple[str, ...]):
     assert digests(caches, isas) == digests(SMALL, isas)

@@ -125,8 +125,9 @@ def test_gradients_of_the_table_of_calls_are_those_of_the_formula(name: str, eng
 
 
 @pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
-def test_what_is_hidden_does_not_reach_a_gradient(engine: str):
-    q, k, v = (torch.randn(2, 2, 70, 8) for _ in range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_hidden_does_not_reach_a_gradient(engine: str, dtype: torch.dtype):
+    q, k, v = (torch.randn(2, 2, 70, 8).to(dtype) for _ in range(3))
     k[1, :, 40:], v[1, :, 40:] = torch.nan, torch.inf
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = attend(*leaves, mask=KeyLengths(torch.tensor([70, 40])), backend=engine)
@@ -135,6 +136,22 @@ def test_what_is_hidden_does_not_reach_a_gradient(engine: str):
     assert all(bool(torch.isfinite(grad).all()) for grad in grads)
     assert not grads[1][1, :, 40:].any()
     assert not grads[2][1, :, 40:].any()
+
+
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it(engine: str, dtype: torch.dtype):
+    q, k, v = (torch.randn(1, 2, 150, 24).to(dtype) for _ in range(3))
+
+    def gradient() -> Tensor:
+        leaf = q.clone().requires_grad_()
+        return torch.autograd.grad(attend(leaf, k, v, mask=Causal(), backend=engine).sum(), leaf)[0]
+
+    finite = gradient()
+    k[:, :, 45, 20] = torch.nan
+    found = gradient()
+    assert torch.equal(found[:, :, :45], finite[:, :, :45])
+    assert bool(found[:, :, 45:].isnan().all())
 
 
 @pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])

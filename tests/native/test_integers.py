@@ -11,15 +11,14 @@ from regard import Causal, Window, attend, attend_state
 from regard.cache import Codec, Int4, Int8, StoredTensor
 from regard.storage.codec import Codes, decode_rows, decode_tiled
 from regard.storage.stored import Part
-from tests.native.engines import ALL
+from tests.native.engines import INTEGERS, PAIRS
 from tests.native.test_same_bits import threads
 from tests.stored import coded
 
-BACKENDS = [engine for engine in ("native avx512vnni", "native avx512bf16") if engine in ALL]
 CODECS = {"int8": Int8(), "int4": Int4(), "int8, groups of 16": Int8(group=16), "int4, groups of 48": Int4(group=48)}
 
 pytestmark = [
-    pytest.mark.parametrize("engine", BACKENDS),  # only there codes meet bf16 as integers
+    pytest.mark.parametrize("engine", INTEGERS),  # only there codes meet bf16 as integers
     pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS),
 ]
 
@@ -119,8 +118,9 @@ def rough_exp2(x: Tensor) -> Tensor:
     return p * 2.0**whole
 
 
+@pytest.mark.exhaustive(per="dim")
 @pytest.mark.parametrize("per_token", [False, True], ids=["by channel", "by token"])
-@pytest.mark.parametrize("dim", [1, 5, 33, 64, 128, 300])
+@pytest.mark.parametrize("dim", [1, 5, 33, 64, 128, 300, 1061])
 def test_scores_are_those_of_the_plain_form(engine: str, codec: Codec, dim: int, per_token: bool) -> None:
     call = made(codec, 96, queries=16, dim=dim, heads=1, per_token=per_token)
     # each row sees one key, so its lse is that score
@@ -130,10 +130,23 @@ def test_scores_are_those_of_the_plain_form(engine: str, codec: Codec, dim: int,
     assert (found - expected).abs().max() < 1e-6 * size
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_codes_of_many_channels_leave_no_sum(engine: str, codec: Codec, sign: int) -> None:
+    dim = 3000
+    k, v, q = torch.ones(1, 1, 96, dim), torch.ones(1, 1, 96, 64), torch.full((1, 4, 1, dim), float(sign)).bfloat16()
+    part = coded(k, codec, keys=True)
+    most = part._replace(data=torch.full_like(part.data, 127 if codec.kind == "int8" else 255))
+    low = torch.zeros_like(part.scale) if part.scale is not None and part.zero_point is not None else None
+    most = most._replace(scale=torch.ones_like(part.scale) if part.scale is not None else None, zero_point=low)
+    found = attend_state(q, stored(most, k), stored(coded(v, codec, keys=False), v), scale=1.0, backend=engine).lse
+    expected = sign * dim * (127.0 if codec.kind == "int8" else 15.0) + torch.log(torch.tensor(96.0))
+    torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-6, atol=0)
+
+
 def test_outputs_are_those_of_the_plain_form(engine: str, codec: Codec) -> None:
     call = made(codec, 96)
     scores = plain_scores(call.q[0, :, 0], call.k.parts[0]).float()
-    exp2 = rough_exp2 if engine == "native avx512bf16" else torch.exp2
+    exp2 = rough_exp2 if engine in PAIRS else torch.exp2
     p = exp2((scores - scores.amax(-1, keepdim=True)) * (64**-0.5 / torch.log(torch.tensor(2.0))))
     expected = (plain_output(p, call.v.parts[0], 64) / p.double().sum(-1, keepdim=True)).bfloat16()
     found = attend(call.q, call.k, call.v, backend=engine)[0, :, 0]
@@ -144,6 +157,7 @@ def test_outputs_are_those_of_the_plain_form(engine: str, codec: Codec) -> None:
 # ---- what it is for ----
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("per_token", [False, True], ids=["by channel", "by token"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_the_error_is_less_than_that_of_numbers_in_bf16(

@@ -218,6 +218,7 @@ BAD_LISTS: dict[str, dict[str, list[int]]] = {
 }
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", BAD_LISTS)
 def test_a_schedule_that_leaves_the_call_is_noticed(name: str, isa: int):

@@ -8,6 +8,7 @@ from tests.native.engines import ALL, PLAIN
 from tests.oracle import Case, dense, worst
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("engine", [*ALL, PLAIN])
 @pytest.mark.parametrize("queries", [1, 67])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

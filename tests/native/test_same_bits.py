@@ -104,7 +104,7 @@ def test_strides_change_nothing(engine: str, dtype: torch.dtype):
 
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("dim", "wide"), [(64, 128), (47, 33), (9, 1)])
+@pytest.mark.parametrize(("dim", "wide"), [(64, 128), (80, 64), (47, 33), (9, 1)])
 def test_tokens_one_after_another_give_the_bits_of_tokens_apart(
     engine: str, dtype: torch.dtype, heads: int, dim: int, wide: int
 ):

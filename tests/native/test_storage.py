@@ -16,7 +16,7 @@ from regard.cache import Codec, Fp8, Int4, Int8
 from regard.describe.ragged import Ragged
 from regard.storage.codec import TILE, code_bytes, encode_tiled
 from regard.storage.stored import Part, StoredTensor
-from tests.native.engines import ALL, LEAST_AND_BEST, PLAIN
+from tests.native.engines import ALL, FP8_AS_BF16, LEAST_AND_BEST, PLAIN
 from tests.native.test_kernels import ROUNDING, same
 from tests.selection import examples
 
@@ -100,9 +100,9 @@ def stored(parts: list[Part], counts: list[int], heads: int, dim: int, dtype: to
 
 
 def unrounded(q: Tensor, k: StoredTensor, v: StoredTensor, engine: str) -> bool:
-    """Whether codes may be multiplied before they are rounded to bf16, or as integers."""
+    """Whether codes may be multiplied before they are rounded to bf16, as integers, or not in tiles as tensors are."""
     few = q.shape[1] // k.shape[1] * q.shape[2] <= 16
-    kinds = ("int8", "int4") if engine == "native avx512bf16" else ("int8", "int4", "fp8")
+    kinds = ("int8", "int4") if engine in FP8_AS_BF16 else ("int8", "int4", "fp8")
     coded = any(part.kind in kinds for side in (k, v) for part in side.parts)
     return q.dtype == torch.bfloat16 and few and coded
 
@@ -146,6 +146,19 @@ def test_every_form_gives_the_bits_of_its_tensor(engine: str, form: str, dtype: 
     v = make.part(form, [tokens] * 2, dims[1], low=form == "int4", **{**words, "group": 32})
     q = make.numbers(2, 4, queries, dims[0]).to(dtype)
     agree(q, *(stored([p], [tokens] * 2, 2, dim, dtype) for p, dim in zip((k, v), dims, strict=True)), engine=engine)
+
+
+@pytest.mark.skipif("native amx" not in ALL, reason="needs AMX")
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_few_rows_meet_codes_on_amx_with_the_bits_of_avx512bf16(form: str):
+    make, tokens = Maker(3, 2, torch.bfloat16), 1061
+    k = make.part(form, [tokens] * 2, 64, tiled=True, low=form == "int4")
+    v = make.part(form, [tokens] * 2, 32, low=form == "int4", group=32)
+    q = make.numbers(2, 4, 1, 64).bfloat16()
+    sides = [stored([p], [tokens] * 2, 2, dim, torch.bfloat16) for p, dim in ((k, 64), (v, 32))]
+    tiles, pairs = (attend_state(q, *sides, backend=f"native {isa}") for isa in ("amx", "avx512bf16"))
+    assert torch.equal(tiles.out, pairs.out)
+    assert torch.equal(tiles.lse, pairs.lse)
 
 
 @st.composite

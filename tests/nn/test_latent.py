@@ -275,6 +275,7 @@ def test_gradients_are_those_of_the_equations():
         torch.testing.assert_close(got[name], weight.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "absorbed"),
     [("as in the paper", None), pytest.param("rotated keys per head", True, marks=pytest.mark.exhaustive)],

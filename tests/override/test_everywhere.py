@@ -125,6 +125,9 @@ CALLS: dict[str, dict[str, Any]] = {
     },
 }
 
+WRONG_GRADIENTS = ["a row that sees nothing, by least numbers"]
+"""Calls whose gradients torch's fused kernel gives too large, as its log-sum-exp loses the number of keys."""
+
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_gives_torchs_output_and_gradients_also_when_its_mask_is_known(name: str):
@@ -137,6 +140,9 @@ def test_a_call_gives_torchs_output_and_gradients_also_when_its_mask_is_known(na
         assert [row.form.why for row in caught.rows] == [None]
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         assert ours.stride() == theirs.stride()
+        if name in WRONG_GRADIENTS:
+            with sdpa_kernel(SDPBackend.MATH):
+                theirs = F.scaled_dot_product_attention(*leaves, **words)
         grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, theirs)]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)

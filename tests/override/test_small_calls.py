@@ -122,7 +122,7 @@ def test_a_call_with_another_tensor_is_another_call(change: str, which: str):
         assert ours.requires_grad == theirs.requires_grad
         assert ours.is_meta or torch.equal(ours, theirs)
     else:
-        assert ours == theirs or change == "sparse"  # torch says it otherwise where it is asked for a kernel
+        assert ours == theirs or change == "sparse"  # torch has another message if a kernel is named
 
 
 @pytest.mark.parametrize("which", ["qkv", "q", "k", "v"])
@@ -142,6 +142,17 @@ def test_a_nested_tensor_is_another_call_and_does_not_end_the_process(which: str
         torch.testing.assert_close(ours.to_padded_tensor(0.0), F.scaled_dot_product_attention(*inputs))
     else:
         assert isinstance(ours, str)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:The PyTorch API of nested tensors")
+def test_vmap_over_a_nested_tensor_does_not_end_the_process():
+    inputs = known_call()
+    nested = torch.nested.nested_tensor([torch.randn(2, 8, 16), torch.randn(2, 6, 16)])
+    with regard.everywhere():
+        for _ in range(2):
+            F.scaled_dot_product_attention(*inputs)
+        with pytest.raises(RuntimeError, match="batched nested tensors"):
+            torch.vmap(lambda x: F.scaled_dot_product_attention(x, x.clone(), x.clone()))(nested)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (4, 0)])

@@ -165,14 +165,18 @@ def own_module(rank: int, size: int, *, tokens: int) -> None:
         torch.testing.assert_close(shard.unshard(one, 2), other, atol=1e-5, rtol=1e-4)
 
 
+def whole_llama(tokens: int) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """Two rows of tokens, what one process makes of them with their loss, and its gradients."""
+    ids, model = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1)), llama()
+    whole = model(ids, labels=ids)
+    whole.loss.backward()
+    return ids, whole, gradients(model)
+
+
 def fsdp_and_sequence(rank: int, size: int, *, tokens: int) -> None:
     """2 x 2: parameters and batch rows are sharded over one dimension of the mesh, the sequence over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
-    model = llama()
-    whole = model(ids, labels=ids)
-    whole.loss.backward()
-    expected = gradients(model)
+    ids, whole, expected = whole_llama(tokens)
     model = llama()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["data"])
@@ -191,11 +195,7 @@ def fsdp_and_sequence(rank: int, size: int, *, tokens: int) -> None:
 def heads_and_sequence(rank: int, size: int, *, tokens: int) -> None:
     """2 x 2: heads are sharded over one dimension of the mesh (tensor parallelism), the sequence over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
-    ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
-    model = llama()
-    whole = model(ids, labels=ids)
-    whole.loss.backward()
-    expected = gradients(model)
+    ids, whole, expected = whole_llama(tokens)
     model = llama()
     columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
     for layer in model.model.layers:

@@ -56,6 +56,7 @@ def test_a_rank_that_hangs_is_named(three: Workers):
         assert seconds < 3 * TIMEOUT + 5
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_lost_while_a_cache_decodes_is_named(three: Workers):
     more = {**some(), "prompt": 30, "options": {}}
     del more["dout"]

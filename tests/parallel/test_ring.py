@@ -56,6 +56,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", layouts(2))
 @pytest.mark.parametrize("call", CALLS)
 def test_two_ranks_give_what_one_process_gives(pair: Workers, name: str, call: str):

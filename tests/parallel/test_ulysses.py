@@ -10,6 +10,7 @@ from tests.parallel.comparing import N, check, layouts, some
 from tests.parallel.workers import Workers
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("name", layouts(4))
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (6, 3), (7, 1), (6, 2), (3, 3), (10, 5)])
 def test_heads_are_shared_between_four_ranks(four: Workers, name: str, heads: int, kv_heads: int):

@@ -111,6 +111,7 @@ def test_elements_that_cannot_be_stored_are_refused(bad: float) -> None:
             encode_rows(x, codec)
 
 
+@pytest.mark.exhaustive(per="codec")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("least", [-1.0, -0.01, 0.0, 0.99])

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from regard.errors import RefusalError
 from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.torch_internals import is_legacy_batched
 
 
 class Kernel(Protocol):
@@ -27,13 +29,30 @@ class Kernel(Protocol):
 class ResumableKernel(Kernel, Protocol):
     """A kernel that can differentiate an earlier call from its state, without computing the call again."""
 
-    def resume(self, operands: Operands, state: State) -> State:
-        """The state, as if `__call__` had just computed it: differentiable in the operands."""
+    def resume(self, operands: Operands, state: State, *, is_part: bool = False) -> State:
+        """The state, as if `__call__` had just computed it: differentiable in the operands.
+
+        Args:
+            is_part: whether the operands have a part of the state's keys.
+        """
         ...
 
 
-Repeated: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor | None]
+Run: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor | None]
 """The output of a call, from q, k, v, the number of keys and the offset; None where their strides need another way."""
+
+Bound: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The output of a call, [batch, queries, heads, v_dim] and contiguous, from q, k and v alone."""
+
+Bind: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Bound | None]
+"""What runs calls with the strides of these q, k and v, this number of keys and this offset; None as for `Run`."""
+
+
+class Repeated(NamedTuple):
+    """What runs calls that are like an earlier one, and what makes that faster where more is the same."""
+
+    run: Run
+    bind: Bind
 
 
 @runtime_checkable
@@ -128,3 +147,28 @@ class Backend(ABC):
         Args:
             schedule: which tiles of queries and keys are computed; for a problem without a mask, all.
         """
+
+
+def second_derivative(name: str) -> RefusalError:
+    """The error of a backend whose gradients have no derivatives themselves."""
+    return RefusalError(
+        f"The backend {name!r} can be differentiated once, and this asks for a second derivative: name "
+        f'backend="reference", which can be differentiated any number of times. {_IN_A_PROGRAM}'
+    )
+
+
+def refuse_batched(name: str, *grads: Tensor | None) -> None:
+    """Raise `RefusalError` where several gradients come at once, in one tensor that a kernel cannot read."""
+    if any(is_legacy_batched(grad) for grad in grads if grad is not None):
+        raise RefusalError(
+            f"The backend {name!r} differentiates one gradient at a time, and this asks for several at once "
+            '(is_grads_batched, or jacobian with vectorize): name backend="reference", or use torch.func.jacrev. '
+            f"{_IN_A_PROGRAM}"
+        )
+
+
+_IN_A_PROGRAM = (
+    "Where regard.everywhere runs torch's attention, call it inside of "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
+)
+"""What to do where nobody can name a backend."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.backend.contract import Backend, Kernel, Repeated
+from regard.backend.contract import Backend, Kernel, Repeated, refuse_batched, second_derivative
+from regard.backend.native_far_rows import Rows, far_rows
 from regard.backend.native_inputs import (
     GRADIENTS,
     LSE,
@@ -30,17 +31,17 @@ from regard.backend.native_inputs import (
     Inputs,
     inputs_of,
     tensor_fields,
-    wide_of,
     write_inputs,
 )
 from regard.backend.native_repeated import Like, repeated
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.errors import RefusalError
+from regard.huge_pages import advise_huge_pages, allocator_like
 from regard.plan.lower import Lowering, add_biases, gather_where_needed, pack, prepare_score, turn
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
-from regard.torch_internals import is_legacy_batched
+from regard.wide import wide_of
 
 UNTRACEABLE = (
     "torch.jit.trace records operators of torch, and the kernels of the backend 'native' are none: its graph would "
@@ -128,8 +129,8 @@ class _Kernel:
             return State(*self.run(self.form, q, k, v, tiles, offset, wants_lse))
         return State(*self.compute(inputs_of(self.problem, operands), tiles, offset, seed, wants_lse))
 
-    def resume(self, operands: Operands, state: State) -> State:
-        return self._differentiable(operands, state)
+    def resume(self, operands: Operands, state: State, *, is_part: bool = False) -> State:
+        return self._differentiable(operands, state, is_part=is_part)
 
     def repeated(self, operands: Operands) -> Repeated | None:
         p, queries = self.problem, operands.q.shape[2]  # not those of the problem, which serves all lengths
@@ -160,8 +161,8 @@ class _Kernel:
         by_token = qh < qt and queries > 1  # a single token is the same either way
         if like is None or like[0] != queries or like[1] != by_token:
             self.like = like = self._make_like(queries, by_token)
-        _, _, like_out, (ob, oh, ot), like_lse = like
-        out = torch.empty_like(like_out)
+        _, _, like_out, (ob, oh, ot), like_lse, empty_like = like
+        out = empty_like(like_out)
         lse = torch.empty_like(like_lse) if wants_lse else like_lse
         intervals, number, maps, _, _ = tiles
         self.attend(form, (
@@ -172,14 +173,15 @@ class _Kernel:
         return (out.transpose(1, 2) if by_token else out), lse
 
     def _make_like(self, queries: int, by_token: bool) -> Like:
-        """See `Like`. The output lies in memory token by token if q does, else head by head."""
+        """See `Like`. The output is stored token by token if q is, else head by head."""
         p = self.problem
         heads, dim = p.heads, p.v_dim
         out = _element(p.dtype).expand(p.batch, heads, queries, dim)
         lse = _element(self.wide).expand(p.batch, heads, queries)
+        empty_like = allocator_like(out)
         if by_token:
-            return Like(queries, True, out.transpose(1, 2), (queries * heads * dim, dim, heads * dim), lse)
-        return Like(queries, False, out, (heads * queries * dim, queries * dim, dim), lse)
+            return Like(queries, True, out.transpose(1, 2), (queries * heads * dim, dim, heads * dim), lse, empty_like)
+        return Like(queries, False, out, (heads * queries * dim, queries * dim, dim), lse, empty_like)
 
     def _tiles(self, operands: Operands) -> Tiles:
         if operands.mask is None and operands.q.shape[2] <= QUERIES and abs(operands.offset) <= FARTHEST:
@@ -200,14 +202,35 @@ class _Kernel:
         tiles: Tiles,
         offset: int,
         seed: int,
+        rows: Rows | None,
         wanted: _Wanted,
         state: State,
         dout: Tensor,
         dlse: Tensor | None,
     ) -> Inputs:
         """The gradients of the inputs, from what `compute` gave; those of biases and sink if wanted, else None."""
-        i = inputs
+        far = None if rows is None else far_rows(state.lse, dout, dlse)
+        if rows is None or far is None or (more := rows.gradients(inputs, far, dout, dlse)) is None:
+            return self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
+        dout, dlse = dout.masked_fill(far[..., None], 0), None if dlse is None else dlse.masked_fill(far, 0)
+        found = self._gradients(inputs, tiles, offset, seed, wanted, state, dout, dlse)
+        sums = [a if a is None or b is None else (a + b).to(a.dtype) for a, b in zip(found[:6], more, strict=True)]
+        return Inputs(*cast(Any, sums))
+
+    def _gradients(
+        self,
+        i: Inputs,
+        tiles: Tiles,
+        offset: int,
+        seed: int,
+        wanted: _Wanted,
+        state: State,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> Inputs:
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (i.q, i.k, i.v))
+        for gradient in (dq, dk, dv):
+            advise_huge_pages(gradient)
         if not state.lse.numel():
             return Inputs(dq.zero_(), dk.zero_(), dv.zero_(), _zeros(i.sink), _zeros(i.distance), _zeros(i.bias))
         ddistance = _zeros(i.distance) if wanted.distance else None
@@ -230,9 +253,11 @@ class _Kernel:
         dsink = _sink_gradient(cast(Tensor, i.sink), state.lse, delta) if wanted.sink else None
         return Inputs(dq, dk, dv, dsink, ddistance, None if dbias is None else dbias.to(cast(Tensor, i.bias).dtype))
 
-    def _differentiable(self, operands: Operands, state: State | None) -> State:
+    def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
-        call = self._tiles(operands), operands.offset, self._seed()
+        may_be_far = inputs.bias is not None and not self.problem.dropout and not is_part
+        rows = Rows(self.problem, operands.mask, operands.offset) if may_be_far else None
+        call = self._tiles(operands), operands.offset, self._seed(), rows
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 
@@ -250,6 +275,7 @@ class _Attention(torch.autograd.Function):
         tiles: Tiles,
         offset: int,
         seed: int,
+        rows: Rows | None,
         state: State | None,
         *parts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -260,14 +286,14 @@ class _Attention(torch.autograd.Function):
             out, lse = state.out.detach(), state.lse.detach()
         ctx.save_for_backward(*parts, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.call = kernel, (tiles, offset, seed)
+        ctx.kernel, ctx.call = kernel, (tiles, offset, seed, rows)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wanted = _Wanted(*ctx.needs_input_grad[5:])
+        wanted = _Wanted(*ctx.needs_input_grad[6:])
         found = _Gradient.apply(ctx.kernel, *ctx.call, wanted, *grads, *ctx.saved_tensors)
-        return None, None, None, None, None, *cast(Any, found)
+        return None, None, None, None, None, None, *cast(Any, found)
 
 
 class _Gradient(torch.autograd.Function):
@@ -280,37 +306,23 @@ class _Gradient(torch.autograd.Function):
         tiles: Tiles,
         offset: int,
         seed: int,
+        rows: Rows | None,
         wanted: _Wanted,
         dout: Tensor | None,
         dlse: Tensor | None,
         *saved: Any,
     ) -> tuple[Any, ...]:
         *parts, out, lse = saved
-        if any(is_legacy_batched(grad) for grad in (dout, dlse) if grad is not None):
-            raise RefusalError(
-                "The backend 'native' differentiates one gradient at a time, and this asks for several at once "
-                '(is_grads_batched, or jacobian with vectorize): name backend="reference", or use torch.func.jacrev. '
-                f"{_IN_A_PROGRAM}"
-            )
+        refuse_batched("native", dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         inputs = Inputs(*cast(Any, parts))
-        return kernel.gradients(inputs, tiles, offset, seed, wanted, State(out, lse), dout, dlse)
+        return kernel.gradients(inputs, tiles, offset, seed, rows, wanted, State(out, lse), dout, dlse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        raise RefusalError(
-            "The backend 'native' can be differentiated once, and this asks for a second derivative: name "
-            f'backend="reference", which can be differentiated any number of times. {_IN_A_PROGRAM}'
-        )
-
-
-_IN_A_PROGRAM = (
-    "Where regard.everywhere runs torch's attention, call it inside of "
-    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
-)
-"""What to do where nobody can name a backend."""
+        raise second_derivative("native")
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

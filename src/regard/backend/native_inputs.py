@@ -13,6 +13,7 @@ from regard.describe.bias import TensorBias
 from regard.plan.distance import by_distance, kept_by_distance
 from regard.plan.problem import Operands, Problem
 from regard.storage.stored import StoredTensor
+from regard.wide import wide_of
 
 _AT = {name: number for number, name in enumerate(native_calls.GRADIENT)}
 SEED, SINK, LSE, THREADS = _AT["seed"], _AT["sink"], _AT["lse"], _AT["threads"]
@@ -34,11 +35,6 @@ class Inputs(NamedTuple):
     distance: Tensor | None  # wide [heads, queries + keys - 1]
     bias: Tensor | None  # [batch or 1, heads or 1, queries or 1, keys or 1], of any type and strides
     stored: tuple[StoredTensor, StoredTensor] | None = None  # keys and values; then k and v hold nothing
-
-
-def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums and log-sum-exps in calls of this type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def inputs_of(p: Problem, o: Operands) -> Inputs:

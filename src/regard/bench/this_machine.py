@@ -15,7 +15,7 @@ from regard.bench.case import Case
 from regard.bench.linear_rates import Sizes, linear_rates
 from regard.bench.rounds import Effort, Measure, interleaved
 from regard.bench.this_gpu import Cuda, measure_gpu
-from regard.cost.expected import START, partial_pairs
+from regard.cost.expected import BACKWARD, START, partial_pairs
 from regard.cost.machine import Efficiency, Machine
 from regard.cost.this_machine import fast_memory, identity, store_this_machine, stored_at
 from regard.errors import ProblemError
@@ -34,6 +34,7 @@ CALLS = 12
 """Calls in a round, of which the fastest counts: the first ones fill the caches of the processor."""
 
 TILES = Case("dense", 512, 512)
+WIDE = Case("dense, 128 dims", 512, 512, dim=128)
 EDGES = Case("window", 1024, 1024, mask=lambda: Causal() & Window(256))
 FEW = Case("few queries", 1, 1024, heads=32, kv_heads=8, dim=128, mask=Causal)
 
@@ -91,11 +92,12 @@ def elapsed(call: Callable[[], object]) -> float:
 def measure_efficiency(dtype: torch.dtype, threads: int, effort: Effort) -> tuple[float, Efficiency, float]:
     """(FLOP/s of products, what the kernels reach of them, bytes/s of memory) on torch's threads."""
     heads = 2 * threads  # every thread has work, and a call is short
-    tiles, edges_case = (replace(case, heads=heads, kv_heads=heads) for case in (TILES, EDGES))
+    tiles, wide, edges_case = (replace(case, heads=heads, kv_heads=heads) for case in (TILES, WIDE, EDGES))
     with torch.no_grad():
-        calls = {case.name: _call(case, dtype) for case in (tiles, edges_case, FEW)}
+        calls = {case.name: _call(case, dtype) for case in (tiles, wide, edges_case, FEW)}
         measures: dict[str, Measure] = {
             **calls,
+            "gradients": _gradients(tiles, dtype),
             "products": lambda: limits.best_products(dtype, threads),
             "stream": lambda: limits.best_stream(threads),
         }
@@ -106,16 +108,18 @@ def measure_efficiency(dtype: torch.dtype, threads: int, effort: Effort) -> tupl
 
     peak, bandwidth = (max(one[name] for one in rounds) for name in ("products", "stream"))
 
-    def share_of(work: float, case: Case) -> float:
-        seconds = min(one[case.name] for one in rounds)
+    def share_of(work: float, name: str) -> float:
+        seconds = min(one[name] for one in rounds)
         return min(1.0, work / peak / max(seconds - START, seconds / 2))
 
-    share = share_of(full, tiles)
-    spent = share * inside / share_of(inside, edges_case)  # FLOPs of FULL tiles in the time of that call
+    share = share_of(full, tiles.name)
+    spent = share * inside / share_of(inside, edges_case.name)  # FLOPs of FULL tiles in the time of that call
     efficiency = Efficiency(
         share=share,
         partial_cost=max(0.5, (spent - inside) / edges),
-        few_share=share_of(few, FEW),
+        few_share=share_of(few, FEW.name),
+        wide_share=share_of(_flops(wide, dtype)[0], wide.name),
+        gradient_share=share_of(BACKWARD * full, "gradients"),
     )
     return peak, efficiency, bandwidth
 
@@ -127,6 +131,18 @@ def _call(case: Case, dtype: torch.dtype) -> Measure:
         start = time.perf_counter()
         attend(q, k, v, **options)
         return time.perf_counter() - start
+
+    return lambda: min(seconds() for _ in range(CALLS))
+
+
+def _gradients(case: Case, dtype: torch.dtype) -> Measure:
+    inputs, options = replace(case, backward=True).tensors(dtype), case.options(dtype)
+    dout = torch.randn_like(inputs[0])
+
+    def seconds() -> float:
+        with torch.enable_grad():
+            out = attend(*inputs, **options)
+        return elapsed(lambda: torch.autograd.grad(out, inputs, dout))
 
     return lambda: min(seconds() for _ in range(CALLS))
 

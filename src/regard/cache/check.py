@@ -60,11 +60,11 @@ def check_entries(layout: Latent, form: Form) -> None:
 
 def check_fits(k: object, v: object, store: Store, layout: Layout) -> None:
     """Raise `ProblemError` unless k and v have the form of what is stored; says which of them does not."""
-    given, form = form_of(k, v, layout), store.form
-    if given == form:
+    new, form = form_of(k, v, layout), store.form
+    if new == form:
         return
-    for name, t, dim, theirs in (("k", k, form.qk_dim, given.qk_dim), ("v", v, form.v_dim, given.v_dim)):
-        if (*given[:2], theirs, *given[4:]) != (*form[:2], dim, *form[4:]):
+    for name, t, dim, theirs in (("k", k, form.qk_dim, new.qk_dim), ("v", v, form.v_dim, new.v_dim)):
+        if (*new[:2], theirs, *new[4:]) != (*form[:2], dim, *form[4:]):
             shape = [form.batch, form.kv_heads, store.tokens, dim]
             raise ProblemError(
                 f"{name} is {name_of(t)}, and the cache stores {str(form.dtype).removeprefix('torch.')} {shape} on "
@@ -84,9 +84,9 @@ def check_inference(k: Tensor, v: Tensor | None, owner: str) -> None:
 
 def check_options(layout: object, codec: object, evict: object) -> None:
     """Raise `ProblemError` unless they are a layout, a codec and a policy that work together."""
-    for name, given, kind in (("layout", layout, Layout), ("codec", codec, Codec)):
-        if isinstance(given, type) and issubclass(given, kind):
-            raise ProblemError(f"{name} is the class {given.__name__}: did you mean {given.__name__}(...)?")
+    for name, value, kind in (("layout", layout, Layout), ("codec", codec, Codec)):
+        if isinstance(value, type) and issubclass(value, kind):
+            raise ProblemError(f"{name} is the class {value.__name__}: did you mean {value.__name__}(...)?")
     if type(layout) not in (Contiguous, Rolling, Paged, Latent):
         raise ProblemError(f"layout is {layout!r}: expected Contiguous(), Rolling(window), Paged() or Latent(rank).")
     check_codec(codec, "codec")

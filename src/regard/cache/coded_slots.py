@@ -126,6 +126,21 @@ class CodedSlots:
         for own, source, step in zip(self.tensors, other.tensors, self._steps(), strict=True):
             own.narrow(2, 0, end // step).copy_(source.narrow(2, 0, end // step))
 
+    def put_reversed(self, other: "CodedSlots", groups: Tensor, pages: Tensor, batch: int) -> None:
+        """Write groups of other rows into pages, each with its tokens in reverse.
+
+        Args:
+            other: the memory of `batch` rows; of this one each row is a page, and those of a batch row are consecutive.
+            groups, pages: int64, which groups of a row, and the page of each.
+            batch: rows.
+        """
+        groups, pages = groups.to(self.tensors[0].device), pages.to(self.tensors[0].device)
+        for i, (own, source, step) in enumerate(zip(self.tensors, other.tensors, self._steps(), strict=True)):
+            found = source.unflatten(2, (-1, self.codec.group // step)).index_select(2, groups).flip(3)
+            if self.tiled and not i:
+                found = found.flip(-1)  # the 16 tokens of a tile
+            own.unflatten(0, (batch, -1))[:, pages] = found.transpose(1, 2)
+
     def select(self, rows: Tensor, end: int) -> None:
         """Make batch row i a copy of row rows[i], in slots 0 .. end - 1."""
         old = self.tensors

@@ -25,6 +25,7 @@ from torch import Tensor
 from regard.cache.store import Store, check_has_data
 from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
+from regard.wide import wide_of
 
 E = TypeVar("E", bound="Eviction")
 
@@ -264,7 +265,7 @@ class _NormState(EvictionState[Knorm]):
 
 def norms(x: Tensor) -> Tensor:
     """The Euclidean norms of the tokens of x, [batch, kv_heads, tokens], float32; float64 for float64."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide_of(x.dtype)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
 
 

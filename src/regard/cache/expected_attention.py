@@ -18,6 +18,7 @@ from regard.cache.store import Store
 from regard.describe.mask import Mask
 from regard.describe.position import Rope
 from regard.errors import ProblemError
+from regard.wide import wide_of
 
 CHUNK = 1024
 """Queries whose moments are computed at once."""
@@ -170,7 +171,7 @@ class _ExpectedState(QueryAccumulator[ExpectedAttention]):
                 self._moments = new if self._moments is None else self._moments | new
 
     def _moments_of(self, window: QueryWindow) -> Moments:
-        q = window.q.to(torch.float64 if window.q.dtype == torch.float64 else torch.float32)
+        q = window.q.to(wide_of(window.q.dtype))
         positions = torch.arange(window.queries, device=q.device) + (window.evicted + window.first)
         chosen = window.is_not_padding() & (positions >= self.policy.sinks)
         return Moments.of(q if self.policy.rope is None else _unrotate(q, positions, self.policy.rope), chosen)

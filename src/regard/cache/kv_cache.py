@@ -292,30 +292,33 @@ class KVCache:
                 beyond see `StepCache.append`.
 
         Raises:
-            ProblemError: nothing is stored; a capacity that does not fit; a policy, latents as codes, or another
-                combination of layout and codec that has no such steps.
+            ProblemError: nothing is stored; a capacity that does not fit; a policy; tokens that were cropped or
+                evicted before.
         """
         store, layout = self._store, self.layout
         if store is None or not store.tokens:
             raise ProblemError("steps() of an empty cache: append the prompt first.")
         if self.evict is not None:
-            raise ProblemError(f"{self.evict!r} chooses tokens on the host: a cache with a policy has no steps.")
-        if isinstance(store, RollingStore):
+            raise ProblemError(
+                f"steps() of a cache with {self.evict!r}: it chooses tokens on the host, so such a cache has no steps. "
+                "Take Rolling(window, sinks), which evicts by position, or append to this cache in each step."
+            )
+        if isinstance(store, RollingStore | RollingCodes):
             if capacity is not None:
                 raise ProblemError(f"steps(capacity={capacity}): {layout!r} has its own capacity, leave it out.")
-            return StepCache(store.steps(), store.form, store.tokens_seen)
+            return StepCache(store.steps(), store.form, store.tokens_seen, rotate=self._is_rotated)
         if capacity is None or whole(capacity, "steps(capacity)", "tokens", least=1) <= store.tokens:
             raise ProblemError(
                 f"steps(capacity={capacity}): expected more than the {store.tokens} tokens that are stored."
             )
         rank = layout.rank if isinstance(layout, Latent) else None
-        if isinstance(store, QuantisedStore):
-            if rank is not None:
-                raise ProblemError("latents as codes have no steps whose position is on the device: take codec=None.")
-            memory = store.steps(capacity)
-            return StepCache(memory, store.form, store.tokens_seen, capacity=capacity, rotate=self._is_rotated)
-        if isinstance(self._stored_as, Codec):
-            raise ProblemError(f"{layout!r} with {self.codec!r} has no steps: take Contiguous() with this codec.")
+        coded = store.steps(capacity) if isinstance(store, QuantisedStore) else None
+        if isinstance(store, PagedStore) and isinstance(self._stored_as, Codec):
+            coded = store.coded_steps(capacity)
+        if coded is not None:
+            return StepCache(
+                coded, store.form, store.tokens_seen, capacity=capacity, rank=rank, rotate=self._is_rotated
+            )
         if store.tokens != store.tokens_seen:
             raise ProblemError("tokens were evicted, so positions are no slots: this cache has no steps.")
         memory = _with_room(store, capacity)

@@ -4,6 +4,7 @@ Selecting rows passes pages on: nothing is copied until two beams that share a p
 single tokens, the tokens that stay move together, and pages that become empty are freed.
 """
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.batch_table import batch_table
+from regard.cache.coded_steps import CodedSteps, InPages, PagedCodes
 from regard.cache.page_memory import slots_of
 from regard.cache.page_storage import PageStorage
 from regard.cache.pages import Page
@@ -19,7 +21,7 @@ from regard.cache.sequence import Sequence, crop_sequences
 from regard.cache.store import CachedTensor, Form, check_has_data, token_scales_error
 from regard.errors import ProblemError
 from regard.storage.codec import Codec
-from regard.storage.stored import Paged
+from regard.storage.stored import Paged, Part, StoredTensor
 
 
 class PagedStore:
@@ -83,6 +85,46 @@ class PagedStore:
     def keys(self) -> Tensor:
         return batch_table(self.pool.storage, self.sequences).stored()[0].dense()
 
+    def coded_steps(self, capacity: int) -> CodedSteps:
+        """Steps whose position is on the device, over pages of codes; those of whole tokens so far stay shared.
+
+        Raises:
+            ProblemError: fewer tokens than the plain pages at the front are stored; some were cropped or evicted; the
+                pool has too few free pages.
+        """
+        storage, seen = self.pool.storage, self.tokens_seen
+        page, front = storage.page, storage.sink_pages * storage.page
+        coded, s = storage.coded_page_end(seen) - storage.sink_pages, self.sequences[0]
+        if seen < front or self.tokens != seen or any(
+            t.segments is not None or not t.is_exact or len(t.coded) != coded for t in self.sequences
+        ):  # fmt: skip
+            raise ProblemError(
+                f"{seen} tokens in pages, {len(s.coded) * page} of them codes: steps begin after {front} tokens or "
+                f"more, and where none was cropped or evicted after it was a code, so that {coded * page} are codes."
+            )
+        assert storage.codec is not None
+        tails = [self._tail(t, seen - front - coded * page) for t in batch_table(storage, self.sequences).stored()]
+        full = copy.deepcopy(self)
+        # to a page of codes beyond the capacity, of which no step has all tokens
+        more = capacity - seen + storage.residual + page
+        shape = self.form.batch, self.form.kv_heads, more
+        zeros = (torch.zeros(*shape, dim, dtype=self.form.dtype, device=self.form.device) for dim in self.form.dims)
+        handles = [t for t in full.append(*zeros) if isinstance(t, StoredTensor)]
+        codes = [next(part for part in t.parts if part.kind != "plain") for t in handles]
+        sinks = tuple(_copied_table(t.parts[0]._replace(tokens=front)) for t in handles)
+        table, memories = codes[0].table, tuple(PagedCodes(part, storage.codec) for part in codes)
+        assert table is not None
+        return CodedSteps(
+            page, storage.residual, sinks, memories, InPages(table.clone()), tuple(tails), seen, owner=full
+        )  # fmt: skip
+
+    def _tail(self, stored: StoredTensor, tokens: int) -> Tensor:
+        """The last tokens of what is stored, as they are in memory."""
+        (*shape, _, dim), part = stored.shape, stored.parts[-1]
+        if not tokens:
+            return torch.empty(*shape, 0, dim, dtype=stored.dtype, device=self.form.device)
+        return StoredTensor((part,), (shape[0], shape[1], tokens, dim), stored.dtype).dense()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedStore":
         """Forks of its rows, in the same pool; a page is copied when one of the two writes to it."""
         other = object.__new__(PagedStore)
@@ -94,6 +136,11 @@ class PagedStore:
         )
         other.sequences = [sequence.fork() for sequence in self.sequences]
         return other
+
+
+def _copied_table(part: Part) -> Part:
+    """The part with a block table of its own: that of a `BatchTable` is written to."""
+    return part._replace(table=None if part.table is None else part.table.clone())
 
 
 def check_paged(layout: Paged, codec: Codec | torch.dtype | None) -> None:

@@ -189,13 +189,13 @@ class PagePool:
         return f"{text}: {sides} {dtype}: {self.bytes:,} bytes, {self.allocated_bytes:,} allocated)"
 
     def _check_elements(self, sequences: list[Sequence], k: Tensor, v: Tensor) -> None:
-        form, given = self.storage.form, form_of(k, v)
-        if given.batch != len(sequences):
+        form, new = self.storage.form, form_of(k, v)
+        if new.batch != len(sequences):
             raise ProblemError(
                 f"k is {describe_tensor(k)} and v {describe_tensor(v)} for {len(sequences)} sequences: expected one "
                 f"batch row for each sequence, [{len(sequences)}, kv_heads, tokens, dim]."
             )
-        if form is not None and given[1:] != form[1:]:
+        if form is not None and new[1:] != form[1:]:
             raise ProblemError(
                 f"k is {describe_tensor(k)} and v {describe_tensor(v)}, and the pool stores "
                 f"{str(form.dtype).removeprefix('torch.')} keys [tokens, {form.kv_heads}, {form.qk_dim}] and values "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.coded_slots import CodedSlots, SlotRange, first_tokens
-from regard.cache.steps import CodedSteps
+from regard.cache.coded_steps import CodedSteps, InOrder
 from regard.cache.store import (
     CachedTensor,
     Form,
@@ -226,19 +226,32 @@ class QuantisedStore:
             ProblemError: fewer tokens than the sinks are stored, or some were cropped or evicted after they were codes.
         """
         codec, sinks, seen = self.codec, self._sink_capacity, self.tokens_seen
-        coded = max(seen - sinks - codec.residual, 0) // codec.group * codec.group
+        coded = self.coded_by(seen)
         whole = (SlotRange(0, coded),) if coded else ()
-        if seen < sinks or self.tokens != seen or self._ranges != whole:
+        if seen < sinks:
+            rounded = f" (sinks={codec.sinks}, rounded up to groups of {codec.group})" if sinks != codec.sinks else ""
+            raise ProblemError(f"{seen} tokens are stored: steps begin after {sinks} sinks or more{rounded}.")
+        if self.tokens != seen or self._ranges != whole:
             raise ProblemError(
-                f"{seen} tokens, {self._coded} of them in codes: steps begin after {sinks} sinks or more, and where "
-                f"none was cropped or evicted, so that {coded} are codes."
+                f"{seen} tokens, {self._coded} of them in codes: steps begin where no token was cropped or evicted, so "
+                f"that {coded} are codes."
             )
         slots = [CodedSlots(codec, self.form, m.dim, tiled=m.codes.tiled) for m in self._memories]
+        groups = self._round_up(max(tokens - sinks - codec.residual, coded)) // codec.group
         for new, m in zip(slots, self._memories, strict=True):
-            new.move(self._round_up(max(tokens - sinks - codec.residual, coded)) + codec.group, 0, 0)
+            new.move((groups + 1) * codec.group, 0, 0)
             new.copy_from(m.codes, coded)
-        plain = [(m.sinks.clone(), m.tail.narrow(2, self._begin, self._end - self._begin)) for m in self._memories]
-        return CodedSteps(codec, tuple(s for s, _ in plain), tuple(slots), tuple(t for _, t in plain), seen)
+        parts, tails = self.plain_copies()
+        return CodedSteps(codec.group, codec.residual, parts, tuple(slots), InOrder(groups), tails, seen)
+
+    def coded_by(self, tokens: int) -> int:
+        """How many of the first tokens are codes where nothing was cropped, those that were evicted included."""
+        return max(tokens - self._sink_capacity - self.codec.residual, 0) // self.codec.group * self.codec.group
+
+    def plain_copies(self) -> tuple[tuple[Part, ...], tuple[Tensor, ...]]:
+        """Copies of the sinks, in parts, and of the tails, [batch, kv_heads, tokens, dim]."""
+        sinks = tuple(Part(self._sink_capacity, m.sinks.clone()) for m in self._memories)
+        return sinks, tuple(m.tail.narrow(2, self._begin, self._end - self._begin) for m in self._memories)
 
     def keys(self) -> Tensor:
         keys = self.cached()[0]

@@ -25,6 +25,7 @@ from regard.cache.store import Store
 from regard.describe.mask import CallSizes, Mask
 from regard.describe.mask_by_rule import Causal
 from regard.errors import ProblemError
+from regard.wide import wide_of
 
 TILE = 2**20
 """Weights in a tile: 4 MiB of float32."""
@@ -130,7 +131,7 @@ class QueryWindow(NamedTuple):
         """
         k = k[:, :, : self.tokens]
         (batch, kv_heads, keys, _), group = k.shape, self.q.shape[1] // k.shape[1]
-        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        dtype = wide_of(self.q.dtype)
         sums = torch.zeros(batch, kv_heads, keys, dtype=dtype, device=k.device)
         rows = TILE // max(1, batch * kv_heads * group * keys)
         blocks = [(slice(0, batch), slice(0, kv_heads))]

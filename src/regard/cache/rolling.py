@@ -32,9 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache.coded_slots import without_first
+from regard.cache.coded_slots import CodedSlots, without_first
+from regard.cache.coded_steps import CodedSteps, InRing, PagedCodes
 from regard.cache.quantised import QuantisedStore
-from regard.cache.steps import CodedSteps, RollingSteps, RotateSinks, ring_slot
+from regard.cache.steps import RollingSteps, RotateSinks, ring_slot
 from regard.cache.store import CachedTensor, Form, allocate, allocate_both, as_cached, select_rows
 from regard.describe.position import Rope
 from regard.describe.position_table import is_traced
@@ -42,6 +43,7 @@ from regard.errors import ProblemError
 from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Contiguous, Rolling
+from regard.wide import wide_of
 
 
 class Sinks:
@@ -55,7 +57,7 @@ class Sinks:
     def __init__(self, count: int, rope: Rope | None, form: Form, *, is_rotated: bool = False) -> None:
         check_rope(rope, form)
         self.count, self.rope, self.is_rotated = count, rope, is_rotated
-        self._wide = torch.float64 if form.dtype == torch.float64 else torch.float32
+        self._wide = wide_of(form.dtype)
         shape = (form.batch, form.kv_heads, count)
         self._k, self._v = (allocate((*shape, dim), self._wide, form.device) for dim in (form.qk_dim, form.v_dim or 0))
         self._partners: Tensor | None = None
@@ -105,12 +107,15 @@ class Sinks:
             raise ProblemError(
                 f"{rope!r}: its angles depend on the length, which is on the device in steps. Take another."
             )
-        k, partners = self._k.clone(), _partners(self._k, rope)
+        k, partners, is_rotated = self._k.clone(), _partners(self._k, rope), self.is_rotated
         frequencies = _frequencies(rope, None).to(k.device)
 
         def write(out: Tensor, evicted: Tensor) -> None:
-            angles = evicted[:, None, None, None] * frequencies
-            out.copy_(torch.addcmul(k * angles.cos().to(k.dtype), partners, angles.sin().to(k.dtype)))
+            moved = evicted[:, None, None, None]
+            angles = moved * frequencies
+            found = torch.addcmul(k * angles.cos().to(k.dtype), partners, angles.sin().to(k.dtype))
+            found = hadamard(found) if is_rotated else found
+            out.copy_(torch.where(moved > 0, found.to(out.dtype), out))  # until then they are as they came
 
         return write
 
@@ -306,10 +311,43 @@ class RollingCodes(QuantisedStore):
                 self._original_sinks.write_keys(keys, self._evicted, min(before - evicted + new, window))
         return cached
 
-    def steps(self, tokens: int) -> CodedSteps:
-        raise ProblemError(
-            f"{self.layout!r} with a codec has no steps whose position is on the device: leave out either."
-        )
+    def steps(self, tokens: int = 0) -> CodedSteps:
+        """A copy of the stored tokens, for steps whose position is on the device; `tokens` has no meaning here.
+
+        Raises:
+            ProblemError: fewer tokens than the sinks are stored; some were cropped; a window without a whole group of
+                codes; a scaling of the rope depends on the length.
+        """
+        codec, batch, seen = self.codec, self.form.batch, self.tokens_seen
+        sinks, window = self.layout.sinks, self.layout.window
+        least = sinks + codec.residual + codec.group
+        if window < least:
+            raise ProblemError(
+                f"steps of {self.layout!r} with {codec!r}: expected a window of {least} tokens or more, the sinks, the "
+                "residual and a group of codes. Take codec=None."
+            )
+        coded, left = self.coded_by(seen), self._end - self._begin
+        gone = coded - self._coded  # of the codes, as many were evicted
+        start = self._ranges[0].slot - gone if self._ranges else 0  # the slot of the first code, or where it would be
+        if seen < sinks or left != max(seen - sinks - coded, 0) or len(self._ranges) > 1 or start % codec.group:
+            raise ProblemError(
+                f"{seen} tokens: steps begin after the {sinks} sinks of {self.layout!r} or more, and where none was "
+                "cropped after it was a code."
+            )
+        count = -(-(window - sinks - codec.residual) // codec.group)
+        groups = torch.arange(max(gone // codec.group, coded // codec.group - count), coded // codec.group)
+        form = self.form._replace(batch=batch * (count + 1))
+        memories: list[PagedCodes] = []
+        for m in self._memories:
+            pages = CodedSlots(codec, form, m.dim, tiled=m.codes.tiled)
+            pages.move(codec.group, 0, 0)
+            pages.put_reversed(m.codes, groups + start // codec.group, groups % count, batch)
+            memories.append(PagedCodes(pages.part(0, codec.group), codec))
+        parts, tails = self.plain_copies()
+        places, rotate = InRing(batch, count, self.form.device), self._original_sinks.rotation()
+        return CodedSteps(
+            codec.group, codec.residual, parts, tuple(memories), places, tails, seen, window, rotate
+        )  # fmt: skip
 
     def reset(self) -> None:
         super().reset()

@@ -7,7 +7,7 @@ handle are found, as functions of the position that run on the device.
 ```
 plain, pages   t t t t t t . . .                  slot = position
 rolling        S S S S|t t t t t t                slot = sinks + (position - sinks) % (window - sinks)
-codes          S S S S|c c c c ... . .|t t t t .  a ring of plain groups; a whole group that is old enough is encoded
+codes          S S S S|c c c c ... . .|t t t t .  see `coded_steps.py`
 ```
 """
 
@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 
 from regard.cache.check import check_inference
-from regard.cache.coded_slots import CodedSlots
 from regard.cache.store import CachedTensor, Form, describe_tensor, leading_channels
 from regard.errors import ProblemError
-from regard.storage.codec import Codec
 from regard.storage.hadamard import hadamard
 from regard.storage.stored import Part, StoredTensor
 
 
 class StepMemory(Protocol):
-    """The memory of one layout. `first` is int64 [batch], the position of the new token of each row."""
+    """The memory of one layout. `first` is int64 [batch], the position of the new token of each row.
+
+    Attributes:
+        is_ring: whether tokens are in another order than their positions.
+    """
+
+    is_ring: bool
 
     def write(self, first: Tensor, new: tuple[Tensor, ...]) -> None:
         """Write a token of each row, keys and values [batch, kv_heads, 1, dim]."""
@@ -133,7 +137,7 @@ class StepCache:
     def _handle(self, parts: tuple[Part, ...], lengths: Tensor, dim: int) -> StoredTensor:
         form, tokens = self.form, sum(part.tokens for part in parts)
         shape = (form.batch, form.kv_heads, tokens, dim)
-        return StoredTensor(parts, shape, form.dtype, lengths, self._is_rotated, isinstance(self._memory, RollingSteps))
+        return StoredTensor(parts, shape, form.dtype, lengths, self._is_rotated, self._memory.is_ring)
 
 
 class PlainSteps:
@@ -143,6 +147,8 @@ class PlainSteps:
         parts: of the keys, and of the values if there are any.
         owner: what frees the memory once nothing refers to it.
     """
+
+    is_ring = False
 
     def __init__(self, parts: tuple[Part, ...], owner: object) -> None:
         self._parts, self._owner = parts, owner
@@ -170,6 +176,8 @@ class RotateSinks(Protocol):
 class RollingSteps:
     """Sinks, and the latest tokens in a ring, [batch, kv_heads, window, dim] of keys and of values."""
 
+    is_ring = True
+
     def __init__(self, memory: tuple[Tensor, ...], sinks: int, rotate: RotateSinks | None) -> None:
         self._memory, self._sinks, self._rotate = memory, sinks, rotate
         self._window = memory[0].shape[2]
@@ -187,66 +195,6 @@ class RollingSteps:
 
     def tokens(self, first: Tensor) -> Tensor:
         return (first + 1).clamp(max=self._window)
-
-
-class CodedSteps:
-    """Plain sinks, codes, and the latest tokens in a ring of plain groups, as `QuantisedStore` has them.
-
-    Args:
-        sinks: keys and values of the first tokens, [batch, kv_heads, sinks, dim].
-        codes: memory for `groups` groups and one more, which takes what is encoded in steps that complete no group.
-        tail: keys and values of the tokens after the last code, [batch, kv_heads, tokens, dim].
-        seen: tokens so far.
-    """
-
-    def __init__(
-        self,
-        codec: Codec,
-        sinks: tuple[Tensor, ...],
-        codes: tuple[CodedSlots, ...],
-        tail: tuple[Tensor, ...],
-        seen: int,
-    ) -> None:
-        self._codec, self._sinks, self._codes = codec, sinks, codes
-        self._groups = codes[0].capacity // codec.group - 1
-        self._pages = (codec.residual + codec.group - 1) // codec.group + 1
-        batch, heads, count = sinks[0].shape[:3]
-        self._row = torch.arange(batch, device=sinks[0].device)[:, None] * self._pages
-        self._page = torch.arange(self._pages, device=sinks[0].device)
-        self._rings = tuple(t.new_zeros(batch * self._pages, heads, codec.group, t.shape[3]) for t in tail)
-        at = torch.arange(seen - tail[0].shape[2], seen, device=tail[0].device) - count
-        for ring, t in zip(self._rings, tail, strict=True):
-            pages = self._row + at // codec.group % self._pages
-            ring[pages, :, (at % codec.group).expand(batch, -1)] = t.transpose(1, 2)
-
-    def write(self, first: Tensor, new: tuple[Tensor, ...]) -> None:
-        codec, at = self._codec, first - self._sinks[0].shape[2]
-        page, place = self._row[:, 0] + at // codec.group % self._pages, at % codec.group
-        before, coded = self._coded(first), self._coded(first + 1)
-        group = (coded // codec.group - 1).clamp(min=0)
-        into = torch.where(coded > before, group, self._groups)
-        for ring, slots, x in zip(self._rings, self._codes, new, strict=True):
-            ring[page, :, place] = x[:, :, 0]
-            slots.put_group(into, ring[self._row[:, 0] + group % self._pages])
-
-    def parts(self, first: Tensor) -> list[tuple[Part, ...]]:
-        count, group = self._sinks[0].shape[2], self._codec.group
-        coded = self._coded(first + 1)
-        table = self._row + ((coded // group)[:, None] + self._page) % self._pages
-        found: list[tuple[Part, ...]] = []
-        for sinks, slots, ring in zip(self._sinks, self._codes, self._rings, strict=True):
-            of_codes = slots.part(0, self._groups * group)._replace(row_ends=coded + count)
-            tail = Part(self._pages * group, ring, table=table, row_ends=first + 1)
-            found.append((*((Part(count, sinks),) if count else ()), of_codes, tail))
-        return found
-
-    def tokens(self, first: Tensor) -> Tensor:
-        return first + 1
-
-    def _coded(self, tokens: Tensor) -> Tensor:
-        """How many of the first tokens are codes."""
-        old = tokens - self._sinks[0].shape[2] - self._codec.residual
-        return old.clamp(min=0) // self._codec.group * self._codec.group
 
 
 def ring_slot(position: Tensor, sinks: int, window: int) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.cache.huge_pages import advise_huge_pages
 from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
+from regard.huge_pages import advise_huge_pages
 from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Part, StoredTensor
 

@@ -86,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         print(cost_view.known())
         return 0
     check_outputs(output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "picture")), force=args.force)
-    asked = cost_of(args)
-    changes = list(asked.what_if())
-    sharded = shardings_of(args, asked)
+    current = cost_of(args)
+    changes = list(current.what_if())
+    sharded = shardings_of(args, current)
     if args.json is not None:
         rows = {name: changed.to_dict() for name, changed in changes}
         content = {"regard": __version__, **rows.pop("as it is"), "what_if": rows}
@@ -100,13 +100,13 @@ def run(args: argparse.Namespace) -> int:
 
         write_text(args.plot, draw(changes))
     if STDOUT not in (args.json, args.plot):
-        print(cost_view.view(asked, changes))
+        print(cost_view.view(current, changes))
         if sharded:
-            print("\n" + "\n".join(cost_view.sharded_view(asked, args.ranks, args.link, sharded)))
+            print("\n" + "\n".join(cost_view.sharded_view(current, args.ranks, args.link, sharded)))
     return 0
 
 
-def shardings_of(args: argparse.Namespace, asked: "ModelCost") -> "list[Sharded]":
+def shardings_of(args: argparse.Namespace, current: "ModelCost") -> "list[Sharded]":
     """The costs of sharded sequences; none without --ranks.
 
     Raises:
@@ -118,7 +118,7 @@ def shardings_of(args: argparse.Namespace, asked: "ModelCost") -> "list[Sharded]
         return []
     from regard.parallel.predict import Link, shardings
 
-    return list(shardings(asked, args.ranks, Link(args.link)))
+    return list(shardings(current, args.ranks, Link(args.link)))
 
 
 def cost_of(args: argparse.Namespace) -> "ModelCost":
@@ -128,7 +128,7 @@ def cost_of(args: argparse.Namespace) -> "ModelCost":
         ProblemError: options contradict each other, or name what is not known.
     """
     from regard.cost import Storage, cost, find_machine, load_model
-    from regard.cost.machine import THIS
+    from regard.cost.machines import THIS
     from regard.cost.model_cost import with_window
 
     if args.sinks is not None and args.window is None:

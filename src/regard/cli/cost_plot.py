@@ -18,29 +18,29 @@ Line = tuple[str, list[tuple[float, float]]]
 
 def draw(changes: Sequence[tuple[str, ModelCost]]) -> str:
     """The picture: bytes of weights and cache, and the time of one more token (of a prompt, for an encoder)."""
-    asked = changes[0][1]
-    contexts = _contexts(asked)
+    current = changes[0][1]
+    contexts = _contexts(current)
 
     def lines(value: Callable[[ModelCost], float | None]) -> list[Line]:
         points = [(name, [(n, value(replace(c, context=n))) for n in contexts]) for name, c in changes]
         return [(name, [(float(n), y) for n, y in each if y]) for name, each in points]
 
-    is_step = asked.model.is_causal
+    is_step = current.model.is_causal
     panels: list[tuple[str, list[Line], Callable[..., str]]] = [
         ("memory: weights and KV cache", lines(lambda c: c.weight_bytes + c.cache_bytes), size)
     ]
-    if asked.machine is not None:
+    if current.machine is not None:
         title = "least time of one more token" if is_step else "least time of a prompt"
         panels.append((title, lines(lambda c: c.seconds(c.step or c.prompt)), duration))
-    limit = None if asked.machine is None else asked.machine.memory
+    limit = None if current.machine is None else current.machine.memory
     body = [
         _panel(i * (LEFT + WIDTH + RIGHT), title, each, unit, limit if unit is size else None)
         for i, (title, each, unit) in enumerate(panels)
     ]
     width = len(panels) * (LEFT + WIDTH + RIGHT)
     legend_at = TOP + HEIGHT + BOTTOM
-    where = f" on {asked.machine.title}" if asked.machine else ""
-    title = f"{asked.model.name}, {asked.batch:,} x {asked.dtype}{where}"
+    where = f" on {current.machine.title}" if current.machine else ""
+    title = f"{current.model.name}, {current.batch:,} x {current.dtype}{where}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {legend_at + 34}" font-family="sans-serif" '
         f'font-size="11"><desc>regard cost</desc><rect width="100%" height="100%" fill="white"/>'

@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from regard.cost.fit import USABLE
-from regard.cost.machine import Machine, find_machine, machine_names
+from regard.cost.machine import Machine
+from regard.cost.machines import find_machine, machine_names
 from regard.cost.model import Layer, Model
 from regard.cost.model_cost import ModelCost
 from regard.cost.parameter_count import parameters
@@ -26,9 +27,9 @@ TITLES = {
 INFINITE = "any"
 
 
-def view(asked: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> str:
+def view(current: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> str:
     """The whole table."""
-    blocks = [_head(asked), _memory(asked), _work(asked), _facts(asked), _what_if(asked, changes)]
+    blocks = [_head(current), _memory(current), _work(current), _facts(current), _what_if(current, changes)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -160,7 +161,12 @@ def _times(c: ModelCost, machine: Machine) -> str:
 
 def _shares(machine: Machine, dtype: str) -> Iterator[str]:
     e = (machine.efficiency or {})[dtype]
-    shares = {"weights": e.linear_share, "one row": e.stream_share, "attention": e.share, "one query": e.few_share}
+    shares = {
+        "weights": e.linear_share,
+        "one row": e.stream_share,
+        "attention": e.wide_share or e.share,
+        "one query": e.few_share,
+    }
     for name, share in shares.items():
         yield f"{name} {100 * (share or 0):.0f} %"
 
@@ -177,10 +183,10 @@ def _fit(c: ModelCost, machine: Machine) -> str:
     return f"{fits} in {usable}: {context} tokens of context in this batch, or {batch} at this context."
 
 
-def _what_if(asked: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list[str]:
+def _what_if(current: ModelCost, changes: Sequence[tuple[str, ModelCost]]) -> list[str]:
     if len(changes) < 2:
         return []
-    has_times = asked.machine is not None
+    has_times = current.machine is not None
     head = ["what if", "KV cache", "a token", "parameters", "prompt", "one more token"]
     rows = [head + ["longest context", "largest batch"] * has_times]
     for name, c in changes:

@@ -15,6 +15,9 @@ from regard.cli.outputs import add_force, add_json, check_outputs, output_files
 from regard.errors import ProblemError
 from regard.integrate.model_folder import check_name
 
+OF_SHOW = ("task", "files", "json", "plot", "html", "force")
+"""Arguments that `regard evaluate show` uses: the others are settings of runs, and a file has its own."""
+
 EPILOG = """\
 examples: regard evaluate needle --lengths 512,1k,2k --samples 5
           regard evaluate needle --lengths 1k --evict snapkv --budget 512
@@ -77,6 +80,12 @@ def run(args: argparse.Namespace) -> int:
     """Check the options, and evaluate; returns the exit code."""
     if args.task is None and (options := chosen_options(args, args.defaults)):
         raise ProblemError(f"{options[0]} needs a task: add one, as regard evaluate needle {options[0]} ...")
+    others = {name: default for name, default in args.defaults.items() if name not in OF_SHOW}
+    if args.task == "show" and (options := chosen_options(args, others)):
+        raise ProblemError(
+            f"regard evaluate show has no {options[0]}: it shows runs with the settings in their files. Expected FILE "
+            "..., --json, --plot, --html or --force; for other settings, evaluate again."
+        )
     generate_options.check_cache_options(args)
     files = output_files(("--json", args.json, "JSON"), ("--plot", args.plot, "chart"), ("--html", args.html, "page"))
     check_outputs(files, force=args.force)

@@ -17,9 +17,6 @@ from regard.integrate.model_folder import check_name
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-NEW_TOKENS = 256
-"""Default of --max-new-tokens; fewer where the model's context is shorter."""
-
 
 def add_to(commands: Any) -> None:
     """Add the command and its options to the parser of `regard`."""
@@ -38,7 +35,7 @@ def add_to(commands: Any) -> None:
         "--max-new-tokens",
         type=count(0),
         metavar="N",
-        help=f"tokens to generate at most (default: {NEW_TOKENS}; 0: read the prompt once)",
+        help=f"tokens to generate at most (default: {generate_options.NEW_TOKENS}; 0: read the prompt once)",
     )
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="generate all --max-new-tokens, past the model's end")

@@ -1,4 +1,4 @@
-"""The options of `regard generate` for its KV cache and for sampling: which exist, and which go together.
+"""The options of `regard generate` for its length, its KV cache and sampling: which exist, and which go together.
 
 Options that contradict each other, or would have no effect, are refused before torch is imported.
 """
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from regard.storage.codec import Codec
     from regard.storage.stored import Layout
+
+NEW_TOKENS = 256
+"""Default of --max-new-tokens; fewer where the model's context is shorter."""
 
 CODECS = {"int8": "Int8", "int4": "Int4", "fp8": "Fp8"}
 """Classes of `regard.storage.codec`."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.bench.rounds import on_threads
-from regard.cli.generate import NEW_TOKENS
-from regard.cli.generate_options import CacheSpec, cache_spec, check_seed, sampling_settings
+from regard.cli.generate_options import NEW_TOKENS, CacheSpec, cache_spec, check_seed, sampling_settings
 from regard.cli.generation import CHUNK, INTERRUPTED, Generation, Listener, generate, step_plans
 from regard.cli.generation_report import CacheMemory, as_dict, cache_memory, report
 from regard.cli.outputs import STDOUT, write_json

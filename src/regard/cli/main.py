@@ -86,10 +86,10 @@ def main(arguments: Sequence[str] | None = None, *, tools: Callable[[], inspect.
     Args:
         tools: the functions that `inspect` uses, replaced in tests.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if script.is_program(given):
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if script.is_program(argv):
         try:
-            return script.run_program(given)
+            return script.run_program(argv)
         except RegardError as error:
             return _end(2, f"error: {error}")
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regard.cost.call import CallCost, call_cost
-    from regard.cost.machine import Machine, find_machine, machine_names
+    from regard.cost.machine import Machine
+    from regard.cost.machines import find_machine, machine_names
     from regard.cost.model import Attention, Latent, Layer, Mlp, Model
     from regard.cost.model_cost import ModelCost, cost
     from regard.cost.pairs import Pattern
@@ -47,7 +48,8 @@ __all__ = [
 
 MODULES = {
     "call": ("CallCost", "call_cost"),
-    "machine": ("Machine", "find_machine", "machine_names"),
+    "machine": ("Machine",),
+    "machines": ("find_machine", "machine_names"),
     "model": ("Attention", "Latent", "Layer", "Mlp", "Model"),
     "model_cost": ("ModelCost", "cost"),
     "pairs": ("Pattern",),

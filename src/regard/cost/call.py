@@ -11,7 +11,8 @@
 from dataclasses import dataclass
 
 from regard.cost.expected import Planned, expected_seconds
-from regard.cost.machine import Machine, find_machine
+from regard.cost.machine import Machine
+from regard.cost.machines import find_machine
 from regard.cost.products import attention_flops, attention_gradient_flops
 from regard.cost.traffic import naive_elements, tiled_elements
 

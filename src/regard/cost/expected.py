@@ -8,7 +8,12 @@ reads do not overlap, and products reach less.
     few queries    t = start + 4 d pairs / (few_share * peak) + bytes / bandwidth
 
 `full` and `partial` are pairs in tiles of the schedule; a backward pass has 2.5 times the FLOPs of the forward pass.
-The three numbers are measured with the limits (`regard.bench.this_machine`), on three calls.
+A pair takes time for its exponential too, whatever d is, so `share` grows with d: it is measured at 64 and 128 dims
+(`share` and `wide_share`), between and beyond which time is linear in d. With AMX (bfloat16) the exponential takes as
+long as the products of 64 dims: the shares are 0.14 and 0.18 of a peak of 3,800 GFLOP/s a thread. The backward pass has
+a share of its own (`gradient_share`).
+
+The numbers are measured with the limits (`regard.bench.this_machine`), on five calls.
 """
 
 from typing import Any, Protocol
@@ -27,7 +32,7 @@ START = 20e-6
 
 EFFICIENCY = {"float32": Efficiency(0.84, 1.7, 0.4), "bfloat16": Efficiency(0.77, 2.3, 0.4)}
 """For a machine whose efficiency was not measured: by type, from the rows `dense`, `causal`, `window` and `decode` of
-docs/performance/zen5.md."""
+docs/performance/zen5.md. They are shares of the peak of vector products, not of AMX."""
 
 
 class Planned(Protocol):
@@ -57,14 +62,29 @@ def expected_seconds(plan: Planned, machine: Machine, *, backward: bool = False)
     if p.queries <= FEW:
         return START + s.pairs * per_pair / (e.few_share * peak) + reading
     pairs = s.covered + (e.partial_cost - 1) * partial_pairs(s, p.queries)
-    return START + max(passes * pairs * per_pair / (e.share * peak), reading)
+    work = forward_work(e, per_pair)
+    if backward:
+        work += BACKWARD * (per_pair / e.gradient_share if e.gradient_share else work)
+    return START + max(pairs * work / peak, reading)
+
+
+def forward_work(e: Efficiency, flops: float) -> float:
+    """FLOPs that take as long at the peak as one pair with this many FLOPs of products takes in the kernels.
+
+    >>> e = Efficiency(share=0.25, partial_cost=1.0, few_share=0.1, wide_share=0.4)
+    >>> [forward_work(e, 4 * d) for d in (64, 128, 256)]  # 256 / 0.25, 512 / 0.4, and as much more for each 64 dims
+    [1024.0, 1280.0, 1792.0]
+    """
+    narrow, wide = 4 * 64 / e.share, 4 * 128 / (e.wide_share or e.share)
+    exponential = max(0.0, 2 * narrow - wide)
+    return exponential + (narrow - exponential) * flops / (4 * 64)
 
 
 def expected_pass(parts: Parts, machine: Machine, dtype: str, *, is_step: bool) -> float | None:
     """The expected time of a pass of a model: each part at the shares that were measured of its kind.
 
-    Attention as above, its PARTIAL tiles as FULL ones; products with weights at their share of the peak or, where they
-    take longer to read, of the bandwidth; states at the roofline.
+    Attention as above, its PARTIAL tiles as FULL ones and its heads of 128 dims; products with weights at their share
+    of the peak or, where they take longer to read, of the bandwidth; states at the roofline.
 
     Args:
         is_step: whether the pass has one query for each batch row.
@@ -85,7 +105,7 @@ def expected_pass(parts: Parts, machine: Machine, dtype: str, *, is_step: bool) 
             return max(work.flops / linear, work.moved / stream)
         if is_step:
             return work.flops / (e.few_share * peak) + work.moved / bandwidth
-        return max(work.flops / (e.share * peak), work.moved / bandwidth)
+        return max(work.flops / ((e.wide_share or e.share) * peak), work.moved / bandwidth)
 
     return sum(seconds(name, work) for name, work in parts.each.items())
 

@@ -5,15 +5,10 @@ and Patterson 2009, Roofline: An Insightful Visual Performance Model for Multico
 less; real kernels need more.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from regard.cost.near_names import unknown_name
-from regard.cost.tables import table
 from regard.errors import ProblemError
-
-TERA, GIGA, GIB, KIB = 10**12, 10**9, 2**30, 2**10
 
 WIDER = {"bfloat16": ("float32",), "float16": ("float32",), "fp8": ("bfloat16", "float16", "float32"), "float64": ()}
 """The types whose products are computed where a machine has none of the first: operands are converted."""
@@ -24,11 +19,13 @@ class Efficiency:
     """What regard's kernels, and torch's matrix products, reach of a machine's limits; see `regard.cost.expected`.
 
     Attributes:
-        share: of the peak, on FULL tiles.
+        share: of the peak, on FULL tiles of 64 dims.
         partial_cost: time of a PARTIAL tile, in that of a FULL one.
         few_share: of the peak, for few queries.
         linear_share: of the peak, in matrix products of many rows; None where it was not measured.
         stream_share: of the bandwidth, in matrix products of one row; None where it was not measured.
+        wide_share: of the peak, on FULL tiles of 128 dims; None where it was not measured.
+        gradient_share: of the peak, in the backward pass on FULL tiles of 64 dims; None where it was not measured.
     """
 
     share: float
@@ -36,6 +33,8 @@ class Efficiency:
     few_share: float
     linear_share: float | None = None
     stream_share: float | None = None
+    wide_share: float | None = None
+    gradient_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ class Machine:
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
         """The roofline: the least time for this many FLOPs and bytes.
 
+        >>> from regard.cost import find_machine
         >>> h100 = find_machine("h100")
         >>> round(1e3 * h100.seconds(989.4e12, 0, "bfloat16")), round(1e3 * h100.seconds(0, 3352e9, "bfloat16"))
         (1000, 1000)
@@ -95,73 +95,3 @@ class Machine:
     def balance(self, dtype: str) -> float:
         """FLOPs for each byte at which products and memory take equally long."""
         return self.peak(dtype) / self.bandwidth
-
-
-def machine_names() -> list[str]:
-    """The machines of machines.toml."""
-    return list(table("machines.toml"))
-
-
-def find_machine(name: str) -> Machine:
-    """A machine by its name; `8xh100` is eight of them that share the work evenly, `this` the machine at hand.
-
-    `this` is the GPU of the machine where it was measured with one, else its processor; `this-cpu` is the processor.
-
-    Raises:
-        ProblemError: there is no such machine (near names are listed), or this one was not measured yet.
-
-    >>> find_machine("8xh100").memory // 2**30
-    640
-    """
-    plain = name.lower().replace("_", "-").replace(" ", "-")
-    if plain in THIS:
-        return _this_machine(plain)
-    several = re.fullmatch(r"([1-9]\d{0,5})x-?(.+)", plain, re.ASCII)
-    count, plain = (int(several[1]), several[2]) if several else (1, plain)
-    names = {alias: each for each, row in table("machines.toml").items() for alias in (each, *row.get("aliases", ()))}
-    if several is None and (zero := re.fullmatch(r"0+x-?(.+)", plain, re.ASCII)) and zero[1] in names:
-        raise ProblemError(f"{name!r} is zero machines: expected 1x{zero[1]} or more.")
-    if plain not in names:
-        raise unknown_name("machine", plain, machine_names())
-    return _times(_machine(names[plain]), count)
-
-
-THIS = ("this", "this-cpu")
-"""Names of the machine at hand, and of its processor alone."""
-
-
-def _this_machine(name: str) -> Machine:
-    from regard.cost.this_machine import read_this_machine  # noqa: PLC0415 - it makes a Machine
-
-    found = read_this_machine(name)
-    if found is None:
-        raise ProblemError(f"this machine was not measured yet: `regard cost --machine {name}` measures it once.")
-    return found
-
-
-def _machine(name: str) -> Machine:
-    row = table("machines.toml")[name]
-    return Machine(
-        name=name,
-        title=row["title"],
-        source=row["source"],
-        flops={dtype: value * TERA for dtype, value in row["flops"].items()},
-        bandwidth=row["bandwidth"] * GIGA,
-        memory=row["memory"] * GIB,
-        fast_memory=row["fast_memory"] * KIB,
-        checked=row.get("checked", ""),
-    )
-
-
-def _times(one: Machine, count: int) -> Machine:
-    if count == 1:
-        return one
-    return replace(
-        one,
-        name=f"{count}x{one.name}",
-        title=f"{count} x {one.title}",
-        flops={dtype: count * value for dtype, value in one.flops.items()},
-        bandwidth=count * one.bandwidth,
-        memory=count * one.memory,
-        count=count,
-    )

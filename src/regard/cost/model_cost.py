@@ -7,7 +7,8 @@ from typing import Any
 
 from regard.cost.expected import expected_pass
 from regard.cost.fit import crossing, largest_batch, largest_context, weight_bytes
-from regard.cost.machine import Machine, find_machine
+from regard.cost.machine import Machine
+from regard.cost.machines import find_machine
 from regard.cost.model import Latent, Layer, Model
 from regard.cost.near_names import unknown_name
 from regard.cost.pairs import Pattern

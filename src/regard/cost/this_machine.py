@@ -6,14 +6,14 @@ Reading them needs nothing of torch. They are measured again after the file is d
 import json
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
 from regard.atomic_write import write_whole
 from regard.cost.machine import Efficiency, Machine
 from regard.errors import ProblemError
-from regard.machine import processor
+from regard.machine import cache_sizes, model, processor
 
 FALLBACK_FAST_MEMORY = 1 << 20
 """Bytes, where the system does not tell the size of a core's L2 cache."""
@@ -29,9 +29,9 @@ def stored_at(name: str = "this") -> Path:
 
 
 def identity() -> str:
-    """The processor, its usable cores and the GPUs: limits of another machine are not this one's."""
+    """The processor, its usable cores, its model and the GPUs: limits of another machine are not this one's."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return "; ".join([f"{processor()}, {cores} cores", *gpus()])
+    return "; ".join([f"{processor()}, {cores} cores", *filter(None, [model()]), *gpus()])
 
 
 def gpus() -> list[str]:
@@ -56,7 +56,10 @@ def read_this_machine(name: str = "this") -> Machine | None:
         return None
     try:
         limits = {key: found[key] for key in ("title", "flops", "bandwidth", "memory", "fast_memory")}
-        efficiency = {dtype: Efficiency(**each) for dtype, each in found["efficiency"].items()}
+        names = [field.name for field in fields(Efficiency)]
+        efficiency = {
+            dtype: Efficiency(**{name: each[name] for name in names}) for dtype, each in found["efficiency"].items()
+        }
         where = f"measured here: {stored_at(name)}"
         return Machine(name=name, source=where, **limits, efficiency=efficiency)
     except (KeyError, TypeError, AttributeError, ProblemError):  # of another version
@@ -78,8 +81,4 @@ def store_this_machine(machine: Machine) -> None:
 
 def fast_memory() -> int:
     """Bytes of the L2 cache of a core."""
-    try:
-        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        size = 0
-    return size if size > 0 else FALLBACK_FAST_MEMORY
+    return cache_sizes().get(2, FALLBACK_FAST_MEMORY)

@@ -10,9 +10,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from regard.describe.given_tensor import given_tensor
 from regard.describe.mask import CallSizes, Positions, as_tensors
 from regard.describe.not_a_spec import instead, received
+from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
@@ -124,7 +124,7 @@ class Alibi(Bias):
     def __post_init__(self) -> None:
         expected = "floats [heads], a slope per query head"
         if self.slopes is not None:
-            slopes = given_tensor(self.slopes, "Alibi(slopes)", expected)
+            slopes = require_tensor(self.slopes, "Alibi(slopes)", expected)
             if not slopes.is_floating_point() or slopes.ndim != 1 or self.heads not in (None, len(slopes)):
                 for_heads = "" if self.heads is None else f" for {self.heads} heads"
                 raise ProblemError(
@@ -182,7 +182,7 @@ class T5Bias(Bias):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        given_tensor(self.table, "T5Bias(table)", "floats [buckets, heads]")
+        require_tensor(self.table, "T5Bias(table)", "floats [buckets, heads]")
         if not isinstance(cast(object, self.bidirectional), bool):
             raise ProblemError(f"T5Bias(bidirectional) is {self.bidirectional!r}: expected True or False.")
         needed = 4 if self.bidirectional else 2
@@ -239,7 +239,7 @@ class TensorBias(Bias):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        given_tensor(self.tensor, "TensorBias(tensor)", "floats, broadcastable to [batch, heads, queries, keys]")
+        require_tensor(self.tensor, "TensorBias(tensor)", "floats, broadcastable to [batch, heads, queries, keys]")
         if self.offset is not None:
             object.__setattr__(self, "offset", whole(self.offset, "TensorBias(offset)"))
         if not self.tensor.is_floating_point() or self.tensor.ndim > 4:

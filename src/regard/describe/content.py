@@ -214,8 +214,8 @@ class _Walk:
 
     def _function(self, f: types.FunctionType) -> Hashable:
         cells = [read_cell(cell) for cell in f.__closure__ or ()]
-        given = (f.__defaults__, f.__kwdefaults__, f.__dict__)
-        own = self._each((*cells, *(x or None for x in given)))
+        attributes = (f.__defaults__, f.__kwdefaults__, f.__dict__)
+        own = self._each((*cells, *(x or None for x in attributes)))
         if self._is_library(f.__globals__.get("__name__")):  # a wrapper may have copied `__module__`
             return f.__code__, own
         reads = reads_of(f.__code__)

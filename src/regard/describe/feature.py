@@ -334,8 +334,8 @@ def _exact(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _scale(scale: float | None, dim: int) -> float:
@@ -344,10 +344,10 @@ def _scale(scale: float | None, dim: int) -> float:
 
 def _positive(scale: float | None, dim: int) -> float:
     """The scale, checked; its root multiplies both q and k."""
-    given = _scale(scale, dim)
-    if not _is_number(given) or not 0 < given < math.inf:
-        raise ProblemError(f"scale is {given!r}: expected a finite number above 0; its root multiplies q and k.")
-    return given
+    value = _scale(scale, dim)
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ProblemError(f"scale is {value!r}: expected a finite number above 0; its root multiplies q and k.")
+    return value
 
 
 def _check_pair(q: Tensor, k: Tensor) -> None:

@@ -33,6 +33,10 @@ NONE, ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
 """In a signature: the mask keeps nothing, or everything, of the rectangle."""
 
 
+DRAWN = 1 << 24
+"""Pairs that a picture has at most; 4 bytes each, and some hundred MiB while they are evaluated."""
+
+
 class Rectangles(NamedTuple):
     """Many rectangles of positions: batch b, head h, queries q0 <= q < q1, keys k0 <= k < k1; arrays of one length."""
 
@@ -304,6 +308,9 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     Args:
         offset: position of the first query; None puts the last query at the last key, as `attend` does.
 
+    Raises:
+        ProblemError: no mask, one that does not fit, or a picture of more than 16.8 million pairs.
+
     >>> from regard import Causal, draw
     >>> print(draw(Causal(), 2, 4))
     █ █ █ ·
@@ -311,6 +318,11 @@ def draw(mask: Mask, queries: int, keys: int, offset: int | None = None, batch: 
     """
     mask = _mask(mask, "draw")
     queries, keys = whole(queries, "queries", least=0), whole(keys, "keys", least=0)
+    if queries * keys > DRAWN:
+        raise ProblemError(
+            f"draw of {queries:,} queries and {keys:,} keys: expected at most {DRAWN:,} pairs, such as 4,096 x 4,096. "
+            "Draw a smaller call, or some of the queries with offset=; explain counts tiles and pairs of large ones."
+        )
     start = keys - queries if offset is None else whole(offset, "offset")
     mask = mask.bind(CallSizes(*mask.broadcast_shape(), queries, keys, start))
     q, k = torch.arange(start, start + queries, device="cpu")[:, None], torch.arange(keys, device="cpu")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.given_tensor import given_tensor
 from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
+from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Fingerprint, constants, spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
@@ -176,10 +176,10 @@ class KeyLengths(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.lengths), Tensor):
-            given = reprlib.repr(self.lengths)
-            hint = f"torch.tensor({given})" if isinstance(self.lengths, list | tuple) else "torch.tensor([3, 5])"
+            value = reprlib.repr(self.lengths)
+            hint = f"torch.tensor({value})" if isinstance(self.lengths, list | tuple) else "torch.tensor([3, 5])"
             raise ProblemError(
-                f"KeyLengths(lengths) is {given}: expected an integer tensor [batch], such as {hint}; for the same "
+                f"KeyLengths(lengths) is {value}: expected an integer tensor [batch], such as {hint}; for the same "
                 "length in every row, Prefix(size)."
             )
         _checked_sizes(self.lengths, "KeyLengths(lengths)")
@@ -221,13 +221,13 @@ class Global(Mask):
     positions: Iterable[int]
 
     def __post_init__(self) -> None:
-        given = cast(object, self.positions)
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-            raise ProblemError(f"Global(positions) is {given!r}: expected an iterable of positions, such as [0, 5].")
-        if isinstance(given, Tensor):
-            one = given_tensor(given, "Global(positions)", "integers [positions]", read=True)
-            given = one.tolist() if one.ndim == 1 else [one]
-        chosen = {whole(p, "a position of Global(positions)", "positions") for p in cast("Iterable[object]", given)}
+        value = cast(object, self.positions)
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            raise ProblemError(f"Global(positions) is {value!r}: expected an iterable of positions, such as [0, 5].")
+        if isinstance(value, Tensor):
+            one = require_tensor(value, "Global(positions)", "integers [positions]", read=True)
+            value = one.tolist() if one.ndim == 1 else [one]
+        chosen = {whole(p, "a position of Global(positions)", "positions") for p in cast("Iterable[object]", value)}
         object.__setattr__(self, "positions", tuple(sorted(chosen)))
 
     def keep(self, b: Positions, h: Positions, q: Positions, k: Positions) -> Tensor:
@@ -295,7 +295,7 @@ def _checked_sizes(sizes: object, what: str) -> int | Tensor:
     """The sizes, an int of at least 0 or an integer tensor of one axis; `ProblemError` for others."""
     if not isinstance(sizes, Tensor):
         return whole(sizes, what, "keys, or an integer tensor [batch]", least=0)
-    given_tensor(sizes, what, "an integer tensor [batch]")
+    require_tensor(sizes, what, "an integer tensor [batch]")
     if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
         raise ProblemError(f"{what} is {sizes.dtype} {list(sizes.shape)}: expected an integer tensor [batch].")
     return sizes

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.describe.given_tensor import given_tensor
 from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
+from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import spec
 from regard.describe.tensors import derived
 from regard.describe.whole_number import whole
@@ -171,17 +171,17 @@ class Tree(Mask):
     start: int | None = None
 
     def __post_init__(self) -> None:
-        given = cast(object, self.parents)
-        if isinstance(given, Tensor):
-            parents = given_tensor(given, "Tree(parents)", "integers [tokens]", read=True)
-            given = parents.tolist() if parents.ndim == 1 else None
-        elif isinstance(given, np.ndarray) and given.ndim == 1:
-            given = given.tolist()
-        if not isinstance(given, Sequence) or isinstance(given, str) or not len(cast("Sequence[object]", given)):
+        value = cast(object, self.parents)
+        if isinstance(value, Tensor):
+            parents = require_tensor(value, "Tree(parents)", "integers [tokens]", read=True)
+            value = parents.tolist() if parents.ndim == 1 else None
+        elif isinstance(value, np.ndarray) and value.ndim == 1:
+            value = value.tolist()
+        if not isinstance(value, Sequence) or isinstance(value, str) or not len(cast("Sequence[object]", value)):
             raise ProblemError(
                 f"Tree(parents) is {self.parents!r}: expected the parent of each draft token, at least one: [-1, 0, 0]."
             )
-        listed = cast("Sequence[object]", given)
+        listed = cast("Sequence[object]", value)
         parents = tuple(-1 if p is None else whole(p, "a parent of Tree(parents)", "an index, or None") for p in listed)
         if self.start is not None:
             object.__setattr__(self, "start", whole(self.start, "Tree(start)"))
@@ -290,9 +290,9 @@ class TensorMask(Mask):
         return columns - rows if self.offset is None else self.offset
 
 
-def _check_tensor(given: object, name: str, axes: tuple[int, ...], expected: str, *, integers: bool = False) -> None:
+def _check_tensor(value: object, name: str, axes: tuple[int, ...], expected: str, *, integers: bool = False) -> None:
     """Raise `ProblemError` unless it is a tensor of integers or else of bools, and its rank is one of `axes`."""
-    table = given_tensor(given, name, expected)
+    table = require_tensor(value, name, expected)
     fits = not (table.is_floating_point() or table.is_complex()) if integers else table.dtype == torch.bool
     if not fits or table.ndim not in axes:
         is_integer = not (integers or table.dtype == torch.bool or table.is_floating_point() or table.is_complex())

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.describe.position_table import check_positions, check_type, computed_in, is_traced, rows
+from regard.describe.position_table import check_positions, check_type, is_traced, rows
 from regard.describe.rope_scaling import Scaling
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import Spec, spec
 from regard.describe.whole_number import whole, whole_field
 from regard.errors import ProblemError, RefusalError
+from regard.wide import wide_of
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,7 +90,7 @@ class Sinusoidal(Absolute):
     def table(self, positions: Tensor) -> Tensor:
         """The vectors of these positions, whole or not: [*positions.shape, dim], float64 for float64, else float32."""
         check_type(positions)
-        dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
+        dtype = wide_of(positions.dtype)
         return self._waves(positions, dtype)
 
     def _waves(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,7 +98,7 @@ class Sinusoidal(Absolute):
         return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2).to(dtype)
 
     def _rows(self, positions: int | Tensor | None, x: Tensor) -> Tensor:
-        dtype = computed_in(x.dtype)
+        dtype = wide_of(x.dtype)
         key = (self, dtype, x.device)
         return rows(key, lambda p: self._waves(p, dtype).to(x.device), positions, x)
 
@@ -118,9 +119,9 @@ class Learned(Absolute):
     weight: Tensor
 
     def __post_init__(self) -> None:
-        given = cast(object, self.weight)
-        if not isinstance(given, Tensor) or given.ndim != 2 or not given.is_floating_point():
-            what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        value = cast(object, self.weight)
+        if not isinstance(value, Tensor) or value.ndim != 2 or not value.is_floating_point():
+            what = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ProblemError(f"Learned(weight) is {what}: expected a tensor of floats [max_tokens, dim].")
 
     def width(self) -> int:
@@ -249,7 +250,7 @@ class Rope(Position):
         _check_floats(x, self.dim, "[batch, heads, tokens, dim]", self)
         positions = check_positions(positions, x, rank=4)
         length = self.length_of(x, positions, _whole_tokens(tokens))
-        dtype = computed_in(x.dtype)
+        dtype = wide_of(x.dtype)
         key = (self, self.scaling and self.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._table(p, length, dtype).to(x.device), positions, x)
         if table.ndim == 4:  # [batch, tokens, *row]

@@ -52,11 +52,6 @@ def cached_table(key: Hashable, make: Callable[[Tensor], Tensor], end: int, coun
     return made
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The element type of the tables for activations of this type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def rows(key: Hashable, make: Callable[[Tensor], Tensor], positions: int | Tensor | None, x: Tensor) -> Tensor:
     """The rows of `make` for the positions of x, from a cached table where possible: [..., tokens, *row]."""
     device = torch.device("cpu") if x.device.type == "mps" else x.device  # MPS has no float64

@@ -281,9 +281,9 @@ class LongRope(Scaling):
 
     def __post_init__(self) -> None:
         for name in ("short", "long"):
-            given = cast(object, getattr(self, name))
-            if not isinstance(given, tuple) or not all(_is_positive(n) for n in cast("tuple[object, ...]", given)):
-                raise ProblemError(f"LongRope({name}={given!r}): expected a tuple of floats above 0, one per pair.")
+            value = cast(object, getattr(self, name))
+            if not isinstance(value, tuple) or not all(_is_positive(n) for n in cast("tuple[object, ...]", value)):
+                raise ProblemError(f"LongRope({name}={value!r}): expected a tuple of floats above 0, one per pair.")
         if len(self.short) != len(self.long):
             raise ProblemError(
                 f"LongRope: short has {len(self.short)} divisors and long has {len(self.long)}: expected one per pair."
@@ -353,8 +353,8 @@ def _with_larger_base(plain: Tensor, factor: float) -> Tensor:
     return plain * factor ** (-pair / (len(plain) - 1))
 
 
-def _is_positive(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _check_factor(scaling: Scaling, factor: object) -> None:
@@ -364,15 +364,15 @@ def _check_factor(scaling: Scaling, factor: object) -> None:
         )
 
 
-def _check_flag(scaling: Scaling, name: str, given: object) -> None:
-    if not isinstance(given, bool):
-        raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected True or False.")
+def _check_flag(scaling: Scaling, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ProblemError(f"{type(scaling).__name__}({name}={value!r}): expected True or False.")
 
 
-def _check_positive(scaling: Scaling, name: str, given: object, *, absent: bool = False) -> None:
-    if not _is_positive(given) and not (absent and given is None):
+def _check_positive(scaling: Scaling, name: str, value: object, *, absent: bool = False) -> None:
+    if not _is_positive(value) and not (absent and value is None):
         or_none = ", or None" if absent else ""
-        raise ProblemError(f"{type(scaling).__name__}({name}={given!r}): expected a number above 0{or_none}.")
+        raise ProblemError(f"{type(scaling).__name__}({name}={value!r}): expected a number above 0{or_none}.")
 
 
 def _check_pairs(scaling: Scaling, rotated: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from regard.describe.given_tensor import given_tensor
+from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Fingerprint, Spec, spec
 from regard.errors import ProblemError
 
@@ -209,10 +209,10 @@ class Additive(Score):
             )
 
     def dim(self, qk_dim: int, k_dim: int) -> int:
-        for name, w, own, given in (("w_q", self.w_q, "q", qk_dim), ("w_k", self.w_k, "k", k_dim)):
-            if w.shape[-1] != given:
+        for name, w, own, dim in (("w_q", self.w_q, "q", qk_dim), ("w_k", self.w_k, "k", k_dim)):
+            if w.shape[-1] != dim:
                 raise ProblemError(
-                    f"Additive({name}) is {list(w.shape)} and {own} has {given} dimensions: expected [hidden, {given}]."
+                    f"Additive({name}) is {list(w.shape)} and {own} has {dim} dimensions: expected [hidden, {dim}]."
                 )
         return self.v.shape[-1]
 
@@ -380,16 +380,16 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _check_matrix(name: str, w: object, expected: str) -> None:
-    given = given_tensor(w, name, f"floats {expected}")
-    if given.ndim not in (2, 3) or not given.is_floating_point():
-        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected floats {expected}.")
+    value = require_tensor(w, name, f"floats {expected}")
+    if value.ndim not in (2, 3) or not value.is_floating_point():
+        raise ProblemError(f"{name} is {value.dtype} {list(value.shape)}: expected floats {expected}.")
 
 
 def _check_vector(name: str, v: object) -> None:
     expected = "floats [hidden] or [heads, hidden]"
-    given = given_tensor(v, name, expected)
-    if given.ndim not in (1, 2) or not given.is_floating_point():
-        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected {expected}.")
+    value = require_tensor(v, name, expected)
+    if value.ndim not in (1, 2) or not value.is_floating_point():
+        raise ProblemError(f"{name} is {value.dtype} {list(value.shape)}: expected {expected}.")
 
 
 def _check_heads(name: str, t: Tensor, ndim: int, heads: int, what: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from regard.describe.content import Untraceable, content, values
-from regard.describe.suggestions import suggest_keywords
+from regard.describe.suggestions import refuse_arguments, suggest_keywords
 from regard.describe.tensors import ContentKey, content_key, form
 from regard.torch_internals import DYNAMO_LISTS_ATTRIBUTES
 
@@ -160,6 +160,10 @@ class Spec:
     """Whether operators make it of other specs (`a & b`), and no caller names its fields."""
     __array_ufunc__: ClassVar[None] = None  # so numpy leaves `array & mask` to the mask
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._kind = _Kind.of(cls)  # also without `@spec`: it is printed before it is refused
+
     def fingerprint(self) -> Fingerprint:
         """This spec with a content key in place of each tensor and function; computed once for a constant spec."""
         kept = self.__dict__.get("_fingerprint")
@@ -226,13 +230,13 @@ class Spec:
     @classmethod
     def written(cls, parts: tuple[Any, ...]) -> str:
         """A spec of these parts as Python code, without defaults, with type and shape in place of tensors."""
-        fields = dataclasses.fields(cast(Any, cls))
-        given = (
+        fields = dataclasses.fields(cast(Any, cls)) if dataclasses.is_dataclass(cls) else ()  # none without `@spec`
+        fields = (
             f"{f.name}={part!r}"
             for f, part in zip(fields, parts, strict=True)
             if f.default is dataclasses.MISSING or part is not f.default
         )
-        return f"{cls.__name__}({', '.join(given)})"
+        return f"{cls.__name__}({', '.join(fields)})"
 
     def serialize(self, tensors: list[Tensor], ints: list[int]) -> str:
         """The spec as JSON, tensors and ints appended to the lists; `deserialize` reads it. Floats keep every bit."""
@@ -254,10 +258,14 @@ class Spec:
     def is_registered(self) -> bool:
         """Whether the classes of this spec and of the specs in it were made with `@spec`."""
         if "_registered" not in self.__dict__:
-            self.__dict__["_registered"] = self._made is type(self) and all(
-                part.is_registered() for part in self.parts() if isinstance(part, Spec)
-            )
+            self.__dict__["_registered"] = self.unregistered() is None
         return self.__dict__["_registered"]
+
+    def unregistered(self) -> "type[Spec] | None":
+        """The class of this spec, or else of the first spec in it, that was not made with `@spec`; None if all were."""
+        if self._made is not type(self):
+            return type(self)
+        return next((kind for part in self.parts() if isinstance(part, Spec) and (kind := part.unregistered())), None)
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the spec, in the order of its serialised form."""
@@ -290,8 +298,9 @@ def spec(cls: W) -> W:
     Classes of the same name get different names in the serialised form: a notebook defines one whenever its cell runs.
     """
     made = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    if dataclasses.fields(cast(Any, made)) and not made.is_combined:
-        made.__init__ = suggest_keywords(made.__init__)
+    if not made.is_combined:
+        is_empty = not dataclasses.fields(cast(Any, made)) and not hasattr(made, "__post_init__")
+        made.__init__ = refuse_arguments(made.__init__) if is_empty else suggest_keywords(made.__init__)
     kind = _Kind.of(made)
     plain = cls.__name__ if kind.is_own else f"{cls.__module__}.{cls.__qualname__}"
     names = (plain if not i else f"{plain}#{i}" for i in itertools.count())

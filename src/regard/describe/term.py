@@ -147,13 +147,13 @@ def _evaluate(term: Term, values: Mapping[str, Tensor], known: dict[int, Any], d
     return found
 
 
-def _apply(op: Op, given: list[Any]) -> Any:
+def _apply(op: Op, values: list[Any]) -> Any:
     dtype = dtype_of(op.dtype)
     if op.name == "to":
-        return given[0].to(dtype)
+        return values[0].to(dtype)
     if op.name == "index":
-        return given[0][tuple(given[1:])]
+        return values[0][tuple(values[1:])]
     if op.name == "div_trunc":
-        return torch.div(*given, rounding_mode="trunc")
-    found = getattr(torch.ops.aten, op.name)(*given)
+        return torch.div(*values, rounding_mode="trunc")
+    found = getattr(torch.ops.aten, op.name)(*values)
     return found if found.dtype == dtype else found.to(dtype)

@@ -320,9 +320,9 @@ def _xor(a: Extent, b: Extent) -> Extent:
 def _of_bools(rule: Callable[..., Extent]) -> Callable[..., Extent]:
     """A rule for truth values; of integers, the operator means bits, and is unknown."""
 
-    def guarded(*given: Extent) -> Extent:
-        found = rule(*given)
-        bools = np.logical_and.reduce([(e.low >= 0) & (e.high <= 1) for e in given])
+    def guarded(*extents: Extent) -> Extent:
+        found = rule(*extents)
+        bools = np.logical_and.reduce([(e.low >= 0) & (e.high <= 1) for e in extents])
         return Extent(np.where(bools, found.low, np.nan), np.where(bools, found.high, np.nan))
 
     return guarded

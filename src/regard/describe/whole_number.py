@@ -10,7 +10,7 @@ MOST = (1 << 63) - 1
 """Positions are int64."""
 
 
-def whole(given: object, what: str, unit: str = "tokens", least: int | None = None) -> int:
+def whole(value: object, what: str, unit: str = "tokens", least: int | None = None) -> int:
     """The integer as a Python int; a symbolic one, of a traced graph, stays symbolic.
 
     Args:
@@ -25,7 +25,7 @@ def whole(given: object, what: str, unit: str = "tokens", least: int | None = No
     >>> whole(np.int64(3), "Window(left)")
     3
     """
-    return _whole(given, what + " is {!r}", unit, least)
+    return _whole(value, what + " is {!r}", unit, least)
 
 
 def whole_field(owner: object, name: str, unit: str = "tokens", least: int | None = None) -> None:
@@ -38,16 +38,16 @@ def whole_field(owner: object, name: str, unit: str = "tokens", least: int | Non
     object.__setattr__(owner, name, _whole(getattr(owner, name), head, unit, least))
 
 
-def _whole(given: object, head: str, unit: str, least: int | None) -> int:
+def _whole(value: object, head: str, unit: str, least: int | None) -> int:
     """`head` names the field and has `{!r}` for the argument."""
-    if isinstance(given, bool) or not isinstance(given, torch.SymInt | SupportsIndex):
-        raise ProblemError(f"{head.format(given)}: expected a whole number of {unit}.")
-    if torch.compiler.is_compiling() or isinstance(given, torch.SymInt):
-        return cast(int, given)
+    if isinstance(value, bool) or not isinstance(value, torch.SymInt | SupportsIndex):
+        raise ProblemError(f"{head.format(value)}: expected a whole number of {unit}.")
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
+        return cast(int, value)
     try:
-        found = given.__index__()
+        found = value.__index__()
     except (RuntimeError, TypeError, ValueError):  # a tensor that is no single integer, or without data
-        raise ProblemError(f"{head.format(given)}: expected a whole number of {unit}.") from None
+        raise ProblemError(f"{head.format(value)}: expected a whole number of {unit}.") from None
     if abs(found) > MOST:
         raise ProblemError(f"{head.format(found)}: expected at most {MOST:,} {unit}, as positions are 64-bit integers.")
     if least is not None and found < least:

@@ -36,6 +36,7 @@ from regard.describe.score import Dot, Score
 from regard.errors import RefusalError
 from regard.plan.request import Request
 from regard.state import State
+from regard.wide import wide_of
 
 _opset: ContextVar[int | None] = ContextVar("opset", default=None)
 
@@ -220,7 +221,7 @@ def _attn_mask(call: _Call) -> Tensor | None:
         kept = keep if kept is None else kept & keep
     if call.bias is None:
         return None if kept is None else _whole_rows(kept, call)
-    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wide = wide_of(call.q.dtype)
     added = sum(
         (_rows(term, term.tensor, call) if isinstance(term, TensorBias) else term.value(*at)).to(wide)
         for term in call.bias.terms()
@@ -245,7 +246,7 @@ def _rows(spec: TensorMask | TensorBias, table: Tensor, call: _Call) -> Tensor:
 
 def _by_primitives(call: _Call, score: Score | None, sink: Tensor | None) -> State:
     """By the definition (`backend/definition.py`), in float32 or float64."""
-    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wide = wide_of(call.q.dtype)
     kv_heads, group = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
     q, k = call.q.to(wide).unflatten(1, (kv_heads, group)), call.k.to(wide)[:, :, None]
     s = (q @ k.mT if score is None else score.compare(q, k)).flatten(1, 2) * call.scale

@@ -43,6 +43,7 @@ from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.stored import StoredTensor
 from regard.torch_internals import dispatch_modes, in_forward_mode
+from regard.wide import wide_of
 
 
 class _Arguments(NamedTuple):
@@ -147,7 +148,7 @@ def attend_traced(request: Request) -> State:
     if isinstance(start, Tensor):  # as an int it would become a constant of the graph
         carried.append(start)
         start = None
-    seed = torch.randint(1 << 62, ()) if dropout else None
+    seed = torch.randint(1 << 62, (), device="cpu") if dropout else None
     return State(
         *torch.ops.regard.attend(
             q, k, v, sink, carried, numbers, mask_text, bias_text, score_text, scale, softcap, dropout, seed, start,
@@ -201,12 +202,22 @@ def _run(a: _Arguments, before: State | None = None) -> State:
     prepared = prepare(a.request())
     assert prepared is not None  # the operator runs on data, or its fake kernel does
     plan, operands = prepared[0], prepared[1]._replace(lse=True)  # the operator returns it, and differentiates by it
-    with torch.random.fork_rng(enabled=a.seed is not None):
+    device = a.q.device  # others are left alone: to save the state of a GPU is to begin to use it
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=a.seed is not None):
         if a.seed is not None:
-            torch.manual_seed(int(a.seed))
+            _seed(int(a.seed), device)
         if before is not None and isinstance(plan.kernel, ResumableKernel):
             return plan.kernel.resume(plan.changed(operands), before)
         return execute(plan, operands, a.backend)[1]
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed what draws on the host and on a device."""
+    if device.type == "cuda":
+        torch.default_generator.manual_seed(seed)
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -220,7 +231,7 @@ def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     q, k, v = a.q, a.k, a.v
     check_tensors(q, k, v)
     _score_dim(a)
-    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = wide_of(q.dtype)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse)
 
 

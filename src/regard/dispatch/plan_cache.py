@@ -24,11 +24,12 @@ from regard.describe.tensors import is_without_data, unchanged
 from regard.dispatch import ready
 from regard.dispatch.choose import Plan, choose, forget_plans
 from regard.dispatch.cuda_order import Kind, kind_of_call
-from regard.plan.checks import check_has_data, check_offset, check_specs, in_transform
+from regard.plan.checks import check_has_data, check_offset, check_specs
 from regard.plan.lower import hides_nothing
 from regard.plan.pose import pose
 from regard.plan.problem import Operands, Sizes
 from regard.plan.request import Request
+from regard.torch_internals import in_transform
 from regard.torch_versions import warn_of_untested
 
 K = TypeVar("K")

@@ -12,7 +12,7 @@ from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 
-from regard.backend.contract import RepeatableKernel, Repeated
+from regard.backend.contract import Bind, Bound, RepeatableKernel, Run
 from regard.describe.mask import Mask
 from regard.describe.spec import Fingerprint
 from regard.dispatch.choose import Plan
@@ -27,7 +27,7 @@ FARTHEST = 1 << 40
 
 Key = tuple[Any, ...]
 
-_ready: dict[Key, tuple[ref[Plan], Repeated, Fingerprint | None]] = {}
+_ready: dict[Key, tuple[ref[Plan], Run, Fingerprint | None, Bind]] = {}
 """A call whose plan is gone is ready no more. The fingerprint is kept alive, as its address is in the key."""
 
 _LONG = None, None
@@ -63,6 +63,12 @@ def run(
     return key, None if found is None or found[0]() is None else found[1](q, k, v, keys, offset)
 
 
+def bind(key: Key, q: Tensor, k: Tensor, v: Tensor, offset: int | None) -> Bound | None:
+    """What runs calls that differ from a ready one in elements alone."""
+    found = _ready.get(key)
+    return None if found is None else found[3](q, k, v, k.shape[2], offset)
+
+
 def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
     """Keep a call that was run, if its kernel can repeat it."""
     kernel, found = plan.kernel, _ready.get(key)
@@ -80,7 +86,7 @@ def keep(key: Key, mask: Mask | None, plan: Plan, operands: Operands) -> None:
     if (again := kernel.repeated(operands)) is not None:
         if len(_ready) >= KEPT:
             _ready.clear()
-        _ready[key] = ref(plan), again, fingerprint
+        _ready[key] = ref(plan), again.run, fingerprint, again.bind
 
 
 def forget() -> None:

@@ -27,6 +27,7 @@ from regard.flex.score import (
 )
 from regard.flex.trace import Mod, element_by_element, is_traced, trace
 from regard.state import State
+from regard.wide import wide_of
 
 MOST_BIAS = 1 << 24
 """Elements of a bias that are computed at once, 64 MiB; for more, the call runs in pieces of some queries."""
@@ -93,7 +94,7 @@ def laid_out_as(query: Tensor, out: Tensor) -> Tensor:
 
 def _modified_state(call: _Call, score_mod: Mod, sizes: CallSizes) -> State:
     """The state of a call with its `score_mod`."""
-    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wide = wide_of(call.q.dtype)
     traced = trace(score_mod, "bhqk", call.q.device, torch.zeros((), dtype=wide))
     if traced.term is None and is_traced(call.q):  # a function passes through no operator
         return attend_every_pair(call.q, call.k, call.v, score_mod, call.mask, call.scale)
@@ -171,7 +172,7 @@ def _piece(call: _Call, rows: slice) -> State:
     sizes = CallSizes(call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2], 0)
     bias = call.bias
     if call.computed:
-        wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        wide = wide_of(call.q.dtype)
         table = TensorBias(rows_of_bias(call.computed, sizes, rows, wide))
         bias = table if bias is None else bias + table
     return attend_state(

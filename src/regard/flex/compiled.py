@@ -22,6 +22,7 @@ from regard.flex.call import Result, compute, laid_out_as
 from regard.flex.read_block_mask import follows_function, mask_of_block_mask, mask_of_lists
 from regard.flex.trace import IndexByTensor, Mod
 from regard.torch_internals import HigherOrder, is_higher_order, skip_frames
+from regard.wide import wide_of
 
 _library = torch.library.Library("regard", "FRAGMENT")
 _library.define(
@@ -34,7 +35,7 @@ def _form(
     q: Tensor, k: Tensor, v: Tensor, modified: Tensor, kept: Tensor, at: Sequence[Tensor], lists: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The form of the results; the end of the graph of the functions, from which their results are known."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_of(q.dtype)
     out = laid_out_as(q, q.new_empty((*q.shape[:3], v.shape[3])))
     return out, q.new_empty(q.shape[:3], dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -52,7 +53,7 @@ def compute_compiled(
     wants_max: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`call.compute`, while dynamo traces it."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_of(query.dtype)
     at = [torch.zeros((), dtype=wide), *(torch.zeros((), dtype=torch.int64) for _ in range(4))]
     lists: list[Tensor] = []
     if block_mask is not None and not follows_function(block_mask):
@@ -90,17 +91,17 @@ class _ComputeGraph(HigherOrder):
             q, k, v = operands
             return _compute_uncompiled(subgraph, q, k, v, options["scale"], options["wants_max"])
         graph = subgraph.graph
-        given = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+        tensor_of = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
         end = next(node for node in graph.nodes if node.target is torch.ops.regard.flex_form)
         arguments: Any = end.args
         query, key, value, modified, kept, at, lists = arguments
-        q, k, v = given[query], given[key], given[value]
-        score_mod = _function(subgraph, modified, at, given) if options["modified"] else None
+        q, k, v = tensor_of[query], tensor_of[key], tensor_of[value]
+        score_mod = _function(subgraph, modified, at, tensor_of) if options["modified"] else None
         mask: Mask | bool = True
         if options["masked"]:
             sizes = _sizes(q, k)
-            block, read = (options["rows"], options["columns"]), [given[node] for node in lists]
-            mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], given), sizes, q.device)
+            block, read = (options["rows"], options["columns"]), [tensor_of[node] for node in lists]
+            mask = mask_of_lists(read, block, _function(subgraph, kept, at[1:], tensor_of), sizes, q.device)
         found = compute(q, k, v, score_mod, mask, options["scale"], options["wants_max"])
         return found.out, found.lse, _max_scores(found)
 
@@ -129,7 +130,7 @@ def _max_scores(found: Result) -> Tensor:
     return torch.empty_like(found.lse) if found.max_scores is None else found.max_scores
 
 
-def _function(module: GraphModule, result: Node, at: Sequence[Node], given: dict[Node, Tensor]) -> Mod:
+def _function(module: GraphModule, result: Node, at: Sequence[Node], operands: dict[Node, Tensor]) -> Mod:
     """What the graph computes of positions, as a function of them; other operands are captured."""
     graph, copies = Graph(), dict[Node, Node]()
     graph.graph_copy(module.graph, copies)
@@ -146,7 +147,7 @@ def _function(module: GraphModule, result: Node, at: Sequence[Node], given: dict
     copy = GraphModule(module, graph)
 
     def function(*positions: Tensor) -> Tensor:
-        values = {**given, **dict(zip(at, positions, strict=True))}
+        values = {**operands, **dict(zip(at, positions, strict=True))}
         return copy(*values.values())
 
     return function

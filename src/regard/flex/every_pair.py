@@ -7,6 +7,7 @@ from regard.describe.mask import CallSizes, Mask, kept_pairs
 from regard.describe.mask_by_table import TensorMask
 from regard.flex.trace import Mod, element_by_element
 from regard.state import State
+from regard.wide import wide_of
 
 SCORES = 1 << 22
 """Scores computed at once."""
@@ -23,7 +24,7 @@ def max_scores(q: Tensor, k: Tensor, score_mod: Mod | None, mask: Mask | None, s
         [batch, heads, queries], -inf for a query that sees no key; float32, or float64 for float64.
     """
     rows = max(1, SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    found = [q.new_empty((*q.shape[:2], 0), dtype=_wide(q))]
+    found = [q.new_empty((*q.shape[:2], 0), dtype=wide_of(q.dtype))]
     for start in range(0, q.shape[2], rows):
         at = _places(q, k, start, min(start + rows, q.shape[2]))
         found.append(_scores(q[:, :, start : start + rows], k, score_mod, mask, scale, at).amax(dim=3))
@@ -57,12 +58,8 @@ def _places(q: Tensor, k: Tensor, start: int, stop: int) -> Places:
 
 def _scores(q: Tensor, k: Tensor, score_mod: Mod | None, mask: Mask | None, scale: float, at: Places) -> Tensor:
     """[batch, heads, queries, keys], -inf for pairs that are hidden; float32, or float64 for float64."""
-    wide = _wide(q)
+    wide = wide_of(q.dtype)
     scores = scale * q.to(wide) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
     if score_mod is not None:
         scores = element_by_element(score_mod, scores, *at).to(wide)
     return scores if mask is None else torch.where(kept_pairs(mask, *at), scores, -torch.inf)
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -48,19 +48,19 @@ def _key(mask: Mask, sizes: CallSizes) -> _MaskKey:
 _readings: WeakKeyDictionary[BlockMask, _Reading] = WeakKeyDictionary()
 
 
-def mask_of_block_mask(given: BlockMask, sizes: CallSizes, device: torch.device) -> Mask | bool:
+def mask_of_block_mask(block_mask: BlockMask, sizes: CallSizes, device: torch.device) -> Mask | bool:
     """The mask of a `BlockMask` in a call: in listed blocks what `mask_mod` keeps, in full ones everything.
 
     Where the lists are those that follow from `mask_mod`, as they nearly always are, the mask is that of `mask_mod`.
     """
-    own = mask_of_mod(given.mask_mod, sizes, device)
-    reading = _read(given)
-    if _agrees(reading, own, sizes, given.BLOCK_SIZE):
+    own = mask_of_mod(block_mask.mask_mod, sizes, device)
+    reading = _read(block_mask)
+    if _agrees(reading, own, sizes, block_mask.BLOCK_SIZE):
         return own
-    partial = MaskTerm(_listed(reading.partial, given.BLOCK_SIZE))
+    partial = MaskTerm(_listed(reading.partial, block_mask.BLOCK_SIZE))
     if isinstance(own, Mask):
         partial = And(partial, own)
-    full = MaskTerm(_listed(reading.full, given.BLOCK_SIZE))
+    full = MaskTerm(_listed(reading.full, block_mask.BLOCK_SIZE))
     if own is False:
         return full
     return Or(full, partial) if bool(reading.full.any()) else partial
@@ -134,10 +134,10 @@ def mark_as_following(made: BlockMask) -> None:
     setattr(made, FOLLOWS, (made.mask_mod, made.kv_indices))
 
 
-def follows_function(given: BlockMask) -> bool:
+def follows_function(block_mask: BlockMask) -> bool:
     """Whether the lists are known to be those of `mask_mod`."""
-    mod, indices = getattr(given, FOLLOWS, (None, None))
-    return mod is given.mask_mod and indices is given.kv_indices
+    mod, indices = getattr(block_mask, FOLLOWS, (None, None))
+    return mod is block_mask.mask_mod and indices is block_mask.kv_indices
 
 
 def remember(made: BlockMask, mask: Mask, sizes: CallSizes, partial: Bools, full: Bools) -> None:
@@ -147,21 +147,21 @@ def remember(made: BlockMask, mask: Mask, sizes: CallSizes, partial: Bools, full
         _readings[made] = _Reading(_versions(made), *tables, {_key(mask, sizes): True})
 
 
-def _versions(given: BlockMask) -> tuple[object, ...]:
-    lists = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
+def _versions(block_mask: BlockMask) -> tuple[object, ...]:
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     return tuple((id(t), None if t is None or t.is_inference() else version(t)) for t in lists)
 
 
-def _read(given: BlockMask) -> _Reading:
-    versions = _versions(given)
-    reading = _readings.get(given)
+def _read(block_mask: BlockMask) -> _Reading:
+    versions = _versions(block_mask)
+    reading = _readings.get(block_mask)
     if reading is None or reading.versions != versions:
-        columns = -(-given.seq_lengths[1] // given.BLOCK_SIZE[1])
-        partial = _dense(given.kv_num_blocks, given.kv_indices, columns)
+        columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+        partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
         full = torch.zeros_like(partial)
-        if given.full_kv_num_blocks is not None:
-            full = _dense(given.full_kv_num_blocks, cast(Tensor, given.full_kv_indices), columns)
-        reading = _readings[given] = _Reading(versions, partial, full)
+        if block_mask.full_kv_num_blocks is not None:
+            full = _dense(block_mask.full_kv_num_blocks, cast(Tensor, block_mask.full_kv_indices), columns)
+        reading = _readings[block_mask] = _Reading(versions, partial, full)
     return reading
 
 

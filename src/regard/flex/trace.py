@@ -92,17 +92,17 @@ def trace(mod: Mod, names: str, device: torch.device, score: Tensor | None = Non
         score: a tensor of one element, of the type that scores have.
     """
     zeros = {name: torch.zeros((), dtype=torch.int64, device=device) for name in names}
-    given = (
+    arguments = (
         zeros if score is None else {"score": score.detach().requires_grad_() * 1, **zeros}
     )  # no leaf: it may be written in place
     if not hasattr(DispatchMode, "__enter__"):  # this torch lacks it
-        return Traced(None, frozenset(given), ())
-    recorder = _Recorder(given)
+        return Traced(None, frozenset(arguments), ())
+    recorder = _Recorder(arguments)
     with torch.enable_grad(), recorder, IndexByTensor():
-        result = mod(*given.values())
+        result = mod(*arguments.values())
     captured = tuple(tensor for tensor, _ in recorder.captured.values())
     if recorder.is_read or not isinstance(cast(object, result), Tensor):
-        return Traced(None, frozenset(given), captured)
+        return Traced(None, frozenset(arguments), captured)
     value = recorder.value(result)
     captured = tuple(tensor for tensor, _ in recorder.captured.values())
     if value.term is None or value.term.size > MOST_NODES or result.ndim or _has_own_gradient(result, captured):
@@ -130,10 +130,10 @@ def _is_position(index: object) -> bool:
 class _Recorder(DispatchMode):
     """Records each operator on the tensors that come from the arguments."""
 
-    def __init__(self, given: dict[str, Tensor]) -> None:
+    def __init__(self, arguments: dict[str, Tensor]) -> None:
         super().__init__()
         self.known: dict[int, tuple[Tensor, _Value]] = {
-            id(tensor): (tensor, _Value(Variable(name), frozenset({name}))) for name, tensor in given.items()
+            id(tensor): (tensor, _Value(Variable(name), frozenset({name}))) for name, tensor in arguments.items()
         }
         self.captured: dict[int, tuple[Tensor, _Value]] = {}
         self.made: dict[int, tuple[Tensor, float | None]] = {}  # by the function; elements if known
@@ -223,10 +223,10 @@ class _Recorder(DispatchMode):
             terms[scaled] = Op("mul", dtype, cast(Term, terms[scaled]), Constant(alpha))
         return Op(name, dtype, *cast(Any, terms))
 
-    def _operand(self, given: Any) -> Term:
-        if isinstance(given, Tensor):
-            return cast(Term, self.value(given).term)
-        return Constant(given)
+    def _operand(self, value: Any) -> Term:
+        if isinstance(value, Tensor):
+            return cast(Term, self.value(value).term)
+        return Constant(value)
 
     def _indexed(self, table: Tensor, index: list[Any], dtype: str) -> Term | None:
         """`table[index]`, also where the table is itself an indexed table; None where a slice is among them."""
@@ -242,8 +242,8 @@ class _Recorder(DispatchMode):
 
 def _filled(name: str, args: Any) -> float | None:
     """The number that each element of a new tensor is; None if that is not known."""
-    given = FILLING.get(name)
-    return args[given] if isinstance(given, int) else given
+    value = FILLING.get(name)
+    return args[value] if isinstance(value, int) else value
 
 
 def _clamped(dtype: str, terms: list[Term | None]) -> Term | None:
@@ -279,9 +279,9 @@ def _has_own_gradient(result: Tensor, captured: tuple[Tensor, ...]) -> bool:
     return False
 
 
-def element_by_element(mod: Mod, *given: Positions) -> Tensor:
+def element_by_element(mod: Mod, *positions: Positions) -> Tensor:
     """The function of each element of tensors that broadcast, as FlexAttention's `vmap` calls it."""
-    tensors = torch.broadcast_tensors(*as_tensors(*given))
+    tensors = torch.broadcast_tensors(*as_tensors(*positions))
     with IndexByTensor():
         flat = torch.vmap(mod)(*(t.reshape(-1) for t in tensors))
     return flat.reshape(tensors[0].shape)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from regard.gpu.scores import (
     LOG2E,
+    OF_ANY_VALUE,
     add_seen_non_finite,
     bits_of,
     capped,
@@ -23,7 +24,7 @@ from regard.gpu.scores import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_queries(
     q, k, v, dout, total, delta, dq,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -151,7 +152,7 @@ def _queries_step(
     return tl.dot(ds.to(k.dtype), k, found, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_keys(
     q, k, v, dout, total, delta, dk, dv,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,

@@ -21,14 +21,20 @@ import triton.language as tl
 
 from regard.gpu.scores import LOG2E, capped, is_non_finite, with_biases
 
+OF_ANY_LENGTH = (
+    "batch", "keys", "begin", "tokens", "first_span", "key_tiles", "shown_row", "k_row", "v_row", "distance_head",
+    "bias_batch", "bias_head", "bias_query",
+)  # fmt: skip
+"""Arguments that change as keys are added: Triton would compile another kernel where one is 1, or a multiple of 16."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=OF_ANY_LENGTH)
 def span(
     q, out, lse, flags,
     k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
-    begins, ends, begin, tokens, seen, tiles, key_tiles, words,
+    begins, ends, begin, tokens, seen, shown, shown_row, tiles, key_tiles, words,
     batch, heads, kv_heads, queries, keys, first_span, scale, softcap,
     k_first, k_page_tokens, k_group, v_first, v_page_tokens, v_group,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
@@ -38,6 +44,7 @@ def span(
     K_PER_TOKEN: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, MAPS_BATCH: tl.constexpr,
     MAPS_HEADS: tl.constexpr, SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
+    SHOWN: tl.constexpr,
 ):  # fmt: skip
     """out [spans, batch, heads, queries, v_dim] and lse [spans, batch, heads, queries] of one part, float32, base 2.
 
@@ -85,10 +92,8 @@ def span(
     first = of * SPAN
     end = tl.minimum(first + SPAN, stop - start)
     if UNION > 0:
-        low, high = tl.load(seen + b).to(tl.int32), tl.load(seen + batch + b).to(tl.int32)
-        low_2, high_2 = low, high
-        if UNION > 1:
-            low_2, high_2 = tl.load(seen + 2 * batch + b).to(tl.int32), tl.load(seen + 3 * batch + b).to(tl.int32)
+        low, high = _interval(seen, b, batch, 0)
+        low_2, high_2 = _interval(seen, b, batch, UNION - 1)
         near = (low < start + end) & (high > start + first)
         near_2 = (low_2 < start + end) & (high_2 > start + first)
         end = tl.where(near | near_2, end, first)
@@ -101,6 +106,8 @@ def span(
         there = j < stop
         if UNION > 0:
             there = there & (((j >= low) & (j < high)) | ((j >= low_2) & (j < high_2)))
+        if SHOWN:
+            there = there & (tl.load(shown + b64 * shown_row + j, mask=there, other=0) != 0)
         keys_at, key_places = _placed(t + k_first, k_page_tokens, k_table, b64, k_row, K_TABLE, there)
         at_keys = k + keys_at[None, :] * k_page + g64 * k_head
         at_scales = k_scale + keys_at * k_scale_page + g64 * k_scale_head
@@ -159,15 +166,10 @@ def span(
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None]
         if CAREFUL:
-            weights = weights.to(dtype).to(tl.float32)
-            for n in range(KEYS):
-                one = t0 + n
-                page, place = _placed(one + v_first, v_page_tokens, v_table, b64, v_row, V_TABLE, one < end)
-                at = v + page * v_page + g64 * v_head + place * v_token + cv
-                value = tl.load(at, mask=(cv < V_DIM) & (one < end), other=0.0).to(dtype).to(tl.float32)[None, :]
-                weight = tl.sum(tl.where((t == one)[None, :], weights, 0.0), 1)[:, None]
-                seen = tl.max((keep & (t == one)[None, :]).to(tl.int32), 1)[:, None] > 0
-                sums += tl.where(is_non_finite(value), tl.where(seen, value, 0.0), weight * value)
+            sums = _add_one_by_one(
+                sums, weights.to(dtype).to(tl.float32), keep, t0, end, v + g64 * v_head, v_page, v_token, v_first,
+                v_page_tokens, v_table, b64, v_row, cv, KEYS, V_DIM, V_TABLE, dtype,
+            )  # fmt: skip
         else:
             sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
         top = above
@@ -178,6 +180,13 @@ def span(
     tl.store(out + at[:, None] * V_DIM + cv[None, :], sums / total[:, None], mask=real[:, None] & (cv[None, :] < V_DIM))
     if FLAGS:
         tl.store(flags + program, tl.max(is_non_finite(sums).to(tl.int32)))
+
+
+@triton.jit
+def _interval(seen, b, batch, number: tl.constexpr):
+    """The first key of one of a row's intervals, and one past the last."""
+    at = seen + 2 * number * batch + b
+    return tl.load(at).to(tl.int32), tl.load(at + batch).to(tl.int32)
 
 
 @triton.jit
@@ -266,6 +275,24 @@ def _values(
 
 
 @triton.jit
+def _add_one_by_one(
+    sums, weights, keep, t0, end, v, v_page, v_token, v_first, v_page_tokens, v_table, b, v_row, cv,
+    KEYS: tl.constexpr, V_DIM: tl.constexpr, V_TABLE: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Sums with the weighted values of keys from t0 on, of which NaN and inf reach those rows alone that keep the key."""
+    nth = tl.arange(0, KEYS)
+    for n in range(KEYS):
+        one = t0 + n
+        page, place = _placed(one + v_first, v_page_tokens, v_table, b, v_row, V_TABLE, one < end)
+        at = v + page * v_page + place * v_token + cv
+        value = tl.load(at, mask=(cv < V_DIM) & (one < end), other=0.0).to(dtype).to(tl.float32)[None, :]
+        weight = tl.sum(tl.where((nth == n)[None, :], weights, 0.0), 1)[:, None]
+        seen = tl.max((keep & (nth == n)[None, :]).to(tl.int32), 1)[:, None] > 0
+        sums += tl.where(is_non_finite(value), tl.where(seen, value, 0.0), weight * value)
+    return sums
+
+
+@triton.jit
 def _rounded(x, dtype: tl.constexpr, WIDE: tl.constexpr):
     """Elements in the type of the call; WIDE: as float32 then."""
     x = x.to(dtype)
@@ -274,7 +301,7 @@ def _rounded(x, dtype: tl.constexpr, WIDE: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "heads", "spans"))
 def merge(
     parts, part_lse, out, lse, sink, rows, heads, queries, spans, out_batch, out_head, out_token,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SINK: tl.constexpr,

@@ -74,14 +74,21 @@ class _Pair(NamedTuple):
     ends: Tensor | None
 
 
-def decode(
-    call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | None, seen: Tensor | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of a call of few query rows; None if keys and values are stored in different parts.
+class Seen(NamedTuple):
+    """The keys that one query for each row sees, in tensors on the device: those in an interval that are shown."""
 
-    Args:
-        seen: the keys that one query sees, int64 [intervals, 2, batch]; None: the keys of the schedule.
-    """
+    intervals: Tensor | None = None  # int64 [intervals, 2, batch]; None: all keys of the schedule
+    shown: Tensor | None = None  # bool [batch or 1, keys]; None: all
+
+
+ALL = Seen()
+"""Of a call whose keys are those of its schedule."""
+
+
+def decode(
+    call: Call, i: Inputs, stored: tuple[StoredTensor, StoredTensor] | None, seen: Seen = ALL
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call of few query rows; None if keys and values are stored in different parts."""
     k, v = stored or (StoredTensor.of(i.k), StoredTensor.of(i.v))
     pairs = _pairs(k, v)
     if pairs is None:
@@ -152,12 +159,12 @@ def _is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _run(
     call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor], spans: int, first: int,
-    seen: Tensor | None,
+    seen: Seen,
 ) -> None:  # fmt: skip
     """One part."""
     (batch, heads, queries, dim), (_, kv_heads, keys, _), v_dim = i.q.shape, shapes[0], shapes[1][3]
     k, v, tiles = pair.k, pair.v, by_tile(call.schedule, i.q.device)
-    nothing, group = into[1], heads // kv_heads
+    nothing, group, union = into[1], heads // kv_heads, seen.intervals
     in_keys = is_in_keys(k, v) and v_dim <= dim
     rest = dim - v_dim if in_keys else 0
     largest = padded(max(dim - rest, v_dim))
@@ -171,7 +178,8 @@ def _run(
             _SPAN[grid](
                 i.q, *into, flags, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
                 nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
-                pair.begin, k.tokens, nothing if seen is None else seen, tiles.kinds, tiles.kinds.shape[1], tiles.words,
+                pair.begin, k.tokens, nothing if union is None else union, *_shown(seen.shown, nothing),
+                tiles.kinds, tiles.kinds.shape[1], tiles.words,
                 batch, heads, kv_heads, queries, keys, first, call.scale, call.softcap or 0.0,
                 k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
                 GROUP=group, ROWS=blocks.rows, KEYS=blocks.tokens, SPAN=SPAN, TILE=call.schedule.tile,
@@ -182,7 +190,8 @@ def _run(
                 MAPS_BATCH=call.schedule.maps[0] > 1, MAPS_HEADS=call.schedule.maps[1] > 1,
                 SOFTCAP=call.softcap is not None, DISTANCE=i.distance is not None, BIAS=i.bias is not None,
                 WIDE=i.q.dtype == torch.float32 or i.q.device.type == "cpu", PRECISION=precision(i.q),
-                FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if seen is None else len(seen),
+                FLAGS=flagged and not careful, CAREFUL=careful, CHUNK=chunk, UNION=0 if union is None else len(union),
+                SHOWN=seen.shown is not None,
                 **warps_and_stages(blocks, i.q.device),
             )  # fmt: skip
 
@@ -211,3 +220,11 @@ def _values(part: Part, nothing: Tensor) -> tuple[Any, ...]:
 
 def _table(part: Part, nothing: Tensor) -> tuple[Tensor, int]:
     return (nothing, 0) if part.table is None else (part.table, part.table.stride(0))
+
+
+def _shown(shown: Tensor | None, nothing: Tensor) -> tuple[Tensor, int]:
+    """The address and the step from row to row, 0 where all rows have one."""
+    if shown is None:
+        return nothing, 0
+    shown = shown.contiguous().view(torch.uint8)
+    return shown, shown.stride(0) if len(shown) > 1 else 0

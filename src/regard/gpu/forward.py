@@ -14,6 +14,7 @@ import triton.language as tl
 
 from regard.gpu.scores import (
     LOG2E,
+    OF_ANY_VALUE,
     add_seen_non_finite,
     bits_of,
     capped,
@@ -24,7 +25,7 @@ from regard.gpu.scores import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ANY_VALUE)
 def forward(
     q, k, v, out, lse, sink,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, out_batch, out_head, out_token,

@@ -89,7 +89,10 @@ def _blocks(of: Callable[[int, int, int, int], Blocks], i: Inputs) -> Blocks:
 
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have on a GPU."""
-    return int(_properties(device).shared_memory_per_block_optin)
+    properties = _properties(device)
+    return int(
+        getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    )  # HIP: one
 
 
 @cache

@@ -9,10 +9,10 @@ additions in float64: their order differs from run to run, and float32 does not 
 import triton
 import triton.language as tl
 
-from regard.gpu.scores import LOG2E, bits_of, capped, unit_of, weighed_by, with_biases
+from regard.gpu.scores import LOG2E, OF_ANY_VALUE, bits_of, capped, unit_of, weighed_by, with_biases
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ANY_VALUE)
 def sweep(
     q, k, total, mass, entropy, squares, top, top_key, bins, columns, mean, largest,
     q_batch, q_head, q_token, k_batch, k_head, k_token,

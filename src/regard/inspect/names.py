@@ -32,10 +32,10 @@ def read_heads(heads: Heads) -> tuple[HeadName, ...]:
     >>> read_heads(["18.6", (3, 1)]), read_heads("18.6, 3.1"), read_heads([("encoder.layer.0", 2)])
     (((18, 6), (3, 1)), ((18, 6), (3, 1)), (('encoder.layer.0', 2),))
     """
-    given: Any = heads.split(",") if isinstance(heads, str) else heads
-    if not isinstance(given, Iterable):
-        raise ProblemError(f"heads is {given!r}: expected a list of names (layer, head), such as [(3, 1)] or '3.1'.")
-    return tuple(read_head(name) for name in cast("Iterable[Any]", given))
+    value: Any = heads.split(",") if isinstance(heads, str) else heads
+    if not isinstance(value, Iterable):
+        raise ProblemError(f"heads is {value!r}: expected a list of names (layer, head), such as [(3, 1)] or '3.1'.")
+    return tuple(read_head(name) for name in cast("Iterable[Any]", value))
 
 
 def read_head(name: HeadName | str) -> HeadName:

@@ -8,15 +8,16 @@ not see; and dropout draws its own random numbers.
 
 import contextvars
 import functools
-import sys
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
+from transformers.utils import output_capturing
 
 from regard.attention import attend
 from regard.cache.store import CachedTensor
+from regard.calls import current_observers, current_route
 from regard.describe.bias import Bias, TensorBias
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
@@ -27,14 +28,16 @@ from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
 from regard.integrate.implementation import WITHOUT_EFFECT, check_keywords, sink_of
 from regard.integrate.latent import Latents, SplitLatents, absorbed, attend_latents, expanded, sizes_of
+from regard.integrate.layer_call import run_layer
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import opened
+from regard.torch_internals import in_transform
 
 Stored = CachedTensor | Latents | SplitLatents
 """Keys, or values, as the attention function reads them. Latents are both at once."""
 
-_attend_known: Any = cast(Any, attend).__wrapped__
-"""`attend` without its advice on keywords that it does not have."""
+_collector: Any = output_capturing._active_collector  # pyright: ignore[reportPrivateUsage]
+"""What transformers records of the pass in this thread."""
 
 
 def attention(
@@ -52,12 +55,16 @@ def attention(
     position_bias: Tensor | None = None,
     output_attentions: bool = False,
     indices: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: (out [batch, queries, heads, v_dim], weights or None).
 
     `indices` [batch, queries, chosen] are the keys that an indexer chose for each query (DeepSeek sparse attention);
-    those of them that the mask hides stay hidden.
+    those of them that the mask hides stay hidden. `position_ids`, `use_cache` and `sliding_window` have no effect
+    (`WITHOUT_EFFECT`); most models pass them, and names take less time than entries of `kwargs`.
 
     The weights `[batch, heads, queries, keys]` are computed where `output_attentions` is true, before dropout.
 
@@ -67,18 +74,25 @@ def attention(
     """
     if (
         type(attention_mask) is LayerMask
-        and type(key) is type(value) is Tensor
-        and kwargs.keys() <= WITHOUT_EFFECT.keys()
-        and not (output_attentions or (dropout and module.training) or is_compiling() or latest.get())
+        and type(query) is type(key) is type(value) is Tensor
         and s_aux is sinks is position_bias is indices is None
-        and (batch := (q := query.shape)[0]) == (k := key.shape)[0]
-        and (batch, 1, q[2], k[2]) == attention_mask.call
-        and not _is_collected()
-    ):  # most calls; each function more costs 2 to 4 us of 60, as the weights drive code out of the caches
-        out = _attend_known(
-            query, key, value, mask=attention_mask.mask, scale=scaling, softcap=softcap, offset=attention_mask.offset
-        )
-        return out.transpose(1, 2).contiguous(), None
+        and not (output_attentions or is_dynamo_compiling() or (dropout and module.training))
+        and (not kwargs or kwargs.keys() <= WITHOUT_EFFECT.keys())
+        and not (latest.get() or current_observers.get() or current_route.get() or _collector.get())
+    ):  # most calls
+        known = attention_mask.known
+        if (
+            known is not None
+            and (scaling is known[1] or (type(scaling) is float and scaling == known[1]))
+            and softcap is known[2]
+            # a nested tensor, also one in torch.func.vmap, would end the process in torch's guard
+            and not (query.is_nested or key.is_nested or value.is_nested or in_transform())
+            and known[0](query, key, value)
+        ):
+            return known[3](query, key, value), None
+        (batch, _, queries, _), (k_batch, _, keys, _) = query.shape, key.shape
+        if batch == k_batch and (batch, 1, queries, keys) == attention_mask.call:
+            return run_layer(query, key, value, attention_mask, scaling, softcap), None
     check_keywords(module, kwargs)
     found = None if torch.compiler.is_compiling() else take_latest(key, value)
     k, v = opened(key, value)
@@ -193,11 +207,7 @@ def _weights(module: nn.Module, query: Tensor, key: Stored, options: dict[str, A
 
 def _is_recorded() -> bool:
     """Whether transformers is recording attention weights: GPT-2 and others do not pass `output_attentions` on."""
-    return not is_compiling() and _is_collected()
-
-
-def _is_collected() -> bool:
-    """The same outside of what torch.compile traces."""
-    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    found = None if collector is None else collector.get()
+    if is_compiling():
+        return False
+    found = _collector.get()
     return bool(found) and any("attentions" in key for key in found)

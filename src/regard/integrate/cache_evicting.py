@@ -54,7 +54,7 @@ def take_latest(key: Any, value: Any) -> "tuple[EvictingLayer, bool] | None":
     if returned[0].shape[2] != key.shape[2]:
         return None
     pairs = zip((key, value), returned, strict=True)
-    return layer, all(_source(given) is not None and _source(given) is _source(own) for given, own in pairs)
+    return layer, all(_source(one) is not None and _source(one) is _source(own) for one, own in pairs)
 
 
 def _source(t: Any) -> Any:
@@ -139,29 +139,31 @@ class EvictingLayer(StoredLayer):
 
     # ---- what the attention function calls --------------------------------------------------------------------------
 
-    def is_padded(self, given: Any) -> bool:
+    def is_padded(self, layer_mask: Any) -> bool:
         """Whether a pass has padding, by its mask.
 
         Raises:
             RefusalError: the mask does not tell.
         """
-        if given is not None and not isinstance(given, LayerMask):
+        if layer_mask is not None and not isinstance(layer_mask, LayerMask):
             raise RefusalError(
                 f"a mask given as a tensor for {self.kv!r}, which drops tokens: it does not tell which keys are left. "
                 "Give the padding, [batch, tokens], or take a cache that keeps all."
             )
         self._was_read = True
-        return bool(self._rows) or (given is not None and given.padding is not None and not bool(given.padding.all()))
+        return bool(self._rows) or (
+            layer_mask is not None and layer_mask.padding is not None and not bool(layer_mask.padding.all())
+        )
 
-    def mask_for(self, given: LayerMask | None, queries: int, keys: int) -> LayerMask | None:
+    def mask_for(self, layer_mask: LayerMask | None, queries: int, keys: int) -> LayerMask | None:
         """The mask of a pass over the keys of this layer.
 
         Layers of one kind share a mask, and may have dropped different numbers of tokens.
         """
-        if given is None or given.shape[3] == keys:
-            return given
-        mask = mask_over_kept(given, keys - queries, slice(None), 0, self.kv)
-        return LayerMask(mask, (*given.shape[:3], keys), keys - queries, "cpu")
+        if layer_mask is None or layer_mask.shape[3] == keys:
+            return layer_mask
+        mask = mask_over_kept(layer_mask, keys - queries, slice(None), 0, self.kv)
+        return LayerMask(mask, (*layer_mask.shape[:3], keys), keys - queries, "cpu")
 
     def observe(self, query: Tensor, mask: Mask | None, scale: float | None) -> None:
         """Show the policy the queries of this step, as attention used them; after a prompt, evict."""
@@ -171,7 +173,7 @@ class EvictingLayer(StoredLayer):
 
     def attend_by_row(
         self,
-        given: LayerMask | None,
+        layer_mask: LayerMask | None,
         query: Tensor,
         run: Callable[[Tensor, tuple[Any, Any], Mask | None], Tensor],
         observed: Callable[[Tensor], Tensor],
@@ -181,7 +183,7 @@ class EvictingLayer(StoredLayer):
         """Attention of a padded batch, row by row: [batch, heads, queries, v_dim], 0 for padding.
 
         Args:
-            given: the mask of the pass, with its padding.
+            layer_mask: the mask of the pass, with its padding.
             query: [batch, heads, queries, qk_dim].
             run: attention of a row's queries to what its cache returned, under a mask, the last query at the last key.
             observed: makes the queries that a policy observes.
@@ -194,7 +196,7 @@ class EvictingLayer(StoredLayer):
         if self._new is None or not is_unchanged:
             raise self._refused_padding("its padding came after its first tokens, or the model computes with its keys")
         queries = query.shape[2]
-        skipped = self._padding_of_rows(given, query.shape[0], queries)
+        skipped = self._padding_of_rows(layer_mask, query.shape[0], queries)
         (k, v), self._new = self._new, None
         if not self._rows:
             self.kv.reset()
@@ -207,7 +209,9 @@ class EvictingLayer(StoredLayer):
             q, new_k, new_v = (t[row : row + 1, :, skip:] for t in (query, k, v))
             found = self._append_to(kv, new_k, new_v)
             kept = found[0].shape[2] - q.shape[2]
-            mask = Causal() if given is None else mask_over_kept(given, kept, slice(row, row + 1), skip, self.kv)
+            mask = (
+                Causal() if layer_mask is None else mask_over_kept(layer_mask, kept, slice(row, row + 1), skip, self.kv)
+            )
             out.append(F.pad(run(q, self._sources(found), mask), (0, 0, skip, 0)))
             kv.observe(observed(q), mask, scale)
         self._evict(queries)
@@ -225,11 +229,11 @@ class EvictingLayer(StoredLayer):
         if self._trims_again:
             trim_heap()
 
-    def _padding_of_rows(self, given: LayerMask | None, batch: int, queries: int) -> list[int]:
+    def _padding_of_rows(self, layer_mask: LayerMask | None, batch: int, queries: int) -> list[int]:
         """How many of the new tokens of each row are padding, all before its first own one."""
-        if given is None or given.padding is None:
+        if layer_mask is None or layer_mask.padding is None:
             return [0] * batch
-        real = given.padding[:, self._length - queries : self._length]
+        real = layer_mask.padding[:, self._length - queries : self._length]
         skipped = queries - real.sum(1)
         at = torch.arange(queries, device=real.device)
         begun = torch.tensor([kv.tokens_seen > 0 for kv in self._rows] or [False] * batch, device=real.device)

@@ -14,6 +14,7 @@ have moved, in order, to just before the new ones, and each query sees all of th
 That is possible where each query sees all earlier tokens but padding, which no row keeps.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from regard.describe.mask import And, Mask, Not, Or
 from regard.describe.mask_by_rule import Causal, KeyLengths
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import RefusalError
+from regard.integrate.layer_call import KnownCall
 from regard.integrate.lazy import DenseOnUse
 
 _BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImportUsage]  the very class it tests for
@@ -39,10 +41,12 @@ class LayerMask(DenseOnUse, _BlockMask):
         offset: position of the first query, the first key being at 0; a tensor where it is known on the device alone.
         device: where the model computes.
         padding: bool [batch, tokens] from position 0, where False is padding; None: there is none.
+        read: makes the mask from what the padding is, where `mask` has it as a tensor that the host did not read.
 
     Attributes:
         call: its shape; an attribute is read faster than the property.
         offset_tensor: the offset as a tensor: in a graph of `torch.compile` an int would be a constant.
+        known: the call of a layer under this mask, for the layers after it: see `regard.integrate.layer_call`.
 
     ```
     >>> from regard import Causal
@@ -63,6 +67,7 @@ class LayerMask(DenseOnUse, _BlockMask):
         offset: int | Tensor,
         device: torch.device | str,
         padding: Tensor | None = None,
+        read: Callable[[], Mask | None] | None = None,
     ) -> None:
         # BlockMask's own __init__ wants block tables that this mask does not need.
         self.mask, self.call, self.offset, self._device, self.padding = mask, shape, offset, device, padding
@@ -71,6 +76,18 @@ class LayerMask(DenseOnUse, _BlockMask):
             offset if isinstance(offset, Tensor) else torch.scalar_tensor(offset, dtype=torch.int64, device="cpu")
         )
         self._dense: Tensor | None = None
+        self._read = read
+        self._by_rule: tuple[Mask | None] | None = None
+        self.known: KnownCall | None = None
+
+    @property
+    def mask_by_rule(self) -> Mask | None:
+        """The mask with the padding as a length of each row, if it is one; read on the host when first used."""
+        if self._read is None:
+            return self.mask
+        if self._by_rule is None:
+            self._by_rule = (self._read(),)
+        return self._by_rule[0]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -138,15 +155,16 @@ def mask_over_kept(given: LayerMask, kept: int, rows: slice, skip: int, cache: o
     Raises:
         RefusalError: a mask that may hide earlier tokens.
     """
-    if not _shows_all_earlier(given.mask):
+    mask = given.mask_by_rule
+    if not _shows_all_earlier(mask):
         raise RefusalError(
-            f"{given.mask!r} for {cache!r}, which drops tokens: it tells by position which keys a query sees, "
+            f"{mask!r} for {cache!r}, which drops tokens: it tells by position which keys a query sees, "
             "and the remaining ones have moved. Take a cache that keeps all."
         )
     queries = given.shape[2]
-    if given.mask is None or isinstance(given.mask, Causal):
-        return given.mask
-    if queries == 1 or _is_causal_with_padding(given.mask):
+    if mask is None or isinstance(mask, Causal):
+        return mask
+    if queries == 1 or _is_causal_with_padding(mask):
         return Causal()
     new = given.dense()[rows, :, skip:, given.shape[3] - queries + skip :]
     return TensorMask(F.pad(new, (kept, 0), value=True))

@@ -75,9 +75,20 @@ def to_mask(request: MaskRequest) -> Mask | None:
     return _all_of([mask, _padding(request, mask)])
 
 
+def real_keys(padding: Tensor, keys: int, kv_offset: int) -> Tensor:
+    """Which of the keys of a call are no padding, bool [batch, keys]; those beyond the padding mask are."""
+    kept = padding[:, kv_offset : kv_offset + keys]
+    return torch.nn.functional.pad(kept, (0, keys - kept.shape[1]))
+
+
 def is_of_step(mask: Mask | None) -> bool:
     """Whether a mask is causal, with windows at most: then one query needs no position on the host."""
-    return mask is not None and is_made_of(mask, (Causal, Window)) and _is_causal(mask)
+    return is_of_distances(mask) and _is_causal(mask)
+
+
+def is_of_distances(mask: Mask | None) -> bool:
+    """Whether a mask is causal or a window, or keeps all."""
+    return mask is None or is_made_of(mask, (Causal, Window))
 
 
 def _convert(function: Predicate, request: MaskRequest) -> Mask | None:
@@ -217,8 +228,7 @@ def _padding(request: MaskRequest, mask: Mask | None) -> Mask | None:
     """
     if request.padding is None:
         return None
-    kept = request.padding[:, request.kv_offset : request.kv_offset + request.keys]
-    kept = torch.nn.functional.pad(kept, (0, request.keys - kept.shape[1]))
+    kept = real_keys(request.padding, request.keys, request.kv_offset)
     seen = kept[:, : request.offset + request.queries] if _is_causal(mask) else kept
     if bool(seen.all()):
         return None

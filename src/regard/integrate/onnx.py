@@ -8,6 +8,7 @@ for ONNX, and `decompositions` for a model that `torch.export.export` has read b
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -66,8 +67,7 @@ def export(
 
     Raises:
         ProblemError: another version of the operator set; `torch.onnx.export(..., dynamo=True)` takes versions from 18.
-        RefusalError: a call with dropout, which `model.eval()` turns off.
-        ImportError: the packages onnx and onnxscript are missing.
+        RefusalError: a call with dropout, which `model.eval()` turns off; onnx or onnxscript is not installed.
 
     ```
     import torch
@@ -85,6 +85,8 @@ def export(
             f"opset_version is {opset_version}: expected 23, 24 or 25, which have the operator Attention. For older "
             "versions, torch.onnx.export(model, args, dynamo=True) writes primitive operators."
         )
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise RefusalError(f"torch exports with {' and '.join(missing)}, not installed: pip install 'regard[onnx]'.")
     table = {torch.ops.regard.attend.default: _unread} | (options.pop("custom_translation_table", None) or {})
     with exporting_to(opset_version):
         if isinstance(model, torch.export.ExportedProgram):

@@ -15,11 +15,12 @@ from torch import Tensor
 from regard.describe.feature import Elu1, Favor, Feature
 from regard.describe.suggestions import suggest_keywords
 from regard.linear import compiled
-from regard.linear.call import LinearCall, check_call, compute_type, first_carry, last_state
+from regard.linear.call import LinearCall, check_call, first_carry, last_state
 from regard.linear.finite import guarded, is_all_finite
 from regard.linear.rule import Rule
 from regard.linear.segment import Carry, Segment, split
 from regard.linear.state import LinearResult, LinearState
+from regard.wide import wide_of
 
 ELU1 = Elu1()
 
@@ -204,7 +205,7 @@ def _segment(
     log_decay: Tensor | None,
 ) -> Segment:
     """A run of tokens: the features of its keys and, unless q is None, of its queries."""
-    v = _copy(v) if not call.normalise else torch.cat([v.to(compute_type(k)), _ones(v)], dim=3)
+    v = _copy(v) if not call.normalise else torch.cat([v.to(wide_of(k.dtype)), _ones(v)], dim=3)
     key, top = _mapped(call, k)
     rows, group = (key[:, :, :0], 0) if q is None else (_query_features(call, q, k), q.shape[1] // max(1, k.shape[1]))
     return Segment(rows, key, v, group, top, call.log_gamma, log_gate, beta, log_decay)
@@ -212,7 +213,7 @@ def _segment(
 
 def _ones(v: Tensor) -> Tensor:
     """The column of ones whose sum is z."""
-    return v.new_ones(*v.shape[:3], 1, dtype=compute_type(v))
+    return v.new_ones(*v.shape[:3], 1, dtype=wide_of(v.dtype))
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -220,7 +221,7 @@ def _copy(x: Tensor) -> Tensor:
 
     Without it, a later token that forces a copy of all tokens would change the bits of earlier rows.
     """
-    return x.to(compute_type(x)).clone(memory_format=torch.contiguous_format)
+    return x.to(wide_of(x.dtype)).clone(memory_format=torch.contiguous_format)
 
 
 def _mapped(call: LinearCall, x: Tensor) -> tuple[Tensor, Tensor | None]:

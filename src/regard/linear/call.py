@@ -13,7 +13,9 @@ from regard.linear.recurrent import recurrent
 from regard.linear.rule import Decay, Delta, Gated, Rule
 from regard.linear.segment import Carry, Run
 from regard.linear.state import LinearResult, LinearState, check_made_by
-from regard.plan.checks import check_device, check_tensors, in_transform
+from regard.plan.checks import check_device, check_tensors
+from regard.torch_internals import in_transform
+from regard.wide import wide_of
 
 FORMS = ("chunked", "parallel", "recurrent")
 
@@ -137,7 +139,7 @@ def _run_of(form: str, rule: Rule | None) -> Run:
 
 def _lowered(rule: Rule | None, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """log_gamma, log_gate, beta and log_decay of the rule, in the dtype of sums."""
-    kind = compute_type(k)
+    kind = wide_of(k.dtype)
     if isinstance(rule, Decay):
         return rule.log(kind, k.device), None, None, None
     if isinstance(rule, Gated):
@@ -150,7 +152,7 @@ def _lowered(rule: Rule | None, k: Tensor) -> tuple[Tensor | None, Tensor | None
 def first_carry(call: LinearCall, k: Tensor, v: Tensor, state: LinearState | None) -> Carry:
     """The state to start from: `state`, checked, or zeros."""
     size = k.shape[3] if call.features is None else call.features.size(k.shape[3])
-    shape, compute = (*k.shape[:2], size), compute_type(k)
+    shape, compute = (*k.shape[:2], size), wide_of(k.dtype)
     split = isinstance(call.features, Favor)
     if state is None:
         top = k.new_full(k.shape[:2], -torch.inf, dtype=compute) if split else None
@@ -178,8 +180,3 @@ def last_state(call: LinearCall, carry: Carry, before: LinearState | None) -> Li
     if not call.normalise:
         return LinearState(carry.matrix, None, carry.top, adds, call.made_by)
     return LinearState(carry.matrix[..., :-1], carry.matrix[..., -1], carry.top, adds, call.made_by)
-
-
-def compute_type(x: Tensor) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -42,16 +42,16 @@ class Decay(Rule):
     gamma: Tensor | float
 
     def __post_init__(self) -> None:
-        given = self.gamma
-        if isinstance(given, Tensor):
-            if given.ndim != 1 or not given.is_floating_point():
-                raise ProblemError(f"Decay(gamma) is {given.dtype} {list(given.shape)}: expected floats [kv_heads].")
-            wrong = _has(given, lambda gamma: ~((gamma > 0) & (gamma <= 1)))
+        value = self.gamma
+        if isinstance(value, Tensor):
+            if value.ndim != 1 or not value.is_floating_point():
+                raise ProblemError(f"Decay(gamma) is {value.dtype} {list(value.shape)}: expected floats [kv_heads].")
+            wrong = _has(value, lambda gamma: ~((gamma > 0) & (gamma <= 1)))
         else:
-            wrong = isinstance(given, bool) or not isinstance(cast(object, given), int | float) or not 0 < given <= 1
+            wrong = isinstance(value, bool) or not isinstance(cast(object, value), int | float) or not 0 < value <= 1
         if wrong:
             raise ProblemError(
-                f"Decay(gamma={given!r}): expected 0 < gamma <= 1, or a tensor of such, one per key head."
+                f"Decay(gamma={value!r}): expected 0 < gamma <= 1, or a tensor of such, one per key head."
             )
 
     def check(self, batch: int, kv_heads: int, keys: int, features: int) -> None:
@@ -146,13 +146,13 @@ def retnet_decay(heads: int) -> Tensor:
     return 1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))
 
 
-def _check_floats(name: str, given: object, axes: int, shape: str) -> None:
-    if not isinstance(given, Tensor):
-        raise ProblemError(f"{name} is {type(given).__name__}: expected a tensor {shape}.")
-    if given.ndim != axes or not given.is_floating_point():
-        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected floats {shape}.")
+def _check_floats(name: str, value: object, axes: int, shape: str) -> None:
+    if not isinstance(value, Tensor):
+        raise ProblemError(f"{name} is {type(value).__name__}: expected a tensor {shape}.")
+    if value.ndim != axes or not value.is_floating_point():
+        raise ProblemError(f"{name} is {value.dtype} {list(value.shape)}: expected floats {shape}.")
 
 
-def _has(given: Tensor, wrong: Callable[[Tensor], Tensor]) -> bool:
+def _has(value: Tensor, wrong: Callable[[Tensor], Tensor]) -> bool:
     """Whether some element is wrong; False where elements cannot be read, as while torch traces."""
-    return can_be_read(given) and bool(wrong(given.detach()).any())
+    return can_be_read(value) and bool(wrong(value.detach()).any())

@@ -238,11 +238,11 @@ class MultiHeadAttention(nn.Module):
             )
 
 
-def both(combine: Callable[[W, W], W], own: SpecModule[W] | None, given: W | None) -> W | None:
+def both(combine: Callable[[W, W], W], own: SpecModule[W] | None, value: W | None) -> W | None:
     """The mask or bias of the module and that of the call, combined; the other one where one is None."""
     if own is None:
-        return given
-    return own.spec if given is None else combine(own.spec, given)
+        return value
+    return own.spec if value is None else combine(own.spec, value)
 
 
 def length_of(rope: Rope, first: int | Tensor, queries: int, keys: int, cache: KVCache | None) -> int | None:

@@ -5,10 +5,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.describe.position import Position, Rope
-from regard.describe.position_table import check_positions, computed_in, rows
+from regard.describe.position_table import check_positions, rows
 from regard.describe.rotation import rotate_pairs, rotation_table
 from regard.describe.spec import spec
 from regard.errors import ProblemError
+from regard.wide import wide_of
 
 
 @spec
@@ -63,7 +64,7 @@ class RopePairs(Position):
                 f"{groups}."
             )
         positions = check_positions(positions, x, rank=4)
-        length, dtype = self.rope.length_of(x, positions, tokens), computed_in(x.dtype)
+        length, dtype = self.rope.length_of(x, positions, tokens), wide_of(x.dtype)
         key = (self, self.rope.scaling and self.rope.scaling.regime(length), dtype, x.device)
         table = rows(key, lambda p: self._turns(p, length, dtype).to(x.device), positions, x)
         by_head = table.transpose(-4, -3).repeat_interleave(heads // groups, -4)  # [..., heads, tokens, dim / 2, 2]

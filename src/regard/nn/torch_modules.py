@@ -146,39 +146,39 @@ def from_torch_masks(
     """
     masks: list[Mask] = []
     biases: list[Bias] = []
-    for given in (_attn_mask(attn_mask, heads), _padding(key_padding_mask)):
-        if given is not None and given.dtype == torch.bool:
-            masks.append(TensorMask(~given))
-        elif given is not None:
-            biases.append(TensorBias(given))
+    for value in (_attn_mask(attn_mask, heads), _padding(key_padding_mask)):
+        if value is not None and value.dtype == torch.bool:
+            masks.append(TensorMask(~value))
+        elif value is not None:
+            biases.append(TensorBias(value))
     mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
     return mask, biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
 
 
-def _attn_mask(given: Tensor | None, heads: int) -> Tensor | None:
+def _attn_mask(value: Tensor | None, heads: int) -> Tensor | None:
     """Broadcastable to [batch, heads, queries, keys]."""
-    if given is None:
+    if value is None:
         return None
-    _check_mask("attn_mask", given, (2, 3), "[queries, keys] or [batch * heads, queries, keys]")
-    if given.ndim == 3 and given.shape[0] % heads:
+    _check_mask("attn_mask", value, (2, 3), "[queries, keys] or [batch * heads, queries, keys]")
+    if value.ndim == 3 and value.shape[0] % heads:
         raise ProblemError(
-            f"attn_mask has shape {list(given.shape)}: its first axis must be a whole multiple of heads={heads}, "
+            f"attn_mask has shape {list(value.shape)}: its first axis must be a whole multiple of heads={heads}, "
             "the heads of batch row 0 first."
         )
-    return given if given.ndim == 2 else given.unflatten(0, (-1, heads))
+    return value if value.ndim == 2 else value.unflatten(0, (-1, heads))
 
 
-def _padding(given: Tensor | None) -> Tensor | None:
+def _padding(value: Tensor | None) -> Tensor | None:
     """Broadcastable to [batch, heads, queries, keys]."""
-    if given is None:
+    if value is None:
         return None
-    _check_mask("key_padding_mask", given, (1, 2), "[keys] or [batch, keys]")
-    return given if given.ndim == 1 else given[:, None, None, :]
+    _check_mask("key_padding_mask", value, (1, 2), "[keys] or [batch, keys]")
+    return value if value.ndim == 1 else value[:, None, None, :]
 
 
-def _check_mask(name: str, given: Tensor, axes: tuple[int, ...], expected: str) -> None:
-    if given.ndim not in axes or not (given.dtype == torch.bool or given.is_floating_point()):
-        raise ProblemError(f"{name} is {given.dtype} {list(given.shape)}: expected bools or floats {expected}.")
+def _check_mask(name: str, value: Tensor, axes: tuple[int, ...], expected: str) -> None:
+    if value.ndim not in axes or not (value.dtype == torch.bool or value.is_floating_point()):
+        raise ProblemError(f"{name} is {value.dtype} {list(value.shape)}: expected bools or floats {expected}.")
 
 
 def _beyond_torch(m: MultiHeadAttention) -> Iterator[str]:

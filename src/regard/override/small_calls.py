@@ -82,7 +82,9 @@ def small_first(
         attn_mask is None
         and not (dropout_p or enable_gqa or is_dynamo_compiling())
         and type(query) is type(key) is type(value) is Tensor
-        and not (query.is_nested or key.is_nested or value.is_nested)  # torch's guard would end the process
+        # A nested tensor, also one in torch.func.vmap, would end the process in torch's guard.
+        and not (query.is_nested or key.is_nested or value.is_nested)
+        and current_func_transform() is None
     ):
         for is_like, causal, threads, tallies, rows in _last:
             if (
@@ -118,7 +120,7 @@ def _overridden(
         "attn_mask": attn_mask, "dropout_p": dropout_p or None, "is_causal": is_causal or None, "scale": scale,
         "enable_gqa": enable_gqa or None,
     }  # fmt: skip
-    options = {name: given for name, given in options.items() if given is not None}
+    options = {name: argument for name, argument in options.items() if argument is not None}
     if is_dynamo_compiling():
         if is_causal_bias(attn_mask):  # compares with `torch.nn.functional`, which no traced code may write to
             return type(attn_mask)._dispatch(query, key, value, **options)
@@ -176,7 +178,7 @@ short_way = _ShortWay()
 
 def _is_passed(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
     """Whether the call goes to the fused kernel at once; then it is counted."""
-    if is_any_autocast_enabled() or current_func_transform() is not None:
+    if is_any_autocast_enabled():
         return False
     try:
         form = (

@@ -68,11 +68,11 @@ def _run(local: Request, ring: _Ring | None) -> State:
 
 
 def _placed(request: Request) -> tuple[DTensor, DTensor, DTensor]:
-    given: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
-    plain = [name for name, t in given.items() if not isinstance(t, DTensor)]
+    operands: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
+    plain = [name for name, t in operands.items() if not isinstance(t, DTensor)]
     if plain:
         raise ProblemError(f"{' and '.join(plain)}: expected a DTensor, as the others of q, k and v are.")
-    q, k, v = (cast(DTensor, t) for t in given.values())
+    q, k, v = (cast(DTensor, t) for t in operands.values())
     if q.device_mesh != k.device_mesh or k.device_mesh != v.device_mesh:
         raise ProblemError(f"q is on {q.device_mesh}, k on {k.device_mesh}, v on {v.device_mesh}: expected one mesh.")
     for i, each in enumerate(zip(q.placements, k.placements, v.placements, strict=True)):

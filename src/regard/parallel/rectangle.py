@@ -30,6 +30,7 @@ from regard.plan.problem import Operands
 from regard.plan.request import Request
 from regard.state import State
 from regard.storage.stored import StoredTensor
+from regard.wide import wide_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ def gradients_of(formula: Formula, part: Part, total: State, dout: Tensor, dlse:
 
 def zeros_like(part: Part, more: int) -> Gradients:
     """Gradients of 0."""
-    q, k, v = (torch.zeros(t.shape, dtype=wide(part.q.dtype), device=part.q.device) for t in part[:3])
+    q, k, v = (torch.zeros(t.shape, dtype=wide_of(part.q.dtype), device=part.q.device) for t in part[:3])
     return Gradients(q, k, v, [None] * more)
 
 
@@ -135,14 +136,9 @@ def widened(state: State) -> State:
     return State(state.out.to(state.lse.dtype), state.lse)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which parts are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def empty_state(q: Tensor, v_dim: int) -> State:
     """The state of queries that see no key."""
-    kind = wide(q.dtype)
+    kind = wide_of(q.dtype)
     return State(
         torch.zeros((*q.shape[:3], v_dim), dtype=kind, device=q.device),
         torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device),
@@ -165,8 +161,8 @@ def _gradients(formula: Formula, part: Part, total: State, dout: Tensor, dlse: T
     with torch.enable_grad():
         plan, operands = _prepared(formula, Part(q, k, v, part.queries, part.keys))
         kind = part.q.dtype
-        if kind == wide(kind) and isinstance(plan.kernel, ResumableKernel):
-            state = plan.kernel.resume(plan.changed(operands), total)
+        if kind == wide_of(kind) and isinstance(plan.kernel, ResumableKernel):
+            state = plan.kernel.resume(plan.changed(operands), total, is_part=True)
             grads = [dout, dlse]
         else:
             state = execute(plan, operands, formula.backend)[1]
@@ -176,7 +172,7 @@ def _gradients(formula: Formula, part: Part, total: State, dout: Tensor, dlse: T
         found = torch.autograd.grad([t for t, _ in flowing], wanted, [g for _, g in flowing], allow_unused=True)
     each = {id(t): grad for t, grad in zip(wanted, cast("tuple[Tensor | None, ...]", found), strict=True)}
     dq, dk, dv = (torch.zeros_like(t) if (grad := each[id(t)]) is None else grad for t in leaves)
-    to = wide(kind)
+    to = wide_of(kind)
     return Gradients(dq.to(to), dk.to(to), dv.to(to), [each.get(id(t)) for t in more])
 
 

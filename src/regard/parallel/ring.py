@@ -22,9 +22,10 @@ from regard.describe.suggestions import suggest_keywords
 from regard.parallel.call import Arguments, Place, ShardedCall, pose
 from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Message, Ranks
-from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_state, gradients_of, mixed, state_of, wide
+from regard.parallel.rectangle import Formula, Gradients, Part, added, empty_state, gradients_of, mixed, state_of
 from regard.parallel.route import Visit
 from regard.state import State
+from regard.wide import wide_of
 
 
 @suggest_keywords
@@ -85,10 +86,10 @@ def ring_attend(
     True
     >>> dist.destroy_process_group()
     """
-    given = Arguments(
+    arguments = Arguments(
         q, k, v, mask, bias, score, scale, softcap, sink, dropout, layout, key_layout, offset, backend
     )  # fmt: skip
-    state, dtype = _run(Ranks(group, timeout, "ring_attend"), given)
+    state, dtype = _run(Ranks(group, timeout, "ring_attend"), arguments)
     out = state.out if sink is None else state.with_sink(sink)
     return out.to(dtype)
 
@@ -115,22 +116,22 @@ def ring_attend_state(
 
     The arguments and errors are those of `ring_attend`; `out` is in float32 or wider.
     """
-    given = Arguments(
+    arguments = Arguments(
         q, k, v, mask, bias, score, scale, softcap, None, 0.0, layout, key_layout, offset, backend
     )  # fmt: skip
-    return _run(Ranks(group, timeout, "ring_attend_state"), given)[0]
+    return _run(Ranks(group, timeout, "ring_attend_state"), arguments)[0]
 
 
-def _run(ranks: Ranks, given: Arguments) -> tuple[State, torch.dtype]:
+def _run(ranks: Ranks, arguments: Arguments) -> tuple[State, torch.dtype]:
     """The state, its output in float32 or wider, and the type of the output of the call."""
     if torch.compiler.is_compiling():  # what is sent is no part of a graph
         untraced: Any = torch.compiler.disable(_run_untraced)
-        return untraced(ranks, given)
-    return _run_untraced(ranks, given)
+        return untraced(ranks, arguments)
+    return _run_untraced(ranks, arguments)
 
 
-def _run_untraced(ranks: Ranks, given: Arguments) -> tuple[State, torch.dtype]:
-    call, a = pose([ranks], given, Place(ranks.rank, ranks.size))
+def _run_untraced(ranks: Ranks, arguments: Arguments) -> tuple[State, torch.dtype]:
+    call, a = pose([ranks], arguments, Place(ranks.rank, ranks.size))
     return run_ring(ranks, call, a.q, a.k, a.v), a.q.dtype
 
 
@@ -195,15 +196,15 @@ class Ring:
         route = self.call.route
         blocks, sums = self._own_blocks(k, v), dict[int, Tensor]()
         own, dq = (
-            torch.zeros(k.numel() + v.numel(), dtype=wide(k.dtype), device=k.device),
-            torch.zeros_like(q, dtype=wide(q.dtype)),
+            torch.zeros(k.numel() + v.numel(), dtype=wide_of(k.dtype), device=k.device),
+            torch.zeros_like(q, dtype=wide_of(q.dtype)),
         )
         more: list[Tensor | None] = [None] * len(self.call.formula.tensors())
         for step in range(route.steps + 2):
             arriving, messages = self._travel(blocks, step, k, v)
             received, home, following = self._follow(sums, step, k, v)
             pending = self.ranks.start([*messages, *following])
-            sums = {visit.way: self._empty(visit.origin, k, v, wide(k.dtype)).zero_() for visit in self._here(step)}
+            sums = {visit.way: self._empty(visit.origin, k, v, wide_of(k.dtype)).zero_() for visit in self._here(step)}
             for visit in self._computed(step):
                 part = self._part(q, k, v, visit.origin, blocks.get(visit.way))
                 found = gradients_of(self._formula(visit.origin), part, State(*total), dout, dlse)
@@ -260,12 +261,12 @@ class Ring:
             else:
                 messages.append(self._message(sums[visit.way], visit.origin - me, HOME, visit.way, is_sent=True))
         here = self._here(step) if step > 1 else []
-        received = {visit.way: self._empty(visit.origin, k, v, wide(k.dtype)) for visit in here}
+        received = {visit.way: self._empty(visit.origin, k, v, wide_of(k.dtype)) for visit in here}
         messages += [self._message(t, -way, SUMS, way) for way, t in received.items()]
         home: list[Tensor] = []
         for way, hops in ((1, route.up), (-1, route.down)):
             if hops[me] and hops[me] == step - 1:
-                home.append(self._empty(me, k, v, wide(k.dtype)))
+                home.append(self._empty(me, k, v, wide_of(k.dtype)))
                 messages.append(self._message(home[-1], way * hops[me], HOME, way))
         return received, home, messages
 

@@ -5,31 +5,29 @@ arXiv:2309.14509, §3; both combined as in Fang and Zhao 2024, arXiv:2405.07719.
 gets the key heads that its query heads use, so a key head may be on several ranks. No count of heads is refused.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.backend.contract import Backend
 from regard.describe.bias import Bias
-from regard.describe.mask import CallSizes, Ints, Mask
+from regard.describe.mask import CallSizes, Mask
 from regard.describe.score import Score
 from regard.describe.suggestions import suggest_keywords
 from regard.errors import ProblemError, RefusalError
 from regard.parallel.call import Arguments, Place, ShardedCall, pose, route_of
 from regard.parallel.heads import bias_of_heads, mask_of_heads
-from regard.parallel.layout import Layout, even_parts
+from regard.parallel.layout import Layout
 from regard.parallel.ranks import TIMEOUT, Ranks
-from regard.parallel.rectangle import mixed, wide
+from regard.parallel.rectangle import mixed
 from regard.parallel.ring import run_ring
+from regard.parallel.share import Segment, Share, ToHeads, ToTokens
 from regard.state import State
+from regard.wide import wide_of
 
 
 @suggest_keywords
@@ -70,11 +68,11 @@ def ulysses_attend(
     True
     >>> dist.destroy_process_group()
     """
-    given = Arguments(
+    arguments = Arguments(
         q, k, v, mask, bias, score, scale, softcap, sink, dropout, layout, key_layout, offset, backend
     )  # fmt: skip
     ranks = Ranks(group, timeout, "ulysses_attend")
-    return _run(Ranks.alone(timeout, "ulysses_attend"), ranks, given)
+    return _run(Ranks.alone(timeout, "ulysses_attend"), ranks, arguments)
 
 
 @suggest_keywords
@@ -109,14 +107,15 @@ def attend_on_mesh(
     if mesh.ndim not in (1, 2):
         raise ProblemError(f"mesh has {mesh.ndim} dimensions: expected (ring, heads), or a ring alone.")
     name = "attend_on_mesh"
-    given = Arguments(
+    arguments = Arguments(
         q, k, v, mask, bias, score, scale, softcap, sink, dropout, layout, key_layout, offset, backend
     )  # fmt: skip
     ring = Ranks(mesh.get_group(0), timeout, name)
-    return _run(ring, Ranks.alone(timeout, name) if mesh.ndim == 1 else Ranks(mesh.get_group(1), timeout, name), given)
+    sharing = Ranks.alone(timeout, name) if mesh.ndim == 1 else Ranks(mesh.get_group(1), timeout, name)
+    return _run(ring, sharing, arguments)
 
 
-def _run(ring: Ranks, sharing: Ranks, given: Arguments) -> Tensor:
+def _run(ring: Ranks, sharing: Ranks, arguments: Arguments) -> Tensor:
     """The output of this rank's queries.
 
     Args:
@@ -124,39 +123,26 @@ def _run(ring: Ranks, sharing: Ranks, given: Arguments) -> Tensor:
     """
     if torch.compiler.is_compiling():  # what is sent is no part of a graph
         untraced: Any = torch.compiler.disable(_run_untraced)
-        return untraced(ring, sharing, given)
-    return _run_untraced(ring, sharing, given)
+        return untraced(ring, sharing, arguments)
+    return _run_untraced(ring, sharing, arguments)
 
 
-def _run_untraced(ring: Ranks, sharing: Ranks, given: Arguments) -> Tensor:
+def _run_untraced(ring: Ranks, sharing: Ranks, arguments: Arguments) -> Tensor:
     place = Place(ring.rank * sharing.size + sharing.rank, ring.size * sharing.size)
     groups = [ranks for ranks in (sharing, ring) if ranks.size > 1] or [sharing]
-    call, a = pose(groups, given, place)
+    call, a = pose(groups, arguments, place)
     per_head = a.score is not None and any(t.ndim > 2 for t in a.score.tensors())
     if sharing.size > 1 and per_head:
         raise RefusalError(f"{a.score!r} has a tensor per head, and heads are shared between ranks: use ring_attend.")
     share = Share(sharing, ring, call.queries, call.keys, a.q.shape[1], a.k.shape[1])
-    q, k, v = cast("tuple[Tensor, ...]", _ToHeads.apply(share, a.q, a.k, a.v))
+    q, k, v = cast("tuple[Tensor, ...]", ToHeads.apply(share, a.q, a.k, a.v))
     states = [_state(ring, call, share, s, q, k, v) for s in share.segments] or [_no_heads(q, k, v)]
     out, lse = (torch.cat([getattr(s, name) for s in states], 1) for name in ("out", "lse"))
-    state = State(*cast("tuple[Tensor, Tensor]", _ToTokens.apply(share, out, lse)))
+    state = State(*cast("tuple[Tensor, Tensor]", ToTokens.apply(share, out, lse)))
     return (state.out if a.sink is None else state.with_sink(a.sink)).to(a.q.dtype)
 
 
-class Segment(NamedTuple):
-    """Some of a rank's heads: its query heads share its key heads evenly.
-
-    Attributes:
-        heads: the query heads, numbered in the call.
-        q, k: the query heads and the key heads, numbered on the rank.
-    """
-
-    heads: range
-    q: slice
-    k: slice
-
-
-def _state(ring: Ranks, call: ShardedCall, share: "Share", s: Segment, q: Tensor, k: Tensor, v: Tensor) -> State:
+def _state(ring: Ranks, call: ShardedCall, share: Share, s: Segment, q: Tensor, k: Tensor, v: Tensor) -> State:
     """The state of some heads, over all tokens of the ring."""
     f = call.formula
     mask, bias = mask_of_heads(f.mask, s.heads), bias_of_heads(f.bias, s.heads)
@@ -169,194 +155,5 @@ def _state(ring: Ranks, call: ShardedCall, share: "Share", s: Segment, q: Tensor
 
 def _no_heads(q: Tensor, k: Tensor, v: Tensor) -> State:
     """The state of no head, which depends on q, k and v, so that backward comes to the all-to-all on this rank, too."""
-    none = (q.sum() + k.sum() + v.sum()).to(wide(q.dtype))
+    none = (q.sum() + k.sum() + v.sum()).to(wide_of(q.dtype))
     return State(none.expand(q.shape[0], 0, q.shape[2], v.shape[3]), none.expand(q.shape[0], 0, q.shape[2]))
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of the ranks that share heads.
-
-    Attributes:
-        layout: of all ranks.
-        first: the rank of the layout that is first of those that share heads with this one.
-        sharing: how many these are.
-    """
-
-    layout: Layout
-    first: int
-    sharing: int
-
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """How many tokens each of the ranks has."""
-        return self.layout.counts[self.first : self.first + self.sharing]
-
-    @cached_property
-    def order(self) -> Ints:
-        """The tokens of all, rank by rank, in the order of their positions."""
-        return np.argsort(np.concatenate([self.layout.indices(self.first + i) for i in range(self.sharing)]))
-
-    @cached_property
-    def places(self) -> list[Ints]:
-        """Where the tokens of each rank are, in the order of positions."""
-        return np.split(np.argsort(self.order), np.cumsum(self.counts)[:-1])
-
-    @cached_property
-    def of_ring(self) -> Layout:
-        """Which tokens each group of ranks that share heads has."""
-        n = self.sharing
-        return Layout(self.layout.tokens, tuple(_union(self.layout, i, n) for i in range(self.layout.ranks // n)))
-
-
-class Share:
-    """Which heads and tokens are on each rank."""
-
-    def __init__(self, ranks: Ranks, ring: Ranks, queries: Layout, keys: Layout, heads: int, kv_heads: int) -> None:
-        self.ranks, self.group = ranks, heads // kv_heads
-        self.kv_heads, first = kv_heads, ring.rank * ranks.size
-        self.queries, self.keys = _tokens(queries, first, ranks.size), _tokens(keys, first, ranks.size)
-        self.heads = even_parts(heads, ranks.size)
-        self.kv = [_kv(h, self.group) for h in self.heads]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """This rank's heads: whole groups of query heads together, parts of a group on their own."""
-        mine, kv, n = self.heads[self.ranks.rank], self.kv[self.ranks.rank], self.group
-        inner = (-(-mine.start // n) * n, mine.stop // n * n)
-        edges = sorted({mine.start, mine.stop, *(edge for edge in inner if mine.start < edge < mine.stop)})
-        return [
-            Segment(
-                range(a, b),
-                slice(a - mine.start, b - mine.start),
-                slice(a // n - kv.start, (b - 1) // n + 1 - kv.start),
-            )
-            for a, b in pairwise(edges)
-        ]
-
-    def to_heads(self, tensors: list[Tensor], kinds: str) -> list[Tensor]:
-        """All tokens of this rank's heads, from this rank's tokens of all heads.
-
-        Args:
-            kinds: "q" or "k" per tensor: whose heads and tokens it has.
-        """
-        me, size = self.ranks.rank, self.ranks.size
-        if size == 1:
-            return tensors
-        sent = [[_heads(t, self._heads(kind, p)) for t, kind in zip(tensors, kinds, strict=True)] for p in range(size)]
-        shapes = [
-            [(t.shape[0], len(self._heads(kind, me)), self._tokens(kind).counts[p], t.shape[3])
-             for t, kind in zip(tensors, kinds, strict=True)]
-            for p in range(size)
-        ]  # fmt: skip
-        parts = zip(*_exchange(self.ranks, sent, shapes), strict=True)
-        return [_ordered(torch.cat(part, 2), self._tokens(kind).order) for part, kind in zip(parts, kinds, strict=True)]
-
-    def to_tokens(self, tensors: list[Tensor], kinds: str) -> list[Tensor]:
-        """This rank's tokens of all heads, from all tokens of this rank's heads; sums where ranks share a key head."""
-        me, size = self.ranks.rank, self.ranks.size
-        if size == 1:
-            return tensors
-        sent = [
-            [_ordered(t, self._tokens(kind).places[p]) for t, kind in zip(tensors, kinds, strict=True)]
-            for p in range(size)
-        ]
-        shapes = [
-            [(t.shape[0], len(self._heads(kind, p)), self._tokens(kind).counts[me], t.shape[3])
-             for t, kind in zip(tensors, kinds, strict=True)]
-            for p in range(size)
-        ]  # fmt: skip
-        parts = zip(*_exchange(self.ranks, sent, shapes), strict=True)
-        return [
-            torch.cat(part, 1) if kind == "q" else self._summed(part) for part, kind in zip(parts, kinds, strict=True)
-        ]
-
-    def _summed(self, parts: tuple[Tensor, ...]) -> Tensor:
-        b, _, n, d = parts[0].shape
-        total = torch.zeros((b, self.kv_heads, n, d), dtype=wide(parts[0].dtype), device=parts[0].device)
-        for part, heads in zip(parts, self.kv, strict=True):
-            total[:, heads.start : heads.stop] += part
-        return total.to(parts[0].dtype)
-
-    def _heads(self, kind: str, rank: int) -> range:
-        return (self.heads if kind == "q" else self.kv)[rank]
-
-    def _tokens(self, kind: str) -> Tokens:
-        return self.queries if kind == "q" else self.keys
-
-
-class _ToHeads(torch.autograd.Function):
-    """q, k and v by heads, from q, k and v by tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Share, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.share = share
-        return tuple(t.view_as(t) for t in share.to_heads(list(tensors), "qkk"))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.share.to_tokens(list(grads), "qkk")
-
-
-class _ToTokens(torch.autograd.Function):
-    """(out, lse) by tokens, from those by heads."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Share, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.share = share
-        out, lse = share.to_tokens([out, lse[..., None]], "qq")
-        return out.view_as(out), lse[..., 0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dout, dlse = ctx.share.to_heads([grads[0], grads[1][..., None]], "qq")
-        return None, dout, dlse[..., 0]
-
-
-def _exchange(ranks: Ranks, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
-    """What each rank sent to this one, from what this one sends to each."""
-    sizes_in = [sum(t.numel() for t in part) for part in sent]
-    each = [[int(np.prod(shape)) for shape in part] for part in shapes]
-    sizes_out = [sum(part) for part in each]
-    flat = torch.cat([t.reshape(-1) for part in sent for t in part])
-    received = torch.empty(sum(sizes_out), dtype=flat.dtype, device=flat.device)
-    ranks.wait(ranks.start_all_to_all(received, flat, sizes_out, sizes_in))
-    return [
-        [t.view(shape) for t, shape in zip(part.split(counts), wanted, strict=True)]
-        for part, counts, wanted in zip(received.split(sizes_out), each, shapes, strict=True)
-    ]
-
-
-def _heads(t: Tensor, heads: range) -> Tensor:
-    return t[:, heads.start : heads.stop]
-
-
-def _ordered(t: Tensor, order: Ints) -> Tensor:
-    """The tokens in another order; a view where they are consecutive."""
-    first = int(order[0]) if len(order) else 0
-    if np.array_equal(order, np.arange(first, first + len(order))):
-        return t[:, :, first : first + len(order)]
-    return t.index_select(2, torch.from_numpy(order).to(t.device))
-
-
-def _kv(heads: range, group: int) -> range:
-    """The key heads of query heads."""
-    return range(heads.start // group, (heads.stop - 1) // group + 1) if heads else range(0)
-
-
-def _union(layout: Layout, ring: int, sharing: int) -> tuple[range, ...]:
-    """The positions of all ranks that share heads, as ascending ranges."""
-    if layout.ranks == sharing:
-        return (range(layout.tokens),) if layout.tokens else ()
-    at = np.sort(np.concatenate([layout.indices(ring * sharing + i) for i in range(sharing)]))
-    if sharing == 1:
-        return layout.positions(ring)
-    edges = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), len(at)]
-    return tuple(range(int(at[a]), int(at[b - 1]) + 1) for a, b in pairwise(edges) if b > a)
-
-
-@lru_cache(maxsize=64)
-def _tokens(layout: Layout, first: int, sharing: int) -> Tokens:
-    return Tokens(layout, first, sharing)

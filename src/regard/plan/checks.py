@@ -21,8 +21,7 @@ from regard.torch_internals import (
     DisabledTorchFunction,
     FakeTensor,
     FunctionalTensor,
-    current_func_transform,
-    in_forward_mode,
+    in_transform,
     is_batched,
 )
 
@@ -115,9 +114,10 @@ def _check_spec(name: str, given: Spec | None) -> None:
     if given is None:
         return
     if not given.is_registered():
+        kind = cast("type[Spec]", given.unregistered())
         raise ProblemError(
-            f"{name} is or contains a {type(given).__name__} whose class is not registered: decorate the class "
-            "with @spec (regard.extend.spec)."
+            f"{name} is or contains {kind.__name__}, a class that is not registered: decorate it with @spec "
+            "(regard.extend.spec)."
         )
     for t in given.tensors():
         check_readable(f"a tensor in {name}", t)
@@ -231,11 +231,6 @@ def check_device(spec: Spec, q: Tensor) -> None:
             raise ProblemError(
                 f"{spec!r} has a tensor on {t.device}, and q is on {q.device}: they must be on one device."
             )
-
-
-def in_transform() -> bool:
-    """Whether `torch.func` (vmap, grad, jvp ...) or forward-mode differentiation is active."""
-    return current_func_transform() is not None or in_forward_mode()
 
 
 def can_be_read(*tensors: Tensor) -> bool:

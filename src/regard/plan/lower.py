@@ -28,6 +28,7 @@ from regard.plan.schedule import Schedule
 from regard.plan.tiling import schedule
 from regard.state import State
 from regard.storage.hadamard import hadamard
+from regard.wide import wide_of
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _added(problem: Problem, operands: Operands) -> Operands:
     terms, sizes = cast(Bias, operands.bias).terms(), operands.sizes
     vectors = [term for term in terms if not (_is_tensor(term) or is_pairwise(term))]
     tensors = [_table(term, sizes, operands.q.device) for term in terms if _is_tensor(term) or is_pairwise(term)]
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    wide = wide_of(problem.dtype)
     whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), sizes.offset)
     return operands._replace(bias=reduce(add, [*vectors, whole]))
 

@@ -15,11 +15,10 @@ from regard.plan.checks import (
     check_specs,
     check_tensors,
     has_own_operators,
-    in_transform,
 )
 from regard.plan.problem import Operands, Problem, Storage, is_pairwise
 from regard.plan.request import Request
-from regard.torch_internals import current_func_transform
+from regard.torch_internals import current_func_transform, in_transform
 
 
 def pose(request: Request) -> tuple[Problem, Operands]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from regard.describe.bias import Bias
+from regard.describe.bias import Bias, TensorBias
 from regard.describe.by_row import bias_by_row, mask_by_row
 from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
@@ -52,7 +52,10 @@ CONTENT = By("{0} is None", "{0}_content = None if {0} is None else _content({0}
 """Of a mask: only whether there is one. Its fingerprint is one of the `Sizes`, as a backend may take any mask."""
 
 TENSORS = By("None if {0} is None else _tensors({0})")
-"""Of a bias or score: types and sizes of its tensors, so a learned bias keeps its plan."""
+"""Of a score: types and sizes of its tensors, so a learned score keeps its plan."""
+
+BIAS = By("None if {0} is None else _bias({0})")
+"""Of a bias: the same, but of a `TensorBias` not how many queries and keys it has, as these are among the `Sizes`."""
 
 TENSOR = By("None if {0} is None else _tensor({0})")
 """Of other tensors: all but the elements and the strides."""
@@ -76,7 +79,7 @@ class Request(NamedTuple):
     k: Annotated[Any, FORM]  # a Tensor; a StoredTensor until the request is resolved
     v: Annotated[Any, FORM]
     mask: Annotated[Mask | None, CONTENT] = None
-    bias: Annotated[Bias | None, TENSORS] = None
+    bias: Annotated[Bias | None, BIAS] = None
     score: Annotated[Score | None, TENSORS] = None
     scale: Annotated[float | None, VALUE] = None
     softcap: Annotated[float | None, VALUE] = None
@@ -131,7 +134,7 @@ def _compile_key() -> Callable[..., tuple[object, Sizes]]:
     )
     scope: dict[str, Any] = {
         "is_grad_enabled": torch.is_grad_enabled, "_content": _content, "_tensors": _tensors, "_tensor": _tensor,
-        "Sizes": Sizes, "new": tuple.__new__,
+        "_bias": _bias, "Sizes": Sizes, "new": tuple.__new__,
     }  # fmt: skip
     exec(source, scope)  # noqa: S102  # as namedtuple and dataclass make their methods
     return scope["key"]
@@ -150,7 +153,22 @@ def _tensors(spec: Spec) -> object:
     return form, *[_tensor(t) for t in spec.tensors()]
 
 
-def _tensor(t: Tensor) -> object:
+def _bias(bias: Bias) -> object:
+    if not bias.is_registered() or not bias.form().is_cacheable:
+        raise NoKeyError
+    return tuple([
+        _table(term) if type(term) is TensorBias else (term.form(), *[_tensor(t) for t in term.tensors()])
+        for term in bias.terms()
+    ])  # fmt: skip
+
+
+def _table(term: TensorBias) -> object:
+    batch, heads, rows, columns = (1,) * (4 - term.tensor.ndim) + tuple(term.tensor.shape)
+    _, *others = _tensor(term.tensor)
+    return TensorBias, term.offset, batch, heads, rows > 1, columns > 1, *others
+
+
+def _tensor(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.dtype, t.device, t.__class__, t.is_neg(), t.layout, t.requires_grad
 
 

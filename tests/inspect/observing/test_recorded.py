@@ -34,6 +34,7 @@ def temporary(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("to", PLACES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_is_the_call_bit_for_bit(name, to):

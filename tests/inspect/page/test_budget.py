@@ -25,6 +25,7 @@ def told(made, budget):
     return len(text), content(Parsed(text))
 
 
+@pytest.mark.exhaustive
 def test_all_goes_in_where_there_is_room(made):
     _, there = told(made, 15e6)
     assert [close["head"] for close in there["close_ups"]] == [head.name for head in made.heads]

@@ -84,6 +84,7 @@ def shown_pair_width(tab):
     return int(first[-1]) - int(first[0]) + 1
 
 
+@pytest.mark.exhaustive
 def test_a_token_pinned_at_8192_tokens_says_which_single_tokens_it_looks_at(opened, long):
     tab = settled(opened(long, state="head=0.0&pin=2000"))
     row = weight(long, 2000, slice(None))

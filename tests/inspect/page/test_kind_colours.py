@@ -73,6 +73,7 @@ def test_any_reader_tells_the_kinds_apart(opened, dark):
             assert contrast(light, behind) >= 3, (ground, kind)
 
 
+@pytest.mark.exhaustive
 def test_a_kind_has_the_same_colour_on_every_page(opened):
     colours = dots(opened(of_kinds(KINDS)))
     for few in (KINDS[::-1], KINDS[3:5], KINDS[5:]):

@@ -63,7 +63,7 @@ def test_tokens_are_numbered_where_words_are_too_far_apart(opened, long):
     assert all(n % numbers[1] == 0 for n in numbers)
 
 
-@pytest.mark.parametrize("across", [40, 300])
+@pytest.mark.parametrize("across", [40, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_tokens_are_named_by_words_when_one_is_near_enough(opened, long, across):
     tab = opened(long, state=f"head=0.0&at=3000-2900-{across}")
     written = labels(tab)
@@ -71,6 +71,7 @@ def test_tokens_are_named_by_words_when_one_is_near_enough(opened, long, across)
     assert set(written) <= {token.replace(" ", "·") for token in long.tokens}
 
 
+@pytest.mark.exhaustive
 def test_words_come_near_where_cells_stay_pooled(opened):
     made = report(layers=1, heads=1, kv_heads=1, tokens=[f" w{n}" for n in range(1999)], pooled=11)
     tab = opened(made, state="head=0.0&at=900-800-40")
@@ -78,6 +79,7 @@ def test_words_come_near_where_cells_stay_pooled(opened):
     assert {f"·w{n}" for n in range(795, 805)} <= set(labels(tab))
 
 
+@pytest.mark.exhaustive
 def test_no_label_is_cut_at_the_end(opened):
     tokens = [f" w{n}" for n in range(181)]  # 180 has many divisors: the last token is named at many sizes
     tab = opened(report(layers=1, tokens=tokens), state="head=0.0&vs=0.1")

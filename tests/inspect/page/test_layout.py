@@ -32,14 +32,14 @@ def made():
     return replace(made, heads=tuple(replace(head, kind="shifted induction") for head in made.heads))
 
 
-@pytest.mark.parametrize("tokens", [601, 4001])
+@pytest.mark.parametrize("tokens", [601, pytest.param(4001, marks=pytest.mark.exhaustive)])
 def test_nothing_overlaps_in_a_long_text(opened, tokens):
     tab = opened(long_report(tokens, 8), state="head=0.0&pin=500-300", size=(390, 844))
     assert faults(tab) == []
 
 
 @pytest.mark.exhaustive(per="test")
-@pytest.mark.parametrize("sizes", [SIZES[::2], SIZES[1::2]], ids=["every other size", "the sizes between"])
+@pytest.mark.parametrize("sizes", [SIZES[n::4] for n in range(4)], ids=lambda sizes: f"from {sizes[0][0]} pixels on")
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_nothing_overlaps_and_nothing_is_cut(opened, made, state, sizes):
     tab = opened(made, state=state)

@@ -8,7 +8,7 @@ from regard.inspect.surveying.closeup import close_up_rows
 from regard.inspect.surveying.kinds import NAMERS, Estimate, kind_of
 from regard.integrate.checkpoint import load
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.exhaustive]  # small models are in the default run
 
 MEANS = [m.key for m in MEASURES if not m.on_demand and "circuit" not in m.needs and m.key != "sink_value"]
 

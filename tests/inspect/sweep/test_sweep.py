@@ -87,6 +87,7 @@ def same(found: Sweep, expected: Sweep, call: Call) -> None:
     assert found.cell == expected.cell
 
 
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("engine", BACKENDS)
 @pytest.mark.parametrize("picture", [1, 3, 8, 100])

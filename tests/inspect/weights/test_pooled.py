@@ -16,6 +16,7 @@ def cells(dense, size, gather):
     return torch.stack([torch.stack([gather(dense[:, :, r][..., c]) for c in columns], -1) for r in rows], -2)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("size", [1, 8, 100])
 def test_a_picture_of_means_is_the_mean_of_each_cell(call, size):
@@ -23,6 +24,7 @@ def test_a_picture_of_means_is_the_mean_of_each_cell(call, size):
     torch.testing.assert_close(Weights.of(call).pooled(size).double(), means, atol=1e-6, rtol=0)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("size", [1, 8, 100])
 def test_a_picture_of_maxima_is_the_largest_of_each_cell(call, size):

@@ -15,11 +15,6 @@ from regard.scores import Additive, Bilinear, Cosine
 from tests.inspect.dense import CASES, called, definition, drawn
 
 
-@pytest.fixture(params=CASES)
-def call(request):
-    return CASES[request.param]()
-
-
 def test_the_softmax_of_the_last_stage_and_the_sink_is_the_weights(call):
     weights = Weights.of(call)
     scores = weights.scores(0, weights.shape[2]).double()

@@ -8,23 +8,14 @@ from regard import Alibi, T5Bias, TensorBias, TensorMask
 from regard.describe.bias import Sum
 from regard.describe.mask import CallSizes, Rectangles
 from regard.errors import ProblemError
-from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.some_heads import OfHeads, bias_of_heads, key_heads
 from tests.inspect.dense import CASES, HEADS, definition, drawn
 
-
-@pytest.fixture(params=CASES)
-def call(request):
-    return CASES[request.param]()
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(module, "TILE", 2 * 6 * 29 * 3)
-    monkeypatch.setattr(module, "CHUNK", 4)
-
-
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("index", [2, [0, 1], [2, 0, 1], torch.tensor([1, 1])], ids=str)
 def test_the_weights_of_some_heads_are_those_of_the_call(call, index):
     exact, some = definition(call), Weights.of(call).heads(index)

@@ -4,21 +4,10 @@ import pytest
 import torch
 
 from regard import Causal, Window
-from regard.inspect.weights import lazy as module
 from regard.inspect.weights.lazy import Weights
-from tests.inspect.dense import CASES, definition
+from tests.inspect.dense import definition
 
-
-@pytest.fixture(params=CASES)
-def call(request):
-    return CASES[request.param]()
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Tiles of a few rows and keys, so that the largest are in several."""
-    monkeypatch.setattr(module, "TILE", 2 * 6 * 29 * 3)
-    monkeypatch.setattr(module, "CHUNK", 4)
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @pytest.mark.parametrize("k", [1, 11])
@@ -27,6 +16,7 @@ def test_the_largest_weights_come_in_descending_order(call, k):
     torch.testing.assert_close(weights.double(), definition(call).weights.topk(k).values, atol=1e-6, rtol=0)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("k", [1, 11])
 def test_the_keys_beside_them_have_these_weights_and_are_all_different(call, k):
     weights, keys = Weights.of(call).top(k)

@@ -75,10 +75,10 @@ class HeadScores:
     def only(self, sequence: int) -> "HeadScores":
         """The score of one sequence, [1, heads]."""
 
-        def one(given: Tensor | None) -> Tensor | None:
-            return None if given is None else given[sequence : sequence + 1]
+        def one(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[sequence : sequence + 1]
 
-        value, chance = (given[sequence : sequence + 1] for given in (self.value, self.chance))
+        value, chance = (t[sequence : sequence + 1] for t in (self.value, self.chance))
         return HeadScores(value, chance, one(self.sums), one(self.counts), one(self.at))
 
     def mean(self) -> Tensor:

@@ -9,6 +9,7 @@ from regard.inspect.measures.measure import Inputs, required
 from regard.inspect.measures.score import HeadScores
 from regard.inspect.sweep import sweep
 from regard.inspect.weights.lazy import Weights
+from regard.wide import wide_of
 
 
 def value_norms(v: Tensor) -> Tensor:
@@ -176,6 +177,4 @@ def _norms(x: Tensor, w_o: Tensor) -> Tensor:
     w = w_o.detach().to(torch.float64)
     gram = w @ w.mT  # [heads, v_dim, v_dim]
     x = x.detach().to(torch.float64)
-    return (
-        ((x @ gram) * x).sum(-1).clamp(min=0).sqrt().to(torch.float64 if w_o.dtype == torch.float64 else torch.float32)
-    )
+    return ((x @ gram) * x).sum(-1).clamp(min=0).sqrt().to(wide_of(w_o.dtype))

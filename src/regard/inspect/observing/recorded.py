@@ -84,8 +84,8 @@ class RecordedCall:
 
 def heads_of_layer(weights: Weights, heads: int | Heads, layer: int, module: str | None) -> Weights:
     """The weights of some heads of one layer, each by its name or its number in the layer."""
-    given: Any = read_heads(heads) if isinstance(heads, str) else heads
-    several: list[Any] = list(given) if isinstance(given, Iterable) and not _is_name(given) else [given]
+    value: Any = read_heads(heads) if isinstance(heads, str) else heads
+    several: list[Any] = list(value) if isinstance(value, Iterable) and not _is_name(value) else [value]
     return weights.heads([_number(head, layer, module) for head in several])
 
 

@@ -36,7 +36,7 @@ def index_pairs(
     Raises:
         ProblemError: indices of another shape or type, or out of range.
     """
-    i, j = (torch.as_tensor(given, device=device) for given in (rows, keys))
+    i, j = (torch.as_tensor(value, device=device) for value in (rows, keys))
     whole = not any(index.is_floating_point() or index.dtype == torch.bool for index in (i, j) if index.numel())
     if i.ndim != 1 or j.shape != i.shape or not whole:
         received = " and ".join(f"{list(index.shape)} {index.dtype}" for index in (i, j))

@@ -22,6 +22,7 @@ from regard.describe.score import Dot
 from regard.errors import ProblemError
 from regard.inspect.weights.index import index_of
 from regard.inspect.weights.some_heads import bias_of_heads, chosen_heads, key_heads, mask_of_heads
+from regard.wide import wide_of
 
 Stage = Literal["raw", "capped", "biased"]
 
@@ -95,7 +96,7 @@ class CallScores:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights: float32, or float64 for a call in float64."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return wide_of(self.q.dtype)
 
     @property
     def positions(self) -> Tensor:

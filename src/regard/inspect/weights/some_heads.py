@@ -96,8 +96,8 @@ def chosen_heads(index: int | Sequence[int] | Tensor, heads: int) -> Tensor:
     >>> chosen_heads(np.int64(3), 6), chosen_heads(range(2), 6)
     (tensor([3]), tensor([0, 1]))
     """
-    given = index.reshape(-1) if isinstance(index, Tensor | np.ndarray) else index
-    several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    value = index.reshape(-1) if isinstance(index, Tensor | np.ndarray) else index
+    several: list[Any] = list(value) if isinstance(value, Iterable) else [value]
     chosen = [number for number in map(index_of, several) if number is not None and 0 <= number < heads]
     if not several or len(chosen) < len(several):
         raise ProblemError(f"heads({index!r}) of {heads} heads: expected one or more integers from 0 to {heads - 1}.")

@@ -1,4 +1,4 @@
-"""Large caches lie on pages of 2 MiB where Linux grants them to those who ask."""
+"""Large caches and outputs are on pages of 2 MiB where Linux grants them to those who ask."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from regard import Causal, Window, attend
 from regard.cache import KVCache, Paged
-from regard.cache.huge_pages import advise_huge_pages
+from regard.huge_pages import advise_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 GRANTED = SETTING.exists() and "[never]" not in SETTING.read_text()
@@ -34,6 +35,22 @@ def test_a_large_cache_asks_for_huge_pages(layout: Paged | None):
     stored, _ = cache.append(k, torch.randn(1, 2, 16411, 64))
     memory = stored if isinstance(stored, Tensor) else stored.parts[0].data
     assert has_advice(memory)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_large_outputs_and_gradients_ask_for_huge_pages(by_token: bool):
+    """33 MiB, which glibc takes from the system for each call, so that no earlier advice is seen."""
+    q, k, v = (torch.randn(1, 2, 16900, 256) for _ in range(3))
+    if by_token:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for _ in range(3):  # a plan is made, found again, repeated
+        out = attend(q, k, v, mask=Causal() & Window(16), backend="native")
+        assert has_advice(out)
+        del out
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*inputs, mask=Causal() & Window(16), backend="native")
+    for gradient in torch.autograd.grad(out, inputs, torch.ones_like(out)):
+        assert has_advice(gradient)
 
 
 def test_memory_smaller_than_a_huge_page_is_left_alone():

@@ -7,7 +7,7 @@ from regard.describe.tensors import is_without_data
 from regard.errors import ProblemError
 
 
-def given_tensor(given: object, what: str, expected: str, *, read: bool = False) -> Tensor:
+def require_tensor(value: object, what: str, expected: str, *, read: bool = False) -> Tensor:
     """The tensor, unless it is nested, sparse or quantised.
 
     Args:
@@ -18,18 +18,18 @@ def given_tensor(given: object, what: str, expected: str, *, read: bool = False)
     Raises:
         ProblemError: the argument is not such a tensor.
 
-    >>> given_tensor([1, 2], "KeyLengths(lengths)", "integers [batch]")
+    >>> require_tensor([1, 2], "KeyLengths(lengths)", "integers [batch]")
     Traceback (most recent call last):
     regard.errors.ProblemError: KeyLengths(lengths) is list: expected a tensor, integers [batch].
     """
-    if not isinstance(given, Tensor):
-        raise ProblemError(f"{what} is {type(given).__name__}: expected a tensor, {expected}.")
-    if given.is_nested:
+    if not isinstance(value, Tensor):
+        raise ProblemError(f"{what} is {type(value).__name__}: expected a tensor, {expected}.")
+    if value.is_nested:
         raise ProblemError(f"{what} is a nested tensor: expected {expected}; pad it (torch.nested.to_padded_tensor).")
-    if given.layout is not torch.strided:
-        raise ProblemError(f"{what} is {given.layout} {list(given.shape)}: expected {expected}; use t.to_dense().")
-    if given.is_quantized:
-        raise ProblemError(f"{what} is {given.dtype} {list(given.shape)}: expected {expected}; use t.dequantize().")
-    if read and is_without_data(given):
-        raise ProblemError(f"{what} is on {given.device}, without data: expected {expected}, with elements to read.")
-    return given
+    if value.layout is not torch.strided:
+        raise ProblemError(f"{what} is {value.layout} {list(value.shape)}: expected {expected}; use t.to_dense().")
+    if value.is_quantized:
+        raise ProblemError(f"{what} is {value.dtype} {list(value.shape)}: expected {expected}; use t.dequantize().")
+    if read and is_without_data(value):
+        raise ProblemError(f"{what} is on {value.device}, without data: expected {expected}, with elements to read.")
+    return value

@@ -1,0 +1,222 @@
+// Products of bf16 by AMX: 16 x 16 sums of 32 products each by one instruction, in eight tiles of 16 rows of 64 bytes.
+//
+//     C [16 rows][16 lanes] += A [16 rows][32 numbers] * B [16 pairs][16 lanes]
+//
+// B are lanes in pairs as Pairs has them, and A are rows of memory, in place: keys for scores. For outputs A are values
+// that were transposed: [32 tokens][dim] becomes, for each 16 dims, [16 dims][32 tokens] (`turn`).
+//
+// In each lane the products of 32 numbers are two chains of multiply-adds, of even and of odd ones, whose sum is then
+// added. (TDPBF16PS in Intel's manual, volume 2. It takes numbers below the normal ones as 0.) So sums go by 32 tokens,
+// from a multiple of 32 on, and what is hidden among these has a weight of 0.
+#pragma once
+
+#if defined(__AMX_BF16__)
+
+#include "tile.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+// Tiles of 16 rows of 64 bytes while it lives; then as they were, since others configure them once and rely on it.
+class Tiles {
+  public:
+    Tiles() {
+        _tile_storeconfig(&before_);
+        Config all{};
+        all.palette = 1;
+        for (int i = 0; i < 8; ++i) all.bytes[i] = 64, all.rows[i] = 16;
+        _tile_loadconfig(&all);
+    }
+    ~Tiles() {
+        if (before_.palette) _tile_loadconfig(&before_);
+        else _tile_release();
+    }
+    Tiles(const Tiles &) = delete;
+
+  private:
+    struct alignas(64) Config {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    };
+    Config before_;
+};
+
+constexpr int SIDE = 16;  // rows and lanes of a tile
+
+// Rows times lanes in R x N tiles (of at most four sums), `steps` of 32 numbers each.
+//     rows: tile r begins r * next bytes on, its rows are `row` bytes apart; the next 32 numbers `step` bytes on
+//     lanes: tile n begins 64 n bytes on, the next 16 pairs 64 x 64 bytes
+//     out: rows of 64 lanes
+template <int R, int N, bool add>
+REGARD_INLINE void tile_product(const char *rows, int64_t row, int64_t next, int64_t step, const uint32_t *lanes,
+                                int64_t steps, float *out) {
+    constexpr int64_t OUT = LANES * 4;
+    const auto to = [&](int r, int n) { return out + r * SIDE * LANES + n * SIDE; };
+    __asm__ volatile("" ::: "memory");  // GCC does not know that a tile is loaded from memory
+    if constexpr (add) {
+        _tile_loadd(0, to(0, 0), OUT);
+        if constexpr (N > 1) _tile_loadd(1, to(0, 1), OUT);
+        if constexpr (R > 1) _tile_loadd(2, to(1, 0), OUT);
+        if constexpr (R > 1 && N > 1) _tile_loadd(3, to(1, 1), OUT);
+    } else {
+        _tile_zero(0);
+        if constexpr (N > 1) _tile_zero(1);
+        if constexpr (R > 1) _tile_zero(2);
+        if constexpr (R > 1 && N > 1) _tile_zero(3);
+    }
+    for (int64_t i = 0; i < steps; ++i, rows += step, lanes += SIDE * LANES) {
+        _tile_loadd(6, lanes, OUT);
+        _tile_loadd(4, rows, row);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (N > 1) {
+            _tile_loadd(7, lanes + SIDE, OUT);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (R > 1) {
+            _tile_loadd(5, rows + next, row);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (N > 1) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, to(0, 0), OUT);
+    if constexpr (N > 1) _tile_stored(1, to(0, 1), OUT);
+    if constexpr (R > 1) _tile_stored(2, to(1, 0), OUT);
+    if constexpr (R > 1 && N > 1) _tile_stored(3, to(1, 1), OUT);
+}
+
+// The same for `tiles` tiles of rows by the vectors `first` to `last` of lanes.
+template <bool add>
+REGARD_INLINE void tile_products(const char *rows, int64_t row, int64_t next, int64_t step, int64_t tiles,
+                                 const uint32_t *lanes, int64_t steps, float *out, int first, int last, Ahead *ahead) {
+    int64_t r = 0;
+    for (; r < tiles; r += 2, rows += 2 * next, out += 2 * SIDE * LANES)
+        for (int v = first; v < last; v += 2) {
+            if (ahead) ahead->ask<false>();
+            const uint32_t *const by = lanes + v * SIDE;
+            float *const to = out + v * SIDE;
+            const bool two = v + 1 < last;
+            if (r + 1 < tiles && two) tile_product<2, 2, add>(rows, row, next, step, by, steps, to);
+            else if (r + 1 < tiles) tile_product<2, 1, add>(rows, row, next, step, by, steps, to);
+            else if (two) tile_product<1, 2, add>(rows, row, next, step, by, steps, to);
+            else tile_product<1, 1, add>(rows, row, next, step, by, steps, to);
+        }
+}
+
+// out[r][lanes] = rows . lanes for `count` rows of `units` pairs, a multiple of 16.
+template <bool add = false>
+inline void tiles_across(const char *rows, int64_t stride, int64_t count, const uint32_t *lanes, int64_t units,
+                         float *out, int first, int last, Ahead *ahead = nullptr) {
+    const int64_t whole = count / SIDE, rest = count % SIDE, steps = units / SIDE;
+    tile_products<add>(rows, stride, SIDE * stride, 64, whole, lanes, steps, out, first, last, ahead);
+    if (!rest) return;
+    // the last rows, of a tile that memory does not have
+    rows += whole * SIDE * stride, out += whole * SIDE * LANES;
+    alignas(64) float sums[SIDE * LANES];
+    for (int64_t i = 0; i < rest * LANES; ++i) sums[i] = add ? out[i] : 0;
+    alignas(64) char some[SIDE * 64];
+    memset(some, 0, sizeof some);
+    for (int64_t i = 0; i < steps; ++i) {
+        for (int64_t r = 0; r < rest; ++r) memcpy(some + r * 64, rows + r * stride + i * 64, 64);
+        tile_products<true>(some, 64, 0, 0, 1, lanes + i * SIDE * LANES, 1, sums, first, last, nullptr);
+    }
+    for (int64_t r = 0; r < rest; ++r)
+        for (int v = first; v < last; ++v) store(out + r * LANES + v * SIDE, load(sums + r * LANES + v * SIDE));
+}
+
+// Does `rounds` rounds of products of four tiles that stay where they are, and returns the FLOPs: what kernels are
+// measured by, as in limits.h.
+inline double tile_products(int64_t rounds) {
+    const Tiles tiles;
+    alignas(64) float sums[SIDE * SIDE];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    for (int64_t i = 0; i < rounds; ++i) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, 64);
+    volatile float kept = sums[0];
+    (void)kept;
+    return 4.0 * 2 * SIDE * SIDE * 32 * double(rounds);
+}
+
+// ---- tokens, transposed --------------------------------------------------------------------------------------------
+
+constexpr int64_t TURNED = 32;  // tokens that are transposed together
+constexpr int64_t sides(int64_t n) { return (n + SIDE - 1) / SIDE; }
+// How often `turn` transposes eight dims.
+constexpr int64_t turns(int64_t tokens, int64_t dim) { return (tokens + TURNED - 1) / TURNED * sides(dim) * 2; }
+inline int64_t turned_bytes(int64_t dim) { return sides(dim) * SIDE * TURNED * 2; }  // of so many tokens
+
+// Eight vectors, each of eight words of four rows: word d of rows 8 l + i, from vector i, lane l, to vector d.
+REGARD_INLINE void turn_words(__m512i (&x)[8]) {
+    __m512i y[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2)
+        y[i] = _mm512_unpacklo_epi16(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi16(x[i], x[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+            x[i + 2 * h] = _mm512_unpacklo_epi32(y[i + h], y[i + 2 + h]);
+            x[i + 2 * h + 1] = _mm512_unpackhi_epi32(y[i + h], y[i + 2 + h]);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        y[2 * i] = _mm512_unpacklo_epi64(x[i], x[i + 4]);
+        y[2 * i + 1] = _mm512_unpackhi_epi64(x[i], x[i + 4]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) x[i] = y[i];
+}
+
+// Up to 32 tokens, `stride` bytes apart, as [tiles of 16 dims][16 dims][32 tokens]; what is missing is 0.
+inline void turn(const char *rows, int64_t stride, int64_t count, int64_t dim, char *out, Ahead *ahead) {
+    alignas(64) char padded[TURNED * 16];
+    for (int64_t d = 0; d < sides(dim) * SIDE; d += 8, out += 8 * 64) {
+        if (ahead) ahead->ask<false>();
+        const int64_t dims = dim - d < 8 ? dim - d : 8;
+        const char *from = rows + d * 2;
+        int64_t step = stride;
+        if (count < TURNED || dims < 8) {
+            memset(padded, 0, sizeof padded);
+            for (int64_t j = 0; j < count && dims > 0; ++j)
+                memcpy(padded + j * 16, from + j * stride, size_t(dims) * 2);
+            from = padded, step = 16;
+        }
+        __m512i x[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const auto eight = [&](int l) {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i *>(from + (8 * l + i) * step));
+            };
+            x[i] = _mm512_castsi128_si512(eight(0));
+            x[i] = _mm512_inserti32x4(x[i], eight(1), 1);
+            x[i] = _mm512_inserti32x4(x[i], eight(2), 2);
+            x[i] = _mm512_inserti32x4(x[i], eight(3), 3);
+        }
+        turn_words(x);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) _mm512_store_si512(out + i * 64, x[i]);
+    }
+}
+
+// out[dim][lanes] += transposed tokens . weights, `groups` of 32 tokens.
+template <bool add>
+inline void tiles_down(const char *turned, int64_t dim, int64_t groups, const uint32_t *weights, float *out, int first,
+                       int last) {
+    tile_products<add>(turned, 64, SIDE * 64, turned_bytes(dim), sides(dim), weights, groups, out, first, last,
+                       nullptr);
+}
+
+}  // namespace REGARD_ISA
+}  // namespace regard
+
+#endif

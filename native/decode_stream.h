@@ -1,0 +1,218 @@
+// Whole spans for three or four rows, where keys and values lie one after another: all keys, then block after block of
+// values, at the speed at which memory is read. For vectors of 16 words (AVX-512).
+//
+// What decides on Zen 4 is which lines are on their way. 16 keys at a time are transposed in registers, and for each
+// vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are on their way while
+// the products of one are made, as many as there are places for. With 32 keys at a time there are more, those that find
+// no place are dropped, and it takes twice as long; into the second cache, 1.8 times. Values are read in the order of
+// memory, all dims of a token at once, which the machine's own prefetching follows; for that the 32 sums of four rows
+// of 128 dims take all registers. From memory both loops take as long as reads alone, and from the second cache they
+// are 1.2 to 3 times as fast.
+//
+// Where the second cache holds lines that are asked for far ahead (caches.h), keys and values are asked for into it,
+// each line once, 16 KiB ahead, and one or two rows of float32 are streamed as well.
+#pragma once
+
+#include "caches.h"
+#include "decode_values.h"
+
+namespace regard {
+namespace REGARD_ISA {
+
+template <typename K>
+struct DecodeStream {
+    using T = typename K::Wide;
+    using V = typename K::V;
+    using P = typename K::Product;
+    using Unit = typename K::Unit;
+    using S = typename K::Stored;
+    using Turned = KeyRows<K, S>;
+    static constexpr int W = K::W;
+    static constexpr bool known = Turned::halves && (K::pairs || is_same<S, float>);
+    static constexpr int64_t AHEAD = 8192, FAR = 16384;  // bytes
+
+    const int64_t key_dim, units, v_dim, width;
+    const bool far = caches().holds_far;
+
+    // Up to four rows, whose values can be read in the order of memory. Loops of one or two have fewer instructions
+    // for a line, so on Zen 4 more lines are on their way than there are places for: with one row, pages of 4 KiB and
+    // float32 it took 1.0 to 1.4 times as long as DecodeScores and DecodeValues. Elsewhere one or two rows in pairs of
+    // bf16 take 1.02 to 1.04 times as long.
+    static bool serves(int rows, int64_t v_dim) {
+        return known && rows <= 4 && (rows > 2 || (!K::pairs && caches().holds_far)) &&
+               (v_dim == 4 * W || v_dim == 8 * W);
+    }
+
+    // Scores of the span's keys, [8][rows][128]. `after`: what is read next.
+    void make(const char *keys, const char *after, const Unit *queries, int rows, T *scores) const {
+        by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys, after, queries, scores); });
+    }
+
+    // out [rows][width] += weights [rows][128 / pair] x the 128 values from `values` on.
+    void add(const char *values, const Unit *weights, int rows, T *out) const {
+        by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values, weights, out); });
+    }
+
+    // Asks for a part of what the next span begins with, at each block: a few lines, or they would find no place.
+    void ask(const char *later, int64_t at) const {
+        const int64_t share = (far ? FAR : AHEAD) / (SPAN / BLOCK);
+        for (int64_t i = 0; i < share; i += Lines::LINE) __builtin_prefetch(later + at / BLOCK * share + i, 0, 2);
+    }
+
+  private:
+    // How many rows, and how far ahead lines are asked for.
+    template <int R, bool far_ahead>
+    struct Way {
+        static constexpr int rows = R;
+        static constexpr int64_t ahead = far_ahead ? FAR : AHEAD;
+
+        static REGARD_INLINE void ask(const char *at) {
+            if constexpr (far_ahead) __builtin_prefetch(at, 0, 2);  // into the second cache
+            else __builtin_prefetch(at);
+        }
+        // Of values: nearer, the machine's own prefetching does it.
+        static REGARD_INLINE void ask_value([[maybe_unused]] const char *at) {
+            if constexpr (far_ahead) ask(at + FAR);
+        }
+    };
+
+    template <typename Work>
+    REGARD_INLINE void by_rows(int rows, Work work) const {
+        if (!far) return rows == 3 ? work(Way<3, false>{}) : work(Way<4, false>{});
+        if (rows == 1) work(Way<1, true>{});
+        else if (rows == 2) work(Way<2, true>{});
+        else if (rows == 3) work(Way<3, true>{});
+        else work(Way<4, true>{});
+    }
+
+    // Rows of memory, in five registers: 16 addresses would wait in memory for their turn.
+    struct Steps {
+        const char *fourth[W / 4];
+        int64_t step;
+
+        REGARD_INLINE Steps(const char *first, int64_t apart) : step(apart) {
+            for (int i = 0; i < W / 4; ++i) fourth[i] = first + 4 * i * apart;
+        }
+        REGARD_INLINE const char *operator[](int i) const { return fourth[i / 4] + i % 4 * step; }
+    };
+
+    template <typename By>
+    __attribute__((noinline)) void make_rows(const char *keys, const char *after, const Unit *queries,
+                                             T *scores) const {
+        constexpr int R = By::rows;
+        const int64_t step = key_dim * int64_t(sizeof(S)), all = SPAN * step;
+        for (int j = 0; j < SPAN; j += W) {
+            const int64_t at = j * step, ahead = at + By::ahead;
+            V sum[R] = {};
+            meet<By>(Steps(keys + at, step), ahead < all ? keys + ahead : after + (ahead - all), queries, sum);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r]);
+        }
+    }
+
+    // Sums of R rows with W keys.
+    template <typename By, int R>
+    REGARD_INLINE void meet(const Steps &rows, const char *ahead, const Unit *queries, V (&sum)[R]) const {
+        const Unit *q = queries;
+        int64_t u = 0;
+        for (; (u + Turned::UNITS) * P::pair <= key_dim; u += Turned::UNITS) {
+            typename P::Vector word[Turned::WORDS];
+            Turned::turn(rows, u, word);
+#pragma GCC unroll 8
+            for (int n = 0; n < Turned::WORDS; ++n, ++q, ahead += Lines::LINE) {
+                By::ask(ahead);
+                meet_one(word[n], q, sum);
+            }
+        }
+        for (; u < units; ++u, ++q) meet_one(Turned::single(rows, key_dim, u), q, sum);
+    }
+
+    template <int R>
+    REGARD_INLINE void meet_one(typename P::Vector x, const Unit *q, V (&sum)[R]) const {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+            sum[r] = P::madd(x, P::repeat(reinterpret_cast<const char *>(q + r * units)), sum[r]);
+    }
+
+    template <typename By>
+    void add_rows(const char *values, const Unit *weights, T *out) const {
+        if (v_dim == 8 * W) add_dims<By, 8>(values, weights, out);
+        else add_dims<By, 4>(values, weights, out);
+    }
+
+    template <typename By, int N>
+    __attribute__((noinline)) void add_dims(const char *row, const Unit *weights, T *out) const {
+        constexpr int R = By::rows;
+        const int64_t step = v_dim * int64_t(sizeof(S));
+        V sum[R][N];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) sum[r][n] = load(out + r * width + n * W);
+        if constexpr (K::pairs) part_quarters(sum);
+        for (int j = 0; j < BLOCK; j += P::pair, row += P::pair * step) {
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n += P::pair) {
+                typename P::Vector value[P::pair];
+                const char *const at_dims = row + n * W * int64_t(sizeof(S));
+                By::ask_value(at_dims);
+                if constexpr (K::pairs) By::ask_value(at_dims + step);
+                take(at_dims, step, value);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const Unit *at = weights + (r * BLOCK + j) / P::pair;
+#pragma GCC unroll 2
+                    for (int i = 0; i < P::pair; ++i)
+                        sum[r][n + i] = P::madd(value[i], P::repeat(reinterpret_cast<const char *>(at)), sum[r][n + i]);
+                }
+            }
+        }
+        if constexpr (K::pairs) join_quarters(sum);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) store(out + r * width + n * W, sum[r][n]);
+    }
+
+#if defined(REGARD_PAIRS)
+    // 32 dims of a token and the next, side by side: even quarters of the dims, then odd ones, which takes one
+    // instruction each where their order takes two registers besides.
+    static REGARD_INLINE void take(const char *row, int64_t step, U (&value)[2]) {
+        const __m512i even = _mm512_loadu_si512(row), odd = _mm512_loadu_si512(row + step);
+        value[0] = (U)_mm512_unpacklo_epi16(even, odd);
+        value[1] = (U)_mm512_unpackhi_epi16(even, odd);
+    }
+    // Sums in that order, and in the order of dims again.
+    template <int R, int N>
+    static REGARD_INLINE void part_quarters(F (&sum)[R][N]) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n += 2) {
+                const F a = sum[r][n], b = sum[r][n + 1];
+                sum[r][n] = (F)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88);
+                sum[r][n + 1] = (F)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
+            }
+    }
+    template <int R, int N>
+    static REGARD_INLINE void join_quarters(F (&sum)[R][N]) {
+        const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0),
+                      high = _mm512_add_epi64(low, _mm512_set1_epi64(4));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n += 2) {
+                const __m512d a = (__m512d)sum[r][n], b = (__m512d)sum[r][n + 1];
+                sum[r][n] = (F)_mm512_permutex2var_pd(a, low, b);
+                sum[r][n + 1] = (F)_mm512_permutex2var_pd(a, high, b);
+            }
+    }
+#endif
+    // A vector of dims.
+    static REGARD_INLINE void take(const char *row, int64_t, V (&value)[1]) {
+        value[0] = load(reinterpret_cast<const T *>(row));
+    }
+};
+
+}  // namespace REGARD_ISA
+}  // namespace regard

@@ -1,0 +1,92 @@
+"""The gradients of rows whose log-sum-exp is too far from 0 to tell how many keys share the weight of a row.
+
+A finite number in place of -inf (-1e9, or the least one of a type) that hides every key of a row lowers all its scores
+alike: the softmax of such a row is that of what is left of the scores, as torch's definition computes it. The library
+takes weights from `exp(score - lse)`, and in float32 -1e9 plus the logarithm of n is -1e9: each of n keys would get
+weight 1 in place of 1 / n, and the gradients would be n times too large, as those of torch's fused kernel are. So these
+few rows are computed here, by the softmax itself. Rows whose gradient is 0, as in padding, need nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.backend.native_inputs import Inputs
+from regard.describe.mask import Mask, kept_pairs
+from regard.plan.problem import Problem
+
+FAR = {torch.float32: 1 << 15, torch.float64: 1 << 44}
+"""From this distance on, rounding of a log-sum-exp changes weights by 0.2 % and more."""
+
+SCORES = 1 << 22
+"""Scores computed at once."""
+
+
+def far_rows(lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
+    """The far rows that have a gradient, bool [batch, heads, queries]; None if there are none."""
+    size = lse.abs()
+    far = (size > FAR[lse.dtype]) & (size < torch.inf)
+    if not far.any():
+        return None
+    moves = (dout != 0).any(-1)
+    far &= moves if dlse is None else moves | (dlse != 0)
+    return far if far.any() else None
+
+
+class Rows(NamedTuple):
+    """The rows of a call with a bias, and without dropout."""
+
+    problem: Problem
+    mask: Mask | None
+    offset: int
+
+    def gradients(self, inputs: Inputs, far: Tensor, dout: Tensor, dlse: Tensor | None) -> list[Tensor | None] | None:
+        """The gradients of the far rows for the first six inputs, float32 or float64; None where there is no input.
+
+        None for all if some number is not finite: then gradients are not finite either.
+
+        Args:
+            far: bool [batch, heads, queries].
+        """
+        dtype = torch.promote_types(inputs.q.dtype, torch.float32)
+        parts = [None if t is None else t.detach().to(dtype) for t in inputs[:6]]
+        if not all(bool(torch.isfinite(t).all()) for t in parts[:3] if t is not None):
+            return None
+        leaves = [t.requires_grad_() for t in parts if t is not None]
+        sums = [torch.zeros_like(t) for t in leaves]
+        batch, heads, keys = far.shape[0], far.shape[1], inputs.k.shape[2]
+        at_once = max(SCORES // max(batch * heads * keys, 1), 1)
+        for rows in torch.split(far.any(0).any(0).nonzero()[:, 0], at_once):
+            others = ~far[:, :, rows]
+            with torch.enable_grad():
+                out, lse = self._attend(Inputs(*parts), rows)  # pyright: ignore[reportArgumentType]
+            outputs, moves = [out], [dout[:, :, rows].to(dtype).masked_fill(others[..., None], 0)]
+            if dlse is not None:
+                outputs, moves = [out, lse], [*moves, dlse[:, :, rows].masked_fill(others, 0)]
+            found = torch.autograd.grad(outputs, leaves, moves, allow_unused=True, materialize_grads=True)
+            for total, grad in zip(sums, found, strict=True):
+                total.add_(grad)
+        each = iter(sums)
+        return [None if t is None else next(each) for t in parts]
+
+    def _attend(self, i: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of these queries: the definition of attention."""
+        p, keys = self.problem, torch.arange(i.k.shape[2])
+        k, v = (t.repeat_interleave(p.heads // p.kv_heads, 1) for t in (i.k, i.v))
+        scores = p.scale * (i.q[:, :, rows] @ k.mT)
+        if p.softcap is not None:
+            scores = p.softcap * torch.tanh(scores / p.softcap)
+        if i.distance is not None:
+            scores = scores + i.distance[:, rows[:, None] - keys + (len(keys) - 1)]
+        if i.bias is not None:
+            scores = scores + (i.bias if i.bias.shape[2] == 1 else i.bias[:, :, rows])
+        if self.mask is not None:
+            b, h = torch.arange(p.batch)[:, None, None, None], torch.arange(p.heads)[:, None, None]
+            keep = kept_pairs(self.mask, b, h, self.offset + rows[:, None], keys)
+            scores = scores.masked_fill(~keep, -torch.inf)
+        seen = (scores.detach() > -torch.inf).any(-1, keepdim=True)
+        scores = torch.where(seen, scores, 0)  # a row that sees nothing is not far
+        column = [] if i.sink is None else [i.sink[:, None, None].expand(*scores.shape[:3], 1)]
+        weights = torch.cat([scores, *column], -1).softmax(-1)[..., : len(keys)]
+        return weights @ v, scores.logsumexp(-1)

@@ -1,0 +1,114 @@
+"""A finite number in place of -inf may hide every key of a row: then its gradients are those of its softmax."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import Causal, RegardError, T5Bias, TensorBias, attend, attend_state
+from regard.backend.definition import attention
+
+LEAST = torch.finfo(torch.float32).min
+
+
+def tensors(*, hidden: slice = slice(5, 9), heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and a bias whose hidden rows have no other number; one more row has it for some keys."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, n, t, 16, generator=g) for n, t in ((heads, 70), (2, 90), (2, 90)))
+    bias = torch.randn(2, 1, 70, 90, generator=g)
+    bias[:, :, hidden] = LEAST
+    bias[:, :, 20, 40:] = LEAST
+    return q, k, v, bias
+
+
+def gradients(of: Any, *inputs: Tensor) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    outs = of(*leaves)
+    g = torch.Generator().manual_seed(2)
+    moves = [torch.randn(out.shape, generator=g).to(out.dtype) for out in outs]
+    return list(torch.autograd.grad(outs, leaves, moves))
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "a bias alone": {},
+    "a causal mask": {"mask": Causal()},
+    "a softcap and a scale": {"softcap": 3.0, "scale": 0.7},
+    "a bias by distance as well": {"more": T5Bias(torch.randn(32, 4, generator=torch.Generator().manual_seed(3)))},
+    "a sink as far away": {"sink": torch.tensor([0.5, LEAST, -1e9, 0.0])},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_rows_hidden_by_a_finite_number_are_those_of_the_definition(name: str):
+    arguments = dict(CALLS[name])
+    more = arguments.pop("more", None)
+
+    def call(function: Any, named: dict[str, Any]) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+            term = TensorBias(bias)
+            out = function(q, k, v, bias=term if more is None else term + more, **arguments, **named)
+            return (out[0] if isinstance(out, tuple) else out,)
+
+        return run
+
+    inputs = tensors()
+    found = gradients(call(attend, {"backend": "native"}), *inputs)
+    exact = gradients(call(attention, {}), *(t.double() for t in inputs))
+    for ours, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_the_log_sum_exp_of_such_rows_are_those_of_the_definition():
+    def state(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        found = attend_state(q, k, v, bias=TensorBias(bias), backend="native")
+        return found.out, found.lse
+
+    inputs = tensors()
+    found = gradients(state, *inputs)
+    exact = gradients(lambda q, k, v, bias: attention(q, k, v, bias=TensorBias(bias)), *(t.double() for t in inputs))
+    for ours, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
+
+
+def test_a_traced_call_has_the_same_gradients():
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
+        return (attend(q, k, v, bias=TensorBias(bias)),)
+
+    traced = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(gradients(traced, *tensors()), gradients(call, *tensors()), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_attention_in_a_program_has_the_gradients_of_its_definition(dtype: torch.dtype):
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 512, 32, generator=g).to(dtype) for _ in range(3))
+    mask = torch.zeros(1, 1, 512, 512, dtype=dtype)
+    mask[:, :, 5:200] = torch.finfo(dtype).min
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        return (torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.to(q.dtype)),)
+
+    with regard.everywhere() as caught:
+        found = gradients(call, q, k, v)
+    assert "1 run by regard" in str(caught)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = gradients(call, *(t.double() for t in (q, k, v)))
+    for ours, true in zip(found, exact, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(ours.double(), true, atol=tolerance, rtol=tolerance)
+
+
+def test_a_row_that_is_not_finite_and_a_second_derivative_are_as_for_other_rows():
+    q, k, v, bias = tensors()
+    k[0, 0, 3] = torch.nan
+    dq = gradients(lambda *t: (attend(*t, bias=TensorBias(bias), backend="native"),), q, k, v)[0]
+    assert dq[0, :2].isnan().all()
+    assert dq[1].isfinite().all()
+    leaf = q.clone().requires_grad_()
+    out = attend(leaf, k, v, bias=TensorBias(bias), backend="native").sum()
+    (first,) = torch.autograd.grad(out, leaf, create_graph=True)
+    with pytest.raises(RegardError, match="differentiated once"):
+        torch.autograd.grad(first.sum(), leaf)
