@@ -92,7 +92,7 @@ def span(
     first = of * SPAN
     end = tl.minimum(first + SPAN, stop - start)
     if UNION > 0:
-        low, high = _interval(seen, b, batch, 0)
+        low, high = _interval(seen, b, batch, 0)  # pyright: ignore[reportGeneralTypeIssues]
         low_2, high_2 = _interval(seen, b, batch, UNION - 1)
         near = (low < start + end) & (high > start + first)
         near_2 = (low_2 < start + end) & (high_2 > start + first)
@@ -283,7 +283,9 @@ def _add_one_by_one(
     nth = tl.arange(0, KEYS)
     for n in range(KEYS):
         one = t0 + n
-        page, place = _placed(one + v_first, v_page_tokens, v_table, b, v_row, V_TABLE, one < end)
+        page, place = _placed(  # pyright: ignore[reportGeneralTypeIssues]
+            one + v_first, v_page_tokens, v_table, b, v_row, V_TABLE, one < end
+        )
         at = v + page * v_page + place * v_token + cv
         value = tl.load(at, mask=(cv < V_DIM) & (one < end), other=0.0).to(dtype).to(tl.float32)[None, :]
         weight = tl.sum(tl.where((nth == n)[None, :], weights, 0.0), 1)[:, None]
