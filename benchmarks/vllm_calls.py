@@ -71,9 +71,10 @@ def prepare(
     schedule = ops.get_scheduler_metadata(
         len(pages), q.shape[1], kv_heads, dim, lengths, q.dtype, starts, causal, left, isa, True, None
     )
-    out, scale = torch.empty_like(q), 1 / math.sqrt(dim)
+    scale = 1 / math.sqrt(dim)
 
     def call() -> Tensor:
+        out = torch.empty_like(q)  # new memory for each call, as vLLM's attention layer asks for it
         ops.cpu_attention_with_kv_cache(
             q, key_cache, value_cache, out, starts, lengths, scale, causal, slopes, left, table, softcap, schedule,
             None, None,
