@@ -66,6 +66,12 @@ def test_rotated_numbers_are_turned_back() -> None:
     assert "rotated" in turned.encodings
 
 
+def test_rotated_tokens_in_float64_are_exact_to_float64() -> None:
+    t = normal(1, 2, 5, 24).double()
+    turned = StoredTensor((plain(hadamard(t)),), (1, 2, 5, 24), torch.float64, rotated=True)
+    torch.testing.assert_close(turned.dense(), t, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=repr)
 def test_bytes_are_those_of_codes_and_scales(codec: Codec) -> None:
     t = normal(2, 3, 64, 32)

@@ -21,6 +21,7 @@ from regard.describe.whole_number import whole_field
 from regard.errors import ProblemError
 from regard.storage.codec import TILE, Codes, decode_rows, decode_tiled
 from regard.storage.hadamard import hadamard
+from regard.wide import wide_of
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ class StoredTensor:
     def _row(self, part: Part, row: int, tokens: int) -> Tensor:
         data = part.decode(part.pages(row), self.shape[3]).transpose(0, 1).flatten(1, 2)
         data = data[:, part.first_slot : part.first_slot + tokens]
-        return (hadamard(data.float()) if self.rotated else data).to(self.dtype)
+        return (hadamard(data.to(wide_of(data.dtype))) if self.rotated else data).to(self.dtype)
 
     if not TYPE_CHECKING:  # where it would give every misspelled attribute a type
 
