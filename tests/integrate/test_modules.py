@@ -60,6 +60,10 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
         "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 7}}),
     "gpt_neox": ("gpt_neox", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    "nemotron that rotates a quarter": ("nemotron", {"rope_parameters": {
+        "rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
+    "llama, which ignores the share to rotate": ("llama", {"rope_parameters": {
+        "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
     "gpt_neox without biases": ("gpt_neox", {"attention_bias": False}),
     "deepseek_v2": ("deepseek_v2", LATENT),
     "deepseek_v2 without a latent of queries": ("deepseek_v2", LATENT | {"q_lora_rank": None}),

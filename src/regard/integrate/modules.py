@@ -33,6 +33,8 @@ WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")
 """Model types whose layers all have the window of the config; layers of others say whether they have one."""
 SUPPORTED = (*SEPARATE, *FUSED, *LATENT)
 """Model types whose attention layers can be taken over."""
+PARTIAL = ("nemotron", *FUSED)
+"""Those of them that read `partial_rotary_factor`; the others rotate all dimensions, whatever it is."""
 
 
 def attention_of(layer: nn.Module, config: Any) -> MultiHeadAttention | LatentAttention:
@@ -78,7 +80,8 @@ def rope_of(config: Any) -> Rope:
     latent = config.model_type in LATENT
     interleaved = latent and bool(getattr(config, "rope_interleave", True))
     dim = config.qk_rope_head_dim if latent else _head_dim(config)
-    fraction = parameters.get("partial_rotary_factor") or Rope.fraction
+    is_partial = config.model_type in PARTIAL or config.model_type not in SUPPORTED
+    fraction = (parameters.get("partial_rotary_factor") if is_partial else None) or Rope.fraction
     return Rope(dim, float(parameters["rope_theta"]), scaling_of(parameters, config), fraction, interleaved)
 
 
