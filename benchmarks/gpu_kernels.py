@@ -68,6 +68,7 @@ def variants() -> list[Variant]:
         Variant("forward", "bf16", 128, ("SINK", *extras)),
         Variant("gradient_of_queries", "bf16", 128, extras),
         Variant("gradient_of_keys", "bf16", 64, extras),
+        Variant("far_rows", "bf16", 128, ("BIAS",)),
         Variant("sweep", "bf16", 128),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
         Variant("span", "bf16", 128, ("steps",)),
@@ -113,7 +114,9 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel, its blocks, and the constants that it is compiled for."""
     from regard.gpu import launch
     from regard.gpu.backward import gradient_of_keys, gradient_of_queries
+    from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
+    from regard.gpu.gradients import FAR_BLOCKS
 
     if variant.kernel == "span":
         return _decoding(variant, CHIPS[chip][3])
@@ -125,6 +128,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "gradient_of_queries": (gradient_of_queries, launch.queries_blocks),
         "gradient_of_keys": (gradient_of_keys, launch.keys_blocks),
         "gradient_of_values": (gradient_of_keys, launch.keys_blocks),
+        "far_rows": (far_rows, lambda *_: FAR_BLOCKS),
     }
     kernel, of = kernels[variant.kernel]
     blocks = of(item, dim, 4 * ("DISTANCE" in variant.more), CHIPS[chip][3])
@@ -178,7 +182,7 @@ def _sweep(variant: Variant) -> tuple[Any, Any, dict[str, Any]]:
     return sweep, BLOCKS, constants
 
 
-FLOATS = {"lse", "sink", "distance", "total", "delta", "ddistance", "dbias"}
+FLOATS = {"lse", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
 TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
 

@@ -25,8 +25,8 @@ def test_every_kernel_fits_the_chip(chip: str):
         assert found["shared"] <= CHIPS[chip][3], name
         assert found["products"] > 0, name
         kernel, *more = found["variant"].split()
-        # with biases, some chips have room for one block only; the sweep has one block of keys and more arithmetic
-        assert found["copies"] > 0 or len(more) > 2 or kernel == "sweep", name
+        # with biases, some chips have room for one block only; two kernels have one block of keys and more arithmetic
+        assert found["copies"] > 0 or len(more) > 2 or kernel in ("sweep", "far_rows"), name
         most = 64 if kernel == "span" or len(more) == 2 else 256
         assert found["stack"] <= most or chip == "gfx942", name
 

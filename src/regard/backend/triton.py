@@ -139,15 +139,15 @@ class _Kernel:
 
     def resume(self, operands: Operands, state: State, *, is_part: bool = False) -> State:
         """The state, as if it had just been computed: differentiable in the operands."""
-        return self._state(operands, state)
+        return self._state(operands, state, is_part)
 
-    def _state(self, operands: Operands, state: State | None) -> State:
+    def _state(self, operands: Operands, state: State | None, is_part: bool = False) -> State:
         from regard.gpu.launch import run
 
         p = self.problem
         inputs = self._inputs(operands)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if p.dropout else 0
-        call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed)
+        call = Call(self._schedule(operands), p.scale, p.softcap, p.dropout, seed, is_part)
         if self.decodes:
             from regard.gpu.few_rows import decode
 
@@ -215,7 +215,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         ctx: Any, call: Any, wanted: tuple[bool, ...], dout: Tensor | None, dlse: Tensor | None, *saved: Any
     ) -> tuple[Any, ...]:
-        from regard.gpu.launch import gradients
+        from regard.gpu.gradients import gradients
 
         refuse_batched("triton", dout, dlse)
         *parts, out, lse = saved

@@ -2,7 +2,7 @@
 """The backward kernels for GPUs: gradients of queries and biases by tile of queries, of keys and values by tile of keys.
 
 Weights are computed again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, §3.1): p = exp(s - total), where the
-total includes the sink's column. With delta = out . dout of each row, the gradient of a score is ds = p (dp - delta),
+total includes the sink's column; biases may need it in two numbers (`far_rows.py`), top and rest. With delta = out . dout of each row, the gradient of a score is ds = p (dp - delta),
 dp = dout . v. Each gradient has one program that sums it, in the order of the schedule's lists, so its bits are the
 same from run to run; the gradients of biases are added atomically, where many pairs share an element.
 """
@@ -11,22 +11,22 @@ import triton
 import triton.language as tl
 
 from regard.gpu.scores import (
-    LOG2E,
     OF_ANY_VALUE,
     add_seen_non_finite,
     bits_of,
     capped,
     dropped,
     is_non_finite,
+    totals_of,
     unit_of,
-    weighed_by,
+    weights_of,
     with_biases,
 )
 
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_queries(
-    q, k, v, dout, total, delta, dq,
+    q, k, v, dout, top, rest, delta, dq,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dq_batch, dq_head, dq_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -64,7 +64,10 @@ def gradient_of_queries(
             rows = rows.to(tl.float32)
             given = given.to(tl.float32)
         at = row.to(tl.int64) * queries + i
-        sums_of = weighed_by(tl.load(total + at, mask=i < queries, other=float("inf")))
+        biased: tl.constexpr = DISTANCE or BIAS
+        of_top, of_rest = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
+            top, rest, at, i < queries, biased
+        )
         deltas = tl.load(delta + at, mask=i < queries, other=0.0)
         found = tl.zeros([ROWS, DIM_PADDED], tl.float32)
 
@@ -76,7 +79,7 @@ def gradient_of_queries(
             whole = first + (stop - first) // KEYS * KEYS
             for j0 in tl.range(first, whole, KEYS, num_stages=STAGES):
                 found = _queries_step(
-                    found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, 0, words,
+                    found, rows, given, of_top, of_rest, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, 0, words,
                     base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
                     queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
                     TILE, KEYS, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, False,
@@ -92,7 +95,7 @@ def gradient_of_queries(
             j0 = tl.where(patched, j0, last + (step - end * steps) * PATCH)
             pattern = tl.load(patch_pattern + patch, mask=patched, other=-1)
             found = _queries_step(
-                found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
+                found, rows, given, of_top, of_rest, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
                 base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
                 queries, keys, scale, softcap, row.to(tl.uint32), seed_low, seed_high, threshold, keep_scale,
                 TILE, PATCH, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DDISTANCE, DBIAS, WIDE, PRECISION, True,
@@ -103,7 +106,7 @@ def gradient_of_queries(
 
 @triton.jit
 def _queries_step(
-    found, rows, given, sums_of, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
+    found, rows, given, of_top, of_rest, deltas, i, j0, base_k, k_token, base_v, v_token, c, cv, pattern, words,
     base_distance, base_bias, bias_query, bias_key, into_distance, into_bias, dbias_query, dbias_key,
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
     TILE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -127,7 +130,7 @@ def _queries_step(
     s = with_biases(
         before, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
     )
-    weights = tl.exp2(s * LOG2E - sums_of[:, None])
+    weights = weights_of(s, of_top[:, None], of_rest[:, None], DISTANCE or BIAS)
     if MASKED:
         keep = bits_of(words, pattern, i, j0, j, TILE) & (j[None, :] < keys)
         weights = tl.where(keep, weights, 0.0)
@@ -154,7 +157,7 @@ def _queries_step(
 
 @triton.jit(do_not_specialize=OF_ANY_VALUE)
 def gradient_of_keys(
-    q, k, v, dout, total, delta, dk, dv,
+    q, k, v, dout, top, rest, delta, dk, dv,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dout_batch, dout_head, dout_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -209,7 +212,7 @@ def gradient_of_keys(
                 for i0 in tl.range(first, stop, QUERIES, num_stages=STAGES):
                     found_k, found_v = _keys_step(
                         found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
-                        total + of_row, delta + of_row, c, cv, 0, words,
+                        top + of_row, rest + of_row, delta + of_row, c, cv, 0, words,
                         base_distance, base_bias, bias_query, bias_key,
                         queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
                         TILE, QUERIES, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, False,
@@ -221,7 +224,7 @@ def gradient_of_keys(
                 pattern = tl.load(patch_pattern + step // steps)
                 found_k, found_v = _keys_step(
                     found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token,
-                    total + of_row, delta + of_row, c, cv, pattern, words,
+                    top + of_row, rest + of_row, delta + of_row, c, cv, pattern, words,
                     base_distance, base_bias, bias_query, bias_key,
                     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
                     TILE, PATCH, DIM, V_DIM, SOFTCAP, DISTANCE, BIAS, DROPOUT, DK, DV, WIDE, PRECISION, True,
@@ -236,8 +239,8 @@ def gradient_of_keys(
 
 @triton.jit
 def _keys_step(
-    found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token, base_total, base_delta, c, cv,
-    pattern, words, base_distance, base_bias, bias_query, bias_key,
+    found_k, found_v, of_k, of_v, i0, j, base_q, q_token, base_dout, dout_token, base_top, base_rest, base_delta,
+    c, cv, pattern, words, base_distance, base_bias, bias_query, bias_key,
     queries, keys, scale, softcap, head_row, seed_low, seed_high, threshold, keep_scale,
     TILE: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, DISTANCE: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -253,7 +256,9 @@ def _keys_step(
         base_dout + i[:, None].to(tl.int64) * dout_token + cv[None, :],
         mask=(i[:, None] < queries) & (cv[None, :] < V_DIM), other=0.0,
     )  # fmt: skip
-    sums_of = weighed_by(tl.load(base_total + i, mask=i < queries, other=float("inf")))
+    of_top, of_rest = totals_of(  # pyright: ignore[reportGeneralTypeIssues]
+        base_top, base_rest, i, i < queries, DISTANCE or BIAS
+    )
     deltas = tl.load(base_delta + i, mask=i < queries, other=0.0)
     if WIDE:
         q = q.to(tl.float32)
@@ -262,7 +267,7 @@ def _keys_step(
     s = with_biases(
         before, i[None, :], j[:, None], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
     )
-    weights = tl.exp2(s * LOG2E - sums_of[None, :])
+    weights = weights_of(s, of_top[None, :], of_rest[None, :], DISTANCE or BIAS)
     if MASKED:
         keep = bits_of(words, pattern, j, i0, i, TILE)
         weights = tl.where(keep, weights, 0.0)

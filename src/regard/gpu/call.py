@@ -28,6 +28,8 @@ class Call:
     softcap: float | None
     dropout: float
     seed: int
+    is_part: bool = False
+    """Whether the keys are a part of those of the state that is differentiated."""
 
     @property
     def drops(self) -> tuple[int, int, int, float]:

@@ -30,7 +30,7 @@ OF_ANY_LENGTH = (
 
 @triton.jit(do_not_specialize=OF_ANY_LENGTH)
 def span(
-    q, out, lse, flags,
+    q, out, tops, totals, flags,
     k, k_page, k_head, k_token, k_unit, k_scale, k_zero, k_scale_page, k_scale_head, k_scale_token, k_table, k_row,
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
@@ -46,7 +46,10 @@ def span(
     PRECISION: tl.constexpr, FLAGS: tl.constexpr, CAREFUL: tl.constexpr, CHUNK: tl.constexpr, UNION: tl.constexpr,
     SHOWN: tl.constexpr,
 ):  # fmt: skip
-    """out [spans, batch, heads, queries, v_dim] and lse [spans, batch, heads, queries] of one part, float32, base 2.
+    """out [spans, batch, heads, queries, v_dim], and tops and totals [spans, batch, heads, queries] of one part, float32.
+
+    The top is the largest score of a row, and the total the sum of exp(score - top): the logarithm of their sum would
+    not tell how many keys a finite bias of -1e9 hides. The total is 0 where a row sees nothing.
 
     Args:
         begins, ends: per batch row the index of the part's first key and one past its last; if not RAGGED, all are
@@ -149,7 +152,7 @@ def span(
                 v_zero + values_at * v_scale_page + g64 * v_scale_head + value_places * v_scale_token,
                 v_group, V_DIM, V_KIND, dtype, WIDE,
             )  # fmt: skip
-        s = LOG2E * with_biases(
+        s = with_biases(
             capped(s, scale, softcap, SOFTCAP), i[:, None], j[None, :], queries, keys,
             base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS,
         )  # fmt: skip
@@ -161,8 +164,8 @@ def span(
         s = tl.where(keep, s, float("-inf"))
         above = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(above == float("-inf"), 0.0, above)
-        weights = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
+        weights = tl.exp2((s - safe[:, None]) * LOG2E)
+        shrink = tl.exp2((top - safe) * LOG2E)
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None]
         if CAREFUL:
@@ -173,10 +176,10 @@ def span(
         else:
             sums = tl.dot(weights.to(of_v.dtype), of_v, sums, input_precision=PRECISION)
         top = above
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
     at = (((first_span + of).to(tl.int64) * batch + b) * heads + h) * queries + i
-    tl.store(lse + at, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=real)
+    tl.store(tops + at, top, mask=real)
+    tl.store(totals + at, total, mask=real)
+    total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + at[:, None] * V_DIM + cv[None, :], sums / total[:, None], mask=real[:, None] & (cv[None, :] < V_DIM))
     if FLAGS:
         tl.store(flags + program, tl.max(is_non_finite(sums).to(tl.int32)))
@@ -305,7 +308,7 @@ def _rounded(x, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=("rows", "heads", "spans"))
 def merge(
-    parts, part_lse, out, lse, sink, rows, heads, queries, spans, out_batch, out_head, out_token,
+    parts, tops, totals, out, lse, sink, rows, heads, queries, spans, out_batch, out_head, out_token,
     V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """out and lse (natural logarithm) of a row from its spans, in their order; a sink takes its share of out."""
@@ -316,11 +319,12 @@ def merge(
     sums = tl.zeros([V_DIM_PADDED], tl.float32)
     for n in range(spans):
         at = tl.cast(n, tl.int64) * rows + row
-        one = tl.load(part_lse + at)
-        if one != float("-inf"):  # also NaN
+        one = tl.load(tops + at)
+        of_one = tl.load(totals + at)
+        if of_one != 0.0:  # also NaN
             above = tl.maximum(top, one)
-            shrink = tl.exp2(top - above)
-            weight = tl.exp2(one - above)
+            shrink = tl.exp2((top - above) * LOG2E)
+            weight = of_one * tl.exp2((one - above) * LOG2E)
             total = total * shrink + weight
             values = tl.load(parts + at * V_DIM + cv, mask=cv < V_DIM, other=0.0)
             sums = sums * shrink + weight * values
@@ -328,8 +332,8 @@ def merge(
     h = row // queries % heads
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    tl.store(lse + row, tl.where(empty, float("-inf"), (top + tl.log2(total)) / LOG2E))
+    tl.store(lse + row, tl.where(empty, float("-inf"), top + tl.log2(total) / LOG2E))
     if SINK:
-        total += tl.where(empty, 0.0, tl.exp2(tl.load(sink + h).to(tl.float32) * LOG2E - top))
+        total += tl.where(empty, 0.0, tl.exp2((tl.load(sink + h).to(tl.float32) - top) * LOG2E))
     into = out + row // queries // heads * out_batch + h * out_head + row % queries * out_token
     tl.store(into + cv, (sums / total).to(out.dtype.element_ty), mask=cv < V_DIM)

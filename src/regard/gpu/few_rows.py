@@ -97,17 +97,17 @@ def decode(
     spans = [max(1, -(-pair.k.tokens // SPAN)) for pair in pairs]
     device = i.q.device
     parts = torch.empty(sum(spans), batch, heads, queries, v_dim, dtype=torch.float32, device=device)
-    part_lse = torch.empty(sum(spans), batch, heads, queries, dtype=torch.float32, device=device)
+    tops, totals = torch.empty(2, sum(spans), batch, heads, queries, dtype=torch.float32, device=device)
     first = 0
     for pair, count in zip(pairs, spans, strict=True):
-        _run(call, i, pair, (k.shape, v.shape), (parts, part_lse), count, first, seen)
+        _run(call, i, pair, (k.shape, v.shape), (parts, tops, totals), count, first, seen)
         first += count
     out = empty_output(i.q, v_dim)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     rows = batch * heads * queries
     with started(device):
         _MERGE[(rows,)](
-            parts, part_lse, out, lse, lse if i.sink is None else i.sink, rows, heads, queries, sum(spans),
+            parts, tops, totals, out, lse, lse if i.sink is None else i.sink, rows, heads, queries, sum(spans),
             *out.stride()[:3], V_DIM=v_dim, V_DIM_PADDED=padded(v_dim), SINK=i.sink is not None,
         )  # fmt: skip
     return out.to(i.q.dtype), lse
@@ -158,8 +158,8 @@ def _is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _run(
-    call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor], spans: int, first: int,
-    seen: Seen,
+    call: Call, i: Inputs, pair: _Pair, shapes: tuple[Any, Any], into: tuple[Tensor, Tensor, Tensor], spans: int,
+    first: int, seen: Seen,
 ) -> None:  # fmt: skip
     """One part."""
     (batch, heads, queries, dim), (_, kv_heads, keys, _), v_dim = i.q.shape, shapes[0], shapes[1][3]

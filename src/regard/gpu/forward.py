@@ -2,8 +2,8 @@
 """The forward kernel for GPUs: a program takes one tile of queries after another, and walks the schedule's key tiles.
 
 FULL tiles are computed without a mask; in PARTIAL tiles a pair is kept where the bit of the schedule's pattern is set.
-The softmax is computed online in base 2 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691,
-§3.1). Programs are persistent: program p takes units p, p + programs, ... of a list in which the query tiles with the
+The softmax is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691, §3.1).
+Programs are persistent: program p takes units p, p + programs, ... of a list in which the query tiles with the
 most keys come first, so no multiprocessor waits long for the last ones, whatever the mask.
 
 A row's bits depend on its query, its keys and their positions: one program computes a row, in the order of the keys.
@@ -106,10 +106,10 @@ def forward(
 
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)
-        natural = tl.where(empty, float("-inf"), (top + tl.log2(total)) / LOG2E)
+        natural = tl.where(empty, float("-inf"), top + tl.log2(total) / LOG2E)
         if SINK:
             column = tl.load(sink + h).to(tl.float32)
-            total = total + tl.where(empty, 0.0, tl.exp2(column * LOG2E - top))
+            total = total + tl.where(empty, 0.0, tl.exp2((column - top) * LOG2E))
         sums = sums / total[:, None]
         tl.store(lse + row.to(tl.int64) * queries + i, natural, mask=i < queries)
         base_out = out + b.to(tl.int64) * out_batch + h.to(tl.int64) * out_head
@@ -145,7 +145,7 @@ def _step(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     s = capped(tl.dot(rows, k, input_precision=PRECISION), scale, softcap, SOFTCAP)
-    s = LOG2E * with_biases(
+    s = with_biases(
         s, i[:, None], j[None, :], queries, keys, base_distance, base_bias, bias_query, bias_key, DISTANCE, BIAS
     )
     if MASKED:
@@ -153,8 +153,8 @@ def _step(
         s = tl.where(keep, s, float("-inf"))
     above = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(above == float("-inf"), 0.0, above)  # all hidden, or a bias of -inf
-    weights = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
+    weights = tl.exp2((s - safe[:, None]) * LOG2E)  # the least float32 times LOG2E would be -inf
+    shrink = tl.exp2((top - safe) * LOG2E)
     total = total * shrink + tl.sum(weights, 1)
     if DROPOUT:
         gone = dropped(head_row, i[:, None], j[None, :], seed_low, seed_high, threshold)

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.gpu.backward import gradient_of_keys, gradient_of_queries
 from regard.gpu.call import Call, Inputs
 from regard.gpu.forward import forward
-from regard.gpu.tables import by_key, by_query
-from regard.state import State
+from regard.gpu.tables import by_query
 
 CACHE = 24 << 20
 """Bytes of keys and values that programs which run at the same time read: half the L2 cache of an H100."""
@@ -75,11 +73,8 @@ def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blo
     return blocks._replace(stages=max(1, min(blocks.stages, (shared - blocks.rows * row) // stage)))
 
 
-KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": False, "DV": True})
-"""The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
-
-
-def _blocks(of: Callable[[int, int, int, int], Blocks], i: Inputs) -> Blocks:
+def blocks_of(of: Callable[[int, int, int, int], Blocks], i: Inputs) -> Blocks:
+    """How a kernel is cut for these inputs; `of` is a function such as `forward_blocks`."""
     if i.q.device.type == "cpu":
         return INTERPRETED
     extra = 4 * (i.distance is not None) + (0 if i.bias is None else i.bias.element_size())
@@ -111,7 +106,7 @@ def run(call: Call, i: Inputs) -> tuple[Tensor, Tensor]:
     kv_heads, keys, v_dim = i.v.shape[1:]
     out = empty_output(i.q, v_dim)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=i.q.device)
-    tables, blocks = by_query(s, i.q.device), _blocks(forward_blocks, i)
+    tables, blocks = by_query(s, i.q.device), blocks_of(forward_blocks, i)
     launch(
         forward, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
         *(i.q, i.k, i.v, out, lse, i.sink if i.sink is not None else lse),
@@ -134,50 +129,6 @@ def empty_output(q: Tensor, v_dim: int) -> Tensor:
     shape = (batch, queries, heads, v_dim) if by_token else (batch, heads, queries, v_dim)
     out = torch.empty(shape, dtype=torch.float32 if q.device.type == "cpu" else q.dtype, device=q.device)
     return out.transpose(1, 2) if by_token else out
-
-
-def gradients(
-    call: Call, i: Inputs, wanted: tuple[bool, ...], state: State, dout: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs; None where nobody wants one."""
-    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
-    kv_heads, keys, v_dim = i.v.shape[1:]
-    dout = torch.zeros_like(state.out) if dout is None else dout if dout.stride(3) == 1 else dout.contiguous()
-    delta = (state.out.float() * dout.float()).sum(3)  # [batch, heads, queries]
-    total, dsink = state.lse, None
-    if i.sink is not None:
-        total = torch.logaddexp(state.lse, i.sink[:, None])
-        dsink = -(torch.exp(i.sink[:, None] - total) * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
-    if dlse is not None:
-        delta = delta - (dlse * torch.exp(total - state.lse)).masked_fill(state.lse == -torch.inf, 0.0)
-    wide = torch.float32 if i.q.device.type == "cpu" else i.q.dtype  # as in `empty_output`
-    dq, dk, dv = (torch.empty(t.shape, dtype=wide, device=t.device) for t in (i.q, i.k, i.v))
-    ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
-    dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
-    blocks, key_blocks = _blocks(queries_blocks, i), _blocks(keys_blocks, i)
-    sizes = batch, heads, heads // kv_heads, queries, keys
-    rest = call.scale, call.softcap or 0.0, *call.drops
-    into = _placed(dbias) if dbias is not None else (delta, 0, 0, 0, 0)
-    launch(
-        gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
-        *(i.q, i.k, i.v, dout, total, delta, dq),
-        *(stride for t in (i.q, i.k, i.v, dout, dq) for stride in t.stride()[:3]),
-        *biases(i, total), delta if ddistance is None else ddistance, *into,
-        *by_query(s, i.q.device), *sizes, section(i), *rest,
-        **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
-    )  # fmt: skip
-    for ofs in KEYS_PASSES[padded(max(dim, v_dim)) > 64 or i.q.element_size() == 4]:
-        launch(
-            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // key_blocks.rows, key_blocks, i.q.device,
-            *(i.q, i.k, i.v, dout, total, delta, dk, dv),
-            *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
-            *biases(i, total), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *rest,
-            **constants(call, i, key_blocks), QUERIES=key_blocks.tokens, **ofs,
-        )  # fmt: skip
-    if dbias is not None and i.bias is not None:
-        dbias = dbias.to(i.bias.dtype)
-    dq, dk, dv = (t.to(i.q.dtype) for t in (dq, dk, dv))
-    return dq, dk, dv, dsink, ddistance, dbias
 
 
 def launch(kernel: Any, units: int, blocks: Blocks, device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -219,10 +170,10 @@ def precision(q: Tensor) -> str:
 def biases(i: Inputs, nothing: Tensor) -> tuple[Any, ...]:
     """The addresses and strides of the biases; `nothing` where there is none."""
     distance = (nothing, 0) if i.distance is None else (i.distance, i.distance.stride(0))
-    return *distance, *((nothing, 0, 0, 0, 0) if i.bias is None else _placed(i.bias))
+    return *distance, *((nothing, 0, 0, 0, 0) if i.bias is None else placed(i.bias))
 
 
-def _placed(t: Tensor) -> tuple[Tensor, int, int, int, int]:
+def placed(t: Tensor) -> tuple[Tensor, int, int, int, int]:
     """A tensor of four axes and its strides, 0 along the axes that have one element."""
     batch, heads, rows, columns = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t, batch, heads, rows, columns

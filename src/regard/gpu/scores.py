@@ -92,6 +92,23 @@ def weighed_by(total):
 
 
 @triton.jit
+def weights_of(s, top, rest, BIASED: tl.constexpr):
+    """The weights of scores s, from what `totals_of` gave."""
+    if BIASED:
+        return tl.exp2(tl.minimum((s - top) * LOG2E - rest, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.exp2(s * LOG2E - top)
+
+
+@triton.jit
+def totals_of(top, rest, at, mask, BIASED: tl.constexpr):
+    """The log-sum-exp of rows as (top, rest): in base 2, or in two numbers (`far_rows.py`) where there are biases."""
+    found = tl.load(top + at, mask=mask, other=float("inf"))
+    if BIASED:
+        return tl.where(found == float("-inf"), float("inf"), found), tl.load(rest + at, mask=mask, other=0.0)
+    return weighed_by(found), found
+
+
+@triton.jit
 def mixed(x):
     """32 bits mixed (Wellons' lowbias32), as in native/dropout.h."""
     x ^= x >> 16

@@ -1,0 +1,126 @@
+"""The gradients of a call: starts the backward kernels."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.gpu.backward import gradient_of_keys, gradient_of_queries
+from regard.gpu.call import Call, Inputs
+from regard.gpu.far_rows import far_rows
+from regard.gpu.launch import (
+    Blocks,
+    biases,
+    blocks_of,
+    constants,
+    keys_blocks,
+    launch,
+    padded,
+    placed,
+    queries_blocks,
+    section,
+)
+from regard.gpu.tables import by_key, by_query
+from regard.state import State
+
+KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": False, "DV": True})
+"""The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
+
+
+FAR_BLOCKS = Blocks(64, 32, 32, warps=4, stages=1)
+"""Of `far_rows`, which seldom computes anything."""
+
+FAR_CONSTANTS = (
+    "MAPS_BATCH", "MAPS_HEADS", "TILE", "ROWS", "PATCH", "DIM", "DIM_PADDED", "SOFTCAP", "DISTANCE", "BIAS", "WIDE",
+    "PRECISION",
+)  # fmt: skip
+"""Of `constants`, what `far_rows` is compiled for."""
+
+LN2 = math.log(2)
+
+
+class Totals(NamedTuple):
+    """The log-sum-exp of rows, natural logarithm: top + rest * ln 2. See `far_rows.py`."""
+
+    top: Tensor  # float32 [batch, heads, queries]
+    rest: Tensor | None  # the same; None without biases, where it is 0
+
+    def with_sink(self, sink: Tensor) -> "Totals":
+        """With one more column, the sink of each head."""
+        column = sink[:, None].expand_as(self.top)
+        if self.rest is None:
+            return Totals(torch.logaddexp(self.top, column), None)
+        above = torch.maximum(self.top, column)
+        safe = above.masked_fill(above == -torch.inf, 0.0)
+        total = torch.exp((self.top - safe) + self.rest * LN2) + torch.exp(column - safe)
+        return Totals(above, torch.log2(total).masked_fill(total == 0, 0.0))
+
+    def above(self, other: "Totals") -> Tensor:
+        """How far it is above another, natural logarithm."""
+        rest = sum(sign * t.rest * LN2 for sign, t in ((1, self), (-1, other)) if t.rest is not None)
+        return (self.top - other.top) + rest
+
+
+def gradients(
+    call: Call, i: Inputs, wanted: tuple[bool, ...], state: State, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs; None where nobody wants one."""
+    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
+    kv_heads, keys, v_dim = i.v.shape[1:]
+    dout = torch.zeros_like(state.out) if dout is None else dout if dout.stride(3) == 1 else dout.contiguous()
+    delta = (state.out.float() * dout.float()).sum(3)  # [batch, heads, queries]
+    totals, dsink = _totals(call, i, state.lse), None
+    if i.sink is not None:
+        own, totals = totals, totals.with_sink(i.sink)
+        share = torch.exp(-totals.above(Totals(i.sink[:, None], None)))
+        dsink = -(share * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
+        dlse = None if dlse is None else dlse * torch.exp(totals.above(own))
+    if dlse is not None:
+        delta = delta - dlse.masked_fill(state.lse == -torch.inf, 0.0)
+    top, rest = totals.top, totals.top if totals.rest is None else totals.rest
+    wide = torch.float32 if i.q.device.type == "cpu" else i.q.dtype  # as in `empty_output`
+    dq, dk, dv = (torch.empty(t.shape, dtype=wide, device=t.device) for t in (i.q, i.k, i.v))
+    ddistance = torch.zeros_like(i.distance) if wanted[4] and i.distance is not None else None
+    dbias = torch.zeros_like(i.bias, dtype=torch.float32) if wanted[5] and i.bias is not None else None
+    blocks, key_blocks = blocks_of(queries_blocks, i), blocks_of(keys_blocks, i)
+    sizes = batch, heads, heads // kv_heads, queries, keys
+    numbers = call.scale, call.softcap or 0.0, *call.drops
+    into = placed(dbias) if dbias is not None else (delta, 0, 0, 0, 0)
+    launch(
+        gradient_of_queries, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
+        *(i.q, i.k, i.v, dout, top, rest, delta, dq),
+        *(stride for t in (i.q, i.k, i.v, dout, dq) for stride in t.stride()[:3]),
+        *biases(i, top), delta if ddistance is None else ddistance, *into,
+        *by_query(s, i.q.device), *sizes, section(i), *numbers,
+        **constants(call, i, blocks), KEYS=blocks.tokens, DDISTANCE=ddistance is not None, DBIAS=dbias is not None,
+    )  # fmt: skip
+    for ofs in KEYS_PASSES[padded(max(dim, v_dim)) > 64 or i.q.element_size() == 4]:
+        launch(
+            gradient_of_keys, batch * kv_heads * -(-keys // s.tile) * s.tile // key_blocks.rows, key_blocks, i.q.device,
+            *(i.q, i.k, i.v, dout, top, rest, delta, dk, dv),
+            *(stride for t in (i.q, i.k, i.v, dout, dk, dv) for stride in t.stride()[:3]),
+            *biases(i, top), *by_key(s, i.q.device), *sizes, max(1, section(i) // (heads // kv_heads)), *numbers,
+            **constants(call, i, key_blocks), QUERIES=key_blocks.tokens, **ofs,
+        )  # fmt: skip
+    if dbias is not None and i.bias is not None:
+        dbias = dbias.to(i.bias.dtype)
+    dq, dk, dv = (t.to(i.q.dtype) for t in (dq, dk, dv))
+    return dq, dk, dv, dsink, ddistance, dbias
+
+
+def _totals(call: Call, i: Inputs, lse: Tensor) -> Totals:
+    if i.distance is None and i.bias is None:
+        return Totals(lse, None)
+    if call.is_part:  # other keys are part of the total, too
+        return Totals(lse, torch.zeros_like(lse))
+    s, (batch, heads, queries, _), of_all = call.schedule, i.q.shape, constants(call, i, FAR_BLOCKS)
+    top, rest = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
+    launch(
+        far_rows, batch * heads * s.query_tiles * s.tile // FAR_BLOCKS.rows, FAR_BLOCKS, i.q.device,
+        i.q, i.k, lse.contiguous(), top, rest, *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, lse),
+        *by_query(s, i.q.device),
+        *(batch, heads, heads // i.k.shape[1], queries, i.k.shape[2], section(i), call.scale, call.softcap or 0.0),
+        **{name: of_all[name] for name in FAR_CONSTANTS},
+    )  # fmt: skip
+    return Totals(top, rest)
