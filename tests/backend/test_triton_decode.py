@@ -224,3 +224,20 @@ def test_large_heads_have_no_kernel_for_long_calls():
     q = torch.randn(1, 2, 600, 288)
     with pytest.raises(RefusalError, match=r"at most 256 dimensions \(decoding: 1024, with up to 1024 query rows"):
         attend(q, q[:, :1], q[:, :1], backend="triton")
+
+
+def test_batches_of_any_size_have_programs_along_one_axis_alone(monkeypatch: pytest.MonkeyPatch):
+    from regard.gpu import few_rows
+
+    grids = list[tuple[int, ...]]()
+
+    class Started:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(few_rows, "_SPAN", Started())
+    monkeypatch.setattr(few_rows, "_MERGE", Started())
+    q, k = torch.randn(70001, 2, 1, 16), torch.randn(70001, 1, 3, 16)  # CUDA takes 65,535 along the other two axes
+    attend(q, k, k.clone(), backend="triton")
+    assert grids == [(70001,), (140002,)]

@@ -283,3 +283,19 @@ def test_check_finds_positions_beyond_the_capacity(gpu: PretendedGpu):
     steps.position += 2
     with pytest.raises(ProblemError, match="token 32 of a row does not fit"):
         steps.check()
+
+
+@pytest.mark.parametrize("dims", [(16, 0), (0, 16)])
+def test_keys_or_values_without_channels_have_steps_or_an_error(dims: tuple[int, int]):
+    for layout, capacity in ((Contiguous(), 80), (Paged(16), 80), (Rolling(24, sinks=3), None)):
+        cache = KVCache(layout)
+        prompt = [torch.randn(1, 2, 40, dim) for dim in dims]
+        cache.append(*prompt)
+        steps = cache.steps() if capacity is None else cache.steps(capacity)
+        new = [torch.randn(1, 2, 1, dim) for dim in dims]
+        out = attend(torch.randn(1, 4, 1, dims[0]), *steps.append(*new), mask=Causal())
+        assert out.shape == (1, 4, 1, dims[1])
+        if layout != Rolling(24, sinks=3) and not dims[0]:  # equal scores
+            torch.testing.assert_close(out[:, ::2], torch.cat([prompt[1], new[1]], 2).mean(2, keepdim=True))
+        with pytest.raises(ProblemError, match=r"a codec needs elements. Take codec=None."):
+            KVCache(layout, Int8()).append(*prompt)

@@ -219,12 +219,14 @@ def test_on_a_gpu_torch_is_never_made_to_build_all_scores(dtype: torch.dtype, di
     assert explain(q, k, k, device="cuda").backend == chosen
 
 
-@pytest.mark.parametrize("queries", [1, 49, 256])
-def test_a_batch_that_no_grid_of_programs_has_room_for_runs_on_kernels_with_a_list(queries: int):
+@pytest.mark.parametrize(("queries", "kind"), [(1, "decode"), (49, "decode"), (256, "no-mask")])
+def test_a_batch_that_no_grid_of_programs_has_room_for_runs_on_kernels_with_a_list(queries: int, kind: str):
     pytest.importorskip("triton")
     q = torch.empty(1 << 16, 1, queries, 32, dtype=torch.bfloat16, device="meta")
     plan = explain(q, q, q, device="cuda")
     assert plan.backend == "triton"
     assert plan.order is not None
-    assert plan.order.kind == "no-mask"
+    assert plan.order.kind == kind
     assert plan.passed_over["sdpa"] == ["on cuda its kernels take at most 65,535 batch rows and heads"]
+    with pytest.raises(RefusalError, match="at most 65,535 batch rows and heads"):
+        explain(q, q, q, device="cuda", backend="flex")

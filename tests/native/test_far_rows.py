@@ -65,9 +65,33 @@ def test_gradients_of_the_log_sum_exp_of_such_rows_are_those_of_the_definition()
         found = attend_state(q, k, v, bias=TensorBias(bias), backend="native")
         return found.out, found.lse
 
+    def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.repeat_interleave(2, 1).mT / 4 + bias
+        top = scores.detach().amax(-1, keepdim=True)  # the gradient of logsumexp itself would be 1 for each key
+        return scores.softmax(-1) @ v.repeat_interleave(2, 1), (scores - top).logsumexp(-1)
+
     inputs = tensors()
     found = gradients(state, *inputs)
-    exact = gradients(lambda q, k, v, bias: attention(q, k, v, bias=TensorBias(bias)), *(t.double() for t in inputs))
+    exact = gradients(definition, *(t.double() for t in inputs))
+    for ours, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
+
+
+def test_dropout_in_such_rows_drops_what_it_drops_elsewhere():
+    q, k, v, bias = tensors()
+    torch.manual_seed(5)
+    gone = attend(q, k, torch.eye(90).expand(2, 2, 90, 90), dropout=0.3, backend="native") == 0
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
+        torch.manual_seed(5)
+        return (attend(q, k, v, bias=TensorBias(bias), dropout=0.3, backend="native"),)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
+        weights = (q @ k.repeat_interleave(2, 1).mT / 4 + bias).softmax(-1)
+        return (weights.masked_fill(gone, 0) / 0.7 @ v.repeat_interleave(2, 1),)
+
+    found = gradients(call, q, k, v, bias)
+    exact = gradients(definition, *(t.double() for t in (q, k, v, bias)))
     for ours, true in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
 

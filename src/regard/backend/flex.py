@@ -36,6 +36,9 @@ FORMS = 256
 VARIANTS = 64
 """Of a form, for types, gradients and sizes of 1, that torch may compile; it raises an error beyond."""
 
+MOST_ROWS = 65535
+"""Batch rows, and heads: blocks along the second and the third axis of a grid on CUDA."""
+
 
 @dataclass(frozen=True)
 class Flex(Backend):
@@ -64,6 +67,8 @@ class Flex(Backend):
             "it has no vmap or forward-mode derivative": p.transformed,
             f"it needs 16 dimensions on cuda, and has {p.qk_dim} and {p.v_dim}": not cpu
             and min(p.qk_dim, p.v_dim) < 16,
+            f"on cuda its kernels take at most {MOST_ROWS:,} batch rows and heads": not cpu
+            and max(p.batch, p.heads) > MOST_ROWS,
             "a size is 0": 0 in (p.batch, p.heads, p.queries, p.keys, p.qk_dim, p.v_dim),
         }
         lacking = _lacking() if cpu else None

@@ -255,9 +255,9 @@ class _Kernel:
 
     def _differentiable(self, operands: Operands, state: State | None, *, is_part: bool = False) -> State:
         inputs = inputs_of(self.problem, operands)
-        may_be_far = inputs.bias is not None and not self.problem.dropout and not is_part
-        rows = Rows(self.problem, operands.mask, operands.offset) if may_be_far else None
-        call = self._tiles(operands), operands.offset, self._seed(), rows
+        may_be_far, seed = inputs.bias is not None and not is_part, self._seed()
+        rows = Rows(self.problem, operands.mask, operands.offset, seed) if may_be_far else None
+        call = self._tiles(operands), operands.offset, seed, rows
         computed = _Attention.apply(self, *call, state, *inputs[:6])
         return State(*cast("tuple[Tensor, Tensor]", computed))
 

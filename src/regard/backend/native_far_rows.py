@@ -35,11 +35,12 @@ def far_rows(lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
 
 
 class Rows(NamedTuple):
-    """The rows of a call with a bias, and without dropout."""
+    """The rows of a call with a bias."""
 
     problem: Problem
     mask: Mask | None
     offset: int
+    seed: int  # of dropout
 
     def gradients(self, inputs: Inputs, far: Tensor, dout: Tensor, dlse: Tensor | None) -> list[Tensor | None] | None:
         """The gradients of the far rows for the first six inputs, float32 or float64; None where there is no input.
@@ -89,4 +90,29 @@ class Rows(NamedTuple):
         scores = torch.where(seen, scores, 0)  # a row that sees nothing is not far
         column = [] if i.sink is None else [i.sink[:, None, None].expand(*scores.shape[:3], 1)]
         weights = torch.cat([scores, *column], -1).softmax(-1)[..., : len(keys)]
-        return weights @ v, scores.logsumexp(-1)
+        if p.dropout:
+            gone = dropped(self.seed, p.dropout, torch.arange(p.batch * p.heads).view(p.batch, p.heads), rows, keys)
+            weights = weights.masked_fill(gone, 0) / (1 - p.dropout)
+        top = scores.detach().amax(-1, keepdim=True)  # of logsumexp itself, each key would have the gradient 1
+        return weights @ v, (scores - top).logsumexp(-1) + top[..., 0]
+
+
+def dropped(seed: int, dropout: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The weights that dropout drops, bool [*head, queries, keys]: the hash of native/dropout.h.
+
+    Args:
+        head: int64, batch row * heads + head.
+        query, key: int64 [queries] and [keys], their places in the call.
+    """
+    low = 0xFFFFFFFF
+    of_head = _mixed(_mixed(torch.tensor(seed & low)) ^ ((seed >> 32) + 0x9E3779B9 * head & low))
+    of_row = _mixed(of_head[..., None] + 0x85EBCA6B * query & low)
+    bits = _mixed(of_row[..., None] ^ _mixed(0xC2B2AE35 * key + 0x27D4EB2F & low))
+    return bits < min(int(dropout * 2**32 + 0.5), low)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """32 bits mixed, in int64."""
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16

@@ -39,9 +39,6 @@ MOST_ROWS = 64
 MOST_LARGE_ROWS = 1024
 """The same for larger heads than `LARGEST_DIM`, such as the latents of MLA, for which no other kernel is."""
 
-MOST_BATCH = 65535
-"""Rows of a batch in decoding: programs of a grid on CUDA along its last axis. The other kernels take any number."""
-
 TILE = 128
 
 
@@ -50,7 +47,6 @@ def is_decoding(problem: Problem) -> bool:
     p, largest = problem, max(problem.qk_dim, problem.v_dim)
     most = MOST_ROWS if largest <= LARGEST_DIM else MOST_LARGE_ROWS
     few = p.queries * p.heads <= most * p.kv_heads and p.queries <= TILE and largest <= LARGEST_DECODED_DIM
-    few = few and p.batch <= MOST_BATCH
     return few and not p.grad and not p.dropout and p.score is None
 
 

@@ -372,6 +372,11 @@ def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) ->
     if isinstance(layout, Latent):  # entries are keys of which a part is the value
         check_entries(layout, form)
         layout = Contiguous()
+    if isinstance(codec, Codec) and not all(form.dims):
+        raise ProblemError(
+            f"keys have {form.qk_dim} dimensions and values {form.v_dim}, and the cache stores {codec.kind} codes: a "
+            "codec needs elements. Take codec=None."
+        )
     match layout:
         case Paged():
             return PagedStore(layout, codec, form)

@@ -88,7 +88,7 @@ class PlainPageMemory(PageMemory):
         among = None if chosen is None else chosen.expand(at.shape)
         at = at.reshape(-1) if among is None else at[among]
         for t, x in zip(self.tensors, new, strict=True):
-            flat = x.reshape(-1, x.shape[3]) if among is None else x[among]
+            flat = x.flatten(0, 2) if among is None else x[among]
             t.transpose(0, 1).flatten(0, 2).index_copy_(0, at, flat.to(t.dtype))
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ import triton.language as tl
 from regard.gpu.scores import LOG2E, capped, is_non_finite, with_biases
 
 OF_ANY_LENGTH = (
-    "batch", "keys", "begin", "tokens", "first_span", "key_tiles", "shown_row", "k_row", "v_row", "distance_head",
+    "batch", "keys", "begin", "tokens", "spans", "first_span", "key_tiles", "shown_row", "k_row", "v_row", "distance_head",
     "bias_batch", "bias_head", "bias_query",
 )  # fmt: skip
 """Arguments that change as keys are added: Triton would compile another kernel where one is 1, or a multiple of 16."""
@@ -35,7 +35,7 @@ def span(
     v, v_page, v_head, v_token, v_scale, v_zero, v_scale_page, v_scale_head, v_scale_token, v_table, v_row,
     q_batch, q_head, q_token, distance, distance_head, bias, bias_batch, bias_head, bias_query, bias_key,
     begins, ends, begin, tokens, seen, shown, shown_row, tiles, key_tiles, words,
-    batch, heads, kv_heads, queries, keys, first_span, scale, softcap,
+    batch, heads, kv_heads, queries, keys, spans, first_span, scale, softcap,
     k_first, k_page_tokens, k_group, v_first, v_page_tokens, v_group,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PADDED: tl.constexpr,
@@ -64,14 +64,16 @@ def span(
         UNION: the intervals of keys that each batch row sees, 1 or 2, if they are in `seen`, int64 [UNION, 2, batch] with the
             first key and one past the last; 0 if `tiles` has the mask. There is one query, and no hidden key is read.
     """
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    program = tl.program_id(0)  # of one axis: CUDA takes 65,535 blocks along the others
     if CAREFUL:  # noqa: SIM102 - the outer condition is decided when the kernel is compiled
         if tl.load(flags + program) == 0:
             return
-    of = tl.program_id(0)
-    g = tl.program_id(1) % kv_heads
-    b = tl.program_id(2)
-    r = tl.program_id(1) // kv_heads * ROWS + tl.arange(0, ROWS)
+    of = program % spans
+    g = program // spans % kv_heads
+    part = program // spans // kv_heads
+    parts = tl.cdiv(GROUP * queries, ROWS)
+    b = part // parts
+    r = part % parts * ROWS + tl.arange(0, ROWS)
     h = g * GROUP + r // queries
     i = r % queries
     real = r < GROUP * queries

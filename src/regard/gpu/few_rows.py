@@ -1,6 +1,5 @@
 """Decoding on a GPU: starts the kernels of `decode.py`, one for each part of the storage and one that merges."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -170,17 +169,17 @@ def _run(
     largest = padded(max(dim - rest, v_dim))
     blocks = _blocks(i, largest, padded(rest) if rest else 0, group * queries, coded=k.kind != "plain")
     chunk = chunk_of(dim - rest, coded=k.kind != "plain") if in_keys else 0
-    grid = spans, kv_heads * -(-group * queries // blocks.rows), batch
+    programs = spans * kv_heads * -(-group * queries // blocks.rows) * batch
     flagged = tiles.masked and v.kind == "plain"  # codes are finite
-    flags = torch.empty(math.prod(grid), dtype=torch.int32, device=i.q.device) if flagged else tiles.kinds
+    flags = torch.empty(programs, dtype=torch.int32, device=i.q.device) if flagged else tiles.kinds
     for careful in (False, True) if flagged else (False,):
         with started(i.q.device):
-            _SPAN[grid](
+            _SPAN[(programs,)](
                 i.q, *into, flags, *_keys(k, nothing), *_values(v, nothing), *i.q.stride()[:3], *biases(i, nothing),
                 nothing if pair.begins is None else pair.begins, nothing if pair.ends is None else pair.ends,
                 pair.begin, k.tokens, nothing if union is None else union, *_shown(seen.shown, nothing),
                 tiles.kinds, tiles.kinds.shape[1], tiles.words,
-                batch, heads, kv_heads, queries, keys, first, call.scale, call.softcap or 0.0,
+                batch, heads, kv_heads, queries, keys, spans, first, call.scale, call.softcap or 0.0,
                 k.first_slot, k.page, k.group or 1, v.first_slot, v.page, v.group or 1,
                 GROUP=group, ROWS=blocks.rows, KEYS=blocks.tokens, SPAN=SPAN, TILE=call.schedule.tile,
                 DIM=dim - rest, DIM_PADDED=padded(dim - rest), V_DIM=v_dim, V_DIM_PADDED=padded(v_dim),

@@ -28,7 +28,7 @@ KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": Fa
 """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
 
 
-FAR_BLOCKS = Blocks(64, 32, 32, warps=4, stages=1)
+FAR_BLOCKS = Blocks(64, 32, 32, warps=8, stages=1)
 """Of `far_rows`, which seldom computes anything."""
 
 FAR_CONSTANTS = (

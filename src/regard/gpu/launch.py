@@ -63,7 +63,8 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
 
 def keys_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
     """For the gradients of keys and values, whose programs have rows of keys."""
-    blocks = Blocks(*((64, 16) if item == 4 or dim > 128 else (128, 32)), 16, warps=8, stages=2)
+    rows, tokens = (64, 16) if item == 4 or dim > 128 else (128, 16) if extra else (128, 32)
+    blocks = Blocks(rows, tokens, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
