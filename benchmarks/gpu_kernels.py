@@ -60,7 +60,7 @@ class Compiled(NamedTuple):
 
 
 def variants() -> list[Variant]:
-    """Every kernel, for half types with heads of 64 and 128, and with everything that a call may have."""
+    """Every kernel, for half types with heads of 64 and 128, for float32, and with everything that a call may have."""
     names = ["forward", "gradient_of_queries", "gradient_of_keys", "gradient_of_values"]
     plain = [Variant(name, "bf16", dim) for name in names for dim in (64, 128)]
     extras = "SOFTCAP", "DISTANCE", "DROPOUT"
@@ -68,10 +68,20 @@ def variants() -> list[Variant]:
         Variant("forward", "bf16", 128, ("SINK", *extras)),
         Variant("gradient_of_queries", "bf16", 128, extras),
         Variant("gradient_of_keys", "bf16", 64, extras),
+        Variant("forward", "bf16", 128, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
+        Variant("gradient_of_queries", "bf16", 128, ("BIAS", "DBIAS", "DDISTANCE", "DISTANCE")),
+        Variant("gradient_of_keys", "bf16", 64, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
+        *(Variant(name, "fp32", 64) for name in names),
+        Variant("forward", "bf16", 256),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
+        Variant("far_rows", "fp32", 64, ("DISTANCE", "SOFTCAP")),
         Variant("sweep", "bf16", 128),
+        Variant("sweep", "fp32", 64, ("SOFTCAP", "DISTANCE", "BIAS")),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
         Variant("span", "bf16", 128, ("steps",)),
+        Variant("span", "bf16", 128, ("careful",)),
+        Variant("span", "fp32", 128, ("SOFTCAP", "DISTANCE", "BIAS", "MAPS_HEADS")),
+        Variant("merge", "bf16", 128, ("SINK",)),
         *(Variant("span", "bf16", 512, ("latent", *kind)) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
     ]
 
@@ -114,41 +124,52 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel, its blocks, and the constants that it is compiled for."""
     from regard.gpu import launch
     from regard.gpu.backward import gradient_of_keys, gradient_of_queries
+    from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
     from regard.gpu.gradients import FAR_BLOCKS
 
     if variant.kernel == "span":
-        return _decoding(variant, CHIPS[chip][3])
+        return _decoding(variant, chip)
+    if variant.kernel == "merge":
+        sizes = {"V_DIM": variant.dim, "V_DIM_PADDED": variant.dim, "SINK": True}
+        return merge, launch.Blocks(1, 1, 1, warps=4, stages=3), sizes
     if variant.kernel == "sweep":
-        return _sweep(variant)
+        return _sweep(variant, chip)
     item, dim = 4 if variant.dtype == "fp32" else 2, variant.dim
     kernels = {
         "forward": (forward, launch.forward_blocks),
         "gradient_of_queries": (gradient_of_queries, launch.queries_blocks),
         "gradient_of_keys": (gradient_of_keys, launch.keys_blocks),
         "gradient_of_values": (gradient_of_keys, launch.keys_blocks),
-        "far_rows": (far_rows, lambda *_: FAR_BLOCKS),
+        "far_rows": (far_rows, lambda *_, **__: FAR_BLOCKS),
     }
     kernel, of = kernels[variant.kernel]
-    blocks = of(item, dim, 4 * ("DISTANCE" in variant.more), CHIPS[chip][3])
+    dense = "BIAS" in variant.more
+    blocks = of(item, dim, 4 * ("DISTANCE" in variant.more) + item * dense, CHIPS[chip][3], dense=dense)
     both = dim <= 64 and item == 2
     flags = dict.fromkeys(("MAPS_BATCH", "MAPS_HEADS", "SOFTCAP", "DISTANCE", "BIAS", "SINK", "DROPOUT"), False)
     constants: dict[str, Any] = {
         **flags, "DDISTANCE": "DISTANCE" in variant.more, "DBIAS": False, "TILE": 128,
         "ROWS": blocks.rows, "KEYS": blocks.tokens, "QUERIES": blocks.tokens, "PATCH": blocks.patch,
         "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "STAGES": blocks.stages,
-        "WIDE": item == 4, "PRECISION": "tf32x3" if item == 4 and CHIPS[chip][0] == "cuda" else "ieee",
         "DK": both or variant.kernel == "gradient_of_keys", "DV": both or variant.kernel == "gradient_of_values",
+        **_arithmetic(variant, chip),
         **dict.fromkeys(variant.more, True),
     }  # fmt: skip
     return kernel, blocks, {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
-def _decoding(variant: Variant, shared: int) -> tuple[Any, Any, dict[str, Any]]:
+def _arithmetic(variant: Variant, chip: str) -> dict[str, Any]:
+    """How products of float32 are computed, as `regard.gpu.launch.precision` chooses."""
+    wide = variant.dtype == "fp32"
+    return {"WIDE": wide, "PRECISION": "tf32x3" if wide and CHIPS[chip][0] == "cuda" else "ieee"}
+
+
+def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel of decoding under a mask: 4 query heads a key head, or the 128 of a latent and 64 rotated channels.
 
-    "steps" has its mask in tensors of intervals and lengths.
+    "steps" has its mask in tensors of intervals and lengths, "careful" adds values one by one.
     """
     from regard.gpu.decode import span
     from regard.gpu.few_rows import SPAN, chunk_of, span_blocks
@@ -156,20 +177,22 @@ def _decoding(variant: Variant, shared: int) -> tuple[Any, Any, dict[str, Any]]:
     kind = next((kind for kind in ("int8", "fp8", "int4") if kind in variant.more), "plain")
     dim, pages, latent, steps = variant.dim, *(name in variant.more for name in ("paged", "latent", "steps"))
     group, rest = (128, 64) if latent else (4, 0)
-    blocks = span_blocks(2, dim, rest, group, shared, coded=kind != "plain")
+    item = 4 if variant.dtype == "fp32" else 2
+    blocks = span_blocks(item, dim, rest, group, CHIPS[chip][3], coded=kind != "plain")
+    careful = "careful" in variant.more
     constants = {
         "GROUP": group, "ROWS": blocks.rows, "KEYS": blocks.tokens, "SPAN": SPAN, "TILE": 128,
         "DIM": dim, "DIM_PADDED": dim, "V_DIM": dim, "V_DIM_PADDED": dim, "REST": rest, "REST_PADDED": rest,
         "IN_KEYS": latent, "K_KIND": kind, "V_KIND": kind, "K_TABLE": pages, "V_TABLE": pages, "K_PER_TOKEN": False,
         "RAGGED": steps, "MASKED": not steps, "MAPS_BATCH": False, "MAPS_HEADS": False, "SOFTCAP": False,
-        "DISTANCE": False, "BIAS": False, "WIDE": False, "PRECISION": "ieee",
-        "FLAGS": kind == "plain" and not steps, "CAREFUL": False,
+        "DISTANCE": False, "BIAS": False, **_arithmetic(variant, chip),
+        "FLAGS": kind == "plain" and not steps and not careful, "CAREFUL": careful,
         "CHUNK": chunk_of(dim, coded=kind != "plain") if latent else 0, "UNION": 2 * steps, "SHOWN": steps,
     }  # fmt: skip
-    return span, blocks, constants
+    return span, blocks, constants | {name: True for name in variant.more if name in constants}
 
 
-def _sweep(variant: Variant) -> tuple[Any, Any, dict[str, Any]]:
+def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel of inspection, with a picture."""
     from regard.gpu.inspect import BLOCKS
     from regard.gpu.sweep import sweep
@@ -177,12 +200,12 @@ def _sweep(variant: Variant) -> tuple[Any, Any, dict[str, Any]]:
     constants = {
         "MAPS_BATCH": False, "MAPS_HEADS": False, "TILE": 128, "ROWS": BLOCKS.rows, "KEYS": BLOCKS.tokens,
         "DIM": variant.dim, "DIM_PADDED": variant.dim, "BINS": 24, "SOFTCAP": False, "DISTANCE": False, "BIAS": False,
-        "PICTURE": True, "WIDE": False, "PRECISION": "ieee",
+        "PICTURE": True, **_arithmetic(variant, chip), **dict.fromkeys(variant.more, True),
     }  # fmt: skip
     return sweep, BLOCKS, constants
 
 
-FLOATS = {"lse", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
+FLOATS = {"lse", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}
 LISTS = {"order", "run_start", "run_tile", "run_length", "patch_start", "patch_tile", "patch_pattern"}
 TENSORS = {"q", "k", "v", "out", "bias", "dout", "dq", "dk", "dv"}
 

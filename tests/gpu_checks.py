@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard import Causal, KVCache, Prefix, RefusalError, Rope, Window, attend
+from regard import Causal, KVCache, Prefix, RefusalError, Rope, TensorBias, Window, attend
 from regard.cache import Codec, Fp8, Int4, Int8, Latent, Paged, Rolling, StoredTensor
 from regard.describe.spec import Spec, deserialize
 from tests.conformance import CASES, differentiated, dot_products
@@ -164,6 +164,24 @@ def hides_what_is_not_finite(device: torch.device) -> Found:
     return Found({"hidden": 0.0 if same else math.inf, "visible": 0.0 if seen else math.inf})
 
 
+def weighs_rows_that_a_finite_bias_hides(queries: int, device: torch.device) -> Found:
+    """Rows whose keys all have the same number of -1e9 or less: outputs and, unless it decodes, gradients."""
+    keys = 1100 if queries == 1 else 300  # more than a span of keys, or a few tiles
+    q, k, v = (draw(2, 4, n + i, 64)[:, :, :n].to(device) for i, n in enumerate((queries, keys, keys)))
+    bias = draw(1, 1, queries, keys).to(device)
+    bias[:, :, : max(1, queries // 2)] = torch.finfo(torch.float32).min
+    leaves = [t.requires_grad_(queries > 64) for t in (q, k, v, bias)]
+    found = attend(q, k, v, bias=TensorBias(bias), backend="triton")
+    exact = (q.double() @ k.double().mT / 8 + bias.double()).softmax(-1) @ v.double()
+    errors = {"out": worst(found.detach().cpu(), exact.detach().cpu()) / 2e-5}
+    if queries > 64:
+        dout = draw(*found.shape).to(device)
+        both = torch.autograd.grad(found, leaves, dout), torch.autograd.grad(exact, leaves, dout.double())
+        for name, one, true in zip(("dq", "dk", "dv", "dbias"), *both, strict=True):
+            errors[name] = worst(one.cpu(), true.cpu()) / (2e-5 * max(1.0, float(true.abs().max())))
+    return Found(errors)
+
+
 def repeats_its_bits(device: torch.device) -> Found:
     """A row has the same bits in any batch and in each run, in prefill and in decoding; gradients in each run."""
     q, k, v = (draw(2, 4, 300 + i, 64)[:, :, :300].bfloat16().to(device).requires_grad_() for i in range(3))
@@ -268,6 +286,9 @@ def checks() -> Iterator[Check]:
     for codec_name, codec in LATENTS.items():
         for kind, dtype in DTYPES.items():
             yield Check(f"decode latent {codec_name} {kind}", partial(decodes_latents, dtype, codec))
+    for queries in (1, 130):
+        run_of = partial(weighs_rows_that_a_finite_bias_hides, queries)
+        yield Check(f"decode rows that a finite bias hides {queries}", run_of)
     yield Check("decode hidden NaN", hides_what_is_not_finite)
     yield Check("decode same bits", repeats_its_bits)
     yield Check("decode CUDA graph", is_captured)
@@ -283,6 +304,7 @@ KERNELS = (
     "decode plain contiguous float32 7",
     "decode latent plain bfloat16",
     "decode latent int8 bfloat16",
+    "decode rows that a finite bias hides 130",
 )
 """One small call of each kernel, for compute-sanitizer."""
 

@@ -59,6 +59,7 @@ LONG = pytest.mark.exhaustive
         "sdpa float32 multi-head",
         pytest.param("decode masks on the device: prefix-LM float32", marks=LONG),
         "decode latent int8 float32",
+        pytest.param("decode rows that a finite bias hides 130", marks=LONG),
         pytest.param("triton float32 everything", marks=LONG),
         pytest.param("decode fp8 pages of 16 float32 1", marks=LONG),
         pytest.param("decode rotated contiguous float32 7", marks=LONG),

@@ -23,11 +23,16 @@ def test_every_kernel_fits_the_chip(chip: str):
     for found in compiled(chip):
         name = f"{found['variant']} on {chip}"
         assert found["shared"] <= CHIPS[chip][3], name
+        kernel, kind, dim, *beside = found["variant"].split()
+        if kernel == "merge":
+            assert found["stack"] == 0, name
+            continue
         assert found["products"] > 0, name
-        kernel, *more = found["variant"].split()
         # with biases, some chips have room for one block only; two kernels have one block of keys and more arithmetic
-        assert found["copies"] > 0 or len(more) > 2 or kernel in ("sweep", "far_rows"), name
-        most = 64 if kernel == "span" or len(more) == 2 else 256
+        assert found["copies"] > 0 or beside or kernel in ("sweep", "far_rows"), name
+        # three products of TF32 for one of float32, and 256 channels, are more than the registers have room for
+        is_large = kind == "fp32" or dim == "256"
+        most = (768 if kernel != "span" else 64) if is_large else 64 if kernel == "span" or not beside else 256
         assert found["stack"] <= most or chip == "gfx942", name
 
 

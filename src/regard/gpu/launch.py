@@ -34,7 +34,7 @@ INTERPRETED = Blocks(128, 64, 64, warps=1, stages=1)
 """For the interpreter, which takes its time for each operation and not for each element."""
 
 
-def forward_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
+def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
     """For the forward kernel, whose programs have rows of queries.
 
     Args:
@@ -42,9 +42,12 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
         dim: padded dimensions of a head.
         extra: bytes of biases per pair.
         shared: bytes of shared memory that a program may have.
+        dense: whether a bias is a tensor: the addresses of its elements need registers.
     """
     if item == 4:
         blocks = Blocks(64, 32, 16, warps=8, stages=2)
+    elif dense:
+        blocks = Blocks(64, 32, 32, warps=8, stages=2)
     elif dim <= 128:
         blocks = Blocks(128, 128 if dim <= 64 else 64, 32, warps=8, stages=3)
     else:
@@ -52,16 +55,16 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
     return fitting(blocks, dim * item, 2 * dim * item, extra, shared)
 
 
-def queries_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
+def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
     """For the gradient of queries, whose programs have rows of queries; the arguments are those of `forward_blocks`."""
     if item == 4 or dim > 128:
         blocks = Blocks(64, 16, 16, warps=8, stages=2)
     else:
-        blocks = Blocks(128, 64 if dim <= 64 else 32, 16, warps=8, stages=2)
+        blocks = Blocks(128, 16 if dense else 64 if dim <= 64 else 32, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
 
 
-def keys_blocks(item: int, dim: int, extra: int, shared: int) -> Blocks:
+def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
     """For the gradients of keys and values, whose programs have rows of keys."""
     rows, tokens = (64, 16) if item == 4 or dim > 128 else (128, 16) if extra else (128, 32)
     blocks = Blocks(rows, tokens, 16, warps=8, stages=2)
@@ -74,13 +77,13 @@ def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blo
     return blocks._replace(stages=max(1, min(blocks.stages, (shared - blocks.rows * row) // stage)))
 
 
-def blocks_of(of: Callable[[int, int, int, int], Blocks], i: Inputs) -> Blocks:
+def blocks_of(of: Callable[..., Blocks], i: Inputs) -> Blocks:
     """How a kernel is cut for these inputs; `of` is a function such as `forward_blocks`."""
     if i.q.device.type == "cpu":
         return INTERPRETED
     extra = 4 * (i.distance is not None) + (0 if i.bias is None else i.bias.element_size())
     dim = padded(max(i.q.shape[3], i.v.shape[3]))
-    return of(i.q.element_size(), dim, extra, shared_memory(i.q.device))
+    return of(i.q.element_size(), dim, extra, shared_memory(i.q.device), dense=i.bias is not None)
 
 
 def shared_memory(device: torch.device) -> int:
