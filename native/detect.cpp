@@ -45,7 +45,8 @@ struct Features {
         const unsigned tiles = d;
         if (a < 1 || !__get_cpuid_count(7, 1, &more, &a, &b, &d)) return;
         bf16 = vnni && all(c, AVX512VBMI) && all(more, AVX512BF16);
-        amx = bf16 && all(tiles, AMXTILE | AMXBF16) && all(saved, 0x60000) && may_use_tiles();
+        amx = bf16 &&
+              (REGARD_TILES_IN_MEMORY || (all(tiles, AMXTILE | AMXBF16) && all(saved, 0x60000) && may_use_tiles()));
     }
 
   private:

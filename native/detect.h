@@ -17,6 +17,9 @@
 #if !defined(REGARD_WITH_AMX)
 #define REGARD_WITH_AMX 0
 #endif
+#if !defined(REGARD_TILES_IN_MEMORY)  // tests/amx: kernels that run without AMX
+#define REGARD_TILES_IN_MEMORY 0
+#endif
 #if !defined(REGARD_WITH_NEON)
 #define REGARD_WITH_NEON 0
 #endif

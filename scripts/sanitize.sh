@@ -5,8 +5,9 @@
 #   scripts/sanitize.sh ARGS...     pytest with these arguments
 #
 # The library is built apart, by hand and without optimisation, for the plainest instruction set and for this machine's best;
-# a plugin of pytest points regard to it. Python itself is not built so: the sanitizers' runtime is loaded before it, and
-# leaks, which a Python that ends always has, are not looked for.
+# a plugin of pytest points regard to it. Tiles of AMX are memory in it (tests/amx), or what is loaded into them would go
+# unwatched; so a machine with AVX-512's bf16 products runs the instruction set amx as well. Python itself is not built so:
+# the sanitizers' runtime is loaded before it, and leaks, which a Python that ends always has, are not looked for.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_ready test
@@ -23,7 +24,13 @@ best=$("$venv/bin/python" -c 'from regard import native; print(native.isas()[-1]
 common="-std=c++17 -fPIC -g1 -O1 -fsanitize=address -fno-sanitize-recover=all -fno-omit-frame-pointer -ffp-contract=off -w"
 
 # flags ISA: what CMakeLists.txt compiles it with.
-flags() { sed -n "s/^  kernels($1 *\(.*\))$/\1/p" CMakeLists.txt | head -1; }
+flags() {
+    if [ "$1" = amx ]; then
+        echo "$(flags avx512bf16) -include tests/amx/tiles_in_memory.h"
+    else
+        sed -n "s/^  kernels($1 *\(.*\))$/\1/p" CMakeLists.txt | head -1
+    fi
+}
 
 # source_of ISA: the file that CMakeLists.txt compiles for it.
 source_of() {
@@ -44,7 +51,7 @@ kernels() {
 case $best in
     portable) sets= ;;
     avx512vnni) sets="avx512 avx512vnni" ;; # the second has few kernels of its own and shares the others
-    amx) sets="avx512bf16 amx" ;;
+    avx512bf16 | amx) sets="avx512bf16 amx" ;;
     *) sets=$best ;;
 esac
 kernels portable -fsanitize=undefined &
@@ -56,7 +63,7 @@ for isa in $sets; do
 done
 wait $portable
 # shellcheck disable=SC2086
-"$compiler" $common -fsanitize=undefined -shared $built \
+"$compiler" $common -fsanitize=undefined -shared $built -DREGARD_TILES_IN_MEMORY=1 \
     native/{abi,caches,check,detect,limits,linear,listing,plain,threads}.cpp "$place"/*.o -o "$place/libregard.so" -ldl -lpthread
 
 cat >"$place/sanitized.py" <<PYTHON
@@ -65,7 +72,7 @@ from regard import native
 native._find = lambda: "$place/libregard.so"
 PYTHON
 # Random calls on every kernel, bad structs, and several threads; without what measures time or memory.
-[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,linear,storage,dropout,manners,sweep,sweep_interface}.py \
+[ $# -gt 0 ] || set -- tests/native/test_{interface,kernels,tiles,linear,storage,dropout,manners,sweep,sweep_interface}.py \
     -k "not ctrl_c and not little_memory" --numprocesses 2
 runtimes=""
 for name in asan ubsan stdc++; do runtimes="$runtimes:$("$compiler" -print-file-name="lib$name.so")"; done
