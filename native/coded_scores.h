@@ -130,10 +130,10 @@ class CodedScores {
                 const __m512i whole = in_steps(load(from), load(from + 64), broadcast(fixed_.steps[s]));
                 _mm512_storeu_si512(bytes_ + (s * blocks + b) * 64,
                                     by_fours<nibbles ? Order::apart : Order::together>(whole));
-                if (!nibbles) sums[s] = add_steps(sums[s], whole);
+                if (!nibbles && UNSIGNED) sums[s] = add_steps(sums[s], whole);
             }
         take_added(added, fixed_);  // zeros where this part has no lows, as the one before may have some
-        if (!nibbles) take_sums(sums, fixed_);
+        if (!nibbles && UNSIGNED) take_sums(sums, fixed_);
     }
 
     template <int R, int G, bool nibbles>

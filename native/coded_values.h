@@ -4,7 +4,8 @@
 // written relative to the largest of a segment: the tokens of one part within a block, in whole stretches of 32. So
 // which are written together follows from positions; tokens that are not listed, or hidden, weigh nothing.
 //
-// Four tokens side by side in a lane meet four weights. So 16 bytes of four rows at a time are transposed into a
+// Codes of 8 bits stay where they are: words of two tokens side by side meet pairs of weights (`mix_dims`). Of 4 bits,
+// four tokens side by side in a lane meet four weights. So 16 bytes of four rows at a time are transposed into a
 // vector, 64 bytes of each row and all tokens of the segment before the next 64.
 #pragma once
 
@@ -89,7 +90,8 @@ class CodedValues {
                 for (int j = 0; j < count; ++j) kept_[i][j] = uint16_t(kept(i, at_[j]));
             write_rows<true>(rows);
         }
-        const int64_t columns = nibbles ? (dim + 31) / 32 : dim / 16;
+        if (!nibbles) return mix_rows(rows, lines);
+        const int64_t columns = (dim + 31) / 32;
         for (int64_t c = 0; c < columns; c += AT_ONCE) {
             const int some = least(AT_ONCE, columns - c);
             turn(c, some);
@@ -114,7 +116,7 @@ class CodedValues {
     uint8_t *transposed_;  // [4 columns][fours of tokens][64]
     float *scale_, *low_;  // [groups of dims][128]
     float *products_;      // [4][128]
-    int8_t *bytes_;        // [groups of dims][16][fours of tokens][8]
+    int8_t *bytes_;        // [groups of dims][16][fours of tokens][8]; for int8 [..][..][pairs of tokens][2 words]
     Fixed *fixed_;         // [passes][groups of dims]
     const regard_part *part = nullptr;
     bool nibbles = false;
@@ -147,6 +149,8 @@ class CodedValues {
             }
             ++count;
         }
+        for (int i = count * 16; count % 2 && i < count * 16 + 16; ++i)
+            row_[i] = row_[0];  // those of weights that are 0
     }
 
     void take(int64_t page, int64_t head, int64_t slot, int some, int place) {
@@ -192,8 +196,7 @@ class CodedValues {
                                      _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
 #pragma GCC unroll 4
             for (int n = 0; n < 4; ++n) {
-                const __m512i codes = transposed(four[n]);
-                _mm512_store_si512(to + n * FOURS * 64, nibbles ? codes : as_stored_codes(codes));
+                _mm512_store_si512(to + n * FOURS * 64, transposed(four[n]));
             }
         }
     }
@@ -253,53 +256,120 @@ class CodedValues {
             for (int s = 0; s < R; ++s) {
                 const float *const from = products_ + s * BLOCK + i * 16;
                 const __m512i whole = in_steps(load(from), load(from + 16), broadcast(fixed.steps[s]));
-                _mm512_storeu_si512(to + s * FOURS * 8, _mm512_permutexvar_epi64(order, by_fours<Order::apart>(whole)));
+                const __m512i fours = nibbles ? _mm512_permutexvar_epi64(order, by_fours<Order::apart>(whole)) : whole;
+                _mm512_storeu_si512(to + s * FOURS * 8, fours);
                 if (!nibbles) sums[s] = add_steps(sums[s], whole);
             }
         take_added(added, fixed);
         if (!nibbles) take_sums(sums, fixed);
     }
 
-    // ---- products --------------------------------------------------------------------------------------------------
+    // ---- products with int8 ----------------------------------------------------------------------------------------
 
-    // R rows with transposed columns.
+    // All rows, up to 64 dims of one scale at a time.
+    void mix_rows(int rows, Lines &lines) const {
+        for (int64_t d = 0; d < dim;) {
+            const int64_t end = (d / group + 1) * group;
+            const int dims = least(64, (end < dim ? end : dim) - d);
+            int pass = 0, r = 0;
+            for (; r + 4 <= rows; r += 4) mix_dims<4>(d, dims, r, pass++, lines);
+            if (r + 2 <= rows) mix_dims<2>(d, dims, r, pass++, lines), r += 2;
+            if (r < rows) mix_dims<1>(d, dims, r, pass++, lines);
+            d += dims;
+        }
+    }
+
+    // R rows, up to 64 dims. A lane is a word of a token and one of the token 16 further on. A word is 256 times an odd
+    // dim and an even one, 128 too large; so words are multiplied with weights, and odd dims alone, and no shuffle is
+    // needed. A sum of words may be beyond 32 bits; less 256 times that of odd dims it is not, and that is all the
+    // same.
     template <int R>
-    __attribute__((noinline)) void mix(int64_t column, int some, int r, int pass, Lines &lines) const {
-        for (int c = 0; c < some; c += nibbles ? 1 : 2) {
-            const int64_t d = (column + c) * (nibbles ? 32 : 16), g = d / group;
-            const uint8_t *const codes = transposed_ + c * FOURS * 64;
-            const bool two = d + 16 < dim && (nibbles || c + 1 < some), alike = two && (d + 16) / group == g;
-            if (nibbles) {
-                if (alike) mix_vectors<R, 2, true>(codes, d, g, r, pass, lines);
-                else mix_vectors<R, 1, true>(codes, d, g, r, pass, lines);
-                if (two && !alike) mix_vectors<R, 1, true, true>(codes, d + 16, (d + 16) / group, r, pass, lines);
-            } else {
-                if (alike) mix_vectors<R, 2, false>(codes, d, g, r, pass, lines);
-                else mix_vectors<R, 1, false>(codes, d, g, r, pass, lines);
-                if (two && !alike)
-                    mix_vectors<R, 1, false>(codes + FOURS * 64, d + 16, (d + 16) / group, r, pass, lines);
+    __attribute__((noinline)) void mix_dims(int64_t d, int dims, int r, int pass, Lines &lines) const {
+        const Fixed &fixed = fixed_[pass * groups + d / group];
+        const int8_t *w = bytes_ + (d / group * FEW_ROWS + r) * FOURS * 8;
+        const uint32_t real = dims == 64 ? 0xffffffff : (1u << dims / 2) - 1;
+        const __mmask32 second = 0xaaaaaaaa;
+        const __m512i too_large = _mm512_set1_epi16(128);
+        I sum[R][4];  // of dims 0, 1, 2 and 3 of each four
+#pragma GCC unroll 4
+        for (int s = 0; s < R; ++s) {
+            sum[s][0] = sum[s][2] = I{} + (256 * fixed.high[s] + fixed.low[s]);
+            sum[s][1] = sum[s][3] = I{};
+        }
+        Lines::Place place = lines.place();
+        for (int i = 0; i < count; i += 2, w += 64)
+            for (int j = 0; j < 16; ++j) {
+                lines.ask(place);
+                const uint8_t *const a = row_[i * 16 + j] + d, *const b = row_[i * 16 + 16 + j] + d;
+                const __m512i one = _mm512_maskz_loadu_epi16(real, a), other = _mm512_maskz_loadu_epi16(real, b);
+                const __m512i low = _mm512_mask_blend_epi16(second, one, _mm512_slli_epi32(other, 16));
+                const __m512i high = _mm512_mask_blend_epi16(second, _mm512_srli_epi32(one, 16), other);
+                __m512i x[4];
+                x[0] = _mm512_xor_si512(low, too_large), x[2] = _mm512_xor_si512(high, too_large);
+                x[1] = _mm512_srai_epi16(low, 8), x[3] = _mm512_srai_epi16(high, 8);
+#pragma GCC unroll 4
+                for (int s = 0; s < R; ++s) {
+                    int32_t pair;
+                    memcpy(&pair, w + s * FOURS * 8 + j * 4, 4);
+#pragma GCC unroll 4
+                    for (int n = 0; n < 4; ++n) sum[s][n] = add_pairs(sum[s][n], x[n], _mm512_set1_epi32(pair));
+                }
+            }
+        lines.back(place);
+#pragma GCC unroll 4
+        for (int s = 0; s < R; ++s) {
+            in_order(sum[s]);
+            for (int n = 0; n < dims / 16; ++n) {
+                float *const to = out + (r + s) * width + d + n * 16;
+                const F more = fma(numbers(sum[s][n]), broadcast(fixed.unit[s]), broadcast(fixed.added[s]));
+                store(to, load(to) + more);
             }
         }
     }
 
-    template <int R, int N, bool half_bytes, bool upper = false>
+    // Sums of dims 0, 1, 2 and 3 of each four, even ones with 256 times the odd ones, as four of 16 dims.
+    static REGARD_INLINE void in_order(I (&sum)[4]) {
+        const __m512i x[4] = {(__m512i)sum[0], (__m512i)sum[1], (__m512i)sum[2], (__m512i)sum[3]};
+        const __m512i a = _mm512_sub_epi32(x[0], _mm512_slli_epi32(x[1], 8)),
+                      b = _mm512_sub_epi32(x[2], _mm512_slli_epi32(x[3], 8));
+        const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
+                      high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+        const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0),
+                      second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
+        const __m512i c = _mm512_permutex2var_epi32(a, low, x[1]), e = _mm512_permutex2var_epi32(b, low, x[3]),
+                      f = _mm512_permutex2var_epi32(a, high, x[1]), g = _mm512_permutex2var_epi32(b, high, x[3]);
+        sum[0] = (I)_mm512_permutex2var_epi64(c, first, e), sum[1] = (I)_mm512_permutex2var_epi64(c, second, e);
+        sum[2] = (I)_mm512_permutex2var_epi64(f, first, g), sum[3] = (I)_mm512_permutex2var_epi64(f, second, g);
+    }
+
+    // ---- products with int4 ----------------------------------------------------------------------------------------
+
+    // R rows with transposed columns.
+    template <int R>
+    __attribute__((noinline)) void mix(int64_t column, int some, int r, int pass, Lines &lines) const {
+        for (int c = 0; c < some; ++c) {
+            const int64_t d = (column + c) * 32, g = d / group;
+            const uint8_t *const codes = transposed_ + c * FOURS * 64;
+            const bool two = d + 16 < dim, alike = two && (d + 16) / group == g;
+            if (alike) mix_vectors<R, 2>(codes, d, g, r, pass, lines);
+            else mix_vectors<R, 1>(codes, d, g, r, pass, lines);
+            if (two && !alike) mix_vectors<R, 1, true>(codes, d + 16, (d + 16) / group, r, pass, lines);
+        }
+    }
+
+    template <int R, int N, bool upper = false>
     REGARD_INLINE void mix_vectors(const uint8_t *codes, int64_t d, int64_t g, int r, int pass, Lines &lines) const {
         const Fixed &fixed = fixed_[pass * groups + g];
         const int8_t *w = bytes_ + (g * FEW_ROWS + r) * FOURS * 8;
         Sum sum[R][N];
-        start_sums<R, N, !half_bytes>(fixed, sum);
+        start_sums<R, N, false>(fixed, sum);
         Lines::Place place = lines.place();
         for (int i = 0; i < count * 4; ++i, codes += 64, w += 8) {
             lines.ask(place);
+            const __m512i both = _mm512_load_si512(codes);
             FourCodes x[N];
-            if (half_bytes) {
-                const __m512i both = _mm512_load_si512(codes);
-                x[0] = upper ? high_codes(both) : low_codes(both);
-                if (N == 2) x[N - 1] = high_codes(both);
-            } else {
-#pragma GCC unroll 2
-                for (int n = 0; n < N; ++n) x[n] = stored_codes(_mm512_load_si512(codes + n * FOURS * 64));
-            }
+            x[0] = upper ? high_codes(both) : low_codes(both);
+            if (N == 2) x[N - 1] = high_codes(both);
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2

@@ -56,7 +56,6 @@ REGARD_INLINE void take_added(const F (&added)[4], Fixed &fixed) {
     _mm_store_ps(fixed.added, (__m128)_mm512_castsi512_si128(all));
 }
 
-#if defined(__AVX512VNNI__)
 // From the sums of rows: 128 of them less, as 256 high + low.
 REGARD_INLINE void take_sums(const I (&sums)[4], Fixed &fixed) {
     const __m512i all = merged(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
@@ -66,6 +65,7 @@ REGARD_INLINE void take_sums(const I (&sums)[4], Fixed &fixed) {
                     _mm_sub_epi32(zero, _mm_slli_epi32(_mm_and_si128(sum, _mm_set1_epi32(1)), 7)));
 }
 
+#if defined(__AVX512VNNI__)
 // Sums of products with high and with low bytes.
 struct Sum {
     I high, low;
@@ -84,8 +84,6 @@ REGARD_INLINE void start_sums(const Fixed &fixed, Sum (&sum)[R][N]) {
 REGARD_INLINE F in_one(const Sum &sum) { return fma(numbers(sum.high), broadcast(256.0f), numbers(sum.low)); }
 
 #else
-REGARD_INLINE void take_sums(const I (&)[4], Fixed &) {}
-
 struct Sum {
     I all;
 };
@@ -120,9 +118,6 @@ REGARD_INLINE __m512i by_fours(__m512i x) {
                                                 : _mm_set_epi8(14, 10, 6, 2, 15, 11, 7, 3, 12, 8, 4, 0, 13, 9, 5, 1);
     return _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(by));
 }
-
-// The sums of neighbours, added to others.
-REGARD_INLINE I add_steps(I sums, __m512i x) { return (I)_mm512_dpwssd_epi32((__m512i)sums, x, _mm512_set1_epi16(1)); }
 #else
 // The first and the third before the second and the fourth.
 template <Order order>
@@ -131,8 +126,18 @@ REGARD_INLINE __m512i by_fours(__m512i x) {
                                                 : _mm_set_epi8(15, 14, 7, 6, 11, 10, 3, 2, 13, 12, 5, 4, 9, 8, 1, 0);
     return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(by));
 }
-REGARD_INLINE I add_steps(I sums, __m512i) { return sums; }
 #endif
+
+// Sums with the products of pairs of words added.
+REGARD_INLINE I add_pairs(I sums, __m512i x, __m512i y) {
+#if defined(__AVX512VNNI__)
+    return (I)_mm512_dpwssd_epi32((__m512i)sums, x, y);
+#else
+    return (I)_mm512_add_epi32((__m512i)sums, _mm512_madd_epi16(x, y));
+#endif
+}
+// The sums of neighbours, added to others.
+REGARD_INLINE I add_steps(I sums, __m512i x) { return add_pairs(sums, x, _mm512_set1_epi16(1)); }
 
 // Bytes [4][16] as [16][4].
 REGARD_INLINE __m512i transposed(__m512i x) {
@@ -150,6 +155,7 @@ REGARD_INLINE __m512i transposed(__m512i x) {
 
 // Four codes in each lane, as products want them: of bytes with signs, or of the lower or upper halves of bytes.
 #if defined(__AVX512VNNI__)
+constexpr bool UNSIGNED = true;              // whether bytes are multiplied as codes from 0 to 255
 constexpr int64_t EXACT = int64_t(1) << 15;  // products of a sum that fits 32 bits
 struct FourCodes {
     __m512i x;
@@ -169,6 +175,7 @@ REGARD_INLINE void add_products(Sum &sum, const FourCodes &codes, const int8_t *
     sum.low = (I)_mm512_dpbusd_epi32((__m512i)sum.low, codes.x, _mm512_set1_epi32(low));
 }
 #else
+constexpr bool UNSIGNED = false;
 constexpr int64_t EXACT = 512;
 struct FourCodes {
     __m512i even, odd;

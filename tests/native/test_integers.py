@@ -143,6 +143,21 @@ def test_the_largest_codes_of_many_channels_leave_no_sum(engine: str, codec: Cod
     torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dim", [16, 48, 80, 144])
+def test_the_largest_codes_of_a_whole_block_leave_no_sum_of_values(engine: str, codec: Codec, dim: int) -> None:
+    k, v, q = torch.ones(1, 1, 192, 64), torch.ones(1, 1, 192, dim), torch.zeros(1, 4, 1, 64).bfloat16()
+    part = coded(v, codec, keys=False)
+    assert part.scale is not None
+    signs = torch.where(torch.arange(part.data.shape[-1]) % 3 == 0, 1, -1)
+    codes = (127 * signs).to(torch.int8) if codec.kind == "int8" else torch.full_like(signs, 255).to(torch.uint8)
+    most = part._replace(data=codes.view(part.data.dtype).expand_as(part.data).contiguous())
+    low = None if part.zero_point is None else torch.zeros_like(part.scale)
+    most = most._replace(scale=torch.ones_like(part.scale), zero_point=low)
+    found = attend(q, stored(coded(k, codec, keys=True), k), stored(most, v), backend=engine)
+    expected = codes[:dim].bfloat16() if codec.kind == "int8" else torch.full((dim,), 15.0).bfloat16()
+    assert torch.equal(found, expected.expand_as(found))
+
+
 def test_outputs_are_those_of_the_plain_form(engine: str, codec: Codec) -> None:
     call = made(codec, 96)
     scores = plain_scores(call.q[0, :, 0], call.k.parts[0]).float()
