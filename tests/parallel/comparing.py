@@ -56,7 +56,7 @@ def joined(found: list[Any], queries: Layout, keys: Layout) -> tuple[Tensor, lis
         at = torch.cat([torch.tensor(layout.indices(rank)) for rank in range(layout.ranks)])
         whole.append(torch.cat(parts, 2)[:, :, at.argsort()])
     learned = zip(*(grads[3:] for _, grads in found), strict=True)
-    sums = [sum((grad for grad in each if grad is not None), torch.zeros(())) for each in learned]
+    sums = [sum(each, torch.zeros(())) for each in learned]  # each rank has one to add up, be it of zeros
     return whole[0], [*whole[1:], *sums]
 
 

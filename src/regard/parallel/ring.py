@@ -154,9 +154,12 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, *_ = ctx.saved_tensors
+        q, k, v, out, lse, *more = ctx.saved_tensors
         found = ctx.ring.backward(q, k, v, (out, lse), *grads)
-        return None, *(grad.to(t.dtype) for grad, t in zip(found[:3], (q, k, v), strict=True)), *found.more
+        # zeros, not None, on a rank that computed nothing with a tensor: the ranks add up their gradients
+        learned = zip(found.more, more, ctx.needs_input_grad[4:], strict=True)
+        own = (torch.zeros_like(t) if grad is None and is_wanted else grad for grad, t, is_wanted in learned)
+        return None, *(grad.to(t.dtype) for grad, t in zip(found[:3], (q, k, v), strict=True)), *own
 
 
 UP, DOWN, KEYS, SUMS, HOME = 0, 1, 0, 2, 4

@@ -136,7 +136,7 @@ def _run_untraced(ring: Ranks, sharing: Ranks, arguments: Arguments) -> Tensor:
         raise RefusalError(f"{a.score!r} has a tensor per head, and heads are shared between ranks: use ring_attend.")
     share = Share(sharing, ring, call.queries, call.keys, a.q.shape[1], a.k.shape[1])
     q, k, v = cast("tuple[Tensor, ...]", ToHeads.apply(share, a.q, a.k, a.v))
-    states = [_state(ring, call, share, s, q, k, v) for s in share.segments] or [_no_heads(q, k, v)]
+    states = [_state(ring, call, share, s, q, k, v) for s in share.segments] or [_no_heads(q, k, v, call.formula.tensors())]
     out, lse = (torch.cat([getattr(s, name) for s in states], 1) for name in ("out", "lse"))
     state = State(*cast("tuple[Tensor, Tensor]", ToTokens.apply(share, out, lse)))
     return (state.out if a.sink is None else state.with_sink(a.sink)).to(a.q.dtype)
@@ -153,7 +153,11 @@ def _state(ring: Ranks, call: ShardedCall, share: Share, s: Segment, q: Tensor, 
     return run_ring(ring, ShardedCall(formula, queries, keys, call.offset, route), q[:, s.q], k[:, s.k], v[:, s.k])
 
 
-def _no_heads(q: Tensor, k: Tensor, v: Tensor) -> State:
-    """The state of no head, which depends on q, k and v, so that backward comes to the all-to-all on this rank, too."""
-    none = (q.sum() + k.sum() + v.sum()).to(wide_of(q.dtype))
+def _no_heads(q: Tensor, k: Tensor, v: Tensor, learned: list[Tensor]) -> State:
+    """The state of no head, which depends on all tensors, as on other ranks.
+
+    So backward comes to the all-to-all on this rank, too, and learned tensors get gradients of 0.
+    """
+    used = [q, k, v, *(t for t in learned if t.requires_grad)]
+    none = torch.stack([t.sum().to(wide_of(q.dtype)) for t in used]).sum()
     return State(none.expand(q.shape[0], 0, q.shape[2], v.shape[3]), none.expand(q.shape[0], 0, q.shape[2]))
