@@ -191,6 +191,19 @@ def test_a_model_that_computes_with_its_mask_is_given_a_tensor():
     assert torch.equal(made.expand(2, -1, -1, -1), table.expand(2, -1, -1, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_adds_its_mask_to_scores_adds_what_eager_adds(dtype: torch.dtype):
+    """GIT's decoder and BigBird-Pegasus's encoder compute attention themselves."""
+    made, scores = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu"), torch.randn(2, 4, 3, 3, dtype=dtype)
+    floats = theirs.eager_mask(batch_size=1, q_length=3, kv_length=3, dtype=dtype)
+    inplace = scores.clone()
+    inplace += cast(Any, made)
+    for found in (scores + cast(Any, made), cast(Any, made) + scores, torch.add(scores, cast(Any, made)), inplace):
+        assert found.dtype == dtype
+        assert torch.equal(found, scores + floats)
+    assert torch.equal(made + torch.ones(3, dtype=torch.int64), made.dense() + 1)
+
+
 def test_a_mask_has_no_attributes_of_its_own_making():
     with pytest.raises(AttributeError, match="LayerMask has no attribute 'colour'"):
         _ = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu").colour

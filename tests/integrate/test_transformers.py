@@ -14,7 +14,7 @@ from regard.calls import Call, observe_calls
 from regard.integrate.attention_function import attention
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.transformers import check_model, register, use_regard
-from tests.integrate.zoo import BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
+from tests.integrate.zoo import ADDING, BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
 
 SIDES = ["left", "right", "hole"]
 
@@ -45,6 +45,16 @@ def test_logits_of_a_padded_batch_are_those_of_eager(name: str):
     with torch.no_grad():
         eager, ours = both(name, lambda m: torch.cat([m(ids, attention_mask=mask).logits for mask in masks]))
     real = torch.cat(masks).bool()
+    assert close(ours[real], eager[real])
+
+
+@pytest.mark.parametrize("name", ADDING)
+@pytest.mark.filterwarnings("ignore:.*block_sparse")
+def test_a_mask_that_a_model_adds_itself_hides_what_it_hides_in_eager(name: str):
+    ids, mask = tokens(), padding("right")
+    with torch.no_grad():
+        eager, ours = both(name, lambda m: torch.stack([m(ids).logits, m(ids, attention_mask=mask).logits]))
+    real = torch.stack([torch.ones_like(mask), mask]).bool()
     assert close(ours[real], eager[real])
 
 

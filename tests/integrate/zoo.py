@@ -75,6 +75,19 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5 | {"decoder_start_token_id": 0}),  # position_bias, scale 1
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART | {"decoder_start_token_id": 2}),  # cross-attention
 }
+ADDING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bigbird_pegasus": (  # adds the mask to the scores of its encoder
+        "BigBirdPegasusConfig", "BigBirdPegasusForConditionalGeneration", _BART | {"decoder_start_token_id": 2},
+    ),
+    "deepseek_v4": (  # joins the mask and a bias of 0 and -inf
+        "DeepseekV4Config", "DeepseekV4ForCausalLM",
+        _GROUPED | {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 24, "moe_intermediate_size": 8}
+        | {"n_routed_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5, "index_n_heads": 2}
+        | {"o_groups": 2, "o_lora_rank": 8, "index_head_dim": 16, "index_topk": 3}
+        | {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
+        | {"compress_rates": {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2}},
+    ),
+}  # fmt: skip
 BY_THEMSELVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 1, "n_head": 4}),
     "falcon": (
@@ -88,7 +101,7 @@ BY_THEMSELVES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @functools.cache
 def model(name: str) -> Any:
     """The model of that name, in evaluation mode, with eager attention."""
-    config_class, model_class, sizes = (DECODERS | ENCODERS | PAIRS | BY_THEMSELVES)[name]
+    config_class, model_class, sizes = (DECODERS | ENCODERS | PAIRS | ADDING | BY_THEMSELVES)[name]
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
     made = getattr(transformers, model_class)(getattr(transformers, config_class)(**tokens | sizes)).eval()

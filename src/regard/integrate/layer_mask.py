@@ -2,7 +2,8 @@
 
 transformers passes the result of a mask function on as it is, if that counts as a finished mask: a tensor, or torch's
 `BlockMask`, of four dimensions. `LayerMask` is a BlockMask by type alone: it contains a regard mask. A model that
-computes with its masks (slices them, joins two) gets the dense bool tensor at that moment.
+computes with its masks (slices them, joins two) gets the dense bool tensor at that moment, and one that adds them to
+scores the numbers that eager attention adds: 0, and the least float where a pair is hidden.
 
 A mask of transformers is for all tokens by position. Where a cache with an eviction policy keeps some of them, these
 have moved, in order, to just before the new ones, and each query sees all of them:
@@ -14,7 +15,7 @@ have moved, in order, to just before the new ones, and each query sees all of th
 That is possible where each query sees all earlier tokens but padding, which no row keeps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from regard.describe.mask_by_table import TensorMask
 from regard.errors import RefusalError
 from regard.integrate.layer_call import KnownCall
 from regard.integrate.lazy import DenseOnUse
+
+_ADDITIONS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__})
 
 _BlockMask: Any = masking_utils.BlockMask  # pyright: ignore[reportPrivateImportUsage]  the very class it tests for
 
@@ -122,6 +125,29 @@ class LayerMask(DenseOnUse, _BlockMask):
         return self._dense
 
     to_dense = dense
+
+    def __add__(self, other: Any) -> Any:
+        """The scores with it: some models add a mask in attention of their own (BigBird-Pegasus's encoder, GIT)."""
+        return torch.add(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        """The same."""
+        return torch.add(other, self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """In a torch function it is its dense tensor, or what is added to floats."""
+        if function in _ADDITIONS:
+            floats = [x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+            args = [x._added(floats[0]) if floats and isinstance(x, LayerMask) else x for x in args]
+        return super().__torch_function__(function, types, tuple(args), kwargs)
+
+    def _added(self, dtype: torch.dtype) -> Tensor:
+        """What eager attention adds to scores."""
+        kept = self.dense()
+        return torch.zeros(kept.shape, dtype=dtype, device=kept.device).masked_fill_(~kept, torch.finfo(dtype).min)
 
     def __repr__(self) -> str:
         return f"LayerMask({self.mask!r}, shape={self.call}, offset={self.offset})"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from regard.describe.mask_by_rule import Causal
@@ -26,11 +26,12 @@ from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_o
 _CPU = torch.device("cpu")
 """Comparing takes 0.4 us in a pass, reading `device.type` 16."""
 
-_COMPUTE_WITH_MASKS = frozenset({"doge", "deepseek_v4"})
-"""Models that test the type of their mask before they compute with it; they get the dense tensor at once.
+_COMPUTE_WITH_MASKS = {"doge": sdpa_mask, "deepseek_v4": eager_mask}
+"""Models that test the type of their mask before they compute with it, and what makes their dense tensor at once.
 
 A `LayerMask` turns dense when code computes with it, but cannot notice `isinstance(mask, BlockMask)` (Doge then leaves
-it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type."""
+it out) or `isinstance(mask, Tensor)`, and `generate` passes on no mask of another type. DeepSeek-V4 joins its mask and
+a bias of 0 and -inf, so its mask must be floats; as bool, -inf would mean that a key is kept."""
 
 
 def mask(
@@ -55,12 +56,15 @@ def mask(
     if make is not None:
         function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
         return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)
-    if _is_traced(q_offset, attention_mask, device) or getattr(config, "model_type", "") in _COMPUTE_WITH_MASKS:
+    make_dense = _COMPUTE_WITH_MASKS.get(getattr(config, "model_type", ""))
+    if make_dense is not None or _is_traced(q_offset, attention_mask, device):
         called: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
         called |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
         if mask_function is not None:
             called["mask_function"] = mask_function
-        return sdpa_mask(**called, use_vmap=use_vmap, allow_is_causal_skip=False)
+        if make_dense is eager_mask:
+            called["dtype"] = kwargs.get("dtype", torch.float32)
+        return (make_dense or sdpa_mask)(**called, use_vmap=use_vmap, allow_is_causal_skip=False)
     shape = batch_size, 1, q_length, kv_length
     if mask_function is causal_mask_function and attention_mask is None and type(q_offset) is int:  # most calls
         return LayerMask(Causal(), shape, q_offset - kv_offset, device)

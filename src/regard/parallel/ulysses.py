@@ -136,7 +136,8 @@ def _run_untraced(ring: Ranks, sharing: Ranks, arguments: Arguments) -> Tensor:
         raise RefusalError(f"{a.score!r} has a tensor per head, and heads are shared between ranks: use ring_attend.")
     share = Share(sharing, ring, call.queries, call.keys, a.q.shape[1], a.k.shape[1])
     q, k, v = cast("tuple[Tensor, ...]", ToHeads.apply(share, a.q, a.k, a.v))
-    states = [_state(ring, call, share, s, q, k, v) for s in share.segments] or [_no_heads(q, k, v, call.formula.tensors())]
+    states = [_state(ring, call, share, s, q, k, v) for s in share.segments]
+    states = states or [_no_heads(q, k, v, call.formula.tensors())]
     out, lse = (torch.cat([getattr(s, name) for s in states], 1) for name in ("out", "lse"))
     state = State(*cast("tuple[Tensor, Tensor]", ToTokens.apply(share, out, lse)))
     return (state.out if a.sink is None else state.with_sink(a.sink)).to(a.q.dtype)
