@@ -45,7 +45,8 @@ def span_blocks(item: int, dim: int, rest: int, rows: int, shared: int, *, coded
     """
     tokens = 16 if coded or (item == 4 and dim > 256) else 32
     if dim <= 256:
-        return Blocks(min(64, padded(rows)), tokens, tokens, warps=4, stages=3)
+        blocks = Blocks(min(64, padded(rows)), tokens, tokens, warps=4, stages=3)
+        return fitting(blocks, (dim + rest) * item, (2 * dim + rest) * item, 0, shared)
     most = 16 if coded or item == 4 or shared <= 64 << 10 else 32  # 64 rows would spill 600 bytes of registers
     blocks = Blocks(min(most, padded(rows)), tokens, tokens, warps=8, stages=2)
     return fitting(blocks, (dim + rest) * item, (dim + rest) * item, 0, shared)
