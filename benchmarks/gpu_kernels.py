@@ -71,12 +71,12 @@ def variants() -> list[Variant]:
         Variant("forward", "bf16", 128, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
         Variant("gradient_of_queries", "bf16", 128, ("BIAS", "DBIAS", "DDISTANCE", "DISTANCE")),
         Variant("gradient_of_keys", "bf16", 64, ("BIAS", "MAPS_BATCH", "MAPS_HEADS")),
-        *(Variant(name, "fp32", 64) for name in names),
+        *(Variant(name, "fp32", dim) for name in names for dim in (64, 128, 256)),
         Variant("forward", "bf16", 256),
         Variant("far_rows", "bf16", 128, ("BIAS",)),
-        Variant("far_rows", "fp32", 64, ("DISTANCE", "SOFTCAP")),
+        *(Variant("far_rows", "fp32", dim, ("DISTANCE", "SOFTCAP")) for dim in (64, 256)),
         Variant("sweep", "bf16", 128),
-        Variant("sweep", "fp32", 64, ("SOFTCAP", "DISTANCE", "BIAS")),
+        *(Variant("sweep", "fp32", dim, ("SOFTCAP", "DISTANCE", "BIAS")) for dim in (64, 256)),
         *(Variant("span", "bf16", 128, kind) for kind in ((), ("paged",), ("int8",), ("fp8",), ("int4",))),
         Variant("span", "bf16", 128, ("steps",)),
         Variant("span", "bf16", 128, ("careful",)),
@@ -115,7 +115,7 @@ def compiled(variant: Variant, chip: str) -> Compiled:
     text = made.asm.get("ptx") or made.asm["amdgcn"]
     registers, stack = _usage(made)
     copies = text.count(COPIES.get(chip, "cp.async"))
-    few_rows = variant.kernel == "span" and blocks.rows < 64 and backend == "cuda"  # too few for those of a warp group
+    few_rows = blocks.rows < 64 and backend == "cuda"  # too few for those of a warp group
     products = text.count("mma.sync" if few_rows else PRODUCTS[chip])
     return Compiled(registers, stack, made.metadata.shared, products, copies)
 
@@ -127,7 +127,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     from regard.gpu.decode import merge
     from regard.gpu.far_rows import far_rows
     from regard.gpu.forward import forward
-    from regard.gpu.gradients import FAR_BLOCKS
+    from regard.gpu.gradients import far_blocks
 
     if variant.kernel == "span":
         return _decoding(variant, chip)
@@ -142,7 +142,7 @@ def _cut(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
         "gradient_of_queries": (gradient_of_queries, launch.queries_blocks),
         "gradient_of_keys": (gradient_of_keys, launch.keys_blocks),
         "gradient_of_values": (gradient_of_keys, launch.keys_blocks),
-        "far_rows": (far_rows, lambda *_, **__: FAR_BLOCKS),
+        "far_rows": (far_rows, lambda item, dim, *_, **__: far_blocks(item, dim)),
     }
     kernel, of = kernels[variant.kernel]
     dense = "BIAS" in variant.more
@@ -194,15 +194,16 @@ def _decoding(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
 
 def _sweep(variant: Variant, chip: str) -> tuple[Any, Any, dict[str, Any]]:
     """The kernel of inspection, with a picture."""
-    from regard.gpu.inspect import BLOCKS
+    from regard.gpu.inspect import sweep_blocks
     from regard.gpu.sweep import sweep
 
+    blocks = sweep_blocks(4 if variant.dtype == "fp32" else 2, variant.dim)
     constants = {
-        "MAPS_BATCH": False, "MAPS_HEADS": False, "TILE": 128, "ROWS": BLOCKS.rows, "KEYS": BLOCKS.tokens,
+        "MAPS_BATCH": False, "MAPS_HEADS": False, "TILE": 128, "ROWS": blocks.rows, "KEYS": blocks.tokens,
         "DIM": variant.dim, "DIM_PADDED": variant.dim, "BINS": 24, "SOFTCAP": False, "DISTANCE": False, "BIAS": False,
         "PICTURE": True, **_arithmetic(variant, chip), **dict.fromkeys(variant.more, True),
     }  # fmt: skip
-    return sweep, BLOCKS, constants
+    return sweep, blocks, constants
 
 
 FLOATS = {"lse", "parts", "sink", "distance", "total", "totals", "top", "tops", "rest", "delta", "ddistance", "dbias"}

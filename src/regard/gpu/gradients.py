@@ -10,6 +10,7 @@ from regard.gpu.backward import gradient_of_keys, gradient_of_queries
 from regard.gpu.call import Call, Inputs
 from regard.gpu.far_rows import far_rows
 from regard.gpu.launch import (
+    LARGE_FLOAT32,
     Blocks,
     biases,
     blocks_of,
@@ -28,8 +29,10 @@ KEYS_PASSES = ({"DK": True, "DV": True},), ({"DK": True, "DV": False}, {"DK": Fa
 """The passes for dk and dv: one, or for large heads one each, as two accumulators do not fit in registers."""
 
 
-FAR_BLOCKS = Blocks(64, 32, 32, warps=8, stages=1)
-"""Of `far_rows`, which seldom computes anything."""
+def far_blocks(item: int, dim: int) -> Blocks:
+    """Of `far_rows`, which seldom computes anything: by the bytes of an element and the padded dimensions of a head."""
+    return LARGE_FLOAT32 if item == 4 and dim > 128 else Blocks(64, 32, 32, warps=8, stages=1)
+
 
 FAR_CONSTANTS = (
     "MAPS_BATCH", "MAPS_HEADS", "TILE", "ROWS", "PATCH", "DIM", "DIM_PADDED", "SOFTCAP", "DISTANCE", "BIAS", "WIDE",
@@ -114,10 +117,12 @@ def _totals(call: Call, i: Inputs, lse: Tensor) -> Totals:
         return Totals(lse, None)
     if call.is_part:  # other keys are part of the total, too
         return Totals(lse, torch.zeros_like(lse))
-    s, (batch, heads, queries, _), of_all = call.schedule, i.q.shape, constants(call, i, FAR_BLOCKS)
+    s, (batch, heads, queries, dim) = call.schedule, i.q.shape
+    blocks = far_blocks(i.q.element_size(), padded(dim))
+    of_all = constants(call, i, blocks)
     top, rest = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
     launch(
-        far_rows, batch * heads * s.query_tiles * s.tile // FAR_BLOCKS.rows, FAR_BLOCKS, i.q.device,
+        far_rows, batch * heads * s.query_tiles * s.tile // blocks.rows, blocks, i.q.device,
         i.q, i.k, lse.contiguous(), top, rest, *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, lse),
         *by_query(s, i.q.device),
         *(batch, heads, heads // i.k.shape[1], queries, i.k.shape[2], section(i), call.scale, call.softcap or 0.0),

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from regard.gpu.call import Call, Inputs
-from regard.gpu.launch import Blocks, biases, launch, padded, precision, run, section
+from regard.gpu.launch import LARGE_FLOAT32, Blocks, biases, launch, padded, precision, run, section
 from regard.gpu.sweep import sweep
 from regard.gpu.tables import by_query
-
-BLOCKS = Blocks(64, 32, 32, warps=8, stages=2)
-"""64 keys at once would spill registers."""
 
 MOST_VECTORS = 128
 """Vectors whose means one start of the forward kernel computes."""
@@ -31,6 +28,11 @@ class Sums(NamedTuple):
     largest: Tensor  # [batch, heads, down, across]
 
 
+def sweep_blocks(item: int, dim: int) -> Blocks:
+    """For elements of `item` bytes and padded dimensions of a head. 64 keys at once would spill registers."""
+    return LARGE_FLOAT32 if item == 4 and dim > 128 else Blocks(64, 32, 32, warps=8, stages=2)
+
+
 def sums(
     i: Inputs, total: Tensor, call: Call, *, offset: int, bins: int, cell: int, cells: tuple[int, int]
 ) -> Sums:  # fmt: skip
@@ -41,7 +43,7 @@ def sums(
         bins: at most 32; the last one has all larger distances.
         cell, cells: pairs per side of a cell of the picture, and cells of its sides; 0 and (1, 1) for no picture.
     """
-    tiles = call.schedule
+    tiles, blocks = call.schedule, sweep_blocks(i.q.element_size(), padded(i.q.shape[3]))
     (batch, heads, queries, dim), (_, kv_heads, keys, _), device = i.q.shape, i.k.shape, i.q.device
     mass, entropy, squares, top = torch.empty(4, batch, heads, queries, dtype=torch.float32, device=device)
     top_key = torch.empty(batch, heads, queries, dtype=torch.int64, device=device)
@@ -50,13 +52,13 @@ def sums(
     mean = torch.zeros(batch, heads, *cells, dtype=torch.float64, device=device)
     largest = torch.zeros(batch, heads, *cells, dtype=torch.int32, device=device)
     launch(
-        sweep, batch * heads * tiles.query_tiles * tiles.tile // BLOCKS.rows, BLOCKS, device,
+        sweep, batch * heads * tiles.query_tiles * tiles.tile // blocks.rows, blocks, device,
         i.q, i.k, total.contiguous(), mass, entropy, squares, top, top_key, of_bins, columns, mean, largest,
         *i.q.stride()[:3], *i.k.stride()[:3], *biases(i, total), *by_query(tiles, device),
         batch, heads, heads // kv_heads, queries, keys, section(i), call.scale, call.softcap or 0.0,
         offset, max(cell, 1), *cells,
-        MAPS_BATCH=tiles.maps[0] > 1, MAPS_HEADS=tiles.maps[1] > 1, TILE=tiles.tile, ROWS=BLOCKS.rows,
-        KEYS=BLOCKS.tokens, DIM=dim, DIM_PADDED=padded(dim), BINS=bins, SOFTCAP=call.softcap is not None,
+        MAPS_BATCH=tiles.maps[0] > 1, MAPS_HEADS=tiles.maps[1] > 1, TILE=tiles.tile, ROWS=blocks.rows,
+        KEYS=blocks.tokens, DIM=dim, DIM_PADDED=padded(dim), BINS=bins, SOFTCAP=call.softcap is not None,
         DISTANCE=i.distance is not None, BIAS=i.bias is not None, PICTURE=cell > 0,
         WIDE=i.q.dtype == torch.float32 or device.type == "cpu", PRECISION=precision(i.q),
     )  # fmt: skip

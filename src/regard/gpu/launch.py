@@ -34,6 +34,11 @@ INTERPRETED = Blocks(128, 64, 64, warps=1, stages=1)
 """For the interpreter, which takes its time for each operation and not for each element."""
 
 
+LARGE_FLOAT32 = Blocks(16, 16, 16, warps=4, stages=1)
+"""For float32 with heads of 256. With more rows, registers would spill 1,000 to 7,000 bytes instead of 180 to 650, and
+the shared memory of sm_89 would not hold them, for gradients not even that of sm_90."""
+
+
 def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
     """For the forward kernel, whose programs have rows of queries.
 
@@ -45,7 +50,7 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool)
         dense: whether a bias is a tensor: the addresses of its elements need registers.
     """
     if item == 4:
-        blocks = Blocks(64, 32, 16, warps=8, stages=2)
+        blocks = float32_blocks(dim, 32)
     elif dense:
         blocks = Blocks(64, 32, 32, warps=8, stages=2)
     elif dim <= 128:
@@ -57,7 +62,9 @@ def forward_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool)
 
 def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
     """For the gradient of queries, whose programs have rows of queries; the arguments are those of `forward_blocks`."""
-    if item == 4 or dim > 128:
+    if item == 4:
+        blocks = float32_blocks(dim, 16)
+    elif dim > 128:
         blocks = Blocks(64, 16, 16, warps=8, stages=2)
     else:
         blocks = Blocks(128, 16 if dense else 64 if dim <= 64 else 32, 16, warps=8, stages=2)
@@ -66,9 +73,24 @@ def queries_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool)
 
 def keys_blocks(item: int, dim: int, extra: int, shared: int, *, dense: bool) -> Blocks:
     """For the gradients of keys and values, whose programs have rows of keys."""
-    rows, tokens = (64, 16) if item == 4 or dim > 128 else (128, 16) if extra else (128, 32)
-    blocks = Blocks(rows, tokens, 16, warps=8, stages=2)
+    rows, tokens = (64, 16) if dim > 128 else (128, 16) if extra else (128, 32)
+    blocks = float32_blocks(dim, 16) if item == 4 else Blocks(rows, tokens, 16, warps=8, stages=2)
     return fitting(blocks, 2 * dim * item, 2 * dim * item, extra, shared)
+
+
+def float32_blocks(dim: int, tokens: int) -> Blocks:
+    """For float32, whose products are three of TF32.
+
+    With 64 rows, heads of 128 would spill 550 to 1,630 bytes instead of 40 to 210. Products of 32 rows are not those of
+    a warp group (sm_90, sm_100), but by count the spilled bytes alone would take longer.
+
+    Args:
+        dim: padded dimensions of a head.
+        tokens: the tokens of a block with heads of at most 128.
+    """
+    if dim > 128:
+        return LARGE_FLOAT32
+    return Blocks(64, tokens, 16, warps=8, stages=2) if dim <= 64 else Blocks(32, tokens, 16, warps=4, stages=2)
 
 
 def fitting(blocks: Blocks, row: int, token: int, pair: int, shared: int) -> Blocks:
