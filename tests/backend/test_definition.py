@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, KeyLengths, Prefix, TensorBias, TensorMask, Window, attend
+from regard.backend import tiled
 from regard.backend.definition import attention, kept, positions
 
 LOG2, LOG3 = math.log(2), math.log(3)
@@ -135,3 +136,20 @@ def test_the_rows_of_a_bias_are_those_of_the_call():
         for offset in (None, 2) if bias.offset is None else (2,):
             found = attend(q, k, k, bias=bias, offset=offset)
             assert torch.allclose(found.double(), attention(q, k, k, bias=bias, offset=offset)[0], atol=1e-6)
+
+
+def test_reference_weighs_each_key_of_a_row_that_a_finite_number_hides(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiled, "SCORES", 1)  # 300 keys are three chunks, the last of 44
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, n, 8, generator=generator) for n in (7, 300, 300)]
+    bias = torch.randn(1, 1, 7, 300, generator=generator)
+    bias[:, :, 3] = torch.finfo(torch.float32).min
+    moves = torch.randn(1, 2, 7, 8, generator=generator)
+
+    leaves = [t.clone().requires_grad_() for t in (*inputs, bias)]
+    out = attend(*leaves[:3], bias=TensorBias(leaves[3]), backend="reference")
+    found = out, *torch.autograd.grad(out, leaves, moves)
+    exact = [t.double().requires_grad_() for t in (*inputs, bias)]
+    true, _ = attention(*exact[:3], bias=TensorBias(exact[3]))
+    for ours, theirs in zip(found, (true, *torch.autograd.grad(true, exact, moves.double())), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-4)

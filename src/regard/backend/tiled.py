@@ -144,7 +144,7 @@ def _tile(block: _Block, t: int) -> State:
     if not chunks:
         rows = q.shape[:3]
         return State(q.new_zeros((*rows, block.v.shape[3])), q.new_full(rows, -torch.inf))
-    return reduce(or_, chunks)
+    return _merged(chunks)
 
 
 def _budget(problem: Problem) -> int:
@@ -168,8 +168,24 @@ def _chunks(schedule: Schedule, row: int, budget: int) -> Iterator[list[_Piece]]
         yield chunk
 
 
-def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
-    """The state of one tile of queries, whose first is query `first` of the call, over some pieces of keys."""
+class _Chunk(NamedTuple):
+    """A state whose log-sum-exp is in two numbers, as one does not hold the count of keys beside a score of -1e9."""
+
+    out: Tensor  # [batch, heads, queries, v_dim]
+    top: Tensor  # [batch, heads, queries]: the largest score, -inf of no key, without gradient
+    rest: Tensor  # the log-sum-exp less that
+
+
+def _merged(chunks: list[_Chunk]) -> State:
+    """The state over all chunks, merged by what is left of each log-sum-exp less the largest score of all."""
+    top = reduce(torch.maximum, [chunk.top for chunk in chunks])
+    top = torch.where(top == -torch.inf, 0.0, top)
+    whole = reduce(or_, [State(chunk.out, chunk.top - top + chunk.rest) for chunk in chunks])
+    return State(whole.out, top + whole.lse)
+
+
+def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> _Chunk:
+    """One tile of queries, whose first is query `first` of the call, over some pieces of keys."""
     k, v = _taken(block.k, pieces), _taken(block.v, pieces)
     keep = _kept(block.schedule, pieces, q.shape[2], q.device)
     compared = _compared(block, q, k, block.guarded and keep is not None)
@@ -193,7 +209,7 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> State:
         weights = torch.where(keep, weights, 0.0)
     weights = F.dropout(weights, block.problem.dropout)
     out = weighted_values(weights, v, keep if block.guarded else None)
-    return State(out, torch.where(empty, -torch.inf, top[..., 0] + torch.log(total)))
+    return _Chunk(out, top[..., 0], torch.where(empty, -torch.inf, torch.log(total)))
 
 
 def _compared(block: _Block, q: Tensor, k: Tensor, guarded: bool) -> Tensor:
