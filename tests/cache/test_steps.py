@@ -297,5 +297,11 @@ def test_keys_or_values_without_channels_have_steps_or_an_error(dims: tuple[int,
         assert out.shape == (1, 4, 1, dims[1])
         if layout != Rolling(24, sinks=3) and not dims[0]:  # equal scores
             torch.testing.assert_close(out[:, ::2], torch.cat([prompt[1], new[1]], 2).mean(2, keepdim=True))
+        coded = KVCache(layout, Int8())
         with pytest.raises(ProblemError, match=r"a codec needs elements. Take codec=None."):
-            KVCache(layout, Int8()).append(*prompt)
+            _coded_steps(coded, prompt, capacity)
+
+
+def _coded_steps(cache: KVCache, prompt: list[Tensor], capacity: int | None) -> None:
+    cache.append(*prompt)  # Contiguous and Rolling store values without channels, as latents have them
+    cache.steps(capacity)

@@ -293,7 +293,7 @@ class KVCache:
 
         Raises:
             ProblemError: nothing is stored; a capacity that does not fit; a policy; tokens that were cropped or
-                evicted before.
+                evicted before; codes and values without channels.
         """
         store, layout = self._store, self.layout
         if store is None or not store.tokens:
@@ -302,6 +302,11 @@ class KVCache:
             raise ProblemError(
                 f"steps() of a cache with {self.evict!r}: it chooses tokens on the host, so such a cache has no steps. "
                 "Take Rolling(window, sinks), which evicts by position, or append to this cache in each step."
+            )
+        if isinstance(self._stored_as, Codec) and not all(store.form.dims):
+            raise ProblemError(
+                f"steps() of values without channels and {self._stored_as.kind} codes: a codec needs elements. "
+                "Take codec=None."
             )
         if isinstance(store, RollingStore | RollingCodes):
             if capacity is not None:
@@ -372,10 +377,10 @@ def _store_for(layout: Layout, codec: Codec | torch.dtype | None, form: Form) ->
     if isinstance(layout, Latent):  # entries are keys of which a part is the value
         check_entries(layout, form)
         layout = Contiguous()
-    if isinstance(codec, Codec) and not all(form.dims):
+    if isinstance(codec, Codec) and not form.qk_dim:  # latents have values of no channels
         raise ProblemError(
-            f"keys have {form.qk_dim} dimensions and values {form.v_dim}, and the cache stores {codec.kind} codes: a "
-            "codec needs elements. Take codec=None."
+            f"keys have 0 dimensions and values {form.v_dim}, and the cache stores {codec.kind} codes: a codec needs "
+            "elements. Take codec=None."
         )
     match layout:
         case Paged():

@@ -84,7 +84,8 @@ class QuantisedStore:
         """Slots for codes, if it is known how many will be needed; None: the memory doubles."""
         self._tail_capacity = 2 * (codec.residual + codec.group)  # the tail before the last append, and its tokens
         slots = (self._sink_capacity, self._tail_capacity)
-        self._memories = [_Memory(codec, form, dim, slots, tiled=not i) for i, dim in enumerate(form.dims)]
+        dims = [dim for dim in form.dims if dim]
+        self._memories = [_Memory(codec, form, dim, slots, tiled=not i) for i, dim in enumerate(dims)]
         self.tokens_seen = self._sinks = self._begin = self._end = 0
         self._ranges: tuple[SlotRange, ...] = ()
         self._coded = 0  # tokens in all ranges
