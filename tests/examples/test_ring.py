@@ -10,6 +10,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "ring.py"
 
+AT_ITS_END = "terminate called without an active exception"
+"""How torch's gloo ends one process of some 30 on a busy machine, after all was computed; without regard, too."""
+
 
 @pytest.mark.exhaustive
 def test_training_on_a_sharded_sequence_equals_one_process() -> None:
@@ -17,7 +20,7 @@ def test_training_on_a_sharded_sequence_equals_one_process() -> None:
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), "--tokens", "301"],
         capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0 or AT_ITS_END in run.stderr, run.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", run.stdout)]
     assert len(losses) == 3
     assert losses[2] < losses[0]
