@@ -153,7 +153,7 @@ constexpr int64_t TURNED = 32;  // tokens that are transposed together
 constexpr int64_t sides(int64_t n) { return (n + SIDE - 1) / SIDE; }
 // How often `turn` transposes eight dims.
 constexpr int64_t turns(int64_t tokens, int64_t dim) { return (tokens + TURNED - 1) / TURNED * sides(dim) * 2; }
-inline int64_t turned_bytes(int64_t dim) { return sides(dim) * SIDE * TURNED * 2; }  // of so many tokens
+inline int64_t turned_bytes(int64_t dim) { return sides(dim) * SIDE * TURNED * 2; }  // of TURNED tokens
 
 // Eight vectors, each of eight words of four rows: word d of rows 8 l + i, from vector i, lane l, to vector d.
 REGARD_INLINE void turn_words(__m512i (&x)[8]) {

@@ -306,7 +306,7 @@ class KVCache:
         if isinstance(self._stored_as, Codec) and not all(store.form.dims):
             raise ProblemError(
                 f"steps() of values without channels and {self._stored_as.kind} codes: a codec needs elements. "
-                "Take codec=None."
+                "Take codec=None, or Latent(rank) if the values are channels of the keys."
             )
         if isinstance(store, RollingStore | RollingCodes):
             if capacity is not None:
