@@ -95,7 +95,10 @@ class Ahead {
     };
 
     void add(const Part &part) {
-        if (part.rows > 0 && part.bytes > 0) parts_[count_++] = part, lines_ += part.rows * ((part.bytes + 63) / 64);
+        if (part.rows <= 0 || part.bytes <= 0) return;
+        Part &p = parts_[count_++] = part;
+        if (p.stride == p.bytes) p.bytes *= p.rows, p.rows = 1;
+        lines_ += p.rows * ((p.bytes + 63) / 64);
     }
 
     // Sets the pace: all lines within the product of `rows` rows by so many vectors in `steps` steps.
@@ -108,16 +111,20 @@ class Ahead {
     // The same by the number of times that lines are asked for.
     void share(int64_t stops) { pace_ = stops ? (lines_ + stops - 1) / stops : 0; }
 
-    // Into the first cache, or the second.
+    // Into the first cache, or the second. The end of a row is no branch, and rows without gaps are one (`add`): rows
+    // are short, and on Zen 5 wrong guesses took a tenth of the product.
     template <bool first = true>
     REGARD_INLINE void ask() {
-        for (int64_t n = pace_; n > 0 && next_ < count_; --n) {
-            Part &p = parts_[next_];
-            __builtin_prefetch(p.row + at_, 0, first ? 3 : 2);
-            at_ += 64;
-            if (at_ < p.bytes) continue;
-            at_ = 0, p.row += p.stride;
-            if (!--p.rows) ++next_;
+        for (int64_t n = pace_; n > 0 && next_ < count_;) {
+            Part p = parts_[next_];
+            int64_t at = at_;
+            do {
+                __builtin_prefetch(p.row + at, 0, first ? 3 : 2);
+                const int64_t end = -int64_t((at += 64) >= p.bytes);
+                at &= ~end, p.row += p.stride & end, p.rows += end;
+            } while (--n > 0 && p.rows);
+            parts_[next_].row = p.row, parts_[next_].rows = p.rows, at_ = at;
+            if (!p.rows) ++next_;
         }
     }
 
