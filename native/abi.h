@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#define REGARD_ABI_VERSION 5
+#define REGARD_ABI_VERSION 6
 #define REGARD_API extern "C" __attribute__((visibility("default")))
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
@@ -177,8 +177,9 @@ struct regard_sweep {
 enum regard_feature : int64_t {
     REGARD_IDENTITY = 0,
     REGARD_ELU1 = 1,
-    REGARD_RELU = 2
-};  // x; elu(x) + 1; max(x, 0) + epsilon
+    REGARD_RELU = 2,
+    REGARD_FAVOR = 3
+};  // x; elu(x) + 1; max(x, 0) + epsilon; exp(w . x) of random w (linear_favor.h)
 
 // Causal linear attention: a query for each key, which sees the state and the keys up to its own. The dtype is not
 // REGARD_F64.
@@ -189,16 +190,21 @@ struct regard_linear {
     int64_t threads;  // at most
 
     int64_t batch, heads, kv_heads, tokens, qk_dim, v_dim;
-    int64_t chunk;      // tokens of a chunk, 1 to 64
-    int64_t feature;    // a regard_feature, of queries and keys
-    int64_t normalise;  // 1: a row is divided by the sum of its weights, unless that is 0
-    double scale;       // factor of queries; 1 but for REGARD_IDENTITY
-    double epsilon;     // of REGARD_RELU
+    int64_t chunk;        // tokens of a chunk, 1 to 64
+    int64_t feature;      // a regard_feature, of queries and keys
+    int64_t features;     // qk_dim, but for REGARD_FAVOR
+    int64_t normalise;    // 1: a row is divided by the sum of its weights, unless that is 0; always of REGARD_FAVOR
+    double scale;         // factor of queries, of REGARD_IDENTITY; of q . k, of REGARD_FAVOR; else 1
+    double epsilon;       // of REGARD_RELU
+    const void *vectors;  // of REGARD_FAVOR, float32 [features / 64, upwards][qk_dim][64], zeros after the last
+    void
+        *top;  // of REGARD_FAVOR, float32 [batch, kv_heads]: state and z are stored times exp(-top); before, then after
 
     regard_tensor q, k, v, out;  // null q: no rows, and no out. Null k: no v, rows see the state alone; no decay then
     const void *log_decay;       // float32 [kv_heads], of each token; null: none
     int64_t log_decay_head;
-    void *state;  // float32 [batch, kv_heads, qk_dim, v_dim + normalise], contiguous: before, and then after all tokens
+    void *
+        state;  // float32 [batch, kv_heads, features, v_dim + normalise], contiguous: before, and then after all tokens
     int64_t spoilt;  // set to 1 if an element of q, k or v is not finite: out and state are of no use then
 
     void *workspace;

@@ -279,15 +279,17 @@ regard_status check(const regard_linear &c) {
         return REGARD_BAD_SIZE;
     for (int64_t size : {c.batch, c.heads, c.kv_heads, c.tokens, c.threads})
         if (!is_axis(size)) return REGARD_BAD_SIZE;
-    for (int64_t dim : {c.qk_dim, c.v_dim})
+    for (int64_t dim : {c.qk_dim, c.v_dim, c.features})
         if (dim < 1 || dim > 1 << 20) return REGARD_BAD_SIZE;
+    const bool favor = c.feature == REGARD_FAVOR;
+    if (favor ? !c.normalise || !(c.scale > 0) : c.features != c.qk_dim) return REGARD_BAD_SIZE;
     if (c.heads && (!c.kv_heads || c.heads % c.kv_heads)) return REGARD_BAD_SIZE;
-    if (c.chunk < 1 || c.chunk > 64 || c.feature < REGARD_IDENTITY || c.feature > REGARD_RELU) return REGARD_BAD_SIZE;
+    if (c.chunk < 1 || c.chunk > 64 || c.feature < REGARD_IDENTITY || c.feature > REGARD_FAVOR) return REGARD_BAD_SIZE;
     if (c.normalise < 0 || c.normalise > 1 || c.log_decay_head < 0) return REGARD_BAD_SIZE;
     Sizes s;
     const int64_t heads = s.times(c.batch, c.kv_heads);
-    const int64_t floats = s.times(s.times(heads, c.qk_dim), c.v_dim + 1);
-    s.times(s.times(floats, s.plus(c.threads, c.tokens)), 4 * 64);  // more than the workspace has
+    const int64_t floats = s.times(s.times(heads, c.features), s.plus(c.qk_dim, c.v_dim));
+    s.times(s.times(s.plus(floats, 64), s.plus(c.threads, c.tokens)), 4 * 1024);  // more than the workspace has
     if (!s.fit) return REGARD_BAD_SIZE;
     for (const regard_tensor *t : {&c.q, &c.out})
         if (c.q.data)
@@ -299,6 +301,7 @@ regard_status check(const regard_linear &c) {
             if (regard_status wrong =
                     tensor(*t, c.dtype, c.batch, c.kv_heads, c.tokens, t == &c.k ? c.qk_dim : c.v_dim))
                 return wrong;
+    if (favor && (!c.vectors || (heads && !c.top))) return REGARD_BAD_POINTER;
     return floats && !c.state ? REGARD_BAD_POINTER : REGARD_DONE;
 }
 

@@ -79,6 +79,14 @@ REGARD_INLINE D exp2(D t) {
 #endif
 }
 
+// exp(x) for x <= 0, finite: what x log2 e loses by rounding is added as a factor.
+REGARD_INLINE F exp_below(F x) {
+    const F t = x * float(LOG2E);
+    const F lost = fma(x, broadcast(float(LOG2E)), -t) + x * float(LOG2E - double(float(LOG2E)));
+    const F power = exp2(t);
+    return fma(power, lost * float(LN2), power);
+}
+
 // -limit to limit; NaN stays.
 REGARD_INLINE F within(F x, float limit) { return larger(broadcast(-limit), smaller(broadcast(limit), x)); }
 

@@ -86,17 +86,20 @@ template <typename Stored>
 bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *shared,
                float *scratch) {
     Linear<Stored> linear(c, scratch);
-    const int64_t step = Linear<Stored>::state_of(c);
+    const int64_t step = Linear<Stored>::parted_of(c);
     switch (pass) {
         case LinearPass::heads:
             return linear.run(unit, first, count);
         case LinearPass::sums:
             return linear.sums(unit / count, first + unit % count, shared + unit * step);
+        case LinearPass::raise:
+            linear.raise_all(unit, first, count, shared + unit * count * step);
+            return true;
         case LinearPass::rows:
             return linear.read_rows(unit / count, first + unit % count, shared + unit * step);
         default: {
-            const int64_t parts = (c.qk_dim + SCANNED - 1) / SCANNED, head = unit / parts, low = unit % parts * SCANNED;
-            const int64_t high = low + SCANNED < c.qk_dim ? low + SCANNED : c.qk_dim;
+            const int64_t parts = (c.features + SCANNED - 1) / SCANNED, head = unit / parts;
+            const int64_t low = unit % parts * SCANNED, high = low + SCANNED < c.features ? low + SCANNED : c.features;
             linear.scan(head, first, count, low, high, shared + head * count * step);
             return true;
         }
@@ -115,7 +118,7 @@ bool linear(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first
     }
 }
 
-int64_t linear_state(const regard_linear &c) { return Linear<float>::state_of(c); }
+int64_t linear_state(const regard_linear &c) { return Linear<float>::parted_of(c); }
 int64_t linear_scratch(const regard_linear &c) { return Linear<float>::scratch_of(c); }
 
 }  // namespace

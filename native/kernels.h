@@ -20,7 +20,7 @@ static inline const regard_sweep *sweep_of(const regard_call &c) {
     return c.bytes == int64_t(sizeof(regard_sweep)) ? reinterpret_cast<const regard_sweep *>(&c) : nullptr;
 }
 
-enum class LinearPass { heads, sums, scan, rows };
+enum class LinearPass { heads, sums, raise, scan, rows };
 constexpr int64_t SCANNED = 8;  // features of a unit of the scan
 
 struct Kernels {
@@ -45,9 +45,9 @@ struct Kernels {
     regard_status (*sweep)(const regard_sweep &, int half, int64_t unit, int64_t &done, const Pause &, char *shared,
                            char *scratch);
 
-    // Linear attention of chunks `first` and on, `count` of them; floats of a state and of a thread. A unit is a head
-    // of keys, with `heads`; a chunk of a head with `sums` and `rows`; some of its features with `scan`. `shared` holds
-    // a state for each chunk. False: a value is not finite.
+    // Linear attention of chunks `first` and on, `count` of them; floats of a parted chunk and of a thread. A unit is a
+    // head of keys, with `heads` and `raise`; a chunk of a head with `sums` and `rows`; some of its features with
+    // `scan`. `shared` holds what is kept of each chunk. False: a value is not finite.
     int64_t (*linear_state)(const regard_linear &);
     int64_t (*linear_scratch)(const regard_linear &);
     bool (*linear)(const regard_linear &, LinearPass, int64_t unit, int64_t first, int64_t count, float *shared,

@@ -21,7 +21,7 @@ int64_t chunks_of(const regard_linear &c) { return (c.tokens + c.chunk - 1) / c.
 
 int64_t threads_of(const regard_linear &c) {
     const double rows = double(c.batch) * double(c.heads + c.kv_heads) * double(c.tokens);
-    const double each = double(c.qk_dim) * double(c.v_dim) + double(c.chunk) / 2 * double(c.qk_dim + c.v_dim);
+    const double each = double(c.features) * double(c.v_dim) + double(c.chunk) / 2 * double(c.features + c.v_dim);
     return c.threads < 1 || rows * each < TINY ? 1 : c.threads;
 }
 
@@ -65,9 +65,10 @@ bool run(const Kernels &kernels, const regard_linear &c) {
     if (!some) return run(kernels, c, LinearPass::heads, heads, 0, chunks);
     for (int64_t first = 0; first < chunks; first += some) {
         const int64_t count = chunks - first < some ? chunks - first : some;
-        const int64_t scans = (c.qk_dim + SCANNED - 1) / SCANNED;
+        const int64_t scans = (c.features + SCANNED - 1) / SCANNED;
         if (c.k.data) {
             if (!run(kernels, c, LinearPass::sums, heads * count, first, count)) return false;
+            if (c.feature == REGARD_FAVOR) run(kernels, c, LinearPass::raise, heads, first, count);
             run(kernels, c, LinearPass::scan, heads * scans, first, count);
         }
         if (c.q.data && !run(kernels, c, LinearPass::rows, heads * count, first, count)) return false;

@@ -2,9 +2,9 @@
 //
 //     W = (Q K^T) o decay, lower triangle     O = W V + read o (Q S)     S = fade S + (write o K)^T V
 //
-// Q and K are features here. Columns of values, and keys of W, are in lanes (tile.h), 64 side by side: a panel. Of W,
-// rows are computed in steps of 16, up to the last key that one of them sees: 10 / 16 of its products. z, the divisor's
-// state, is a vector beside S.
+// Q and K are features here, in blocks of 64 of them. Columns of values, and keys of W, are in lanes (tile.h), 64 side
+// by side: a panel. Of W, rows are computed in steps of 16, up to the last key that one of them sees: 10 / 16 of its
+// products. z, the divisor's state, is a vector beside S.
 //
 // A chunk of 64 tokens with 64 features and 64 columns has 112 KiB of operands: each product reads lanes of
 // 16 KiB from L1 (32 KiB on Zen 4 and Cascade Lake), and all else waits in L2. Of its vector instructions nine tenths
@@ -12,9 +12,14 @@
 //
 // A head is one chain of chunks. Where heads are too few for the threads, chunks are parted, three times for each block
 // of them: what each adds to S; the sum before each; the rows of each. The same sums in the same order: the same bits.
+//
+// Favor's features are products of their own (linear_favor.h), and a key is exp(top) times what is stored. So what a
+// chunk adds is exp(end) times what is stored, and S is exp(high) times it: high, the largest exponent so far, is known
+// when all chunks of a block have their sums (`raise`), and before the scan.
 #pragma once
 
 #include "exp.h"
+#include "linear_favor.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -24,38 +29,50 @@ namespace REGARD_ISA {
 template <typename Stored>
 class Linear {
     static constexpr int W = Vec<float>::lanes;
-    static constexpr int64_t STEP = 16;
+    static constexpr int64_t STEP = 16, BLOCK = LANES * LANES;
 
     const regard_linear &c;
-    const int64_t dim, padded, panels, group;
-    float *k, *k_lanes, *v, *q, *weights, *out, *state;  // see scratch_of
-    float *ages, *read, *write;  // gamma^n: of pairs, of the state at a row, of a key at the end
-    F bad{};                     // NaN in a lane that met a value that is not finite
+    const bool favor;
+    const int64_t dim, blocks, panels, group;
+    float *k, *tops, *levels;  // of a chunk: in its own memory where chunks are parted, see `use`
+    float *mine, *k_lanes, *v, *faded, *q, *scaled, *weights, *out, *state, *added;  // see scratch_of
+    float *ages, *read, *write, *highs;  // gamma^n: of pairs, of the state at a row, of a key at the end; `set_ages`
+    F bad{};                             // NaN in a lane that met a value that is not finite
+
+    enum Level { END, BEFORE, KEPT, ADDED };  // the exponents of a chunk and of the state before it; factors of both
 
     static int64_t up(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
     static int64_t panels_of(const regard_linear &c) { return (c.v_dim + LANES - 1) / LANES; }
+    static int64_t blocks_of(const regard_linear &c) { return (c.features + LANES - 1) / LANES; }
+    static int64_t state_of(const regard_linear &c) { return panels_of(c) * c.features * LANES + up(c.features); }
+    static int64_t chunk_of(const regard_linear &c) { return blocks_of(c) * BLOCK + LANES + STEP; }
 
   public:
-    // Floats of a state: [panels][dim][64], and z [dim], padded.
-    static int64_t state_of(const regard_linear &c) { return panels_of(c) * c.qk_dim * LANES + up(c.qk_dim); }
+    // Floats of a chunk that is parted from others: a state, [panels][features][64] and z [features], padded; its keys.
+    static int64_t parted_of(const regard_linear &c) { return state_of(c) + chunk_of(c); }
     // Floats of a thread.
     static int64_t scratch_of(const regard_linear &c) {
-        const int64_t rows = 2 * LANES * up(c.qk_dim) + up(c.qk_dim) * LANES;
-        return rows + (2 * panels_of(c) + 1) * LANES * LANES + state_of(c) + 4 * LANES;
+        const bool favor = c.feature == REGARD_FAVOR;
+        const int64_t rows = (2 * blocks_of(c) + 3 * panels_of(c) + 1) * BLOCK + (favor ? LANES * up(c.qk_dim) : 0);
+        return rows + state_of(c) + (favor ? state_of(c) : 0) + chunk_of(c) + 6 * LANES;
     }
 
     Linear(const regard_linear &call, float *scratch)
-        : c(call), dim(c.qk_dim), padded(up(dim)), panels(panels_of(c)), group(c.heads / c.kv_heads) {
-        k = scratch;
-        k_lanes = k + LANES * padded;
-        q = k_lanes + LANES * padded;
-        v = q + LANES * padded;
-        out = v + panels * LANES * LANES;
-        weights = out + panels * LANES * LANES;
-        state = weights + LANES * LANES;
-        ages = state + state_of(c);
-        read = ages + 2 * LANES;
-        write = read + LANES;
+        : c(call),
+          favor(c.feature == REGARD_FAVOR),
+          dim(c.features),
+          blocks(blocks_of(c)),
+          panels(panels_of(c)),
+          group(c.heads / c.kv_heads) {
+        const auto take = [&](int64_t floats) { return (scratch += floats) - floats; };
+        mine = take(chunk_of(c));
+        k_lanes = take(blocks * BLOCK), q = take(blocks * BLOCK);
+        v = take(panels * BLOCK), faded = take(panels * BLOCK), out = take(panels * BLOCK);
+        weights = take(BLOCK);
+        scaled = take(favor ? LANES * up(c.qk_dim) : 0);
+        state = take(state_of(c)), added = take(favor ? state_of(c) : 0);
+        ages = take(2 * LANES), read = take(LANES), write = take(LANES), highs = take(LANES);
+        use(mine);
     }
 
     // All chunks of a head.
@@ -63,47 +80,67 @@ class Linear {
         read_state(head, state);
         for (int64_t n = first; n < first + count; ++n) {
             const int64_t tokens = begin(head, n);
+            if (favor && c.k.data) {
+                add(tokens, added, false);
+                raise(head, tokens);
+            }
             if (c.q.data) rows(head, n, tokens, state);
-            fade(state);
-            if (c.k.data) add(tokens, state, true);
+            if (!c.k.data) continue;
+            if (favor) {
+                step(head, tokens, added, 0, dim);
+                continue;
+            }
+            fade(head, tokens);
+            add(tokens, state, true);
         }
         write_state(head, state);
         return is_finite();
     }
 
-    // What chunk n adds to the state.
+    // What chunk n adds to the state, and its keys.
     bool sums(int64_t head, int64_t n, float *to) {
+        use(to + state_of(c));
         add(begin(head, n), to, false);
         return is_finite();
+    }
+
+    // The exponents before each chunk, of Favor.
+    void raise_all(int64_t head, int64_t first, int64_t count, float *all) {
+        for (int64_t n = first; n < first + count; ++n, all += parted_of(c)) {
+            use(all + state_of(c));
+            raise(head, tokens_of(n));
+        }
     }
 
     // In place of what each chunk adds, the state before it: of some of the features.
     void scan(int64_t head, int64_t first, int64_t count, int64_t low, int64_t high, float *all) {
         read_state(head, state, low, high);
-        const int64_t step = state_of(c);
-        for (int64_t n = 0; n < count; ++n, all += step) {
-            set_ages(head, tokens_of(first + n));
-            for (int64_t p = 0; p < panels; ++p)
-                swap(state + (p * dim + low) * LANES, all + (p * dim + low) * LANES, (high - low) * LANES);
-            float *const z = state + panels * dim * LANES, *const other = all + panels * dim * LANES;
-            const float kept = whole();
-            for (int64_t f = low; f < high; ++f) {
-                const float before = z[f];
-                z[f] = z[f] * kept + other[f];
-                other[f] = before;
-            }
+        for (int64_t n = first; n < first + count; ++n, all += parted_of(c)) {
+            use(all + state_of(c));
+            step(head, tokens_of(n), all, low, high);
         }
         write_state(head, state, low, high);
     }
 
     // The rows of chunk n, before which the state is `from`.
-    bool read_rows(int64_t head, int64_t n, const float *from) {
-        if (!c.k.data) read_state(head, state);
-        rows(head, n, begin(head, n), c.k.data ? from : state);
+    bool read_rows(int64_t head, int64_t n, float *from) {
+        const int64_t tokens = tokens_of(n);
+        set_ages(head, tokens);
+        if (c.k.data) {
+            use(from + state_of(c));
+            values(head, n, tokens);
+        } else read_state(head, state);
+        rows(head, n, tokens, c.k.data ? from : state);
         return is_finite();
     }
 
   private:
+    void use(float *chunk) {
+        k = chunk;
+        tops = k + blocks * BLOCK;
+        levels = tops + LANES;
+    }
+
     // ---- features -------------------------------------------------------------------------------------------------
 
     bool is_finite() const {
@@ -116,16 +153,15 @@ class Linear {
     int64_t key_head(int64_t head) const { return head % c.kv_heads; }
     int64_t batch(int64_t head) const { return head / c.kv_heads; }
 
-    static const Stored *row(const regard_tensor &t, int64_t b, int64_t h, int64_t token) {
-        return static_cast<const Stored *>(t.data) + b * t.batch + h * t.head + token * t.token;
+    // Features of block b; vectors of a panel.
+    int64_t some(int64_t b) const { return dim - b * LANES < LANES ? dim - b * LANES : LANES; }
+    int vectors(int64_t panel) const {
+        const int64_t left = c.v_dim - panel * LANES;
+        return int(((left < LANES ? left : LANES) + W - 1) / W);
     }
 
-    // exp(x) for x <= 0: what x log2 e loses by rounding is added as a factor.
-    static REGARD_INLINE F exp_below(F x) {
-        const F t = x * float(LOG2E);
-        const F lost = fma(x, broadcast(float(LOG2E)), -t) + x * float(LOG2E - double(float(LOG2E)));
-        const F power = exp2(t);
-        return fma(power, lost * float(LN2), power);
+    static const Stored *row(const regard_tensor &t, int64_t b, int64_t h, int64_t token) {
+        return static_cast<const Stored *>(t.data) + b * t.batch + h * t.head + token * t.token;
     }
 
     template <int feature>
@@ -154,28 +190,40 @@ class Linear {
         }
     }
 
-    void features(const regard_tensor &t, int64_t b, int64_t h, int64_t token, int64_t count, float factor, float *to) {
-        if (c.feature == REGARD_ELU1) map<REGARD_ELU1>(t, b, h, token, count, 0, dim, 0, to, padded);
-        else if (c.feature == REGARD_RELU)
-            map<REGARD_RELU>(t, b, h, token, count, 0, dim, float(c.epsilon), to, padded);
-        else map<REGARD_IDENTITY>(t, b, h, token, count, 0, dim, factor, to, padded);
-        const int64_t filled = (dim + W - 1) / W * W;
-        for (int64_t j = 0; j < count && filled < padded; ++j)
-            for (int64_t i = filled; i < padded; i += W) store(to + j * padded + i, F{});
+    // Blocks of 64 rows of 64 features; of Favor also the exponent of each row.
+    void features(const regard_tensor &t, int64_t b, int64_t h, int64_t token, int64_t count, float factor, float *to,
+                  float *top) {
+        if (favor) {
+            const int64_t stride = up(c.qk_dim);
+            map<REGARD_IDENTITY>(t, b, h, token, count, 0, c.qk_dim, float(__builtin_sqrt(c.scale)), scaled, stride);
+            return map_favor(scaled, stride, c.qk_dim, count, static_cast<const float *>(c.vectors), dim, to, top);
+        }
+        for (int64_t n = 0; n < blocks; ++n, to += BLOCK) {
+            const int64_t from = n * LANES;
+            if (c.feature == REGARD_ELU1) map<REGARD_ELU1>(t, b, h, token, count, from, some(n), 0, to, LANES);
+            else if (c.feature == REGARD_RELU)
+                map<REGARD_RELU>(t, b, h, token, count, from, some(n), float(c.epsilon), to, LANES);
+            else map<REGARD_IDENTITY>(t, b, h, token, count, from, some(n), factor, to, LANES);
+        }
     }
 
-    // Keys as rows, as lanes and, for the state, times their decay; values in panels. Returns the chunk's tokens.
+    // Keys and values of a chunk; returns its tokens.
     int64_t begin(int64_t head, int64_t n) {
-        const int64_t tokens = tokens_of(n), b = batch(head), h = key_head(head), at = n * c.chunk;
+        const int64_t tokens = tokens_of(n);
         set_ages(head, tokens);
         if (!c.k.data) return tokens;
-        features(c.k, b, h, at, tokens, 1, k);
+        features(c.k, batch(head), key_head(head), n * c.chunk, tokens, 1, k, tops);
+        values(head, n, tokens);
+        if (favor) set_end(head, tokens);
+        return tokens;
+    }
+
+    void values(int64_t head, int64_t n, int64_t tokens) {
         for (int64_t p = 0; p < panels; ++p) {
             const int64_t left = c.v_dim - p * LANES;
-            map<REGARD_IDENTITY>(c.v, b, h, at, tokens, p * LANES, left < LANES ? left : LANES, 1,
-                                 v + p * LANES * LANES, LANES);
+            map<REGARD_IDENTITY>(c.v, batch(head), key_head(head), n * c.chunk, tokens, p * LANES,
+                                 left < LANES ? left : LANES, 1, v + p * BLOCK, LANES);
         }
-        return tokens;
     }
 
     // ---- decay ----------------------------------------------------------------------------------------------------
@@ -183,37 +231,85 @@ class Linear {
     double log_decay(int64_t head) const {
         return c.log_decay ? static_cast<const float *>(c.log_decay)[key_head(head) * c.log_decay_head] : 0.0;
     }
-    float whole() const { return ages[LANES]; }
+    // Whether keys have a factor each.
+    bool aged() const { return c.k.data && (c.log_decay || favor); }
 
-    // ages[63 - n] is gamma^n, so that the factors of row i begin at 63 - i.
+    // ages[63 - n] is gamma^n, so that the factors of row i begin at 63 - i; of Favor its logarithm.
     void set_ages(int64_t head, int64_t tokens) {
         const double log = log_decay(head);
-        if (!c.log_decay) {
-            ages[LANES] = 1;
-            return;
-        }
+        if (!c.log_decay && !favor) return;
         for (int64_t n = 0; n < LANES; ++n) {
-            const float power = float(__builtin_exp(log * double(n)));
-            ages[LANES - 1 - n] = power;
-            if (n < tokens) write[tokens - 1 - n] = power;
-            read[n] = float(__builtin_exp(log * double(n + 1)));
+            if (favor) {
+                ages[LANES - 1 - n] = float(log * double(n));
+            } else {
+                const float power = float(__builtin_exp(log * double(n)));
+                ages[LANES - 1 - n] = power;
+                if (n < tokens) write[tokens - 1 - n] = power;
+                read[n] = float(__builtin_exp(log * double(n + 1)));
+            }
+            ages[LANES + n] = 0;
         }
-        ages[LANES] = float(__builtin_exp(log * double(tokens)));
-        for (int64_t n = 1; n < LANES; ++n) ages[LANES + n] = 0;
     }
 
-    void fade(float *s) {
+    // The largest exponent at the end of the chunk, and what keys have left there.
+    void set_end(int64_t head, int64_t tokens) {
+        const float log = float(log_decay(head));
+        float end = -INFINITE;
+        for (int64_t j = 0; j < tokens; ++j) {
+            write[j] = tops[j] + log * float(tokens - 1 - j);
+            end = write[j] > end ? write[j] : end;
+        }
+        for (int64_t j = 0; j < tokens; ++j) write[j] = float(__builtin_exp(double(write[j] - end)));
+        levels[END] = end;
+    }
+
+    // From the state's exponent before the chunk, that after it.
+    void raise(int64_t head, int64_t tokens) {
+        float &high = static_cast<float *>(c.top)[head];
+        const float old = high + float(log_decay(head)) * float(tokens), next = old > levels[END] ? old : levels[END];
+        levels[BEFORE] = high;
+        levels[KEPT] = float(__builtin_exp(double(old - next)));
+        levels[ADDED] = float(__builtin_exp(double(levels[END] - next)));
+        high = next;
+    }
+
+    // The largest exponent that each row sees, and what the state has left there.
+    void set_highs(int64_t head, int64_t tokens) {
+        const float log = float(log_decay(head));
+        float high = levels[BEFORE];
+        for (int64_t i = 0; i < tokens; ++i) {
+            high = high + log > tops[i] ? high + log : tops[i];
+            highs[i] = high;
+            read[i] = float(__builtin_exp(double(levels[BEFORE] + log * float(i + 1) - high)));
+        }
+    }
+
+    // Of the state, after the chunk.
+    float kept(int64_t head, int64_t tokens) const {
+        return favor ? levels[KEPT] : c.log_decay ? float(__builtin_exp(log_decay(head) * double(tokens))) : 1.0f;
+    }
+
+    void fade(int64_t head, int64_t tokens) {
         if (!c.log_decay) return;
-        const F by = broadcast(whole());
-        for (int64_t i = 0; i < state_of(c); i += W) store(s + i, load(s + i) * by);
+        const F by = broadcast(kept(head, tokens));
+        for (int64_t i = 0; i < state_of(c); i += W) store(state + i, load(state + i) * by);
     }
 
-    void swap(float *s, float *added, int64_t count) {
-        const F by = broadcast(whole());
-        for (int64_t i = 0; i < count; i += W) {
-            const F before = load(s + i);
-            store(s + i, before * by + load(added + i));
-            store(added + i, before);
+    // The state after the chunk, and in place of what the chunk adds the state before it: of some of the features.
+    void step(int64_t head, int64_t tokens, float *adds, int64_t low, int64_t high) {
+        const float share = kept(head, tokens), more = favor ? levels[ADDED] : 1.0f;
+        const F by = broadcast(share), by_added = broadcast(more);
+        for (int64_t p = 0; p < panels; ++p)
+            for (int64_t i = (p * dim + low) * LANES; i < (p * dim + high) * LANES; i += W) {
+                const F before = load(state + i);
+                store(state + i, before * by + load(adds + i) * by_added);
+                store(adds + i, before);
+            }
+        float *const z = state + panels * dim * LANES, *const other = adds + panels * dim * LANES;
+        for (int64_t f = low; f < high; ++f) {
+            const float before = z[f];
+            z[f] = z[f] * share + other[f] * more;
+            other[f] = before;
         }
     }
 
@@ -230,7 +326,7 @@ class Linear {
                 copy(from + p * LANES, to + (p * dim + f) * LANES, c.v_dim - p * LANES, true);
             z[f] = c.normalise ? from[c.v_dim] : 0.0f;
         }
-        for (int64_t f = dim; f < padded; ++f) z[f] = 0;
+        for (int64_t f = dim; f < up(dim); ++f) z[f] = 0;
     }
 
     void write_state(int64_t head, const float *from, int64_t low = 0, int64_t high = -1) {
@@ -254,45 +350,52 @@ class Linear {
         for (int64_t i = size; fill && i < LANES; ++i) to[i] = 0;
     }
 
-    int vectors(int64_t panel) const {
-        const int64_t left = c.v_dim - panel * LANES;
-        return int(((left < LANES ? left : LANES) + W - 1) / W);
-    }
-
-    // K^T V, added to a state or written.
+    // K^T V, added to the state or written.
     void add(int64_t tokens, float *to, bool more) {
-        if (c.log_decay)
-            for (int64_t j = 0; j < tokens; ++j) {
-                const F by = broadcast(write[j]);
-                for (int64_t i = 0; i < padded; i += W) store(k + j * padded + i, load(k + j * padded + i) * by);
-            }
-        const char *rows_of_k = reinterpret_cast<const char *>(k);
-        for (int64_t p = 0; p < panels; ++p) {
-            const float *lanes = v + p * LANES * LANES;
-            float *s = to + p * dim * LANES;
-            if (more)
-                multiply<Fused<float>, Along::down, Start::added>(rows_of_k, padded * 4, dim, lanes, tokens, s, 0,
-                                                                  vectors(p));
-            else
-                multiply<Fused<float>, Along::down, Start::zero>(rows_of_k, padded * 4, dim, lanes, tokens, s, 0,
-                                                                 vectors(p));
+        const float *lanes = v;
+        if (aged()) {
+            lanes = faded;
+            for (int64_t p = 0; p < panels; ++p)
+                for (int64_t j = 0; j < tokens; ++j)
+                    for (int64_t i = p * BLOCK + j * LANES; i < p * BLOCK + j * LANES + vectors(p) * W; i += W)
+                        store(faded + i, load(v + i) * write[j]);
         }
+        for (int64_t p = 0; p < panels; ++p, lanes += BLOCK)
+            for (int64_t n = 0; n < blocks; ++n) {
+                const char *rows_of_k = reinterpret_cast<const char *>(k + n * BLOCK);
+                float *s = to + (p * dim + n * LANES) * LANES;
+                if (more)
+                    multiply<Fused<float>, Along::down, Start::added>(rows_of_k, LANES * 4, some(n), lanes, tokens, s,
+                                                                      0, vectors(p));
+                else
+                    multiply<Fused<float>, Along::down, Start::zero>(rows_of_k, LANES * 4, some(n), lanes, tokens, s, 0,
+                                                                     vectors(p));
+            }
         float *z = to + panels * dim * LANES;
-        for (int64_t i = 0; i < padded; i += W) {
+        for (int64_t f = 0; f < dim; f += W) {
+            const float *at = k + f / LANES * BLOCK + f % LANES;
             F sum{};
-            for (int64_t j = 0; j < tokens; ++j) sum += load(k + j * padded + i);
-            store(z + i, more ? load(z + i) + sum : sum);
+            if (aged())
+                for (int64_t j = 0; j < tokens; ++j) sum = fma(load(at + j * LANES), broadcast(write[j]), sum);
+            else
+                for (int64_t j = 0; j < tokens; ++j) sum += load(at + j * LANES);
+            store(z + f, more ? load(z + f) + sum : sum);
         }
     }
 
     // ---- rows -----------------------------------------------------------------------------------------------------
 
     void rows(int64_t head, int64_t n, int64_t tokens, const float *s) {
-        const auto key = [&](int64_t lane) { return reinterpret_cast<const char *>(k + lane * padded); };
-        if (c.k.data) gather_lanes<float, float>(key, int(tokens), dim, k_lanes);
+        for (int64_t block = 0; c.k.data && block < blocks; ++block) {
+            const float *keys = k + block * BLOCK;
+            const auto key = [&](int64_t lane) { return reinterpret_cast<const char *>(keys + lane * LANES); };
+            gather_lanes<float, float>(key, int(tokens), some(block), k_lanes + block * BLOCK);
+        }
+        if (favor && c.k.data) set_highs(head, tokens);
         for (int64_t g = 0; g < group; ++g) {
             const int64_t b = batch(head), h = key_head(head) * group + g;
-            features(c.q, b, h, n * c.chunk, tokens, float(c.scale), q);
+            float *unused = weights;  // a query's exponent is a factor of its whole row
+            features(c.q, b, h, n * c.chunk, tokens, float(c.scale), q, unused);
             of_earlier(tokens, s);
             for (int64_t i = 0; c.k.data && i < tokens; i += STEP)
                 of_chunk(i, tokens - i < STEP ? tokens - i : STEP, tokens);
@@ -301,38 +404,52 @@ class Linear {
         }
     }
 
+    // out = rows * lanes of all features.
+    void along_features(const float *rows_of_q, int64_t count, const float *lanes, float *to, int last) {
+        for (int64_t n = 0; n < blocks; ++n, rows_of_q += BLOCK, lanes += BLOCK) {
+            const char *from = reinterpret_cast<const char *>(rows_of_q);
+            if (n)
+                multiply<Fused<float>, Along::across, Start::out>(from, LANES * 4, count, lanes, some(n), to, 0, last);
+            else multiply<Fused<float>, Along::across>(from, LANES * 4, count, lanes, some(n), to, 0, last);
+        }
+    }
+
     void of_earlier(int64_t tokens, const float *s) {
         for (int64_t p = 0; p < panels; ++p) {
-            float *o = out + p * LANES * LANES;
-            multiply<Fused<float>, Along::across>(reinterpret_cast<const char *>(q), padded * 4, tokens,
-                                                  s + p * dim * LANES, dim, o, 0, vectors(p));
-            for (int64_t i = 0; c.log_decay && i < tokens; ++i)
+            float *o = out + p * BLOCK;
+            along_features(q, tokens, s + p * dim * LANES, o, vectors(p));
+            for (int64_t i = 0; aged() && i < tokens; ++i)
                 for (int64_t l = 0; l < LANES; l += W) store(o + i * LANES + l, load(o + i * LANES + l) * read[i]);
         }
     }
 
-    // Rows i and on, `some` of them, with the keys of their chunk.
-    void of_chunk(int64_t i, int64_t some, int64_t tokens) {
+    // Of the pairs of a row with the keys of a vector.
+    REGARD_INLINE F factor(int64_t row, int64_t key) const {
+        const F age = load(ages + LANES - 1 - row + key);
+        if (!favor) return age;
+        return exp_below(larger(load(tops + key) + age - highs[row], broadcast(-200.0f)));
+    }
+
+    // Rows i and on, `count` of them, with the keys of their chunk.
+    void of_chunk(int64_t i, int64_t count, int64_t tokens) {
         const int64_t seen = i + STEP < tokens ? i + STEP : tokens;
         const int last = int((seen + W - 1) / W);
         float *w = weights + i * LANES;
-        multiply<Fused<float>, Along::across>(reinterpret_cast<const char *>(q + i * padded), padded * 4, some, k_lanes,
-                                              dim, w, 0, last);
-        for (int64_t r = 0; r < some; ++r, w += LANES) {
-            if (c.log_decay)
-                for (int64_t l = 0; l < i; l += W) store(w + l, load(w + l) * load(ages + LANES - 1 - i - r + l));
+        along_features(q + i * LANES, count, k_lanes, w, last);
+        for (int64_t r = 0; r < count; ++r, w += LANES) {
+            for (int64_t l = 0; aged() && l < i; l += W) store(w + l, load(w + l) * factor(i + r, l));
             for (int64_t l = i; l < last * W; l += W) {  // keys after the row
                 const int64_t kept = i + r - l + 1;
                 const uint64_t bits = kept <= 0 ? 0 : kept >= W ? ~uint64_t(0) : (uint64_t(1) << kept) - 1;
-                F x = load(w + l);
-                if (c.log_decay) x *= load(ages + LANES - 1 - i - r + l);
-                store(w + l, select(bits, x, F{}));
+                F sum = load(w + l);
+                if (aged()) sum *= factor(i + r, l);
+                store(w + l, select(bits, sum, F{}));
             }
         }
         for (int64_t p = 0; p < panels; ++p)
             multiply<Fused<float>, Along::across, Start::out>(reinterpret_cast<const char *>(weights + i * LANES),
-                                                              LANES * 4, some, v + p * LANES * LANES, seen,
-                                                              out + p * LANES * LANES + i * LANES, 0, vectors(p));
+                                                              LANES * 4, count, v + p * BLOCK, seen,
+                                                              out + p * BLOCK + i * LANES, 0, vectors(p));
     }
 
     // By the sum of a row's weights: of its chunk, and by z of earlier tokens.
@@ -342,9 +459,9 @@ class Linear {
             for (int r = 0; r < W; ++r) {
                 sums[r] = F{};
                 if (i + r >= tokens) continue;
-                for (int64_t f = 0; f < padded; f += W)
-                    sums[r] = fma(load(q + (i + r) * padded + f), load(z + f), sums[r]);
-                if (c.log_decay) sums[r] *= read[i + r];
+                for (int64_t f = 0; f < dim; f += W)
+                    sums[r] = fma(load(q + f / LANES * BLOCK + (i + r) * LANES + f % LANES), load(z + f), sums[r]);
+                if (aged()) sums[r] *= read[i + r];
                 for (int64_t l = 0; c.k.data && l <= i + r; l += W) sums[r] += load(weights + (i + r) * LANES + l);
             }
             transpose<float>(sums);
@@ -355,7 +472,7 @@ class Linear {
             for (int64_t r = i; r < tokens && r < i + W; ++r)
                 for (int64_t p = 0; p < panels; ++p)
                     for (int64_t l = 0; l < vectors(p) * W; l += W) {
-                        float *o = out + p * LANES * LANES + r * LANES + l;
+                        float *o = out + p * BLOCK + r * LANES + l;
                         store(o, load(o) * factors[r - i]);
                     }
         }
@@ -365,7 +482,7 @@ class Linear {
         for (int64_t i = 0; i < tokens; ++i) {
             Stored *to = const_cast<Stored *>(row(c.out, b, h, token + i));
             for (int64_t p = 0; p < panels; ++p, to += LANES) {
-                const float *o = out + p * LANES * LANES + i * LANES;
+                const float *o = out + p * BLOCK + i * LANES;
                 const int64_t left = c.v_dim - p * LANES, size = left < LANES ? left : LANES;
                 int64_t l = 0;
                 for (; l + W <= size; l += W) store_narrow(to + l, load(o + l));

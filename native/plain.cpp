@@ -321,43 +321,73 @@ double feature(const regard_linear &c, double x) {
     return c.feature == REGARD_RELU ? (x > 0 ? x : 0) + c.epsilon : x;
 }
 
+// All features of a vector, and the exponent that they are stored without.
+double features(const regard_linear &c, const double *x, double *found) {
+    if (c.feature != REGARD_FAVOR) {
+        for (int64_t f = 0; f < c.features; ++f) found[f] = feature(c, x[f]);
+        return 0;
+    }
+    const float *vectors = static_cast<const float *>(c.vectors);
+    double most = -HUGE_VAL, squares = 0;
+    for (int64_t f = 0; f < c.features; ++f) {
+        found[f] = 0;
+        for (int64_t i = 0; i < c.qk_dim; ++i)
+            found[f] += std::sqrt(c.scale) * x[i] * vectors[(f / 64 * c.qk_dim + i) * 64 + f % 64];
+        most = std::fmax(most, found[f]);
+    }
+    for (int64_t f = 0; f < c.features; ++f) found[f] = std::exp(std::fmax(found[f] - most, -40.0));
+    for (int64_t i = 0; i < c.qk_dim; ++i) squares += c.scale * x[i] * x[i];
+    return most - squares / 2 - std::log(double(c.features)) / 2;
+}
+
 int64_t linear_state(const regard_linear &) { return 0; }  // heads are never parted
-int64_t linear_scratch(const regard_linear &c) { return 2 * c.qk_dim * (c.v_dim + 1); }
+int64_t linear_scratch(const regard_linear &c) { return 2 * (c.features * (c.v_dim + 3) + c.qk_dim); }
 
 bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, float *, float *scratch) {
     const int64_t b = unit / c.kv_heads, h = unit % c.kv_heads, group = c.heads / c.kv_heads;
     const int64_t columns = c.v_dim + c.normalise;
-    float *kept = static_cast<float *>(c.state) + unit * c.qk_dim * columns;
-    double *state = reinterpret_cast<double *>(scratch);
-    for (int64_t i = 0; i < c.qk_dim * columns; ++i) state[i] = kept[i];
-    const double decay = c.log_decay ? std::exp(get(c.log_decay, REGARD_F32, h * c.log_decay_head)) : 1;
+    float *kept = static_cast<float *>(c.state) + unit * c.features * columns;
+    float *top = c.feature == REGARD_FAVOR ? static_cast<float *>(c.top) + unit : nullptr;
+    double *state = reinterpret_cast<double *>(scratch), *keys = state + c.features * columns;
+    double *queries = keys + c.features, *x = queries + c.features;
+    for (int64_t i = 0; i < c.features * columns; ++i) state[i] = kept[i];
+    const double log = c.log_decay ? get(c.log_decay, REGARD_F32, h * c.log_decay_head) : 0;
+    double high = top ? *top : 0;
     bool finite = true;
     const auto read = [&](const regard_tensor &t, int64_t head, int64_t token, int64_t i) {
-        const double x = get(t.data, c.dtype, place(t, b, head, token) + i);
-        finite &= std::isfinite(x);
-        return x;
+        const double found = get(t.data, c.dtype, place(t, b, head, token) + i);
+        finite &= std::isfinite(found);
+        return found;
+    };
+    const auto map = [&](const regard_tensor &t, int64_t head, int64_t token, double *found) {
+        for (int64_t i = 0; i < c.qk_dim; ++i) x[i] = read(t, head, token, i);
+        return features(c, x, found);
     };
     for (int64_t token = 0; token < c.tokens; ++token) {
-        for (int64_t f = 0; c.k.data && f < c.qk_dim; ++f) {
-            const double key = feature(c, read(c.k, h, token, f));
-            for (int64_t i = 0; i < columns; ++i) {
-                double &s = state[f * columns + i];
-                s = decay * s + key * (i < c.v_dim ? read(c.v, h, token, i) : 1);
+        if (c.k.data) {
+            const double one = map(c.k, h, token, keys), next = top ? std::fmax(high + log, one) : 0;
+            const double decay = std::exp(high + log - next), share = std::exp(one - next);
+            for (int64_t i = 0; i < c.features * columns; ++i) {
+                const double value = i % columns < c.v_dim ? read(c.v, h, token, i % columns) : 1;
+                state[i] = decay * state[i] + share * keys[i / columns] * value;
             }
+            high = next;
         }
         for (int64_t head = h * group; c.q.data && head < (h + 1) * group; ++head) {
+            map(c.q, head, token, queries);
             const auto row = [&](int64_t i) {
                 double sum = 0;
-                for (int64_t f = 0; f < c.qk_dim; ++f)
-                    sum += c.scale * feature(c, read(c.q, head, token, f)) * state[f * columns + i];
-                return sum;
+                for (int64_t f = 0; f < c.features; ++f) sum += queries[f] * state[f * columns + i];
+                return c.feature == REGARD_IDENTITY ? c.scale * sum : sum;
             };
             const double weights = c.normalise ? row(c.v_dim) : 1;
             for (int64_t i = 0; i < c.v_dim; ++i)
                 put(c.out.data, c.dtype, place(c.out, b, head, token) + i, row(i) / (weights == 0 ? 1 : weights));
         }
     }
-    for (int64_t i = 0; i < c.qk_dim * columns; ++i) kept[i] = float(state[i]);
+    if (top) *top = float(high);
+    for (int64_t i = 0; i < c.features * columns; ++i)
+        kept[i] = float(state[i] * (top && high > -HUGE_VAL ? std::exp(high - *top) : 1));
     return finite;
 }
 

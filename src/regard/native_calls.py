@@ -74,7 +74,7 @@ SWEEP = (
 
 LINEAR = (
     *("bytes", "isa", "dtype", "threads", "batch", "heads", "kv_heads", "tokens", "qk_dim", "v_dim"),
-    *("chunk", "feature", "normalise", "scale", "epsilon"),
+    *("chunk", "feature", "features", "normalise", "scale", "epsilon", "vectors", "top"),
     *(*_tensor("q"), *_tensor("k"), *_tensor("v"), *_tensor("out"), "log_decay", "log_decay_head", "state", "spoilt"),
     *("workspace", "workspace_bytes"),
 )

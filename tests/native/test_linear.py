@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.linear import Decay, Elu1, LinearResult, Relu, compiled, linear_attend
+from regard.linear import Decay, Elu1, Favor, Feature, LinearResult, Relu, compiled, linear_attend
 from regard.linear.call import check_call, first_carry
 from tests.native.test_interface import DONE, ISA, POINTER, SIZE, WORKSPACE
 from tests.native.test_kernels import ROUNDING, repeated, spread, token_by_token
@@ -53,34 +53,48 @@ def test_linear_attention_equals_the_plain_loops(data: st.DataObject):
         return draw(st.sampled_from([made, token_by_token(made), spread(made), repeated(made)]))
 
     tensors = tensor(heads, dim), tensor(kv_heads, dim), tensor(kv_heads, width)
-    features = draw(st.sampled_from([None, Elu1(), Relu(), Relu(0.0)]))
+    favors = [Favor(dim, features=size) for size in (1, 7, 64, 130)]
+    features = draw(st.sampled_from([None, Elu1(), Relu(), Relu(0.0), *favors]))
     rule = draw(st.sampled_from([None, Decay(0.9), Decay(1 - torch.rand(kv_heads, generator=g))]))
     words = {"features": features, "rule": rule, "chunk": draw(st.sampled_from([1, 7, 16, 40, 64, 100]))}
-    words["scale"] = None if features else draw(st.sampled_from([None, 0.3]))
-    words["normalise"] = None if features is None else draw(st.booleans())
-    state = torch.rand(batch, kv_heads, dim, width + (features is not None and words["normalise"] is not False))
+    words["scale"] = draw(st.sampled_from([None, 0.3])) if features is None or features in favors else None
+    words["normalise"] = None if features is None or features in favors else draw(st.booleans())
+    size = dim if features is None else features.size(dim)
+    state = torch.rand(batch, kv_heads, size, width + (features is not None and words["normalise"] is not False))
     plain = run(tensors, words, PLAIN, state)
     for isa in ISAS:
         found = run(tensors, words, isa, state)
-        pairs = [(found.out, plain.out, ROUNDING[dtype]), (found.carry.matrix, plain.carry.matrix, 4e-6)]
+        pairs = [(found.out, plain.out, ROUNDING[dtype]), (_with_its_scale(found, plain), plain.carry.matrix, 4e-6)]
         for one, right, rounding in pairs:
             size = max(1.0, float(right.abs().max()))
             torch.testing.assert_close(one.double(), right.double(), rtol=0, atol=rounding * size)
 
 
+def _with_its_scale(found: compiled.Found, right: compiled.Found) -> Tensor:
+    """The state, with the scale that the other has."""
+    if found.carry.top is None or right.carry.top is None:
+        return found.carry.matrix
+    torch.testing.assert_close(found.carry.top, right.carry.top, rtol=1e-5, atol=1e-4)
+    return found.carry.matrix * (found.carry.top.double() - right.carry.top).exp()[..., None, None]
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rule", [None, Decay(0.97)])
-def test_threads_and_other_heads_change_no_bit(isa: int, rule: Decay | None, monkeypatch: pytest.MonkeyPatch):
-    tensors = inputs(2500, heads=(3, 3))
+@pytest.mark.parametrize("features", [Elu1(), Favor(16, features=67)])
+def test_threads_and_other_heads_change_no_bit(
+    isa: int, rule: Decay | None, features: Feature, monkeypatch: pytest.MonkeyPatch
+):
+    tensors, words = inputs(2500, heads=(3, 3)), {"rule": rule, "features": features}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    whole = run(tensors, {"rule": rule}, isa)
+    whole = run(tensors, words, isa)
     for threads in (2, 4, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found = run(tensors, {"rule": rule}, isa)
+        found = run(tensors, words, isa)
         assert torch.equal(found.out, whole.out)
         assert torch.equal(found.carry.matrix, whole.carry.matrix)
+        assert found.carry.top is None or torch.equal(found.carry.top, whole.carry.top)
     q, k, v = (t[1:, 2:] for t in tensors)
-    alone = run((q, k, v), {"rule": rule}, isa)
+    alone = run((q, k, v), words, isa)
     assert torch.equal(alone.out, whole.out[1:, 2:])
     assert torch.equal(alone.carry.matrix, whole.carry.matrix[1:, 2:])
 
@@ -105,13 +119,14 @@ def test_a_value_that_is_not_finite_is_found_wherever_it_is():
 
 
 @pytest.mark.parametrize("value", [1e4, torch.nan])
-def test_a_later_token_changes_no_bit_of_rows_of_the_library(value: float):
+@pytest.mark.parametrize("features", [Elu1(), Favor(16, features=67)])
+def test_a_later_token_changes_no_bit_of_rows_of_the_library(features: Feature, value: float):
     q, k, v = inputs(200)
-    before = linear_attend(q, k, v).out
+    before = linear_attend(q, k, v, features).out
     for at in (63, 64, 150, 199):
         for t in (q, k, v):
             t[:, :, at:] = value
-        assert torch.equal(linear_attend(q, k, v).out[:, :, :at], before[:, :, :at])
+        assert torch.equal(linear_attend(q, k, v, features).out[:, :, :at], before[:, :, :at])
         q, k, v = inputs(200)
 
 
@@ -122,6 +137,32 @@ def test_the_library_and_the_form_in_pytorch_agree(monkeypatch: pytest.MonkeyPat
     b: LinearResult = linear_attend(q, k, v, rule=Decay(0.9), features=Elu1())
     torch.testing.assert_close(a.out, b.out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(a.state.S, b.state.S, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", [PLAIN, *ISAS])
+@pytest.mark.parametrize("rule", [None, Decay(0.9)])
+@pytest.mark.parametrize("size", [0.5, 3.0])
+def test_favors_rows_and_states_are_as_near_as_those_of_the_form_in_pytorch(
+    isa: int, rule: Decay | None, size: float, monkeypatch: pytest.MonkeyPatch
+):
+    q, k, v = (size * t for t in inputs(300))
+    monkeypatch.setattr(compiled, "_chosen", lambda: isa)
+    words: dict[str, Any] = {"features": Favor(16, features=131), "rule": rule}
+    right = linear_attend(q.double(), k.double(), v.double(), **words)
+    first = linear_attend(*(t[:, :, :131] for t in (q, k, v)), **words)
+    second = linear_attend(*(t[:, :, 131:] for t in (q, k, v)), **words, state=first.state)
+    found = LinearResult(torch.cat([first.out, second.out], 2), second.state)
+    monkeypatch.setattr(compiled, "fits", lambda *call: False)
+    beside = linear_attend(q, k, v, **words)
+    assert _far(found.out, right.out) <= 2 * _far(beside.out, right.out) + 1e-7
+    scale = right.state.log_scale
+    assert scale is not None
+    states = [one.state.under(scale.float()).S for one in (found, beside)]
+    assert _far(states[0], right.state.S) <= 2 * _far(states[1], right.state.S) + 1e-6
+
+
+def _far(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right).abs().max() / right.abs().max())
 
 
 @pytest.mark.parametrize("rule", [None, Decay(0.9)])
@@ -170,6 +211,7 @@ def status(**changed: float) -> int:
     state, memory = torch.zeros(16 * 17), torch.zeros(1 << 20, dtype=torch.uint8)
     values: dict[str, float] = {"batch": 1, "heads": 2, "kv_heads": 1, "tokens": 70, "qk_dim": 16, "v_dim": 16}
     values |= {"dtype": 1, "threads": 1, "chunk": 64, "feature": 1, "normalise": 1, "scale": 1.0}
+    values["features"] = 16
     for name, t in {"q": q, "k": k, "v": k, "out": out}.items():
         values |= {f"{name}.data": t.data_ptr(), f"{name}.batch": 70 * 16, f"{name}.head": 70 * 16}
         values[f"{name}.token"] = 16
@@ -186,7 +228,13 @@ WRONG: dict[str, tuple[dict[str, float], int]] = {
     "no chunk": ({"chunk": 0}, SIZE),
     "a chunk of more than a panel": ({"chunk": 65}, SIZE),
     "float64": ({"dtype": 0}, SIZE),
-    "a feature": ({"feature": 3}, SIZE),
+    "a feature": ({"feature": 4}, SIZE),
+    "features that are not the elements": ({"features": 17}, SIZE),
+    "random features without vectors": ({"feature": 3}, POINTER),
+    "random features without an exponent": ({"feature": 3, "vectors": 64}, POINTER),
+    "random features that are not normalised": ({"feature": 3, "normalise": 0}, SIZE),
+    "random features of no scale": ({"feature": 3, "scale": 0.0}, SIZE),
+    "no random features": ({"feature": 3, "features": 0}, SIZE),
     "heads that do not divide": ({"heads": 3, "kv_heads": 2}, SIZE),
     "a negative size": ({"tokens": -1}, SIZE),
     "no features": ({"qk_dim": 0}, SIZE),

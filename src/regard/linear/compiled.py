@@ -1,17 +1,19 @@
 """Linear attention by the compiled library (native/linear.h): without a rule or with `Decay`, on the CPU.
 
 One pass maps features, multiplies chunks and divides rows, and no intermediate tensor leaves the cache. The forms in
-PyTorch (`sums.py`) remain for gradients, tracing, float64, other devices and other features.
+PyTorch (`sums.py`) remain for gradients, tracing, float64, other devices and `Taylor`.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.describe.feature import Elu1, Relu
+from regard.describe.feature import Elu1, Favor, Relu
 from regard.linear import sums
 from regard.linear.call import LinearCall
 from regard.linear.rule import Decay
@@ -25,7 +27,7 @@ CHUNK = 64
 FLOPS = 4 << 30
 """FLOPs of one call of the library, some 50 ms on one core: Python handles its signals in between."""
 
-IDENTITY, ELU1, RELU = range(3)
+IDENTITY, ELU1, RELU, FAVOR = range(4)
 """regard_feature of native/abi.h."""
 
 AT = {name: number for number, name in enumerate(native_calls.LINEAR)}
@@ -46,7 +48,7 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
         call.in_place
         and (call.any_form or call.run is sums.chunked)
         and (call.rule is None or isinstance(call.rule, Decay))
-        and (call.features is None or (type(call.features) in (Elu1, Relu) and call.scale is None))
+        and (type(call.features) in (type(None), Favor) or (type(call.features) in (Elu1, Relu) and call.scale is None))
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.dtype == v.dtype == q.dtype
@@ -86,9 +88,12 @@ def run(
     assert entry is not None
     assert shown is not None
     state = carry.matrix.clone(memory_format=torch.contiguous_format)
+    top = None if carry.top is None else carry.top.clone(memory_format=torch.contiguous_format)
     out = shown.new_empty(*shown.shape[:2], 0 if q is None else q.shape[2], state.shape[3] - call.normalise)
     fade = None if call.log_gamma is None or k is None else call.log_gamma.reshape(-1).contiguous()
     values = _values(call, shown, state, fade) | {"isa": _chosen() if isa is None else isa}
+    vectors = _vectors(call.features) if isinstance(call.features, Favor) else None
+    values |= {"top": 0 if top is None else top.data_ptr(), "vectors": 0 if vectors is None else vectors.ctypes.data}
     tensors = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in _given(q, k, v, out)}
     size = _tokens_of_a_call(call, shown, state)
     for start in range(0, shown.shape[2], size):
@@ -101,7 +106,7 @@ def run(
         entry(struct)
         if struct[AT["spoilt"]]:
             return Found(out, carry, False)
-    return Found(out, Carry(state, None), True)
+    return Found(out, Carry(state, top), True)
 
 
 def _given(q: Tensor | None, k: Tensor | None, v: Tensor | None, out: Tensor) -> list[tuple[str, Tensor]]:
@@ -112,28 +117,39 @@ def _given(q: Tensor | None, k: Tensor | None, v: Tensor | None, out: Tensor) ->
 
 def _values(call: LinearCall, shown: Tensor, state: Tensor, fade: Tensor | None) -> dict[str, float]:
     """The fields of regard_linear that do not depend on the tokens."""
-    feature, epsilon = IDENTITY, 0.0
+    feature, epsilon, scale = IDENTITY, 0.0, 1.0
     if isinstance(call.features, Relu):
         feature, epsilon = RELU, call.features.epsilon
+    elif isinstance(call.features, Favor):
+        feature, scale = FAVOR, shown.shape[3] ** -0.5
     elif call.features is not None:
         feature = ELU1
     return {
         "batch": shown.shape[0],
         "heads": shown.shape[1],
         "kv_heads": state.shape[1],
-        "qk_dim": state.shape[2],
+        "qk_dim": shown.shape[3],
         "v_dim": state.shape[3] - call.normalise,
         "state": state.data_ptr(),
         "dtype": native_calls.DTYPES[shown.dtype],
         "threads": torch.get_num_threads(),
         "chunk": min(call.chunk, CHUNK),
         "feature": feature,
+        "features": state.shape[2],
         "normalise": int(call.normalise),
-        "scale": 1.0 if call.scale is None or call.features is not None else call.scale,
+        "scale": scale if call.scale is None else call.scale,
         "epsilon": epsilon,
         "log_decay": 0 if fade is None else fade.data_ptr(),
         "log_decay_head": 0 if fade is None or fade.numel() == 1 else 1,
     }
+
+
+@lru_cache(16)  # as numpy's: a tensor would belong to the mode of its first use
+def _vectors(favor: Favor) -> NDArray[np.float32]:
+    """The random vectors in blocks of 64, [blocks][dim][64], zeros after the last."""
+    padded = np.zeros((-(-favor.features // CHUNK) * CHUNK, favor.dim), np.float32)
+    padded[: favor.features] = favor.vectors().numpy()
+    return np.ascontiguousarray(padded.reshape(-1, CHUNK, favor.dim).transpose(0, 2, 1))
 
 
 def _places(tensors: dict[str, Tensor]) -> dict[str, int]:
