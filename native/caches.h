@@ -5,11 +5,18 @@
 
 namespace regard {
 
+// How whole spans of keys and values ask for lines (decode_stream.h).
+enum class Asks {
+    keys,  // those of keys into the first level, 8 KiB ahead; the machine's own prefetching reads values
+    all,   // those of values as well
+    far,   // all of them into the second level, 16 KiB ahead
+};
+
 // Bytes of data that a core has of each level.
 struct Caches {
     int64_t first, second;
-    int64_t near;    // what operands of 512-bit products may take before products wait for them
-    bool holds_far;  // whether lines may be asked for into the second 16 KiB ahead (decode_stream.h)
+    int64_t near;  // what operands of 512-bit products may take before products wait for them
+    Asks asks;
 };
 
 // Those of this machine, read once; or what the environment variable REGARD_CACHES says, "32768,1048576" for example,

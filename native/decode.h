@@ -7,7 +7,7 @@
 // depends on positions alone.
 //
 // Up to four rows go through all keys of a span before its values, where these lie one after another and no key is
-// widened: memory is read as one stream, for three and four rows on AVX-512 by loops of their own (decode_stream.h).
+// widened: memory is read as one stream, on AVX-512 mostly by loops of their own (decode_stream.h).
 // All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
@@ -183,24 +183,26 @@ struct Decode {
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
         T *const all = scores;
-        for (int64_t at = 0; at < SPAN; at += BLOCK) {
-            if (later) span.ask(later, at);
+        const int64_t step = BLOCK * c.v_dim * int64_t(sizeof(S));
+        for (int64_t at = 0; at < SPAN; at += BLOCK, values += step) {
             block.first = first + at;
             scores = all + at * lanes.count;
             if constexpr (!K::pairs) weights = scores;
-            weigh_all(block, lanes, into);
-            span.add(values + at * c.v_dim * int64_t(sizeof(S)), weights, lanes.count, into.out);
+            weigh_all(block, lanes, into, [&](int r) { span.ask(values, later, at, r); });
+            const bool is_last = at + BLOCK == SPAN;
+            span.add(values, is_last && later ? later : values + step, weights, lanes.count, into.out);
         }
         scores = all;
         if constexpr (!K::pairs) weights = all;
         return REGARD_DONE;
     }
 
-    // Weights of a block that all rows see.
-    void weigh_all(const Block &block, const Lanes &lanes, const Part &into) {
+    // Weights of a block that all rows see. `before(r)` is called before those of row r.
+    template <typename Before>
+    void weigh_all(const Block &block, const Lanes &lanes, const Part &into, Before before) {
         static const Bits128 none{};
         const Piece piece{0, int(BLOCK), 0, 1};
-        for (int r = 0; r < lanes.count; ++r) weigh(block, lanes, none, &piece, 1, r, into);
+        for (int r = 0; r < lanes.count; ++r) before(r), weigh(block, lanes, none, &piece, 1, r, into);
     }
 
     // The keys of other rows from a token on, if these are stored as the call's type; else null.
@@ -232,7 +234,7 @@ struct Decode {
             todo.block.first = first + at;
             scores = all + at * made;
             if constexpr (!K::pairs) weights = scores;
-            weigh_all(todo.block, lanes, into);
+            weigh_all(todo.block, lanes, into, [](int) {});
             v.find(first + at, first + at + BLOCK, todo.values);
             DecodeValues<K>(c.v_dim, width, weights, value_rows)
                 .add(v, todo.values, first + at, 0, BLOCK, lanes.count, into.out, value_lines);

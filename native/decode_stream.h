@@ -1,5 +1,5 @@
-// Whole spans for three or four rows, where keys and values lie one after another: all keys, then block after block of
-// values, at the speed at which memory is read. For vectors of 16 words (AVX-512).
+// Whole spans for up to four rows (on Zen 4 three or four), where keys and values lie one after another: all keys, then
+// block after block of values, at the speed at which memory is read. For vectors of 16 words (AVX-512).
 //
 // What decides on Zen 4 is which lines are on their way. 16 keys at a time are transposed in registers, and for each
 // vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are on their way while
@@ -9,8 +9,11 @@
 // of 128 dims take all registers. From memory both loops take as long as reads alone, and from the second cache they
 // are 1.2 to 3 times as fast.
 //
-// Where the second cache holds lines that are asked for far ahead (caches.h), keys and values are asked for into it,
-// each line once, 16 KiB ahead, and one or two rows of float32 are streamed as well.
+// Which lines are asked for follows the machine (`Asks` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
+// ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
+// it, lines behind these into the second cache. Where that holds lines that are asked for far ahead, keys and values
+// are asked for into it, each line once, 16 KiB ahead. One and two rows are streamed there as well; on Intel only those
+// of float32.
 #pragma once
 
 #include "caches.h"
@@ -29,18 +32,19 @@ struct DecodeStream {
     using Turned = KeyRows<K, S>;
     static constexpr int W = K::W;
     static constexpr bool known = Turned::halves && (K::pairs || is_same<S, float>);
-    static constexpr int64_t AHEAD = 8192, FAR = 16384;  // bytes
+    static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
 
     const int64_t key_dim, units, v_dim, width;
-    const bool far = caches().holds_far;
+    const Asks asks = caches().asks;
 
     // Up to four rows, whose values can be read in the order of memory. Loops of one or two have fewer instructions
     // for a line, so on Zen 4 more lines are on their way than there are places for: with one row, pages of 4 KiB and
     // float32 it took 1.0 to 1.4 times as long as DecodeScores and DecodeValues. Elsewhere one or two rows in pairs of
-    // bf16 take 1.02 to 1.04 times as long.
+    // bf16 take 1.02 to 1.04 times as long, but on Zen 5 0.91 to 0.98.
     static bool serves(int rows, int64_t v_dim) {
-        return known && rows <= 4 && (rows > 2 || (!K::pairs && caches().holds_far)) &&
-               (v_dim == 4 * W || v_dim == 8 * W);
+        const Asks asks = caches().asks;
+        const bool few = asks == Asks::all || (asks == Asks::far && !K::pairs);
+        return known && rows <= 4 && (rows > 2 || few) && (v_dim == 4 * W || v_dim == 8 * W);
     }
 
     // Scores of the span's keys, [8][rows][128]. `after`: what is read next.
@@ -48,41 +52,52 @@ struct DecodeStream {
         by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys, after, queries, scores); });
     }
 
-    // out [rows][width] += weights [rows][128 / pair] x the 128 values from `values` on.
-    void add(const char *values, const Unit *weights, int rows, T *out) const {
-        by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values, weights, out); });
+    // out [rows][width] += weights [rows][128 / pair] x the 128 values from `values` on. `after`: what is read next.
+    void add(const char *values, const char *after, const Unit *weights, int rows, T *out) const {
+        by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values, after, weights, out); });
     }
 
-    // Asks for a part of what the next span begins with, at each block: a few lines, or they would find no place.
-    void ask(const char *later, int64_t at) const {
-        const int64_t share = (far ? FAR : AHEAD) / (SPAN / BLOCK);
-        for (int64_t i = 0; i < share; i += Lines::LINE) __builtin_prefetch(later + at / BLOCK * share + i, 0, 2);
+    // Asks for a part of what is read later, while row r of a block is weighed: a few lines, or they would find no
+    // place. `later`: keys of the next span, or null, where all of these but what `add` asks for come too late.
+    void ask(const char *values, const char *later, int64_t at, int r) const {
+        if (asks == Asks::all) return ask_all(values + AHEAD + r * OF_ROW, OF_ROW);
+        if (!later || r) return;
+        const int64_t share = (asks == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
+        ask_all(later + at / BLOCK * share, share);
     }
 
   private:
-    // How many rows, and how far ahead lines are asked for.
-    template <int R, bool far_ahead>
+    static void ask_all(const char *from, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += Lines::LINE) __builtin_prefetch(from + i, 0, 2);
+    }
+
+    // How many rows, and how lines are asked for.
+    template <int R, Asks asks>
     struct Way {
         static constexpr int rows = R;
-        static constexpr int64_t ahead = far_ahead ? FAR : AHEAD;
+        static constexpr int64_t ahead = asks == Asks::far ? FAR : AHEAD;
+        static constexpr bool values = asks != Asks::keys;
+        static constexpr bool turns = asks == Asks::all;  // from the end of values to what is read next
 
         static REGARD_INLINE void ask(const char *at) {
-            if constexpr (far_ahead) __builtin_prefetch(at, 0, 2);  // into the second cache
+            if constexpr (asks == Asks::far) __builtin_prefetch(at, 0, 2);  // into the second cache
             else __builtin_prefetch(at);
-        }
-        // Of values: nearer, the machine's own prefetching does it.
-        static REGARD_INLINE void ask_value([[maybe_unused]] const char *at) {
-            if constexpr (far_ahead) ask(at + FAR);
         }
     };
 
     template <typename Work>
     REGARD_INLINE void by_rows(int rows, Work work) const {
-        if (!far) return rows == 3 ? work(Way<3, false>{}) : work(Way<4, false>{});
-        if (rows == 1) work(Way<1, true>{});
-        else if (rows == 2) work(Way<2, true>{});
-        else if (rows == 3) work(Way<3, true>{});
-        else work(Way<4, true>{});
+        if (asks == Asks::all) few_rows<Asks::all>(rows, work);
+        else if (asks == Asks::far) few_rows<Asks::far>(rows, work);
+        else if (rows == 3) work(Way<3, Asks::keys>{});
+        else work(Way<4, Asks::keys>{});
+    }
+    template <Asks asks, typename Work>
+    static REGARD_INLINE void few_rows(int rows, Work work) {
+        if (rows == 1) work(Way<1, asks>{});
+        else if (rows == 2) work(Way<2, asks>{});
+        else if (rows == 3) work(Way<3, asks>{});
+        else work(Way<4, asks>{});
     }
 
     // Rows of memory, in five registers: 16 addresses would wait in memory for their turn.
@@ -135,29 +150,34 @@ struct DecodeStream {
     }
 
     template <typename By>
-    void add_rows(const char *values, const Unit *weights, T *out) const {
-        if (v_dim == 8 * W) add_dims<By, 8>(values, weights, out);
-        else add_dims<By, 4>(values, weights, out);
+    void add_rows(const char *values, const char *after, const Unit *weights, T *out) const {
+        if (v_dim == 8 * W) add_dims<By, 8>(values, after, weights, out);
+        else add_dims<By, 4>(values, after, weights, out);
     }
 
     template <typename By, int N>
-    __attribute__((noinline)) void add_dims(const char *row, const Unit *weights, T *out) const {
+    __attribute__((noinline)) void add_dims(const char *row, [[maybe_unused]] const char *after, const Unit *weights,
+                                            T *out) const {
         constexpr int R = By::rows;
         const int64_t step = v_dim * int64_t(sizeof(S));
+        [[maybe_unused]] const char *ahead = row + By::ahead, *const end = row + BLOCK * step;
         V sum[R][N];
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) sum[r][n] = load(out + r * width + n * W);
         if constexpr (K::pairs) part_quarters(sum);
-        for (int j = 0; j < BLOCK; j += P::pair, row += P::pair * step) {
+        for (int j = 0; j < BLOCK; j += P::pair, row += P::pair * step, ahead += P::pair * step) {
+            if constexpr (By::turns) ahead = ahead == end ? after : ahead;
 #pragma GCC unroll 8
             for (int n = 0; n < N; n += P::pair) {
                 typename P::Vector value[P::pair];
-                const char *const at_dims = row + n * W * int64_t(sizeof(S));
-                By::ask_value(at_dims);
-                if constexpr (K::pairs) By::ask_value(at_dims + step);
-                take(at_dims, step, value);
+                const int64_t dims = n * W * int64_t(sizeof(S));
+                if constexpr (By::values) {
+                    By::ask(ahead + dims);
+                    if constexpr (K::pairs) By::ask(ahead + step + dims);
+                }
+                take(row + dims, step, value);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) {
                     const Unit *at = weights + (r * BLOCK + j) / P::pair;
