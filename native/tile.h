@@ -11,6 +11,8 @@
 // of 16. Steps of 512-bit products are written out two at a time: native/README.md.
 #pragma once
 
+#include <type_traits>
+
 #include "exp.h"
 #include "float16.h"
 #include "transpose.h"
@@ -252,6 +254,25 @@ REGARD_INLINE auto unit(const S *p) -> decltype(widen(*p)) {
     return widen(*p);
 }
 
+// Of rows of bf16, what is transposed as pairs: out[i][lane] and out[i + 1][lane] from one word. The number of units
+// done.
+template <typename RowAt>
+REGARD_INLINE int64_t gather_pairs(RowAt row_at, int lane, int some, int64_t units, float *out) {
+    constexpr int W = Vec<uint32_t>::lanes;
+    int64_t i = 0;
+    for (; i + 2 * W <= units; i += 2 * W) {
+        U block[W];
+        for (int j = 0; j < W; ++j)
+            block[j] = j < some ? load_units(reinterpret_cast<const uint32_t *>(row_at(lane + j) + i)) : U{};
+        transpose<uint32_t>(block);
+        for (int j = 0; j < W; ++j) {
+            store(out + (i + 2 * j) * LANES + lane, F(block[j] << 16));
+            store(out + (i + 2 * j + 1) * LANES + lane, F(block[j] & 0xffff0000u));
+        }
+    }
+    return i;
+}
+
 // Rows of memory as lanes: out[i][lane] = unit i of row `lane`, for `units` units. Lanes from `count` on get 0.
 // T is what a lane holds (4 or 8 bytes), Stored what memory holds.
 template <typename T, typename Stored, typename RowAt>
@@ -260,6 +281,8 @@ REGARD_INLINE void gather_lanes(RowAt row_at, int count, int64_t units, T *out) 
     for (int lane = 0; lane < count; lane += W) {
         const int some = count - lane < W ? count - lane : W;
         int64_t i = 0;
+        if constexpr (sizeof(T) == 4 && std::is_same<Stored, bf16>::value)
+            i = gather_pairs(row_at, lane, some, units, out);
         for (; i + W <= units; i += W) {
             typename Vec<T>::type block[W];
             for (int j = 0; j < W; ++j)
