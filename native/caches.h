@@ -15,7 +15,8 @@ enum class Asks {
 // Bytes of data that a core has of each level.
 struct Caches {
     int64_t first, second;
-    int64_t near;  // what operands of 512-bit products may take before products wait for them
+    int64_t near;          // what operands of 512-bit products may take before products wait for them
+    bool asks_into_first;  // whether lists of lines (source.h) are asked for into the first
     Asks asks;
 };
 

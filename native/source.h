@@ -1,32 +1,11 @@
 // The tokens of one head of one batch row, however they are stored: a tensor is one plain part.
 #pragma once
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include "caches.h"
 #include "rows.h"
 
 namespace regard {
 namespace REGARD_ISA {
-
-// Whether this is a Zen 5 (AMD family 26), where prefetching into the first cache took 1 / 1.4 of the time that the
-// second took. On Zen 4 it takes 1.3 to 1.6 times as long: a line on its way to the first cache occupies one of 24
-// places (12 on Cascade Lake) that loads from the second need as well, and of lines that are asked for a block ahead,
-// 64 KiB, few are still there.
-inline bool prefetches_into_first() {
-#if defined(__x86_64__)
-    static const bool is = [] {
-        unsigned a, b, c, d;
-        if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return false;
-        return __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 26;
-    }();
-    return is;
-#else
-    return true;
-#endif
-}
 
 // What is read of a block: the runs of some of its tokens, in order.
 struct Stretch {
@@ -39,7 +18,7 @@ class Lines {
   public:
     static constexpr int LINE = 64, SPARSE = 512;
 
-    Lines() : into_first_(prefetches_into_first()), count_(0) {}
+    Lines() : into_first_(caches().asks_into_first), count_(0) {}
 
     void clear() { count_ = 0, lines_ = 0, place_ = {}; }
     // One line of each `step` bytes.
@@ -151,7 +130,7 @@ struct Source {
     // AVX2 1.0 to 1.03.
     static int step_of_lines(bool in_order) {
         const bool holds_far = VECTOR_BYTES == 64 && caches().asks == Asks::far;
-        return in_order && !prefetches_into_first() && !holds_far ? Lines::SPARSE : Lines::LINE;
+        return in_order && !caches().asks_into_first && !holds_far ? Lines::SPARSE : Lines::LINE;
     }
     void list(const Stretch &stretch, Lines &lines, bool in_order = false) const {
         const int step = step_of_lines(in_order);
