@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#define REGARD_ABI_VERSION 6
+#define REGARD_ABI_VERSION 7
 #define REGARD_API extern "C" __attribute__((visibility("default")))
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
@@ -203,9 +203,10 @@ struct regard_linear {
     regard_tensor q, k, v, out;  // null q: no rows, and no out. Null k: no v, rows see the state alone; no decay then
     const void *log_decay;       // float32 [kv_heads], of each token; null: none
     int64_t log_decay_head;
-    void *
-        state;  // float32 [batch, kv_heads, features, v_dim + normalise], contiguous: before, and then after all tokens
-    int64_t spoilt;  // set to 1 if an element of q, k or v is not finite: out and state are of no use then
+    regard_tensor log_gate;    // float32 [batch, kv_heads, tokens, features or 1]; null: none, as with a null k
+    int64_t log_gate_feature;  // 1; 0 if all features have the same
+    void *state;  // float32 [batch, kv_heads, features, v_dim + normalise], contiguous: before, then after all tokens
+    int64_t spoilt;  // set to 1 if q, k or v is not finite somewhere, or a gate NaN: out and state are of no use then
 
     void *workspace;
     int64_t workspace_bytes;

@@ -295,7 +295,13 @@ regard_status check(const regard_linear &c) {
         if (c.q.data)
             if (regard_status wrong = tensor(*t, c.dtype, c.batch, c.heads, c.tokens, t == &c.q ? c.qk_dim : c.v_dim))
                 return wrong;
-    if (!c.k.data && c.log_decay) return REGARD_BAD_SIZE;
+    if (!c.k.data && (c.log_decay || c.log_gate.data)) return REGARD_BAD_SIZE;
+    if (c.log_gate.data && (favor || c.log_decay || c.log_gate_feature < 0 || c.log_gate_feature > 1))
+        return REGARD_BAD_SIZE;
+    if (c.log_gate.data)
+        if (regard_status wrong =
+                tensor(c.log_gate, REGARD_F32, c.batch, c.kv_heads, c.tokens, c.log_gate_feature ? c.features : 1))
+            return wrong;
     for (const regard_tensor *t : {&c.k, &c.v})
         if (c.k.data)
             if (regard_status wrong =

@@ -79,12 +79,21 @@ REGARD_INLINE D exp2(D t) {
 #endif
 }
 
-// exp(x) for x <= 0, finite: what x log2 e loses by rounding is added as a factor.
+// exp(x) for x <= 0, to a rounding, and to less near 0: products of many such factors stay near theirs. 0 below -150.
 REGARD_INLINE F exp_below(F x) {
-    const F t = x * float(LOG2E);
-    const F lost = fma(x, broadcast(float(LOG2E)), -t) + x * float(LOG2E - double(float(LOG2E)));
-    const F power = exp2(t);
-    return fma(power, lost * float(LN2), power);
+    x = larger(broadcast(-150.0f), x);
+    const F magic = broadcast(0x1.8p23f), shifted = fma(x, broadcast(float(LOG2E)), magic), n = shifted - magic;
+    const F r = fma(n, broadcast(1.42860677e-6f), fma(n, broadcast(-0.693148613f), x));  // ln 2 in two
+    constexpr float parts[] = {1 / 5040.0f, 1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 0.5f, 1.0f};
+    F p = broadcast(parts[0]);
+#pragma GCC unroll 8
+    for (int i = 1; i < 7; ++i) p = fma(p, r, broadcast(parts[i]));
+    p = fma(p, r, broadcast(1.0f));
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, n);
+#else
+    return n < -126.0f ? F{} : p * F((U(shifted) << 23) + 0x3f800000u);
+#endif
 }
 
 // -limit to limit; NaN stays.

@@ -20,6 +20,7 @@
 
 #include "exp.h"
 #include "linear_favor.h"
+#include "linear_gated.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -32,11 +33,12 @@ class Linear {
     static constexpr int64_t STEP = 16, BLOCK = LANES * LANES;
 
     const regard_linear &c;
-    const bool favor;
+    const bool favor, gated;
     const int64_t dim, blocks, panels, group;
-    float *k, *tops, *levels;  // of a chunk: in its own memory where chunks are parted, see `use`
+    float *k, *gates, *tops, *levels, *whole;  // of a chunk: in its own memory where chunks are parted, see `use`
     float *mine, *k_lanes, *v, *faded, *q, *scaled, *weights, *out, *state, *added;  // see scratch_of
     float *ages, *read, *write, *highs;  // gamma^n: of pairs, of the state at a row, of a key at the end; `set_ages`
+    float *near, *past;                  // see linear_gated.h
     F bad{};                             // NaN in a lane that met a value that is not finite
 
     enum Level { END, BEFORE, KEPT, ADDED };  // the exponents of a chunk and of the state before it; factors of both
@@ -45,7 +47,9 @@ class Linear {
     static int64_t panels_of(const regard_linear &c) { return (c.v_dim + LANES - 1) / LANES; }
     static int64_t blocks_of(const regard_linear &c) { return (c.features + LANES - 1) / LANES; }
     static int64_t state_of(const regard_linear &c) { return panels_of(c) * c.features * LANES + up(c.features); }
-    static int64_t chunk_of(const regard_linear &c) { return blocks_of(c) * BLOCK + LANES + STEP; }
+    static int64_t chunk_of(const regard_linear &c) {
+        return blocks_of(c) * (c.log_gate.data ? 2 * BLOCK + LANES : BLOCK) + LANES + STEP;
+    }
 
   public:
     // Floats of a chunk that is parted from others: a state, [panels][features][64] and z [features], padded; its keys.
@@ -54,12 +58,14 @@ class Linear {
     static int64_t scratch_of(const regard_linear &c) {
         const bool favor = c.feature == REGARD_FAVOR;
         const int64_t rows = (2 * blocks_of(c) + 3 * panels_of(c) + 1) * BLOCK + (favor ? LANES * up(c.qk_dim) : 0);
-        return rows + state_of(c) + (favor ? state_of(c) : 0) + chunk_of(c) + 6 * LANES;
+        const int64_t gated = c.log_gate.data ? blocks_of(c) * (BLOCK + 2 * LANES) : 0;
+        return gated + rows + state_of(c) + (favor ? state_of(c) : 0) + chunk_of(c) + 6 * LANES;
     }
 
     Linear(const regard_linear &call, float *scratch)
         : c(call),
           favor(c.feature == REGARD_FAVOR),
+          gated(c.log_gate.data),
           dim(c.features),
           blocks(blocks_of(c)),
           panels(panels_of(c)),
@@ -72,6 +78,7 @@ class Linear {
         scaled = take(favor ? LANES * up(c.qk_dim) : 0);
         state = take(state_of(c)), added = take(favor ? state_of(c) : 0);
         ages = take(2 * LANES), read = take(LANES), write = take(LANES), highs = take(LANES);
+        near = take(gated ? blocks * BLOCK : 0), past = take(gated ? 2 * blocks * LANES : 0);
         use(mine);
     }
 
@@ -137,8 +144,10 @@ class Linear {
   private:
     void use(float *chunk) {
         k = chunk;
-        tops = k + blocks * BLOCK;
+        gates = k + blocks * BLOCK;
+        tops = gates + (gated ? blocks * BLOCK : 0);
         levels = tops + LANES;
+        whole = levels + STEP;
     }
 
     // ---- features -------------------------------------------------------------------------------------------------
@@ -215,7 +224,29 @@ class Linear {
         features(c.k, batch(head), key_head(head), n * c.chunk, tokens, 1, k, tops);
         values(head, n, tokens);
         if (favor) set_end(head, tokens);
+        if (gated) set_gates(head, n, tokens);
         return tokens;
+    }
+
+    // The gates of a chunk, and of all its tokens together.
+    void set_gates(int64_t head, int64_t n, int64_t tokens) {
+        for (int64_t j = 0; j < tokens; ++j) {
+            const float *logs = static_cast<const float *>(c.log_gate.data) + batch(head) * c.log_gate.batch +
+                                key_head(head) * c.log_gate.head + (n * c.chunk + j) * c.log_gate.token;
+            for (int64_t f = 0; f < dim; f += W) {
+                F log = broadcast(*logs);
+                if (c.log_gate_feature) {
+                    float rest[W] = {};
+                    if (dim - f < W) memcpy(rest, logs + f, size_t(dim - f) * sizeof(float));
+                    log = load(dim - f < W ? rest : logs + f);
+                }
+                log = larger(broadcast(-200.0f), log);  // -inf, which is no error
+                bad = fma(log, F{}, bad);
+                const F gate = exp_below(log);
+                store(gates + f / LANES * BLOCK + j * LANES + f % LANES, gate);
+                store(whole + f, j ? load(whole + f) * gate : gate);
+            }
+        }
     }
 
     void values(int64_t head, int64_t n, int64_t tokens) {
@@ -284,31 +315,39 @@ class Linear {
         }
     }
 
-    // Of the state, after the chunk.
+    // Of the state, after the chunk; but for gates.
     float kept(int64_t head, int64_t tokens) const {
         return favor ? levels[KEPT] : c.log_decay ? float(__builtin_exp(log_decay(head) * double(tokens))) : 1.0f;
     }
 
     void fade(int64_t head, int64_t tokens) {
-        if (!c.log_decay) return;
-        const F by = broadcast(kept(head, tokens));
-        for (int64_t i = 0; i < state_of(c); i += W) store(state + i, load(state + i) * by);
+        if (!c.log_decay && !gated) return;
+        const float share = kept(head, tokens);
+        for (int64_t f = 0; f < dim; ++f) {
+            const float by = gated ? whole[f] : share;
+            for (int64_t p = 0; p < panels; ++p)
+                for (int64_t i = (p * dim + f) * LANES; i < (p * dim + f + 1) * LANES; i += W)
+                    store(state + i, load(state + i) * by);
+            state[panels * dim * LANES + f] *= by;
+        }
     }
 
     // The state after the chunk, and in place of what the chunk adds the state before it: of some of the features.
     void step(int64_t head, int64_t tokens, float *adds, int64_t low, int64_t high) {
         const float share = kept(head, tokens), more = favor ? levels[ADDED] : 1.0f;
-        const F by = broadcast(share), by_added = broadcast(more);
         for (int64_t p = 0; p < panels; ++p)
-            for (int64_t i = (p * dim + low) * LANES; i < (p * dim + high) * LANES; i += W) {
-                const F before = load(state + i);
-                store(state + i, before * by + load(adds + i) * by_added);
-                store(adds + i, before);
+            for (int64_t f = low; f < high; ++f) {
+                const F by = broadcast(gated ? whole[f] : share);
+                for (int64_t i = (p * dim + f) * LANES; i < (p * dim + f + 1) * LANES; i += W) {
+                    const F before = load(state + i);
+                    store(state + i, before * by + load(adds + i) * more);
+                    store(adds + i, before);
+                }
             }
         float *const z = state + panels * dim * LANES, *const other = adds + panels * dim * LANES;
         for (int64_t f = low; f < high; ++f) {
             const float before = z[f];
-            z[f] = z[f] * share + other[f] * more;
+            z[f] = z[f] * (gated ? whole[f] : share) + other[f] * more;
             other[f] = before;
         }
     }
@@ -350,8 +389,22 @@ class Linear {
         for (int64_t i = size; fill && i < LANES; ++i) to[i] = 0;
     }
 
+    // Keys times all gates after them.
+    void gate_keys(int64_t tokens) {
+        for (int64_t f = 0; f < dim; f += W) {
+            const int64_t at = f / LANES * BLOCK + f % LANES;
+            F later = broadcast(1.0f);
+            for (int64_t j = tokens - 1; j >= 0; --j) {
+                store(near + at + j * LANES, load(k + at + j * LANES) * later);
+                later *= load(gates + at + j * LANES);
+            }
+        }
+    }
+
     // K^T V, added to the state or written.
     void add(int64_t tokens, float *to, bool more) {
+        const float *keys = gated ? near : k;
+        if (gated) gate_keys(tokens);
         const float *lanes = v;
         if (aged()) {
             lanes = faded;
@@ -362,7 +415,7 @@ class Linear {
         }
         for (int64_t p = 0; p < panels; ++p, lanes += BLOCK)
             for (int64_t n = 0; n < blocks; ++n) {
-                const char *rows_of_k = reinterpret_cast<const char *>(k + n * BLOCK);
+                const char *rows_of_k = reinterpret_cast<const char *>(keys + n * BLOCK);
                 float *s = to + (p * dim + n * LANES) * LANES;
                 if (more)
                     multiply<Fused<float>, Along::down, Start::added>(rows_of_k, LANES * 4, some(n), lanes, tokens, s,
@@ -373,7 +426,7 @@ class Linear {
             }
         float *z = to + panels * dim * LANES;
         for (int64_t f = 0; f < dim; f += W) {
-            const float *at = k + f / LANES * BLOCK + f % LANES;
+            const float *at = keys + f / LANES * BLOCK + f % LANES;
             F sum{};
             if (aged())
                 for (int64_t j = 0; j < tokens; ++j) sum = fma(load(at + j * LANES), broadcast(write[j]), sum);
@@ -386,21 +439,30 @@ class Linear {
     // ---- rows -----------------------------------------------------------------------------------------------------
 
     void rows(int64_t head, int64_t n, int64_t tokens, const float *s) {
-        for (int64_t block = 0; c.k.data && block < blocks; ++block) {
-            const float *keys = k + block * BLOCK;
-            const auto key = [&](int64_t lane) { return reinterpret_cast<const char *>(keys + lane * LANES); };
-            gather_lanes<float, float>(key, int(tokens), some(block), k_lanes + block * BLOCK);
-        }
         if (favor && c.k.data) set_highs(head, tokens);
         for (int64_t g = 0; g < group; ++g) {
             const int64_t b = batch(head), h = key_head(head) * group + g;
             float *unused = weights;  // a query's exponent is a factor of its whole row
             features(c.q, b, h, n * c.chunk, tokens, float(c.scale), q, unused);
+            if (c.k.data && (!g || gated)) turn_keys(tokens);
+            if (gated) gate_pairs(q, gates, k_lanes, dim, tokens, near, past, past + blocks * LANES, weights);
             of_earlier(tokens, s);
-            for (int64_t i = 0; c.k.data && i < tokens; i += STEP)
-                of_chunk(i, tokens - i < STEP ? tokens - i : STEP, tokens);
+            for (int64_t i = 0; c.k.data && i < tokens; i += STEP) {
+                const int64_t count = tokens - i < STEP ? tokens - i : STEP;
+                if (!gated) weigh(i, count, tokens);
+                mix(i, count, tokens);
+            }
             if (c.normalise) divide(tokens, s + panels * dim * LANES);
             write_rows(b, h, n * c.chunk, tokens);
+        }
+    }
+
+    // Keys in lanes.
+    void turn_keys(int64_t tokens) {
+        for (int64_t n = 0; n < blocks; ++n) {
+            const float *keys = k + n * BLOCK;
+            const auto key = [&](int64_t lane) { return reinterpret_cast<const char *>(keys + lane * LANES); };
+            gather_lanes<float, float>(key, int(tokens), some(n), k_lanes + n * BLOCK);
         }
     }
 
@@ -427,11 +489,11 @@ class Linear {
     REGARD_INLINE F factor(int64_t row, int64_t key) const {
         const F age = load(ages + LANES - 1 - row + key);
         if (!favor) return age;
-        return exp_below(larger(load(tops + key) + age - highs[row], broadcast(-200.0f)));
+        return exp_below(load(tops + key) + age - highs[row]);
     }
 
     // Rows i and on, `count` of them, with the keys of their chunk.
-    void of_chunk(int64_t i, int64_t count, int64_t tokens) {
+    void weigh(int64_t i, int64_t count, int64_t tokens) {
         const int64_t seen = i + STEP < tokens ? i + STEP : tokens;
         const int last = int((seen + W - 1) / W);
         float *w = weights + i * LANES;
@@ -446,6 +508,11 @@ class Linear {
                 store(w + l, select(bits, sum, F{}));
             }
         }
+    }
+
+    // Their values.
+    void mix(int64_t i, int64_t count, int64_t tokens) {
+        const int64_t seen = i + STEP < tokens ? i + STEP : tokens;
         for (int64_t p = 0; p < panels; ++p)
             multiply<Fused<float>, Along::across, Start::out>(reinterpret_cast<const char *>(weights + i * LANES),
                                                               LANES * 4, count, v + p * BLOCK, seen,

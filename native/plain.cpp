@@ -368,8 +368,12 @@ bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, 
             const double one = map(c.k, h, token, keys), next = top ? std::fmax(high + log, one) : 0;
             const double decay = std::exp(high + log - next), share = std::exp(one - next);
             for (int64_t i = 0; i < c.features * columns; ++i) {
+                const int64_t f = i / columns * c.log_gate_feature;
+                const double gate =
+                    c.log_gate.data ? get(c.log_gate.data, REGARD_F32, place(c.log_gate, b, h, token) + f) : 0;
+                finite &= !std::isnan(gate);
                 const double value = i % columns < c.v_dim ? read(c.v, h, token, i % columns) : 1;
-                state[i] = decay * state[i] + share * keys[i / columns] * value;
+                state[i] = decay * std::exp(gate) * state[i] + share * keys[i / columns] * value;
             }
             high = next;
         }

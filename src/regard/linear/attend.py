@@ -145,7 +145,8 @@ def _segments(
     """Keys start <= t < stop with a query each, or with none if q has none."""
     queried = q if q.shape[2] else None
     if start < stop and compiled.fits(call, k if queried is None else q, k, v):
-        return compiled.run(call, queried, k[:, :, start:stop], v[:, :, start:stop], carry)[:2]
+        cut = call._replace(log_gate=None if call.log_gate is None else call.log_gate[:, :, start:stop])
+        return compiled.run(cut, queried, k[:, :, start:stop], v[:, :, start:stop], carry)[:2]
     size = _segment_tokens(call, q, k, v, stop - start)
     out = _Rows(call, q, v, whole=size >= stop - start)
     if start == stop:

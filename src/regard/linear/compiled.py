@@ -1,7 +1,7 @@
-"""Linear attention by the compiled library (native/linear.h): without a rule or with `Decay`, on the CPU.
+"""Linear attention by the compiled library (native/linear.h): without a rule or with `Decay` or `Gated`, on the CPU.
 
 One pass maps features, multiplies chunks and divides rows, and no intermediate tensor leaves the cache. The forms in
-PyTorch (`sums.py`) remain for gradients, tracing, float64, other devices and `Taylor`.
+PyTorch (`sums.py`, `gated.py`) remain for gradients, tracing, float64, other devices and `Taylor`.
 """
 
 from functools import cache, lru_cache
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from regard import native, native_calls
 from regard.describe.feature import Elu1, Favor, Relu
-from regard.linear import sums
+from regard.linear import gated, sums
 from regard.linear.call import LinearCall
-from regard.linear.rule import Decay
+from regard.linear.rule import Decay, Gated
 from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, has_own_operators
 from regard.torch_internals import dispatch_modes
@@ -46,8 +46,8 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     tensors = (q, k, v)
     return (
         call.in_place
-        and (call.any_form or call.run is sums.chunked)
-        and (call.rule is None or isinstance(call.rule, Decay))
+        and (call.any_form or call.run in (sums.chunked, gated.chunked))
+        and (call.rule is None or isinstance(call.rule, Decay | Gated))
         and (type(call.features) in (type(None), Favor) or (type(call.features) in (Elu1, Relu) and call.scale is None))
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def run(
 
     Args:
         q: None for no rows; `out` has none then.
-        k, v: None for rows of the state alone, without its decay.
+        k, v: None for rows of the state alone, without its decay; else a key for each token of the rule's tensors.
         isa: an index into `native.isas()`, or -1 for the plain loops; None for the one in use.
     """
     entry, shown = _entry(), k if q is None else q
@@ -94,7 +94,10 @@ def run(
     values = _values(call, shown, state, fade) | {"isa": _chosen() if isa is None else isa}
     vectors = _vectors(call.features) if isinstance(call.features, Favor) else None
     values |= {"top": 0 if top is None else top.data_ptr(), "vectors": 0 if vectors is None else vectors.ctypes.data}
-    tensors = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in _given(q, k, v, out)}
+    gate = None if k is None else call.log_gate
+    values["log_gate_feature"] = int(gate is not None and gate.shape[3] > 1)
+    given = {"q": q, "k": k, "v": v, "out": None if q is None else out, "log_gate": gate}
+    tensors = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in given.items() if t is not None}
     size = _tokens_of_a_call(call, shown, state)
     for start in range(0, shown.shape[2], size):
         stop = min(start + size, shown.shape[2])
@@ -107,12 +110,6 @@ def run(
         if struct[AT["spoilt"]]:
             return Found(out, carry, False)
     return Found(out, Carry(state, top), True)
-
-
-def _given(q: Tensor | None, k: Tensor | None, v: Tensor | None, out: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors that there are, by name."""
-    every = (("q", q), ("k", k), ("v", v), ("out", None if q is None else out))
-    return [(name, t) for name, t in every if t is not None]
 
 
 def _values(call: LinearCall, shown: Tensor, state: Tensor, fade: Tensor | None) -> dict[str, float]:
