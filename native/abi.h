@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#define REGARD_ABI_VERSION 7
+#define REGARD_ABI_VERSION 8
 #define REGARD_API extern "C" __attribute__((visibility("default")))
 
 enum regard_dtype : int64_t { REGARD_F64 = 0, REGARD_F32 = 1, REGARD_BF16 = 2, REGARD_F16 = 3 };
@@ -205,8 +205,10 @@ struct regard_linear {
     int64_t log_decay_head;
     regard_tensor log_gate;    // float32 [batch, kv_heads, tokens, features or 1]; null: none, as with a null k
     int64_t log_gate_feature;  // 1; 0 if all features have the same
+    regard_tensor beta;        // of Delta, float32 [batch, kv_heads, tokens, 1]; null: another rule, as with a null k
+    regard_tensor log_fade;    // its decay, float32 of the same shape; null: none
     void *state;  // float32 [batch, kv_heads, features, v_dim + normalise], contiguous: before, then after all tokens
-    int64_t spoilt;  // set to 1 if q, k or v is not finite somewhere, or a gate NaN: out and state are of no use then
+    int64_t spoilt;  // set to 1 if q, k, v or beta is not finite somewhere, or a gate NaN: then nothing else is of use
 
     void *workspace;
     int64_t workspace_bytes;

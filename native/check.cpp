@@ -295,7 +295,12 @@ regard_status check(const regard_linear &c) {
         if (c.q.data)
             if (regard_status wrong = tensor(*t, c.dtype, c.batch, c.heads, c.tokens, t == &c.q ? c.qk_dim : c.v_dim))
                 return wrong;
-    if (!c.k.data && (c.log_decay || c.log_gate.data)) return REGARD_BAD_SIZE;
+    if (!c.k.data && (c.log_decay || c.log_gate.data || c.beta.data)) return REGARD_BAD_SIZE;
+    if (c.beta.data ? favor || c.log_decay || c.log_gate.data || c.normalise : c.log_fade.data != nullptr)
+        return REGARD_BAD_SIZE;
+    for (const regard_tensor *t : {&c.beta, &c.log_fade})
+        if (t->data)
+            if (regard_status wrong = tensor(*t, REGARD_F32, c.batch, c.kv_heads, c.tokens, 1)) return wrong;
     if (c.log_gate.data && (favor || c.log_decay || c.log_gate_feature < 0 || c.log_gate_feature > 1))
         return REGARD_BAD_SIZE;
     if (c.log_gate.data)

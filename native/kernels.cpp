@@ -98,6 +98,11 @@ bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t fi
         case LinearPass::rows:
             return linear.read_rows(unit / count, first + unit % count, shared + unit * step);
         default: {
+            if (c.beta.data) {
+                const int64_t parts = (c.v_dim + COLUMNS - 1) / COLUMNS, head = unit / parts;
+                linear.scan_columns(head, first, count, unit % parts * COLUMNS, shared + head * count * step);
+                return true;
+            }
             const int64_t parts = (c.features + SCANNED - 1) / SCANNED, head = unit / parts;
             const int64_t low = unit % parts * SCANNED, high = low + SCANNED < c.features ? low + SCANNED : c.features;
             linear.scan(head, first, count, low, high, shared + head * count * step);

@@ -21,7 +21,8 @@ static inline const regard_sweep *sweep_of(const regard_call &c) {
 }
 
 enum class LinearPass { heads, sums, raise, scan, rows };
-constexpr int64_t SCANNED = 8;  // features of a unit of the scan
+constexpr int64_t SCANNED = 8;   // features of a unit of the scan
+constexpr int64_t COLUMNS = 32;  // columns of values of one with Delta
 
 struct Kernels {
     // Bytes that all threads share, and bytes for each thread; both multiples of 64. `gradient` is null for other

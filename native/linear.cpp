@@ -65,7 +65,7 @@ bool run(const Kernels &kernels, const regard_linear &c) {
     if (!some) return run(kernels, c, LinearPass::heads, heads, 0, chunks);
     for (int64_t first = 0; first < chunks; first += some) {
         const int64_t count = chunks - first < some ? chunks - first : some;
-        const int64_t scans = (c.features + SCANNED - 1) / SCANNED;
+        const int64_t scans = c.beta.data ? (c.v_dim + COLUMNS - 1) / COLUMNS : (c.features + SCANNED - 1) / SCANNED;
         if (c.k.data) {
             if (!run(kernels, c, LinearPass::sums, heads * count, first, count)) return false;
             if (c.feature == REGARD_FAVOR) run(kernels, c, LinearPass::raise, heads, first, count);

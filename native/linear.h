@@ -19,6 +19,7 @@
 #pragma once
 
 #include "exp.h"
+#include "linear_delta.h"
 #include "linear_favor.h"
 #include "linear_gated.h"
 #include "simd.h"
@@ -33,12 +34,13 @@ class Linear {
     static constexpr int64_t STEP = 16, BLOCK = LANES * LANES;
 
     const regard_linear &c;
-    const bool favor, gated;
+    const bool favor, gated, delta;
     const int64_t dim, blocks, panels, group;
-    float *k, *gates, *tops, *levels, *whole;  // of a chunk: in its own memory where chunks are parted, see `use`
+    float *k, *gates, *erase, *tops, *levels,
+        *whole;  // of a chunk: in its own memory where chunks are parted, see `use`
     float *mine, *k_lanes, *v, *faded, *q, *scaled, *weights, *out, *state, *added;  // see scratch_of
     float *ages, *read, *write, *highs;  // gamma^n: of pairs, of the state at a row, of a key at the end; `set_ages`
-    float *near, *past;                  // see linear_gated.h
+    float *near, *past, *pairs, *betas;  // see linear_gated.h
     F bad{};                             // NaN in a lane that met a value that is not finite
 
     enum Level { END, BEFORE, KEPT, ADDED };  // the exponents of a chunk and of the state before it; factors of both
@@ -48,7 +50,8 @@ class Linear {
     static int64_t blocks_of(const regard_linear &c) { return (c.features + LANES - 1) / LANES; }
     static int64_t state_of(const regard_linear &c) { return panels_of(c) * c.features * LANES + up(c.features); }
     static int64_t chunk_of(const regard_linear &c) {
-        return blocks_of(c) * (c.log_gate.data ? 2 * BLOCK + LANES : BLOCK) + LANES + STEP;
+        const int64_t delta = c.beta.data ? (blocks_of(c) + panels_of(c)) * BLOCK : 0;
+        return delta + blocks_of(c) * (c.log_gate.data ? 2 * BLOCK + LANES : BLOCK) + LANES + STEP;
     }
 
   public:
@@ -59,13 +62,15 @@ class Linear {
         const bool favor = c.feature == REGARD_FAVOR;
         const int64_t rows = (2 * blocks_of(c) + 3 * panels_of(c) + 1) * BLOCK + (favor ? LANES * up(c.qk_dim) : 0);
         const int64_t gated = c.log_gate.data ? blocks_of(c) * (BLOCK + 2 * LANES) : 0;
-        return gated + rows + state_of(c) + (favor ? state_of(c) : 0) + chunk_of(c) + 6 * LANES;
+        const int64_t delta = c.beta.data ? BLOCK + LANES : 0;
+        return delta + gated + rows + state_of(c) + (favor ? state_of(c) : 0) + chunk_of(c) + 6 * LANES;
     }
 
     Linear(const regard_linear &call, float *scratch)
         : c(call),
           favor(c.feature == REGARD_FAVOR),
           gated(c.log_gate.data),
+          delta(c.beta.data),
           dim(c.features),
           blocks(blocks_of(c)),
           panels(panels_of(c)),
@@ -79,6 +84,7 @@ class Linear {
         state = take(state_of(c)), added = take(favor ? state_of(c) : 0);
         ages = take(2 * LANES), read = take(LANES), write = take(LANES), highs = take(LANES);
         near = take(gated ? blocks * BLOCK : 0), past = take(gated ? 2 * blocks * LANES : 0);
+        pairs = take(delta ? BLOCK : 0), betas = take(delta ? LANES : 0);
         use(mine);
     }
 
@@ -87,6 +93,10 @@ class Linear {
         read_state(head, state);
         for (int64_t n = first; n < first + count; ++n) {
             const int64_t tokens = begin(head, n);
+            if (delta) {
+                solve(tokens);
+                for (int64_t p = 0; p < panels; ++p) correct(tokens, p, 0, vectors(p));
+            }
             if (favor && c.k.data) {
                 add(tokens, added, false);
                 raise(head, tokens);
@@ -95,6 +105,10 @@ class Linear {
             if (!c.k.data) continue;
             if (favor) {
                 step(head, tokens, added, 0, dim);
+                continue;
+            }
+            if (delta) {
+                for (int64_t p = 0; p < panels; ++p) replace(tokens, p, 0, vectors(p));
                 continue;
             }
             fade(head, tokens);
@@ -107,7 +121,9 @@ class Linear {
     // What chunk n adds to the state, and its keys.
     bool sums(int64_t head, int64_t n, float *to) {
         use(to + state_of(c));
-        add(begin(head, n), to, false);
+        const int64_t tokens = begin(head, n);
+        if (delta) solve(tokens);
+        else add(tokens, to, false);
         return is_finite();
     }
 
@@ -129,13 +145,33 @@ class Linear {
         write_state(head, state, low, high);
     }
 
+    // The same of Delta, of columns `low` and on; and in place of what a chunk would write, what it does write.
+    void scan_columns(int64_t head, int64_t first, int64_t count, int64_t low, float *all) {
+        const int64_t p = low / LANES;
+        const int from = int(low % LANES / W), last = from + COLUMNS / W, to = last < vectors(p) ? last : vectors(p);
+        read_state(head, state);
+        for (int64_t n = first; n < first + count; ++n, all += parted_of(c)) {
+            const int64_t tokens = tokens_of(n);
+            use(all + state_of(c));
+            set_fades(head, n, tokens);
+            for (int64_t i = p * dim * LANES; i < (p + 1) * dim * LANES; i += LANES)
+                for (int l = from * W; l < to * W; l += W) store(all + i + l, load(state + i + l));
+            correct(tokens, p, from, to);
+            replace(tokens, p, from, to);
+        }
+        for (int64_t f = 0; f < dim; ++f)
+            for (int64_t l = low; l < low + COLUMNS && l < c.v_dim; ++l)
+                place(head)[f * columns() + l] = state[(p * dim + f) * LANES + l % LANES];
+    }
+
     // The rows of chunk n, before which the state is `from`.
     bool read_rows(int64_t head, int64_t n, float *from) {
         const int64_t tokens = tokens_of(n);
         set_ages(head, tokens);
         if (c.k.data) {
             use(from + state_of(c));
-            values(head, n, tokens);
+            if (delta) set_fades(head, n, tokens);
+            else values(head, n, tokens);
         } else read_state(head, state);
         rows(head, n, tokens, c.k.data ? from : state);
         return is_finite();
@@ -145,7 +181,12 @@ class Linear {
     void use(float *chunk) {
         k = chunk;
         gates = k + blocks * BLOCK;
-        tops = gates + (gated ? blocks * BLOCK : 0);
+        erase = gates + (gated ? blocks * BLOCK : 0);
+        tops = erase;
+        if (delta) {
+            v = erase + blocks * BLOCK;  // what is written
+            tops = v + panels * BLOCK;
+        }
         levels = tops + LANES;
         whole = levels + STEP;
     }
@@ -225,6 +266,7 @@ class Linear {
         values(head, n, tokens);
         if (favor) set_end(head, tokens);
         if (gated) set_gates(head, n, tokens);
+        if (delta) set_fades(head, n, tokens);
         return tokens;
     }
 
@@ -249,6 +291,93 @@ class Linear {
         }
     }
 
+    // Of Delta: the fractions, and the decays of pairs, of the state at a row, and of a key at the end.
+    void set_fades(int64_t head, int64_t n, int64_t tokens) {
+        const auto at = [&](const regard_tensor &t, int64_t j) {
+            return static_cast<const float *>(
+                t.data)[batch(head) * t.batch + key_head(head) * t.head + (n * c.chunk + j) * t.token];
+        };
+        for (int64_t j = 0; j < tokens; ++j) {
+            betas[j] = at(c.beta, j);
+            bad = fma(broadcast(betas[j]), F{}, bad);
+        }
+        if (!c.log_fade.data) return;
+        float fades[LANES] = {};
+        for (int64_t j = 0; j < tokens; ++j) fades[j] = at(c.log_fade, j);
+        for (int64_t l = 0; l < LANES; l += W) {
+            const F log = larger(broadcast(-200.0f), load(fades + l));
+            bad = fma(log, F{}, bad);
+            store(fades + l, exp_below(log));
+        }
+        float since = 1;
+        for (int64_t i = 0; i < tokens; ++i) {
+            float *const row_of_pairs = pairs + i * LANES;
+            for (int64_t l = 0; l < LANES; l += W)
+                store(row_of_pairs + l, i ? load(row_of_pairs - LANES + l) * fades[i] : F{});
+            row_of_pairs[i] = 1;
+            read[i] = since *= fades[i];
+        }
+        for (int64_t j = 0; j < tokens; ++j) write[j] = pairs[(tokens - 1) * LANES + j];
+    }
+
+    // What a chunk would write if the state were 0, and how it depends on the state: the first in v, and -erase.
+    void solve(int64_t tokens) {
+        for (int64_t j = 0; j < tokens; ++j) {
+            const float by = c.log_fade.data ? -betas[j] * read[j] : -betas[j];
+            for (int64_t p = 0; p < panels; ++p)
+                for (int64_t i = p * BLOCK + j * LANES; i < p * BLOCK + j * LANES + vectors(p) * W; i += W)
+                    store(v + i, load(v + i) * betas[j]);
+            for (int64_t f = 0; f < dim; f += W) {
+                const int64_t i = f / LANES * BLOCK + j * LANES + f % LANES;
+                store(erase + i, load(k + i) * by);
+            }
+        }
+        turn_keys(tokens);
+        for (int64_t i = 0; i < tokens; i += STEP) {
+            const int64_t count = tokens - i < STEP ? tokens - i : STEP;
+            float *const w = weights + i * LANES;
+            const int last = int((i + count + W - 1) / W);
+            along_features(k + i * LANES, count, k_lanes, w, last);
+            for (int64_t r = i; r < i + count; ++r)
+                for (int64_t l = 0; l < last * W; l += W) {
+                    F sum = load(weights + r * LANES + l) * -betas[r];
+                    if (c.log_fade.data) sum *= load(pairs + r * LANES + l);
+                    store(weights + r * LANES + l, select(first_lanes(r - l), sum, F{}));
+                }
+            for (int64_t p = 0; p < panels; ++p) solve_rows(w, v + p * BLOCK, i, count, vectors(p));
+            for (int64_t n = 0; n < blocks; ++n) solve_rows(w, erase + n * BLOCK, i, count, int((some(n) + W - 1) / W));
+        }
+    }
+
+    // Less what the state before the chunk has for its keys: some vectors of a panel.
+    void correct(int64_t tokens, int64_t p, int from, int to) {
+        for (int64_t n = 0; n < blocks; ++n)
+            multiply<Fused<float>, Along::across, Start::out>(reinterpret_cast<const char *>(erase + n * BLOCK),
+                                                              LANES * 4, tokens, state + (p * dim + n * LANES) * LANES,
+                                                              some(n), v + p * BLOCK, from, to);
+    }
+
+    // The state after the chunk: some vectors of a panel.
+    void replace(int64_t tokens, int64_t p, int from, int to) {
+        const float *lanes = v + p * BLOCK;
+        float *const s = state + p * dim * LANES;
+        if (c.log_fade.data) {
+            const F by = broadcast(read[tokens - 1]);
+            for (int64_t i = 0; i < dim * LANES; i += LANES)
+                for (int l = from * W; l < to * W; l += W) store(s + i + l, load(s + i + l) * by);
+            for (int64_t j = 0; j < tokens * LANES; j += LANES)
+                for (int l = from * W; l < to * W; l += W) store(faded + j + l, load(lanes + j + l) * write[j / LANES]);
+            lanes = faded;
+        }
+        for (int64_t n = 0; n < blocks; ++n)
+            multiply<Fused<float>, Along::down, Start::added>(reinterpret_cast<const char *>(k + n * BLOCK), LANES * 4,
+                                                              some(n), lanes, tokens, s + n * BLOCK, from, to);
+    }
+
+    static uint64_t first_lanes(int64_t count) {
+        return count <= 0 ? 0 : count >= W ? ~uint64_t(0) : (uint64_t(1) << count) - 1;
+    }
+
     void values(int64_t head, int64_t n, int64_t tokens) {
         for (int64_t p = 0; p < panels; ++p) {
             const int64_t left = c.v_dim - p * LANES;
@@ -263,7 +392,7 @@ class Linear {
         return c.log_decay ? static_cast<const float *>(c.log_decay)[key_head(head) * c.log_decay_head] : 0.0;
     }
     // Whether keys have a factor each.
-    bool aged() const { return c.k.data && (c.log_decay || favor); }
+    bool aged() const { return c.k.data && (c.log_decay || favor || c.log_fade.data); }
 
     // ages[63 - n] is gamma^n, so that the factors of row i begin at 63 - i; of Favor its logarithm.
     void set_ages(int64_t head, int64_t tokens) {
@@ -450,6 +579,10 @@ class Linear {
             for (int64_t i = 0; c.k.data && i < tokens; i += STEP) {
                 const int64_t count = tokens - i < STEP ? tokens - i : STEP;
                 if (!gated) weigh(i, count, tokens);
+                if (delta && !is_written(i, count)) {
+                    for (int64_t r = 0; r < count; ++r) mix(i + r, 1, i + r + 1);  // no row meets what comes later
+                    continue;
+                }
                 mix(i, count, tokens);
             }
             if (c.normalise) divide(tokens, s + panels * dim * LANES);
@@ -487,6 +620,7 @@ class Linear {
 
     // Of the pairs of a row with the keys of a vector.
     REGARD_INLINE F factor(int64_t row, int64_t key) const {
+        if (delta) return load(pairs + row * LANES + key);
         const F age = load(ages + LANES - 1 - row + key);
         if (!favor) return age;
         return exp_below(load(tops + key) + age - highs[row]);
@@ -501,13 +635,22 @@ class Linear {
         for (int64_t r = 0; r < count; ++r, w += LANES) {
             for (int64_t l = 0; aged() && l < i; l += W) store(w + l, load(w + l) * factor(i + r, l));
             for (int64_t l = i; l < last * W; l += W) {  // keys after the row
-                const int64_t kept = i + r - l + 1;
-                const uint64_t bits = kept <= 0 ? 0 : kept >= W ? ~uint64_t(0) : (uint64_t(1) << kept) - 1;
                 F sum = load(w + l);
                 if (aged()) sum *= factor(i + r, l);
-                store(w + l, select(bits, sum, F{}));
+                store(w + l, select(first_lanes(i + r - l + 1), sum, F{}));
             }
         }
+    }
+
+    // Whether all that rows i and on write is finite: keys of large norm may let it overflow.
+    bool is_written(int64_t i, int64_t count) const {
+        F lost{};
+        for (int64_t p = 0; p < panels; ++p)
+            for (int64_t j = p * BLOCK + i * LANES; j < p * BLOCK + (i + count) * LANES; j += LANES)
+                for (int l = 0; l < vectors(p) * W; l += W) lost = fma(load(v + j + l), F{}, lost);
+        for (int l = 0; l < W; ++l)
+            if (lost[l] != lost[l]) return false;
+        return true;
     }
 
     // Their values.

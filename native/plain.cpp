@@ -341,7 +341,7 @@ double features(const regard_linear &c, const double *x, double *found) {
 }
 
 int64_t linear_state(const regard_linear &) { return 0; }  // heads are never parted
-int64_t linear_scratch(const regard_linear &c) { return 2 * (c.features * (c.v_dim + 3) + c.qk_dim); }
+int64_t linear_scratch(const regard_linear &c) { return 2 * (c.features * (c.v_dim + 3) + c.qk_dim + c.v_dim); }
 
 bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, float *, float *scratch) {
     const int64_t b = unit / c.kv_heads, h = unit % c.kv_heads, group = c.heads / c.kv_heads;
@@ -350,6 +350,8 @@ bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, 
     float *top = c.feature == REGARD_FAVOR ? static_cast<float *>(c.top) + unit : nullptr;
     double *state = reinterpret_cast<double *>(scratch), *keys = state + c.features * columns;
     double *queries = keys + c.features, *x = queries + c.features;
+    double *has = x + c.qk_dim;
+    for (int64_t i = 0; i < c.v_dim; ++i) has[i] = 0;
     for (int64_t i = 0; i < c.features * columns; ++i) state[i] = kept[i];
     const double log = c.log_decay ? get(c.log_decay, REGARD_F32, h * c.log_decay_head) : 0;
     double high = top ? *top : 0;
@@ -366,13 +368,26 @@ bool linear(const regard_linear &c, LinearPass, int64_t unit, int64_t, int64_t, 
     for (int64_t token = 0; token < c.tokens; ++token) {
         if (c.k.data) {
             const double one = map(c.k, h, token, keys), next = top ? std::fmax(high + log, one) : 0;
-            const double decay = std::exp(high + log - next), share = std::exp(one - next);
+            double decay = std::exp(high + log - next), share = std::exp(one - next);
+            if (c.log_fade.data) {
+                const double fade = get(c.log_fade.data, REGARD_F32, place(c.log_fade, b, h, token));
+                finite &= !std::isnan(fade);
+                decay = std::exp(fade);
+            }
+            if (c.beta.data) {  // values less what the state has for the key
+                share = get(c.beta.data, REGARD_F32, place(c.beta, b, h, token));
+                finite &= std::isfinite(share);
+                for (int64_t i = 0; i < c.v_dim; ++i) {
+                    has[i] = 0;
+                    for (int64_t f = 0; f < c.features; ++f) has[i] += decay * keys[f] * state[f * columns + i];
+                }
+            }
             for (int64_t i = 0; i < c.features * columns; ++i) {
                 const int64_t f = i / columns * c.log_gate_feature;
                 const double gate =
                     c.log_gate.data ? get(c.log_gate.data, REGARD_F32, place(c.log_gate, b, h, token) + f) : 0;
                 finite &= !std::isnan(gate);
-                const double value = i % columns < c.v_dim ? read(c.v, h, token, i % columns) : 1;
+                const double value = i % columns < c.v_dim ? read(c.v, h, token, i % columns) - has[i % columns] : 1;
                 state[i] = decay * std::exp(gate) * state[i] + share * keys[i / columns] * value;
             }
             high = next;

@@ -76,7 +76,7 @@ LINEAR = (
     *("bytes", "isa", "dtype", "threads", "batch", "heads", "kv_heads", "tokens", "qk_dim", "v_dim"),
     *("chunk", "feature", "features", "normalise", "scale", "epsilon", "vectors", "top"),
     *(*_tensor("q"), *_tensor("k"), *_tensor("v"), *_tensor("out"), "log_decay", "log_decay_head"),
-    *(*_tensor("log_gate"), "log_gate_feature", "state", "spoilt"),
+    *(*_tensor("log_gate"), "log_gate_feature", *_tensor("beta"), *_tensor("log_fade"), "state", "spoilt"),
     *("workspace", "workspace_bytes"),
 )
 """The fields of regard_linear."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard import native, native_calls
-from regard.linear import Decay, Elu1, Favor, Feature, Gated, LinearResult, Relu, compiled, linear_attend
+from regard.linear import Decay, Delta, Elu1, Favor, Feature, Gated, LinearResult, Relu, Rule, compiled, linear_attend
 from regard.linear.call import check_call, first_carry
 from tests.native.test_interface import DONE, ISA, POINTER, SIZE, WORKSPACE
 from tests.native.test_kernels import ROUNDING, repeated, spread, token_by_token
@@ -60,10 +60,17 @@ def test_linear_attention_equals_the_plain_loops(data: st.DataObject):
     gates = [-torch.rand(batch, kv_heads, tokens, n, generator=g).mul(8).exp().sub(1) for n in (size, 1)]
     gated = [] if features in favors else [Gated(token_by_token(one)) for one in gates]
     rule = draw(st.sampled_from([None, Decay(0.9), Decay(1 - torch.rand(kv_heads, generator=g)), *gated]))
+    if features in (None, Relu()) and draw(st.booleans()):
+        tensors = (tensors[0], torch.nn.functional.normalize(tensors[1].float(), dim=-1).to(dtype), tensors[2])
+        beta, fade = torch.rand(batch, kv_heads, tokens, generator=g), gates[1][..., 0]
+        rule = Delta(token_by_token(beta[..., None])[..., 0], draw(st.sampled_from([None, fade])))
+        if features is not None:  # of norms above 1
+            rule = Delta(beta / (0.1 + tensors[1].float().square().sum(-1) + dim), rule.log_decay)
     words = {"features": features, "rule": rule, "chunk": draw(st.sampled_from([1, 7, 16, 40, 64, 100]))}
     words["scale"] = draw(st.sampled_from([None, 0.3])) if features is None or features in favors else None
-    words["normalise"] = None if features is None or features in favors else draw(st.booleans())
-    state = torch.rand(batch, kv_heads, size, width + (features is not None and words["normalise"] is not False))
+    summed = features is not None and not isinstance(rule, Delta)
+    words["normalise"] = None if not summed or features in favors else draw(st.booleans())
+    state = torch.rand(batch, kv_heads, size, width + (summed and words["normalise"] is not False))
     plain = run(tensors, words, PLAIN, state)
     for isa in ISAS:
         found = run(tensors, words, isa, state)
@@ -86,16 +93,23 @@ def _with_its_scale(found: compiled.Found, right: compiled.Found) -> Tensor:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rule", [None, "decay", "gated"])
+@pytest.mark.parametrize("rule", [None, "decay", "gated", "delta", "gated delta"])
 @pytest.mark.parametrize("features", [Elu1(), Favor(16, features=67)])
 def test_threads_and_other_heads_change_no_bit(
     isa: int, rule: str | None, features: Feature, monkeypatch: pytest.MonkeyPatch
 ):
-    if rule == "gated" and isinstance(features, Favor):
+    if rule not in (None, "decay") and isinstance(features, Favor):
         pytest.skip("Favor has no gates")
-    tensors, gates = inputs(2500, heads=(3, 3)), -torch.rand(2, 3, 2500, 16)
-    rules = {"decay": Decay(0.97), "gated": Gated(gates)}
-    words: dict[str, Any] = {"rule": rule and rules[rule], "features": features}
+    tensors, gates = inputs(2500, heads=(3, 3), dims=(16, 67)), -torch.rand(2, 3, 2500, 16)
+    if rule in ("delta", "gated delta"):
+        tensors[1].copy_(torch.nn.functional.normalize(tensors[1], dim=-1))
+
+    def words_of(gates: Tensor) -> dict[str, Any]:
+        rules: dict[str | None, Rule | None] = {None: None, "decay": Decay(0.97), "gated": Gated(gates)}
+        rules |= {"delta": Delta(-gates[..., 0]), "gated delta": Delta(-gates[..., 0], gates[..., 1])}
+        return {"rule": rules[rule], "features": None if isinstance(rules[rule], Delta) else features}
+
+    words = words_of(gates)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     whole = run(tensors, words, isa)
     for threads in (2, 4, 7):
@@ -105,8 +119,7 @@ def test_threads_and_other_heads_change_no_bit(
         assert torch.equal(found.carry.matrix, whole.carry.matrix)
         assert found.carry.top is None or torch.equal(found.carry.top, whole.carry.top)
     q, k, v = (t[1:, 2:] for t in tensors)
-    words["rule"] = Gated(gates[1:, 2:]) if rule == "gated" else words["rule"]
-    alone = run((q, k, v), words, isa)
+    alone = run((q, k, v), words_of(gates[1:, 2:]), isa)
     assert torch.equal(alone.out, whole.out[1:, 2:])
     assert torch.equal(alone.carry.matrix, whole.carry.matrix[1:, 2:])
 
@@ -200,6 +213,43 @@ def test_weak_gates_are_as_strong_after_many_tokens_as_each_says(isa: int, log: 
     torch.testing.assert_close(found.carry.matrix[0, 0].double(), right, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("isa", [PLAIN, *ISAS])
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("log", [None, 0.0, math.log(1e-6), -math.inf])
+def test_delta_is_exact_at_the_ends_of_its_range(
+    isa: int, beta: float, log: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    q, k, v = inputs(300)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    fade = None if log is None else torch.full((2, 2, 300), log).index_fill(2, torch.arange(0, 300, 5), -1e-6)
+    betas = torch.full((2, 2, 300), beta)
+    monkeypatch.setattr(compiled, "_chosen", lambda: isa)
+    assert run((q, k, v), {"rule": Delta(betas, fade), "features": None}, isa).finite
+    found = linear_attend(q, k, v, rule=Delta(betas, fade))
+    exact = Delta(betas.double(), None if fade is None else fade.double())
+    right = linear_attend(q.double(), k.double(), v.double(), rule=exact, form="recurrent")
+    size = max(1.0, float(right.out.abs().max()))
+    torch.testing.assert_close(found.out.double(), right.out, rtol=1e-4, atol=4e-6 * size)
+    torch.testing.assert_close(found.state.S.double(), right.state.S, rtol=1e-4, atol=4e-6 * size)
+
+
+@pytest.mark.parametrize("isa", [PLAIN, *ISAS])
+@pytest.mark.parametrize("size", [3.0, 1e4, 1e10])
+def test_keys_of_delta_that_make_the_state_overflow_change_no_bit_of_earlier_rows(
+    isa: int, size: float, monkeypatch: pytest.MonkeyPatch
+):
+    q, k, v = inputs(200)
+    k, rule = torch.nn.functional.normalize(k, dim=-1), Delta(torch.rand(2, 2, 200))
+    monkeypatch.setattr(compiled, "_chosen", lambda: isa)
+    before = linear_attend(q, k, v, rule=rule).out
+    for at in (5, 63, 64, 139):
+        later = k.clone()
+        later[:, :, at:] *= size
+        after = linear_attend(q, later, v, rule=rule).out
+        assert torch.equal(after[:, :, :at], before[:, :, :at])
+        assert not torch.equal(after[:, :, at:], before[:, :, at:])
+
+
 def _far(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right).abs().max() / right.abs().max())
 
@@ -233,7 +283,7 @@ def test_rows_of_the_state_alone_and_keys_alone(isa: int, threads: int, monkeypa
 
 @pytest.mark.parametrize("sizes", [(70, 200), (200, 70), (0, 70), (70, 0)])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rule", ["decay", "gated"])
+@pytest.mark.parametrize("rule", ["decay", "gated", "delta"])
 def test_queries_and_keys_may_differ_in_number(
     sizes: tuple[int, int], causal: bool, rule: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -241,6 +291,9 @@ def test_queries_and_keys_may_differ_in_number(
     gated = Gated(-torch.rand(2, 2, sizes[1], 16)) if rule == "gated" else None
     q, k, v = tensors[0][:, :, : sizes[0]], tensors[1][:, :, : sizes[1]], tensors[2][:, :, : sizes[1]]
     words: dict[str, Any] = {"causal": causal, "rule": gated or Decay(0.9), "features": Relu()}
+    if rule == "delta":
+        words |= {"rule": Delta(torch.rand(2, 2, sizes[1]), -torch.rand(2, 2, sizes[1])), "features": None}
+        k.copy_(torch.nn.functional.normalize(k, dim=-1))
     found = linear_attend(q, k, v, **words)
     monkeypatch.setattr(compiled, "fits", lambda *call: False)
     right = linear_attend(q, k, v, **words)
@@ -294,6 +347,11 @@ WRONG: dict[str, tuple[dict[str, float], int]] = {
     "gates of random features": ({"feature": 3, "vectors": 64, "top": 64, "log_gate.data": 64}, SIZE),
     "gates of every other feature": ({"log_gate.data": 64, "log_gate_feature": 2}, SIZE),
     "gates backwards": ({"log_gate.data": 64, "log_gate.token": -1}, SIZE),
+    "a beta without keys": ({"k.data": 0, "beta.data": 64, "normalise": 0}, SIZE),
+    "a beta that normalises": ({"beta.data": 64}, SIZE),
+    "a beta and gates": ({"beta.data": 64, "log_gate.data": 64, "normalise": 0}, SIZE),
+    "a beta backwards": ({"beta.data": 64, "beta.head": -1, "normalise": 0}, SIZE),
+    "fades without a beta": ({"log_fade.data": 64}, SIZE),
     "an instruction set": ({"isa": 99}, ISA),
 }
 

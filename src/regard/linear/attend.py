@@ -16,7 +16,7 @@ from regard.describe.feature import Elu1, Favor, Feature
 from regard.describe.suggestions import suggest_keywords
 from regard.linear import compiled
 from regard.linear.call import LinearCall, check_call, first_carry, last_state
-from regard.linear.finite import guarded, is_all_finite
+from regard.linear.finite import guarded, is_all_finite, rule_tensors
 from regard.linear.rule import Rule
 from regard.linear.segment import Carry, Segment, split
 from regard.linear.state import LinearResult, LinearState
@@ -145,7 +145,8 @@ def _segments(
     """Keys start <= t < stop with a query each, or with none if q has none."""
     queried = q if q.shape[2] else None
     if start < stop and compiled.fits(call, k if queried is None else q, k, v):
-        cut = call._replace(log_gate=None if call.log_gate is None else call.log_gate[:, :, start:stop])
+        rule = (None if t is None else t[:, :, start:stop] for t in rule_tensors(call))
+        cut = call._replace(**dict(zip(("log_gate", "beta", "log_decay"), rule, strict=True)))
         return compiled.run(cut, queried, k[:, :, start:stop], v[:, :, start:stop], carry)[:2]
     size = _segment_tokens(call, q, k, v, stop - start)
     out = _Rows(call, q, v, whole=size >= stop - start)

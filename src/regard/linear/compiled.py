@@ -1,7 +1,7 @@
-"""Linear attention by the compiled library (native/linear.h): without a rule or with `Decay` or `Gated`, on the CPU.
+"""Linear attention by the compiled library (native/linear.h): on the CPU, with every rule.
 
 One pass maps features, multiplies chunks and divides rows, and no intermediate tensor leaves the cache. The forms in
-PyTorch (`sums.py`, `gated.py`) remain for gradients, tracing, float64, other devices and `Taylor`.
+PyTorch (`sums.py`, `gated.py`, `delta.py`) remain for gradients, tracing, float64, other devices and `Taylor`.
 """
 
 from functools import cache, lru_cache
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from regard import native, native_calls
 from regard.describe.feature import Elu1, Favor, Relu
-from regard.linear import gated, sums
+from regard.linear import delta, gated, sums
 from regard.linear.call import LinearCall
-from regard.linear.rule import Decay, Gated
+from regard.linear.rule import Decay, Delta, Gated
 from regard.linear.segment import Carry
 from regard.plan.checks import can_be_read, has_own_operators
 from regard.torch_internals import dispatch_modes
@@ -46,8 +46,8 @@ def fits(call: LinearCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     tensors = (q, k, v)
     return (
         call.in_place
-        and (call.any_form or call.run in (sums.chunked, gated.chunked))
-        and (call.rule is None or isinstance(call.rule, Decay | Gated))
+        and (call.any_form or call.run in (sums.chunked, gated.chunked, delta.chunked))
+        and (call.rule is None or isinstance(call.rule, Decay | Gated | Delta))
         and (type(call.features) in (type(None), Favor) or (type(call.features) in (Elu1, Relu) and call.scale is None))
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -94,9 +94,10 @@ def run(
     values = _values(call, shown, state, fade) | {"isa": _chosen() if isa is None else isa}
     vectors = _vectors(call.features) if isinstance(call.features, Favor) else None
     values |= {"top": 0 if top is None else top.data_ptr(), "vectors": 0 if vectors is None else vectors.ctypes.data}
-    gate = None if k is None else call.log_gate
+    gate, beta, decay = (None, None, None) if k is None else (call.log_gate, call.beta, call.log_decay)
     values["log_gate_feature"] = int(gate is not None and gate.shape[3] > 1)
     given = {"q": q, "k": k, "v": v, "out": None if q is None else out, "log_gate": gate}
+    given |= {name: None if t is None else t[..., None] for name, t in (("beta", beta), ("log_fade", decay))}
     tensors = {name: t if t.stride(3) == 1 else t.contiguous() for name, t in given.items() if t is not None}
     size = _tokens_of_a_call(call, shown, state)
     for start in range(0, shown.shape[2], size):
