@@ -35,7 +35,7 @@ Caches reported() { return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_
 Caches reported() { return {}; }
 #endif
 
-// The processors that are told apart. Zen 4 stands for those before it as well.
+// Kinds of processor that choices below depend on; zen4 includes earlier AMD cores.
 enum class Kind { other, arm, intel, zen4, zen5 };
 
 Kind kind() {

@@ -580,7 +580,7 @@ class Linear {
                 const int64_t count = tokens - i < STEP ? tokens - i : STEP;
                 if (!gated) weigh(i, count, tokens);
                 if (delta && !is_written(i, count)) {
-                    for (int64_t r = 0; r < count; ++r) mix(i + r, 1, i + r + 1);  // no row meets what comes later
+                    for (int64_t r = 0; r < count; ++r) mix(i + r, 1, i + r + 1);  // causal: no later keys
                     continue;
                 }
                 mix(i, count, tokens);
