@@ -197,8 +197,7 @@ struct regard_linear {
     double scale;         // factor of queries, of REGARD_IDENTITY; of q . k, of REGARD_FAVOR; else 1
     double epsilon;       // of REGARD_RELU
     const void *vectors;  // of REGARD_FAVOR, float32 [features / 64, upwards][qk_dim][64], zeros after the last
-    void
-        *top;  // of REGARD_FAVOR, float32 [batch, kv_heads]: state and z are stored times exp(-top); before, then after
+    void *top;            // of REGARD_FAVOR, float32 [batch, kv_heads]: the state is stored times exp(-top); as `state`
 
     regard_tensor q, k, v, out;  // null q: no rows, and no out. Null k: no v, rows see the state alone; no decay then
     const void *log_decay;       // float32 [kv_heads], of each token; null: none

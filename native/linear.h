@@ -36,8 +36,8 @@ class Linear {
     const regard_linear &c;
     const bool favor, gated, delta;
     const int64_t dim, blocks, panels, group;
-    float *k, *gates, *erase, *tops, *levels,
-        *whole;  // of a chunk: in its own memory where chunks are parted, see `use`
+    // of a chunk: in its own memory where chunks are parted, see `use`
+    float *k, *gates, *erase, *tops, *levels, *whole;
     float *mine, *k_lanes, *v, *faded, *q, *scaled, *weights, *out, *state, *added;  // see scratch_of
     float *ages, *read, *write, *highs;  // gamma^n: of pairs, of the state at a row, of a key at the end; `set_ages`
     float *near, *past, *pairs, *betas;  // see linear_gated.h

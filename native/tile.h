@@ -114,7 +114,7 @@ class Ahead {
     void share(int64_t stops) { pace_ = stops ? (lines_ + stops - 1) / stops : 0; }
 
     // Into the first cache, or the second. The end of a row is no branch, and rows without gaps are one (`add`): rows
-    // are short, and on Zen 5 wrong guesses took a tenth of the product.
+    // are short, and on Zen 5 mispredictions took a tenth of the product.
     template <bool first = true>
     REGARD_INLINE void ask() {
         for (int64_t n = pace_; n > 0 && next_ < count_;) {
