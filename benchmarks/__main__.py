@@ -18,7 +18,7 @@ from rich.text import Text
 
 from benchmarks import cases, command, performance_pages, report
 from benchmarks.instruction_set import LIMITS, limit
-from benchmarks.machine_kind import machine_kind, title
+from benchmarks.machine_kind import limited_kind
 from benchmarks.memory import extra_bytes
 from benchmarks.picture import draw
 from benchmarks.report import Line
@@ -84,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the cases, show their tables, and write the page if `--write` is given."""
-    if args.write and (args.cases or args.dtype or args.isa):
-        raise ProblemError("--write writes the whole page of this machine: leave --cases, --dtype and --isa out.")
+    if args.write and (args.cases or args.dtype):
+        raise ProblemError("--write writes the whole page of this machine: leave --cases and --dtype out.")
     if args.quick and args.rounds:
         raise ProblemError("--quick and --rounds both set the number of rounds: leave one of them out.")
     check_outputs(output_files(("--json", args.json, "JSON")), force=args.force)
@@ -102,15 +102,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json != STDOUT:
         _show(lines)
     if args.write and not interrupted:
-        write_pages(args.write, lines)
+        write_pages(args.write, lines, limited_kind(args.isa))
     return 130 if interrupted else 0
 
 
-def write_pages(folder: Path, lines: list[Line]) -> None:
+def write_pages(folder: Path, lines: list[Line], kind: str) -> None:
     """The page of this kind of machine with its picture, then the page of all kinds."""
-    kind, pages = machine_kind(), folder / "performance"
+    pages = folder / "performance"
     pages.mkdir(exist_ok=True)
-    text = report.page(lines, report.machine(), title(kind), f"{kind}.svg")
+    text = report.page(lines, report.machine(), kind, f"{kind}.svg")
     command.publish_page(pages, f"{kind}.md", text, {f"{kind}.svg": draw(lines)})
     found = performance_pages.pages_of_kinds({path.stem: path.read_text() for path in sorted(pages.glob("*.md"))})
     others = {path.stem for path in (pages / "others").glob("*.md")}
@@ -120,7 +120,7 @@ def write_pages(folder: Path, lines: list[Line]) -> None:
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     types = [TYPES[args.dtype]] if args.dtype else list(TYPES.values())
     for section in (*cases.SECTIONS, cases.MEMORY):
-        for row in section.rows:
+        for row in map(cases.Row.limited, section.rows) if args.isa else section.rows:
             own = (Job(section.title, row, dtype) for dtype in types if dtype in row.dtypes)
             yield from (job for job in own if (args.cases or "").lower() in job.name.lower())
 

@@ -63,6 +63,14 @@ class Row:
         """The name of its case."""
         return self.case.name
 
+    def limited(self) -> "Row":
+        """The row where torch is limited to older instructions as regard is: to be ahead of it is the goal there."""
+        goals = {
+            dtype: goal if goal.ratio is None else replace(goal, ratio=min(goal.ratio, 1.0))
+            for dtype, goal in self.goals.items()
+        }
+        return replace(self, goals=goals)
+
 
 @dataclass(frozen=True)
 class Section:

@@ -26,6 +26,8 @@ MICROARCHITECTURES = {
 """Names and levels by vendor, family and, where it decides, model, as /proc/cpuinfo has them."""
 
 INTEL_AMX = "intel-amx"
+AS = "-as-"
+"""Between the kind of a CPU and the instruction set that it was limited to."""
 
 TITLES = {
     "zen2": "AMD Zen 2",
@@ -34,6 +36,15 @@ TITLES = {
     "zen5": "AMD Zen 5",
     INTEL_AMX: "Intel Xeon with AMX (Sapphire Rapids or later)",
 }
+
+
+def limited_kind(isa: str | None) -> str:
+    """The kind of this CPU, limited to an instruction set unless that is None.
+
+    >>> limited_kind("avx2").removeprefix(machine_kind())
+    '-as-avx2'
+    """
+    return machine_kind() + (f"{AS}{isa}" if isa else "")
 
 
 def machine_kind(cpuinfo: str | None = None) -> str:
@@ -81,7 +92,8 @@ def level(flags: str) -> str:
 def title(kind: str) -> str:
     """What a heading calls the kind.
 
-    >>> title("zen4"), title("cascade-lake")
-    ('AMD Zen 4', 'Cascade Lake')
+    >>> title("zen4"), title("cascade-lake"), title("zen5-as-avx2")
+    ('AMD Zen 4', 'Cascade Lake', 'AMD Zen 5 limited to avx2')
     """
-    return TITLES.get(kind) or kind.replace("-", " ").title()
+    name, limited, isa = kind.partition(AS)
+    return (TITLES.get(name) or name.replace("-", " ").title()) + f" limited to {isa}" * bool(limited)

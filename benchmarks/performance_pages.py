@@ -95,5 +95,5 @@ def _ratio(times: tuple[float, float] | None) -> str:
 
 
 def _measured(page: str) -> str:
-    found = re.search(r"^Measured by `\./bench` on (.*?); backend", page, re.MULTILINE)
+    found = re.search(r"^Measured by `\./bench[^`]*` on (.*?); backend", page, re.MULTILINE)
     return "" if found is None else found[1]

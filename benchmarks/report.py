@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.cases import MEMORY, SECTIONS, Goal, Section
-from benchmarks.machine_kind import machine_kind
+from benchmarks.machine_kind import AS, title
 from regard import native
 from regard.bench.measure import Result
 from regard.cli.bench import duration
@@ -190,10 +190,12 @@ def unrest(lines: Sequence[Line]) -> list[str]:
 
 def page(lines: Sequence[Line], where: str, kind: str, picture: str) -> str:
     """The page of one kind of machine, docs/performance/KIND.md."""
+    limited = f" --isa {kind.partition(AS)[2]}" if AS in kind else ""
     backends = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
     parts = [
-        f"# Performance on {kind}",
-        f"Measured by `./bench` on {where}; backend: {backends}. `regard bench` does the same for shapes of one's own.",
+        f"# Performance on {title(kind)}",
+        f"Measured by `./bench{limited}` on {where}; backend: {backends}. "
+        "`regard bench` does the same for shapes of one's own.",
         METHOD,
         *unrest(lines),
         f"![Share of the machine's limit that regard and torch reach]({picture})",
@@ -202,12 +204,12 @@ def page(lines: Sequence[Line], where: str, kind: str, picture: str) -> str:
         head, rows = cells(section, own)
         bold = [[f"**{cell}**" if cell.startswith("no: ") else cell for cell in row] for row in rows]
         parts += [f"## {section.title}", section.about, table(head, bold)]
-    return "\n\n".join([*parts, *_beside_peers(lines)]) + "\n"
+    return "\n\n".join([*parts, *_beside_peers(lines, kind)]) + "\n"
 
 
-def _beside_peers(lines: Sequence[Line]) -> list[str]:
+def _beside_peers(lines: Sequence[Line], kind: str) -> list[str]:
     """Beside what others took, where this is the machine on which they were measured."""
-    if machine_kind() != peers.KIND or torch.get_num_threads() != peers.THREADS:
+    if kind != peers.KIND or torch.get_num_threads() != peers.THREADS:
         return []
     rows = [
         (line.name, TYPES[line.dtype], duration(line.result.seconds), f"{best:g} ms", whose,

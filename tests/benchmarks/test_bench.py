@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks import __main__ as bench
 from benchmarks import cases, instruction_set, memory, peers, report
-from benchmarks.machine_kind import machine_kind
+from benchmarks.machine_kind import machine_kind, title
 from benchmarks.performance_pages import CASES
 from benchmarks.picture import draw
 from benchmarks.report import Line
@@ -95,7 +95,7 @@ def test_columns_that_say_nothing_are_left_out():
 
 def test_the_page_has_every_section_and_its_picture():
     lines = list(every_line())
-    page = report.page(lines, "a machine", "Zen 9", "picture.svg")
+    page = report.page(lines, "a machine", "zen-9", "picture.svg")
     for section in (*cases.SECTIONS, cases.MEMORY):
         assert f"\n## {section.title}\n" in page
     assert "](picture.svg)" in page
@@ -180,6 +180,33 @@ def test_the_page_and_the_picture_are_written(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_limited_machine_has_a_page_of_its_own_whose_goal_is_to_be_ahead(monkeypatch, tmp_path, capsys):
+    limited = []
+    monkeypatch.setattr(bench, "limit", limited.append)
+    assert bench.main(["--rounds", "1", "--isa", "portable", "--write", str(tmp_path)]) == 0
+    kind = f"{machine_kind()}-as-portable"
+    page = (tmp_path / "performance" / f"{kind}.md").read_text()
+    assert limited == ["portable"]
+    assert page.startswith(
+        f"# Performance on {title(machine_kind())} limited to portable\n\nMeasured by `./bench --isa portable`"
+    )
+    assert "≥ 1x" in page
+    assert "Beside others" not in page
+    assert f"[{title(kind)}](performance/{kind}.md)" in (tmp_path / "performance.md").read_text()
+
+
+def test_limits_change_no_other_goal():
+    row = cases.Row(
+        Case("small", 1, 1), {torch.float32: cases.Goal(share=0.8, ratio=2.3), torch.bfloat16: cases.Goal(cost=1.1)}
+    )
+    assert row.limited().goals == {
+        torch.float32: cases.Goal(share=0.8, ratio=1.0),
+        torch.bfloat16: cases.Goal(cost=1.1),
+    }
+    assert replace(row, goals={torch.float32: cases.Goal(ratio=0.5)}).limited().goals[torch.float32].ratio == 0.5
+
+
+@pytest.mark.usefixtures("tiny")
 def test_an_interruption_shows_what_there_is_and_writes_nothing(monkeypatch, tmp_path, capsys):
     run = bench.Job.run
 
@@ -218,7 +245,6 @@ def test_a_case_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
         (["--cases", "nothing like it"], "no case has 'nothing like it' in its name"),
         (["--write", "--cases", "causal"], "--write writes the whole page"),
         (["--write", "--dtype", "float32"], "--write writes the whole page"),
-        (["--write", "--isa", "portable"], "--write writes the whole page"),
         (["--quick", "--rounds", "3"], "leave one of them out"),
         (["--json", "/nowhere/found.json"], "there is no folder /nowhere"),
     ],
