@@ -29,6 +29,8 @@ what the case needs at least. Exponentials are not counted; with AMX, in bfloat1
 "torch (limit: 1.5x)" in the last column: at the limit, a case would be 1.5 times as fast as torch, so that its goal,
 which is of another machine, cannot be reached here."""
 
+OWN = "`regard bench` does the same for shapes of one's own."
+
 BESIDE = f"""\
 The fastest of vLLM's CPU kernel, OpenVINO, zentorch, ONNX Runtime, FlexAttention (compiled), llama.cpp and plain torch
 matmuls in each case, as measured on {peers.WHERE}; not in the same rounds as ours. What converts keys and values to
@@ -194,8 +196,7 @@ def page(lines: Sequence[Line], where: str, kind: str, picture: str) -> str:
     backends = ", ".join(sorted({line.result.backend for line in lines if line.result is not None}))
     parts = [
         f"# Performance on {title(kind)}",
-        f"Measured by `./bench{limited}` on {where}; backend: {backends}. "
-        "`regard bench` does the same for shapes of one's own.",
+        f"Measured by `./bench{limited}` on {where}; backend: {backends}. {OWN}",
         METHOD,
         *unrest(lines),
         f"![Share of the machine's limit that regard and torch reach]({picture})",
