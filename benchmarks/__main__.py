@@ -112,7 +112,9 @@ def write_pages(folder: Path, lines: list[Line], kind: str) -> None:
     pages.mkdir(exist_ok=True)
     text = report.page(lines, report.machine(), kind, f"{kind}.svg")
     command.publish_page(pages, f"{kind}.md", text, {f"{kind}.svg": draw(lines)})
-    found = performance_pages.pages_of_kinds({path.stem: path.read_text() for path in sorted(pages.glob("*.md"))})
+    found = performance_pages.pages_of_kinds(
+        {stem: (pages / f"{stem}.md").read_text() for stem in sorted(p.stem for p in pages.glob("*.md"))}
+    )
     others = {path.stem for path in (pages / "others").glob("*.md")}
     command.publish_page(folder, PAGE, performance_pages.overview(found, others))
 
