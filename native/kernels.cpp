@@ -86,7 +86,7 @@ template <typename Stored>
 bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *shared,
                float *scratch) {
     Linear<Stored> linear(c, scratch);
-    const int64_t step = Linear<Stored>::parted_of(c);
+    const int64_t step = LinearChunk::parted_of(c);
     switch (pass) {
         case LinearPass::heads:
             return linear.run(unit, first, count);
@@ -96,7 +96,7 @@ bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t fi
             linear.raise_all(unit, first, count, shared + unit * count * step);
             return true;
         case LinearPass::rows:
-            return linear.read_rows(unit / count, first + unit % count, shared + unit * step);
+            return linear.rows(unit / count, first + unit % count, shared + unit * step);
         default: {
             if (c.beta.data) {
                 const int64_t parts = (c.v_dim + COLUMNS - 1) / COLUMNS, head = unit / parts;
@@ -123,8 +123,8 @@ bool linear(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first
     }
 }
 
-int64_t linear_state(const regard_linear &c) { return Linear<float>::parted_of(c); }
-int64_t linear_scratch(const regard_linear &c) { return Linear<float>::scratch_of(c); }
+int64_t linear_state(const regard_linear &c) { return LinearChunk::parted_of(c); }
+int64_t linear_scratch(const regard_linear &c) { return LinearChunk::scratch_of(c); }
 
 }  // namespace
 }  // namespace REGARD_ISA

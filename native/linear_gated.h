@@ -8,11 +8,47 @@
 // multiplied by each step's gates when it ends. Twice the instructions of a product for one pair in eight (AVX-512).
 #pragma once
 
-#include "simd.h"
-#include "tile.h"
+#include "exp.h"
+#include "linear_products.h"
 
 namespace regard {
 namespace REGARD_ISA {
+
+// The gates of a chunk, and of all its tokens together.
+inline void set_gates(LinearChunk &c) {
+    constexpr int W = LinearChunk::W;
+    const regard_tensor &t = c.call.log_gate;
+    for (int64_t j = 0; j < c.tokens; ++j) {
+        const float *logs = static_cast<const float *>(t.data) + c.batch() * t.batch + c.key_head() * t.head +
+                            (c.first_token() + j) * t.token;
+        for (int64_t f = 0; f < c.dim; f += W) {
+            F log = broadcast(*logs);
+            if (c.call.log_gate_feature) {
+                float rest[W] = {};
+                if (c.dim - f < W) memcpy(rest, logs + f, size_t(c.dim - f) * sizeof(float));
+                log = load(c.dim - f < W ? rest : logs + f);
+            }
+            log = larger(broadcast(-200.0f), log);  // -inf, which is no error
+            c.look_at(log);
+            const F gate = exp_below(log);
+            store(c.gates + LinearChunk::column(f) + j * LANES, gate);
+            store(c.whole + f, j ? load(c.whole + f) * gate : gate);
+        }
+    }
+}
+
+// Keys times all gates after them, in `near`.
+inline void gate_keys(LinearChunk &c) {
+    constexpr int W = LinearChunk::W;
+    for (int64_t f = 0; f < c.dim; f += W) {
+        const int64_t at = LinearChunk::column(f);
+        F later = broadcast(1.0f);
+        for (int64_t j = c.tokens - 1; j >= 0; --j) {
+            store(c.near + at + j * LANES, load(c.k + at + j * LANES) * later);
+            later *= load(c.gates + at + j * LANES);
+        }
+    }
+}
 
 // W rows and keys of one step: q and gates in blocks of 64 features, [64 rows][64] each; keys [features][64], which
 // leave with all gates of the step after them.
@@ -35,42 +71,39 @@ __attribute__((noinline)) inline void gate_step(const float *q, const float *gat
     for (int i = 0; i < W; ++i) store(weights + i * LANES, select((uint64_t(2) << i) - 1, sums[i], F{}));
 }
 
-// The weights of a chunk, [64][64]. q leaves with all gates since the chunk began. `near` is memory like that of q, and
-// `past` and `since` have a float for each feature, in whole vectors.
-inline void gate_pairs(float *q, const float *gates, float *keys, int64_t features, int64_t tokens, float *near,
-                       float *past, float *since, float *weights) {
-    constexpr int W = Vec<float>::lanes;
-    constexpr int64_t BLOCK = LANES * LANES;
-    for (int64_t f = 0; f < features; f += W) store(past + f, broadcast(1.0f));
-    for (int64_t i = 0; i < tokens; i += W) {
-        const int64_t count = tokens - i < W ? tokens - i : W;
-        float *const w = weights + i * LANES;
-        gate_step(q + i * LANES, gates + i * LANES, keys + i, features, w + i);
-        for (int64_t f = 0; f < features; f += W) {
-            const int64_t at = f / LANES * BLOCK + i * LANES + f % LANES;
-            const F before = load(past + f);
-            F all = broadcast(1.0f);
-            for (int64_t r = 0; r < count; ++r) {
-                all *= load(gates + at + r * LANES);
-                const F one = load(q + at + r * LANES) * all;
-                store(near + at + r * LANES, one);
-                store(q + at + r * LANES, one * before);
-            }
-            store(since + f, all);
-            store(past + f, before * all);
+// Queries of a step, times the gates since the step began to `near`, and in place times those since the chunk began.
+inline void gate_queries(LinearChunk &c, int64_t i, int64_t count) {
+    float *const since = c.past + c.blocks * LANES;
+    for (int64_t f = 0; f < c.dim; f += LinearChunk::W) {
+        const int64_t at = LinearChunk::column(f) + i * LANES;
+        const F before = load(c.past + f);
+        F all = broadcast(1.0f);
+        for (int64_t r = 0; r < count; ++r) {
+            all *= load(c.gates + at + r * LANES);
+            const F one = load(c.q + at + r * LANES) * all;
+            store(c.near + at + r * LANES, one);
+            store(c.q + at + r * LANES, one * before);
         }
-        for (int64_t f = 0; i && f < features; f += LANES) {
-            const int64_t some = features - f < LANES ? features - f : LANES;
-            const char *rows = reinterpret_cast<const char *>(near + f * LANES + i * LANES);
-            const float *lanes = keys + f * LANES;
-            if (f)
-                multiply<Fused<float>, Along::across, Start::out>(rows, LANES * 4, count, lanes, some, w, 0,
-                                                                  int(i / W));
-            else multiply<Fused<float>, Along::across>(rows, LANES * 4, count, lanes, some, w, 0, int(i / W));
-        }
+        store(since + f, all);
+        store(c.past + f, before * all);
+    }
+}
+
+// The weights of a chunk, [64][64]. Queries leave with all gates since the chunk began, and keys in lanes with all
+// gates after them but those of the last step.
+inline void gate_pairs(LinearChunk &c) {
+    constexpr int W = LinearChunk::W;
+    const float *const since = c.past + c.blocks * LANES;
+    for (int64_t f = 0; f < c.dim; f += W) store(c.past + f, broadcast(1.0f));
+    for (int64_t i = 0; i < c.tokens; i += W) {
+        const int64_t count = c.tokens - i < W ? c.tokens - i : W;
+        float *const w = c.weights + i * LANES, *const keys = c.k_lanes;
+        gate_step(c.q + i * LANES, c.gates + i * LANES, keys + i, c.dim, w + i);
+        gate_queries(c, i, count);
+        if (i) along_features(c.near + i * LANES, count, keys, c.dim, w, int(i / W));
         for (int64_t r = 0; r < count; ++r)  // keys of later steps that are mixed with these
             for (int64_t l = i + W; l < LANES; l += W) store(w + r * LANES + l, F{});
-        for (int64_t f = 0; i + W < tokens && f < features; ++f)
+        for (int64_t f = 0; i + W < c.tokens && f < c.dim; ++f)
             for (int64_t l = 0; l < i; l += W) store(keys + f * LANES + l, load(keys + f * LANES + l) * since[f]);
     }
 }
