@@ -108,43 +108,15 @@ struct Fp8Bytes {
 };
 constexpr Fp8Bytes FP8_BYTES;
 
-// e4m3 times a scale, rounded to bf16, is a word that 8 sizes of fraction and the scale give, and an exponent added to
-// it as an integer; subnormal codes are written as normal ones of smaller exponents for that. Of each code without a
-// sign `low` and `high` are the bytes of that exponent, above 2^-9, and of the place of its fraction: 0 to 7; 8 is 0, 9
-// NaN.
-struct Fp8Words {
-    static constexpr int ZERO = 8, NOT_A_NUMBER = 9, PLACES = 16;
-    alignas(64) uint8_t low[128], high[128];
-    alignas(64) float sizes[PLACES];  // of the fractions, of the smallest exponent
-    alignas(64) uint16_t place[2 * PLACES], second[2 * PLACES], sign[2 * PLACES];
-
-    constexpr Fp8Words() : low(), high(), sizes(), place(), second(), sign() {
-        for (int code = 0; code < 128; ++code) {
-            int exponent = (code >> 3) + 2, fraction = code & 7;
-            if (code < 8)
-                for (exponent = 3, fraction = code; fraction && fraction < 8; --exponent) fraction *= 2;
-            int word = exponent << 7 | (fraction & 7);
-            if (!code) word = ZERO;
-            if (code == 127) word = NOT_A_NUMBER;
-            high[code] = uint8_t(word >> 8), low[code] = uint8_t(word & 255);
-        }
-        for (int i = 0; i < 8; ++i) sizes[i] = float(8 + i) * 0x1p-12f;
-        sizes[NOT_A_NUMBER] = __builtin_nanf("");
-        for (int i = 0; i < 2 * PLACES; ++i) place[i] = uint16_t(i), second[i] = PLACES << 8, sign[i] = 0x8080;
-    }
-};
-constexpr Fp8Words FP8_WORDS;
-
-// Places of 64 codes from which `Fp8::pairs` makes two vectors of pairs: the codes of a pair `apart` bytes from each
-// other, those of the second vector `next` after the first.
-struct Fp8Places {
+// Of four channels of a tile the places from which `Fp8::as_bf16` makes pairs of two channels.
+struct Fp8Pairs {
     alignas(64) uint8_t from[64];
 
-    constexpr Fp8Places(int apart, int next) : from() {
-        for (int i = 0; i < 64; ++i) from[i] = uint8_t(i % 2 * apart + i / 8 % 2 * next + i / 16 * 4 + i % 8 / 2);
+    constexpr Fp8Pairs() : from() {
+        for (int i = 0; i < 64; ++i) from[i] = uint8_t(i % 2 * 16 + i / 8 % 2 * 32 + i / 16 * 4 + i % 8 / 2);
     }
 };
-constexpr Fp8Places OF_TILES(16, 32), OF_ROWS(32, 16);  // two channels, four in all; two rows of 32 dims
+constexpr Fp8Pairs FP8_PAIRS;
 #endif
 
 #if defined(__AVX512F__) && !defined(__AVX512VBMI__)
@@ -205,28 +177,12 @@ struct Fp8 : OfBytes<Fp8> {
         }
     }
 #if defined(REGARD_PAIRS)
-    // Whether scales are such that neither they nor a code times them are subnormal or infinite.
-    static REGARD_INLINE bool are_moderate(F scales) {
-        const U size = (U)scales << 1;
-        return !_mm512_cmpgt_epu32_mask((__m512i)(size - (27u << 24)), _mm512_set1_epi32(200 << 24));
-    }
-    // What the codes of a pair become, for the scales of its first and its second.
-    static REGARD_INLINE U words_of(float first, float second) {
-        const F sizes = load(FP8_WORDS.sizes);
-        const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(sizes * broadcast(second), sizes * broadcast(first));
-        return (U)_mm512_sub_epi16(words, _mm512_load_si512(FP8_WORDS.place));
-    }
-    // Two vectors of pairs times moderate scales, rounded, by `words_of` the scales.
-    static REGARD_INLINE void pairs(const Fp8Places &places, __m512i unordered, U words, U others, U &x, U &y) {
-        const __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(places.from), unordered);
-        const uint16_t *second = FP8_WORDS.second;
-        asm("" : "+r"(second));  // or GCC, short of registers, makes it anew each time
-        const __m512i low = _mm512_or_si512(looked_up(FP8_WORDS.low, codes), _mm512_load_si512(second));
+    // 64 codes as bf16, which holds each exactly: those of the lower and of the upper halves of quarters.
+    static REGARD_INLINE void as_bf16(__m512i codes, U &lower, U &upper) {
+        const __m512i low = looked_up(FP8_BYTES.low, codes);
         const __m512i high =
-            _mm512_ternarylogic_epi32(looked_up(FP8_WORDS.high, codes), codes, _mm512_load_si512(FP8_WORDS.sign), 0xf8);
-        const __m512i a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
-        x = (U)_mm512_add_epi16(a, _mm512_permutexvar_epi16(a, (__m512i)words));
-        y = (U)_mm512_add_epi16(b, _mm512_permutexvar_epi16(b, (__m512i)others));
+            _mm512_ternarylogic_epi32(looked_up(FP8_BYTES.high, codes), codes, _mm512_set1_epi8(-128), 0xf8);
+        lower = (U)_mm512_unpacklo_epi8(low, high), upper = (U)_mm512_unpackhi_epi8(low, high);
     }
 #endif
     template <int N>

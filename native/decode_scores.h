@@ -22,7 +22,6 @@ struct DecodeScores {
     using Unit = typename K::Unit;
     using S = typename K::Stored;
     static constexpr int W = K::W;
-    static constexpr int CHANNELS = W * P::pair;  // of W units
 
     const int64_t dim, units;   // of a key
     const Unit *const queries;  // [16][units]
@@ -31,10 +30,21 @@ struct DecodeScores {
 
     static int64_t bytes(int64_t dim) {
 #if defined(REGARD_INTEGERS)
-        if (K::integers) return Source<K>::bytes(dim, BLOCK) + CodedScores<Unit>::bytes(dim);
+        if (K::integers) return fp8_at(dim) + fp8_bytes(dim);
 #endif
         return Source<K>::bytes(dim, BLOCK);
     }
+#if defined(REGARD_INTEGERS)
+    // Where what Fp8Scores needs begins, behind that of CodedScores.
+    static int64_t fp8_at(int64_t dim) { return Source<K>::bytes(dim, BLOCK) + CodedScores<Unit>::bytes(dim); }
+    static int64_t fp8_bytes([[maybe_unused]] int64_t dim) {
+#if defined(REGARD_PAIRS)
+        return Fp8Scores::bytes(dim);
+#else
+        return 0;
+#endif
+    }
+#endif
 
     // Scores of tokens from `first` on, in whole groups of 16, for which `listed` has a bit.
     void make(const Source<K> &keys, const Stretch &stretch, int64_t first, uint32_t listed, int rows, Lines &lines) {
@@ -43,14 +53,13 @@ struct DecodeScores {
         found.tiles = found.count;
         // behind the rows, whose lanes may overlap theirs
         for (int i = 0; i < stretch.count; ++i)
-            if (is_tiled(stretch.run[i]) && !as_integers(stretch.run[i]))
-                find_tiles(keys, stretch.run[i], first, found);
-        found.integers = found.count;
+            if (is_tiled(stretch.run[i]) && !as_coded(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
+        found.coded = found.count;
         for (int i = 0; i < stretch.count; ++i)
-            if (as_integers(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
+            if (as_coded(stretch.run[i])) find_tiles(keys, stretch.run[i], first, found);
         int64_t asks = asks_of_rows(found, rows);
 #if defined(REGARD_INTEGERS)
-        for (int i = found.integers; i < found.count; i += 1 + is_pair(found, i))
+        for (int i = found.coded; i < found.count; i += 1 + is_pair(found, i))
             asks += (rows / 4 + (rows % 4 + 1) / 2) * CodedScores<Unit>::asks(dim, found.keys[i].form == REGARD_INT4);
 #endif
         lines.share(asks);
@@ -88,7 +97,7 @@ struct DecodeScores {
     };
 
     struct Found {
-        int count = 0, tiles = 0, integers = 0;  // the first of codes; of those that are multiplied as integers
+        int count = 0, tiles = 0, coded = 0;  // the first of codes; of those that are multiplied as they are
         Keys keys[BLOCK + BLOCK / W];
         const char *row[BLOCK];
     };
@@ -102,7 +111,7 @@ struct DecodeScores {
     // Words between which lines are asked for: up to four at once are as good as one, and take fewer branches.
     static constexpr int words_of_ask(int groups) { return KeyRows<K, S>::halves && groups == 1 ? 4 : 1; }
 
-    // How often lines are asked for, but for codes that are multiplied as integers.
+    // How often lines are asked for, but for codes that are multiplied as they are.
     int64_t asks_of_rows(const Found &found, int rows) const {
         const int64_t tiles = found.tiles;
         const bool narrow = is_same<S, float> && tiles && found.keys->form == REGARD_BF16;
@@ -110,7 +119,7 @@ struct DecodeScores {
         int64_t asks = 0;
         for (int left = rows, some; left > 0; left -= some) {
             some = left < 8 ? left < 3 ? left < 2 ? 1 : 2 : 4 : 8;
-            asks += (found.integers - tiles) * ((units + W - 1) / W);
+            asks += (found.coded - tiles) * ((units + W - 1) / W);
             asks += (tiles + together(some) - 1) / together(some) * (words / words_of_ask(together(some)));
         }
         return asks;
@@ -123,7 +132,10 @@ struct DecodeScores {
 #endif
         return true;
     }
-    bool as_integers(const Run &run) const { return K::integers && is_tiled(run) && run.part->form != REGARD_FP8; }
+    // Whether its codes are multiplied as they are: as integers, or e4m3 as bf16.
+    bool as_coded(const Run &run) const {
+        return K::integers && is_tiled(run) && (K::pairs || run.part->form != REGARD_FP8);
+    }
 
     // Elements of a narrower type, which are widened as they are loaded.
     static bool is_narrow(const Run &run) {
@@ -199,8 +211,8 @@ struct DecodeScores {
                 if (found.keys->form == REGARD_F16) sets_of<R, f16>(found, r, lines);
             }
         }
-        if constexpr (sizeof(T) == 4)
-            for (int i = found.tiles; i < found.integers;) i += tiles<R>(found.keys + i, found.integers - i, r, lines);
+        if constexpr (sizeof(T) == 4 && !K::pairs)
+            for (int i = found.tiles; i < found.coded;) i += tiles<R>(found.keys + i, found.coded - i, r, lines);
     }
 
     template <int R, typename From>
@@ -301,7 +313,7 @@ struct DecodeScores {
     // What scales meet: the codes of tokens or of channels, or, for channels, the queries instead: once for a group of
     // tokens and a row, and not for each code. Decoded keys are never rounded then, as they need not be for bf16.
     enum class By { token, channel, query };
-    static constexpr By BY_CHANNEL = is_same<S, bf16> && !K::pairs ? By::query : By::channel;
+    static constexpr By BY_CHANNEL = is_same<S, bf16> ? By::query : By::channel;
 
     template <int R, typename Code>
     void tiles_of(const Keys *keys, bool two, int r, Lines &lines) {
@@ -310,10 +322,9 @@ struct DecodeScores {
         else tile_set<R, 1, Code, BY_CHANNEL>(keys, r, lines);
     }
 
-    // Scales and lows, widened: of the tokens of a tile, or of W units of its channels.
+    // Scales and lows, widened: of the tokens of a tile, or of W of its channels.
     struct Scales {
-        alignas(64) float scale[CHANNELS], low[CHANNELS] = {};
-        bool moderate = false;  // see Fp8::are_moderate
+        alignas(64) float scale[W], low[W] = {};
 
         Scales() {
             for (float &x : scale) x = 1;  // of channels that there are not
@@ -323,10 +334,6 @@ struct DecodeScores {
         void take(const Keys &keys, int64_t from, int64_t count) {
             widen_all(keys.scale + from, count, Code::unit, scale);
             if (keys.low) widen_all(keys.low + from, count, 1, low);
-#if defined(REGARD_PAIRS)
-            if constexpr (K::pairs && is_same<Code, Fp8>)
-                moderate = !keys.low && Fp8::are_moderate(load(scale)) && Fp8::are_moderate(load(scale + W));
-#endif
         }
     };
 
@@ -337,29 +344,29 @@ struct DecodeScores {
         V sum[R][G] = {};
         alignas(64) float scaled[by == By::query ? R * W : 1];
         V added[R] = {};
-        for (int64_t u = 0; u < units; u += W) {
-            const int64_t d = u * P::pair, dims = least(dim - d, CHANNELS);
+        for (int64_t d = 0; d < dim; d += W) {
+            const int64_t dims = least(dim - d, W);
             if (by != By::token) scales.template take<Code>(*keys, d, dims);
             for (int g = 0; g < G; ++g) lines.ask();
-            const char *q = reinterpret_cast<const char *>(queries + r * units + u);
+            const Unit *q = queries + r * units + d;
             int64_t of_row = units * int64_t(sizeof(Unit));
             if constexpr (by == By::query) {
-                scale_queries<R>(queries + r * units + u, dims, scales, keys->low, scaled, added);
-                q = reinterpret_cast<const char *>(scaled), of_row = W * int64_t(sizeof(float));
+                scale_queries<R>(queries + r * units + d, dims, scales, keys->low, scaled, added);
+                q = scaled, of_row = W * int64_t(sizeof(float));
             }
             const int64_t at = d / (Code::nibbles ? 2 : 1) * TOKENS;
             int n = 0;
             if constexpr (Code::fours)
-                for (; (n + FOUR) * P::pair <= dims; n += FOUR, q += FOUR * sizeof(Unit)) {
-                    typename P::Vector x[FOUR][G];
+                for (; n + 4 <= dims; n += 4, q += 4) {
+                    V x[4][G];
                     four_at<G, Code, by>(keys, at, n, scales, x);
 #pragma GCC unroll 4
-                    for (int i = 0; i < FOUR; ++i) meet(x[i], q + i * sizeof(Unit), of_row, sum);
+                    for (int i = 0; i < 4; ++i) meet(x[i], reinterpret_cast<const char *>(q + i), of_row, sum);
                 }
-            for (; n < least(W, units - u); ++n, q += sizeof(Unit)) {
-                typename P::Vector x[G];
-                units_at<G, Code, by>(keys, at, n, 2 * n + 1 < dims, scales, x);
-                meet(x, q, of_row, sum);
+            for (; n < dims; ++n, ++q) {
+                V x[G];
+                channel_at<G, Code, by>(keys, at, n, scales, x);
+                meet(x, reinterpret_cast<const char *>(q), of_row, sum);
             }
         }
         if (by == By::query && keys->low) add_lows(added, sum);
@@ -412,37 +419,15 @@ struct DecodeScores {
         }
     }
 
-    static constexpr int FOUR = 4 / P::pair;  // units of four channels
-
-    // Units n to n + FOUR of those that begin `at` bytes into the tiles.
+    // Channels n to n + 4 of those that begin `at` bytes into the tiles.
     template <int G, typename Code, By by>
-    static REGARD_INLINE void four_at(const Keys *keys, int64_t at, int n, const Scales &scales,
-                                      typename P::Vector (&x)[FOUR][G]) {
-#if defined(REGARD_PAIRS)
-        if constexpr (K::pairs && is_same<Code, Fp8> && by == By::channel)
-            if (scales.moderate) {
-                const float *const of = scales.scale + n * P::pair;
-                const U words = Fp8::words_of(of[0], of[1]), others = Fp8::words_of(of[2], of[3]);
-#pragma GCC unroll 2
-                for (int g = 0; g < G; ++g)
-                    Fp8::pairs(OF_TILES, _mm512_loadu_si512(keys[g].codes + at + n * P::pair * TOKENS), words, others,
-                               x[0][g], x[1][g]);
-                return;
-            }
-#endif
+    static REGARD_INLINE void four_at(const Keys *keys, int64_t at, int n, const Scales &scales, V (&x)[4][G]) {
 #pragma GCC unroll 2
         for (int g = 0; g < G; ++g) {
             F code[4];
-            Code::tiles(keys[g].codes + at, n * P::pair, code);
+            Code::tiles(keys[g].codes + at, n, code);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) code[i] = number<by>(code[i], scales, n * P::pair + i);
-#pragma GCC unroll 4
-            for (int i = 0; i < FOUR; ++i) {
-                if constexpr (!K::pairs) x[i][g] = rounded<S>(code[i]);
-#if defined(REGARD_PAIRS)
-                else x[i][g] = pack_pairs(code[2 * i], code[2 * i + 1]);
-#endif
-            }
+            for (int i = 0; i < 4; ++i) x[i][g] = rounded<S>(number<by>(code[i], scales, n + i));
         }
     }
 
@@ -453,25 +438,13 @@ struct DecodeScores {
         return fma(code, scale, by == By::token ? load(scales.low) : broadcast(scales.low[i]));
     }
 
-    // Unit n of those that begin `at` bytes into the tiles: a channel, or a pair of them, of which the second may lack.
+    // Channel n of those.
     template <int G, typename Code, By by>
-    static REGARD_INLINE void units_at(const Keys *keys, int64_t at, int n, [[maybe_unused]] bool both,
-                                       const Scales &scales, typename P::Vector (&x)[G]) {
-        if constexpr (!K::pairs) {
-            F code[G];
-            codes_at<G, Code>(keys, at, n, code);
+    static REGARD_INLINE void channel_at(const Keys *keys, int64_t at, int n, const Scales &scales, V (&x)[G]) {
+        F code[G];
+        codes_at<G, Code>(keys, at, n, code);
 #pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) x[g] = rounded<S>(number<by>(code[g], scales, n));
-#if defined(REGARD_PAIRS)
-        } else {
-#pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) {
-                const uint8_t *codes = keys[g].codes + at;
-                const F second = both ? number<by>(Code::tile(codes, 2 * n + 1), scales, 2 * n + 1) : F{};
-                x[g] = pack_pairs(number<by>(Code::tile(codes, 2 * n), scales, 2 * n), second);
-            }
-#endif
-        }
+        for (int g = 0; g < G; ++g) x[g] = rounded<S>(number<by>(code[g], scales, n));
     }
 
     template <int G, typename Code>
@@ -489,7 +462,7 @@ struct DecodeScores {
     }
 
 #if defined(REGARD_INTEGERS)
-    // ---- tiles of codes that are multiplied as integers ------------------------------------------------------------
+    // ---- tiles of codes that are multiplied as they are ------------------------------------------------------------
 
     // Whether a tile and the next have the same scales, or scales of tokens.
     static bool is_pair(const Found &found, int i) {
@@ -501,24 +474,43 @@ struct DecodeScores {
     template <int R>
     __attribute__((noinline)) void coded(const Found &found, int r, Lines &lines) {
         CodedScores<Unit> products(dim, queries + r * units, units, scratch + Source<K>::bytes(dim, BLOCK));
-        for (int i = found.integers; i < found.count;) {
+#if defined(REGARD_PAIRS)
+        Fp8Scores floats(dim, reinterpret_cast<const uint32_t *>(queries) + r * units, units, scratch + fp8_at(dim));
+#endif
+        for (int i = found.coded; i < found.count;) {
             const Keys *const keys = found.keys + i;
             const bool two = is_pair(found, i);
-            const bool nibbles = keys->form == REGARD_INT4;
-            if (two && nibbles) coded_set<R, 2, true>(products, keys, r, lines);
-            else if (two) coded_set<R, 2, false>(products, keys, r, lines);
-            else if (nibbles) coded_set<R, 1, true>(products, keys, r, lines);
-            else coded_set<R, 1, false>(products, keys, r, lines);
+            switch (keys->form) {
+#if defined(REGARD_PAIRS)
+                case REGARD_FP8:
+                    if (two) coded_set<R, 2>(keys, r, [&](auto &tile, auto &sum) { floats.meet(tile, sum, lines); });
+                    else coded_set<R, 1>(keys, r, [&](auto &tile, auto &sum) { floats.meet(tile, sum, lines); });
+                    break;
+#endif
+                case REGARD_INT4:
+                    if (two) integers<R, 2, true>(products, keys, r, lines);
+                    else integers<R, 1, true>(products, keys, r, lines);
+                    break;
+                default:
+                    if (two) integers<R, 2, false>(products, keys, r, lines);
+                    else integers<R, 1, false>(products, keys, r, lines);
+            }
             i += 1 + two;
         }
     }
 
     template <int R, int G, bool nibbles>
-    REGARD_INLINE void coded_set(CodedScores<Unit> &products, const Keys *keys, int r, Lines &lines) {
+    REGARD_INLINE void integers(CodedScores<Unit> &products, const Keys *keys, int r, Lines &lines) {
+        coded_set<R, G>(keys, r,
+                        [&](auto &tile, auto &sum) { products.template meet<R, G, nibbles>(tile, sum, lines); });
+    }
+
+    template <int R, int G, typename Meet>
+    REGARD_INLINE void coded_set(const Keys *keys, int r, Meet meet) {
         CodedTile tile[G];
         for (int g = 0; g < G; ++g) tile[g] = {keys[g].codes, keys[g].scale, keys[g].low, keys[g].per_token};
         V sum[R][G];
-        products.template meet<R, G, nibbles>(tile, sum, lines);
+        meet(tile, sum);
         put(keys, r, sum);
     }
 #endif

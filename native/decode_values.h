@@ -93,21 +93,11 @@ struct DecodeValues {
         return dim / (N * W) + four + (left - four * 4 * W + W - 1) / W;
     }
 
-    // Codes whose pairs are made without rows between: e4m3, by tables.
-#if defined(REGARD_PAIRS) && defined(__AVX512VBMI__)
-    template <typename Form>
-    static constexpr bool in_pairs = K::pairs && is_same<Form, Fp8>;
-#else
-    template <typename Form>
-    static constexpr bool in_pairs = false;
-#endif
-
     // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
     struct Found {
         int64_t form, group = 0, groups = 0, step = 0;  // step: from row to row; 0: not the same
         bool has_low = false;
         const char *row[SOME];
-        U words[in_pairs<Fp8> ? SOME / 2 : 1];  // of pairs of tokens: see Fp8::words_of
     };
 
     // The groups that vectors of dims are of.
@@ -127,8 +117,7 @@ struct DecodeValues {
         const regard_part &p = *run.part;
         if (p.form == K::form) return true;
         if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
-        if (K::integers && p.form != REGARD_FP8) return false;
-        if (K::pairs && (!in_pairs<Fp8> || p.form != REGARD_FP8 || p.low || p.group < dim)) return false;
+        if (K::pairs || (K::integers && p.form != REGARD_FP8)) return false;
         return sizeof(T) == 4 && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
     }
 
@@ -151,22 +140,13 @@ struct DecodeValues {
         if (alike && found.form > REGARD_F16)
             found.group = run.part->group, found.groups = (dim + found.group - 1) / found.group,
             found.has_low = run.part->low;
-        const auto take_all = [&](bool in_place) {
-            for (int i = from; i < to; ++i) {
-                Run part = stretch.run[i];
-                const int64_t before = first + low - part.first, end = first + high - part.first;
-                if (end < part.count) part.count = end;
-                if (before > 0) part.first += before, part.slot += before, part.count -= before;
-                take(values, part, int(part.first - first - low), in_place, found);
-            }
-        };
-        take_all(alike);
-#if defined(REGARD_PAIRS)
-        if (in_pairs<Fp8> && found.form == REGARD_FP8 && !take_words(high - low, found)) {
-            found.form = K::form, found.groups = 0;
-            take_all(false);
+        for (int i = from; i < to; ++i) {
+            Run part = stretch.run[i];
+            const int64_t before = first + low - part.first, end = first + high - part.first;
+            if (end < part.count) part.count = end;
+            if (before > 0) part.first += before, part.slot += before, part.count -= before;
+            take(values, part, int(part.first - first - low), alike, found);
         }
-#endif
         const int last = high - low - 1;  // see mix_dims
         found.step = last ? found.row[1] - found.row[0] : 64;
         for (int j = 2; j <= last; ++j)
@@ -198,17 +178,6 @@ struct DecodeValues {
                      lows + j * found.groups);
     }
 
-#if defined(REGARD_PAIRS)
-    // What codes of pairs of tokens become; false if it is not known for some scale.
-    bool take_words(int count, Found &found) const {
-        for (int j = count; j < SOME; ++j) scales[j] = 1;
-        for (int j = 0; j < SOME; j += W)
-            if (!Fp8::are_moderate(load(scales + j))) return false;
-        for (int j = 0; j < count / 2; ++j) found.words[j] = Fp8::words_of(scales[2 * j], scales[2 * j + 1]);
-        return true;
-    }
-#endif
-
     static void widen_scales(const regard_part &p, const bf16 *from, int64_t groups, int64_t tokens, float unit,
                              float *to) {
         constexpr int lanes = Vec<float>::lanes;
@@ -226,7 +195,7 @@ struct DecodeValues {
 
     template <typename Form>
     void mix_by(const Found &found, int low, int high, int rows, T *out, Lines &lines) const {
-        constexpr bool code = is_code<Form> && (K::pairs ? in_pairs<Form> : !K::integers || is_same<Form, Fp8>);
+        constexpr bool code = is_code<Form> && !K::pairs && (!K::integers || is_same<Form, Fp8>);
         if constexpr (is_same<Form, S> || is_same<S, float> || (code && sizeof(T) == 4)) {
             int r = 0;
             for (; r + 8 <= rows; r += 8) mix<8, 2, Form>(found, low, high, r, out, lines);
@@ -309,8 +278,8 @@ struct DecodeValues {
             else if constexpr (scaled) Form::rows(reinterpret_cast<const uint8_t *>(row[0]), d, value);
             else if constexpr (!K::pairs) single<N, tail, Form>(found, row[0], j - low, d, of, value);
 #if defined(REGARD_PAIRS)
-            else if (j + 1 < high) pairs<N, tail, Form>(found, row, j - low, d, of, value);
-            else half_pairs<N, tail, Form>(found, row[0], j - low, d, of, value);
+            else if (j + 1 < high) pairs<N, tail>(row, d, value);
+            else half_pairs<N, tail>(row[0], d, value);
 #endif
             lines.ask(place);
 #pragma GCC unroll 8
@@ -392,79 +361,25 @@ struct DecodeValues {
     }
 
 #if defined(REGARD_PAIRS)
-    // The same of tokens j and j + 1 side by side.
-    template <int N, bool tail, typename Form>
-    REGARD_INLINE void pairs(const Found &found, const char *const (&row)[2], int j, int64_t d, const Of<N> &of,
-                             U (&x)[N]) const {
-        if constexpr (is_same<Form, S> && N % 2 == 0) {
+    // Of two tokens side by side, vectors of dims from d on, which the rows begin with.
+    template <int N, bool tail>
+    REGARD_INLINE void pairs(const char *const (&row)[2], int64_t d, U (&x)[N]) const {
+        if constexpr (N % 2 == 0) {
             const bf16 *even = reinterpret_cast<const bf16 *>(row[0]);
             const bf16 *odd = reinterpret_cast<const bf16 *>(row[1]);
 #pragma GCC unroll 8
             for (int n = 0; n < N; n += 2) pair_dims(even + n * W, odd + n * W, x[n], x[n + 1]);
-        } else if constexpr (is_same<Form, S>) {
+        } else {
             const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
             x[0] = (U)_mm512_or_si512(words(row[0], real), _mm512_slli_epi32(words(row[1], real), 16));
-        } else if constexpr (in_pairs<Form>) {
-            pairs_of_codes(row, d, found.words[j / 2], x);
-        } else {
-            pairs_of<N, tail, Form>(found, row, j, d, of, x);
         }
     }
 
-#if defined(__AVX512VBMI__)
-    // From codes of rows with one scale each, 32 dims or 16 at a time.
-    template <int N>
-    static REGARD_INLINE void pairs_of_codes(const char *const (&row)[2], int64_t d, U words, U (&x)[N]) {
-        if constexpr (N == 1) {
-            U none;
-            const __m128i *const even = (const __m128i *)(row[0] + d), *const odd = (const __m128i *)(row[1] + d);
-            const __m512i codes = _mm512_castsi128_si512(_mm_loadu_si128(even));
-            Fp8::pairs(OF_ROWS, _mm512_inserti32x4(codes, _mm_loadu_si128(odd), 2), words, words, x[0], none);
-        } else {
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n += 2) {
-                const __m256i *const even = (const __m256i *)(row[0] + d + n * W);
-                const __m256i *const odd = (const __m256i *)(row[1] + d + n * W);
-                const __m512i codes = _mm512_castsi256_si512(_mm256_loadu_si256(even));
-                Fp8::pairs(OF_ROWS, _mm512_inserti64x4(codes, _mm256_loadu_si256(odd), 1), words, words, x[n],
-                           x[n + 1]);
-            }
-        }
-    }
-#else
-    template <int N>
-    static void pairs_of_codes(const char *const (&)[2], int64_t, U, U (&)[N]) {}
-#endif
-
-    // From wide values, two vectors at a time: more would not stay in registers.
-    template <int N, bool tail, typename Form>
-    REGARD_INLINE void pairs_of(const Found &found, const char *const (&row)[2], int j, int64_t d, const Of<N> &of,
-                                U (&x)[N]) const {
-        constexpr int step = N % 2 ? 1 : 2;
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n += step) {
-            V even[step], odd[step];
-            Of<step> some;
-            for (int i = 0; i < step; ++i) some[i] = of[n + i];
-            wide<step, tail, Form>(found, row[0] + n * W * skip<Form>, j, d + n * W, some, even);
-            wide<step, tail, Form>(found, row[1] + n * W * skip<Form>, j + 1, d + n * W, some, odd);
-#pragma GCC unroll 2
-            for (int i = 0; i < step; ++i) x[n + i] = pack_pairs(even[i], odd[i]);
-        }
-    }
-
-    // The same where there is no token j + 1.
-    template <int N, bool tail, typename Form>
-    REGARD_INLINE void half_pairs(const Found &found, const char *row, int j, int64_t d, const Of<N> &of,
-                                  U (&x)[N]) const {
-        if constexpr (is_same<Form, S>) {
-            const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
-            for (int n = 0; n < N; ++n) x[n] = (U)words(row + n * W * 2, real);
-        } else {
-            V even[N];
-            wide<N, tail, Form>(found, row, j, d, of, even);
-            for (int n = 0; n < N; ++n) x[n] = pack_pairs(even[n], F{});
-        }
+    // The same where there is no second one.
+    template <int N, bool tail>
+    REGARD_INLINE void half_pairs(const char *row, int64_t d, U (&x)[N]) const {
+        const __mmask16 real = tail ? __mmask16((1u << (dim - d)) - 1) : __mmask16(0xffff);
+        for (int n = 0; n < N; ++n) x[n] = (U)words(row + n * W * 2, real);
     }
 
     static REGARD_INLINE __m512i words(const char *row, __mmask16 real) {

@@ -26,6 +26,3 @@ INTEGERS = tuple(engine for engine in ALL if engine.split()[1] not in ("portable
 
 PAIRS = tuple(engine for engine in INTEGERS if engine.split()[1] not in ("avx512", "avx512vnni"))
 """Engines with products of bf16; their exp2 is as precise as these (native/exp.h)."""
-
-FP8_AS_BF16 = tuple(engine for engine in PAIRS if engine != "native amx")
-"""Engines on which few rows of bf16 meet fp8 by the products that tensors meet: amx has tiles for tensors alone."""
