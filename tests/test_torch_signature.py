@@ -29,6 +29,7 @@ CALLS = {
     "five axes, broadcast": ((r(2, 3, 4, 5, 8), r(2, 1, 4, 7, 8), r(2, 3, 4, 7, 8)), {}),
     "a batch of 1 broadcast": ((r(2, 4, 5, 8), r(1, 4, 7, 8), r(2, 4, 7, 8)), {}),
     "heads broadcast": ((r(2, 4, 5, 8), r(2, 1, 7, 8), r(2, 1, 7, 8)), {}),
+    "keys without a batch": ((r(3, 3, 5, 8), r(3, 3, 8), r(3, 3, 3, 8)), {}),
     "queries broadcast": ((r(1, 4, 5, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {}),
     "causal, fewer queries": ((r(2, 4, 5, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {"is_causal": True}),
     "causal, more queries": ((r(2, 4, 9, 8), r(2, 4, 7, 8), r(2, 4, 7, 8)), {"is_causal": True}),

@@ -155,6 +155,31 @@ is_batched: Callable[[Tensor], bool] = _find(
 )
 """Whether `torch.vmap` maps over the tensor; torch 2.0."""
 
+_is_gradient_wrapper: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_gradtrackingtensor",
+    lambda _: False,
+    "a mask that is made inside torch.func.grad fails with torch's own error",
+)
+"""Whether a tensor is the wrapper of `torch.func.grad`, `jvp` and the like; torch 2.0."""
+
+_unwrapped_once: Callable[[Tensor], Tensor] = _find(
+    "torch._C._functorch.get_unwrapped",
+    lambda t: t,
+    "a mask that is made inside torch.func.grad fails with torch's own error",
+)
+"""The tensor in a wrapper of `torch.func`; torch 2.0."""
+
+
+def without_gradient_wrappers(t: Tensor) -> Tensor:
+    """The tensor whose derivatives `torch.func.grad`, `jvp` and the like follow, with the same elements.
+
+    Every operator inside such a transform returns a wrapper, also of tensors that have no derivative.
+    """
+    while _is_gradient_wrapper(t):
+        t = _unwrapped_once(t)
+    return t
+
+
 is_legacy_batched: Callable[[Tensor], bool] = _find(
     "torch._C._functorch.is_legacy_batchedtensor",
     lambda _: False,

@@ -85,7 +85,7 @@ def attend_as_torch(
         raise ProblemError(
             "attn_mask and is_causal are both set: torch takes one; say both as one mask, or use attend."
         )
-    if query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
+    if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
         lead, q, k, v = tuple(query.shape[:2]), query, key, value
     else:
         lead = _leading(query, key, value, enable_gqa)

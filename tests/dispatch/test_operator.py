@@ -23,6 +23,7 @@ from regard import (
     State,
     T5Bias,
     TensorBias,
+    TensorMask,
     Tree,
     Window,
     attend,
@@ -205,6 +206,42 @@ def test_vmap_inside_a_graph():
     q = torch.stack([Q, 2 * Q])
     found = compiled(torch.vmap(lambda q: attend(q, K, V, mask=Causal())))(q)
     assert torch.allclose(found, torch.stack([attend(each, K, V, mask=Causal()) for each in q]), atol=1e-6)
+
+
+LENGTHS = torch.tensor([13, 23])
+MASKS = {
+    "lengths": lambda: KeyLengths(LENGTHS),
+    "documents": lambda: Causal() & Documents(IDS),
+    "a table": lambda: TensorMask(IDS[:11, None] != IDS),
+    "a prefix of each row": lambda: Window(3) | Prefix(LENGTHS // 2),
+    "made inside": lambda: KeyLengths(LENGTHS - 1) & Documents(IDS // 2),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_mask_of_tensors_is_read_under_torch_func(name: str, backend: str | None):
+    given = None if name == "made inside" else MASKS[name]()
+
+    def loss(q: Tensor) -> Tensor:
+        return attend(q, K, V, mask=MASKS[name]() if given is None else given, backend=backend).sin().sum()
+
+    leaf = Q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    both, of_both = torch.stack([Q, Q]), torch.stack([expected, expected])
+    assert torch.allclose(torch.func.grad(loss)(Q), expected, atol=1e-6)
+    assert torch.allclose(torch.vmap(torch.func.grad(loss))(both), of_both, atol=1e-6)
+    along = torch.func.jvp(loss, (Q,), (K[:, :1, :11].expand_as(Q),))[1]
+    assert torch.allclose(along, (expected * K[:, :1, :11]).sum(), atol=1e-4)
+
+
+def test_a_mask_that_vmap_maps_over_is_refused_inside_of_a_gradient_too():
+    def loss(q: Tensor) -> Tensor:
+        return attend(q, q, q, mask=TensorMask(q @ q.mT > 0)).sum()
+
+    for function in (loss, torch.func.grad(loss)):
+        with pytest.raises(ProblemError, match="mapped over by vmap"):
+            torch.vmap(function)(torch.stack([Q, 2 * Q]))
 
 
 def small(*sizes: int) -> Tensor:

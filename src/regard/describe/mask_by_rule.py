@@ -15,7 +15,7 @@ from regard.describe.interval import Interval, Union
 from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectangles, as_tensors
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import Fingerprint, constants, spec
-from regard.describe.tensors import derived
+from regard.describe.tensors import derived, elements
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -332,7 +332,7 @@ def _read(sizes: Tensor) -> Ints:
 
 
 def _checked_rows(sizes: Tensor) -> Ints:
-    rows = sizes.detach().cpu().numpy().astype(np.int64)
+    rows = elements(sizes).astype(np.int64)
     if len(rows) and rows.min() < 0:
         row = int(rows.argmin())
         raise ProblemError(f"batch row {row} of a mask has length {rows[row]}: expected 0 or more keys in every row.")

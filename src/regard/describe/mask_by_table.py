@@ -16,7 +16,7 @@ from regard.describe.mask import Bools, CallSizes, Ints, Mask, Positions, Rectan
 from regard.describe.rectangle_tables import BlockCounts, RangeExtremes
 from regard.describe.require_tensor import require_tensor
 from regard.describe.spec import spec
-from regard.describe.tensors import derived
+from regard.describe.tensors import derived, elements
 from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
@@ -320,7 +320,7 @@ def _sizes_in_4d(table: Tensor) -> tuple[int, int, int, int]:
 
 
 def _in_4d(table: Tensor) -> Bools:
-    return cast(Bools, table.detach().cpu().numpy().reshape(_sizes_in_4d(table)))
+    return cast(Bools, elements(table).reshape(_sizes_in_4d(table)))
 
 
 def _document_ranges(ids: Ints) -> tuple[Ints, Ints] | None:
@@ -337,7 +337,7 @@ def _document_ranges(ids: Ints) -> tuple[Ints, Ints] | None:
 
 
 def _numpy(ids: Tensor) -> Ints:
-    return ids.detach().cpu().numpy().astype(np.int64)
+    return elements(ids).astype(np.int64)
 
 
 def _on_device_of(table: Tensor, *positions: Positions) -> Tensor:

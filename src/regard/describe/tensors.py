@@ -20,12 +20,21 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar, cast
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from xxhash import xxh3_128_digest
 
-from regard.torch_internals import FakeTensor, ignore_func_transforms, ignore_torch_function, is_func_wrapper, version
+from regard.torch_internals import (
+    FakeTensor,
+    current_func_transform,
+    ignore_func_transforms,
+    ignore_torch_function,
+    is_func_wrapper,
+    version,
+    without_gradient_wrappers,
+)
 
 T = TypeVar("T")
 
@@ -150,7 +159,8 @@ def digest(tensor: Tensor) -> bytes:
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([1, 2])), digest(torch.arange(2)) == digest(torch.ones(2))
     (True, False)
     """
-    if tensor.dtype in _NUMPY and not tensor.requires_grad and tensor.is_contiguous() and _is_plain(tensor):
+    plain = tensor.dtype in _NUMPY and not tensor.requires_grad and tensor.is_contiguous() and _is_plain(tensor)
+    if plain and current_func_transform() is None:  # inside torch.func, `numpy` reads a wrapper, which has no elements
         return xxh3_128_digest(tensor.numpy().data)
     with ignore_func_transforms():
         if tensor.requires_grad or not _is_plain(tensor):
@@ -164,6 +174,16 @@ def digest(tensor: Tensor) -> bytes:
         data = data.contiguous().reshape(-1).view(data.dtype if data.dtype in _NUMPY else _OF_BYTES[data.itemsize])
         found = xxh3_128_digest(data.numpy().data)
         return found if not expanded else xxh3_128_digest(found + bytes(expanded))
+
+
+def elements(tensor: Tensor) -> np.ndarray:
+    """The elements of a tensor, on the host; also inside `torch.func`, where masks are only read.
+
+    >>> elements(torch.arange(3))
+    array([0, 1, 2])
+    """
+    with ignore_func_transforms():
+        return without_gradient_wrappers(tensor).detach().cpu().numpy()
 
 
 def _content(tensor: Tensor) -> Hashable:

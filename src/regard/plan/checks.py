@@ -23,6 +23,7 @@ from regard.torch_internals import (
     FunctionalTensor,
     in_transform,
     is_batched,
+    without_gradient_wrappers,
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -127,7 +128,7 @@ def _check_spec(name: str, given: Spec | None) -> None:
 
 def _check_mask_tensor(mask: Mask, t: Tensor) -> None:
     """Raise `ProblemError` unless the elements can be read before the call runs: schedules need them."""
-    if is_batched(t):
+    if is_batched(without_gradient_wrappers(t)):
         raise ProblemError(
             f"{mask!r} is mapped over by vmap: a mask is the same for all; give it a batch axis instead."
         )
