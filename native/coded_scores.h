@@ -238,7 +238,7 @@ class Fp8Scores {
     }
 
     // How often `meet` asks for lines.
-    static int64_t asks(int64_t dim) { return dim / 4; }
+    static int64_t asks(int64_t dim) { return (dim + 4) / 8; }
 
   private:
     const int64_t dim, units, channels;
@@ -305,7 +305,7 @@ class Fp8Scores {
         const uint32_t *q = pairs_;
         for (int64_t d = 0; d + 4 <= dim; d += 4, q += 2) {
             step<R, G>(at, q, sum);
-            lines.ask(place);
+            if (d % 8 == 0) lines.ask(place);
             for (int g = 0; g < G; ++g) at[g] += FOUR;
         }
         lines.back(place);

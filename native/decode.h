@@ -313,7 +313,7 @@ struct Decode {
             for (int i = 0; i < count; ++i) {
                 of[i] = plain & ((1u << (segments[i].high + 15) / 16) - (1u << segments[i].low / 16));
                 plain &= ~of[i];
-                asks += CodedValues::asks(__builtin_popcount(of[i]), c.v_dim, lanes.count);
+                asks += CodedValues::asks(*segments[i].part, __builtin_popcount(of[i]), c.v_dim, lanes.count);
             }
             value_lines.share(asks + DecodeValues<K>::asks(__builtin_popcount(plain) * 16, c.v_dim, lanes.count));
             CodedValues mix(c.v_dim, width, scores, into.out, value_rows + DecodeValues<K>::coded_at(c.v_dim));

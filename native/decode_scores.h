@@ -60,7 +60,7 @@ struct DecodeScores {
         int64_t asks = asks_of_rows(found, rows);
 #if defined(REGARD_INTEGERS)
         for (int i = found.coded; i < found.count; i += 1 + is_pair(found, i))
-            asks += (rows / 4 + (rows % 4 + 1) / 2) * CodedScores<Unit>::asks(dim, found.keys[i].form == REGARD_INT4);
+            asks += (rows / 4 + (rows % 4 + 1) / 2) * asks_of_tiles(found.keys[i].form);
 #endif
         lines.share(asks);
         int r = 0;
@@ -463,6 +463,13 @@ struct DecodeScores {
 
 #if defined(REGARD_INTEGERS)
     // ---- tiles of codes that are multiplied as they are ------------------------------------------------------------
+
+    int64_t asks_of_tiles(int64_t form) const {
+#if defined(REGARD_PAIRS)
+        if (form == REGARD_FP8) return Fp8Scores::asks(dim);
+#endif
+        return CodedScores<Unit>::asks(dim, form == REGARD_INT4);
+    }
 
     // Whether a tile and the next have the same scales, or scales of tokens.
     static bool is_pair(const Found &found, int i) {
