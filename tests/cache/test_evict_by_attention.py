@@ -1,5 +1,6 @@
 """H2O, TOVA and SnapKV against their definitions, token by token."""
 
+import copy
 from collections import defaultdict
 
 import pytest
@@ -314,6 +315,22 @@ def test_a_long_call_that_failed_is_cropped_without_a_trace(word: TOVA | SnapKV)
     feed(cache, failed, [90], 60)
     cache.crop(60)
     assert all(map(torch.equal, feed(cache, s, [1, 1, 1], 60)[1:], expected[2:]))
+
+
+@pytest.mark.parametrize("steps", [[], [1, 2]], ids=str)
+@pytest.mark.parametrize("word", [H2O(109), ExpectedAttention(109)], ids=str)
+def test_a_long_call_that_failed_is_not_counted(word: H2O | ExpectedAttention, steps: list[int]):
+    s, failed = stream(130), stream(130, seed=1)
+    expected = feed(KVCache(evict=word), s, [60, 43, 11, 1, 1])
+    cache = KVCache(evict=word)
+    feed(cache, s, [60])
+    feed(cache, failed, [41, *steps], 60)
+    cache.select(torch.tensor([1, 0]))
+    copy.deepcopy(cache).crop(60)
+    cache.crop(60)
+    cache.select(torch.tensor([1, 0]))
+    assert all(map(torch.equal, feed(cache, s, [43, 11, 1, 1], 60), expected[1:]))
+    assert expected[-1].shape[2] == 109
 
 
 @pytest.mark.parametrize("word", [TOVA(70), SnapKV(17, window=5), SnapKV(70, window=5, once=False)], ids=str)

@@ -13,6 +13,7 @@ Where earlier tokens were evicted, keys have indices in the cache and not positi
 every new query, and among the new tokens the mask decides. This is a causal mask with the queries at the last keys.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -221,15 +222,42 @@ class QueryObserver(EvictionState[E]):
 
 
 class QueryAccumulator(QueryObserver[E]):
-    """A state that needs every query once; abstract. It stores a few until there are more, or until they are needed."""
+    """A state that needs every query once; abstract. It stores a few until there are more, or until they are needed.
+
+    What it knew before the last queries that it did not store remains, so that a crop of all tokens of a long call
+    leaves no trace. After a crop of some of them, the queries of the others still count.
+    """
+
+    def __init__(self, policy: E) -> None:
+        super().__init__(policy)
+        self._before: tuple[int, QueryAccumulator[E]] | None = None
+        """The first key of the last long call, and a copy from before its queries were read."""
 
     def add(self, window: QueryWindow, store: Store) -> None:
         if sum(earlier.queries for earlier in self.windows) + window.queries > BUFFERED:
             self.flush(store)
         if window.queries > BUFFERED:
+            self._before = None
+            before = copy.copy(self)
+            before.windows, before._parts = [], [*self._parts]  # lists that this state will append to
+            self._before = window.first, before
             self.accumulate([window], store)
         else:
             self.windows.append(window.copied())
+
+    def keep(self, index: Tensor) -> None:
+        self._before = None
+        super().keep(index)
+
+    def crop(self, tokens: int) -> None:
+        if self._before is not None and tokens <= self._before[0]:
+            self.__dict__.update(self._before[1].__dict__)
+        super().crop(tokens)
+
+    def select(self, rows: Tensor) -> None:
+        if self._before is not None:
+            self._before[1].select(rows)
+        super().select(rows)
 
     def flush(self, store: Store) -> None:
         """Read all stored queries."""
