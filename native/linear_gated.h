@@ -18,6 +18,7 @@ namespace REGARD_ISA {
 inline void set_gates(LinearChunk &c) {
     constexpr int W = LinearChunk::W;
     const regard_tensor &t = c.call.log_gate;
+    F bad{};
     for (int64_t j = 0; j < c.tokens; ++j) {
         const float *logs = static_cast<const float *>(t.data) + c.batch() * t.batch + c.key_head() * t.head +
                             (c.first_token() + j) * t.token;
@@ -29,25 +30,35 @@ inline void set_gates(LinearChunk &c) {
                 log = load(c.dim - f < W ? rest : logs + f);
             }
             log = larger(broadcast(-200.0f), log);  // -inf, which is no error
-            c.look_at(log);
+            bad = fma(log, F{}, bad);
             const F gate = exp_below(log);
             store(c.gates + LinearChunk::column(f) + j * LANES, gate);
             store(c.whole + f, j ? load(c.whole + f) * gate : gate);
         }
     }
+    c.bad += bad;
 }
 
-// Keys times all gates after them, in `near`.
+// Keys times all gates after them, in `near`: N vectors of features at once, so that their chains of products do not
+// wait for each other.
+template <int N>
+REGARD_INLINE void gate_keys(LinearChunk &c, int64_t f) {
+    constexpr int W = LinearChunk::W;
+    F later[N];
+    for (int n = 0; n < N; ++n) later[n] = broadcast(1.0f);
+    for (int64_t at = LinearChunk::column(f) + (c.tokens - 1) * LANES; at >= LinearChunk::column(f); at -= LANES)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            store(c.near + at + n * W, load(c.k + at + n * W) * later[n]);
+            later[n] *= load(c.gates + at + n * W);
+        }
+}
+
 inline void gate_keys(LinearChunk &c) {
     constexpr int W = LinearChunk::W;
-    for (int64_t f = 0; f < c.dim; f += W) {
-        const int64_t at = LinearChunk::column(f);
-        F later = broadcast(1.0f);
-        for (int64_t j = c.tokens - 1; j >= 0; --j) {
-            store(c.near + at + j * LANES, load(c.k + at + j * LANES) * later);
-            later *= load(c.gates + at + j * LANES);
-        }
-    }
+    int64_t f = 0;
+    for (; f + 3 * W < c.dim; f += 4 * W) gate_keys<4>(c, f);
+    for (; f < c.dim; f += W) gate_keys<1>(c, f);
 }
 
 // W rows and keys of one step: q and gates in blocks of 64 features, [64 rows][64] each; keys [features][64], which
@@ -72,21 +83,30 @@ __attribute__((noinline)) inline void gate_step(const float *q, const float *gat
 }
 
 // Queries of a step, times the gates since the step began to `near`, and in place times those since the chunk began.
-inline void gate_queries(LinearChunk &c, int64_t i, int64_t count) {
-    float *const since = c.past + c.blocks * LANES;
-    for (int64_t f = 0; f < c.dim; f += LinearChunk::W) {
-        const int64_t at = LinearChunk::column(f) + i * LANES;
-        const F before = load(c.past + f);
-        F all = broadcast(1.0f);
-        for (int64_t r = 0; r < count; ++r) {
-            all *= load(c.gates + at + r * LANES);
-            const F one = load(c.q + at + r * LANES) * all;
-            store(c.near + at + r * LANES, one);
-            store(c.q + at + r * LANES, one * before);
+template <int N>
+REGARD_INLINE void gate_queries(LinearChunk &c, int64_t i, int64_t count, int64_t f) {
+    constexpr int W = LinearChunk::W;
+    F before[N], all[N];
+    for (int n = 0; n < N; ++n) before[n] = load(c.past + f + n * W), all[n] = broadcast(1.0f);
+    for (int64_t at = LinearChunk::column(f) + i * LANES, end = at + count * LANES; at < end; at += LANES)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            all[n] *= load(c.gates + at + n * W);
+            const F one = load(c.q + at + n * W) * all[n];
+            store(c.near + at + n * W, one);
+            store(c.q + at + n * W, one * before[n]);
         }
-        store(since + f, all);
-        store(c.past + f, before * all);
+    for (int n = 0; n < N; ++n) {
+        store(c.past + c.blocks * LANES + f + n * W, all[n]);
+        store(c.past + f + n * W, before[n] * all[n]);
     }
+}
+
+inline void gate_queries(LinearChunk &c, int64_t i, int64_t count) {
+    constexpr int W = LinearChunk::W;
+    int64_t f = 0;
+    for (; f + 3 * W < c.dim; f += 4 * W) gate_queries<4>(c, i, count, f);
+    for (; f < c.dim; f += W) gate_queries<1>(c, i, count, f);
 }
 
 // The weights of a chunk, [64][64]. Queries leave with all gates since the chunk began, and keys in lanes with all
