@@ -1,5 +1,7 @@
 // Linear attention on several threads: by heads, or by chunks where heads are too few for the threads.
 #include <atomic>
+#include <cstddef>
+#include <vector>
 
 #include "caches.h"
 #include "check.h"
@@ -32,31 +34,60 @@ int64_t parted(const Kernels &kernels, const regard_linear &c) {
     if (threads == 1 || !state || chunks < 2 || heads % threads == 0 || heads >= 8 * threads) return 0;
     // their states take half of the second level cache of each thread, in floats
     const int64_t fit = caches().second / 8 * threads / (heads * state), many = fit > LEAST ? fit : LEAST;
-    return many < chunks ? many : chunks;
+    if (many >= chunks) return chunks;
+    // blocks of one length, but for the last, with as many chunks for each thread
+    const int64_t count = (chunks + many - 1) / many, each = (chunks + count - 1) / count;
+    const int64_t even = (each + threads - 1) / threads * threads;
+    return even < chunks ? even : chunks;
 }
 
 struct Pass {
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+
     const Kernels &kernels;
     const regard_linear &call;
     const LinearPass pass;
-    const int64_t units, first, count;
-    float *const shared, *const scratch;
-    std::atomic<int64_t> next{0}, spoilt{0};
+    const int64_t first, count, threads;
+    float *const scratch, *const shared;
+    std::vector<Share> shares;
+    std::atomic<bool> spoilt{false};
 
-    // A pool may have fewer threads than were asked for, and `thread` counts those that came.
+    Pass(const Kernels &its_kernels, const regard_linear &c, LinearPass its_pass, int64_t units, int64_t first_chunk,
+         int64_t chunks)
+        : kernels(its_kernels),
+          call(c),
+          pass(its_pass),
+          first(first_chunk),
+          count(chunks),
+          threads(threads_of(c) < units ? threads_of(c) : units),
+          scratch(static_cast<float *>(c.workspace)),
+          shared(scratch + threads_of(c) * kernels.linear_scratch(c)),
+          shares(std::size_t(threads)) {
+        for (int64_t i = 0; i < threads; ++i)
+            share(i).next = i * units / threads, share(i).end = (i + 1) * units / threads;
+    }
+
+    Share &share(int64_t i) { return shares[std::size_t(i % threads)]; }
+
+    // A thread begins with units of its own: what it has made of a chunk is in its cache when it computes the rows.
+    // Then it takes what others have left. (A pool may have fewer threads than were asked for.)
     static void work(void *self, int64_t thread) {
         Pass &p = *static_cast<Pass *>(self);
         float *mine = p.scratch + thread * p.kernels.linear_scratch(p.call);
-        for (int64_t unit; (unit = p.next.fetch_add(1, std::memory_order_relaxed)) < p.units;)
-            if (!p.kernels.linear(p.call, p.pass, unit, p.first, p.count, p.shared, mine)) p.spoilt = 1;
+        for (int64_t i = 0; i < p.threads; ++i) {
+            Share &some = p.share(thread + i);
+            for (int64_t unit; (unit = some.next.fetch_add(1, std::memory_order_relaxed)) < some.end;)
+                if (!p.kernels.linear(p.call, p.pass, unit, p.first, p.count, p.shared, mine)) p.spoilt = true;
+        }
     }
 };
 
 bool run(const Kernels &kernels, const regard_linear &c, LinearPass pass, int64_t units, int64_t first, int64_t count) {
-    const int64_t threads = threads_of(c);
-    float *scratch = static_cast<float *>(c.workspace);
-    Pass work{kernels, c, pass, units, first, count, scratch + threads * kernels.linear_scratch(c), scratch};
-    parallel(threads < units ? threads : units, Pass::work, &work);
+    Pass work(kernels, c, pass, units, first, count);
+    parallel(work.threads, Pass::work, &work);
     return !work.spoilt;
 }
 
