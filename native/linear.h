@@ -8,6 +8,7 @@
 //     linear_decay.h   factors of Decay, exponents     linear_state.h      the state, its sums and scan
 //     linear_gated.h   gates                           linear_features.h   features read, rows written; linear_favor.h
 //     linear_delta.h   triangular systems              linear_products.h   products along features
+//     linear_ahead.h   what is asked of memory
 //
 // A chunk of 64 tokens with 64 features and 64 columns has 112 KiB of operands: each product reads lanes of
 // 16 KiB from L1 (32 KiB on Zen 4 and Cascade Lake), and all else waits in L2. Of its vector instructions nine tenths
@@ -37,7 +38,8 @@ class Linear {
             c.go_to(head, n);
             begin();
             if (c.call.k.data) before_rows();
-            if (c.call.q.data) compute_rows<Stored>(c, c.state);
+            if (c.call.q.data) compute_rows<Stored>(c, c.state, [&] { ask_all(n + 1); });
+            else ask_all(n + 1);
             if (c.call.k.data) after_rows();
         }
         write_state(c, 0, c.dim);
@@ -49,6 +51,7 @@ class Linear {
         c.use(to + LinearChunk::state_of(c.call));
         c.go_to(head, n);
         begin();
+        LinearAhead<Stored>(c, n + 1).within_sums().keys().values().share();
         if (c.delta) solve_chunk(c);
         else add_chunk(c, to, false);
         return c.is_finite();
@@ -106,7 +109,11 @@ class Linear {
             if (c.delta) set_fades(c);
             else read_values<Stored>(c);
         } else read_state(c, 0, c.dim);
-        compute_rows<Stored>(c, c.call.k.data ? from : c.state);
+        compute_rows<Stored>(c, c.call.k.data ? from : c.state, [&] {
+            LinearAhead<Stored> next(c, n + 1);
+            if (!c.delta) next.values();
+            next.within_rows().queries(0).share();
+        });
         return c.is_finite();
     }
 
@@ -120,6 +127,10 @@ class Linear {
         if (c.favor) set_end(c);
         if (c.gated) set_gates(c);
         if (c.delta) set_fades(c);
+    }
+
+    void ask_all(int64_t n) {
+        LinearAhead<Stored>(c, n).within_sums().within_rows().keys().values().queries(0).share();
     }
 
     // Of a head's chain: what rows need beside keys and values.

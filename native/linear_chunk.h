@@ -23,6 +23,7 @@ struct LinearChunk {
     const bool favor, gated, delta;
     const int64_t dim, blocks, panels, group;
     int64_t head = 0, n = 0, tokens = 0;  // a head of keys, which of its chunks, and how many tokens that has
+    Ahead ahead;                          // rows of memory that are next: linear_ahead.h
     F bad{};                              // NaN in a lane that met a value that is not finite
 
     // of a chunk: in memory of its own where chunks are parted (`use`). k: [blocks]; gates: [blocks], and `whole`, of
@@ -90,8 +91,11 @@ struct LinearChunk {
 
     void go_to(int64_t to_head, int64_t to) {
         head = to_head, n = to;
+        tokens = tokens_of(call, n);
+    }
+    static int64_t tokens_of(const regard_linear &call, int64_t n) {
         const int64_t left = call.tokens - n * call.chunk;
-        tokens = left < call.chunk ? left : call.chunk;
+        return left < call.chunk ? left : call.chunk;
     }
 
     int64_t first_token() const { return n * call.chunk; }

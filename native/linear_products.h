@@ -8,13 +8,16 @@ namespace regard {
 namespace REGARD_ISA {
 
 // to = rows * lanes over all features: rows in blocks, `count` of them; lanes [features][64], `last` vectors.
-inline void along_features(const float *rows, int64_t count, const float *lanes, int64_t features, float *to,
-                           int last) {
+inline void along_features(const float *rows, int64_t count, const float *lanes, int64_t features, float *to, int last,
+                           Ahead *ahead = nullptr) {
     for (int64_t f = 0; f < features; f += LANES, rows += LinearChunk::BLOCK, lanes += LinearChunk::BLOCK) {
         const char *from = reinterpret_cast<const char *>(rows);
         const int64_t some = features - f < LANES ? features - f : LANES;
-        if (f) multiply<Fused<float>, Along::across, Start::out>(from, LANES * 4, count, lanes, some, to, 0, last);
-        else multiply<Fused<float>, Along::across>(from, LANES * 4, count, lanes, some, to, 0, last);
+        if (f)
+            multiply<Fused<float>, Along::across, Start::out>(from, LANES * 4, count, lanes, some, to, 0, last, nullptr,
+                                                              {}, ahead);
+        else
+            multiply<Fused<float>, Along::across>(from, LANES * 4, count, lanes, some, to, 0, last, nullptr, {}, ahead);
     }
 }
 

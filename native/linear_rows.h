@@ -5,8 +5,8 @@
 // Of W, rows are computed in steps of 16, up to the last key that one of them sees: 10 / 16 of its products.
 #pragma once
 
+#include "linear_ahead.h"
 #include "linear_delta.h"
-#include "linear_features.h"
 #include "linear_state.h"
 
 namespace regard {
@@ -24,7 +24,7 @@ REGARD_INLINE F pair_factor(const LinearChunk &c, int64_t row, int64_t key) {
 inline void read_earlier(LinearChunk &c, const float *state) {
     for (int64_t p = 0; p < c.panels; ++p) {
         float *o = c.out + p * LinearChunk::BLOCK;
-        along_features(c.q, c.tokens, state + p * c.dim * LANES, c.dim, o, c.vectors(p));
+        along_features(c.q, c.tokens, state + p * c.dim * LANES, c.dim, o, c.vectors(p), &c.ahead);
         for (int64_t i = 0; is_aged(c) && i < c.tokens; ++i)
             for (int64_t l = 0; l < LANES; l += LinearChunk::W)
                 store(o + i * LANES + l, load(o + i * LANES + l) * c.read[i]);
@@ -56,9 +56,9 @@ inline void weigh_rows(LinearChunk &c, int64_t i, int64_t count) {
 // Their values.
 inline void mix_rows(LinearChunk &c, int64_t i, int64_t count, int64_t seen) {
     for (int64_t p = 0; p < c.panels; ++p)
-        multiply<Fused<float>, Along::across, Start::out>(reinterpret_cast<const char *>(c.weights + i * LANES),
-                                                          LANES * 4, count, c.v + p * LinearChunk::BLOCK, seen,
-                                                          c.out + p * LinearChunk::BLOCK + i * LANES, 0, c.vectors(p));
+        multiply<Fused<float>, Along::across, Start::out>(
+            reinterpret_cast<const char *>(c.weights + i * LANES), LANES * 4, count, c.v + p * LinearChunk::BLOCK, seen,
+            c.out + p * LinearChunk::BLOCK + i * LANES, 0, c.vectors(p), nullptr, {}, &c.ahead);
 }
 
 // By the sum of a row's weights: of its chunk, and by z of earlier tokens.
@@ -88,13 +88,16 @@ inline void divide_rows(LinearChunk &c, const float *z) {
     }
 }
 
-// The rows of the chunk, before which the state is `state`.
-template <typename Stored>
-void compute_rows(LinearChunk &c, const float *state) {
+// The rows of the chunk, before which the state is `state`. With the last of its heads of queries, `ask_next` says what
+// memory is asked for.
+template <typename Stored, typename AskNext>
+void compute_rows(LinearChunk &c, const float *state, AskNext ask_next) {
     const bool keys = c.call.k.data;
     if (c.favor && keys) set_highs(c);
     for (int64_t g = 0; g < c.group; ++g) {
         const int64_t head = c.key_head() * c.group + g;
+        if (g + 1 < c.group) LinearAhead<Stored>(c, c.n).within_rows().queries(g + 1).share();
+        else ask_next();
         float *unused = c.weights;  // a query's exponent is a factor of its whole row
         read_features<Stored>(c, c.call.q, head, float(c.call.scale), c.q, unused);
         if (keys && (!g || c.gated)) turn_keys(c);

@@ -98,10 +98,10 @@ inline void add_chunk(LinearChunk &c, float *to, bool more) {
             float *s = to + (p * c.dim + b * LANES) * LANES;
             if (more)
                 multiply<Fused<float>, Along::down, Start::added>(rows, LANES * 4, c.some(b), lanes, c.tokens, s, 0,
-                                                                  c.vectors(p));
+                                                                  c.vectors(p), nullptr, {}, &c.ahead);
             else
                 multiply<Fused<float>, Along::down, Start::zero>(rows, LANES * 4, c.some(b), lanes, c.tokens, s, 0,
-                                                                 c.vectors(p));
+                                                                 c.vectors(p), nullptr, {}, &c.ahead);
         }
     add_keys(c, keys, c.z_of(to), more);
 }

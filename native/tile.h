@@ -159,8 +159,9 @@ REGARD_INLINE void product(const char *rows, int64_t stride, const typename P::U
             for (int n = 0; n < N; ++n) sum[r][n] = P::madd(one, lane[n], sum[r][n]);
         }
     };
+    constexpr bool asks = along == Along::across || start == Start::zero || start == Start::added;
     for (int64_t i = 0, until = steps; i < steps;) {
-        if (along == Along::across && ahead) ahead->ask(), until = i + 8 < steps ? i + 8 : steps;
+        if (asks && ahead) ahead->ask(), until = i + 8 < steps ? i + 8 : steps;
         if constexpr (P::pair == 1 && VECTOR_BYTES == 64)
             for (; i + 2 <= until; i += 2) add_step(i), add_step(i + 1);
         for (; i < until; ++i) add_step(i);
