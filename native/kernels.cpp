@@ -83,43 +83,42 @@ int64_t scratch(const regard_call &c, const regard_gradient *g) {
 }
 
 template <typename Stored>
-bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *shared,
+bool linear_of(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *place,
                float *scratch) {
     Linear<Stored> linear(c, scratch);
-    const int64_t step = LinearChunk::parted_of(c);
     switch (pass) {
         case LinearPass::heads:
             return linear.run(unit, first, count);
         case LinearPass::sums:
-            return linear.sums(unit / count, first + unit % count, shared + unit * step);
+            return linear.sums(unit, first, count, place);
         case LinearPass::raise:
-            linear.raise_all(unit, first, count, shared + unit * count * step);
+            linear.raise_all(unit, first, count, place);
             return true;
         case LinearPass::rows:
-            return linear.rows(unit / count, first + unit % count, shared + unit * step);
+            return linear.rows(unit, first, count, place);
         default: {
             if (c.beta.data) {
-                const int64_t parts = (c.v_dim + COLUMNS - 1) / COLUMNS, head = unit / parts;
-                linear.scan_columns(head, first, count, unit % parts * COLUMNS, shared + head * count * step);
+                const int64_t parts = (c.v_dim + COLUMNS - 1) / COLUMNS;
+                linear.scan_columns(unit / parts, first, count, unit % parts * COLUMNS, place);
                 return true;
             }
-            const int64_t parts = (c.features + SCANNED - 1) / SCANNED, head = unit / parts;
+            const int64_t parts = (c.features + SCANNED - 1) / SCANNED;
             const int64_t low = unit % parts * SCANNED, high = low + SCANNED < c.features ? low + SCANNED : c.features;
-            linear.scan(head, first, count, low, high, shared + head * count * step);
+            linear.scan(unit / parts, first, count, low, high, place);
             return true;
         }
     }
 }
 
-bool linear(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *shared_states,
-            float *mine) {
+bool linear(const regard_linear &c, LinearPass pass, int64_t unit, int64_t first, int64_t count, float *place,
+            float *scratch) {
     switch (c.dtype) {
         case REGARD_F32:
-            return linear_of<float>(c, pass, unit, first, count, shared_states, mine);
+            return linear_of<float>(c, pass, unit, first, count, place, scratch);
         case REGARD_F16:
-            return linear_of<f16>(c, pass, unit, first, count, shared_states, mine);
+            return linear_of<f16>(c, pass, unit, first, count, place, scratch);
         default:
-            return linear_of<bf16>(c, pass, unit, first, count, shared_states, mine);
+            return linear_of<bf16>(c, pass, unit, first, count, place, scratch);
     }
 }
 

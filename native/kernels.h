@@ -46,12 +46,13 @@ struct Kernels {
     regard_status (*sweep)(const regard_sweep &, int half, int64_t unit, int64_t &done, const Pause &, char *shared,
                            char *scratch);
 
-    // Linear attention of chunks `first` and on, `count` of them; floats of a parted chunk and of a thread. A unit is a
-    // head of keys, with `heads` and `raise`; a chunk of a head with `sums` and `rows`; some of its features with
-    // `scan`. `shared` holds what is kept of each chunk. False: a value is not finite.
+    // Linear attention; floats of a parted chunk and of a thread. A unit is a head of keys, and chunks are `first` and
+    // on, `count` of them; with `sums` and `rows` it is chunk `first`, and `count` says what memory is next (linear.h).
+    // With `scan` it is some of a head's features. `place` holds what is kept of these chunks. False: a value is not
+    // finite.
     int64_t (*linear_state)(const regard_linear &);
     int64_t (*linear_scratch)(const regard_linear &);
-    bool (*linear)(const regard_linear &, LinearPass, int64_t unit, int64_t first, int64_t count, float *shared,
+    bool (*linear)(const regard_linear &, LinearPass, int64_t unit, int64_t first, int64_t count, float *place,
                    float *scratch);
 
     // How fast this machine is with these instructions: see limits.h.

@@ -3,43 +3,13 @@
 #include <cstddef>
 #include <vector>
 
-#include "caches.h"
 #include "check.h"
-#include "kernels.h"
+#include "linear_chain.h"
 #include "linear_pass.h"
 #include "threads.h"
 
 namespace regard {
 namespace {
-
-// Multiply-adds that take about 20 us on one core, as in abi.cpp.
-constexpr double TINY = 1 << 21;
-
-// Chunks of a head that are parted at once, at least: or entering three parallel regions takes longer than what is
-// computed.
-constexpr int64_t LEAST = 16;
-
-int64_t chunks_of(const regard_linear &c) { return (c.tokens + c.chunk - 1) / c.chunk; }
-
-int64_t threads_of(const regard_linear &c) {
-    const double rows = double(c.batch) * double(c.heads + c.kv_heads) * double(c.tokens);
-    const double each = double(c.features) * double(c.v_dim) + double(c.chunk) / 2 * double(c.features + c.v_dim);
-    return c.threads < 1 || rows * each < TINY ? 1 : c.threads;
-}
-
-// Chunks of each head that are parted at once; 0: heads are not parted.
-int64_t parted(const Kernels &kernels, const regard_linear &c) {
-    const int64_t threads = threads_of(c), heads = c.batch * c.kv_heads, chunks = chunks_of(c);
-    const int64_t state = kernels.linear_state(c);
-    if (threads == 1 || !state || chunks < 2 || heads % threads == 0 || heads >= 8 * threads) return 0;
-    // their states take half of the second level cache of each thread, in floats
-    const int64_t fit = caches().second / 8 * threads / (heads * state), many = fit > LEAST ? fit : LEAST;
-    if (many >= chunks) return chunks;
-    // blocks of one length, but for the last, with as many chunks for each thread
-    const int64_t count = (chunks + many - 1) / many, each = (chunks + count - 1) / count;
-    const int64_t even = (each + threads - 1) / threads * threads;
-    return even < chunks ? even : chunks;
-}
 
 struct Pass {
     struct alignas(64) Share {
@@ -70,6 +40,14 @@ struct Pass {
             share(i).next = i * units / threads, share(i).end = (i + 1) * units / threads;
     }
 
+    bool compute(int64_t unit, float *mine) const {
+        const int64_t step = kernels.linear_state(call);
+        if (pass == LinearPass::sums || pass == LinearPass::rows)
+            return kernels.linear(call, pass, unit / count, first + unit % count, 0, shared + unit * step, mine);
+        const int64_t head = pass == LinearPass::scan ? unit / scans_of(call) : unit;
+        return kernels.linear(call, pass, unit, first, count, shared + head * count * step, mine);
+    }
+
     Share &share(int64_t i) { return shares[std::size_t(i % threads)]; }
 
     // A thread begins with units of its own: what it has made of a chunk is in its cache when it computes the rows.
@@ -80,7 +58,7 @@ struct Pass {
         for (int64_t i = 0; i < p.threads; ++i) {
             Share &some = p.share(thread + i);
             for (int64_t unit; (unit = some.next.fetch_add(1, std::memory_order_relaxed)) < some.end;)
-                if (!p.kernels.linear(p.call, p.pass, unit, p.first, p.count, p.shared, mine)) p.spoilt = true;
+                if (!p.compute(unit, mine)) p.spoilt = true;
         }
     }
 };
@@ -94,13 +72,17 @@ bool run(const Kernels &kernels, const regard_linear &c, LinearPass pass, int64_
 bool run(const Kernels &kernels, const regard_linear &c) {
     const int64_t heads = c.batch * c.kv_heads, chunks = chunks_of(c), some = parted(kernels, c);
     if (!some) return run(kernels, c, LinearPass::heads, heads, 0, chunks);
+    if (is_chained(kernels, c)) {
+        Chain chain(kernels, c);
+        parallel(threads_of(c), Chain::work, &chain);
+        return !chain.spoilt;
+    }
     for (int64_t first = 0; first < chunks; first += some) {
         const int64_t count = chunks - first < some ? chunks - first : some;
-        const int64_t scans = c.beta.data ? (c.v_dim + COLUMNS - 1) / COLUMNS : (c.features + SCANNED - 1) / SCANNED;
         if (c.k.data) {
             if (!run(kernels, c, LinearPass::sums, heads * count, first, count)) return false;
             if (c.feature == REGARD_FAVOR) run(kernels, c, LinearPass::raise, heads, first, count);
-            run(kernels, c, LinearPass::scan, heads * scans, first, count);
+            run(kernels, c, LinearPass::scan, heads * scans_of(c), first, count);
         }
         if (c.q.data && !run(kernels, c, LinearPass::rows, heads * count, first, count)) return false;
     }
@@ -113,7 +95,9 @@ int64_t linear_workspace(const regard_linear &c) {
     if (regard_status wrong = check(c)) return wrong;
     const Kernels *kernels = kernels_of(c.isa);
     if (!kernels) return REGARD_BAD_ISA;
-    const int64_t states = c.batch * c.kv_heads * parted(*kernels, c) * kernels->linear_state(c);
+    const int64_t chunks =
+        is_chained(*kernels, c) ? threads_of(c) * links_of(c) : c.batch * c.kv_heads * parted(*kernels, c);
+    const int64_t states = chunks * kernels->linear_state(c);
     return 4 * (threads_of(c) * kernels->linear_scratch(c) + states);
 }
 

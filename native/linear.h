@@ -38,20 +38,22 @@ class Linear {
             c.go_to(head, n);
             begin();
             if (c.call.k.data) before_rows();
-            if (c.call.q.data) compute_rows<Stored>(c, c.state, [&] { ask_all(n + 1); });
-            else ask_all(n + 1);
+            if (c.call.q.data) compute_rows<Stored>(c, c.state, [&] { ask_all(head, n + 1); });
+            else ask_all(head, n + 1);
             if (c.call.k.data) after_rows();
         }
         write_state(c, 0, c.dim);
         return c.is_finite();
     }
 
-    // What chunk n adds to the state, and its keys.
-    bool sums(int64_t head, int64_t n, float *to) {
+    // What chunk n adds to the state, and its keys. `later`: see linear_chain.cpp; 0 where the thread has chunks in
+    // order.
+    bool sums(int64_t head, int64_t n, int64_t later, float *to) {
         c.use(to + LinearChunk::state_of(c.call));
         c.go_to(head, n);
         begin();
-        LinearAhead<Stored>(c, n + 1).within_sums().keys().values().share();
+        if (later) LinearAhead<Stored>(c, head, n).within_sums().queries(0).share();
+        else LinearAhead<Stored>(c, head, n + 1).within_sums().keys().values().share();
         if (c.delta) solve_chunk(c);
         else add_chunk(c, to, false);
         return c.is_finite();
@@ -101,7 +103,7 @@ class Linear {
     }
 
     // The rows of chunk n, before which the state is `from`.
-    bool rows(int64_t head, int64_t n, float *from) {
+    bool rows(int64_t head, int64_t n, int64_t later, float *from) {
         c.go_to(head, n);
         set_ages(c);
         if (c.call.k.data) {
@@ -110,7 +112,8 @@ class Linear {
             else read_values<Stored>(c);
         } else read_state(c, 0, c.dim);
         compute_rows<Stored>(c, c.call.k.data ? from : c.state, [&] {
-            LinearAhead<Stored> next(c, n + 1);
+            if (later) return LinearAhead<Stored>(c, head, n + later).within_rows().keys().values().share();
+            LinearAhead<Stored> next(c, head, n + 1);
             if (!c.delta) next.values();
             next.within_rows().queries(0).share();
         });
@@ -129,8 +132,8 @@ class Linear {
         if (c.delta) set_fades(c);
     }
 
-    void ask_all(int64_t n) {
-        LinearAhead<Stored>(c, n).within_sums().within_rows().keys().values().queries(0).share();
+    void ask_all(int64_t head, int64_t n) {
+        LinearAhead<Stored>(c, head, n).within_sums().within_rows().keys().values().queries(0).share();
     }
 
     // Of a head's chain: what rows need beside keys and values.

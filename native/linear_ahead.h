@@ -13,13 +13,17 @@ namespace REGARD_ISA {
 template <typename Stored>
 class LinearAhead {
     LinearChunk &c;
-    const int64_t token, rows;
+    const int64_t batch, key_head, token, rows;
     int64_t stops = 0;
 
   public:
-    // Rows of chunk n, if there is one.
-    LinearAhead(LinearChunk &chunk, int64_t n)
-        : c(chunk), token(n * c.call.chunk), rows(LinearChunk::tokens_of(c.call, n)) {
+    // Rows of chunk n of a head, if there is one.
+    LinearAhead(LinearChunk &chunk, int64_t head, int64_t n)
+        : c(chunk),
+          batch(head / c.call.kv_heads),
+          key_head(head % c.call.kv_heads),
+          token(n * c.call.chunk),
+          rows(LinearChunk::tokens_of(c.call, n)) {
         c.ahead = Ahead{};
     }
 
@@ -28,18 +32,18 @@ class LinearAhead {
     LinearAhead &within_rows() { return stops += 140, *this; }
 
     LinearAhead &keys() {
-        add<Stored>(c.call.k, c.key_head(), c.call.qk_dim);
-        if (c.call.log_gate_feature) add<float>(c.call.log_gate, c.key_head(), c.dim);
+        add<Stored>(c.call.k, key_head, c.call.qk_dim);
+        if (c.call.log_gate_feature) add<float>(c.call.log_gate, key_head, c.dim);
         return *this;
     }
     LinearAhead &values() {
-        add<Stored>(c.call.v, c.key_head(), c.call.v_dim);
+        add<Stored>(c.call.v, key_head, c.call.v_dim);
         return *this;
     }
     // Of a head that shares the keys; of the output also, which would be read before it is written.
     LinearAhead &queries(int64_t g) {
-        add<Stored>(c.call.q, c.key_head() * c.group + g, c.call.qk_dim);
-        add<Stored>(c.call.out, c.key_head() * c.group + g, c.call.v_dim);
+        add<Stored>(c.call.q, key_head * c.group + g, c.call.qk_dim);
+        add<Stored>(c.call.out, key_head * c.group + g, c.call.v_dim);
         return *this;
     }
     void share() { c.ahead.share(stops * c.panels * c.blocks); }
@@ -49,7 +53,7 @@ class LinearAhead {
     void add(const regard_tensor &t, int64_t head, int64_t size) {
         if (!t.data || rows <= 0) return;
         const int64_t bytes = int64_t(sizeof(Element));
-        const Element *row = linear_row<Element>(t, c.batch(), head, token);
+        const Element *row = linear_row<Element>(t, batch, head, token);
         c.ahead.add({reinterpret_cast<const char *>(row), t.token * bytes, size * bytes, rows});
     }
 };

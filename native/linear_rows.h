@@ -96,7 +96,7 @@ void compute_rows(LinearChunk &c, const float *state, AskNext ask_next) {
     if (c.favor && keys) set_highs(c);
     for (int64_t g = 0; g < c.group; ++g) {
         const int64_t head = c.key_head() * c.group + g;
-        if (g + 1 < c.group) LinearAhead<Stored>(c, c.n).within_rows().queries(g + 1).share();
+        if (g + 1 < c.group) LinearAhead<Stored>(c, c.head, c.n).within_rows().queries(g + 1).share();
         else ask_next();
         float *unused = c.weights;  // a query's exponent is a factor of its whole row
         read_features<Stored>(c, c.call.q, head, float(c.call.scale), c.q, unused);
