@@ -173,9 +173,10 @@ _unwrapped_once: Callable[[Tensor], Tensor] = _find(
 def without_gradient_wrappers(t: Tensor) -> Tensor:
     """The tensor whose derivatives `torch.func.grad`, `jvp` and the like follow, with the same elements.
 
-    Every operator inside such a transform returns a wrapper, also of tensors that have no derivative.
+    Every operator inside such a transform returns a wrapper, also of tensors that have no derivative. While
+    `torch.compile` traces, the tensor is returned as it is: its tracer cannot ask for wrappers.
     """
-    while _is_gradient_wrapper(t):
+    while not torch.compiler.is_compiling() and _is_gradient_wrapper(t):
         t = _unwrapped_once(t)
     return t
 
