@@ -6,8 +6,9 @@
 // trees of 16, running sums rescaled at blocks and restarted at spans. Spans are what threads share: the split
 // depends on positions alone.
 //
-// Up to four rows go through all keys of a span before its values, where these lie one after another and no key is
-// widened: memory is read as one stream, on AVX-512 mostly by loops of their own (decode_stream.h).
+// Up to four rows go through all keys of a span before its values, where these lie one after another (or in pages, as
+// the machine prefers) and no key is widened: memory is read as one stream, on AVX-512 mostly by loops of their own
+// (decode_stream.h).
 // All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
@@ -88,12 +89,13 @@ struct Decode {
         const Source<K> v(values_of(c), c.v, lanes.batch, lanes.head / group, c.v_dim);
         if constexpr (streams)
             if (lanes.count <= STREAMED && sees_all(row, span * SPAN)) {
-                const char *const keys = stream_of(k, span * SPAN), *const values = stream_of(v, span * SPAN);
-                if (keys && values) {
+                const bool served = DecodeStream<K>::serves(lanes.count, c.v_dim);
+                const bool in_one = !served || !DecodeStream<K>::reads_pages();  // no pages
+                Sixteens keys, values;
+                if (keys.find(k, span * SPAN, in_one) && values.find(v, span * SPAN, in_one)) {
                     if constexpr (DecodeStream<K>::known)
-                        if (DecodeStream<K>::serves(lanes.count, c.v_dim))
-                            return stream(lanes, span * SPAN, keys, values, into, next, next_span * SPAN);
-                    return stream_lines(lanes, span * SPAN, keys, values, v, into, next, next_span * SPAN);
+                        if (served) return stream(lanes, span * SPAN, keys, values, into, next, next_span * SPAN);
+                    return stream_lines(lanes, span * SPAN, keys.at[0], values.at[0], v, into, next, next_span * SPAN);
                 }
             }
         Todo both[2], *now = both, *later = both + 1;
@@ -164,37 +166,35 @@ struct Decode {
         return !walk.next(first + SPAN, block) && !walk.bad;
     }
 
-    // The first of a span's tokens, if these lie one after another as the call's type; else null.
-    static const char *stream_of(const Source<K> &of, int64_t first) {
-        Run run;
-        Runs runs(of.parts, of.batch, first, first + SPAN);
-        const bool is = runs.next(run) && run.count == SPAN && Source<K>::is_own(run) && run.part->data_step == of.dim;
-        return is ? of.row(run, 0) : nullptr;
-    }
-
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
-    regard_status stream(const Lanes &lanes, int64_t first, const char *keys, const char *values, const Part &into,
+    regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Part &into,
                          const Lanes *next, int64_t next_first) {
         const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width};
         take_queries(lanes);
         memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
-        const char *const later = next ? keys_from(*next, next_first) : nullptr;
-        span.make(keys, values, queries, lanes.count, scores);
+        keys.follow(values, span.keys_ahead);
+        const bool is_last = !follow(values, span.values_ahead, next, next_first);
+        span.make(keys, queries, lanes.count, scores);
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
         T *const all = scores;
-        const int64_t step = BLOCK * c.v_dim * int64_t(sizeof(S));
-        for (int64_t at = 0; at < SPAN; at += BLOCK, values += step) {
+        for (int64_t at = 0; at < SPAN; at += BLOCK) {
             block.first = first + at;
             scores = all + at * lanes.count;
             if constexpr (!K::pairs) weights = scores;
-            weigh_all(block, lanes, into, [&](int r) { span.ask(values, later, at, r); });
-            const bool is_last = at + BLOCK == SPAN;
-            span.add(values, is_last && later ? later : values + step, weights, lanes.count, into.out);
+            weigh_all(block, lanes, into, [&](int r) { span.ask(values, at, r, is_last); });
+            span.add(values, at, weights, lanes.count, into.out);
         }
         scores = all;
         if constexpr (!K::pairs) weights = all;
         return REGARD_DONE;
+    }
+
+    // Behind values the keys of other rows, if there are any; how many of these sixteens lie together.
+    int follow(Sixteens &values, int count, const Lanes *next, int64_t token) const {
+        const Lanes none{}, &lanes = next ? *next : none;
+        const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / (c.heads / c.kv_heads), c.qk_dim);
+        return values.follow(k, token, next ? count : 0, count);
     }
 
     // Weights of a block that all rows see. `before(r)` is called before those of row r.
@@ -203,13 +203,6 @@ struct Decode {
         static const Bits128 none{};
         const Piece piece{0, int(BLOCK), 0, 1};
         for (int r = 0; r < lanes.count; ++r) before(r), weigh(block, lanes, none, &piece, 1, r, into);
-    }
-
-    // The keys of other rows from a token on, if these are stored as the call's type; else null.
-    const char *keys_from(const Lanes &lanes, int64_t token) const {
-        const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / (c.heads / c.kv_heads), c.qk_dim);
-        Run run;
-        return Runs(k.parts, k.batch, token, token + 1).next(run) && Source<K>::is_own(run) ? k.row(run, 0) : nullptr;
     }
 
     // The same where values are not read in order, with every line asked for by a list.

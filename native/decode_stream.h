@@ -1,5 +1,6 @@
-// Whole spans for up to four rows (on Zen 4 three or four), where keys and values lie one after another: all keys, then
-// block after block of values, at the speed at which memory is read. For vectors of 16 words (AVX-512).
+// Whole spans for up to four rows (on Zen 4 three or four), where keys and values lie one after another, or on Zen 5 at
+// least 16 of them: all keys, then block after block of values, at the speed at which memory is read. For vectors of 16
+// words (AVX-512).
 //
 // What decides on Zen 4 is which lines are on their way. 16 keys at a time are transposed in registers, and for each
 // vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are on their way while
@@ -11,13 +12,14 @@
 //
 // Which lines are asked for follows the machine (`Asks` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
-// it, lines behind these into the second cache. Where that holds lines that are asked for far ahead, keys and values
-// are asked for into it, each line once, 16 KiB ahead. One and two rows are streamed there as well; on Intel only those
-// of float32.
+// it, lines behind these into the second cache; pages are read so as well. Where that holds lines that are asked for
+// far ahead, keys and values are asked for into it, each line once, 16 KiB ahead. One and two rows are streamed there
+// as well; on Intel only those of float32.
 #pragma once
 
 #include "caches.h"
 #include "decode_values.h"
+#include "sixteens.h"
 
 namespace regard {
 namespace REGARD_ISA {
@@ -30,12 +32,17 @@ struct DecodeStream {
     using Unit = typename K::Unit;
     using S = typename K::Stored;
     using Turned = KeyRows<K, S>;
-    static constexpr int W = K::W;
+    static constexpr int W = K::W, EACH = Sixteens::EACH;
     static constexpr bool known = Turned::halves && (K::pairs || is_same<S, float>);
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
 
     const int64_t key_dim, units, v_dim, width;
     const Asks asks = caches().asks;
+    // How many times 16 tokens ahead lines of keys, and of values, are asked for.
+    const int keys_ahead = ahead_of(key_dim, asks), values_ahead = ahead_of(v_dim, asks);
+
+    // Whether tokens may be in pages, 16 together at least. Elsewhere than on Zen 5 it is not measured.
+    static bool reads_pages() { return known && caches().asks == Asks::all; }
 
     // Up to four rows, whose values can be read in the order of memory. Loops of one or two have fewer instructions
     // for a line, so on Zen 4 more lines are on their way than there are places for: with one row, pages of 4 KiB and
@@ -47,26 +54,39 @@ struct DecodeStream {
         return known && rows <= 4 && (rows > 2 || few) && (v_dim == 4 * W || v_dim == 8 * W);
     }
 
-    // Scores of the span's keys, [8][rows][128]. `after`: what is read next.
-    void make(const char *keys, const char *after, const Unit *queries, int rows, T *scores) const {
-        by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys, after, queries, scores); });
+    // Scores of the span's keys, [8][rows][128]. Behind `keys` is what is read next.
+    void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
+        by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys.at, queries, scores); });
     }
 
-    // out [rows][width] += weights [rows][128 / pair] x the 128 values from `values` on. `after`: what is read next.
-    void add(const char *values, const char *after, const Unit *weights, int rows, T *out) const {
-        by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values, after, weights, out); });
+    // out [rows][width] += weights [rows][128 / pair] x the 128 values from token `first` of the span on. Behind
+    // `values` is what is read next.
+    void add(const Sixteens &values, int64_t first, const Unit *weights, int rows, T *out) const {
+        const bool turns = asks == Asks::all && first + BLOCK == SPAN;  // to what is read next
+        const int each = values.in_one && !turns ? int(BLOCK) : EACH;
+        by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values.at + first / EACH, each, weights, out); });
     }
 
-    // Asks for a part of what is read later, while row r of a block is weighed: a few lines, or they would find no
-    // place. `later`: keys of the next span, or null, where all of these but what `add` asks for come too late.
-    void ask(const char *values, const char *later, int64_t at, int r) const {
-        if (asks == Asks::all) return ask_all(values + AHEAD + r * OF_ROW, OF_ROW);
-        if (!later || r) return;
+    // Asks for a part of what is read later, while row r of the block that begins with token `first` is weighed: a few
+    // lines, or they would find no place. `is_last`: no span follows, whose keys come too late but for these and what
+    // `add` asks for.
+    void ask(const Sixteens &values, int64_t first, int r, bool is_last) const {
+        if (asks == Asks::all) {
+            const int64_t of_value = EACH * v_dim * int64_t(sizeof(S)), after = r * OF_ROW;
+            const int64_t i = first / EACH + values_ahead + after / of_value;
+            return ask_all(values.at[i] + after % of_value, OF_ROW);
+        }
+        if (is_last || r) return;
         const int64_t share = (asks == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
-        ask_all(later + at / BLOCK * share, share);
+        ask_all(values.at[Sixteens::COUNT] + first / BLOCK * share, share);
     }
 
   private:
+    static int ahead_of(int64_t dim, Asks asks) {
+        const int64_t n = (asks == Asks::far ? FAR : AHEAD) / (EACH * dim * int64_t(sizeof(S)));
+        return n < 1 ? 1 : n < Sixteens::AFTER ? int(n) : Sixteens::AFTER;
+    }
+
     static void ask_all(const char *from, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += Lines::LINE) __builtin_prefetch(from + i, 0, 2);
     }
@@ -75,9 +95,7 @@ struct DecodeStream {
     template <int R, Asks asks>
     struct Way {
         static constexpr int rows = R;
-        static constexpr int64_t ahead = asks == Asks::far ? FAR : AHEAD;
         static constexpr bool values = asks != Asks::keys;
-        static constexpr bool turns = asks == Asks::all;  // from the end of values to what is read next
 
         static REGARD_INLINE void ask(const char *at) {
             if constexpr (asks == Asks::far) __builtin_prefetch(at, 0, 2);  // into the second cache
@@ -112,14 +130,12 @@ struct DecodeStream {
     };
 
     template <typename By>
-    __attribute__((noinline)) void make_rows(const char *keys, const char *after, const Unit *queries,
-                                             T *scores) const {
+    __attribute__((noinline)) void make_rows(const char *const *keys, const Unit *queries, T *scores) const {
         constexpr int R = By::rows;
-        const int64_t step = key_dim * int64_t(sizeof(S)), all = SPAN * step;
-        for (int j = 0; j < SPAN; j += W) {
-            const int64_t at = j * step, ahead = at + By::ahead;
+        const int64_t step = key_dim * int64_t(sizeof(S));
+        for (int j = 0; j < SPAN; j += W, ++keys) {
             V sum[R] = {};
-            meet<By>(Steps(keys + at, step), ahead < all ? keys + ahead : after + (ahead - all), queries, sum);
+            meet<By>(Steps(keys[0], step), keys[keys_ahead], queries, sum);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r]);
         }
@@ -150,48 +166,54 @@ struct DecodeStream {
     }
 
     template <typename By>
-    void add_rows(const char *values, const char *after, const Unit *weights, T *out) const {
-        if (v_dim == 8 * W) add_dims<By, 8>(values, after, weights, out);
-        else add_dims<By, 4>(values, after, weights, out);
+    void add_rows(const char *const *values, int each, const Unit *weights, T *out) const {
+        if (v_dim == 8 * W) add_dims<By, 8>(values, each, weights, out);
+        else add_dims<By, 4>(values, each, weights, out);
     }
 
     template <typename By, int N>
-    __attribute__((noinline)) void add_dims(const char *row, [[maybe_unused]] const char *after, const Unit *weights,
-                                            T *out) const {
+    __attribute__((noinline)) void add_dims(const char *const *values, int each, const Unit *weights, T *out) const {
         constexpr int R = By::rows;
-        const int64_t step = v_dim * int64_t(sizeof(S));
-        [[maybe_unused]] const char *ahead = row + By::ahead, *const end = row + BLOCK * step;
         V sum[R][N];
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) sum[r][n] = load(out + r * width + n * W);
         if constexpr (K::pairs) part_quarters(sum);
-        for (int j = 0; j < BLOCK; j += P::pair, row += P::pair * step, ahead += P::pair * step) {
-            if constexpr (By::turns) ahead = ahead == end ? after : ahead;
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n += P::pair) {
-                typename P::Vector value[P::pair];
-                const int64_t dims = n * W * int64_t(sizeof(S));
-                if constexpr (By::values) {
-                    By::ask(ahead + dims);
-                    if constexpr (K::pairs) By::ask(ahead + step + dims);
-                }
-                take(row + dims, step, value);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; ++r) {
-                    const Unit *at = weights + (r * BLOCK + j) / P::pair;
-#pragma GCC unroll 2
-                    for (int i = 0; i < P::pair; ++i)
-                        sum[r][n + i] = P::madd(value[i], P::repeat(reinterpret_cast<const char *>(at)), sum[r][n + i]);
-                }
-            }
+        const int64_t step = P::pair * v_dim * int64_t(sizeof(S));
+        for (int j = 0; j < BLOCK;) {
+            const char *row = values[j / EACH], *later = values[j / EACH + values_ahead];
+            for (const int end = j + each; j < end; j += P::pair, row += step, later += step)
+                add_unit<By>(row, later, weights + j / P::pair, sum);
         }
         if constexpr (K::pairs) join_quarters(sum);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) store(out + r * width + n * W, sum[r][n]);
+    }
+
+    // The sums of a value, or of two that are a pair.
+    template <typename By, int R, int N>
+    REGARD_INLINE void add_unit(const char *row, const char *ahead, const Unit *weights, V (&sum)[R][N]) const {
+        const int64_t step = v_dim * int64_t(sizeof(S));
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n += P::pair) {
+            typename P::Vector value[P::pair];
+            const int64_t dims = n * W * int64_t(sizeof(S));
+            if constexpr (By::values) {
+                By::ask(ahead + dims);
+                if constexpr (K::pairs) By::ask(ahead + step + dims);
+            }
+            take(row + dims, step, value);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                const Unit *at = weights + r * (BLOCK / P::pair);
+#pragma GCC unroll 2
+                for (int i = 0; i < P::pair; ++i)
+                    sum[r][n + i] = P::madd(value[i], P::repeat(reinterpret_cast<const char *>(at)), sum[r][n + i]);
+            }
+        }
     }
 
 #if defined(REGARD_PAIRS)

@@ -40,7 +40,9 @@ class Runs {
             run.part = nullptr, run.count = last_ - at_;
         } else {
             const regard_part &p = *part_;
-            const int64_t slot = p.skip + at_ - begin_, number = slot / p.page, until = least(end_of(p), last_);
+            const int64_t slot = p.skip + at_ - begin_, until = least(end_of(p), last_);
+            const int64_t number = slot == (page_ + 1) * p.page ? page_ + 1 : slot / p.page;  // most often the next
+            page_ = number;
             run.part = part_, run.slot = slot - number * p.page;
             run.page = p.table ? p.table[batch_ * p.table_row + number] : batch_;
             run.count = least(p.page - run.slot, until - at_);
@@ -55,7 +57,7 @@ class Runs {
 
     const regard_part *part_, *end_;
     const int64_t batch_;
-    int64_t begin_ = 0, at_, last_;
+    int64_t begin_ = 0, page_ = -1, at_, last_;  // page_: of the last run, as its part counts them
 };
 
 // ---- elements, one by one -------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, attend_state
+from regard.cache import KVCache, PagePool
+from regard.storage.stored import Paged
 from tests.native.engines import LEAST_AND_BEST
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -119,3 +121,25 @@ def test_tokens_one_after_another_give_the_bits_of_tokens_apart(
             found = attend(q, *seen, mask=Causal(), **words, backend=engine)
             torch.manual_seed(0)
             assert torch.equal(found, attend(q, *apart, mask=Causal(), **words, backend=engine))
+
+
+@pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dim", "wide", "page"), [(64, 128, 16), (80, 64, 48), (128, 128, 2048), (64, 64, 24)])
+def test_scattered_pages_give_the_bits_of_tokens_apart(
+    engine: str, dtype: torch.dtype, heads: int, dim: int, wide: int, page: int
+):
+    """Pages of whole sixteens may be multiplied like tokens that are one piece of memory."""
+    keys = 2 * 1024 + 70
+    q = 2 * torch.randn(1, 2 * heads, 1, dim).to(dtype)
+    k, v = torch.randn(1, 2, keys, dim).to(dtype), torch.randn(1, 2, keys, wide).to(dtype)
+    pool = PagePool(page=page)
+    cache, other = KVCache(Paged(page, pool)), KVCache(Paged(page, pool))
+    for first in range(0, keys, page):  # in turns, so that no two pages of one are neighbours
+        tokens = slice(first, first + page)
+        stored = cache.append(k[:, :, tokens], v[:, :, tokens])
+        other.append(torch.randn_like(k[:, :, tokens]), torch.randn_like(v[:, :, tokens]))
+    apart = [torch.nn.functional.pad(t, (0, 3))[..., :-3] for t in (k, v)]
+    for words in ({}, {"bias": Alibi(2 * heads), "sink": torch.randn(2 * heads)}, {"softcap": 5.0}):
+        expected = attend(q, *apart, mask=Causal(), **words, backend=engine)
+        assert torch.equal(attend(q, *stored, mask=Causal(), **words, backend=engine), expected)
