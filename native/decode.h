@@ -6,10 +6,9 @@
 // trees of 16, running sums rescaled at blocks and restarted at spans. Spans are what threads share: the split
 // depends on positions alone.
 //
-// Up to four rows go through all keys of a span before its values, where these lie one after another (or in pages, as
-// the machine prefers) and no key is widened: memory is read as one stream, on AVX-512 mostly by loops of their own
-// (decode_stream.h).
-// All else goes block by block.
+// Up to four rows go through all keys of a span before its values, where these are contiguous (on some machines also in
+// pages) and no key is widened: memory is read as one stream, on AVX-512 mostly by loops of their own
+// (decode_stream.h). All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
@@ -30,8 +29,8 @@ struct Decode {
     using S = typename K::Stored;
     static constexpr int W = K::W;
     static constexpr T NEVER = -T(INFINITE);
-    // Spans whose keys and values lie one after another are streamed where keys are multiplied as they are stored; with
-    // keys of bf16 that are widened it takes longer (1.06, Zen 4).
+    // Spans whose keys and values are contiguous or in pages are streamed where keys are multiplied as they are stored;
+    // with keys of bf16 that are widened it takes longer (1.06, Zen 4).
     static constexpr bool streams = K::pairs || is_same<S, float>;
     static constexpr int STREAMED = 4;  // rows at most
 
@@ -90,9 +89,9 @@ struct Decode {
         if constexpr (streams)
             if (lanes.count <= STREAMED && sees_all(row, span * SPAN)) {
                 const bool served = DecodeStream<K>::serves(lanes.count, c.v_dim);
-                const bool in_one = !served || !DecodeStream<K>::reads_pages();  // no pages
+                const bool one_page = !served || !DecodeStream<K>::reads_pages();
                 Sixteens keys, values;
-                if (keys.find(k, span * SPAN, in_one) && values.find(v, span * SPAN, in_one)) {
+                if (keys.find(k, span * SPAN, one_page) && values.find(v, span * SPAN, one_page)) {
                     if constexpr (DecodeStream<K>::known)
                         if (served) return stream(lanes, span * SPAN, keys, values, into, next, next_span * SPAN);
                     return stream_lines(lanes, span * SPAN, keys.at[0], values.at[0], v, into, next, next_span * SPAN);
@@ -172,8 +171,12 @@ struct Decode {
         const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width};
         take_queries(lanes);
         memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
-        keys.follow(values, span.keys_ahead);
-        const bool is_last = !follow(values, span.values_ahead, next, next_first);
+        const char *later[Sixteens::AFTER];
+        const int ahead = span.of_values.sixteens,
+                  count = 1 + int(least(Sixteens::AFTER - 1, ahead * values.bytes / keys.bytes));
+        const int known = next ? find_keys(*next, next_first, count, later) : 0;
+        keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
+        values.follow(ahead, later, keys.bytes, known);
         span.make(keys, queries, lanes.count, scores);
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
@@ -182,7 +185,7 @@ struct Decode {
             block.first = first + at;
             scores = all + at * lanes.count;
             if constexpr (!K::pairs) weights = scores;
-            weigh_all(block, lanes, into, [&](int r) { span.ask(values, at, r, is_last); });
+            weigh_all(block, lanes, into, [&](int r) { span.ask(values, at, r, known > 0); });
             span.add(values, at, weights, lanes.count, into.out);
         }
         scores = all;
@@ -190,11 +193,10 @@ struct Decode {
         return REGARD_DONE;
     }
 
-    // Behind values the keys of other rows, if there are any; how many of these sixteens lie together.
-    int follow(Sixteens &values, int count, const Lanes *next, int64_t token) const {
-        const Lanes none{}, &lanes = next ? *next : none;
+    // The addresses of up to `count` times 16 keys of other rows from a token on. How many are known.
+    int find_keys(const Lanes &lanes, int64_t token, int count, const char **to) const {
         const Source<K> k(keys_of(c), c.k, lanes.batch, lanes.head / (c.heads / c.kv_heads), c.qk_dim);
-        return values.follow(k, token, next ? count : 0, count);
+        return Sixteens::found(k, token, count, to);
     }
 
     // Weights of a block that all rows see. `before(r)` is called before those of row r.

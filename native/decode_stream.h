@@ -1,6 +1,6 @@
-// Whole spans for up to four rows (on Zen 4 three or four), where keys and values lie one after another, or on Zen 5 at
-// least 16 of them: all keys, then block after block of values, at the speed at which memory is read. For vectors of 16
-// words (AVX-512).
+// Whole spans for up to four rows (on Zen 4 three or four), where keys and values are contiguous or, on Zen 5, in pages
+// of whole sixteens: all keys, then block after block of values, at the speed at which memory is read. For vectors of
+// 16 words (AVX-512).
 //
 // What decides on Zen 4 is which lines are on their way. 16 keys at a time are transposed in registers, and for each
 // vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are on their way while
@@ -32,16 +32,20 @@ struct DecodeStream {
     using Unit = typename K::Unit;
     using S = typename K::Stored;
     using Turned = KeyRows<K, S>;
-    static constexpr int W = K::W, EACH = Sixteens::EACH;
+    static constexpr int W = K::W, EACH = Sixteens::EACH;  // where spans are streamed these are equal
     static constexpr bool known = Turned::halves && (K::pairs || is_same<S, float>);
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
 
     const int64_t key_dim, units, v_dim, width;
     const Asks asks = caches().asks;
-    // How many times 16 tokens ahead lines of keys, and of values, are asked for.
-    const int keys_ahead = ahead_of(key_dim, asks), values_ahead = ahead_of(v_dim, asks);
+    // How far ahead lines are asked for: in times 16 tokens, and bytes besides.
+    struct Distance {
+        int sixteens;
+        int64_t bytes;
+    };
+    const Distance of_keys = distance(key_dim, asks), of_values = distance(v_dim, asks);
 
-    // Whether tokens may be in pages, 16 together at least. Elsewhere than on Zen 5 it is not measured.
+    // Whether tokens may be in pages of whole sixteens. Measured on Zen 5 only.
     static bool reads_pages() { return known && caches().asks == Asks::all; }
 
     // Up to four rows, whose values can be read in the order of memory. Loops of one or two have fewer instructions
@@ -63,28 +67,29 @@ struct DecodeStream {
     // `values` is what is read next.
     void add(const Sixteens &values, int64_t first, const Unit *weights, int rows, T *out) const {
         const bool turns = asks == Asks::all && first + BLOCK == SPAN;  // to what is read next
-        const int each = values.in_one && !turns ? int(BLOCK) : EACH;
+        // tokens that one address serves
+        const int each = !values.in_one ? EACH : int(BLOCK) - (turns ? of_values.sixteens * EACH : 0);
         by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values.at + first / EACH, each, weights, out); });
     }
 
     // Asks for a part of what is read later, while row r of the block that begins with token `first` is weighed: a few
-    // lines, or they would find no place. `is_last`: no span follows, whose keys come too late but for these and what
-    // `add` asks for.
-    void ask(const Sixteens &values, int64_t first, int r, bool is_last) const {
+    // lines, or they would find no place. `has_next`: keys of a next span are known, of which only these and what `add`
+    // asks for come in time.
+    void ask(const Sixteens &values, int64_t first, int r, bool has_next) const {
         if (asks == Asks::all) {
-            const int64_t of_value = EACH * v_dim * int64_t(sizeof(S)), after = r * OF_ROW;
-            const int64_t i = first / EACH + values_ahead + after / of_value;
-            return ask_all(values.at[i] + after % of_value, OF_ROW);
+            const int64_t at = AHEAD + r * OF_ROW, sixteens = at >> __builtin_ctzll(uint64_t(values.bytes));
+            return ask_all(values.at[first / EACH + sixteens] + (at & (values.bytes - 1)), OF_ROW);  // a power of 2
         }
-        if (is_last || r) return;
+        if (!has_next || r) return;
         const int64_t share = (asks == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
         ask_all(values.at[Sixteens::COUNT] + first / BLOCK * share, share);
     }
 
   private:
-    static int ahead_of(int64_t dim, Asks asks) {
-        const int64_t n = (asks == Asks::far ? FAR : AHEAD) / (EACH * dim * int64_t(sizeof(S)));
-        return n < 1 ? 1 : n < Sixteens::AFTER ? int(n) : Sixteens::AFTER;
+    static Distance distance(int64_t dim, Asks asks) {
+        const int64_t bytes = asks == Asks::far ? FAR : AHEAD, each = EACH * dim * int64_t(sizeof(S));
+        if (bytes >= Sixteens::AFTER * each) return {Sixteens::AFTER, 0};
+        return {int(bytes / each), bytes % each};
     }
 
     static void ask_all(const char *from, int64_t bytes) {
@@ -135,7 +140,7 @@ struct DecodeStream {
         const int64_t step = key_dim * int64_t(sizeof(S));
         for (int j = 0; j < SPAN; j += W, ++keys) {
             V sum[R] = {};
-            meet<By>(Steps(keys[0], step), keys[keys_ahead], queries, sum);
+            meet<By>(Steps(keys[0], step), keys[of_keys.sixteens] + of_keys.bytes, queries, sum);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r]);
         }
@@ -182,8 +187,8 @@ struct DecodeStream {
         if constexpr (K::pairs) part_quarters(sum);
         const int64_t step = P::pair * v_dim * int64_t(sizeof(S));
         for (int j = 0; j < BLOCK;) {
-            const char *row = values[j / EACH], *later = values[j / EACH + values_ahead];
-            for (const int end = j + each; j < end; j += P::pair, row += step, later += step)
+            const char *row = values[j / EACH], *later = values[j / EACH + of_values.sixteens] + of_values.bytes;
+            for (const int end = least(j + each, int(BLOCK)); j < end; j += P::pair, row += step, later += step)
                 add_unit<By>(row, later, weights + j / P::pair, sum);
         }
         if constexpr (K::pairs) join_quarters(sum);

@@ -34,7 +34,7 @@ class Runs {
 
     bool next(Run &run) {
         if (at_ >= last_) return false;
-        while (part_ != end_ && end_of(*part_) <= at_) begin_ = end_of(*part_++);
+        while (part_ != end_ && end_of(*part_) <= at_) begin_ = end_of(*part_++), page_ = -1;
         run.first = at_;
         if (part_ == end_) {
             run.part = nullptr, run.count = last_ - at_;
@@ -57,7 +57,7 @@ class Runs {
 
     const regard_part *part_, *end_;
     const int64_t batch_;
-    int64_t begin_ = 0, page_ = -1, at_, last_;  // page_: of the last run, as its part counts them
+    int64_t begin_ = 0, page_ = -1, at_, last_;  // page_: of the last run, or -1
 };
 
 // ---- elements, one by one -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Where the tokens of a span are stored, 16 after 16: the same for a tensor and for pages.
+// The addresses of a span's tokens, one for each 16: the same for a tensor and for pages.
 #pragma once
 
 #include "source.h"
@@ -7,46 +7,45 @@ namespace regard {
 namespace REGARD_ISA {
 
 struct Sixteens {
-    static constexpr int EACH = 16, COUNT = int(SPAN) / EACH, AFTER = 32;
+    static constexpr int EACH = 16, COUNT = int(SPAN) / EACH, AFTER = 64;
 
-    const char *at[COUNT + AFTER];  // behind those of the span what is read next, as far as it is asked for
-    bool in_one;                    // those of the span one after another
+    const char *at[COUNT + AFTER];  // of the span, then of what is read next, as far as it is prefetched
+    int64_t bytes;                  // of 16 tokens
+    bool in_one;                    // whether those of the span are contiguous
 
-    // The span from token `first` on, if whole sixteens lie together as the call's type, row after row; if they must
-    // be, all in one page.
+    // False unless every 16 tokens are contiguous rows of the call's type; with `one_page`, unless the whole span is
+    // in one page.
     template <typename K>
-    bool find(const Source<K> &of, int64_t first, bool must) {
+    bool find(const Source<K> &of, int64_t first, bool one_page) {
         Run run;
-        if (must && !(Runs(of.parts, of.batch, first, first + SPAN).next(run) && run.count == SPAN)) return false;
-        in_one = true;
-        if (found(of, first, COUNT, at) < COUNT) return false;
-        const int64_t step = EACH * of.dim * int64_t(sizeof(typename K::Stored));
-        for (int i = 1; i < COUNT; ++i) in_one &= at[i] == at[i - 1] + step;
+        if (one_page && !(Runs(of.parts, of.batch, first, first + SPAN).next(run) && run.count == SPAN)) return false;
+        bytes = EACH * of.dim * int64_t(sizeof(typename K::Stored));
+        if (!bytes || found(of, first, COUNT, at) < COUNT) return false;
+        int64_t apart = 0;
+        for (int i = 0; i < COUNT; ++i) apart |= at[i] - at[0] - i * bytes;
+        in_one = !apart;
         return true;
     }
 
-    // Behind the span up to `wanted` times 16 tokens of others, from `first` on, then the last again until there are
-    // `count`. How many of these lie together.
-    template <typename K>
-    int follow(const Source<K> &other, int64_t first, int wanted, int count) {
-        const int n = found(other, first, wanted, at + COUNT);
-        for (int i = n; i < count; ++i) at[COUNT + i] = at[COUNT + i - 1];
-        return n;
-    }
-    void follow(const Sixteens &other, int count) {
-        for (int i = 0; i < count; ++i) at[COUNT + i] = other.at[i];
+    // What is read behind the span: `count` times as many bytes as 16 of its tokens have, at `next`, of which each
+    // holds `each` bytes and there are `known`. Behind the last nothing is known, and it is repeated.
+    void follow(int count, const char *const *next, int64_t each, int known) {
+        for (int i = 0; i < count; ++i) {
+            const int64_t from = i * bytes / each;
+            at[COUNT + i] = from < known ? next[from] + i * bytes % each : at[COUNT + i - 1];
+        }
     }
 
-  private:
+    // The addresses of up to `count` times 16 tokens from `first` on, until some are stored otherwise. How many.
     template <typename K>
     static int found(const Source<K> &of, int64_t first, int count, const char **to) {
-        const int64_t step = EACH * of.dim * int64_t(sizeof(typename K::Stored)), last = first + count * EACH;
+        const int64_t each = EACH * of.dim * int64_t(sizeof(typename K::Stored));
         int n = 0;
         Run run;
-        for (Runs runs(of.parts, of.batch, first, last); runs.next(run);) {
+        for (Runs runs(of.parts, of.batch, first, first + count * EACH); runs.next(run);) {
             if (run.count % EACH || !Source<K>::is_own(run) || run.part->data_step != of.dim) break;
             const char *row = of.row(run, 0);
-            for (int64_t j = 0; j < run.count; j += EACH, row += step) to[n++] = row;
+            for (int64_t j = 0; j < run.count; j += EACH, row += each) to[n++] = row;
         }
         return n;
     }

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, attend_state
-from regard.cache import KVCache, PagePool
-from regard.storage.stored import Paged
+from regard.cache import PagePool
 from tests.native.engines import LEAST_AND_BEST
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -125,21 +124,38 @@ def test_tokens_one_after_another_give_the_bits_of_tokens_apart(
 
 @pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
-@pytest.mark.parametrize(("dim", "wide", "page"), [(64, 128, 16), (80, 64, 48), (128, 128, 2048), (64, 64, 24)])
+@pytest.mark.parametrize(
+    ("dim", "wide", "page"), [(64, 128, 16), (80, 64, 48), (128, 128, 2048), (192, 128, 32), (64, 64, 24)]
+)
 def test_scattered_pages_give_the_bits_of_tokens_apart(
     engine: str, dtype: torch.dtype, heads: int, dim: int, wide: int, page: int
 ):
-    """Pages of whole sixteens may be multiplied like tokens that are one piece of memory."""
-    keys = 2 * 1024 + 70
-    q = 2 * torch.randn(1, 2 * heads, 1, dim).to(dtype)
-    k, v = torch.randn(1, 2, keys, dim).to(dtype), torch.randn(1, 2, keys, wide).to(dtype)
+    """Pages of whole sixteens, so not of 24, may be multiplied like tokens that are one piece of memory (Zen 5)."""
     pool = PagePool(page=page)
-    cache, other = KVCache(Paged(page, pool)), KVCache(Paged(page, pool))
-    for first in range(0, keys, page):  # in turns, so that no two pages of one are neighbours
-        tokens = slice(first, first + page)
-        stored = cache.append(k[:, :, tokens], v[:, :, tokens])
-        other.append(torch.randn_like(k[:, :, tokens]), torch.randn_like(v[:, :, tokens]))
-    apart = [torch.nn.functional.pad(t, (0, 3))[..., :-3] for t in (k, v)]
-    for words in ({}, {"bias": Alibi(2 * heads), "sink": torch.randn(2 * heads)}, {"softcap": 5.0}):
-        expected = attend(q, *apart, mask=Causal(), **words, backend=engine)
-        assert torch.equal(attend(q, *stored, mask=Causal(), **words, backend=engine), expected)
+    rows = [pool.sequence(), pool.sequence()]
+    k, v = torch.randn(2, 2, 2 * 1024 + 70, dim).to(dtype), torch.randn(2, 2, 2 * 1024 + 70, wide).to(dtype)
+    lengths = (k.shape[2] - 1, 1100)
+    for first in range(0, max(lengths), page):  # in turns, so that no two pages of a row are neighbours
+        for b, length in enumerate(lengths):
+            tokens = slice(first, min(first + page, length))
+            if tokens.stop > first:
+                pool.append(rows[b : b + 1], k[b : b + 1, :, tokens], v[b : b + 1, :, tokens])
+    stored = pool.append(rows, k[:, :, -1:], v[:, :, -1:])
+    q = 2 * torch.randn(2, 2 * heads, 1, dim).to(dtype)
+    for words in ({}, {"sink": torch.randn(2 * heads)}, {"softcap": 5.0}):
+        found = attend(q, *stored, mask=Causal(), **words, backend=engine)
+        for b, length in enumerate(lengths):
+            whole = (torch.cat((t[b : b + 1, :, :length], t[b : b + 1, :, -1:]), 2) for t in (k, v))
+            apart = (torch.nn.functional.pad(t, (0, 3))[..., :-3] for t in whole)
+            expected = attend(q[b : b + 1], *apart, mask=Causal(), **words, backend=engine)
+            assert torch.equal(found[b : b + 1], expected)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_keys_without_dims_give_the_mean_of_the_values(engine: str, dtype: torch.dtype, queries: int):
+    """Also where all keys have one address, as those of an expanded tensor have."""
+    v = torch.randn(1, 2, 2048, 64).to(dtype)
+    q, k = torch.empty(1, 4, queries, 0, dtype=dtype), torch.empty(1, 2, 1, 0, dtype=dtype).expand(1, 2, 2048, 0)
+    found = attend(q, k, v, backend=engine)
+    mean = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand(found.shape)
+    torch.testing.assert_close(found.double(), mean, atol=2e-4, rtol=1e-2)
