@@ -60,7 +60,7 @@ struct DecodeStream {
 
     // Scores of the span's keys, [8][rows][128]. Behind `keys` is what is read next.
     void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
-        by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys.at, queries, scores); });
+        by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys, queries, scores); });
     }
 
     // out [rows][width] += weights [rows][128 / pair] x the 128 values from token `first` of the span on. Behind
@@ -135,12 +135,18 @@ struct DecodeStream {
     };
 
     template <typename By>
-    __attribute__((noinline)) void make_rows(const char *const *keys, const Unit *queries, T *scores) const {
+    __attribute__((noinline)) void make_rows(const Sixteens &keys, const Unit *queries, T *scores) const {
         constexpr int R = By::rows;
         const int64_t step = key_dim * int64_t(sizeof(S));
-        for (int j = 0; j < SPAN; j += W, ++keys) {
+        const int turn = keys.in_one ? SPAN - of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
+        const char *row = keys.at[0], *later = keys.at[of_keys.sixteens] + of_keys.bytes;
+        for (int j = 0; j < SPAN; j += W, row += W * step, later += W * step) {
+            if (j >= turn) {
+                if (!keys.in_one) row = keys.at[j / EACH];
+                later = keys.at[j / EACH + of_keys.sixteens] + of_keys.bytes;
+            }
             V sum[R] = {};
-            meet<By>(Steps(keys[0], step), keys[of_keys.sixteens] + of_keys.bytes, queries, sum);
+            meet<By>(Steps(row, step), later, queries, sum);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r]);
         }
