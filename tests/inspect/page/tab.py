@@ -3,6 +3,11 @@
 import re
 
 
+def address(tab):
+    """The address as the page has it; `tab.url` is what the browser has told so far, and may be one step behind."""
+    return tab.evaluate("location.href")
+
+
 def colours(tab, selector):
     """How many colours a canvas has."""
     return tab.eval_on_selector(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.inspect.page.tab import settled, shown_weight, swatch, under, values_shown
+from tests.inspect.page.tab import address, settled, shown_weight, swatch, under, values_shown
 from tests.inspect.reports import report, weights
 
 
@@ -25,7 +25,7 @@ def second_weight(tab):
 def test_two_heads_stand_side_by_side_with_both_weights_of_a_pair(opened):
     tab = opened(state="head=0.1&pin=20-19")
     tab.select_option("#vs", "1.0")
-    assert "vs=1.0" in tab.url
+    assert "vs=1.0" in address(tab)
     assert shown_weight(tab) == pytest.approx(weights(0, 1, 29)[20, 19], abs=0.004)
     assert second_weight(tab) == pytest.approx(weights(1, 0, 29)[20, 19], abs=0.004)
     assert "0.1" in tab.inner_text("#scores")
@@ -66,7 +66,7 @@ def test_shift_and_a_click_lays_a_head_beside_the_open_one(opened):
     assert tab.inner_text("#focus-title") == "Layer 0 · head 0"
     assert tab.input_value("#vs") == "2.1"
     tab.keyboard.press("Escape")
-    assert "vs" not in tab.url
+    assert "vs" not in address(tab)
 
 
 def test_two_models_of_equal_shape_are_compared_head_by_head(opened):

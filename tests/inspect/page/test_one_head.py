@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.inspect.page.tab import colours, shown_pair, shown_weight, swatch, under, values_shown
+from tests.inspect.page.tab import address, colours, shown_pair, shown_weight, swatch, under, values_shown
 from tests.inspect.reports import report, weights
 
 # ---- one head -------------------------------------------------------------------------------------------------------
@@ -15,7 +15,7 @@ def test_a_click_opens_a_head_and_back_closes_it(opened):
     tab = opened()
     tab.click('.cell[aria-label^="Layer 2 head 3"]')
     assert tab.inner_text("#focus-title") == "Layer 2 · head 3"
-    assert tab.url.endswith("#head=2.3")
+    assert address(tab).endswith("#head=2.3")
     assert colours(tab, "#matrix canvas") > 30
     tab.go_back()
     tab.wait_for_selector("#focus", state="hidden")
@@ -48,7 +48,7 @@ def test_the_mouse_finds_the_cell_under_it(opened, across, down):
     assert shown_weight(tab) == pytest.approx(weights(0, 1, 29)[query, key], abs=0.004)
     assert swatch(tab) == under(tab, x, y)
     tab.mouse.click(box["x"] + x, box["y"] + y)
-    assert f"pin={query}-{key}" in tab.url
+    assert f"pin={query}-{key}" in address(tab)
     assert tab.inner_text(".word.pinned") == f"t{query}"
     assert tab.inner_text(".word.target") == f"t{key}"
 
@@ -90,7 +90,7 @@ def test_the_first_token_can_be_hidden(opened):
     tab.check("#first")
     after = shown_weight(tab)
     assert (before, after) == pytest.approx((row[19], row[19] / (1 - row[0])), abs=0.02)
-    assert "first=hidden" in tab.url
+    assert "first=hidden" in address(tab)
 
 
 def test_the_continuation_is_told_from_the_prompt(opened):
