@@ -252,8 +252,9 @@ class StoredTensor:
         batch, heads, tokens, _ = self.shape
         total = 0.0
         for part in self.parts:
-            of_page = sum(t[:1].nbytes for t in (part.data, part.scale, part.zero_point) if t is not None)
-            total += batch * part.tokens * of_page / part.page if part.page else 0
+            of_pages = sum([t.nbytes for t in (part.data, part.scale, part.zero_point) if t is not None])
+            slots = len(part.data) * part.page
+            total += batch * part.tokens * of_pages / slots if slots else 0
         share = 1.0 if self.row_lengths is None else sum(self.row_lengths) / max(1, batch * tokens)
         return round(total * share) if heads else 0
 
@@ -266,7 +267,7 @@ class StoredTensor:
     @cached_property
     def placeholder(self) -> Tensor:
         """A tensor of this shape, type and device without data, for checks."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return torch.empty_strided(self.shape, (0, 0, 0, 0), dtype=self.dtype, device=self.device)
 
     def to(self, dtype: torch.dtype) -> "StoredTensor":
         """The same storage, for calls of another type."""
