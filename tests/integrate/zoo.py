@@ -32,6 +32,8 @@ _BART = {
     "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
     "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
 }  # fmt: skip
+_T5GEMMA = _GROUPED | _ALTERNATING | {"head_dim": 8, "eos_token_id": None}
+_BERT = _SIZES | {"model_type": "bert"}
 
 # name: (config class, model class, config). What is special about each stands behind it.
 DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -74,6 +76,17 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 PAIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5 | {"decoder_start_token_id": 0}),  # position_bias, scale 1
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART | {"decoder_start_token_id": 2}),  # cross-attention
+    "t5gemma": (  # a decoder whose config does not tell of an encoder
+        "T5GemmaConfig",
+        "T5GemmaForConditionalGeneration",
+        {"encoder": _T5GEMMA, "decoder": _T5GEMMA, "vocab_size": VOCABULARY, "eos_token_id": None},
+    ),
+    "bert_to_bert": (  # two models in one
+        "EncoderDecoderConfig",
+        "EncoderDecoderModel",
+        {"encoder": _BERT, "decoder": _BERT | {"is_decoder": True, "add_cross_attention": True}}
+        | {"decoder_start_token_id": 2, "pad_token_id": 0},
+    ),
 }
 ADDING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bigbird_pegasus": (  # adds the mask to the scores of its encoder

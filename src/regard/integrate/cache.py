@@ -98,7 +98,7 @@ def regard_cache(
     options = CacheOptions(Contiguous() if layout is None else layout, codec, policies)
     cache = RegardCache(decoder, options, offload=offload)
     cache.attach(model)
-    return PairedCache(cache, DynamicCache()) if decoder.source.is_encoder_decoder else cache
+    return PairedCache(cache, DynamicCache()) if decoder.is_paired else cache
 
 
 class RegardCache(DynamicCache):

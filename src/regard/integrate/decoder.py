@@ -23,6 +23,7 @@ class Decoder(NamedTuple):
         config: of the decoder, with its sizes.
         source: the config with the decoder's attention implementation; `use_regard` changes that.
         is_latent: whether its attention expands latents (`expand_kv`).
+        is_paired: whether the model has an encoder, whose keys and values its cache keeps as well.
         expanding: the modules that do, as long as the model lives; none where only its config is known.
     """
 
@@ -30,6 +31,7 @@ class Decoder(NamedTuple):
     config: Any
     source: Any
     is_latent: bool
+    is_paired: bool
     expanding: tuple[ref[Any], ...] = ()
 
     @property
@@ -51,7 +53,7 @@ class Decoder(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the modules, which another process does not have."""
-        return Decoder, (self.name, self.config, self.source, self.is_latent)
+        return Decoder, (self.name, self.config, self.source, self.is_latent, self.is_paired)
 
 
 def decoder_of(model: Any) -> Decoder:
@@ -71,10 +73,12 @@ def decoder_of(model: Any) -> Decoder:
     source = config if config.is_encoder_decoder and type(text) is type(config) else text
     name = _name(config) if module is None else type(module).__name__
     _check_takes_caches(model, type(module) if module is not None else _class_of(config), name)
+    is_paired = config.is_encoder_decoder or source.is_encoder_decoder  # a decoder alone may not be told of its encoder
     if module is None:
-        return Decoder(name, text, source, any(hasattr(kind, "expand_kv") for kind in classes_of(source)))
+        is_latent = any(hasattr(kind, "expand_kv") for kind in classes_of(source))
+        return Decoder(name, text, source, is_latent, is_paired)
     expanding = latent_modules(module)
-    return Decoder(name, text, source, bool(expanding), tuple(ref(x) for x in expanding))
+    return Decoder(name, text, source, bool(expanding), is_paired, tuple(ref(x) for x in expanding))
 
 
 @functools.cache
