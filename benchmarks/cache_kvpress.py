@@ -27,6 +27,7 @@ from regard.cache import TOVA, ExpectedAttention, Knorm, SnapKV
 from regard.cli.argument_types import count
 from regard.evaluate.corpus import samples, text_of
 from regard.integrate.cache import regard_cache
+from regard.integrate.cache_argument import as_argument, usual_name
 from regard.integrate.checkpoint import load as load_checkpoint
 from regard.integrate.transformers import use_regard
 
@@ -67,14 +68,14 @@ def version() -> str | None:
 def ours(model: Any, policy: Any, ids: Tensor, prompt: int) -> float:
     """The mean negative log-likelihood, in nats, of all tokens after a prompt: ids are int64 [1, tokens]."""
     cache = regard_cache(model, evict=policy)
-    read = model.model(ids[:, :prompt], past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
+    read = model.model(ids[:, :prompt], **as_argument(model.model, cache), use_cache=True).last_hidden_state[:, -1:]
     return _rest(model, ids, prompt, cache, read)
 
 
 def _rest(model: Any, ids: Tensor, prompt: int, cache: Any, read: Tensor) -> float:
     """The loss of the tokens after the prompt, all at once; `read` is the last state of the prompt."""
     positions = torch.arange(prompt, ids.shape[1] - 1)[None]  # a DynamicCache would count the remaining tokens only
-    rest = model.model(ids[:, prompt:-1], position_ids=positions, past_key_values=cache, use_cache=True)
+    rest = model.model(ids[:, prompt:-1], position_ids=positions, **as_argument(model.model, cache), use_cache=True)
     logits = model.lm_head(torch.cat([read, rest.last_hidden_state], dim=1)).float()
     return float(torch.nn.functional.cross_entropy(logits[0], ids[0, prompt:]))
 
@@ -87,7 +88,7 @@ def pressed(model: Any, press: Any) -> Generator[None]:
     """
 
     def after(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
-        layer = options["past_key_values"].layers[module.layer_idx]
+        layer = options[usual_name()].layers[module.layer_idx]
         layer.keys, layer.values = press.compress(
             module, options["hidden_states"], layer.keys, layer.values, output[1], options
         )
@@ -110,7 +111,7 @@ def by_kvpress(model: Any, rule: Rule, ids: Tensor, prompt: int) -> float:
     cache, tokens = DynamicCache(config=model.config), ids[:, :prompt]
     model.set_attn_implementation("sdpa")
     with pressed(model, press):
-        read = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
+        read = model.model(tokens, **as_argument(model.model, cache), use_cache=True).last_hidden_state[:, -1:]
     return _rest(model, ids, prompt, cache, read)
 
 

@@ -25,6 +25,7 @@ from regard.bench.rounds import on_threads
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, SinksAndRecent, SnapKV
 from regard.errors import ProblemError
 from regard.integrate.cache import RegardCache, regard_cache
+from regard.integrate.cache_argument import as_argument
 from regard.integrate.heap import trim_heap
 from regard.integrate.transformers import register
 
@@ -104,7 +105,7 @@ def _grown(kind: Kind, tokens: int, layers: int) -> Growth:
     _read(model, kind.make(model), ids[:, :64])  # the allocations of a first use do not count
     before, cache = _resident(), kind.make(model)
     peak_from_here()
-    model.model(ids, past_key_values=cache, use_cache=True)
+    model.model(ids, **as_argument(model.model, cache), use_cache=True)
     highest, prompt = peak(), _now()
     _read(model, cache, ids[:, :0])
     return Growth(highest - before, prompt - before, _now() - before, _stored(cache))
@@ -113,9 +114,9 @@ def _grown(kind: Kind, tokens: int, layers: int) -> Growth:
 def _read(model: Any, cache: Any, ids: torch.Tensor) -> None:
     """Read a text, and then some more tokens, one at a time."""
     if ids.numel():
-        model.model(ids, past_key_values=cache, use_cache=True)
+        model.model(ids, **as_argument(model.model, cache), use_cache=True)
     for _ in range(STEPS):
-        model.model(torch.tensor([[7]]), past_key_values=cache, use_cache=True)
+        model.model(torch.tensor([[7]]), **as_argument(model.model, cache), use_cache=True)
 
 
 def _resident() -> int:

@@ -22,6 +22,7 @@ from benchmarks.report import table
 from regard.bench.rounds import Effort, Measure, Rounds, interleaved
 from regard.cli.bench import duration
 from regard.integrate.cache import regard_cache
+from regard.integrate.cache_argument import as_argument
 from regard.integrate.transformers import register
 from regard.storage.codec import Codec, Fp8, Int4, Int8, code_bytes
 from regard.storage.stored import Paged
@@ -168,7 +169,7 @@ def _step(model: Any, kind: Kind, tokens: int) -> Measure:
     def once() -> float:
         model.set_attn_implementation(kind.attention)
         start = time.perf_counter()
-        model(token, past_key_values=cache, use_cache=True)
+        model(token, **as_argument(model, cache), use_cache=True)
         return time.perf_counter() - start
 
     once()

@@ -174,7 +174,7 @@ def _error(call: Call, kind: Kind, scored: int) -> float:
 METHOD = """\
 Measured by `{how}` on {machine}: {model} in float32, {count} samples of {tokens:,} tokens spread over {text}, the first
 at its beginning; the predictions of the last {scored:,} tokens of each are scored, through `model(...,
-past_key_values=regard_cache(model, ...))`. Intervals are 95 % bootstrap intervals over whole samples; "beyond" is the
+cache=regard_cache(model, ...))`. Intervals are 95 % bootstrap intervals over whole samples; "beyond" is the
 increase over all tokens, paired: both use the same resamples. KL is the mean divergence, in nats, of the
 distribution of the next token from that with all tokens in float32; "same top" is the share of tokens whose most
 probable next token is the same. Tokens and MiB are the final size of the cache for a sample."""

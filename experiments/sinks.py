@@ -69,9 +69,9 @@ def buckets(records: list[dict[str, Any]]) -> list[float]:
 def far_sinks(model: Any, ids: Tensor, start: int) -> list[float]:
     """The losses of the second half of the passages, with sinks at 0 to 3 and the other tokens from a position on."""
     cache, fed = regard_cache(model), ids[:, :-1]
-    model.model(fed[:, :SINKS], past_key_values=cache, use_cache=True)
+    model.model(fed[:, :SINKS], cache=cache, use_cache=True)
     place = torch.arange(start, start + fed.shape[1] - SINKS).expand(len(ids), -1)
-    states = model.model(fed[:, SINKS:], past_key_values=cache, use_cache=True, position_ids=place).last_hidden_state
+    states = model.model(fed[:, SINKS:], cache=cache, use_cache=True, position_ids=place).last_hidden_state
     scored = ids.shape[1] // 2
     logits = model.lm_head(states[:, -scored:]).flatten(0, 1)
     return F.cross_entropy(logits, ids[:, -scored:].flatten(), reduction="none").view(-1, 16).mean(1).tolist()

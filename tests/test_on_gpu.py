@@ -37,6 +37,7 @@ from regard.integrate.transformers import use_regard
 from regard.nn import MultiHeadAttention
 from regard.storage.stored import StoredTensor
 from tests.inspect.small import TEXT, llama, words
+from tests.integrate.zoo import with_cache
 from tests.pretended_gpu import CUDA, Event, Launches, PretendedGpu, pretended_gpu
 
 few_rows = pytest.importorskip("regard.gpu.few_rows", reason="Triton is not installed", exc_type=ImportError)
@@ -260,9 +261,9 @@ def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, step
     model(ids, use_cache=False)
     assert {event.where.split(":")[0] for event in events(gpu)} <= {TABLES, "transformers/masking_utils.py"}
     cache = regard_cache(model, **CACHES[name])
-    model(ids, past_key_values=cache)
+    model(ids, **with_cache(cache))
     events(gpu)
-    found = [model(ids[:, :1], past_key_values=cache).logits for _ in range(steps)]
+    found = [model(ids[:, :1], **with_cache(cache)).logits for _ in range(steps)]
     assert events(gpu) == []
     if name == "of a capacity":
         whole = model(torch.cat([ids, *[ids[:, :1]] * steps], 1), use_cache=False).logits[:, -steps:]
@@ -381,10 +382,10 @@ def test_a_padded_batch_of_a_model_decodes_without_reads_in_regard(name: str, gp
     whole = on_host(torch.cat([ids, *[ids[:, :1]] * 3], 1), attention_mask=padding, use_cache=False).logits[:, -3:]
     ids, padding = gpu.put(ids), gpu.put(padding)
     cache = regard_cache(model, **CACHES[name])
-    model(ids, attention_mask=padding[:, :20], past_key_values=cache)
+    model(ids, attention_mask=padding[:, :20], **with_cache(cache))
     events(gpu)
     found = [
-        model(ids[:, :1], attention_mask=padding[:, : 21 + step].clone(), past_key_values=cache).logits
+        model(ids[:, :1], attention_mask=padding[:, : 21 + step].clone(), **with_cache(cache)).logits
         for step in range(3)
     ]
     assert events(gpu) == []

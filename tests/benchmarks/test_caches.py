@@ -17,7 +17,7 @@ from regard.bench.rounds import Effort
 from regard.integrate.cache import regard_cache
 from regard.storage.codec import Int4, Int8
 from regard.storage.stored import Paged, StoredTensor
-from tests.integrate.zoo import model
+from tests.integrate.zoo import model, with_cache
 
 ONCE = Effort(seconds=0.0, least=1)
 
@@ -157,7 +157,7 @@ def test_a_filled_cache_holds_the_tokens_and_goes_on():
     made.set_attn_implementation("eager")
     cache = cache_model.filled(made.config, Kind("", {}), 21)
     assert cache.get_seq_length() == 21
-    made(torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+    made(torch.tensor([[3]]), **with_cache(cache), use_cache=True)
     assert cache.get_seq_length() == 22
 
 

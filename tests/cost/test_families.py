@@ -228,8 +228,8 @@ def defaults_of_transformers():
 def test_defaults_are_those_of_transformers():
     """`python -m tests.cost.test_families` writes them."""
     transformers = pytest.importorskip("transformers")
-    if not transformers.__version__.startswith("5.23."):
-        pytest.skip(f"the defaults are those of transformers 5.23, and this is {transformers.__version__}")
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip(f"the defaults are those of transformers 5.24, and this is {transformers.__version__}")
     assert {
         family: dict(default_entries(family)) for family in defaults_of_transformers()
     } == defaults_of_transformers()

@@ -17,6 +17,7 @@ from regard.cost.model import Layer, Mlp, Model
 from regard.cost.storage import cache_bytes, stored_bytes
 from regard.cost.training import layer_bytes
 from regard.cost.work import Call, forward, prompt_call, training_step
+from regard.integrate.cache_argument import cache_of
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ def test_layers_without_attention_keep_the_states_that_are_counted(family, dtype
     config, model = small_recurrent(family)
     with torch.no_grad():
         out = model.to(dtype)(torch.zeros(2, 24, dtype=torch.long), use_cache=True)
-    cache = out.get("past_key_values") or out.get("cache_params")
+    cache = cache_of(out) or out.get("cache_params")
     kept = sum(t.nbytes for layer in cache.layers for t in tensors_in(vars(layer)))
     read = from_config(family, config.to_dict())
     assert cache_bytes(read, 24, batch=2, dtype=str(dtype).removeprefix("torch.")) == kept

@@ -17,6 +17,7 @@ from regard.nn import Decoder
 from regard.storage.codec import Int8
 from regard.storage.stored import Paged, Rolling
 from tests.cli import tiny
+from tests.integrate.zoo import with_cache
 
 CACHES = {
     "dense": CacheOptions(),
@@ -136,6 +137,6 @@ def test_a_policy_evicts_before_the_question_or_after_it(made):
         cache = regard_cache(model, evict=TOVA(64))
         with torch.no_grad():
             steps = [*pieces, *([token] for token in example.target[:-1])]
-            read = [model(torch.tensor([list(step)]), past_key_values=cache).logits[0, -1:] for step in steps]
+            read = [model(torch.tensor([list(step)]), **with_cache(cache)).logits[0, -1:] for step in steps]
         losses = F.cross_entropy(torch.cat(read[1:]), torch.tensor(example.target), reduction="sum")
         assert found["nll"] == pytest.approx(float(losses), rel=1e-5)

@@ -18,6 +18,7 @@ import torch
 import transformers
 import regard.cache
 from regard.integrate import regard_cache, use_regard
+from regard.integrate.cache_argument import as_argument
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -34,10 +35,10 @@ ids = torch.randint(3, 101, (1, {TOKENS}))
 def read(tokens):
     cache = regard_cache(model, evict=getattr(regard.cache, sys.argv[1])({BUDGET}))
     with torch.no_grad():
-        model(ids[:, :tokens], past_key_values=cache)
+        model(ids[:, :tokens], **as_argument(model, cache))
         peak = status("VmHWM:")
         for _ in range(2):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **as_argument(model, cache))
     return cache, peak, status("VmRSS:")
 
 read(2 * {BUDGET})  # what a first use brings along

@@ -13,7 +13,7 @@ from regard.integrate.cache import regard_cache
 from regard.storage.codec import Int8
 from regard.storage.stored import Contiguous
 from tests.integrate.writing import WAYS, on_regard, prompt, written
-from tests.integrate.zoo import DECODERS, PAIRS, model, padding
+from tests.integrate.zoo import DECODERS, PAIRS, model, padding, with_cache
 
 # ---- every way to generate ------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def test_a_text_may_come_in_pieces(name: str, words: dict[str, Any]):
         whole = m(ids, attention_mask=mask, use_cache=False).logits
         cache, start = regard_cache(m, **words), 0
         for end in (9, 10, 16, 17, 21):
-            said.append(m(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+            said.append(m(ids[:, start:end], attention_mask=mask[:, :end], **with_cache(cache)).logits)
             start = end
     real = mask.bool()
     assert torch.allclose(torch.cat(said, dim=1)[real], whole[real], atol=1e-5)

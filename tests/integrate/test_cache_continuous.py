@@ -88,8 +88,8 @@ def test_a_model_that_attends_by_itself_is_refused(name: str):
 
 
 def test_layers_that_are_not_known_there_are_refused():
-    cache = SimpleNamespace(layer_to_allocator=[SimpleNamespace(layer_type="chunked_attention")])
     module, q = nn.Module(), torch.randn(1, 2, 3, 4)
     module.layer_idx = 0  # type: ignore[assignment]
+    module.config = SimpleNamespace(layer_types=["chunked_attention"])  # type: ignore[assignment]
     with pytest.raises(RefusalError, match="layers of chunked_attention"):
-        paged_attention(module, q, q, q, None, cache=cache)
+        paged_attention(module, q, q, q, None, cu_seq_lens_q=torch.tensor([0, 3]))

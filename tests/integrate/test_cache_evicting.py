@@ -20,7 +20,7 @@ from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
 from regard.storage.stored import Rolling
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import model, padding
+from tests.integrate.zoo import model, padding, with_cache
 
 FORGETFUL = pytest.mark.parametrize(
     "words", [{"layout": Rolling(11)}, {"evict": Knorm(11)}], ids=["rolling", "evicting"]
@@ -119,7 +119,7 @@ def test_the_queries_that_a_policy_sees_are_those_of_attention(monkeypatch: pyte
     for layer in cache.layers:
         monkeypatch.setattr(layer.kv, "observe", lambda q, mask, scale, at=layer: told.append((at, q, scale)))
     with torch.no_grad(), observe_calls(calls.append):
-        m(prompt(), past_key_values=cache)
+        m(prompt(), **with_cache(cache))
     assert [at for at, _, _ in told] == cache.layers
     assert all(torch.equal(q, call.q) and scale == call.scale for (_, q, scale), call in zip(told, calls, strict=True))
 
@@ -197,10 +197,10 @@ def test_tokens_that_pushed_none_out_can_be_taken_back(side: str | None):
     cache = regard_cache(m, layout=Rolling(40))
     with torch.no_grad():
         whole = m(ids, attention_mask=mask, use_cache=False).logits
-        m(torch.cat([ids[:, :9], ids[:, :4]], dim=1), attention_mask=mask, past_key_values=cache)
+        m(torch.cat([ids[:, :9], ids[:, :4]], dim=1), attention_mask=mask, **with_cache(cache))
         cache.crop(-4)
         assert cache.get_seq_length() == 9
-        again = m(ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+        again = m(ids[:, 9:], attention_mask=mask, **with_cache(cache)).logits
     assert torch.allclose(again, whole[:, 9:], atol=1e-5)
     assert cache.get_seq_length() == 13
 
@@ -210,14 +210,14 @@ def test_tokens_that_pushed_none_out_can_be_taken_back(side: str | None):
 def test_forgetting_goes_with_padding_to_the_left_alone(words: dict[str, Any], side: str, why: str):
     m = on_regard("llama")
     with pytest.raises(RefusalError, match=why), torch.no_grad():
-        m(prompt(), past_key_values=regard_cache(m, **words), attention_mask=padding(side))
+        m(prompt(), **with_cache(regard_cache(m, **words)), attention_mask=padding(side))
 
 
 @FORGETFUL
 def test_a_mask_that_does_not_say_what_is_padding_is_refused(words: dict[str, Any]):
     m, dense = on_regard("llama"), torch.ones(2, 1, 13, 13, dtype=torch.bool)
     with pytest.raises(RefusalError, match="a mask given as a tensor"), torch.no_grad():
-        m(prompt(), past_key_values=regard_cache(m, **words), attention_mask=dense)
+        m(prompt(), **with_cache(regard_cache(m, **words)), attention_mask=dense)
     written(m, prompt(), regard_cache(m, **words), attention_mask=torch.ones(2, 13))
 
 
@@ -225,7 +225,7 @@ def test_weights_over_rows_that_differ_are_refused():
     m, mask = on_regard("llama"), padding("left")
     cache = regard_cache(m, layout=Rolling(11))
     with pytest.raises(RefusalError, match="its rows keep different tokens"), torch.no_grad():
-        m(prompt(), past_key_values=cache, attention_mask=mask, output_attentions=True)
+        m(prompt(), **with_cache(cache), attention_mask=mask, output_attentions=True)
 
 
 def test_a_bias_by_position_does_not_go_with_forgetting():

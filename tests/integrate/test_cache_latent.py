@@ -22,7 +22,7 @@ from regard.integrate.transformers import use_regard
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Paged, Rolling
 from tests.integrate.writing import prompt, written
-from tests.integrate.zoo import VOCABULARY, close, padding
+from tests.integrate.zoo import VOCABULARY, close, padding, with_cache
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -189,7 +189,7 @@ def test_a_step_multiplies_about_a_hundred_times_less():
         with torch.no_grad():
             cache.update(c, r, 0)
             with FlopCounterMode(display=False) as count:
-                module(x, position_embeddings=turns, attention_mask=None, past_key_values=cache)
+                module(x, position_embeddings=turns, attention_mask=None, **with_cache(cache))
         counted[attention] = count.get_total_flops()
     shared = 2 * (32 * 24 + 24 * 16 * 192 + 32 * 576 + 16 * 128 * 32)  # the projections of the token itself
     expanded, absorbed = (counted[attention] - shared for attention in ("eager", "regard"))

@@ -18,7 +18,7 @@ from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import model, padding, tokens
+from tests.integrate.zoo import model, padding, tokens, with_cache
 
 INT8 = Int8(group=16, residual=0, sinks=0)
 
@@ -125,7 +125,7 @@ def test_the_names_are_at_the_door_and_load_nothing_before():
     [
         (nn.Linear(2, 2), {}, r"regard_cache\(model\) got Linear: expected a model of transformers"),
         ("llama", {}, r"regard_cache\(model\) got str"),
-        (MambaConfig(num_hidden_layers=2), {}, "Mamba takes no past_key_values"),
+        (MambaConfig(num_hidden_layers=2), {}, "Mamba (takes no|has no layers of attention)"),
         (LlamaConfig(), {"layout": Latent(8)}, r"Latent\(rank=8\) for Llama, which has no latents"),
         (LlamaConfig(), {"layout": "paged"}, "layout is 'paged': expected Contiguous"),
         (LlamaConfig(), {"codec": "int8"}, "codec is 'int8': expected Int8"),
@@ -158,7 +158,7 @@ def test_a_batch_of_another_size_is_a_problem():
     m, cache = on_regard("llama"), regard_cache(model("llama"))
     written(m, prompt(), cache)
     with pytest.raises(ProblemError, match="only the number of tokens may differ"), torch.no_grad():
-        m(tokens(3, 1), past_key_values=cache)
+        m(tokens(3, 1), **with_cache(cache))
     assert cache.get_seq_length() == 21
 
 
@@ -171,7 +171,7 @@ def test_a_full_cache_is_a_problem_and_loses_nothing():
 
 def test_gradients_do_not_go_through_a_cache():
     with pytest.raises(ProblemError, match=r"torch\.no_grad"):
-        on_regard("llama")(prompt(), past_key_values=regard_cache(model("llama")))
+        on_regard("llama")(prompt(), **with_cache(regard_cache(model("llama"))))
 
 
 def test_windows_of_a_fixed_size_take_no_drafts_back():
@@ -203,7 +203,7 @@ def kept(cache: Any) -> Tensor:
 def test_rows_are_put_in_order_repeated_and_left_out(words: dict[str, Any]):
     m, cache = on_regard("llama"), regard_cache(model("llama"), **words)
     with torch.no_grad():
-        m(prompt(3, 19), past_key_values=cache)
+        m(prompt(3, 19), **with_cache(cache))
     first = kept(cache).unflatten(0, (2, 3))
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert torch.equal(kept(cache).unflatten(0, (2, 3)), first[:, [2, 0, 0]])
@@ -223,10 +223,10 @@ def test_the_last_tokens_can_be_taken_back(words: dict[str, Any]):
     m, ids, cache = on_regard("llama"), prompt(), regard_cache(model("llama"), **words)
     with torch.no_grad():
         whole = m(ids, use_cache=False).logits
-        m(torch.cat([ids[:, :9], tokens(2, 4)], dim=1), past_key_values=cache)
+        m(torch.cat([ids[:, :9], tokens(2, 4)], dim=1), **with_cache(cache))
         cache.crop(-4)
         assert (int(cache.get_seq_length()), cache.is_croppable) == (9, True)
-        assert torch.allclose(m(ids[:, 9:], past_key_values=cache).logits, whole[:, 9:], atol=1e-5)
+        assert torch.allclose(m(ids[:, 9:], **with_cache(cache)).logits, whole[:, 9:], atol=1e-5)
     cache.crop(0)
     assert int(cache.get_seq_length()) == 13
     with pytest.raises(ProblemError, match=r"crop\(-5\)"):
@@ -245,10 +245,10 @@ def test_another_batch_is_refused_and_changes_nothing(name: str, layout: Layout 
     except ProblemError:
         return  # no layers of full attention, or latents
     with torch.no_grad():
-        m(prompt(), past_key_values=cache)
+        m(prompt(), **with_cache(cache))
         seen = int(cache.get_seq_length())
         with pytest.raises(ProblemError, match=rf"k is float32 \[{batch}, .*only the number of tokens may differ"):
-            m(tokens(batch, 1), past_key_values=cache)
+            m(tokens(batch, 1), **with_cache(cache))
     assert int(cache.get_seq_length()) == seen
 
 
@@ -289,7 +289,7 @@ def test_a_copy_goes_its_own_way():
     other = copy.deepcopy(cache)
     before = kept(cache)
     with torch.no_grad():
-        m(tokens(2, 5), past_key_values=other)
+        m(tokens(2, 5), **with_cache(other))
     assert (cache.get_seq_length(), other.get_seq_length()) == (21, 26)
     assert torch.equal(kept(cache), before)
 

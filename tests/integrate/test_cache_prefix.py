@@ -14,6 +14,7 @@ from regard.integrate.cache import regard_cache
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.transformers import use_regard
 from tests.integrate.writing import on_regard
+from tests.integrate.zoo import with_cache
 
 IMAGE = 97
 _TEXT: dict[str, Any] = {
@@ -70,7 +71,7 @@ def seen(name: str, rows: int = 2) -> dict[str, Tensor]:
 def read(name: str, given: dict[str, Tensor], cache: Any) -> tuple[list[list[int]], Tensor]:
     """(tokens, logits [steps, rows, vocabulary]) that it writes."""
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "output_logits": True}
-    made = seeing(name).generate(**given, past_key_values=cache, return_dict_in_generate=True, **options)
+    made = seeing(name).generate(**given, **with_cache(cache), return_dict_in_generate=True, **options)
     return made.sequences.tolist(), torch.stack(made.logits)
 
 

@@ -100,9 +100,9 @@ def test_a_forward_that_is_wrapped_is_tried_like_any_other(monkeypatch: pytest.M
     attention = transformers.models.llama.modeling_llama.LlamaAttention
     forward = attention.forward
 
-    def scaled_keys(self: Any, hidden_states: Any, position_embeddings: Any, past_key_values: Any = None) -> Any:
+    def scaled_keys(self: Any, hidden_states: Any, position_embeddings: Any, cache: Any = None) -> Any:
         cos, sin = position_embeddings
-        return forward(self, hidden_states, (cos, -sin), None, past_key_values)
+        return forward(self, hidden_states, (cos, -sin), None, cache)
 
     monkeypatch.setattr(attention, "forward", scaled_keys)
     with pytest.raises(ProblemError, match="LlamaAttention rotates keys in another way"):

@@ -23,7 +23,7 @@ from regard.integrate.cache_tree import Reader
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import model, padding, tokens
+from tests.integrate.zoo import model, padding, tokens, with_cache
 
 WORDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -80,14 +80,14 @@ def test_a_copy_of_a_cache_goes_on_with_the_same_bits_and_on_its_own(name: str, 
     if cache is None:
         return
     with torch.no_grad():
-        m(ids, past_key_values=cache)
+        m(ids, **with_cache(cache))
         other = WAYS[way](cache, m, ids, tmp_path)
         assert (explained(other), other.bytes) == (explained(cache), cache.bytes)
         third = WAYS[way](cache, m, ids, tmp_path)
-        m(tokens(2, 5), past_key_values=third)
+        m(tokens(2, 5), **with_cache(third))
         third.reset()
         for step in more.split(1, dim=1):
-            found, expected = (m(step, past_key_values=one).logits for one in (other, cache))
+            found, expected = (m(step, **with_cache(one)).logits for one in (other, cache))
             assert torch.equal(found, expected)
     assert (
         written(m, torch.cat([ids, more, more], 1), other)[0] == written(m, torch.cat([ids, more, more], 1), cache)[0]
@@ -98,20 +98,20 @@ def test_torch_saves_a_cache_too(tmp_path: Path):
     m, ids = on_regard("llama"), prompt()
     cache = regard_cache(m, codec=Int8(16, 3))
     with torch.no_grad():
-        m(ids, past_key_values=cache)
+        m(ids, **with_cache(cache))
         torch.save(cache, tmp_path / "cache.pt")
         other = torch.load(tmp_path / "cache.pt", weights_only=False)
-        assert torch.equal(*(m(ids[:, :1], past_key_values=one).logits for one in (cache, other)))
+        assert torch.equal(*(m(ids[:, :1], **with_cache(one)).logits for one in (cache, other)))
 
 
 def test_a_padded_batch_under_a_policy_goes_on(tmp_path: Path):
     m, ids, mask = on_regard("llama"), prompt(), padding("left")
     cache = regard_cache(m, evict=TOVA(7))
     with torch.no_grad():
-        m(ids, attention_mask=mask, past_key_values=cache)
+        m(ids, attention_mask=mask, **with_cache(cache))
         others = [way(cache, m, ids, tmp_path) for way in WAYS.values()]
         mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
-        first, *found = (m(ids[:, :1], attention_mask=mask, past_key_values=one).logits for one in (cache, *others))
+        first, *found = (m(ids[:, :1], attention_mask=mask, **with_cache(one)).logits for one in (cache, *others))
     assert all(torch.equal(first, logits) for logits in found)
 
 
@@ -119,11 +119,11 @@ def test_an_encoder_and_what_was_read_travel_together(tmp_path: Path):
     m, ids = on_regard("bart"), prompt()
     cache = regard_cache(m)
     with torch.no_grad():
-        encoded = m(input_ids=ids, decoder_input_ids=ids[:, :5], past_key_values=cache).encoder_last_hidden_state
+        encoded = m(input_ids=ids, decoder_input_ids=ids[:, :5], **with_cache(cache)).encoder_last_hidden_state
         for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
             mine = copy.deepcopy(cache)
             given: dict[str, Any] = {"encoder_outputs": (encoded,), "decoder_input_ids": ids[:, 5:6]}
-            assert torch.equal(m(**given, past_key_values=other).logits, m(**given, past_key_values=mine).logits)
+            assert torch.equal(m(**given, **with_cache(other)).logits, m(**given, **with_cache(mine)).logits)
     with pytest.raises(RefusalError, match=r"cannot be saved to a file.*pickle"):
         cache.save(tmp_path / "cache.safetensors", ids)
 
@@ -133,7 +133,7 @@ def test_layers_that_share_a_pool_share_one_again(tmp_path: Path):
     pool = PagePool(page=3)
     cache = regard_cache(m, layout=Paged(3, pool))
     with torch.no_grad():
-        m(ids, past_key_values=cache)
+        m(ids, **with_cache(cache))
     for way in ("pickle", "file"):
         other = WAYS[way](cache, m, ids, tmp_path)
         first, second = (layer.kv.layout.pool for layer in other.layers)
@@ -150,7 +150,7 @@ def saved(tmp_path: Path) -> Path:
     m = on_regard("llama")
     cache = regard_cache(m, codec=Int8(16, 3))
     with torch.no_grad():
-        m(prompt(), past_key_values=cache)
+        m(prompt(), **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", prompt())
     return tmp_path / "cache.safetensors"
 
@@ -161,7 +161,7 @@ def test_a_text_is_gone_on_with_from_a_file(saved: Path):
     assert torch.equal(cache.ids, prompt())
     computed = regard_cache(m, codec=Int8(16, 3))
     with torch.no_grad():
-        m(prompt(), past_key_values=computed)
+        m(prompt(), **with_cache(computed))
     assert written(m, text, cache)[0] == written(m, text, computed)[0]
     cache.save(saved, torch.cat([text, tokens(2, 99)], 1))  # a file is replaced; ids beyond what was seen are left out
     assert load_cache(m, saved).ids.shape == (2, text.shape[1] + 8)
@@ -221,7 +221,7 @@ def test_what_cannot_be_saved_says_why(tmp_path: Path):
     with pytest.raises(ProblemError, match="is empty: there is nothing to save"):
         cache.save(path, prompt())
     with torch.no_grad():
-        m(prompt(), past_key_values=cache)
+        m(prompt(), **with_cache(cache))
     for ids in (prompt()[:1], prompt()[:, :-1]):
         with pytest.raises(ProblemError, match=r"the cache has read 13 tokens of 2 rows: .* \[2, 13\]"):
             cache.save(path, ids)
@@ -289,7 +289,7 @@ def test_a_policy_of_ones_own_is_pickled_and_not_saved(tmp_path: Path):
     m = on_regard("llama")
     cache = regard_cache(m, evict=Mine(9))
     with torch.no_grad():
-        m(prompt(), past_key_values=cache)
+        m(prompt(), **with_cache(cache))
     assert pickle.loads(pickle.dumps(cache)).options.evict == Mine(9)
     with pytest.raises(RefusalError, match=r"Mine cannot be saved to a file.*pickle, takes any"):
         cache.save(tmp_path / "cache", prompt())

@@ -16,7 +16,7 @@ from regard.integrate.layer_call import run_layer
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Paged, StoredTensor
 from tests.integrate.writing import WAYS, on_regard, prompt, written
-from tests.integrate.zoo import PAIRS, padding
+from tests.integrate.zoo import PAIRS, padding, with_cache
 
 EXACT: dict[str, dict[str, Any]] = {
     "paged": {"layout": Paged(page=3)},
@@ -88,7 +88,7 @@ def read_as(m: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> list[type]:
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(ours, "attend", spied)
         patch.setattr(ours, "run_layer", spied_layer)
-        m(prompt(2, 37), past_key_values=cache)
+        m(prompt(2, 37), **with_cache(cache))
     return found
 
 
@@ -114,8 +114,8 @@ def test_weights_over_a_quantised_cache_are_those_of_eager(name: str):
         m.set_attn_implementation(attention)
         cache = regard_cache(m, codec=Int8(group=16, residual=0, sinks=0))
         with torch.no_grad():
-            m(ids[:, :36], past_key_values=cache)
-            seen.append(torch.stack(m(ids[:, 36:], past_key_values=cache, output_attentions=True).attentions))
+            m(ids[:, :36], **with_cache(cache))
+            seen.append(torch.stack(m(ids[:, 36:], **with_cache(cache), output_attentions=True).attentions))
     assert seen[0].shape == (2, 2, 4, 1, 37)
     assert torch.allclose(*seen, atol=1e-5)
 
@@ -127,9 +127,9 @@ def test_a_batch_of_one_gives_the_attention_of_a_batch_of_eight():
     caches = [regard_cache(m, **words) for _ in range(9)]
     outs: list[Call] = []
     with torch.no_grad(), observe_calls(outs.append):
-        m(ids, past_key_values=caches[0])
+        m(ids, **with_cache(caches[0]))
         for row in range(8):
-            m(ids[row : row + 1], past_key_values=caches[row + 1])
+            m(ids[row : row + 1], **with_cache(caches[row + 1]))
     first = next(call for call in outs if call.q.shape[0] == 8)
     alone = [call for call in outs if call.q.shape[0] == 1][::2]
     assert torch.equal(torch.cat([call.q for call in alone]), first.q)  # else there is nothing to compare
@@ -141,7 +141,7 @@ def test_beams_are_what_is_computed_anew():
     m, ids = on_regard("llama"), prompt()
     torch.manual_seed(0)
     made = m.generate(
-        ids, past_key_values=regard_cache(m, layout=Paged(3)), num_beams=3, max_new_tokens=7, do_sample=False,
+        ids, **with_cache(regard_cache(m, layout=Paged(3))), num_beams=3, max_new_tokens=7, do_sample=False,
         eos_token_id=None, pad_token_id=0, output_scores=True, return_dict_in_generate=True, length_penalty=0.0,
     )  # fmt: skip
     with torch.no_grad():
@@ -212,8 +212,8 @@ def test_a_crop_that_one_layer_refuses_changes_none():
     m, ids = on_regard("gemma3"), prompt()
     cache = regard_cache(m)
     with torch.no_grad():
-        m(ids, past_key_values=cache)
-        m(ids[:, :1], past_key_values=cache)
+        m(ids, **with_cache(cache))
+        m(ids[:, :1], **with_cache(cache))
     with pytest.raises(ProblemError, match=r"crop\(-3\)"):
         cache.crop(-3)
     assert {layer.get_seq_length() for layer in cache.layers} == {ids.shape[1] + 1}

@@ -10,7 +10,7 @@ from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, Stati
 from regard.cache import Contiguous
 from regard.integrate.cache import regard_cache
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import close, padding, tokens
+from tests.integrate.zoo import close, padding, tokens, with_cache
 
 LONG = pytest.mark.exhaustive
 """Each model compiles for seconds: the default run has one of each kind."""
@@ -95,8 +95,8 @@ def decoded(run: Any, m: Any, parts: list[Tensor], encoded: Any) -> Tensor:
     cache, found = StaticCache(m.config, max_cache_len=32), list[Tensor]()
     paired = EncoderDecoderCache(cache, DynamicCache())
     for new in parts:
-        given: dict[str, Any] = {"input_ids": new, "past_key_values": cache}
+        given: dict[str, Any] = {"input_ids": new, **with_cache(cache)}
         if encoded is not None:
-            given = {"decoder_input_ids": new, "past_key_values": paired, "encoder_outputs": encoded}
+            given = {"decoder_input_ids": new, **with_cache(paired), "encoder_outputs": encoded}
         found.append(run(**given).logits)
     return torch.cat(found, 1)

@@ -17,7 +17,7 @@ from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
 from regard.storage.stored import Paged
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import VOCABULARY, padding
+from tests.integrate.zoo import VOCABULARY, padding, with_cache
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -91,7 +91,7 @@ def test_a_model_with_a_quantised_cache_may_be_compiled(name: str):
     with torch.no_grad():
         for run in (m, compiled):
             cache = regard_cache(m, codec=Int8(group=16, residual=0))
-            found.append(torch.cat([run(ids, past_key_values=cache).logits for ids in prompt(2, 21).split(7, 1)], 1))
+            found.append(torch.cat([run(ids, **with_cache(cache)).logits for ids in prompt(2, 21).split(7, 1)], 1))
     assert torch.allclose(*found, atol=1e-5)
 
 

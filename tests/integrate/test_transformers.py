@@ -14,7 +14,19 @@ from regard.calls import Call, observe_calls
 from regard.integrate.attention_function import attention
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.transformers import check_model, register, use_regard
-from tests.integrate.zoo import ADDING, BY_THEMSELVES, DECODERS, ENCODERS, PAIRS, both, close, model, padding, tokens
+from tests.integrate.zoo import (
+    ADDING,
+    BY_THEMSELVES,
+    DECODERS,
+    ENCODERS,
+    PAIRS,
+    both,
+    close,
+    model,
+    padding,
+    tokens,
+    with_cache,
+)
 
 SIDES = ["left", "right", "hole"]
 
@@ -154,7 +166,7 @@ def test_a_text_may_come_in_pieces(name: str, cache: Any):
     def run(m: Any) -> Tensor:
         past, start, said = cache(config=m.config, **room), 0, []
         for end in (9, 10, 16, 17, 21):
-            piece = {"attention_mask": mask[:, :end], "past_key_values": past, "use_cache": True}
+            piece = {"attention_mask": mask[:, :end], **with_cache(past), "use_cache": True}
             said.append(m(ids[:, start:end], **piece).logits)
             start = end
         return torch.cat(said, dim=1)[mask.bool()]
@@ -282,8 +294,8 @@ def test_keys_are_not_repeated_for_grouped_heads():
 def test_a_static_cache_is_masked_by_position_alone():
     """The keys that are still to come are hidden by Causal: no padding is needed for them."""
     cache = StaticCache(model("llama").config, max_cache_len=32)
-    prompt = calls_of("llama", tokens(), attention_mask=padding("left") * 0 + 1, past_key_values=cache)
-    step = calls_of("llama", tokens(length=1), attention_mask=torch.ones(2, 14), past_key_values=cache)
+    prompt = calls_of("llama", tokens(), attention_mask=padding("left") * 0 + 1, **with_cache(cache))
+    step = calls_of("llama", tokens(length=1), attention_mask=torch.ones(2, 14), **with_cache(cache))
     assert [(repr(c.mask), c.offset, c.k.shape[2]) for c in (*prompt, *step)] == [
         *[("Causal()", 0, 32)] * 2,
         *[("Causal()", 13, 32)] * 2,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.integrate.transformers import use_regard
-from tests.integrate.zoo import model, tokens
+from tests.integrate.zoo import model, tokens, with_cache
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedily": {},
@@ -22,7 +22,7 @@ def written(m: Any, ids: Tensor, cache: Any, **options: Any) -> tuple[list[list[
     """(tokens, logits [steps, rows, vocabulary]) that a model writes, always as many."""
     torch.manual_seed(5)
     said = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    made = m.generate(ids, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **said)
+    made = m.generate(ids, **with_cache(cache), output_logits=True, return_dict_in_generate=True, **said)
     return made.sequences.tolist(), torch.stack(made.logits)
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from regard.integrate.cache_argument import usual_name
 from regard.integrate.transformers import use_regard
 
 VOCABULARY = 101
@@ -49,6 +50,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _GROUPED | _ALTERNATING | _MIXTURE | {"head_dim": 16}),  # sinks
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),  # output_attentions goes no further than the layer
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _SIZES),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", _GPT2 | {"rotary_dim": 4}),  # asks the interface since transformers 5.24
     "phi3": ("Phi3Config", "Phi3ForCausalLM", _GROUPED | {"sliding_window": 5}),
     "cohere": ("CohereConfig", "CohereForCausalLM", _GROUPED),
     "opt": ("OPTConfig", "OPTForCausalLM", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
@@ -107,7 +109,6 @@ BY_THEMSELVES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconConfig", "FalconForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
     ),
     "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_layers": 1, "n_heads": 4}),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}),
 }  # fmt: skip
 
 
@@ -150,6 +151,11 @@ def padding(side: str, rows: int = 2, length: int = 13) -> Tensor:
     mask = torch.ones(rows, length, dtype=torch.int64)
     mask[0, {"left": slice(0, 4), "right": slice(length - 4, length), "hole": slice(5, 6)}[side]] = 0
     return mask
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """A cache as an argument, by its name in the installed transformers."""
+    return {usual_name(): cache}
 
 
 def close(ours: Tensor, eager: Tensor) -> bool:

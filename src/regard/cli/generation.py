@@ -15,6 +15,7 @@ from torch import Tensor
 from regard.calls import Call, observe_calls
 from regard.cli.progress import Progress
 from regard.cli.text_stream import TextStream
+from regard.integrate.cache_argument import as_argument
 
 CHUNK = 512
 """Tokens of a prompt in one prefill step: enough for large products, few enough to show progress."""
@@ -104,7 +105,7 @@ def generate(
             model(ids[:, :8], use_cache=False)  # the first call also loads libraries and makes plans
     hook, start = model.register_forward_hook(show_prefill), time.perf_counter()
     try:
-        model.generate(ids, past_key_values=cache, stopping_criteria=[listener], **settings)
+        model.generate(ids, **as_argument(model, cache), stopping_criteria=[listener], **settings)
         if not reads_only:
             ended = (
                 "stop" if listener.stream.stopped else "end" if listener.tokens[-1] in end_tokens(model) else "tokens"
@@ -145,7 +146,7 @@ def step_plans(model: Any, ids: Tensor, cache: Any, settings: dict[str, Any]) ->
 
     two = settings | {"max_new_tokens": 2, "min_new_tokens": 2}
     with observe_calls(record):
-        model.generate(ids, past_key_values=cache, stopping_criteria=[mark_end], **two)
+        model.generate(ids, **as_argument(model, cache), stopping_criteria=[mark_end], **two)
     step = plans[ends[0] : ends[1]]
     starts = [i for i, plan in enumerate(step) if i == 0 or plan != step[i - 1]]
     return [(end - start, step[start]) for start, end in zip(starts, [*starts[1:], len(step)], strict=True)]

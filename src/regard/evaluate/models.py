@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from regard.errors import ProblemError
 from regard.evaluate.tokens import Tokenizer
+from regard.integrate.cache_argument import as_argument
 from regard.nn import Decoder
 from regard.storage.stored import Layout, Rolling
 
@@ -264,7 +265,7 @@ def _of_transformers(
 
     def call(tokens: Tensor, past: Any, last: int) -> Tensor:
         kept = max(1, last)  # 0 would be all
-        logits = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=kept).logits
+        logits = model(tokens, **as_argument(model, past), use_cache=True, logits_to_keep=kept).logits
         return logits[:, logits.shape[1] - last :]
 
     def start() -> Reader:

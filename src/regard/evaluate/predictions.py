@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.evaluate.intervals import Floats, Interval, drawn
+from regard.integrate.cache_argument import as_argument
 
 ROWS = 640
 """Predictions whose distributions over all tokens are in memory at once: 126 MB for a vocabulary of 49,152."""
@@ -70,7 +71,7 @@ def last_states(
     cache, tokens = make(), ids.shape[1]
     found: list[Tensor] = []
     for piece in feed.pieces(tokens):
-        states = model.model(ids[:, piece], past_key_values=cache, use_cache=True).last_hidden_state
+        states = model.model(ids[:, piece], **as_argument(model.model, cache), use_cache=True).last_hidden_state
         found.append(states[:, max(0, tokens - scored - piece.start) :])
         tell(piece.stop, tokens)
     return torch.cat(found, dim=1), cache

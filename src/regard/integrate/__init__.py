@@ -5,7 +5,7 @@ from regard.integrate import load, regard_cache, use_regard
 
 model, tokenizer, label = load()  # or a model of your own
 use_regard(model)
-model.generate(**inputs, past_key_values=regard_cache(model, codec=Int8()))
+model.generate(**inputs, cache=regard_cache(model, codec=Int8()))
 ```
 
 `regard.inspect` and the commands import this room, `import regard` does not. transformers is imported when one of these

@@ -3,7 +3,7 @@
 ```python
 use_regard(model)
 cache = regard_cache(model, codec=Int8())                     # or layout=Rolling(1024), Paged(), evict=SnapKV(1024) ...
-model.generate(**inputs, past_key_values=cache)
+model.generate(**inputs, cache=cache)
 print(cache.explain())                                        # which layers keep what, bytes per token, and why
 ```
 
@@ -53,7 +53,9 @@ def regard_cache(
     evict: Any = None,
     offload: bool = False,
 ) -> Any:
-    """A KV cache for a transformers model, passed as `past_key_values`; for one text, or `reset()` between two.
+    """A KV cache for a transformers model, for one text, or `reset()` between two.
+
+    A model takes it as `cache`, before transformers 5.24 as `past_key_values`.
 
     Args:
         model: the model, or its config. With the config the layers and sizes are the same; it must be the model's own
@@ -86,7 +88,7 @@ def regard_cache(
     >>> model = use_regard(model)
     >>> cache = regard_cache(model)
     >>> ids = torch.tensor([[1, 2, 3]])
-    >>> out = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    >>> out = model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
     >>> print(cache.explain())
     LlamaForCausalLM, 2 layers: 6 tokens, 1,536 bytes
       0-1  full attention  Contiguous(capacity=None), 128 bytes a token: tensors, views of the cache

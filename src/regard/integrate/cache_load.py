@@ -35,13 +35,13 @@ def load_cache(model: Any, path: str | os.PathLike[str], *, tokens: Tensor | Non
     >>> prompt, folder = torch.tensor([[1, 2, 3, 4, 5]]), tempfile.TemporaryDirectory()
     >>> cache = regard_cache(model)
     >>> with torch.no_grad():
-    ...     out = model(prompt, past_key_values=cache)                  # computed once
+    ...     out = model(prompt, cache=cache)                            # computed once
     >>> cache.save(f"{folder.name}/prompt.safetensors", prompt)
     >>> text = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])                    # that prompt, and a question
     >>> cache = load_cache(model, f"{folder.name}/prompt.safetensors", tokens=text)
     >>> cache.get_seq_length()
     5
-    >>> out = model.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    >>> out = model.generate(text, cache=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
     >>> folder.cleanup()
 
     ```

@@ -9,6 +9,7 @@ from regard.cache.expected_attention import ExpectedAttention
 from regard.cache.kv_cache import KVCache
 from regard.describe.position import Rope
 from regard.errors import ProblemError
+from regard.integrate.cache_argument import usual_name
 from regard.integrate.cache_rope import rope_for
 from regard.integrate.decoder import Decoder
 from regard.storage.stored import Contiguous, Latent, Layout, Rolling
@@ -152,7 +153,7 @@ def _check_kinds(decoder: Decoder, options: CacheOptions, kinds: list[str]) -> N
     if not ours:
         raise ProblemError(
             f"{decoder.name} has no layers of attention whose keys regard can keep (its layers are "
-            f"{', '.join(sorted(set(kinds)))}): leave past_key_values out."
+            f"{', '.join(sorted(set(kinds)))}): leave {usual_name()} out."
         )
     if isinstance(layout, Latent) and not (decoder.is_latent and layout.rank == rank):
         has = f"latents of rank {rank}" if decoder.is_latent else "no latents"

@@ -24,13 +24,14 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from regard.describe.position import Rope
 from regard.errors import ProblemError
+from regard.integrate.cache_argument import NAMES, takes
 from regard.integrate.decoder import classes_of
 from regard.integrate.modules import scaling_of
 
 _AT = torch.tensor([[0, 1, 7, 100, 1000]])
 """The positions of the token. The key at 0 has no rotation."""
 
-_CACHES = ("past_key_values", "layer_past")
+_CACHES = (*NAMES, "layer_past")
 """What the attention classes of transformers call their cache."""
 
 _FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ImportError)
@@ -125,18 +126,14 @@ def _angles(small: Any, kind: str, file: str) -> Iterator[tuple[Tensor, Tensor] 
 def _keys(small: Any, kind: str, classes: tuple[type[nn.Module], ...], angles: Any) -> Iterator[tuple[str, Tensor]]:
     """(class, keys [1, 2, tokens, dim] that it writes into a cache) of each layer of a kind."""
     kinds = get_layer_types_and_kwargs(small)[0]
-    attentions = [cast(Any, c) for c in classes if "Attention" in c.__name__ and _takes(c.__init__, "layer_idx")]
+    attentions = [cast(Any, c) for c in classes if "Attention" in c.__name__ and takes(c.__init__, "layer_idx")]
     for layer in [i for i, of in enumerate(kinds) if of == kind] or range(len(kinds)):
         for attention in attentions:
-            if not any(_takes(attention.forward, name) for name in _CACHES):
+            if not any(takes(attention.forward, name) for name in _CACHES):
                 continue
             keys = _keys_of(attention(small, layer_idx=layer), small.hidden_size, angles)
             if keys is not None:
                 yield attention.__name__, keys
-
-
-def _takes(function: Any, name: str) -> bool:
-    return name in inspect.signature(function).parameters
 
 
 def _keys_of(attention: nn.Module, size: int, angles: Any) -> Tensor | None:
@@ -152,7 +149,7 @@ def _keys_of(attention: nn.Module, size: int, angles: Any) -> Tensor | None:
         **dict.fromkeys(_CACHES, _KeysOnly()),
     }
     try:
-        attention(**{name: value for name, value in known.items() if _takes(attention.forward, name)})
+        attention(**{name: value for name, value in known.items() if takes(attention.forward, name)})
     except _CacheWrite as write:
         return write.args[0]
     return None

@@ -100,15 +100,16 @@ def paged_attention(
         RefusalError: a keyword, or a kind of layer, that regard does not apply.
     """
     cache = kwargs.pop("cache", None)
-    if cache is None:
+    if "cu_seq_lens_q" not in kwargs:
         raise ProblemError(
             f'attention "{NAME}" was called without the cache of continuous batching: inside continuous_batching() '
             "call generate_batch, and generate() outside of it."
         )
     check_keywords(module, {name: value for name, value in kwargs.items() if name not in WITHOUT_EFFECT})
-    index = cast(Any, module).layer_idx
-    window = _window(cache.layer_to_allocator[index].layer_type, module)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
+    window = _window(module)
+    if cache is not None:  # since transformers 5.24 the model itself updates it
+        index = cast(Any, module).layer_idx
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
     sink = sink_of(s_aux if s_aux is not None else getattr(module, "sinks", None))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sink}
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
@@ -136,11 +137,14 @@ def _mask(queries: int, keys: int, window: int | None) -> Mask | None:
     return Causal() if reach is None else Causal() & reach
 
 
-def _window(kind: str, module: Any) -> int | None:
+def _window(module: Any) -> int | None:
+    window = getattr(module.config, "sliding_window", None)
+    kinds = getattr(module.config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else "full_attention" if window is None else "sliding_attention"
     if kind == "full_attention":
         return None
     if kind == "sliding_attention":
-        return module.config.sliding_window
+        return window
     raise RefusalError(
         f"{type(module).__name__} has layers of {kind} in continuous batching, which regard does not support there: "
         "leave continuous_batching() out, transformers has an attention of its own."

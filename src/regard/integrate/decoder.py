@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from regard.errors import ProblemError
+from regard.integrate.cache_argument import NAMES, takes, usual_name
 from regard.integrate.implementation import implementation_of, is_regard
 from regard.integrate.latent import latent_modules, why_expanded
 
@@ -98,12 +99,13 @@ def classes_of(config: Any) -> tuple[type[nn.Module], ...]:
 def _check_takes_caches(model: Any, kind: type[Any] | None, name: str) -> None:
     own = getattr(model, "_supports_default_dynamic_cache", None)  # there is no public way to ask
     if own is not None and not own():
-        raise ProblemError(f"{name} has a cache of its own and takes no other: leave past_key_values out.")
-    takes = () if kind is None else inspect.signature(kind.forward).parameters
-    if "input_ids" in takes and "past_key_values" not in takes:  # a wrapper's forward names neither
+        raise ProblemError(f"{name} has a cache of its own and takes no other: leave {usual_name()} out.")
+    if kind is None or not takes(kind.forward, "input_ids"):  # a wrapper's forward names neither
+        return
+    if not any(takes(kind.forward, each) for each in NAMES):
         raise ProblemError(
-            f"{name} takes no past_key_values: it keeps no keys and values, or in a way of its own. Leave "
-            "past_key_values out."
+            f"{name} takes no {usual_name()}: it keeps no keys and values, or in a way of its own. Leave "
+            f"{usual_name()} out."
         )
 
 

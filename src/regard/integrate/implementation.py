@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import RefusalError
+from regard.integrate.cache_argument import usual_name
 
 NAME = "regard"
 """transformers looks for "flash" and "sdpa" inside names of attention implementations: not in this one."""
@@ -17,7 +18,7 @@ WITHOUT_EFFECT = {
     "position_embeddings": "the same",
     "sliding_window": "the mask carries the window; stock eager and sdpa ignore it as well",
     "use_cache": "the keys have been through the cache",
-    "past_key_values": "the same",
+    usual_name(): "the same",
     "cu_seq_lens_q": "the mask carries packed documents, from position_ids; eager ignores it as well",
     "cu_seq_lens_k": "the same",
     "max_length_q": "the same",
@@ -33,7 +34,7 @@ WITHOUT_EFFECT = {
 UNSUPPORTED = {
     "indices": "keys chosen by an indexer (DeepSeek sparse attention)",
     "block_indices": "blocks of keys chosen by an indexer",
-    "cache": "a paged cache, of continuous batching",
+    **({} if usual_name() == "cache" else {"cache": "a paged cache, of continuous batching"}),
 }
 """Keywords that change the result: refused, never ignored, by an attention function that has no such parameter."""
 

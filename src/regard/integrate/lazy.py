@@ -1,10 +1,10 @@
 """Objects that pass through a model's code in place of a tensor, and become that tensor when the code computes.
 
 ```python
-key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)   # LazyTensor, LazyTensor
-shape = key_states.shape                                                                     # known without data
-key_states = key_states.repeat(1, 2, 1, 1)                                                   # a torch.Tensor from here
-attn_output, _ = attention_interface(self, query_states, key_states, value_states, ...)       # gets either
+key_states, value_states = cache.update(key_states, value_states, self.layer_idx)        # LazyTensor, LazyTensor
+shape = key_states.shape                                                                 # known without data
+key_states = key_states.repeat(1, 2, 1, 1)                                               # a torch.Tensor from here
+attn_output, _ = attention_interface(self, query_states, key_states, value_states, ...)  # gets either
 ```
 
 Most models of transformers pass keys, values and masks on as they are, so a quantised cache is read in place and a mask

@@ -6,7 +6,7 @@ every pair, such a function gives a dense mask. But each closure has a name and 
 same mask in regard: `Causal() & Window(4096)`. A function with an unknown name (a user's own) becomes a table, or a
 `MaskFunction`.
 
-Source: `transformers/masking_utils.py`, versions 5.17 to 5.23.
+Source: `transformers/masking_utils.py`, versions 5.17 to 5.24.
 """
 
 import functools
@@ -48,6 +48,7 @@ class MaskRequest:
     padding: Tensor | None  # bool [batch, tokens], from position 0
     by_vmap: bool  # the function may be defined for scalars only
     device: torch.device | str
+    documents: Tensor | None = None  # of packed tokens, [batch, tokens]
     packed: Tensor | None = None  # position of each token in its own document, [batch, tokens]
 
     @property
@@ -115,8 +116,9 @@ def _all_of(masks: Iterable[Mask | None]) -> Mask | None:
 
 def _and(function: Predicate, request: MaskRequest) -> Mask | None:
     parts: tuple[Predicate, ...] = _closure(function)["mask_functions"]
-    if [_name(part) for part in parts] == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        return _packed(function, request)
+    for part in parts:
+        if _name(part) == "packed_sequence_mask_function":
+            request = replace(request, documents=_ids(part))
     return _all_of([_convert(part, request) for part in parts])
 
 
@@ -167,23 +169,26 @@ def _blocks(function: Predicate, request: MaskRequest) -> Mask:
 
 
 def _documents(function: Predicate, request: MaskRequest) -> Mask:
-    return Documents(_closure(function)["packed_sequence_mask"])
+    return Documents(_ids(function))
 
 
-def _packed(function: Predicate, request: MaskRequest) -> Mask | None:
-    """Packed documents; the inner mask takes positions that are counted from the start of each document.
+def _ids(function: Predicate) -> Tensor:
+    return _closure(function)["packed_sequence_mask"]
 
-    Within a document these increase by one, so masks of distances are the same for positions in the row.
+
+def _remapped(function: Predicate, request: MaskRequest) -> Mask | None:
+    """A mask of positions that are counted from the start of each packed document.
+
+    Within a document these increase by one, so masks of distances are the same for positions in the row; pairs of two
+    documents are hidden besides.
     """
-    documents, remapped = _closure(function)["mask_functions"]
-    ids: Tensor = _closure(documents)["packed_sequence_mask"]
-    variables = _closure(remapped)
+    if (ids := request.documents) is None:
+        return _unknown(function, request)
+    variables = _closure(function)
     positions = variables["position_ids"]
     by_one = ((positions.diff() == 1) & (ids.diff() == 0)) | (ids.diff() > 0)
-    inner = _convert(variables["mask_function"], replace(request, packed=positions))
-    if by_one.all() and _of_distances(inner):
-        return _all_of([inner, Documents(ids)])
-    return _unknown(function, request)
+    inner = _convert(variables["mask_function"], replace(request, documents=None, packed=positions))
+    return inner if by_one.all() and _of_distances(inner) else _unknown(function, request)
 
 
 def _of_distances(mask: Mask | None) -> bool:
@@ -256,4 +261,5 @@ _READERS: dict[str, Callable[[Predicate, MaskRequest], Mask | None]] = {
     "chunked_overlay": _chunks,
     "blockwise_overlay": _blocks,
     "packed_sequence_mask_function": _documents,
+    "remap_positions_for_packed_sequence": _remapped,
 }

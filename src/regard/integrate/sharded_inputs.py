@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPIN
 from transformers.masking_utils import find_packed_sequence_indices
 
 from regard.errors import ProblemError, RefusalError
+from regard.integrate.cache_argument import NAMES
 from regard.integrate.transformers import check_model
 
 IGNORED = -100
@@ -168,7 +169,7 @@ def _check_arguments(model: Any, inputs: Inputs, arguments: dict[str, Any]) -> N
     if model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
         raise _refusal(name, "gradient checkpointing: backward would call the layers again, outside of the ring")
     for keyword, why in (
-        ("past_key_values", "decode with `attend_sharded` and a `ShardedCache`"),
+        *((name, "decode with `attend_sharded` and a `ShardedCache`") for name in NAMES),
         ("output_attentions", "each rank would have other rows"),
         ("logits_to_keep", "the last tokens are on one rank"),
         ("output_router_logits", "the loss of the experts' load is that of all tokens"),

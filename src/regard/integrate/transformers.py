@@ -5,7 +5,7 @@ model = AutoModelForCausalLM.from_pretrained(...)
 use_regard(model)                      # or register(), then from_pretrained(..., attn_implementation="regard")
 ```
 
-transformers (5.17 to 5.23) lets an attention function and a mask function be registered under a name: here those of
+transformers (5.17 to 5.24) lets an attention function and a mask function be registered under a name: here those of
 `attention_function.py` and `mask_function.py`.
 """
 

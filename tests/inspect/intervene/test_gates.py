@@ -8,9 +8,11 @@ from regard.errors import ProblemError
 from regard.inspect.intervene.heads import edit_outputs
 from regard.inspect.intervene.importance import slopes
 from regard.inspect.intervene.loss import next_token_loss
+from regard.integrate.cache_argument import cache_of
 from regard.integrate.transformers import use_regard
 from tests.inspect.intervene.models import decoder, texts
 from tests.integrate import zoo
+from tests.integrate.zoo import with_cache
 
 
 def turned(model, batch, head, by):
@@ -80,7 +82,7 @@ def test_a_text_that_comes_in_parts_has_one_gate():
 
     def in_parts(batch):
         first = model(batch[:, :4], use_cache=True)
-        second = model(batch[:, 4:], past_key_values=first.past_key_values)
+        second = model(batch[:, 4:], **with_cache(cache_of(first)))
         logits = torch.cat([first.logits, second.logits], 1)
         return torch.nn.functional.cross_entropy(logits[:, :-1].mT, batch[:, 1:], reduction="none").mean(1)
 

@@ -14,7 +14,7 @@ from regard.scores import Cosine
 from regard.storage.codec import Int8
 from regard.storage.stored import Contiguous, Paged, Rolling
 from tests.inspect.dense import definition
-from tests.integrate.zoo import model, padding, tokens
+from tests.integrate.zoo import model, padding, tokens, with_cache
 
 
 def are_the_definition(look):
@@ -136,7 +136,7 @@ def test_t5_is_observed_with_its_bias_and_across():
 def written(subject, cache, **options):
     with torch.no_grad(), observe(subject, options.pop("each", None)) as seen:
         subject.generate(
-            tokens(2, 11), attention_mask=padding("left", length=11), past_key_values=cache, max_new_tokens=4,
+            tokens(2, 11), attention_mask=padding("left", length=11), **with_cache(cache), max_new_tokens=4,
             do_sample=False, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
     return seen

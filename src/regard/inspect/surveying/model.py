@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ProblemError
+from regard.integrate.cache_argument import as_argument, cache_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,8 @@ class SurveyedModel:
         """(the most likely next token, the KV cache): `ids` are the tokens that the cache does not have yet."""
         takes = inspect.signature(self.model.forward).parameters
         fewer = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **fewer)
-        return int(out.logits[0, -1].argmax()), getattr(out, "past_key_values", None)
+        out = self.model(input_ids=ids, **as_argument(self.model, cache), use_cache=True, **fewer)
+        return int(out.logits[0, -1].argmax()), cache_of(out)
 
     @contextmanager
     def attention(self, name: str) -> Generator[None]:
