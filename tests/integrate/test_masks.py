@@ -74,28 +74,32 @@ FUNCTIONS: dict[str, tuple[Any, str, bool]] = {
     ),
 }
 
-# From 5.23 a packed mask counts positions from the start of each document.
-counted_anew: Any = getattr(theirs, "packed_sequence_compatibility_function", None)
+# A packed mask counts positions from the start of each document, from 5.23 on; the order of the two changed with 5.24.
+counted_anew: Any = getattr(theirs, "remap_positions_for_packed_sequence", None)
 if counted_anew is not None:
-    FUNCTIONS.update(
-        {
-            "packed, counted anew": (
-                counted_anew(theirs.sliding_window_causal_mask_function(2), POSITIONS, IDS),
-                "Causal() & Window(left=2) & Documents(ids=int64[2, 11])",
-                False,
-            ),
-            "packed, chunks": (
-                counted_anew(theirs.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)), POSITIONS, IDS),
-                "Causal() & Documents(ids=int64[2, 11]) & Documents(ids=int64[2, 11])",
-                False,
-            ),
-            "packed, with positions that do not run on": (
-                counted_anew(theirs.causal_mask_function, POSITIONS.flip(1), IDS),
-                "MaskFunction(<lambda>)",
-                False,
-            ),
-        }
-    )
+    documents = "Documents(ids=int64[2, 11])"
+    in_documents, images = theirs.packed_sequence_mask_function(IDS), theirs.blockwise_overlay(IDS % 2 - 1)
+    inner = {
+        "windows": (
+            counted_anew(theirs.sliding_window_causal_mask_function(2), POSITIONS),
+            f"Causal() & Window(left=2) & {documents}",
+        ),
+        "chunks": (
+            counted_anew(theirs.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)), POSITIONS),
+            f"Causal() & {documents} & {documents}",
+        ),
+        "images": (
+            theirs.or_masks(counted_anew(theirs.causal_mask_function, POSITIONS), images),
+            f"(Causal() | {documents} & TensorMask(mask=bool[2, 1, 1, 11])) & {documents}",
+        ),
+        "positions that do not run on": (
+            counted_anew(theirs.causal_mask_function, POSITIONS.flip(1)),
+            f"MaskFunction(<lambda>) & {documents}",
+        ),
+    }
+    for which, (function, words) in inner.items():
+        FUNCTIONS[f"packed, {which}"] = theirs.and_masks(function, in_documents), words, False
+        FUNCTIONS[f"packed before 5.24, {which}"] = theirs.and_masks(in_documents, function), words, False
 
 
 def masked(function: Any, queries: int, keys: int, **options: Any) -> LayerMask:

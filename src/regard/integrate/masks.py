@@ -116,10 +116,14 @@ def _all_of(masks: Iterable[Mask | None]) -> Mask | None:
 
 def _and(function: Predicate, request: MaskRequest) -> Mask | None:
     parts: tuple[Predicate, ...] = _closure(function)["mask_functions"]
-    for part in parts:
-        if _name(part) == "packed_sequence_mask_function":
-            request = replace(request, documents=_ids(part))
-    return _all_of([_convert(part, request) for part in parts])
+    *others, last = sorted(parts, key=_is_packed)  # before transformers 5.24 documents come first
+    if _is_packed(last):
+        request = replace(request, documents=_ids(last))
+    return _all_of([_convert(part, request) for part in (*others, last)])
+
+
+def _is_packed(function: Predicate) -> bool:
+    return _name(function) == "packed_sequence_mask_function"
 
 
 def _or(function: Predicate, request: MaskRequest) -> Mask | None:
