@@ -77,6 +77,32 @@ def test_a_bias_is_of_the_positions_of_each_row(bias, qkv):
         torch.testing.assert_close(together[b : b + 1], alone)
 
 
+def test_a_table_with_an_offset_of_its_own_is_read_at_the_positions_of_each_row(qkv):
+    tables = torch.randn(17, 11, requires_grad=True), torch.rand(4, 1, 17, 11) > 0.3
+    bias, mask = TensorBias(tables[0], offset=-2), Causal() & TensorMask(tables[1], offset=-2)
+    together = attend(*qkv, mask=mask, bias=bias, offset=FIRST)
+    alone = [
+        attend(
+            *(t[b : b + 1] for t in qkv),
+            mask=Causal() & TensorMask(tables[1][b : b + 1], offset=-2),
+            bias=bias,
+            offset=first,
+        )
+        for b, first in enumerate(FIRST.tolist())
+    ]
+    torch.testing.assert_close(together, torch.cat(alone))
+    grads = (torch.autograd.grad(out.square().sum(), tables[0])[0] for out in (together, torch.cat(alone)))
+    torch.testing.assert_close(*grads)
+
+
+def test_a_table_with_an_offset_of_its_own_has_a_row_for_each_position(qkv):
+    few = torch.ones(5, 11, dtype=torch.bool)
+    with pytest.raises(ProblemError, match="has rows for queries at -1 to 3, and the call has queries at -1 to 11"):
+        attend(*qkv, mask=TensorMask(few, offset=-1), offset=FIRST)
+    with pytest.raises(ProblemError, match="rows with an offset must cover the queries"):
+        attend(*qkv, bias=TensorBias(few.float(), offset=-1), offset=FIRST)
+
+
 def test_gradients_are_those_of_each_row(qkv):
     leaves = [t.requires_grad_() for t in qkv]
     attend(*leaves, mask=Causal() & Window(4), offset=FIRST).square().sum().backward()

@@ -1,7 +1,8 @@
 """Masks and biases of a call whose batch rows start at different positions: `attend(..., offset=tensor_of_batch)`.
 
 Query i of row b is at position first[b] + i. The call itself starts at position 0, so a spec of positions moves its
-queries by first[b], and one that is laid out by the call (`TensorMask`, `TensorBias`) stays as it is.
+queries by first[b], and one that is laid out by the call (`TensorMask`, `TensorBias`) stays as it is, unless it has
+an `offset` of its own: then its rows are positions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from regard.describe.interval import Edge, Union
 from regard.describe.mask import And, Bools, CallSizes, Ints, Mask, Not, Or, Positions, Rectangles
 from regard.describe.mask_by_rule import Causal, KeyLengths, Prefix, Window
 from regard.describe.mask_by_table import TensorMask, Tree
-from regard.describe.spec import spec
+from regard.describe.spec import Spec, spec
 from regard.errors import ProblemError
 
 
@@ -89,7 +90,7 @@ def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
     Raises:
         ProblemError: the mask has a `Tree`, whose place is the end of the call's keys.
     """
-    if mask is None or isinstance(mask, Prefix | KeyLengths | TensorMask):
+    if mask is None or isinstance(mask, Prefix | KeyLengths) or _is_laid_out_by_call(mask):
         return mask
     if isinstance(mask, And | Or):
         return type(mask)(cast(Mask, mask_by_row(mask.a, first)), cast(Mask, mask_by_row(mask.b, first)))
@@ -105,11 +106,16 @@ def mask_by_row(mask: Mask | None, first: tuple[int, ...]) -> Mask | None:
 
 def bias_by_row(bias: Bias | None, first: tuple[int, ...]) -> Bias | None:
     """The bias of a call whose row b starts at position first[b], and which itself starts at 0."""
-    if bias is None or isinstance(bias, TensorBias):
+    if bias is None or _is_laid_out_by_call(bias):
         return bias
     if isinstance(bias, Sum):
         return Sum(cast(Bias, bias_by_row(bias.a, first)), cast(Bias, bias_by_row(bias.b, first)))
     return BiasByRow(bias, first)
+
+
+def _is_laid_out_by_call(spec: Spec) -> bool:
+    """Whether its first row is for the first query of the call, at whatever position that is."""
+    return isinstance(spec, TensorMask | TensorBias) and spec.offset is None
 
 
 def _of_rows(first: Sequence[int], b: Positions) -> Positions:
