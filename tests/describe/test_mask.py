@@ -283,6 +283,17 @@ def test_a_predicate_that_cannot_be_inspected_is_taken_at_its_word():
     assert callable(MaskFunction(torch.ge).fn)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_a_predicate_of_tables_is_not_called_for_positions_that_are_not_there(
+    batch: int, queries: int, keys: int, backend: str | None
+):
+    rows, columns = torch.ones(batch, queries, dtype=torch.bool), torch.ones(keys, dtype=torch.bool)
+    mask = MaskFunction(lambda b, h, q, k: rows[b, q] & columns[k])
+    q, k = torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, keys, 8)
+    assert torch.equal(attend(q, k, k, mask=mask, offset=0, backend=backend), torch.zeros_like(q))
+
+
 def test_a_method_of_two_is_no_predicate():
     with pytest.raises(ProblemError, match=r"of_two\(q: Any, k: Any\)"):
         MaskFunction(Ahead().of_two)

@@ -62,6 +62,8 @@ class MaskFunction(Mask):
     def bind(self, sizes: CallSizes) -> Mask:
         if torch.compiler.is_compiling():  # torch cannot trace the probes; only schedules need what they find
             return self
+        if not (sizes.batch and sizes.heads and sizes.queries and sizes.keys):  # no pair to probe the function with
+            return self
         uses_batch, uses_heads = _find_uses(self.fn, sizes.offset)
         shape = sizes.batch if uses_batch else 1, sizes.heads if uses_heads else 1
         if shape == self.broadcast_shape():  # nearly always, and every call binds its mask
