@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard import Alibi, Causal, Mask, ProblemError, TensorBias, Window, attend, attend_state, explain, observe_calls
 from regard.cache import Int4, Int8, StoredTensor
+from regard.extend import Bias, spec
 from regard.scores import Cosine
 from regard.storage.hadamard import hadamard
 from tests.stored import coded, paged, plain
@@ -167,11 +168,21 @@ def test_masked_nan_in_stored_values_never_shows() -> None:
     assert found.isfinite().all()
 
 
+@spec
+class OfPositions(Bias):
+    """A bias of the positions of query and key."""
+
+    def value(self, b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        return 0.1 * (q * k % 3)
+
+
 @pytest.mark.parametrize(
     ("call", "what"),
     [
         (lambda: attend(Q, *ragged([83, 40]), offset=3), "omit it, then the last query of each row"),
         (lambda: attend(Q, *ragged([83, 40]), bias=Alibi(6)), "row by row"),
+        (lambda: attend(Q, *ragged([83, 40]), bias=OfPositions()), "row by row"),
+        (lambda: attend(Q, *ragged([83, 40]), bias=TensorBias(normal(83, 83), offset=0)), "without an offset"),
         (lambda: attend(Q, paged(K, 3), "v"), "v is str"),  # pyright: ignore[reportArgumentType]
         (lambda: attend(Q, paged(K, 3), paged(V[:, :, :7], 3)), "a value belongs to each key"),
         (lambda: attend(Q.double(), paged(K, 3), paged(V, 3)), "one type"),
@@ -180,7 +191,7 @@ def test_masked_nan_in_stored_values_never_shows() -> None:
         (lambda: attend(Q, StoredTensor((plain(K),), (2, 3, 83, 8), K.dtype, rotated=True), V), "one cache"),
         (lambda: attend(Q, *ragged([83, 40]), mask="causal"), r"the text 'causal'.* say mask=Causal\(\)"),  # pyright: ignore[reportArgumentType]
     ],
-    ids=["offset", "bias", "type", "tokens", "dtype", "batch", "lengths", "rotated", "mask"],
+    ids=["offset", "bias", "own bias", "placed bias", "type", "tokens", "dtype", "batch", "lengths", "rotated", "mask"],
 )
 def test_calls_that_make_no_sense_are_refused(call: Any, what: str) -> None:
     with pytest.raises(ProblemError, match=what):
