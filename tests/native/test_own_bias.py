@@ -35,6 +35,21 @@ class Sometimes(Bias):
 
 
 @spec
+class LookedUp(Bias):
+    """`rate[h, bucket[distance]]`."""
+
+    rate: torch.Tensor
+    bucket: torch.Tensor
+    by_distance: bool
+
+    def value(self, b, h, q, k):
+        return self.rate[h, self.bucket[(q - k).abs()]]
+
+    def per_distance(self):
+        return self.by_distance
+
+
+@spec
 class Wrong(Bias):
     """Of no shape of a call."""
 
@@ -52,6 +67,18 @@ def test_it_is_added_alone_and_beside_others(engine):
             bias, same = (bias, same) if others is None else (bias + others, same + others)
             expected = attend(Q, K, V, mask=mask, bias=same, backend="reference64")
             assert torch.allclose(attend(Q, K, V, mask=mask, bias=bias, backend=engine), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", [None, "reference"])
+@pytest.mark.parametrize("by_distance", [True, False])
+def test_its_integers_stay_indices(engine, by_distance):
+    rate, bucket = torch.randn(3, 4, requires_grad=True), torch.arange(11) % 4
+    found = attend(Q, K, V, bias=LookedUp(rate, bucket, by_distance), backend=engine)
+    table = rate[:, bucket[(torch.arange(4, 11)[:, None] - torch.arange(11)).abs()]]
+    expected = attend(Q, K, V, bias=TensorBias(table[None]), backend="reference64")
+    assert torch.allclose(found, expected, atol=1e-5)
+    grads = (torch.autograd.grad(out.square().sum(), rate)[0] for out in (found, expected))
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_flow_into_its_tensors():

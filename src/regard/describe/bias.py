@@ -38,7 +38,7 @@ class Bias(Spec):
         return [self]
 
     def widened(self, dtype: torch.dtype) -> "Bias":
-        """This bias with tensors of at least that type, so that gradients are summed in it and rounded once.
+        """This bias with floats of at least that type, so that gradients are summed in it and rounded once.
 
         One element of a T5 table is in many scores: a sum of their gradients in bfloat16 is 3 to 11 % off.
 
@@ -47,8 +47,8 @@ class Bias(Spec):
         """
 
         def wide(part: Any) -> Any:
-            if isinstance(part, Tensor):
-                return part.to(torch.promote_types(part.dtype, dtype))
+            if isinstance(part, Tensor):  # integers may be indices
+                return part.to(torch.promote_types(part.dtype, dtype)) if part.is_floating_point() else part
             return part.widened(dtype) if isinstance(part, Bias) else part
 
         return type(self)(*map(wide, self.parts()))
