@@ -115,6 +115,18 @@ def test_gradients_are_those_of_each_row(qkv):
         torch.testing.assert_close(ours, t.grad)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_gradients_of_a_table_in_half_precision_are_rounded_once(backend: str | None):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 17, 8), torch.randn(2, 2, 601, 8), torch.randn(2, 2, 601, 8)
+    grads = []
+    for table in (TABLE.bfloat16(), TABLE.bfloat16().double()):
+        leaf = table.requires_grad_()
+        attend(q, k, v, bias=T5Bias(leaf), offset=torch.tensor([500, 3]), backend=backend).square().sum().backward()
+        grads.append(leaf.grad.double())
+    torch.testing.assert_close(*grads, rtol=0.01, atol=0.01 * float(grads[1].abs().max()))
+
+
 def test_documents_and_global_tokens_are_found_at_the_positions_of_each_row(qkv):
     q, k, v = qkv
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2])

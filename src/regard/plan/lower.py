@@ -211,19 +211,19 @@ def _added(problem: Problem, operands: Operands) -> Operands:
     """The operands, with all terms of the bias that are no vectors in one, whose rows are the queries of the call."""
     terms, sizes = cast(Bias, operands.bias).terms(), operands.sizes
     vectors = [term for term in terms if not (_is_tensor(term) or is_pairwise(term))]
-    tensors = [_table(term, sizes, operands.q.device) for term in terms if _is_tensor(term) or is_pairwise(term)]
     wide = wide_of(problem.dtype)
+    tensors = [_table(term, sizes, operands.q.device, wide) for term in terms if _is_tensor(term) or is_pairwise(term)]
     whole = TensorBias(reduce(add, (t.to(wide) for t in tensors)), sizes.offset)
     return operands._replace(bias=reduce(add, [*vectors, whole]))
 
 
-def _table(term: Bias, call: CallSizes, device: torch.device) -> Tensor:
-    """The values of a bias, [batch or 1, heads or 1, queries or 1, keys or 1]."""
+def _table(term: Bias, call: CallSizes, device: torch.device, wide: torch.dtype) -> Tensor:
+    """The values of a bias, [batch or 1, heads or 1, queries or 1, keys or 1], computed in at least this type."""
     if isinstance(term, TensorBias):
         return term.rows(call.queries, call.offset)
     sizes = call[:4]
     b, h, q, k = (torch.arange(size, device=device) for size in sizes)
-    value = term.value(b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k)
+    value = term.widened(wide).value(b[:, None, None, None], h[:, None, None], q[:, None] + call.offset, k)
     if value.ndim > 4 or any(own not in (1, size) for own, size in zip(value.shape[::-1], sizes[::-1], strict=False)):
         raise ProblemError(
             f"{term!r}: value(b, h, q, k) gave {list(value.shape)}, which does not broadcast to "
