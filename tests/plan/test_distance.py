@@ -66,3 +66,13 @@ def test_a_table_that_changed_unseen_has_a_new_vector():
             change()
             expected = attend(q, q, q, mask=Causal(), bias=bias, backend="reference")
             assert torch.allclose(attend(q, q, q, mask=Causal(), bias=bias), expected, atol=1e-5)
+
+
+def test_a_bias_of_inference_serves_training_after_it():
+    q = torch.randn(1, 2, 53, 8)
+    with torch.inference_mode():
+        expected = attend(q, q, q, mask=Causal(), bias=Alibi(2))
+    leaf = q.clone().requires_grad_()
+    out = attend(leaf, q, q, mask=Causal(), bias=Alibi(2))
+    out.sum().backward()
+    torch.testing.assert_close(out, expected)

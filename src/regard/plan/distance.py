@@ -65,7 +65,8 @@ def kept_by_distance(
         low, high = -_next_power(-first), _next_power(first + count)
         if high - low > 4 * count + 1024:  # far from the diagonal
             low, high = first, first + count
-        made = by_distance(bias, heads, dtype, low, high - low, device).detach()
+        with torch.inference_mode(mode=False), torch.no_grad():  # a later call may save it for its backward pass
+            made = by_distance(bias, heads, dtype, low, high - low, device)
         if content.is_constant or reads_again(bias.fingerprint, content):
             _vectors.put(key, (low, made))
     return made[:, first - low : first - low + count]
