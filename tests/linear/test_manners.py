@@ -462,3 +462,12 @@ def test_values_may_have_no_numbers():
     assert bool(torch.isfinite(state.z).all())
     state = linear_attend(q, q, torch.full_like(q[..., :1], torch.nan)).state
     assert bool(torch.isfinite(state.z).all())  # the keys are fine
+
+
+def test_a_default_device_changes_nothing():
+    q = torch.randn(1, 2, 73, 8)
+    expected = linear_attend(q, q, q)
+    with torch.device("meta"):
+        found = linear_attend(q, q, q)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.state.S, expected.state.S)

@@ -104,7 +104,7 @@ def run(
         stop = min(start + size, shown.shape[2])
         places = _places({name: t[:, :, start:stop] for name, t in tensors.items()})
         struct = entry.opened(entry.packed(values | places | {"tokens": stop - start}))
-        memory = torch.empty(entry.workspace(struct) + 64, dtype=torch.uint8)
+        memory = torch.empty(entry.workspace(struct) + 64, dtype=torch.uint8, device="cpu")
         struct[AT["workspace"]] = -(-memory.data_ptr() // 64) * 64
         struct[AT["workspace_bytes"]] = memory.nbytes - 64
         entry(struct)
