@@ -323,3 +323,30 @@ def test_a_rolling_cache_of_fake_tensors_leaves_nothing_behind():
     cache.append(k[:, :, :37], k[:, :, :37])
     keys, _ = cache.append(k[:, :, 37:], k[:, :, 37:])
     assert type(dense(keys)) is Tensor
+
+
+@pytest.mark.parametrize(
+    ("layout", "evict"),
+    [
+        (Contiguous(), None),
+        (Contiguous(), Knorm(12)),
+        (Paged(page=16), None),
+        (Paged(page=16), Knorm(12)),
+        (Rolling(window=64, sinks=2), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("codec", [None, Int8(group=16, residual=0, sinks=0)], ids=str)
+def test_a_default_device_changes_nothing(layout: Layout, codec: Codec | None, evict: Knorm | None) -> None:
+    def appended() -> Tensor:
+        cache = KVCache(layout, codec, evict)
+        for t in tokens:
+            cache.append(t, t)
+        steps = cache if evict else cache.steps(None if isinstance(layout, Rolling) else 100)
+        keys, _ = steps.append(one, one)
+        return keys.dense() if isinstance(keys, StoredTensor) else keys
+
+    tokens, one = [torch.randn(1, 2, n, 8) for n in (19, 1, 33, 1)], torch.randn(1, 2, 1, 8)
+    expected = appended()
+    with torch.device("meta"):
+        assert torch.equal(appended(), expected)

@@ -198,3 +198,26 @@ def test_an_index_out_of_range_in_a_hidden_block_is_no_error():
     torch.testing.assert_close(out, expected)
     for one, other in zip(*(torch.autograd.grad(t.square().sum(), [q, short]) for t in (out, expected)), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+MODS = {
+    "distance": lambda s, b, h, i, j: s - (i - j).abs(),
+    "pairs": lambda s, b, h, i, j: s + 0.1 * (i * j % 3),
+    "a factor": lambda s, b, h, i, j: s * (1 + i % 2),
+    "a function of the score": lambda s, b, h, i, j: s * s,
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_default_device_changes_nothing(name: str):
+    def function(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i % 7 != j % 5)
+
+    def call() -> Tensor:
+        block_mask = create_block_mask(function, None, None, 37, 37, device="cpu", BLOCK_SIZE=16)
+        return flex_attention(q, q, q, MODS[name], block_mask)
+
+    q = torch.randn(1, 2, 37, 8)
+    expected = call()
+    with torch.device("meta"):
+        assert torch.equal(call(), expected)

@@ -241,7 +241,10 @@ def _plan_codes(storage: PageStorage, sequences: list[Sequence], index: Tensor) 
     front = _kept_front(sequences, index)
     last = min(int((index >= tail_start).sum(-1).min()), storage.residual)
     middle = index[:, :, front : kept - last]
-    plain_at = torch.cat([torch.arange(before), torch.arange(s.tokens - tail_start) + sinks]).to(index.device)
+    plain_at = torch.cat([
+        torch.arange(before, device=index.device),
+        torch.arange(s.tokens - tail_start, device=index.device) + sinks,
+    ])  # fmt: skip
     at = plain_at.expand(*index.shape[:2], len(plain_at))
     plain = storage.plain_memory.read(_slots(storage, _table(storage, [s.plain for s in sequences]), at))
     coded = storage.coded_memory.read_tokens(_table(storage, [s.coded for s in sequences]), tail_start - before)

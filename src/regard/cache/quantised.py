@@ -199,7 +199,8 @@ class QuantisedStore:
         count = coded.shape[2]
         # Heads may keep different numbers of plain tokens: where a head has more than another, the rest is encoded.
         mixed = bool(coded.numel()) and (int(coded.min()) < sinks or int(coded.max()) >= tail)
-        slots = torch.cat([torch.arange(r.slot, r.end) for r in self._ranges] or [index.new_empty(0)]).to(index.device)
+        ranges = [torch.arange(r.slot, r.end, device=index.device) for r in self._ranges]
+        slots = torch.cat(ranges or [index.new_empty(0)])
         encoded: list[list[Tensor]] = []
         for m in self._memories:
             plain = (m.sinks.narrow(2, 0, sinks), m.tail.narrow(2, self._begin, self._end - self._begin))

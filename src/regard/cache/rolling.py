@@ -335,7 +335,8 @@ class RollingCodes(QuantisedStore):
                 "cropped after it was a code."
             )
         count = -(-(window - sinks - codec.residual) // codec.group)
-        groups = torch.arange(max(gone // codec.group, coded // codec.group - count), coded // codec.group)
+        first = max(gone // codec.group, coded // codec.group - count)
+        groups = torch.arange(first, coded // codec.group, device="cpu")
         form = self.form._replace(batch=batch * (count + 1))
         memories: list[PagedCodes] = []
         for m in self._memories:

@@ -88,12 +88,14 @@ class Extents:
 
     def _table(self, term: Term) -> RangeExtremes | None:
         s, uses = self.sizes, term.uses
-        axis = torch.arange(s.offset, s.positions) if "q" in uses else torch.arange(s.keys if "k" in uses else 1)
+        first, stop = (s.offset, s.positions) if "q" in uses else (0, s.keys if "k" in uses else 1)
+        axis = torch.arange(first, stop, device="cpu")
         rows = (s.batch if "b" in uses else 1), (s.heads if "h" in uses else 1)
         if rows[0] * rows[1] * len(axis) > MOST:
             return None
         values = evaluate(term, {
-            "b": torch.arange(rows[0])[:, None, None], "h": torch.arange(rows[1])[:, None], "q": axis, "k": axis,
+            "b": torch.arange(rows[0], device="cpu")[:, None, None], "h": torch.arange(rows[1], device="cpu")[:, None],
+            "q": axis, "k": axis,
         })  # fmt: skip
         values = values.detach().cpu().expand(*rows, len(axis)).reshape(-1, len(axis))
         if values.is_floating_point():
@@ -182,7 +184,7 @@ def _rounded(child: Term, op: Op, found: Extent) -> Extent:
     if not floats and (child.dtype or isinstance(child.value, int)):
         return found
     dtype = getattr(torch, floats[0] if floats else "float32")
-    return _same(np.full(len(found.low), torch.tensor(child.value, dtype=dtype).item()))
+    return _same(np.full(len(found.low), torch.tensor(child.value, dtype=dtype, device="cpu").item()))
 
 
 def _dtype(term: Term) -> str:

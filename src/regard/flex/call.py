@@ -95,7 +95,7 @@ def laid_out_as(query: Tensor, out: Tensor) -> Tensor:
 def _modified_state(call: _Call, score_mod: Mod, sizes: CallSizes) -> State:
     """The state of a call with its `score_mod`."""
     wide = wide_of(call.q.dtype)
-    traced = trace(score_mod, "bhqk", call.q.device, torch.zeros((), dtype=wide))
+    traced = trace(score_mod, "bhqk", call.q.device, torch.zeros((), dtype=wide, device="cpu"))
     if traced.term is None and is_traced(call.q):  # a function passes through no operator
         return attend_every_pair(call.q, call.k, call.v, score_mod, call.mask, call.scale)
     if traced.term is None:
@@ -132,9 +132,9 @@ def _placed(call: _Call, parts: Parts, sizes: CallSizes, wide: torch.dtype) -> _
 def _multiplied(call: _Call, factor: Term, sizes: CallSizes, wide: torch.dtype) -> _Call:
     """The call with the query multiplied by a factor: in a wide type, as scores are."""
     values = {
-        "b": torch.arange(sizes.batch)[:, None, None, None],
-        "h": torch.arange(sizes.heads)[:, None, None],
-        "q": torch.arange(sizes.queries)[:, None],
+        "b": torch.arange(sizes.batch, device="cpu")[:, None, None, None],
+        "h": torch.arange(sizes.heads, device="cpu")[:, None, None],
+        "q": torch.arange(sizes.queries, device="cpu")[:, None],
     }
     factors = evaluate(factor, values).to(wide)
     q, k, v = (t.to(wide) for t in (call.q, call.k, call.v))

@@ -54,7 +54,10 @@ def compute_compiled(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`call.compute`, while dynamo traces it."""
     wide = wide_of(query.dtype)
-    at = [torch.zeros((), dtype=wide), *(torch.zeros((), dtype=torch.int64) for _ in range(4))]
+    at = [
+        torch.zeros((), dtype=wide, device="cpu"),
+        *(torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)),
+    ]
     lists: list[Tensor] = []
     if block_mask is not None and not follows_function(block_mask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]

@@ -46,14 +46,15 @@ def attend_every_pair(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, mask: Mas
 
 def tabulated(mask: Mask, sizes: CallSizes) -> Mask:
     """The mask as a table of its pairs."""
-    b, h, q, k = (torch.arange(size) for size in sizes[:4])
+    b, h, q, k = (torch.arange(size, device="cpu") for size in sizes[:4])
     batch, heads = mask.broadcast_shape()
     return TensorMask(kept_pairs(mask, b[:batch, None, None, None], h[:heads, None, None], q[:, None], k))
 
 
 def _places(q: Tensor, k: Tensor, start: int, stop: int) -> Places:
-    batch, heads, queries = torch.arange(q.shape[0]), torch.arange(q.shape[1]), torch.arange(start, stop)
-    return batch[:, None, None, None], heads[:, None, None], queries[:, None], torch.arange(k.shape[2])
+    batch, heads, keys = (torch.arange(size, device="cpu") for size in (*q.shape[:2], k.shape[2]))
+    queries = torch.arange(start, stop, device="cpu")
+    return batch[:, None, None, None], heads[:, None, None], queries[:, None], keys
 
 
 def _scores(q: Tensor, k: Tensor, score_mod: Mod | None, mask: Mask | None, scale: float, at: Places) -> Tensor:

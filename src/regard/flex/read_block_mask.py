@@ -170,8 +170,8 @@ def _dense(counts: Tensor, order: Tensor, columns: int) -> Tensor:
     counts, order = (_checked(t.detach().cpu()) for t in (counts, order))
     batch, heads = (max(counts.shape[i], order.shape[i]) for i in range(2))
     order = order.expand(batch, heads, *order.shape[2:])
-    listed = (torch.arange(order.shape[3]) < counts[..., None]) & (order >= 0) & (order < columns)
-    dense = torch.zeros(*order.shape[:3], columns + 1, dtype=torch.bool)
+    listed = (torch.arange(order.shape[3], device="cpu") < counts[..., None]) & (order >= 0) & (order < columns)
+    dense = torch.zeros(*order.shape[:3], columns + 1, dtype=torch.bool, device="cpu")
     dense.scatter_(3, torch.where(listed, order, columns).long(), value=True)
     return dense[..., :columns].contiguous()
 

@@ -171,11 +171,11 @@ def distance_bias(terms: tuple[Term, ...], sizes: CallSizes, wide: torch.dtype) 
     """Those terms that depend on the distance and the head alone, as one table; None if there are none."""
     if not terms:
         return None
-    distance = torch.arange(1 - sizes.keys, sizes.queries)
-    head = torch.arange(sizes.heads)[:, None]
-    zero = torch.zeros(1, 1, dtype=torch.int64)
+    distance = torch.arange(1 - sizes.keys, sizes.queries, device="cpu")
+    head = torch.arange(sizes.heads, device="cpu")[:, None]
+    zero = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     values = {"b": zero, "h": head, "q": distance[None], "k": zero}
-    total = sum((evaluate(term, values).to(wide) for term in terms), torch.zeros((), dtype=wide))
+    total = sum((evaluate(term, values).to(wide) for term in terms), torch.zeros((), dtype=wide, device="cpu"))
     return DistanceBias(total.expand(total.shape[0] if total.ndim == 2 else 1, distance.shape[0]), 1 - sizes.keys)
 
 
@@ -208,12 +208,12 @@ def rows_of_bias(terms: tuple[Term, ...], sizes: CallSizes, rows: slice, wide: t
     """The sum of terms for some queries, [batch or 1, heads or 1, queries, keys]."""
     uses = frozenset[str]().union(*(term.uses for term in terms))
     values = {
-        "b": torch.arange(sizes.batch if "b" in uses else 1)[:, None, None, None],
-        "h": torch.arange(sizes.heads if "h" in uses else 1)[:, None, None],
-        "q": torch.arange(rows.start, rows.stop)[:, None],
-        "k": torch.arange(sizes.keys),
+        "b": torch.arange(sizes.batch if "b" in uses else 1, device="cpu")[:, None, None, None],
+        "h": torch.arange(sizes.heads if "h" in uses else 1, device="cpu")[:, None, None],
+        "q": torch.arange(rows.start, rows.stop, device="cpu")[:, None],
+        "k": torch.arange(sizes.keys, device="cpu"),
     }
-    total = sum((evaluate(term, values).to(wide) for term in terms), torch.zeros((), dtype=wide))
+    total = sum((evaluate(term, values).to(wide) for term in terms), torch.zeros((), dtype=wide, device="cpu"))
     return total[(None,) * (4 - total.ndim)]
 
 
