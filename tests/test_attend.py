@@ -117,6 +117,26 @@ def test_autocast_is_obeyed_as_torch_obeys_it():
         attend(q, k, v[:, :, :3])
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_hidden_numbers_near_the_largest_change_no_gradient(backend: str | None):
+    q, *seen = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    grads = []
+    for hidden in (0.0, 3e38):
+        k, v = (torch.cat([t[:, :, :5], torch.full((1, 2, 2, 8), hidden)], dim=2) for t in seen)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        grads.append(torch.autograd.grad(attend(*leaves, mask=Prefix(5), backend=backend).sum(), leaves))
+    for ours, expected in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_row_that_sees_nothing_drops_a_gradient_that_is_nan(backend: str | None):
+    leaves = [torch.randn(1, 2, 7, 8, requires_grad=True) for _ in range(3)]
+    out = attend(*leaves, mask=Causal(), offset=-2, backend=backend)
+    norms = out.square().sum(-1).sqrt()  # whose derivative is NaN at 0
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(norms.sum(), leaves))
+
+
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_default_device_changes_nothing(device: str):
     q = torch.randn(1, 2, 300, 8)

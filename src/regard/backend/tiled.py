@@ -76,6 +76,8 @@ class Tiled(Backend):
         if problem.grad and not schedule.pairs:
             return _nothing(problem, operands)
         out = whole.out if operands.sink is None else whole.with_sink(operands.sink)
+        if problem.grad or problem.transformed:  # a row that sees nothing drops its gradient, even one that is NaN
+            out = torch.where(whole.lse[..., None] == -torch.inf, 0.0, out)
         return State(out.to(problem.dtype), whole.lse.to(wide_of(problem.dtype)))
 
 
@@ -205,7 +207,7 @@ def _chunk(block: _Block, q: Tensor, first: int, pieces: list[_Piece]) -> _Chunk
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     weights = weights / total[..., None]
-    if keep is not None and block.guarded:  # masked keys weigh 0 in a row that is NaN, too
+    if keep is not None and (block.guarded or block.problem.grad):  # masked keys weigh 0 in a row that is NaN, too
         weights = torch.where(keep, weights, 0.0)
     weights = F.dropout(weights, block.problem.dropout)
     out = weighted_values(weights, v, keep if block.guarded else None)
