@@ -117,6 +117,17 @@ def test_autocast_is_obeyed_as_torch_obeys_it():
         attend(q, k, v[:, :, :3])
 
 
+def test_autocast_leaves_float64_and_integers_what_they_are():
+    q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    expected = attend(q, q, q, mask=Causal())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend(q, q, q, mask=Causal()), expected)
+        assert torch.equal(attend_state(q, q, q, mask=Causal()).out, expected)
+        assert torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == torch.float64
+        with pytest.raises(ProblemError, match=r"q is torch\.int64"):
+            attend(q.long(), q.long(), q.long())
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_hidden_numbers_near_the_largest_change_no_gradient(backend: str | None):
     q, *seen = (torch.randn(1, 2, 7, 8) for _ in range(3))

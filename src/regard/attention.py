@@ -292,7 +292,7 @@ def _passes_operator(bias: object) -> bool:
 def cast_by_autocast(
     q: Tensor, k: Tensor | StoredTensor, v: Tensor | StoredTensor
 ) -> tuple[Tensor, Tensor | StoredTensor, Tensor | StoredTensor]:
-    """q, k and v in the dtype of `torch.autocast`, where it is on; as torch's own attention does."""
+    """q, k and v in the dtype of `torch.autocast`, where it is on, except float64; as torch's own attention does."""
     tensors: tuple[Any, ...] = (q, k, v)
     if not all(isinstance(t, Tensor | StoredTensor) for t in tensors) or not torch.amp.is_autocast_available(
         q.device.type
@@ -304,4 +304,4 @@ def cast_by_autocast(
         if isinstance(t, Tensor):  # not all that pose refuses can be converted
             check_readable(name, t)
     dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return tuple(t.to(dtype) if t.dtype.is_floating_point and t.dtype != torch.float64 else t for t in tensors)
