@@ -188,6 +188,23 @@ def test_steps_over_pages_of_codes_change_no_page_that_other_sequences_have():
     assert pool.storage.used < used
 
 
+@pytest.mark.parametrize("name", CACHES)
+def test_steps_made_in_inference_mode_go_on_outside_of_it(name: str):
+    options, capacity = CACHES[name]
+    cache = KVCache(**options)
+    new = [torch.randn(ROWS, KV_HEADS, count, DIM) for count in (40, 1, 1, 1)]
+    with torch.inference_mode():
+        cache.append(new[0], new[0])
+        steps = cache.steps(capacity)
+        steps.append(new[1], new[1])
+    with torch.no_grad():
+        steps.append(new[2], new[2])
+    with torch.inference_mode():
+        steps.append(new[3], new[3])
+    steps.check()
+    assert steps.position.tolist() == [43] * ROWS
+
+
 def test_on_a_cpu_the_lengths_are_read():
     cache = KVCache(codec=Int8(group=16, residual=16))
     k, v = torch.randn(2, ROWS, KV_HEADS, 60, DIM)

@@ -282,6 +282,7 @@ class KVCache:
         if self._policy_state is not None:
             self._policy_state.select(rows)
 
+    @torch.inference_mode(mode=False)  # its memory is written to in and out of inference mode
     def steps(self, capacity: int | None = None) -> StepCache:
         """A copy of what is stored, for steps of one token whose position is on the device, as CUDA graphs need it.
 
