@@ -71,10 +71,8 @@ class PlainPageMemory(PageMemory):
 
     def __init__(self, form: Form, page: int, dtype: torch.dtype) -> None:
         super().__init__([_allocate(0, (form.kv_heads, page, dim), dtype, form.device) for dim in form.dims])
-        self._heads = torch.zeros(
-            1, dtype=torch.int64, device="cpu"
-        )  # slots before each head, [kv_heads, 1]; valid for:
-        self._heads_pages = -1
+        self._heads = torch.zeros(1, dtype=torch.int64, device="cpu")  # slots before each head, [kv_heads, 1]
+        self._heads_pages = -1  # for which they are valid
 
     def write(self, slots: Tensor, new: tuple[Tensor, Tensor], chosen: Tensor | None = None) -> None:
         """Write tokens.

@@ -43,10 +43,9 @@ def _evaluated(mask: Mask, r: Rectangles) -> tuple[Bools, Bools]:
     for start in range(0, len(first), step):
         at = first[start : start + step]
         b, h, q0, q1, k0, k1 = (torch.from_numpy(side[at])[:, None, None] for side in r)
-        q = torch.minimum(
-            q0 + torch.arange(shape[0], device="cpu")[:, None], q1 - 1
-        )  # beyond an edge, the last position again
-        k = torch.minimum(k0 + torch.arange(shape[1], device="cpu"), k1 - 1)
+        rows, columns = (torch.arange(size, device="cpu") for size in shape)
+        q = torch.minimum(q0 + rows[:, None], q1 - 1)  # beyond an edge, the last position again
+        k = torch.minimum(k0 + columns, k1 - 1)
         kept = kept_pairs(mask, b, h, q, k).cpu().expand(len(at), *shape).flatten(1)
         found[:, start : start + step] = kept.any(dim=1).numpy(), kept.all(dim=1).numpy()
     some, every = found[:, kind.reshape(-1)]
