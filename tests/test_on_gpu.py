@@ -253,7 +253,7 @@ def test_a_module_reads_nothing_and_copies_the_frequencies_of_rope_once(gpu: Pre
 @pytest.mark.parametrize("steps", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
-    ["of a capacity", "paged", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("contiguous", "int8"))],
+    ["of a capacity", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("paged", "contiguous", "int8"))],
 )
 def test_a_model_of_transformers_decodes_without_reads_in_regard(name: str, steps: int, gpu: PretendedGpu):
     model = use_regard(on_gpu(gpu, llama()))
@@ -371,7 +371,7 @@ def test_a_position_and_a_mask_tensor_of_keys_are_both_read_on_the_gpu(gpu: Pret
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name",
-    ["of a capacity", "paged", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("contiguous", "int8"))],
+    ["paged", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("of a capacity", "contiguous", "int8"))],
 )
 def test_a_padded_batch_of_a_model_decodes_without_reads_in_regard(name: str, gpu: PretendedGpu):
     model = llama()

@@ -46,6 +46,7 @@ def test_a_rank_that_ends_is_named(three: Workers, function: Any):
         assert seconds < 3 * TIMEOUT + 5
 
 
+@pytest.mark.exhaustive  # it waits for as long as ranks have to answer
 def test_a_rank_that_hangs_is_named(three: Workers):
     layout = Layout.zigzag(N, 3)
     found = three.failing(cases.ring, {2: cases.hang}, **some(), layout=layout, mask=Causal(), timeout=TIMEOUT)
@@ -65,6 +66,7 @@ def test_a_rank_that_is_lost_while_a_cache_decodes_is_named(three: Workers):
         assert "rank 0 of 3 is lost" in str(found[rank][0])
 
 
+@pytest.mark.exhaustive
 def test_a_lost_rank_is_named_again_by_the_next_call(three: Workers):
     more = {**some(), "layout": Layout.zigzag(N, 3), "mask": Causal(), "timeout": TIMEOUT}
     three.failing(cases.ring, {1: cases.end}, **more)
