@@ -1,5 +1,7 @@
 """Calls whose batch rows start at different positions: `offset` with a position for each row."""
 
+import sys
+
 import pytest
 import torch
 
@@ -34,6 +36,7 @@ MASKS = {
     "dilated": Causal() & Dilated(2),
     "function": MaskFunction(lambda b, h, q, k: (q + k) % 3 == b % 3),
     "a tensor": Causal() & TensorMask(torch.rand(4, 1, 5, 11) > 0.3),
+    "as wide as positions go": Window(sys.maxsize, sys.maxsize),
     "none": None,
 }
 

@@ -1,5 +1,7 @@
 """`Ragged`: rows of different lengths see what each would see alone, and schedules know it exactly."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,14 @@ from regard.describe.ragged import Ragged
 from regard.describe.spec import deserialize
 from regard.plan.tiling import schedule
 
-INNER: tuple[Mask | None, ...] = (None, Causal(), Causal() & Window(5), Causal() & (Window(3) | Prefix(2)), ~Causal())
+INNER: tuple[Mask | None, ...] = (
+    None,
+    Causal(),
+    Causal() & Window(5),
+    Causal() & (Window(3) | Prefix(2)),
+    ~Causal(),
+    Causal() & Window(sys.maxsize),
+)
 
 
 def kept(mask: Mask, batch: int, queries: int, keys: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from regard.describe.whole_number import whole
 from regard.errors import ProblemError
 
 FARTHEST = 1 << 62
-"""Of a window: more is checked as other numbers are."""
+"""Of a window: more is checked as other numbers are, and limits nothing, so that edges that move fit into 64 bits."""
 
 
 @spec
@@ -114,7 +114,8 @@ class Window(Mask):
         return some, every
 
     def intervals(self, sizes: CallSizes) -> Union:
-        return [Interval(None if self.left is None else 1 - self.left, self.right)]
+        left, right = (None if size is None else min(size, FARTHEST) for size in (self.left, self.right))
+        return [Interval(None if left is None else 1 - left, right)]
 
     def signature(self, r: Rectangles) -> Ints:
         return (r.q0 - r.k0)[:, None]
