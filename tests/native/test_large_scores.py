@@ -34,7 +34,7 @@ def test_a_row_of_equally_low_biases_is_the_mean_as_in_torch(engine: str, querie
     assert torch.allclose(out, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", [*ALL, PLAIN])
+@pytest.mark.parametrize("engine", [*ALL, PLAIN, "reference"])
 @pytest.mark.parametrize("queries", [1, 67])
 @pytest.mark.parametrize("words", [{"scale": 1e-46}, {"scale": 1e-310}, {"softcap": 1e39}, {"softcap": 1e300}], ids=str)
 def test_a_scale_below_float32_is_0_and_a_cap_beyond_it_none(engine: str, queries: int, words: dict[str, float]):

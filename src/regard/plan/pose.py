@@ -20,6 +20,9 @@ from regard.plan.problem import Operands, Problem, Storage, is_pairwise
 from regard.plan.request import Request
 from regard.torch_internals import current_func_transform, in_transform
 
+LARGEST = torch.finfo(torch.float32).max
+"""A softcap beyond it caps nothing: scores are in float32, where it would be inf, and s / inf * inf is NaN."""
+
 
 def pose(request: Request) -> tuple[Problem, Operands]:
     """The problem and the operands of a request.
@@ -63,7 +66,7 @@ def pose(request: Request) -> tuple[Problem, Operands]:
         score=None if score is None else score.form(),
         score_dim=score_dim,
         scale=compared.default_scale(qk_dim) if scale is None else float(scale),
-        softcap=softcap,
+        softcap=None if softcap is not None and softcap > LARGEST else softcap,
         sink=sink is not None,
         dropout=float(dropout),
         offset=offset,
