@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from regard import ProblemError, RefusalError
 from regard.cache import H2O, TOVA, ExpectedAttention, Knorm, PagePool, SinksAndRecent, SnapKV
 from regard.integrate import load_cache, regard_cache
 from regard.integrate.cache_tree import Reader
+from regard.integrate.transformers import use_regard
 from regard.storage.codec import Fp8, Int4, Int8
 from regard.storage.stored import Contiguous, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
@@ -92,6 +94,21 @@ def test_a_copy_of_a_cache_goes_on_with_the_same_bits_and_on_its_own(name: str, 
     assert (
         written(m, torch.cat([ids, more, more], 1), other)[0] == written(m, torch.cat([ids, more, more], 1), cache)[0]
     )
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DoryConfig"), reason="its layers run again since transformers 5.24")
+def test_layers_that_a_model_appends_are_explained_and_copied(tmp_path: Path):
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 0, "sliding_window": 5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.DoryConfig(vocab_size=101, hidden_size=32, intermediate_size=48, **sizes, **heads)
+    m, ids = use_regard(transformers.DoryForCausalLM(config).eval()), prompt()
+    cache = regard_cache(m, codec=Int8(16, 3))
+    with torch.no_grad():
+        m(ids, **with_cache(cache))
+        assert re.findall(r"^  ([\d, -]+)  ", cache.explain(), re.MULTILINE) == ["0-4"]
+        others = [way(cache, m, ids, tmp_path) for way in WAYS.values()]
+        first, *found = (m(ids[:, :1], **with_cache(one)).logits for one in (cache, *others))
+    assert all(torch.equal(first, logits) for logits in found)
 
 
 def test_torch_saves_a_cache_too(tmp_path: Path):

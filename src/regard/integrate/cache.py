@@ -13,6 +13,7 @@ or paged keys and values pass through the model as lazy tensors, from `update` t
 in place. A model that computes with them in between gets a dense copy, as does one whose attention is not regard's.
 """
 
+import copy
 import functools
 import os
 import weakref
@@ -125,6 +126,8 @@ class RegardCache(DynamicCache):
         self.kinds, details = get_layer_types_and_kwargs(decoder.config)
         resolved = options_for(decoder, options, self.kinds)
         layers = [self._layer(i, resolved, self.kinds[i], details[i]) for i in range(len(self.kinds))]
+        for index, layer in enumerate(layers):
+            layer.made_for = index  # a model that runs layers again appends copies of theirs (Dory)
         for layer in [x for x in layers if isinstance(x, EvictingLayer) and x.kv.evict is not None][-1:]:
             layer.is_last = True
         Cache.__init__(self, layers=layers)  # DynamicCache's own would make its layers
@@ -145,6 +148,8 @@ class RegardCache(DynamicCache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._is_offloaded, self._active, self.ids = state["offload"], state["active"], state["ids"]
+        for members in state["layers"][len(self.layers) :]:
+            self.layers.append(copy.deepcopy(self.layers[members["made_for"]]))
         for layer, members in zip(self.layers, state["layers"], strict=True):
             vars(layer).update(members)
 
@@ -220,7 +225,8 @@ class RegardCache(DynamicCache):
         Whether the model computes with its keys before attention does is known after the first step.
         """
         has_length = any(isinstance(layer, StoredLayer | FixedLayer) for layer in self.layers)
-        return explanation(self.decoder, self.layers, self.kinds, int(self.get_seq_length()) if has_length else 0)
+        kinds = [self.kinds[cast(Any, layer).made_for] for layer in self.layers]
+        return explanation(self.decoder, self.layers, kinds, int(self.get_seq_length()) if has_length else 0)
 
     def __repr__(self) -> str:
         return f"RegardCache({self.decoder.name}, {self.options}: {len(self.layers)} layers, {self.bytes:,} bytes)"
