@@ -9,11 +9,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from regard import Causal, attend
+from regard.cache import Knorm
 from regard.integrate.cache import regard_cache
 from regard.storage.codec import Int8
-from regard.storage.stored import Contiguous
+from regard.storage.stored import Contiguous, Paged
 from tests.integrate.writing import WAYS, on_regard, prompt, written
-from tests.integrate.zoo import DECODERS, PAIRS, model, padding, with_cache
+from tests.integrate.zoo import DECODERS, PAIRS, model, padding, tokens, with_cache
 
 # ---- every way to generate ------------------------------------------------------------------------------------------
 
@@ -104,3 +105,15 @@ def test_a_prompt_in_chunks_gives_the_bits_of_one_in_whole():
             start = end
         seen.append(torch.cat(parts, dim=2))
     assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("words", [{}, {"codec": Int8(16, 64)}, {"layout": Paged(3)}, {"evict": Knorm(20)}], ids=str)
+def test_under_autocast_keys_and_values_have_its_type(words: dict[str, Any]):
+    m, ids = on_regard("llama"), tokens(2, 13)
+    plain, cache = DynamicCache(), regard_cache(m, **words)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, found = (
+            torch.cat([m(part, **with_cache(one)).logits for part in ids.split(6, dim=1)], 1) for one in (plain, cache)
+        )
+    assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == torch.bfloat16
+    assert torch.equal(found, expected)

@@ -38,7 +38,7 @@ from regard.integrate.cache_explain import bytes_of, explanation
 from regard.integrate.cache_file import ids_of, write_cache
 from regard.integrate.cache_fixed import FixedLayer, check_form
 from regard.integrate.cache_latent import EvictingLatentLayer, FixedLatentLayer, LatentLayer
-from regard.integrate.cache_layers import StoredLayer, WindowLayer
+from regard.integrate.cache_layers import StoredLayer, WindowLayer, of_one_type
 from regard.integrate.cache_options import SLIDING, CacheOptions, options_for, ranges
 from regard.integrate.decoder import Decoder, decoder_of
 from regard.integrate.latent import pass_latents
@@ -190,6 +190,8 @@ class RegardCache(DynamicCache):
             self.layers[layer_idx].prefetch()
             self._active = layer_idx
         layer = cast(Any, self.layers[layer_idx])
+        if isinstance(layer, StoredLayer):
+            key_states, value_states = of_one_type(key_states, value_states)
         if isinstance(layer, StaticLayer) and not isinstance(layer, FixedLayer):  # which check by themselves
             check_form(layer, key_states, value_states)
         return layer.update(key_states, value_states, *args, **kwargs)

@@ -277,6 +277,14 @@ def dense(t: CachedTensor) -> Tensor:
     return t.dense() if isinstance(t, StoredTensor) else t
 
 
+def of_one_type(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values; where `torch.autocast` left them in two types, as RoPE in float32 does, in its own."""
+    if k.dtype == v.dtype or not torch.is_autocast_enabled(k.device.type):
+        return k, v
+    dtype = torch.get_autocast_dtype(k.device.type)
+    return k.to(dtype), v.to(dtype)
+
+
 def check_crop(tokens_to_remove: int) -> None:
     """Raise `ProblemError` for a positive number: older versions of transformers took it for the length to keep."""
     if tokens_to_remove > 0:
