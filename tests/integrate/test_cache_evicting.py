@@ -18,9 +18,9 @@ from regard.integrate.cache import regard_cache
 from regard.integrate.cache_layers import WindowLayer
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int8
-from regard.storage.stored import Rolling
+from regard.storage.stored import Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import model, padding, with_cache
+from tests.integrate.zoo import model, padding, tokens, with_cache
 
 FORGETFUL = pytest.mark.parametrize(
     "words", [{"layout": Rolling(11)}, {"evict": Knorm(11)}], ids=["rolling", "evicting"]
@@ -219,6 +219,39 @@ def test_a_mask_that_does_not_say_what_is_padding_is_refused(words: dict[str, An
     with pytest.raises(RefusalError, match="a mask given as a tensor"), torch.no_grad():
         m(prompt(), **with_cache(regard_cache(m, **words)), attention_mask=dense)
     written(m, prompt(), regard_cache(m, **words), attention_mask=torch.ones(2, 13))
+
+
+def sharing() -> Any:
+    """A Gemma 3n whose last two layers read the keys of the two before."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "sliding_window": 5}
+    layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds, "laurel_rank": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8}
+    more: dict[str, Any] = {"vocab_size": 101, "vocab_size_per_layer_input": 101, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(**sizes, **layers, **heads, **more)
+    return use_regard(transformers.Gemma3nForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("words", [{}, {"layout": Paged(4)}, {"codec": torch.float32}], ids=str)
+def test_layers_that_share_keys_read_what_the_first_of_them_kept(words: dict[str, Any]):
+    m, ids = sharing(), tokens(2, 23)
+    q, k = torch.arange(23)[:, None], torch.arange(23)
+    near, kept = (q - k < 5) & (k <= q), (k <= q) & ((q < 17) | (k < 4) | (q - k <= 5))
+    masks = {"sliding_attention": near, "full_attention": kept}
+    cache = regard_cache(m, evict=SinksAndRecent(9), **words)
+    with torch.no_grad():
+        found = torch.cat([m(x, **with_cache(cache)).logits for x in (ids[:, :17], *ids[:, 17:].split(1, 1))], 1)
+        whole = {kind: mask.expand(2, 1, 23, 23) for kind, mask in masks.items()}
+        expected = m(ids, attention_mask=whole, use_cache=False).logits
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_padded_rows_of_keys_that_layers_share_are_refused():
+    m, mask = sharing(), padding("left")
+    cache = regard_cache(m, evict=Knorm(11))
+    with pytest.raises(RefusalError, match=r"a padded batch .* reads the keys of another layer"):
+        written(m, prompt(), cache, attention_mask=mask)
 
 
 def test_weights_over_rows_that_differ_are_refused():

@@ -23,7 +23,7 @@ from regard.describe.mask import Mask
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
 from regard.errors import ProblemError, RefusalError
-from regard.integrate.cache_evicting import EvictingLayer, latest, take_latest
+from regard.integrate.cache_evicting import EvictingLayer, Pending, latest, take_latest
 from regard.integrate.cache_latent import EvictingLatentLayer
 from regard.integrate.cache_layers import dense
 from regard.integrate.implementation import WITHOUT_EFFECT, check_keywords, sink_of
@@ -96,6 +96,11 @@ def attention(
     check_keywords(module, kwargs)
     found = None if torch.compiler.is_compiling() else take_latest(key, value)
     k, v = opened(key, value)
+    if found is None and isinstance(k, Pending):
+        raise RefusalError(
+            f"a padded batch over a cache that drops tokens: {type(module).__name__} reads the keys of another layer, "
+            "whose rows keep different tokens. Generate from prompts of one length, or take a cache that keeps all."
+        )
     batch, keys = sizes_of(k)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     options["sink"] = sink_of(s_aux if s_aux is not None else sinks)

@@ -128,6 +128,7 @@ class RegardCache(DynamicCache):
         layers = [self._layer(i, resolved, self.kinds[i], details[i]) for i in range(len(self.kinds))]
         for index, layer in enumerate(layers):
             layer.made_for = index  # a model that runs layers again appends copies of theirs (Dory)
+            layer.is_shared = bool(getattr(decoder.config, "num_kv_shared_layers", None))
         for layer in [x for x in layers if isinstance(x, EvictingLayer) and x.kv.evict is not None][-1:]:
             layer.is_last = True
         Cache.__init__(self, layers=layers)  # DynamicCache's own would make its layers
@@ -195,6 +196,13 @@ class RegardCache(DynamicCache):
         if isinstance(layer, StaticLayer) and not isinstance(layer, FixedLayer):  # which check by themselves
             check_form(layer, key_states, value_states)
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys that the next update of a layer returns, position of the first of them)."""
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                layer.prepare_pass()
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens in all layers; their count is a negative number.

@@ -89,6 +89,8 @@ class EvictingLayer(StoredLayer):
         self._length, self._was_read = 0, True
         self.is_last = False
         """Whether no layer after it evicts: after its own eviction the process returns what all layers freed."""
+        self.is_shared = False
+        """Whether later layers of a pass read its keys as well (Gemma 3n): then it evicts before the next pass."""
         self._trims_again = False  # with the next tokens, when the whole pass is over
 
     # ---- what attention reads ---------------------------------------------------------------------------------------
@@ -128,6 +130,12 @@ class EvictingLayer(StoredLayer):
         if isinstance(layout, Rolling):
             kept = min(kept, layout.window - 1)  # which leaves room for a token
         return kept + query_length, self._length - kept
+
+    def prepare_pass(self) -> None:
+        """Evict what later layers of the last pass read, before masks are made for the keys that are left."""
+        if self.is_shared:
+            for kv in self.caches:
+                kv.forget()
 
     def get_seq_length(self) -> int:
         return self._length
@@ -220,7 +228,7 @@ class EvictingLayer(StoredLayer):
 
     def _evict(self, queries: int) -> None:
         """After a prompt, evict before the next layer gets its own tokens."""
-        if queries == 1:
+        if queries == 1 or self.is_shared:
             return
         before = sum(kv.allocated_bytes for kv in self.caches)
         for kv in self.caches:
