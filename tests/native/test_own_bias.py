@@ -43,7 +43,7 @@ class LookedUp(Bias):
     by_distance: bool
 
     def value(self, b, h, q, k):
-        return self.rate[h, self.bucket[(q - k).abs()]]
+        return self.rate[h, self.bucket[abs(q - k)]]
 
     def per_distance(self):
         return self.by_distance
