@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, LlamaConfig, MambaConfig, MiniMaxConfig, MiniMaxForCausalLM
+from transformers import CompileConfig, Gemma4TextConfig, LlamaConfig, MambaConfig, MiniMaxConfig, MiniMaxForCausalLM
 
 import regard.integrate
 from regard import ProblemError, RefusalError
-from regard.cache import Knorm, SinksAndRecent
+from regard.cache import ExpectedAttention, Knorm, SinksAndRecent
 from regard.integrate.cache import regard_cache
 from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int4, Int8
@@ -91,6 +91,24 @@ def test_the_bytes_that_are_said_before_are_those_that_are_kept(name: str, codec
     assert before is not None
     assert after is not None
     assert before[1] == after[1]
+
+
+@pytest.mark.skipif(
+    not hasattr(LlamaConfig, "per_layer_config"), reason="this transformers has one config for all layers"
+)
+def test_layers_may_have_sizes_of_their_own():
+    rotations = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    layers: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    config = Gemma4TextConfig(hidden_size=32, num_kv_shared_layers=0, rope_parameters=rotations, **heads, **layers)
+    said = regard_cache(config).explain()
+    assert re.findall("([0-9,]+) bytes a token", said) == [f"{2 * 2 * 8 * 4}", f"{2 * 2 * 16 * 4}"]
+    assert regard_cache(config, evict=ExpectedAttention(9)).layers[1].kv.evict == ExpectedAttention(9)
+    with pytest.raises(ProblemError, match="its attention cannot be tried by itself"):
+        regard_cache(config, layout=Rolling(9, 2))
 
 
 def test_the_bytes_of_a_model_that_was_saved_are_said(tmp_path: Path):

@@ -10,7 +10,7 @@ Tokens that a codec keeps in full precision (sinks, residual) take as much as pl
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from regard.integrate.cache_fixed import FixedLayer
 from regard.integrate.cache_latent import FixedLatentLayer, LatentLayer
 from regard.integrate.cache_layers import StoredLayer, WindowLayer
 from regard.integrate.cache_options import ranges
-from regard.integrate.decoder import Decoder
+from regard.integrate.decoder import Decoder, config_of_layer
 from regard.integrate.implementation import implementation_of
 from regard.storage.codec import Codec, code_bytes
 from regard.storage.stored import Paged
@@ -90,11 +90,12 @@ def _per_token(decoder: Decoder, layer: Any) -> str:
 
 def _expected_bytes(decoder: Decoder, layer: StoredLayer | FixedLayer) -> str:
     """The bytes of a token by the config, where it has the sizes."""
-    sizes = sizes_of(decoder.config, isinstance(layer, LATENT))
+    config = config_of_layer(decoder.config, cast(Any, layer).made_for)
+    sizes = sizes_of(config, isinstance(layer, LATENT))
     codec = layer.kv.codec if isinstance(layer, StoredLayer) else None
     if isinstance(codec, Codec) and codec.keys is None and isinstance(layer, StoredLayer) and layer.kv.evict:
         codec = replace(codec, keys="token")
-    dtype = getattr(decoder.config, "dtype", None) or torch.float32
+    dtype = getattr(config, "dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # `save_pretrained` leaves its name there
     return "" if sizes is None else f", {token_bytes(*sizes, dtype, codec):,.0f} bytes a token"
 

@@ -25,7 +25,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from regard.describe.position import Rope
 from regard.errors import ProblemError
 from regard.integrate.cache_argument import NAMES, takes
-from regard.integrate.decoder import classes_of
+from regard.integrate.decoder import classes_of, config_of_layer
 from regard.integrate.modules import scaling_of
 
 _AT = torch.tensor([[0, 1, 7, 100, 1000]])
@@ -66,6 +66,7 @@ def rope_for(config: Any, kind: str = "full_attention", source: Any = None) -> R
     parameters = parameters.get(kind, parameters) if "rope_theta" not in parameters else parameters
     if not parameters or parameters.get("rope_theta") is None or "mrope_section" in parameters:
         _refuse(config, "its keys are not rotated by a rotary embedding of one position per token")
+    config = config_of_layer(config, _layers_of(config, kind)[0])
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     base, fraction = float(parameters["rope_theta"]), parameters.get("partial_rotary_factor") or Rope.fraction
     scaling = scaling_of(dict(parameters), config)
@@ -125,15 +126,20 @@ def _angles(small: Any, kind: str, file: str) -> Iterator[tuple[Tensor, Tensor] 
 
 def _keys(small: Any, kind: str, classes: tuple[type[nn.Module], ...], angles: Any) -> Iterator[tuple[str, Tensor]]:
     """(class, keys [1, 2, tokens, dim] that it writes into a cache) of each layer of a kind."""
-    kinds = get_layer_types_and_kwargs(small)[0]
     attentions = [cast(Any, c) for c in classes if "Attention" in c.__name__ and takes(c.__init__, "layer_idx")]
-    for layer in [i for i, of in enumerate(kinds) if of == kind] or range(len(kinds)):
+    for layer in _layers_of(small, kind):
         for attention in attentions:
             if not any(takes(attention.forward, name) for name in _CACHES):
                 continue
             keys = _keys_of(attention(small, layer_idx=layer), small.hidden_size, angles)
             if keys is not None:
                 yield attention.__name__, keys
+
+
+def _layers_of(config: Any, kind: str) -> list[int]:
+    """The layers of a kind; all of them where none is of it."""
+    kinds = get_layer_types_and_kwargs(config)[0]
+    return [i for i, of in enumerate(kinds) if of == kind] or list(range(len(kinds)))
 
 
 def _keys_of(attention: nn.Module, size: int, angles: Any) -> Tensor | None:

@@ -82,6 +82,11 @@ def decoder_of(model: Any) -> Decoder:
     return Decoder(name, text, source, bool(expanding), is_paired, tuple(ref(x) for x in expanding))
 
 
+def config_of_layer(config: Any, layer: int) -> Any:
+    """The config of one layer of a decoder; its own where layers have other sizes (Gemma 4), else that of all."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
 @functools.cache
 def _modules_in(file: str) -> tuple[type[nn.Module], ...]:
     try:
