@@ -92,6 +92,7 @@ FORMS = [
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 71}),
     ("falcon", {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}),
     ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}),
+    ("falcon_mamba", {"expand": 16, "intermediate_size": 1536}),
     ("gemma3_text", {"num_hidden_layers": 7}),
     ("gpt2", {"n_inner": 1000, "tie_word_embeddings": False}),
     ("granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 512}),

@@ -161,7 +161,7 @@ SIZES = {each for field in ("d_model", "layers", "heads", "kv_heads", "mlp", "vo
 
 
 def _recurrent(sizes: Mapping[str, Any], config: Mapping[str, Any], fields: Mapping[str, Any]) -> Recurrent:
-    entries = _entries(config, fields)
+    entries = _entries(config, _computed(config, fields))
     numbers = {key: value_of(str(text), entries) for key, text in sizes.items() if key != "kind"}
     return recurrent_layer(sizes["kind"], fields.get("d_model", 0), numbers)
 
