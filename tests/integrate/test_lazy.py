@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from regard import Causal, ProblemError, attend
+from regard import Causal, ProblemError, TensorMask, Window, attend
 from regard.integrate.cache import regard_cache
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.lazy import LazyTensor, opened
@@ -177,6 +177,28 @@ def test_every_comparison_is_that_of_the_tensor(lazy: Any):
     mask: Any = LayerMask(Causal(), (1, 1, 3, 3), 0, "cpu")
     assert torch.equal(mask == 0, mask.dense() == 0)
     assert torch.equal(mask != 0, mask.dense() != 0)
+
+
+@pytest.mark.parametrize("offset", [2, torch.tensor(2)], ids=["int", "tensor"])
+def test_the_last_queries_of_a_mask_have_a_mask_by_rule(offset: Any):
+    keep = Causal() & (Window(3) | TensorMask(torch.arange(7)[None, None, None] < 2))
+    mask: Any = LayerMask(keep, (1, 1, 5, 7), offset, "cpu")
+    last = mask[:, :, -2:, :]
+    assert type(last) is LayerMask
+    assert last.shape == (1, 1, 2, 7)
+    assert torch.equal(last.dense(), mask.dense()[:, :, -2:])
+    assert mask[:, :, 0:, :] is mask
+
+
+def test_other_parts_of_a_mask_are_tensors():
+    mask: Any = LayerMask(Causal(), (1, 1, 5, 7), 2, "cpu")
+    table: Any = LayerMask(TensorMask(torch.rand(1, 1, 5, 7) > 0.5), (1, 1, 5, 7), 0, "cpu")
+    for one, index in (
+        (mask, (..., slice(1, 3), slice(None))),
+        (mask, 0),
+        (table, (*[slice(None)] * 2, slice(3, None))),
+    ):
+        assert torch.equal(one[index], one.dense()[index])
 
 
 def test_attend_answers_a_lazy_tensor_with_its_dense_tensor():

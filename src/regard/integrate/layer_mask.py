@@ -16,7 +16,7 @@ That is possible where each query sees all earlier tokens but padding, which no 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,6 +126,26 @@ class LayerMask(DenseOnUse, _BlockMask):
 
     to_dense = dense
 
+    def __getitem__(self, index: Any) -> Any:
+        """The last queries as a mask by rule (Gemma 4 slices so in every pass); of any other index the tensor."""
+        first = self._first_of_last(index)
+        if first is None:
+            return super().__getitem__(index)
+        if first == 0:
+            return self
+        shape = (*self.call[:2], self.call[2] - first, self.call[3])
+        return LayerMask(self.mask, shape, self.offset + first, self._device, self.padding, self._read)
+
+    def _first_of_last(self, index: Any) -> int | None:
+        """The first query of an index that keeps the last ones, `[:, :, first:, :]`; None for another index or mask."""
+        if not (isinstance(index, tuple) and len(cast("tuple[Any, ...]", index)) == 4):
+            return None
+        *others, rows = (index[i] for i in (0, 1, 3, 2))
+        if any(each != slice(None) for each in others) or not isinstance(rows, slice) or rows.step or rows.stop:
+            return None
+        first = rows.indices(self.call[2])[0]
+        return first if first < self.call[2] and (first == 0 or _is_by_position(self.mask)) else None
+
     def __add__(self, other: Any) -> Any:
         """The scores with it: some models add a mask in attention of their own (BigBird-Pegasus's encoder, GIT)."""
         return torch.add(self, other)
@@ -153,6 +173,15 @@ class LayerMask(DenseOnUse, _BlockMask):
         return f"LayerMask({self.mask!r}, shape={self.call}, offset={self.offset})"
 
     __str__ = __repr__
+
+
+def _is_by_position(mask: Mask | None) -> bool:
+    """Whether a mask has no table of the queries of the call."""
+    if isinstance(mask, And | Or):
+        return _is_by_position(mask.a) and _is_by_position(mask.b)
+    if isinstance(mask, Not):
+        return _is_by_position(mask.a)
+    return not isinstance(mask, TensorMask) or mask.offset is not None or mask.mask.shape[-2] == 1
 
 
 def _keep(mask: Mask, *at: Tensor) -> Tensor:
