@@ -196,6 +196,8 @@ def test_other_parts_of_a_mask_are_tensors():
     for one, index in (
         (mask, (..., slice(1, 3), slice(None))),
         (mask, 0),
+        (mask, (*[slice(None)] * 2, slice(2, 0), slice(None))),
+        (mask, (*[slice(None)] * 2, slice(1, None, 2), slice(None))),
         (table, (*[slice(None)] * 2, slice(3, None))),
     ):
         assert torch.equal(one[index], one.dense()[index])

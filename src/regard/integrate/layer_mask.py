@@ -141,7 +141,9 @@ class LayerMask(DenseOnUse, _BlockMask):
         if not (isinstance(index, tuple) and len(cast("tuple[Any, ...]", index)) == 4):
             return None
         *others, rows = (index[i] for i in (0, 1, 3, 2))
-        if any(each != slice(None) for each in others) or not isinstance(rows, slice) or rows.step or rows.stop:
+        if any(each != slice(None) for each in others) or not isinstance(rows, slice):
+            return None
+        if rows.stop is not None or rows.step not in (None, 1):
             return None
         first = rows.indices(self.call[2])[0]
         return first if first < self.call[2] and (first == 0 or _is_by_position(self.mask)) else None
