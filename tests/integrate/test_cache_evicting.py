@@ -190,6 +190,15 @@ def test_what_rows_of_a_padded_batch_keep_is_told():
     assert (cache.get_seq_length(), cache.bytes) == (0, 0)
 
 
+def test_a_call_that_failed_is_not_finished_by_another_model():
+    other, cache = on_regard("qwen3"), regard_cache(on_regard("llama"), evict=Knorm(9))
+    with torch.no_grad():
+        cache.update(*torch.randn(2, 2, 2, 13, 8), 0)  # and no attention reads it
+        other(prompt())
+        with pytest.raises(RefusalError, match="after a call that failed"):
+            cache.update(*torch.randn(2, 2, 2, 1, 8), 0)
+
+
 @pytest.mark.parametrize("side", [None, "left"])
 def test_tokens_that_pushed_none_out_can_be_taken_back(side: str | None):
     m, ids = on_regard("llama"), prompt(2, 13)

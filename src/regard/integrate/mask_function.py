@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_tracing
 
 from regard.describe.mask_by_rule import Causal
 from regard.describe.mask_by_table import TensorMask
+from regard.integrate.cache_evicting import latest
 from regard.integrate.layer_mask import LayerMask
 from regard.integrate.masks import MaskRequest, Predicate, is_of_distances, is_of_step, real_keys, to_mask
 
@@ -52,6 +53,8 @@ def mask(
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
     """
+    if not is_compiling():
+        latest.set(None)  # a pass begins: the one before may have failed in front of its attention
     make = None if is_compiling() else _sharded.get()  # dynamo cannot trace it
     if make is not None:
         function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
