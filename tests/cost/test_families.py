@@ -86,6 +86,7 @@ FORMS = [
     ("bert-generation", {"is_decoder": True}),
     ("bert-generation", {"is_decoder": True, "tie_word_embeddings": False}),
     ("cohere", {"use_qk_norm": True}),
+    ("llama4_text", {"moe_layers": [1, 3], "num_hidden_layers": 4}),
     ("deepseek_v2", {"q_lora_rank": None}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1}),
@@ -249,6 +250,33 @@ def test_an_empty_config_json_is_that_of_the_defaults(family, tmp_path):
     read = from_config("m", {"model_type": family, **empty})
     assert parameters(read).total == parameters(whole).total
     assert [kind_of(layer) for layer in read.layers] == [kind_of(layer) for layer in whole.layers]
+
+
+KINDS = [
+    ("cohere2", {"sliding_window_pattern": 3}),
+    ("cohere2_moe", {"sliding_window_pattern": 3}),
+    ("cohere2_moe", {"first_k_dense_replace": 4, "prefix_dense_sliding_window_pattern": 2}),
+    ("exaone4", {"sliding_window_pattern": 3}),
+    ("gemma3_text", {"sliding_window_pattern": 3}),
+    ("lfm2", {"full_attn_idxs": [1, 4]}),
+    ("lfm2", {"full_attn_idxs": []}),
+    ("llama4_text", {"no_rope_layer_interval": 3}),
+    ("llama4_text", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1]}),
+    ("llama4_text", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1], "attention_chunk_size": None}),
+    ("modernbert-decoder", {"global_attn_every_n_layers": 2}),
+    ("qwen3_next", {"full_attention_interval": 3, "sliding_window_pattern": 2}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 64}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1, 0, 0, 1, 1, 0, 1]}),
+    ("smollm3", {"use_sliding_window": True, "no_rope_layer_interval": 2}),
+]
+"""Settings that families had before `layer_types`, and that a config.json may have in its place."""
+
+
+@pytest.mark.parametrize(("family", "settings"), KINDS, ids=map(str, KINDS))
+def test_a_config_json_without_layer_types_has_the_layers_that_transformers_makes(family, settings):
+    config = auto.configuration_auto.CONFIG_MAPPING[family](num_hidden_layers=7, **settings)
+    read = from_config("m", {"model_type": family, "num_hidden_layers": 7, **settings})
+    assert [kind_of(layer) for layer in read.layers] == config.layer_types
 
 
 def test_sizes_of_recurrent_layers_are_checked():

@@ -53,6 +53,9 @@ LETTERS = {
 KINDS = ("layer_types", "layers_block_type", "attention_layers")
 """Entries with the kind of each layer."""
 
+INTERVALS = ("full_attention_interval", "sliding_window_pattern", "global_attn_every_n_layers")
+"""Entries that say which layers are of full attention, in place of the pattern of a family."""
+
 MLP_LETTERS = {"dense": "d", "sparse": "e"}
 """`mlp_layer_types` of transformers, as letters of `from_fields`."""
 
@@ -226,7 +229,7 @@ def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict
         if "n" in letters:  # each layer is a mixer or an MLP
             fields["layers"] = len(kinds)
             fields["mlp_pattern"] = "".join({"mlp": "d", "moe": "e"}.get(kind, "n") for kind in kinds)
-    elif "pattern" in fields and not config.get("full_attention_interval"):
+    elif "pattern" in fields and not any(isinstance(config.get(each), int) for each in INTERVALS):
         letters = str(fields["pattern"])
     else:
         letters = _letters_by_rule(family, config, bool(window), fields.get("layers", 0))
@@ -240,11 +243,16 @@ def _add_pattern(name: str, family: str, config: Mapping[str, Any], fields: dict
 
 
 def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, layers: int) -> str:
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
-    if family == "llama4_text" and config.get("attention_chunk_size"):
-        return "cccf"
-    if every := config.get("full_attention_interval"):  # of qwen3_next: other layers are recurrent
-        return "r" * (every - 1) + "f"
+    every = config.get("sliding_window_pattern")
+    if family in ("llama4_text", "smollm3"):  # layers without RoPE differ
+        rotated = config.get("no_rope_layers") or [1] * (config.get("no_rope_layer_interval", 4) - 1) + [0]
+        chunk = "c" if family == "llama4_text" and config.get("attention_chunk_size") else "f"
+        plain = "s" if family == "smollm3" and has_window else "f"
+        return "".join(chunk if each else plain for each in rotated)
+    if family == "lfm2" and config.get("full_attn_idxs") is not None:
+        return "".join("f" if index in config["full_attn_idxs"] else "r" for index in range(layers))
+    if interval := config.get("full_attention_interval"):  # of qwen3_next: other layers are recurrent
+        return "r" * (interval - 1) + "f"
     if family == "jamba":
         period, offset = config.get("attn_layer_period", 8), config.get("attn_layer_offset", 4)
         return "".join("f" if index % period == offset else "r" for index in range(layers))
@@ -255,15 +263,23 @@ def _letters_by_rule(family: str, config: Mapping[str, Any], has_window: bool, l
         return "f"
     if family in ("gemma2", "gpt_oss"):
         return "sf"
-    if family == "modernbert":
+    if family in ("modernbert", "modernbert-decoder"):
         return "f" + "s" * (config.get("global_attn_every_n_layers", 3) - 1)
-    if family in ("gemma3_text", "gemma3n_text", "cohere2", "olmo3") or every:
+    if family in ("gemma3_text", "gemma3n_text", "cohere2", "olmo3") or isinstance(every, int):
         default = {"cohere2": 4, "olmo3": 4, "gemma3n_text": 5}.get(family, 6)
-        return "s" * ((every or default) - 1) + "f"
+        letters = "s" * ((every if isinstance(every, int) else default) - 1) + "f"
+        if family == "cohere2_moe" and (dense := config.get("first_k_dense_replace")):  # these count on their own
+            before = "s" * (config.get("prefix_dense_sliding_window_pattern", 1) - 1) + "f"
+            return _repeated(before, dense) + _repeated(letters, layers - dense)
+        return letters
     if family in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
         first = min(config.get("max_window_layers", layers), layers)
         return "f" * first + "s" * (layers - first)
     return "s"
+
+
+def _repeated(letters: str, layers: int) -> str:
+    return (letters * layers)[: max(layers, 0)]
 
 
 def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
@@ -291,6 +307,8 @@ def _add_experts(config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         fields["moe_every"] = config["interleave_moe_layer_step"]
         fields["shared_mlp"] = fields["expert_mlp"] = fields["mlp"]
         fields["dense_mlp"] = config.get("intermediate_size_mlp", fields["mlp"])
+    if (with_experts := config.get("moe_layers")) is not None:  # of llama4_text
+        fields["mlp_pattern"] = "".join("e" if i in with_experts else "d" for i in range(fields["layers"]))
     if only_dense := config.get("mlp_only_layers"):
         every = fields.get("moe_every", 1)
         has_experts = (i not in only_dense and not (i + 1) % every for i in range(fields["layers"]))
