@@ -164,12 +164,12 @@ def filled(config: Any, kind: Kind, tokens: int) -> Any:
 def _step(model: Any, kind: Kind, tokens: int) -> Measure:
     """Measures one more token after `tokens`; the cache grows by one token a round."""
     model.set_attn_implementation(kind.attention)
-    cache, token = filled(model.config, kind, tokens), torch.tensor([[7]])
+    given, token = as_argument(model, filled(model.config, kind, tokens)), torch.tensor([[7]])
 
     def once() -> float:
         model.set_attn_implementation(kind.attention)
         start = time.perf_counter()
-        model(token, **as_argument(model, cache), use_cache=True)
+        model(token, **given, use_cache=True)
         return time.perf_counter() - start
 
     once()

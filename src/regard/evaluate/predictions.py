@@ -69,9 +69,10 @@ def last_states(
         tell: called with the tokens that were fed, and their total.
     """
     cache, tokens = make(), ids.shape[1]
+    given = as_argument(model.model, cache)
     found: list[Tensor] = []
     for piece in feed.pieces(tokens):
-        states = model.model(ids[:, piece], **as_argument(model.model, cache), use_cache=True).last_hidden_state
+        states = model.model(ids[:, piece], **given, use_cache=True).last_hidden_state
         found.append(states[:, max(0, tokens - scored - piece.start) :])
         tell(piece.stop, tokens)
     return torch.cat(found, dim=1), cache

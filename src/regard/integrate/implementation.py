@@ -18,7 +18,7 @@ WITHOUT_EFFECT = {
     "position_embeddings": "the same",
     "sliding_window": "the mask carries the window; stock eager and sdpa ignore it as well",
     "use_cache": "the keys have been through the cache",
-    usual_name(): "the same",
+    "past_key_values": "the same",
     "cu_seq_lens_q": "the mask carries packed documents, from position_ids; eager ignores it as well",
     "cu_seq_lens_k": "the same",
     "max_length_q": "the same",
@@ -34,9 +34,13 @@ WITHOUT_EFFECT = {
 UNSUPPORTED = {
     "indices": "keys chosen by an indexer (DeepSeek sparse attention)",
     "block_indices": "blocks of keys chosen by an indexer",
-    **({} if usual_name() == "cache" else {"cache": "a paged cache, of continuous batching"}),
 }
 """Keywords that change the result: refused, never ignored, by an attention function that has no such parameter."""
+
+if usual_name() == "cache":
+    WITHOUT_EFFECT["cache"] = WITHOUT_EFFECT["use_cache"]
+else:
+    UNSUPPORTED["cache"] = "a paged cache, of continuous batching"
 
 
 def implementation_of(config: Any) -> str:

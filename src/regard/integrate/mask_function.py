@@ -53,9 +53,10 @@ def mask(
     It has the parameters of transformers' `sdpa_mask`. `q_offset` may be the cache's own counter, which the first layer
     increases: it is read here, once; for a step of decoding on a GPU it is copied there, and the host does not wait.
     """
-    if not is_compiling():
+    make = None
+    if not is_compiling():  # dynamo cannot trace these
         latest.set(None)  # a pass begins: the one before may have failed in front of its attention
-    make = None if is_compiling() else _sharded.get()  # dynamo cannot trace it
+        make = _sharded.get()
     if make is not None:
         function = mask_function or inspect.signature(sdpa_mask).parameters["mask_function"].default
         return make(function, batch_size, q_length, kv_length, device, use_vmap, attention_mask)

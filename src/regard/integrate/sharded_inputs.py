@@ -169,7 +169,7 @@ def _check_arguments(model: Any, inputs: Inputs, arguments: dict[str, Any]) -> N
     if model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
         raise _refusal(name, "gradient checkpointing: backward would call the layers again, outside of the ring")
     for keyword, why in (
-        *((name, "decode with `attend_sharded` and a `ShardedCache`") for name in NAMES),
+        *((each, "decode with `attend_sharded` and a `ShardedCache`") for each in NAMES),
         ("output_attentions", "each rank would have other rows"),
         ("logits_to_keep", "the last tokens are on one rank"),
         ("output_router_logits", "the loss of the experts' load is that of all tokens"),
