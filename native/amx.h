@@ -22,13 +22,14 @@ class Tiles {
   public:
     Tiles() {
         _tile_storeconfig(&before_);
+        __asm__ volatile("" ::"r"(&before_) : "memory");
         Config all{};
         all.palette = 1;
         for (int i = 0; i < 8; ++i) all.bytes[i] = 64, all.rows[i] = 16;
-        _tile_loadconfig(&all);
+        load(all);
     }
     ~Tiles() {
-        if (before_.palette) _tile_loadconfig(&before_);
+        if (before_.palette) load(before_);
         else _tile_release();
     }
     Tiles(const Tiles &) = delete;
@@ -39,6 +40,11 @@ class Tiles {
         uint16_t bytes[16];
         uint8_t rows[16];
     };
+    // GCC knows that the instruction reads the first 8 bytes, and would leave the others unwritten.
+    static void load(const Config &config) {
+        __asm__ volatile("" ::"r"(&config) : "memory");
+        _tile_loadconfig(&config);
+    }
     Config before_;
 };
 

@@ -31,8 +31,8 @@ struct Decode {
     static constexpr T NEVER = -T(INFINITE);
     // Spans whose keys and values are contiguous or in pages are streamed where keys are multiplied as they are stored;
     // with keys of bf16 that are widened it takes longer (1.06, Zen 4).
-    static constexpr bool streams = K::pairs || is_same<S, float>;
-    static constexpr int STREAMED = 4;  // rows at most
+    static constexpr bool streams = K::pairs || K::chained || is_same<S, float>;
+    static constexpr int STREAMED = DecodeStream<K>::AT_MOST;  // rows
 
     // What is kept of a span until all are merged: [rows][width] sums, then tops and totals.
     struct Part {
@@ -88,7 +88,7 @@ struct Decode {
         const Source<K> v(values_of(c), c.v, lanes.batch, lanes.head / group, c.v_dim);
         if constexpr (streams)
             if (lanes.count <= STREAMED && sees_all(row, span * SPAN)) {
-                const bool served = DecodeStream<K>::serves(lanes.count, c.v_dim);
+                const bool served = DecodeStream<K>::serves(lanes.count, c.qk_dim, c.v_dim);
                 const bool one_page = !served || !DecodeStream<K>::reads_pages();
                 Sixteens keys, values;
                 if (keys.find(k, span * SPAN, one_page) && values.find(v, span * SPAN, one_page)) {
@@ -100,7 +100,7 @@ struct Decode {
         Todo both[2], *now = both, *later = both + 1;
         if (!find(walk, until, lanes, k, v, *now)) return walk.bad ? REGARD_BAD_SCHEDULE : REGARD_DONE;
         take_queries(lanes);
-        memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
+        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         for (bool more = true; more;) {
             key_lines.clear(), value_lines.clear();
             more = find(walk, until, lanes, k, v, *later);
@@ -132,7 +132,7 @@ struct Decode {
             const int tokens = least(BLOCK, c.keys - todo.block.first);
             lane_bits(todo.block, lanes, todo.bits);
             // whole rows: first and last do not matter
-            todo.count = cut<LANES>(todo.block, todo.bits, tokens, lanes.count, todo.pieces);
+            todo.count = cut<LANES, K::by_32 ? 32 : 16>(todo.block, todo.bits, tokens, lanes.count, todo.pieces);
         } while (!todo.count);
         k.find(todo.block.first + todo.low(), todo.block.first + todo.high(), todo.keys);
         const int64_t low = todo.low() / 32 * 32, high = least(up(todo.high(), 32), c.keys - todo.block.first);
@@ -170,14 +170,14 @@ struct Decode {
                          const Lanes *next, int64_t next_first) {
         const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width};
         take_queries(lanes);
-        memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
+        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];
         const int ahead = span.of_values.sixteens,
                   count = 1 + int(least(Sixteens::AFTER - 1, ahead * values.bytes / keys.bytes));
         const int known = next ? find_keys(*next, next_first, count, later) : 0;
         keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
         values.follow(ahead, later, keys.bytes, known);
-        span.make(keys, queries, lanes.count, scores);
+        make_scores(span, keys, lanes.count);
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
         T *const all = scores;
@@ -186,11 +186,17 @@ struct Decode {
             scores = all + at * lanes.count;
             if constexpr (!K::pairs) weights = scores;
             weigh_all(block, lanes, into, [&](int r) { span.ask(values, at, r, known > 0); });
-            span.add(values, at, weights, lanes.count, into.out);
+            [[maybe_unused]] const typename P::Mode mode{};
+            span.add(values, at, weights, lanes.count, into.out, value_rows + DecodeValues<K>::coded_at(c.v_dim));
         }
         scores = all;
         if constexpr (!K::pairs) weights = all;
         return REGARD_DONE;
+    }
+
+    void make_scores(const DecodeStream<K> &span, const Sixteens &keys, int rows) {
+        [[maybe_unused]] const typename P::Mode mode{};
+        span.make(keys, queries, rows, scores);
     }
 
     // The addresses of up to `count` times 16 keys of other rows from a token on. How many are known.
@@ -214,14 +220,13 @@ struct Decode {
         const int step = Source<K>::step_of_lines(DecodeValues<K>::in_order(c.v_dim, lanes.count));
         Todo todo;
         take_queries(lanes);
-        memset(into.out, 0, size_t(lanes.count * width) * sizeof(T));
+        memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         key_lines.clear(), value_lines.clear();
         key_lines.add(keys + BLOCK * key, (SPAN - BLOCK) * key);
         key_lines.add(values, BLOCK * value, step);
         value_lines.add(values + BLOCK * value, (SPAN - BLOCK) * value, step);
         if (next) ask_for(*next, next_first, todo, value_lines, next_first + SPAN > c.keys);
-        const int made =
-            DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, lanes.count, key_lines);
+        const int made = make_lines(keys, lanes.count);
         value_lines.share(DecodeValues<K>::asks(SPAN, c.v_dim, lanes.count));
         todo.block.half[0] = todo.block.half[1] = {true, nullptr};
         T *const all = scores;
@@ -231,12 +236,18 @@ struct Decode {
             if constexpr (!K::pairs) weights = scores;
             weigh_all(todo.block, lanes, into, [](int) {});
             v.find(first + at, first + at + BLOCK, todo.values);
+            [[maybe_unused]] const typename P::Mode mode{};
             DecodeValues<K>(c.v_dim, width, weights, value_rows)
                 .add(v, todo.values, first + at, 0, BLOCK, lanes.count, into.out, value_lines);
         }
         scores = all;
         if constexpr (!K::pairs) weights = all;
         return REGARD_DONE;
+    }
+
+    int make_lines(const char *keys, int rows) {
+        [[maybe_unused]] const typename P::Mode mode{};
+        return DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, rows, key_lines);
     }
 
     // ---- block by block --------------------------------------------------------------------------------------------
@@ -246,12 +257,18 @@ struct Decode {
         v.list(todo.values, value_lines, DecodeValues<K>::in_order(c.v_dim, lanes.count));
     }
 
+    static int64_t rows_of_sums(const Lanes &lanes) { return K::tiled ? FEW : lanes.count; }
+
     void take_queries(const Lanes &lanes) {
         const S *data = static_cast<const S *>(c.q.data) + lanes.batch * c.q.batch;
+        [[maybe_unused]] S *const as_lanes = reinterpret_cast<S *>(queries);  // [units][16 rows]
+        if (K::tiled) memset(queries, 0, size_t(FEW * units) * sizeof(Unit));
         for (int r = 0; r < lanes.count; ++r) {
             const S *from = data + lanes.head_of(r) * c.q.head + lanes.query_of(r) * c.q.token;
             Unit *to = queries + r * units;
-            if constexpr (K::pairs) {
+            if constexpr (K::tiled) {
+                for (int64_t i = 0; i < c.qk_dim; ++i) as_lanes[(i / 2 * FEW + r) * 2 + i % 2] = from[i];
+            } else if constexpr (K::pairs) {
                 to[units - (units > 0)] = 0;
                 memcpy(to, from, size_t(c.qk_dim) * 2);
             } else {
@@ -265,8 +282,11 @@ struct Decode {
         uint32_t listed = 0;  // groups of 16 keys
         for (int i = 0; i < todo.count; ++i)
             for (int j = todo.pieces[i].low; j < todo.pieces[i].high; j += 16) listed |= 1u << j / 16;
-        DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make(keys, todo.keys, block.first, listed,
-                                                                         lanes.count, key_lines);
+        {
+            [[maybe_unused]] const typename P::Mode mode{};
+            DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make(keys, todo.keys, block.first, listed,
+                                                                             lanes.count, key_lines);
+        }
         for (int r = 0; r < lanes.count; ++r) weigh(block, lanes, todo.bits, todo.pieces, todo.count, r, into);
         uint32_t plain = 0;  // groups of 16 values that are not multiplied as integers
         const int64_t asks = mix_coded(todo, listed, lanes, values, into, plain);
@@ -274,6 +294,7 @@ struct Decode {
         if ((block.half[0].bits || block.half[1].bits) && mixed_wild(todo, plain, lanes, values, into)) return;
         DecodeValues<K> mix(c.v_dim, width, weights, value_rows);
         if (!asks) value_lines.share(DecodeValues<K>::asks(todo.high() - todo.low(), c.v_dim, lanes.count));
+        [[maybe_unused]] const typename P::Mode mode{};
         each_plain(todo, plain, [&](int low, int high) {
             mix.add(values, todo.values, block.first, low, high, lanes.count, into.out, value_lines);
         });
@@ -404,11 +425,18 @@ struct Decode {
             for (int g = 0; g < 16; g += W) tree[count++] = weights_at(first, r, j + g, shift);
         if (c.dropout > 0)
             for (int j = p.low; j < p.high; j += 16) drop(lanes, first, r, j);
+        if constexpr (K::tiled) clear_weights(r, p.high);
         const int groups = count * W / 16;
         while (count < of_block) tree[count++] = V{};
         add_neighbours<of_block, 16>(tree);
         for (int i = 0; i < groups; ++i) total += tree[i / W][i % W];
         return total;
+    }
+
+    // 32 weights are multiplied at once: those from `high` on are 0.
+    void clear_weights(int r, int high) {
+        const int from = int(up(high, 16)), to = int(up(high, 32));
+        memset(reinterpret_cast<bf16 *>(weights) + r * BLOCK + from, 0, size_t(to - from) * sizeof(bf16));
     }
 
     // Sums each `each` adjacent lanes of n vectors.
@@ -429,8 +457,16 @@ struct Decode {
         if (left < W) x = select(left > 0 ? (uint64_t(1) << left) - 1 : 0, x, broadcast(NEVER));
         x = exp2<P::precision>((x - shift) * factor);
         if constexpr (K::pairs) store_narrow(reinterpret_cast<bf16 *>(weights) + r * BLOCK + j, x);
-        store(s, x);
+        store(s, multiplied(x));
         return x;
+    }
+
+    // Weights as they meet values.
+    static REGARD_INLINE V multiplied(V weights) {
+#if defined(REGARD_PAIRS)
+        if constexpr (K::chained) return through_bf16(weights);
+#endif
+        return weights;
     }
 
     void drop(const Lanes &lanes, int64_t first, int r, int j) {
@@ -441,7 +477,7 @@ struct Decode {
         for (int i = j; i < j + 16; ++i) {
             const bool gone = dropout_bits(row, dropout_column(uint32_t(first + i))) < below;
             T *w = scores + r * BLOCK + i;
-            *w = gone ? T(0) : *w * rest;
+            *w = gone ? T(0) : multiplied(broadcast(*w * rest))[0];
             if constexpr (K::pairs) {
                 bf16 *near = reinterpret_cast<bf16 *>(weights) + r * BLOCK + i;
                 *near = gone ? bf16{0} : narrow<bf16>(widen(*near) * rest);
@@ -452,6 +488,9 @@ struct Decode {
     // The same sums, where values that are not finite must not reach rows that do not see them.
     void mix_wild(const Block &block, const Bits128 &bits, int low, int high, const Lanes &lanes, const Tokens<K> &v,
                   const Part &into) {
+#if defined(REGARD_TILES)
+        if constexpr (K::by_32) return mix_tamed(block, bits, low, high, lanes, v, into);
+#endif
         for (int r = 0; r < lanes.count; ++r)
             for (int64_t d = 0; d < c.v_dim; ++d) {
                 V sum = broadcast(into.out[r * width + d]);
@@ -469,6 +508,58 @@ struct Decode {
                 into.out[r * width + d] = sum[0];
             }
     }
+
+#if defined(REGARD_TILES)
+    // As Values::mix_tamed: sums of values that are finite, and then what others add to the rows that see them.
+    void mix_tamed(const Block &block, const Bits128 &bits, int low, int high, const Lanes &lanes, const Tokens<K> &v,
+                   const Part &into) {
+        for (int j = low; j < high; j += 32) {
+            const int end = least(high, j + 32);
+            if constexpr (K::tiled) {
+                uint32_t *const pairs = reinterpret_cast<uint32_t *>(value_rows + DecodeValues<K>::coded_at(c.v_dim));
+                const auto row = [&](int i) { return reinterpret_cast<const char *>(v.at(block.first + j + i)); };
+                pair_tokens(row, end - j, c.v_dim, pairs, [] {}, [](int) {});
+                tame_pairs(pairs, token_pairs_bytes(c.v_dim) / 4);
+                add_tiles(reinterpret_cast<const char *>(weights) + j * 2, BLOCK * 2, pairs, c.v_dim, into.out, width);
+            } else {
+                for (int r = 0; r < lanes.count; ++r)
+                    for (int64_t d = 0; d < c.v_dim; ++d)
+                        add_tame(v, block.first, j, end, weights + r * BLOCK, d, into.out[r * width + d]);
+            }
+            for (int i = j; i < end; ++i) add_wild(block, bits, i, lanes, v, into);
+        }
+    }
+
+    // What token i of the block adds where it is not finite.
+    void add_wild(const Block &block, const Bits128 &bits, int i, const Lanes &lanes, const Tokens<K> &v,
+                  const Part &into) const {
+        for (int64_t d = 0; d < c.v_dim; ++d) {
+            const T value = widen(v.at(block.first + i)[d]);
+            if (value - value == 0) continue;
+            for (int r = 0; r < lanes.count; ++r)
+                if (!block.half[i / TILE].bits || bits.of[i] >> r & 1) into.out[r * width + d] += weight(r, i) * value;
+        }
+    }
+
+    T weight(int r, int i) const {
+        if constexpr (K::tiled) return widen(reinterpret_cast<const bf16 *>(weights)[r * BLOCK + i]);
+        else return weights[r * BLOCK + i];
+    }
+
+    static void add_tame(const Tokens<K> &v, int64_t first, int low, int high, const Unit *of_row, int64_t d, T &sum) {
+        const typename P::Mode mode{};
+        add_chains(v, first, low, high, of_row, d, sum);
+    }
+    __attribute__((noinline)) static void add_chains(const Tokens<K> &v, int64_t first, int low, int high,
+                                                     const Unit *of_row, int64_t d, T &sum) {
+        T chain[2] = {};
+        for (int i = low; i < high; ++i) {
+            const T value = widen(v.at(first + i)[d]);
+            chain[i % 2] = fma(T(of_row[i]), value - value == 0 ? value : T(0), chain[i % 2]);
+        }
+        sum += chain[0] + chain[1];
+    }
+#endif
 
     T seen(const Block &block, const Bits128 &bits, int r, int j, const Tokens<K> &v, int64_t d) const {
         const T value = widen(v.at(block.first + j)[d]);
@@ -517,9 +608,16 @@ struct Decode {
         if (c.sink) share = sunk(lse, share, static_cast<const T *>(c.sink)[h]);
         static_cast<T *>(c.lse)[(lanes.batch * c.heads + h) * c.queries + i] = lse;
         S *out = static_cast<S *>(c.out.data) + lanes.batch * c.out.batch + h * c.out.head + i * c.out.token;
-        int64_t d = 0;
-        for (; d + W <= c.v_dim; d += W) store_narrow(out + d, share == 0 ? V{} : load(sums + d) * share);
-        for (; d < c.v_dim; ++d) out[d] = narrow<S>(share == 0 ? T(0) : sums[d] * share);
+        for (int64_t d = 0; d < c.v_dim; d += W) {
+            const V x = share == 0 ? V{} : load(sums + d) * share;
+            if (d + W <= c.v_dim) {
+                store_narrow(out + d, x);
+                continue;
+            }
+            S last[W];  // by a vector as well: bf16 below the normal ones become 0 there
+            store_narrow(last, x);
+            memcpy(out + d, last, size_t(c.v_dim - d) * sizeof(S));
+        }
     }
 };
 

@@ -7,6 +7,7 @@
 
 #include "coded_scores.h"
 #include "decode_keys.h"
+#include "decode_tiles.h"
 #include "scores.h"
 
 namespace regard {
@@ -32,7 +33,7 @@ struct DecodeScores {
 #if defined(REGARD_INTEGERS)
         if (K::integers) return fp8_at(dim) + fp8_bytes(dim);
 #endif
-        return Source<K>::bytes(dim, BLOCK);
+        return Source<K>::bytes(dim, BLOCK) + (K::tiled ? 2 * 16 * Tokens<K>::units(dim) * 4 : 0);
     }
 #if defined(REGARD_INTEGERS)
     // Where what Fp8Scores needs begins, behind that of CodedScores.
@@ -63,8 +64,12 @@ struct DecodeScores {
             asks += (rows / 4 + (rows % 4 + 1) / 2) * asks_of_tiles(found.keys[i].form);
 #endif
         lines.share(asks);
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled) return tiled_sets(found, rows, lines);
+#endif
         int r = 0;
-        for (; r + 8 <= rows; r += 8) sets<8>(found, r, lines);
+        if constexpr (!K::chained)
+            for (; r + 8 <= rows; r += 8) sets<8>(found, r, lines);
         // of three rows left a fourth is made that nobody reads, so that keys are transposed once and not twice
         if (r + 3 <= rows) sets<4>(found, r, lines), r += 4;
         if (r + 2 <= rows) sets<2>(found, r, lines), r += 2;
@@ -80,6 +85,9 @@ struct DecodeScores {
 
     // Scores of a span whose keys lie one after another: [8][rows that it makes][128]. How many those are.
     int make_span(const char *keys, int rows, Lines &lines) {
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled) return tiled_span(keys, rows, lines), rows;
+#endif
         if (rows > 2) return set_after_set<4>(keys, lines), 4;
         if (rows > 1) return set_after_set<2>(keys, lines), 2;
         return set_after_set<1>(keys, lines), 1;
@@ -113,12 +121,13 @@ struct DecodeScores {
 
     // How often lines are asked for, but for codes that are multiplied as they are.
     int64_t asks_of_rows(const Found &found, int rows) const {
+        if (K::tiled) return found.count * units / 16;
         const int64_t tiles = found.tiles;
         const bool narrow = is_same<S, float> && tiles && found.keys->form == REGARD_BF16;
         const int64_t words = narrow ? KeyRows<K, bf16>::words(dim) : KeyRows<K, S>::words(dim);
         int64_t asks = 0;
         for (int left = rows, some; left > 0; left -= some) {
-            some = left < 8 ? left < 3 ? left < 2 ? 1 : 2 : 4 : 8;
+            some = left < 8 || K::chained ? left < 3 ? left < 2 ? 1 : 2 : 4 : 8;
             asks += (found.coded - tiles) * ((units + W - 1) / W);
             asks += (tiles + together(some) - 1) / together(some) * (words / words_of_ask(together(some)));
         }
@@ -126,7 +135,7 @@ struct DecodeScores {
     }
 
     bool is_tiled(const Run &run) const {
-        if (sizeof(T) != 4 || !run.part || run.part->form <= REGARD_F16 || !run.part->tiled) return false;
+        if (K::by_32 || sizeof(T) != 4 || !run.part || run.part->form <= REGARD_F16 || !run.part->tiled) return false;
 #if defined(REGARD_INTEGERS)
         if (K::integers && run.part->form != REGARD_FP8) return dim <= CodedScores<Unit>::DIMS;
 #endif
@@ -202,6 +211,54 @@ struct DecodeScores {
 
     // ---- products --------------------------------------------------------------------------------------------------
 
+#if defined(REGARD_TILES)
+    void tiled_sets(const Found &found, int rows, Lines &lines) {
+        int i = 0;
+        for (; i + 2 <= found.count; i += 2) tiled_set<2>(found.keys + i, rows, lines);
+        if (i < found.count) tiled_set<1>(found.keys + i, rows, lines);
+    }
+
+    template <int G>
+    void tiled_set(const Keys *keys, int rows, Lines &lines) {
+        SixteenRows some[G];
+        for (int g = 0; g < G; ++g) some[g] = sixteen(keys[g].row, g);
+        tiled_scores<G>(some, rows, lines, [&](int g) { return scores + keys[g].at; });
+    }
+
+    template <int G, typename To>
+    void tiled_scores(const SixteenRows *keys, int rows, Lines &lines, To to) {
+        alignas(64) float sums[G * SIDE * SIDE];
+        score_tiles<G>(keys, queries, units / SIDE, sums, [&](int) { lines.ask(); });
+        for (int g = 0; g < G; ++g) put_columns(sums + g * SIDE * SIDE, rows, to(g), BLOCK);
+    }
+
+    // Rows as a tile reads them: evenly apart, of whole steps of 32 dims.
+    SixteenRows sixteen(const char *const *row, int place) const {
+        const int64_t step = row[1] - row[0], bytes = units * 4;
+        bool even = dim == 2 * units;
+        for (int i = 2; i < SIDE; ++i) even &= row[i] - row[i - 1] == step;
+        if (even) return {row[0], step};
+        char *const to = scratch + Source<K>::bytes(dim, BLOCK) + place * SIDE * bytes;
+        for (int i = 0; i < SIDE; ++i) {
+            memcpy(to + i * bytes, row[i], size_t(dim) * 2);
+            memset(to + i * bytes + dim * 2, 0, size_t(bytes - dim * 2));
+        }
+        return {to, bytes};
+    }
+
+    void tiled_span(const char *at, int rows, Lines &lines) {
+        const int64_t step = dim * int64_t(sizeof(S));
+        lines.share(SPAN / SIDE * units / SIDE);
+        const char *row[SIDE];
+        for (int j = 0; j < SPAN; j += SIDE) {
+            for (int i = 0; i < SIDE; ++i) row[i] = at + (j + i) * step;
+            const SixteenRows keys = sixteen(row, 0);
+            tiled_scores<1>(&keys, rows, lines,
+                            [&](int) { return scores + j / int(BLOCK) * rows * int(BLOCK) + j % int(BLOCK); });
+        }
+    }
+#endif
+
     template <int R>
     void sets(const Found &found, int r, Lines &lines) {
         if (found.tiles) {
@@ -211,7 +268,7 @@ struct DecodeScores {
                 if (found.keys->form == REGARD_F16) sets_of<R, f16>(found, r, lines);
             }
         }
-        if constexpr (sizeof(T) == 4 && !K::pairs)
+        if constexpr (sizeof(T) == 4 && !K::pairs && !K::chained)
             for (int i = found.tiles; i < found.coded;) i += tiles<R>(found.keys + i, found.coded - i, r, lines);
     }
 
@@ -244,6 +301,7 @@ struct DecodeScores {
         using Turned = KeyRows<K, From>;
         constexpr int N = Turned::WORDS;
         V sum[R][G] = {};
+        V chain[K::chained ? 2 : 1][R][G] = {};  // only if chained
         Lines::Place place = lines.place();
         const char *q = reinterpret_cast<const char *>(queries + r * units);
         const int64_t of_row = units * int64_t(sizeof(Unit));
@@ -260,16 +318,22 @@ struct DecodeScores {
                     typename P::Vector x[G];
 #pragma GCC unroll 4
                     for (int g = 0; g < G; ++g) x[g] = Turned::unit(word[g][n], i);
-                    meet(x, q, of_row, sum);
+                    if constexpr (K::chained) meet(x, q, of_row, chain[i]);
+                    else meet(x, q, of_row, sum);
                 }
             }
+            if constexpr (K::chained)
+                if ((u + Turned::UNITS) % CHAINED == 0) end_chains(chain, sum);
         }
         lines.back(place);
         for (; u < units; ++u, q += sizeof(Unit)) {
             typename P::Vector x[G];
             for (int g = 0; g < G; ++g) x[g] = Turned::single(keys[g].row, dim, u);
-            meet(x, q, of_row, sum);
+            if constexpr (!K::chained) meet(x, q, of_row, sum);
+            else if (u % 2) meet(x, q, of_row, chain[1]);
+            else meet(x, q, of_row, chain[0]);
         }
+        if constexpr (K::chained) end_chains(chain, sum);
         put(keys, r, sum);
     }
 

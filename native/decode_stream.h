@@ -13,8 +13,10 @@
 // Which lines are asked for follows the machine (`Asks` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
 // it, lines behind these into the second cache; pages are read so as well. Where that holds lines that are asked for
-// far ahead, keys and values are asked for into it, each line once, 16 KiB ahead. One and two rows are streamed there
-// as well; on Intel only those of float32.
+// far ahead, keys and values are asked for into it, each line once, 16 KiB ahead, and the next 16 keys into the first
+// cache. One and two rows are streamed there as well; on Intel not those of bf16 in pairs.
+//
+// On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (decode_tiles.h).
 #pragma once
 
 #include "caches.h"
@@ -33,7 +35,8 @@ struct DecodeStream {
     using S = typename K::Stored;
     using Turned = KeyRows<K, S>;
     static constexpr int W = K::W, EACH = Sixteens::EACH;  // where spans are streamed these are equal
-    static constexpr bool known = Turned::halves && (K::pairs || is_same<S, float>);
+    static constexpr bool known = Turned::halves && (K::pairs || K::chained || is_same<S, float>);
+    static constexpr int AT_MOST = K::tiled ? FEW : 4;                  // rows
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
 
     const int64_t key_dim, units, v_dim, width;
@@ -52,7 +55,8 @@ struct DecodeStream {
     // for a line, so on Zen 4 more lines are on their way than there are places for: with one row, pages of 4 KiB and
     // float32 it took 1.0 to 1.4 times as long as DecodeScores and DecodeValues. Elsewhere one or two rows in pairs of
     // bf16 take 1.02 to 1.04 times as long, but on Zen 5 0.91 to 0.98.
-    static bool serves(int rows, int64_t v_dim) {
+    static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
+        if (K::tiled) return key_dim % 32 == 0 && (v_dim == 4 * W || v_dim == 8 * W);
         const Asks asks = caches().asks;
         const bool few = asks == Asks::all || (asks == Asks::far && !K::pairs);
         return known && rows <= 4 && (rows > 2 || few) && (v_dim == 4 * W || v_dim == 8 * W);
@@ -60,12 +64,24 @@ struct DecodeStream {
 
     // Scores of the span's keys, [8][rows][128]. Behind `keys` is what is read next.
     void make(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled)
+            return by_asks([&](auto way) { make_tiles<decltype(way)>(keys, queries, rows, scores); });
+#endif
         by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys, queries, scores); });
     }
 
     // out [rows][width] += weights [rows][128 / pair] x the 128 values from token `first` of the span on. Behind
     // `values` is what is read next.
-    void add(const Sixteens &values, int64_t first, const Unit *weights, int rows, T *out) const {
+    // pairs: for 32 values in pairs, if they are multiplied in tiles.
+    void add(const Sixteens &values, int64_t first, const Unit *weights, int rows, T *out,
+             [[maybe_unused]] char *pairs) const {
+#if defined(REGARD_TILES)
+        if constexpr (K::tiled) {
+            uint32_t *const to = reinterpret_cast<uint32_t *>(pairs);
+            return by_asks([&](auto way) { add_values<decltype(way)>(values.at + first / EACH, weights, out, to); });
+        }
+#endif
         const bool turns = asks == Asks::all && first + BLOCK == SPAN;  // to what is read next
         // tokens that one address serves
         const int each = !values.in_one ? EACH : int(BLOCK) - (turns ? of_values.sixteens * EACH : 0);
@@ -100,7 +116,7 @@ struct DecodeStream {
     template <int R, Asks asks>
     struct Way {
         static constexpr int rows = R;
-        static constexpr bool values = asks != Asks::keys;
+        static constexpr bool values = asks != Asks::keys, far = asks == Asks::far;
 
         static REGARD_INLINE void ask(const char *at) {
             if constexpr (asks == Asks::far) __builtin_prefetch(at, 0, 2);  // into the second cache
@@ -123,6 +139,69 @@ struct DecodeStream {
         else work(Way<4, asks>{});
     }
 
+#if defined(REGARD_TILES)
+    template <typename Work>
+    REGARD_INLINE void by_asks(Work work) const {
+        if (asks == Asks::all) work(Way<0, Asks::all>{});
+        else if (asks == Asks::far) work(Way<0, Asks::far>{});
+        else work(Way<0, Asks::keys>{});
+    }
+
+    // `count` lines from line n on.
+    template <typename By>
+    static REGARD_INLINE void ask_lines(const char *from, int64_t n, int count) {
+#pragma GCC unroll 16
+        for (int i = 0; i < count; ++i) By::ask(from + (n + i) * Lines::LINE);
+    }
+
+    template <typename By>
+    __attribute__((noinline)) void make_tiles(const Sixteens &keys, const Unit *queries, int rows, T *scores) const {
+        const int64_t step = key_dim * int64_t(sizeof(S));
+        alignas(64) float sums[2 * SIDE * SIDE];
+        for (int j = 0; j < SPAN; j += 2 * EACH) {
+            const char *const *const at = keys.at + j / EACH;
+            const SixteenRows both[2] = {{at[0], step}, {at[1], step}};
+            const char *const *const later = at + of_keys.sixteens;
+            int64_t n = 0;
+            score_tiles<2>(both, queries, units / SIDE, sums, [&](int g) {
+                ask_lines<By>(later[g] + of_keys.bytes, n, SIDE);
+                n += g ? SIDE : 0;
+            });
+            T *const to = scores + j / BLOCK * rows * BLOCK + j % BLOCK;
+            put_columns(sums, rows, to, BLOCK);
+            put_columns(sums + SIDE * SIDE, rows, to + EACH, BLOCK);
+        }
+    }
+
+    // 32 values are paired while those before them are multiplied, whose pairs have left for the first cache by then.
+    template <typename By>
+    __attribute__((noinline)) void add_values(const char *const *at, const Unit *weights, T *out,
+                                              uint32_t *pairs) const {
+        const int64_t step = v_dim * int64_t(sizeof(S)), lines = EACH * step / Lines::LINE;
+        uint32_t *now = pairs, *before = pairs + token_pairs_bytes(v_dim) / 4;
+        const char *const of_32 = reinterpret_cast<const char *>(weights);
+        for (int j = 0; j < BLOCK; j += 2 * EACH, at += 2) {
+            const char *const *const later = at + of_values.sixteens;
+            const auto row = [&](int i) { return at[i / EACH] + i % EACH * step; };
+            int64_t n = 0;
+            const auto ask = [&] {
+                const int second = n >= lines;
+                ask_lines<By>(later[second] + of_values.bytes, n - second * lines, 2);
+                n += 2;
+            };
+            if (j) take_weights(of_32 + (j - 2 * EACH) * int64_t(sizeof(S)), BLOCK * int64_t(sizeof(S)));
+            pair_tokens(row, 2 * EACH, v_dim, now, ask, [&](int t) {
+                const int64_t all = sides(v_dim);
+                if (j) add_sides(before, all * t / SIDE, all * (t + 1) / SIDE, out, width);
+            });
+            uint32_t *const paired = now;
+            now = before, before = paired;
+        }
+        add_tiles(of_32 + (BLOCK - 2 * EACH) * int64_t(sizeof(S)), BLOCK * int64_t(sizeof(S)), before, v_dim, out,
+                  width);
+    }
+#endif
+
     // Rows of memory, in five registers: 16 addresses would wait in memory for their turn.
     struct Steps {
         const char *fourth[W / 4];
@@ -139,48 +218,140 @@ struct DecodeStream {
         constexpr int R = By::rows;
         const int64_t step = key_dim * int64_t(sizeof(S));
         const int turn = keys.in_one ? SPAN - of_keys.sixteens * EACH : 0;  // from here on addresses are looked up
+        [[maybe_unused]] const int next = of_keys.sixteens > 0;
         const char *row = keys.at[0], *later = keys.at[of_keys.sixteens] + of_keys.bytes;
         for (int j = 0; j < SPAN; j += W, row += W * step, later += W * step) {
             if (j >= turn) {
                 if (!keys.in_one) row = keys.at[j / EACH];
                 later = keys.at[j / EACH + of_keys.sixteens] + of_keys.bytes;
             }
-            V sum[R] = {};
-            meet<By>(Steps(row, step), later, queries, sum);
+            V sum[R][1] = {};
+            const char *const near = keys.at[j / EACH + next];
+            if constexpr (K::chained) meet_chains<By>(Steps(row, step), later, near, queries, sum);
+            else meet<By>(Steps(row, step), later, near, queries, sum);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r]);
+            for (int r = 0; r < R; ++r) store(scores + (j / BLOCK * R + r) * BLOCK + j % BLOCK, sum[r][0]);
         }
     }
 
-    // Sums of R rows with W keys.
+    // Sums of R rows with W keys. Where lines are asked for into the second cache, those of the `next` keys are into
+    // the first.
     template <typename By, int R>
-    REGARD_INLINE void meet(const Steps &rows, const char *ahead, const Unit *queries, V (&sum)[R]) const {
+    REGARD_INLINE void meet(const Steps &rows, const char *ahead, const char *next, const Unit *queries,
+                            V (&sum)[R][1]) const {
         const Unit *q = queries;
         int64_t u = 0;
         for (; (u + Turned::UNITS) * P::pair <= key_dim; u += Turned::UNITS) {
             typename P::Vector word[Turned::WORDS];
             Turned::turn(rows, u, word);
 #pragma GCC unroll 8
-            for (int n = 0; n < Turned::WORDS; ++n, ++q, ahead += Lines::LINE) {
+            for (int n = 0; n < Turned::WORDS; ++n, ++q, ahead += Lines::LINE, next += Lines::LINE) {
                 By::ask(ahead);
+                if (By::far) __builtin_prefetch(next);
                 meet_one(word[n], q, sum);
             }
         }
         for (; u < units; ++u, ++q) meet_one(Turned::single(rows, key_dim, u), q, sum);
     }
 
+    // The same by chains: a word is an even unit and an odd one.
+    template <typename By, int R>
+    REGARD_INLINE void meet_chains(const Steps &rows, const char *ahead, const char *next, const Unit *queries,
+                                   V (&sum)[R][1]) const {
+        const Unit *q = queries;
+        V chain[2][R][1] = {};
+        int64_t u = 0;
+        for (; u + Turned::UNITS <= key_dim; u += Turned::UNITS) {
+            typename P::Vector word[Turned::WORDS];
+            Turned::turn(rows, u, word);
+#pragma GCC unroll 8
+            for (int n = 0; n < Turned::WORDS; ++n, q += 2, ahead += Lines::LINE, next += Lines::LINE) {
+                By::ask(ahead);
+                if (By::far) __builtin_prefetch(next);
+                meet_one(Turned::unit(word[n], 0), q, chain[0]);
+                meet_one(Turned::unit(word[n], 1), q + 1, chain[1]);
+            }
+            if ((u + Turned::UNITS) % CHAINED == 0) end_chains(chain, sum);
+        }
+        for (; u < units; ++u, ++q)
+            if (u % 2) meet_one(Turned::single(rows, key_dim, u), q, chain[1]);
+            else meet_one(Turned::single(rows, key_dim, u), q, chain[0]);
+        end_chains(chain, sum);
+    }
+
     template <int R>
-    REGARD_INLINE void meet_one(typename P::Vector x, const Unit *q, V (&sum)[R]) const {
+    REGARD_INLINE void meet_one(typename P::Vector x, const Unit *q, V (&sum)[R][1]) const {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
-            sum[r] = P::madd(x, P::repeat(reinterpret_cast<const char *>(q + r * units)), sum[r]);
+            sum[r][0] = P::madd(x, P::repeat(reinterpret_cast<const char *>(q + r * units)), sum[r][0]);
     }
 
     template <typename By>
     void add_rows(const char *const *values, int each, const Unit *weights, T *out) const {
+#if defined(REGARD_TILES)
+        if constexpr (K::chained) return add_chains<By, 8 / (By::rows == 3 ? 4 : By::rows)>(values, weights, out);
+#endif
         if (v_dim == 8 * W) add_dims<By, 8>(values, each, weights, out);
         else add_dims<By, 4>(values, each, weights, out);
     }
+
+#if defined(REGARD_TILES)
+    // By chains, 32 tokens by N vectors of dims at a time, so that sums stay in registers.
+    template <typename By, int MOST>
+    REGARD_INLINE void add_chains(const char *const *values, const Unit *weights, T *out) const {
+        if (MOST == 8 && v_dim == 4 * W) add_columns<By, 4>(values, weights, out);
+        else add_columns<By, MOST>(values, weights, out);
+    }
+
+    template <typename By, int N>
+    __attribute__((noinline)) void add_columns(const char *const *values, const Unit *weights, T *out) const {
+        constexpr int R = By::rows;
+        for (int j = 0; j < BLOCK; j += CHAINED)
+            for (int64_t d = 0; d < v_dim; d += N * W) {
+                V chain[2][R][N] = {};
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half)
+                    add_sixteen<By>(values + j / EACH + half, d, weights + j + half * EACH, chain);
+                join_chains(chain);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; n += 2) {
+                        T *const to = out + r * width + d + n * W;
+                        V *const some = chain[0][r] + n;
+                        join_halves(some[0], some[1]);
+                        store(to, load(to) + some[0]);
+                        store(to + W, load(to + W) + some[1]);
+                    }
+            }
+    }
+
+    // 16 tokens; lines are asked for in the order of memory, those of N vectors with each token.
+    template <typename By, int R, int N>
+    REGARD_INLINE void add_sixteen(const char *const *at, int64_t d, const Unit *weights, V (&chain)[2][R][N]) const {
+        const int64_t step = v_dim * int64_t(sizeof(S));
+        const char *row = at[0] + d * int64_t(sizeof(S));
+        const char *ahead = at[of_values.sixteens] + of_values.bytes + d * EACH * int64_t(sizeof(S));
+        const char *next = at[of_values.sixteens > 0] + d * EACH * int64_t(sizeof(S));
+        for (int i = 0; i < EACH; i += 2, weights += 2)
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; ++odd, row += step) {
+                V value[N];
+#pragma GCC unroll 4
+                for (int n = 0; n < N; n += 2, ahead += Lines::LINE, next += Lines::LINE) {
+                    if constexpr (By::values) By::ask(ahead);
+                    if (By::far) __builtin_prefetch(next);
+                    load_halves(reinterpret_cast<const bf16 *>(row) + n * W, value[n], value[n + 1]);
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const V w = broadcast(weights[r * BLOCK + odd]);
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n) chain[odd][r][n] = fma(value[n], w, chain[odd][r][n]);
+                }
+            }
+    }
+#endif
 
     template <typename By, int N>
     __attribute__((noinline)) void add_dims(const char *const *values, int each, const Unit *weights, T *out) const {

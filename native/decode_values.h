@@ -31,7 +31,7 @@ struct DecodeValues {
 #if defined(REGARD_INTEGERS)
         if (K::integers) return coded_at(dim) + CodedValues::bytes(dim);
 #endif
-        return coded_at(dim);
+        return coded_at(dim) + (K::tiled ? 2 * up(dim, 16) * 64 : 0);
     }
     // Where what CodedValues needs begins.
     static int64_t coded_at(int64_t dim) {
@@ -54,6 +54,12 @@ struct DecodeValues {
             while (stretch.run[run].first + stretch.run[run].count <= first + j) ++run;
             end = least(until_other(stretch, run, first), least(j + SOME, high));
             const Found found = find(values, stretch, run, first, j, end);
+#if defined(REGARD_TILES)
+            if constexpr (K::tiled) {
+                mix_tiles(found, j, end, out, lines);
+                continue;
+            }
+#endif
             switch (found.form) {
                 case REGARD_INT8:
                     mix_by<Int8>(found, j, end, rows, out, lines);
@@ -81,6 +87,7 @@ struct DecodeValues {
 
     // How often `add` asks for lines.
     static int64_t asks(int64_t tokens, int64_t dim, int rows) {
+        if (K::tiled) return (tokens + 1) / 2 * ((dim + 31) / 32);
         const int64_t few = (rows / 2 % 2 + rows % 2) * times<8>(dim);
         const int64_t four = rows / 4 % 2 * times<vectors<4, S>>(dim), many = rows / 8 * times<vectors<8, S>>(dim);
         return tokens / P::pair * (many + four + few);
@@ -112,9 +119,10 @@ struct DecodeValues {
     // (float32), 1.08 (bf16) and 1.09 (int8) times as long, eight 1.01 to 1.04. Of two rows codes take 1.08 times as
     // long, but float32 0.88, as values are read in the order of memory (Zen 5).
     template <int R, typename Form>
-    static constexpr int vectors = VECTOR_BYTES == 32 && (R > 2 || (R == 2 && is_code<Form>)) ? (R == 2 ? 4 : 8 / R)
-                                   : R > 2                                                    ? 16 / R
-                                                                                              : 8;
+    static constexpr int vectors = K::chained                                                   ? 8 / R
+                                   : VECTOR_BYTES == 32 && (R > 2 || (R == 2 && is_code<Form>)) ? (R == 2 ? 4 : 8 / R)
+                                   : R > 2                                                      ? 16 / R
+                                                                                                : 8;
 
     // Bytes of a row that are skipped for a dim by those who call `wide`.
     template <typename Form>
@@ -126,7 +134,7 @@ struct DecodeValues {
         const regard_part &p = *run.part;
         if (p.form == K::form) return true;
         if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
-        if (K::pairs || (K::integers && p.form != REGARD_FP8)) return false;
+        if (K::pairs || K::chained || (K::integers && p.form != REGARD_FP8)) return false;
         return sizeof(T) == 4 && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
     }
 
@@ -204,15 +212,26 @@ struct DecodeValues {
 
     template <typename Form>
     void mix_by(const Found &found, int low, int high, int rows, T *out, Lines &lines) const {
-        constexpr bool code = is_code<Form> && !K::pairs && (!K::integers || is_same<Form, Fp8>);
+        constexpr bool code = is_code<Form> && !K::pairs && !K::chained && (!K::integers || is_same<Form, Fp8>);
         if constexpr (is_same<Form, S> || is_same<S, float> || (code && sizeof(T) == 4)) {
             int r = 0;
-            for (; r + 8 <= rows; r += 8) mix<8, vectors<8, Form>, Form>(found, low, high, r, out, lines);
-            if (r + 4 <= rows) mix<4, vectors<4, Form>, Form>(found, low, high, r, out, lines), r += 4;
+            if constexpr (!K::chained)
+                for (; r + 8 <= rows; r += 8) mix<8, vectors<8, Form>, Form>(found, low, high, r, out, lines);
+            for (; r + 4 <= rows; r += 4) mix<4, vectors<4, Form>, Form>(found, low, high, r, out, lines);
             if (r + 2 <= rows) mix<2, vectors<2, Form>, Form>(found, low, high, r, out, lines), r += 2;
             if (r < rows) mix<1, vectors<1, Form>, Form>(found, low, high, r, out, lines);
         }
     }
+
+#if defined(REGARD_TILES)
+    // 32 tokens, or what there is of them.
+    __attribute__((noinline)) void mix_tiles(const Found &found, int low, int high, T *out, Lines &lines) const {
+        uint32_t *const pairs = reinterpret_cast<uint32_t *>(scratch + coded_at(dim));
+        const auto row = [&](int j) { return found.row[j]; };
+        pair_tokens(row, high - low, dim, pairs, [&] { lines.ask(); }, [](int) {});
+        add_tiles(reinterpret_cast<const char *>(weights) + low * 2, BLOCK * 2, pairs, dim, out, width);
+    }
+#endif
 
     // Codes whose scale, one for a token, meets the weights instead: once for a row and not for each vector of dims.
     template <typename Form>
@@ -259,6 +278,7 @@ struct DecodeValues {
     REGARD_INLINE void mix_dims(const Found &found, int low, int high, int r, int64_t d, const Weights &of_tokens,
                                 T *out, Lines &lines) const {
         T *const to = out + r * width + d;
+        if constexpr (K::chained) return mix_chains<R, N, tail>(found, low, high, d, of_tokens, to, lines);
         V sum[R][N];
 #pragma GCC unroll 8
         for (int i = 0; i < R; ++i)
@@ -305,6 +325,44 @@ struct DecodeValues {
         for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) store(to + i * width + n * W, sum[i][n]);
+    }
+
+    // The same by chains: tokens from a multiple of 32 on.
+    template <int R, int N, bool tail>
+    REGARD_INLINE void mix_chains(const Found &found, int low, int high, int64_t d, const Weights &of_tokens, T *to,
+                                  Lines &lines) const {
+        constexpr bool apart = in_halves<N, tail, S>;
+        V chain[2][R][N] = {};
+        Lines::Place place = lines.place();
+        for (int j = 0; j < high - low; j += 2)
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; ++odd) {
+                if (j + odd == high - low) break;
+                const bf16 *const row = reinterpret_cast<const bf16 *>(found.row[j + odd]) + d;
+                V value[N];
+                if constexpr (apart) halves<N>(row, value);
+                else value[0] = tail ? some_wide(row, dim - d) : load_wide(row);
+                lines.ask(place);
+#pragma GCC unroll 4
+                for (int i = 0; i < R; ++i) {
+                    const V w = broadcast(of_tokens.first[i * of_tokens.of_row + j + odd]);
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n) chain[odd][i][n] = fma(value[n], w, chain[odd][i][n]);
+                }
+            }
+        lines.back(place);
+        join_chains(chain);
+        if constexpr (apart) swap_halves<R, N, false>(chain[0]);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) store(to + i * width + n * W, load(to + i * width + n * W) + chain[0][i][n]);
+    }
+
+    static V some_wide(const bf16 *row, int64_t count) {
+        V x{};
+        for (int64_t i = 0; i < count; ++i) x[i] = widen(row[i]);
+        return x;
     }
 
     // Whether bf16 are widened as even and odd dims apart.

@@ -196,6 +196,10 @@ REGARD_INLINE U pair_halves(__m512i both) {
 // Lanes of bf16 pairs from two vectors of floats.
 REGARD_INLINE U pack_pairs(F low, F high) { return pair_halves((__m512i)_mm512_cvtne2ps_pbh(high, low)); }
 REGARD_INLINE U broadcast_pair(uint32_t x) { return (U)_mm512_set1_epi32(int(x)); }
+// Rounded to bf16, and widened again.
+REGARD_INLINE F through_bf16(F x) {
+    return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16);
+}
 // The nearest that is no larger than bf16 can be; NaN becomes finite.
 REGARD_INLINE F within_bf16(F x) {
     const F most = broadcast(0x1.fep127f);

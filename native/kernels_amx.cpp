@@ -14,7 +14,10 @@ namespace REGARD_ISA {
 namespace {
 
 using Own = ForwardPass<Kind<bf16, Tiled>>;
+using FewRows = ForwardPass<Kind<bf16, Chained>, true>;
 using OwnGradients = Gradients<Kind<bf16, Tiled>>;
+
+constexpr int64_t CHAINED_ROWS = 4;  // at most; more take less time in tiles
 
 bool has_codes(const Parts &parts) {
     for (int64_t i = 0; i < parts.count; ++i)
@@ -22,9 +25,14 @@ bool has_codes(const Parts &parts) {
     return false;
 }
 
-bool is_own(const regard_call &c) {
-    if (c.dtype != REGARD_BF16 || sweep_of(c)) return false;
-    return !(has_codes(keys_of(c)) || has_codes(values_of(c))) || !Cut(c).rows;
+enum class Way { borrowed, chains, tiles };
+
+Way way(const regard_call &c) {
+    if (c.dtype != REGARD_BF16 || sweep_of(c)) return Way::borrowed;
+    const Cut cut(c);
+    if (!cut.rows) return Way::tiles;
+    if (has_codes(keys_of(c)) || has_codes(values_of(c))) return Way::borrowed;
+    return cut.at_once * c.queries <= CHAINED_ROWS ? Way::chains : Way::tiles;
 }
 
 // Gradients of few rows and keys are products of float32.
@@ -32,22 +40,50 @@ bool is_own(const regard_gradient &g) { return g.call.dtype == REGARD_BF16 && !D
 
 int64_t shared(const regard_call &c, const regard_gradient *g) {
     if (g) return is_own(*g) ? OwnGradients::shared_bytes(*g) : avx512bf16.shared(c, g);
-    return is_own(c) ? Own(c).shared() : avx512bf16.shared(c, g);
+    switch (way(c)) {
+        case Way::tiles:
+            return Own(c).shared();
+        case Way::chains:
+            return FewRows(c).shared();
+        default:
+            return avx512bf16.shared(c, g);
+    }
 }
 
 int64_t scratch(const regard_call &c, const regard_gradient *g) {
     if (g) return is_own(*g) ? Backward<Kind<bf16, Tiled>>::bytes(*g) : avx512bf16.scratch(c, g);
-    return is_own(c) ? Own(c).scratch() : avx512bf16.scratch(c, g);
+    switch (way(c)) {
+        case Way::tiles:
+            return Own(c).scratch();
+        case Way::chains:
+            return FewRows(c).scratch();
+        default:
+            return avx512bf16.scratch(c, g);
+    }
 }
 
 int64_t forward_units(const regard_call &c, int half) {
-    return is_own(c) ? Own(c).units(half) : avx512bf16.forward_units(c, half);
+    switch (way(c)) {
+        case Way::tiles:
+            return Own(c).units(half);
+        case Way::chains:
+            return FewRows(c).units(half);
+        default:
+            return avx512bf16.forward_units(c, half);
+    }
 }
 
 regard_status forward(const regard_call &c, int half, int64_t unit, char *shared, char *scratch) {
-    if (!is_own(c)) return avx512bf16.forward(c, half, unit, shared, scratch);
-    const Tiles tiles;
-    return Own(c).run(half, unit, shared, scratch);
+    switch (way(c)) {
+        case Way::tiles: {
+            const Tiles tiles;
+            return Own(c).run(half, unit, shared, scratch);
+        }
+        case Way::chains:
+            return FewRows(c).run(half, unit, shared, scratch);
+        default:
+            return avx512bf16.forward(c, half, unit, shared, scratch);
+    }
 }
 
 int64_t backward_units(const regard_gradient &g, int half) { return avx512bf16.backward_units(g, half); }

@@ -22,11 +22,11 @@ struct Cut {
     int64_t units;                         // in which all queries are
     static constexpr int64_t ENOUGH = 16;  // units for a thread, so that none waits long for the last
 
-    // tiles_at_most: of a head, that had better share a unit. by_rows: whether few queries are rows.
-    explicit Cut(const regard_call &call, int64_t tiles_at_most = 1, bool by_rows = true)
+    // tiles_at_most: of a head, that had better share a unit.
+    explicit Cut(const regard_call &call, int64_t tiles_at_most = 1)
         : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
         const int64_t together = c.maps_head > 1 ? 1 : group;  // heads with one mask
-        rows = by_rows && together * c.queries <= FEW;
+        rows = together * c.queries <= FEW;
         at_once =
             c.queries && LANES / c.queries > 1 ? (together < LANES / c.queries ? together : LANES / c.queries) : 1;
         parts = (group + at_once - 1) / at_once;
@@ -61,14 +61,14 @@ struct Cut {
 template <typename K, bool few = false>
 struct ForwardPass {
     using Strip = typename Forward<K>::Strip;
+    using Rows = Decode<K>;
     static constexpr int64_t PAIRS_AT_MOST = int64_t(40) << 20;  // of memory; no cache is meant
 
     const regard_call &c;
     const int64_t pairs;  // bytes of all values in pairs, made once where many tiles use them; 0: made where they are
     const Cut cut;
 
-    explicit ForwardPass(const regard_call &call)
-        : c(call), pairs(bytes_of_pairs()), cut(call, tiles_at_most(), !K::tiled) {}
+    explicit ForwardPass(const regard_call &call) : c(call), pairs(bytes_of_pairs()), cut(call, tiles_at_most()) {}
 
     int64_t bytes_of_pairs() const {
         const int64_t all = c.batch * c.kv_heads * pairs_of_head();
@@ -92,15 +92,13 @@ struct ForwardPass {
         return (tokens + together - 1) / together * Tokens<K>::unit_bytes(c.v_dim);
     }
     int64_t part_bytes() const {
-        if constexpr (!K::tiled)
-            if (cut.rows) return Decode<K>::part_bytes(c);
+        if (cut.rows) return Rows::part_bytes(c);
         return Forward<K>::part_bytes(c);
     }
 
     int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * part_bytes() : pairs; }
     int64_t scratch() const {
-        if constexpr (!K::tiled)
-            if (cut.rows) return Decode<K>::bytes(c);
+        if (cut.rows) return Rows::bytes(c);
         return Forward<K>::bytes(c, cut.tiles);
     }
 
@@ -124,14 +122,12 @@ struct ForwardPass {
                 const bool more = follows(unit + c.threads, after);
                 return Forward<K>(c, values, scratch, cut.tiles).run(strip(unit), more ? &after : nullptr);
             }
-        if constexpr (!K::tiled) {
-            const Lanes lanes = cut.lanes(unit);
-            const int64_t row = cut.row(lanes, cut.tile(unit));
-            Decode<K> decode(c, scratch);
-            char *part = scratch + Decode<K>::bytes(c) - Decode<K>::part_bytes(c);
-            if (regard_status bad = decode.run(lanes, row, 0, Decode<K>::part(c, part))) return bad;
-            decode.finish(lanes, part, 0, 1);
-        }
+        const Lanes lanes = cut.lanes(unit);
+        const int64_t row = cut.row(lanes, cut.tile(unit));
+        Rows rows(c, scratch);
+        char *part = scratch + Rows::bytes(c) - Rows::part_bytes(c);
+        if (regard_status bad = rows.run(lanes, row, 0, Rows::part(c, part))) return bad;
+        rows.finish(lanes, part, 0, 1);
         return REGARD_DONE;
     }
 
@@ -172,15 +168,13 @@ struct ForwardPass {
         const Lanes lanes = cut.lanes(unit / cut.spans);
         const int64_t number = unit % cut.spans;
         char *part = shared + unit * part_bytes();
-        if constexpr (!K::tiled)
-            if (few || cut.rows) {
-                const int64_t after = unit + c.threads;  // probably this thread's
-                const bool more = after < cut.units * cut.spans;
-                const Lanes next = cut.lanes(more ? after / cut.spans : 0);
-                return Decode<K>(c, scratch)
-                    .run(lanes, cut.row(lanes, 0), number, Decode<K>::part(c, part), more ? &next : nullptr,
-                         after % cut.spans);
-            }
+        if (few || cut.rows) {
+            const int64_t after = unit + c.threads;  // probably this thread's
+            const bool more = after < cut.units * cut.spans;
+            const Lanes next = cut.lanes(more ? after / cut.spans : 0);
+            return Rows(c, scratch)
+                .run(lanes, cut.row(lanes, 0), number, Rows::part(c, part), more ? &next : nullptr, after % cut.spans);
+        }
         if constexpr (!few) {
             typename Forward<K>::After after;
             Forward<K> forward(c, nullptr, scratch);
@@ -192,11 +186,10 @@ struct ForwardPass {
 
     regard_status merge(int64_t unit, char *shared, char *scratch) const {
         char *parts = shared + unit * cut.spans * part_bytes();
-        if constexpr (!K::tiled)
-            if (cut.rows) {
-                Decode<K>(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
-                return REGARD_DONE;
-            }
+        if (cut.rows) {
+            Rows(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
+            return REGARD_DONE;
+        }
         if constexpr (!few)
             Forward<K>(c, nullptr, scratch).finish_spans(cut.lanes(unit), parts, part_bytes(), cut.spans);
         return REGARD_DONE;

@@ -21,9 +21,10 @@ struct Kind {
     using V = typename Vec<Wide>::type;
     static constexpr int W = Vec<Wide>::lanes;
     static constexpr bool pairs = P::pair == 2;
-    static constexpr bool tiled = P::tiled;
+    static constexpr bool tiled = P::tiled, chained = P::chained;
+    static constexpr bool by_32 = tiled || chained;  // sums go by 32 products
 #if defined(REGARD_INTEGERS)
-    static constexpr bool integers = is_same<S, bf16>;  // few rows meet codes so (fixed.h)
+    static constexpr bool integers = is_same<S, bf16> && !by_32;  // few rows meet codes so (fixed.h)
 #else
     static constexpr bool integers = false;
 #endif

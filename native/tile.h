@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "chains.h"
 #include "exp.h"
 #include "float16.h"
 #include "transpose.h"
@@ -27,7 +28,8 @@ template <typename T>
 struct Fused {
     using Wide = T;
     using Unit = T;
-    static constexpr bool tiled = false;
+    struct Mode {};  // of the processor, while few rows are multiplied
+    static constexpr bool tiled = false, chained = false;
     static constexpr int pair = 1;
     static constexpr Precision precision = Precision::wide;
     using Vector = typename Vec<T>::type;
@@ -40,7 +42,8 @@ struct Fused {
 };
 #if defined(REGARD_PAIRS)
 struct Pairs {
-    static constexpr bool tiled = false;
+    static constexpr bool tiled = false, chained = false;
+    struct Mode {};
     using Wide = float;
     using Unit = uint32_t;
     static constexpr int pair = 2;
@@ -55,6 +58,12 @@ struct Pairs {
 };
 #endif
 #if defined(REGARD_TILES)
+// The sums of tiles by vectors, for few rows: chains.h.
+struct Chained : Fused<float> {
+    using Mode = Flushing;
+    static constexpr bool chained = true;
+    static constexpr Precision precision = Precision::rough;
+};
 struct Tiled : Pairs {  // in tiles of 16 x 16 sums: amx.h
     static constexpr bool tiled = true;
 };
@@ -313,8 +322,9 @@ REGARD_INLINE void scatter_lanes(RowAt row_at, int count, int64_t units, In in) 
             for (int j = 0; j < some; ++j) store_narrow(reinterpret_cast<Stored *>(row_at(lane + j)) + i, block[j]);
         }
         for (; i < units; ++i) {
-            const typename Vec<T>::type all = in(i, lane);
-            for (int j = 0; j < some; ++j) reinterpret_cast<Stored *>(row_at(lane + j))[i] = narrow<Stored>(all[j]);
+            Stored all[W];  // by a vector as well: bf16 below the normal ones become 0 there
+            store_narrow(all, in(i, lane));
+            for (int j = 0; j < some; ++j) reinterpret_cast<Stored *>(row_at(lane + j))[i] = all[j];
         }
     }
 }

@@ -66,6 +66,28 @@ def test_few_rows_of_many_dims_have_the_bits_of_many_rows(engine: str, dtype: to
 
 
 @pytest.mark.exhaustive(per="engine")
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize(("dim", "wide"), [(64, 128), (128, 64), (33, 17), (80, 40)])
+@pytest.mark.parametrize("kind", ["normal", "tiny", "wild"])
+def test_few_rows_have_the_bits_of_a_prompt(engine: str, dtype: torch.dtype, rows: int, dim: int, wide: int, kind: str):
+    """Each number of rows has loops of its own; whole spans, their rest, and a window's blocks are read differently."""
+    keys = 2 * 1024 + 70
+    q, k = 2 * torch.randn(1, rows, 65, dim).to(dtype), torch.randn(1, 1, keys, dim).to(dtype)
+    v = torch.randn(1, 1, keys, wide).to(dtype)
+    if kind == "tiny":
+        v = v * torch.finfo(dtype).tiny  # some below the normal numbers, which AMX takes as 0
+    if kind == "wild":
+        k[..., 5, 7], v[..., 6, 3], v[..., -1, :2] = -torch.inf, torch.nan, torch.inf
+    for mask in (Causal(), Causal() & Window(70)):
+        whole = attend_state(q, k, v, mask=mask, backend=engine)
+        few = attend_state(q[:, :, -1:], k, v, mask=mask, backend=engine)
+        assert torch.equal(few.out.nan_to_num(3.0), whole.out[:, :, -1:].nan_to_num(3.0))
+        assert torch.equal(few.lse.nan_to_num(3.0), whole.lse[:, :, -1:].nan_to_num(3.0))
+        last = attend(q[:, :, -2:], k, v, mask=mask, backend=engine)  # the first of them does not see the last token
+        assert torch.equal(last.nan_to_num(3.0), whole.out[:, :, -2:].nan_to_num(3.0))
+
+
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("queries", [1, 3, KEYS])
 def test_a_row_of_the_batch_does_not_see_the_others(engine: str, dtype: torch.dtype, queries: int):
     q, k, v = tensors(dtype, batch=3)

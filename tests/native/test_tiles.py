@@ -2,27 +2,46 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from regard import attend
+from regard import Causal, attend
 from tests.native.engines import ALL
 
 pytestmark = pytest.mark.skipif("native amx" not in ALL, reason="needs AMX")
 
+SPAN = 1024  # sums begin anew there
 
-@pytest.mark.parametrize("queries", [1, 3, 67])
-def test_even_and_odd_tokens_are_two_chains_of_float32(queries: int):
+
+def chained(v: Tensor) -> Tensor:
+    """The sum of all tokens: of each 32, even and odd ones are added on their own."""
+    spans = torch.zeros(2, v.shape[1])
+    for span, tokens_of_span in enumerate(v.split(SPAN)):
+        for tokens in tokens_of_span.split(32):
+            even, odd = torch.zeros(v.shape[1]), torch.zeros(v.shape[1])
+            for pair in tokens.split(2):
+                even += pair[0]
+                odd += pair[1] if len(pair) > 1 else 0
+            spans[span] += even + odd
+    return spans[0] + spans[1]
+
+
+@pytest.mark.exhaustive(per="queries")
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 16, 67])
+@pytest.mark.parametrize("keys", [64, 100, SPAN + 71])
+@pytest.mark.parametrize("wide", [64, 128, 203])
+@pytest.mark.parametrize("hidden", [3.0, torch.inf])
+def test_even_and_odd_tokens_are_two_chains_of_float32(queries: int, keys: int, wide: int, hidden: float):
+    """Rows by vectors, few and many by tiles; the last token is hidden from all but the last row, as inf too."""
     generator = torch.Generator().manual_seed(queries)
-    size = torch.tensor([2.0**24, 5.0, 3.0, 1.0])[torch.randint(4, (64, 203), generator=generator)]
-    v = size * (torch.randint(2, (64, 203), generator=generator) * 2 - 1)
-    q, k = torch.zeros(1, 1, queries, 32), torch.zeros(1, 1, 64, 32)  # every weight is 1/64, and 1 until the end
+    size = torch.tensor([2.0**24, 5.0, 3.0, 1.0])[torch.randint(4, (keys, wide), generator=generator)]
+    v = size * (torch.randint(2, (keys, wide), generator=generator) * 2 - 1)
+    v[-1] = hidden
+    q, k = torch.zeros(1, 1, queries, 32), torch.zeros(1, 1, keys, 32)  # every weight is 1 until the end
     inputs = (t.to(torch.bfloat16) for t in (q, k, v[None, None]))
-    out = attend(*inputs, backend="native amx")[0, 0]
+    out = attend(*inputs, mask=Causal(), backend="native amx")[0, 0]
 
-    sums = torch.zeros(203)
-    for tokens in v.split(32):
-        even, odd = torch.zeros(203), torch.zeros(203)
-        for pair in tokens.split(2):
-            even, odd = even + pair[0], odd + pair[1]
-        sums += even + odd
-    assert out.unique(dim=0).equal((sums / 64).to(torch.bfloat16)[None])
-    assert not sums.equal(v.sum(0, dtype=torch.float64).float()), "no sum is rounded, so any order would do"
+    for row in range(max(queries - 40, 0), queries - (hidden == torch.inf)):
+        seen = keys - (queries - 1 - row)
+        assert out[row].equal((chained(v[:seen]) / seen).to(torch.bfloat16)), f"row {row}"
+    finite = v[:-1]
+    assert not chained(finite).equal(finite.sum(0, dtype=torch.float64).float()), "no sum is rounded"
