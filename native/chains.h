@@ -16,16 +16,16 @@ namespace REGARD_ISA {
 constexpr int CHAINED = 32;  // products that the two chains of a sum have
 
 #if defined(REGARD_TILES)
-// While it lives, numbers below the normal ones count as 0, and become 0, as in tiles. What is computed meanwhile must
-// be called: the compiler may move arithmetic beyond either end.
+// While it lives, numbers below the normal ones count as 0, and become 0, and results are rounded to the nearest, as in
+// tiles. What is computed meanwhile must be called: the compiler may move arithmetic beyond either end.
 class Flushing {
   public:
-    Flushing() : before_(_mm_getcsr()) { _mm_setcsr(before_ | DENORMALS_ARE_ZERO | FLUSH_TO_ZERO); }
+    Flushing() : before_(_mm_getcsr()) { _mm_setcsr((before_ & ~ROUNDING) | DENORMALS_ARE_ZERO | FLUSH_TO_ZERO); }
     ~Flushing() { _mm_setcsr(before_); }
     Flushing(const Flushing &) = delete;
 
   private:
-    static constexpr unsigned DENORMALS_ARE_ZERO = 0x40, FLUSH_TO_ZERO = 0x8000;
+    static constexpr unsigned DENORMALS_ARE_ZERO = 0x40, FLUSH_TO_ZERO = 0x8000, ROUNDING = 0x6000;
     const unsigned before_;
 };
 #endif

@@ -2,13 +2,13 @@
 //
 // Here lanes are keys for the scores, and dims for the output, so that no lane is idle: 16 keys are transposed in
 // registers (decode_keys.h), and there meet every row. Each sum is made in the order in which
-// forward.h makes it, so a row gets the same bits from either: scores dim after dim, outputs key after key, weights in
-// trees of 16, running sums rescaled at blocks and restarted at spans. Spans are what threads share: the split
-// depends on positions alone.
+// forward.h makes it, so a row gets the same bits from either: scores dim after dim, outputs key after key (on AMX by
+// 32: chains.h, decode_tiles.h), weights in trees of 16, running sums rescaled at blocks and restarted at spans. Spans
+// are what threads share: the split depends on positions alone.
 //
-// Up to four rows go through all keys of a span before its values, where these are contiguous (on some machines also in
-// pages) and no key is widened: memory is read as one stream, on AVX-512 mostly by loops of their own
-// (decode_stream.h). All else goes block by block.
+// Up to four rows (16 in tiles) go through all keys of a span before its values, where these are contiguous (on some
+// machines also in pages) and no key is widened but for chains: memory is read as one stream, on AVX-512 mostly by
+// loops of their own (decode_stream.h). All else goes block by block.
 //
 // Every line is prefetched once, a block ahead (or, at the end of a span, for the span that this thread probably gets
 // next) and in the order of memory; source.h says into which cache.
@@ -30,7 +30,7 @@ struct Decode {
     static constexpr int W = K::W;
     static constexpr T NEVER = -T(INFINITE);
     // Spans whose keys and values are contiguous or in pages are streamed where keys are multiplied as they are stored;
-    // with keys of bf16 that are widened it takes longer (1.06, Zen 4).
+    // with keys of bf16 that are widened it takes longer (1.06, Zen 4), but not on AMX's machines, by chains.
     static constexpr bool streams = K::pairs || K::chained || is_same<S, float>;
     static constexpr int STREAMED = DecodeStream<K>::AT_MOST;  // rows
 
@@ -43,8 +43,8 @@ struct Decode {
     const Scoring<T> scoring;
     const T factor;
     const int64_t units, width;    // of a query; of an output row, whole vectors
-    Unit *queries;                 // [16][units]
-    T *scores;                     // [16][128]; where spans are streamed, of their blocks [8][4][128]
+    Unit *queries;                 // [16][units]; for tiles [units][16]
+    T *scores;                     // [16][128]; where spans are streamed, of their blocks [8][rows][128]
     Unit *weights;                 // [16][128 / pair]
     Lines key_lines, value_lines;  // of the block that comes next
     char *key_rows, *value_rows;   // what DecodeScores and DecodeValues need
@@ -177,7 +177,7 @@ struct Decode {
         const int known = next ? find_keys(*next, next_first, count, later) : 0;
         keys.follow(span.of_keys.sixteens, values.at, values.bytes, Sixteens::COUNT);
         values.follow(ahead, later, keys.bytes, known);
-        make_scores(span, keys, lanes.count);
+        span.make(keys, queries, lanes.count, scores);
         Block block;
         block.half[0] = block.half[1] = {true, nullptr};
         T *const all = scores;
@@ -186,17 +186,11 @@ struct Decode {
             scores = all + at * lanes.count;
             if constexpr (!K::pairs) weights = scores;
             weigh_all(block, lanes, into, [&](int r) { span.ask(values, at, r, known > 0); });
-            [[maybe_unused]] const typename P::Mode mode{};
             span.add(values, at, weights, lanes.count, into.out, value_rows + DecodeValues<K>::coded_at(c.v_dim));
         }
         scores = all;
         if constexpr (!K::pairs) weights = all;
         return REGARD_DONE;
-    }
-
-    void make_scores(const DecodeStream<K> &span, const Sixteens &keys, int rows) {
-        [[maybe_unused]] const typename P::Mode mode{};
-        span.make(keys, queries, rows, scores);
     }
 
     // The addresses of up to `count` times 16 keys of other rows from a token on. How many are known.
@@ -226,7 +220,8 @@ struct Decode {
         key_lines.add(values, BLOCK * value, step);
         value_lines.add(values + BLOCK * value, (SPAN - BLOCK) * value, step);
         if (next) ask_for(*next, next_first, todo, value_lines, next_first + SPAN > c.keys);
-        const int made = make_lines(keys, lanes.count);
+        const int made =
+            DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, lanes.count, key_lines);
         value_lines.share(DecodeValues<K>::asks(SPAN, c.v_dim, lanes.count));
         todo.block.half[0] = todo.block.half[1] = {true, nullptr};
         T *const all = scores;
@@ -236,18 +231,12 @@ struct Decode {
             if constexpr (!K::pairs) weights = scores;
             weigh_all(todo.block, lanes, into, [](int) {});
             v.find(first + at, first + at + BLOCK, todo.values);
-            [[maybe_unused]] const typename P::Mode mode{};
             DecodeValues<K>(c.v_dim, width, weights, value_rows)
                 .add(v, todo.values, first + at, 0, BLOCK, lanes.count, into.out, value_lines);
         }
         scores = all;
         if constexpr (!K::pairs) weights = all;
         return REGARD_DONE;
-    }
-
-    int make_lines(const char *keys, int rows) {
-        [[maybe_unused]] const typename P::Mode mode{};
-        return DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make_span(keys, rows, key_lines);
     }
 
     // ---- block by block --------------------------------------------------------------------------------------------
@@ -282,11 +271,8 @@ struct Decode {
         uint32_t listed = 0;  // groups of 16 keys
         for (int i = 0; i < todo.count; ++i)
             for (int j = todo.pieces[i].low; j < todo.pieces[i].high; j += 16) listed |= 1u << j / 16;
-        {
-            [[maybe_unused]] const typename P::Mode mode{};
-            DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make(keys, todo.keys, block.first, listed,
-                                                                             lanes.count, key_lines);
-        }
+        DecodeScores<K>{c.qk_dim, units, queries, scores, key_rows}.make(keys, todo.keys, block.first, listed,
+                                                                         lanes.count, key_lines);
         for (int r = 0; r < lanes.count; ++r) weigh(block, lanes, todo.bits, todo.pieces, todo.count, r, into);
         uint32_t plain = 0;  // groups of 16 values that are not multiplied as integers
         const int64_t asks = mix_coded(todo, listed, lanes, values, into, plain);
@@ -294,7 +280,6 @@ struct Decode {
         if ((block.half[0].bits || block.half[1].bits) && mixed_wild(todo, plain, lanes, values, into)) return;
         DecodeValues<K> mix(c.v_dim, width, weights, value_rows);
         if (!asks) value_lines.share(DecodeValues<K>::asks(todo.high() - todo.low(), c.v_dim, lanes.count));
-        [[maybe_unused]] const typename P::Mode mode{};
         each_plain(todo, plain, [&](int low, int high) {
             mix.add(values, todo.values, block.first, low, high, lanes.count, into.out, value_lines);
         });
@@ -522,9 +507,8 @@ struct Decode {
                 tame_pairs(pairs, token_pairs_bytes(c.v_dim) / 4);
                 add_tiles(reinterpret_cast<const char *>(weights) + j * 2, BLOCK * 2, pairs, c.v_dim, into.out, width);
             } else {
-                for (int r = 0; r < lanes.count; ++r)
-                    for (int64_t d = 0; d < c.v_dim; ++d)
-                        add_tame(v, block.first, j, end, weights + r * BLOCK, d, into.out[r * width + d]);
+                const typename P::Mode mode{};
+                add_chains(block.first, j, end, lanes.count, v, into.out);
             }
             for (int i = j; i < end; ++i) add_wild(block, bits, i, lanes, v, into);
         }
@@ -546,18 +530,17 @@ struct Decode {
         else return weights[r * BLOCK + i];
     }
 
-    static void add_tame(const Tokens<K> &v, int64_t first, int low, int high, const Unit *of_row, int64_t d, T &sum) {
-        const typename P::Mode mode{};
-        add_chains(v, first, low, high, of_row, d, sum);
-    }
-    __attribute__((noinline)) static void add_chains(const Tokens<K> &v, int64_t first, int low, int high,
-                                                     const Unit *of_row, int64_t d, T &sum) {
-        T chain[2] = {};
-        for (int i = low; i < high; ++i) {
-            const T value = widen(v.at(first + i)[d]);
-            chain[i % 2] = fma(T(of_row[i]), value - value == 0 ? value : T(0), chain[i % 2]);
-        }
-        sum += chain[0] + chain[1];
+    __attribute__((noinline)) void add_chains(int64_t first, int low, int high, int rows, const Tokens<K> &v,
+                                              T *out) const {
+        for (int r = 0; r < rows; ++r)
+            for (int64_t d = 0; d < c.v_dim; ++d) {
+                T chain[2] = {};
+                for (int i = low; i < high; ++i) {
+                    const T value = widen(v.at(first + i)[d]);
+                    chain[i % 2] = fma(T(weights[r * BLOCK + i]), value - value == 0 ? value : T(0), chain[i % 2]);
+                }
+                out[r * width + d] += chain[0] + chain[1];
+            }
     }
 #endif
 

@@ -2,7 +2,8 @@
 //
 // A source gives units (dims, or pairs of them) of W keys as vectors: rows of memory are transposed in registers
 // (decode_keys.h), tiles of codes hold them as they are. Then G sources meet R rows: G x R sums hide the latency of a
-// multiply-add, and a number of a query is read once for G vectors.
+// multiply-add, and a number of a query is read once for G vectors. On AMX sums are chains (chains.h), those of more
+// than four rows are made in tiles (decode_tiles.h).
 #pragma once
 
 #include "coded_scores.h"
@@ -25,7 +26,7 @@ struct DecodeScores {
     static constexpr int W = K::W;
 
     const int64_t dim, units;   // of a key
-    const Unit *const queries;  // [16][units]
+    const Unit *const queries;  // [16][units]; for tiles [units][16]
     T *const scores;            // [16][128]
     char *const scratch;        // rows of a block, for those that no other way is known for
 
@@ -67,6 +68,7 @@ struct DecodeScores {
 #if defined(REGARD_TILES)
         if constexpr (K::tiled) return tiled_sets(found, rows, lines);
 #endif
+        [[maybe_unused]] const typename P::Mode mode{};
         int r = 0;
         if constexpr (!K::chained)
             for (; r + 8 <= rows; r += 8) sets<8>(found, r, lines);
@@ -88,6 +90,7 @@ struct DecodeScores {
 #if defined(REGARD_TILES)
         if constexpr (K::tiled) return tiled_span(keys, rows, lines), rows;
 #endif
+        [[maybe_unused]] const typename P::Mode mode{};
         if (rows > 2) return set_after_set<4>(keys, lines), 4;
         if (rows > 1) return set_after_set<2>(keys, lines), 2;
         return set_after_set<1>(keys, lines), 1;

@@ -1,6 +1,6 @@
-// Whole spans for up to four rows (on Zen 4 three or four), where keys and values are contiguous or, on Zen 5, in pages
-// of whole sixteens: all keys, then block after block of values, at the speed at which memory is read. For vectors of
-// 16 words (AVX-512).
+// Whole spans for up to four rows (on Zen 4 three or four; on AMX up to 16), where keys and values are contiguous or,
+// on Zen 5, in pages of whole sixteens: all keys, then block after block of values, at the speed at which memory is
+// read. For vectors of 16 words (AVX-512).
 //
 // What decides on Zen 4 is which lines are on their way. 16 keys at a time are transposed in registers, and for each
 // vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are on their way while
@@ -38,6 +38,8 @@ struct DecodeStream {
     static constexpr bool known = Turned::halves && (K::pairs || K::chained || is_same<S, float>);
     static constexpr int AT_MOST = K::tiled ? FEW : 4;                  // rows
     static constexpr int64_t AHEAD = 8192, FAR = 16384, OF_ROW = 1024;  // bytes
+    // What `ask` reads of a block's end on is known: rows of 64 dims at least.
+    static_assert((AT_MOST - 1) * OF_ROW < BLOCK * 4 * W * int64_t(sizeof(S)) || !known);
 
     const int64_t key_dim, units, v_dim, width;
     const Asks asks = caches().asks;
@@ -48,13 +50,13 @@ struct DecodeStream {
     };
     const Distance of_keys = distance(key_dim, asks), of_values = distance(v_dim, asks);
 
-    // Whether tokens may be in pages of whole sixteens. Measured on Zen 5 only.
+    // Whether tokens may be in pages of whole sixteens. Measured on Zen 5 only, so not on AMX.
     static bool reads_pages() { return known && caches().asks == Asks::all; }
 
-    // Up to four rows, whose values can be read in the order of memory. Loops of one or two have fewer instructions
-    // for a line, so on Zen 4 more lines are on their way than there are places for: with one row, pages of 4 KiB and
-    // float32 it took 1.0 to 1.4 times as long as DecodeScores and DecodeValues. Elsewhere one or two rows in pairs of
-    // bf16 take 1.02 to 1.04 times as long, but on Zen 5 0.91 to 0.98.
+    // In tiles as many rows as there are; else up to four, whose values can be read in the order of memory. Loops of
+    // one or two have fewer instructions for a line, so on Zen 4 more lines are on their way than there are places for:
+    // with one row, pages of 4 KiB and float32 it took 1.0 to 1.4 times as long as DecodeScores and DecodeValues.
+    // Elsewhere one or two rows in pairs of bf16 take 1.02 to 1.04 times as long, but on Zen 5 0.91 to 0.98.
     static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
         if (K::tiled) return key_dim % 32 == 0 && (v_dim == 4 * W || v_dim == 8 * W);
         const Asks asks = caches().asks;
@@ -68,12 +70,12 @@ struct DecodeStream {
         if constexpr (K::tiled)
             return by_asks([&](auto way) { make_tiles<decltype(way)>(keys, queries, rows, scores); });
 #endif
+        [[maybe_unused]] const typename P::Mode mode{};
         by_rows(rows, [&](auto kind) { make_rows<decltype(kind)>(keys, queries, scores); });
     }
 
     // out [rows][width] += weights [rows][128 / pair] x the 128 values from token `first` of the span on. Behind
-    // `values` is what is read next.
-    // pairs: for 32 values in pairs, if they are multiplied in tiles.
+    // `values` is what is read next. pairs: room for twice 32 values in pairs, if they are multiplied in tiles.
     void add(const Sixteens &values, int64_t first, const Unit *weights, int rows, T *out,
              [[maybe_unused]] char *pairs) const {
 #if defined(REGARD_TILES)
@@ -85,6 +87,7 @@ struct DecodeStream {
         const bool turns = asks == Asks::all && first + BLOCK == SPAN;  // to what is read next
         // tokens that one address serves
         const int each = !values.in_one ? EACH : int(BLOCK) - (turns ? of_values.sixteens * EACH : 0);
+        [[maybe_unused]] const typename P::Mode mode{};
         by_rows(rows, [&](auto kind) { add_rows<decltype(kind)>(values.at + first / EACH, each, weights, out); });
     }
 

@@ -44,26 +44,6 @@ REGARD_INLINE void score_tiles(const SixteenRows *keys, const uint32_t *queries,
 
 // Column r of [16 keys][16 rows] to `out` + r * `apart`, for the first `rows`.
 REGARD_INLINE void put_columns(const float *sums, int rows, float *out, int64_t apart) {
-    if (rows <= 4) {
-        const auto four = [&](int i) {  // of four keys, four rows each
-            __m512 x = _mm512_castps128_ps512(_mm_load_ps(sums + 4 * i * SIDE));
-            x = _mm512_insertf32x4(x, _mm_load_ps(sums + (4 * i + 1) * SIDE), 1);
-            x = _mm512_insertf32x4(x, _mm_load_ps(sums + (4 * i + 2) * SIDE), 2);
-            return _mm512_insertf32x4(x, _mm_load_ps(sums + (4 * i + 3) * SIDE), 3);
-        };
-        // rows 0 and 1, then 2 and 3, of eight keys
-        const __m512i low = _mm512_set_epi32(29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
-        const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(2));
-        const __m512 a = four(0), b = four(1), c = four(2), d = four(3);
-        const __m512 ab = _mm512_permutex2var_ps(a, low, b), cd = _mm512_permutex2var_ps(c, low, d);
-        store(out, (F)_mm512_shuffle_f32x4(ab, cd, 0x44));
-        if (rows > 1) store(out + apart, (F)_mm512_shuffle_f32x4(ab, cd, 0xee));
-        if (rows < 3) return;
-        const __m512 ef = _mm512_permutex2var_ps(a, high, b), gh = _mm512_permutex2var_ps(c, high, d);
-        store(out + 2 * apart, (F)_mm512_shuffle_f32x4(ef, gh, 0x44));
-        if (rows > 3) store(out + 3 * apart, (F)_mm512_shuffle_f32x4(ef, gh, 0xee));
-        return;
-    }
     F x[SIDE];
 #pragma GCC unroll 16
     for (int i = 0; i < SIDE; ++i) x[i] = load(sums + i * SIDE);
@@ -76,14 +56,14 @@ REGARD_INLINE void put_columns(const float *sums, int rows, float *out, int64_t 
 template <typename RowAt, typename Ask, typename After>
 REGARD_INLINE void pair_tokens(RowAt row, int count, int64_t dim, uint32_t *out, Ask ask, After after) {
     for (int t = 0; t < SIDE; after(t), ++t, out += SIDE) {
-        const char *const even = 2 * t < count ? row(2 * t) : nullptr;
-        const char *const odd = 2 * t + 1 < count ? row(2 * t + 1) : nullptr;
+        const bool has[2] = {2 * t < count, 2 * t + 1 < count};
+        const char *const even = row(has[0] ? 2 * t : 0), *const odd = row(has[1] ? 2 * t + 1 : 0);
         for (int64_t d = 0; d < dim; d += 32) {
             const __mmask32 real = dim - d >= 32 ? ~__mmask32(0) : (__mmask32(1) << (dim - d)) - 1;
             ask();
             U first, second;
-            pair_words(_mm512_maskz_loadu_epi16(even ? real : 0, even + d * 2),
-                       _mm512_maskz_loadu_epi16(odd ? real : 0, odd + d * 2), first, second);
+            pair_words(_mm512_maskz_loadu_epi16(has[0] ? real : 0, even + d * 2),
+                       _mm512_maskz_loadu_epi16(has[1] ? real : 0, odd + d * 2), first, second);
             store(out + d * SIDE, first);
             if (d + SIDE < dim) store(out + (d + SIDE) * SIDE, second);
         }

@@ -1,8 +1,9 @@
 // The outputs of a few rows: weights times the values of a block, lanes are dims.
 //
 // 32 tokens at a time for all dims, so that lines are read nearly in order; of these the output of R rows and N vectors
-// of dims is in registers. Values of the call's type and codes in rows are read in place; others, and tokens
-// of unlike parts side by side, are written down as rows first.
+// of dims is in registers; on AMX as chains (chains.h), of more than four rows in tiles (decode_tiles.h). Values of the
+// call's type and codes in rows are read in place; others, and tokens of unlike parts side by side, are written down as
+// rows first.
 #pragma once
 
 #include "coded_values.h"
@@ -60,6 +61,7 @@ struct DecodeValues {
                 continue;
             }
 #endif
+            [[maybe_unused]] const typename P::Mode mode{};
             switch (found.form) {
                 case REGARD_INT8:
                     mix_by<Int8>(found, j, end, rows, out, lines);
@@ -88,7 +90,7 @@ struct DecodeValues {
     // How often `add` asks for lines.
     static int64_t asks(int64_t tokens, int64_t dim, int rows) {
         if (K::tiled) return (tokens + 1) / 2 * ((dim + 31) / 32);
-        const int64_t few = (rows / 2 % 2 + rows % 2) * times<8>(dim);
+        const int64_t few = rows / 2 % 2 * times<vectors<2, S>>(dim) + rows % 2 * times<vectors<1, S>>(dim);
         const int64_t four = rows / 4 % 2 * times<vectors<4, S>>(dim), many = rows / 8 * times<vectors<8, S>>(dim);
         return tokens / P::pair * (many + four + few);
     }
@@ -140,7 +142,7 @@ struct DecodeValues {
 
     // Where a part ends, so that tokens beside one another change no bit; a pair of tokens may be of two.
     int until_other(const Stretch &stretch, int run, int64_t first) const {
-        if (K::pairs) return int(BLOCK);
+        if (K::pairs || K::by_32) return int(BLOCK);
         const regard_part *const part = stretch.run[run].part;
         while (run < stretch.count && stretch.run[run].part == part) ++run;
         return run < stretch.count ? int(stretch.run[run].first - first) : int(BLOCK);

@@ -2,8 +2,9 @@
 // more. For Sapphire Rapids and later, where a thread makes some thirty times as many products in tiles as by
 // vdpbf16ps.
 //
-// Calls with few query rows are computed here too, so that a row has the same bits in a prompt and in decoding. Few
-// rows over quantised keys or values, and gradients with products in float32 (division.h), go to the row avx512bf16.
+// Calls with few query rows are computed here too, so that a row has the same bits in a prompt and in decoding: up to
+// four rows make the sums of tiles by vectors (chains.h). Few rows over quantised keys or values, and gradients with
+// products in float32 (division.h), go to the row avx512bf16.
 #include "kernels.h"
 
 #include "gradients.h"

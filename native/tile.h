@@ -6,9 +6,10 @@
 //     scores   out[r] =  sum_i  rows[r][i] * lanes[i]     r: keys, i: dims     across: i runs along a row
 //     mixing   out[r] += sum_i  rows[i][r] * lanes[i]     r: dims, i: keys     down: i runs down a column
 //
-// In each lane a sum is one chain of multiply-adds in the order of i, whatever the other lanes do and however the rows
-// are grouped: a row's bits are its own. Blocking: R rows by N vectors are in registers, 6 x 4 of 32, 6 x 2 or 3 x 4
-// of 16. Steps of 512-bit products are written out two at a time: native/README.md.
+// In each lane a sum is one chain of multiply-adds in the order of i (with AMX two, by 32: chains.h), whatever the
+// other lanes do and however the rows are grouped: a row's bits are its own. Blocking: R rows by N vectors are in
+// registers, 6 x 4 of 32, 6 x 2 or 3 x 4 of 16. Steps of 512-bit products are written out two at a time:
+// native/README.md.
 #pragma once
 
 #include <type_traits>

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from regard import Causal, attend
+from regard.storage.stored import Part, StoredTensor
 from tests.native.engines import ALL
 
 pytestmark = pytest.mark.skipif("native amx" not in ALL, reason="needs AMX")
@@ -25,6 +26,13 @@ def chained(v: Tensor) -> Tensor:
     return spans[0] + spans[1]
 
 
+def values(keys: int, wide: int) -> Tensor:
+    """Numbers of bf16 whose sums are rounded, each order in its way."""
+    generator = torch.Generator().manual_seed(keys)
+    size = torch.tensor([2.0**24, 5.0, 3.0, 1.0])[torch.randint(4, (keys, wide), generator=generator)]
+    return size * (torch.randint(2, (keys, wide), generator=generator) * 2 - 1)
+
+
 @pytest.mark.exhaustive(per="queries")
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 16, 67])
 @pytest.mark.parametrize("keys", [64, 100, SPAN + 71])
@@ -32,9 +40,7 @@ def chained(v: Tensor) -> Tensor:
 @pytest.mark.parametrize("hidden", [3.0, torch.inf])
 def test_even_and_odd_tokens_are_two_chains_of_float32(queries: int, keys: int, wide: int, hidden: float):
     """Rows by vectors, few and many by tiles; the last token is hidden from all but the last row, as inf too."""
-    generator = torch.Generator().manual_seed(queries)
-    size = torch.tensor([2.0**24, 5.0, 3.0, 1.0])[torch.randint(4, (keys, wide), generator=generator)]
-    v = size * (torch.randint(2, (keys, wide), generator=generator) * 2 - 1)
+    v = values(keys, wide)
     v[-1] = hidden
     q, k = torch.zeros(1, 1, queries, 32), torch.zeros(1, 1, keys, 32)  # every weight is 1 until the end
     inputs = (t.to(torch.bfloat16) for t in (q, k, v[None, None]))
@@ -45,3 +51,14 @@ def test_even_and_odd_tokens_are_two_chains_of_float32(queries: int, keys: int, 
         assert out[row].equal((chained(v[:seen]) / seen).to(torch.bfloat16)), f"row {row}"
     finite = v[:-1]
     assert not chained(finite).equal(finite.sum(0, dtype=torch.float64).float()), "no sum is rounded"
+
+
+@pytest.mark.parametrize("queries", [1, 4, 5, 67])
+@pytest.mark.parametrize("wide", [64, 33])
+def test_where_parts_end_does_not_change_the_chains(queries: int, wide: int):
+    v = values(203, wide).to(torch.bfloat16)
+    parts = tuple(Part(len(some), some[None, None]) for some in v.split([4, 15, 107, 77]))
+    stored = StoredTensor(parts, (1, 1, 203, wide), torch.bfloat16)
+    q, k = torch.zeros(1, 1, queries, 32).bfloat16(), torch.zeros(1, 1, 203, 32).bfloat16()
+    out = attend(q, k, stored, backend="native amx")[0, 0]
+    assert out.unique(dim=0).equal((chained(v.float()) / 203).to(torch.bfloat16)[None])
