@@ -157,6 +157,12 @@ regard_status forward(const regard_call &c, int, int64_t unit, char *, char *scr
     return REGARD_DONE;
 }
 
+// log(exp(a) + exp(b)), of infinite ones too.
+double log_sum(double a, double b) {
+    const double most = a > b ? a : b;
+    return std::isinf(most) ? most : most + std::log(std::exp(a - most) + std::exp(b - most));
+}
+
 // The gradients that one row adds. dq is written; dk [keys][qk_dim] and dv [keys][v_dim] are added to.
 void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, double *dq, double *dk, double *dv) {
     const regard_call &c = g.call;
@@ -164,10 +170,7 @@ void row_gradients(const regard_gradient &g, int64_t b, int64_t h, int64_t i, do
     const int64_t q = place(c.q, b, h, i), dout = place(g.dout, b, h, i);
     const double lse = get(c.lse, wide(c), row);
     double total = lse;  // with the sink
-    if (c.sink && lse != NEVER) {
-        const double sink = get(c.sink, wide(c), h), most = sink > lse ? sink : lse;
-        total = most + std::log(std::exp(lse - most) + std::exp(sink - most));
-    }
+    if (c.sink && lse != NEVER) total = log_sum(lse, get(c.sink, wide(c), h));
     // what dropout leaves of a weight, with the weight, slope and dp that go with it
     const auto each_pair = [&](auto visit) {
         each_kept(c, b, h, i, [&](int64_t j) {
@@ -256,10 +259,9 @@ void sweep_row(const Gathered &g, int64_t b, int64_t h, int64_t i) {
     const regard_call &c = g.c;
     const int64_t head = b * c.heads + h, row = head * c.queries + i;
     const double lse = get(c.lse, wide(c), row), sink = c.sink ? get(c.sink, wide(c), h) : NEVER;
-    const double most = sink > lse ? sink : lse;
-    const double total = most == NEVER ? NEVER : most + std::log(std::exp(lse - most) + std::exp(sink - most));
-    const double share = sink == NEVER ? 0 : std::exp(sink - total);
-    double entropy = share > 0 ? -share * (sink - total) : 0, squares = share * share, mass = 0, top = 0;
+    const double total = log_sum(lse, sink);
+    const double share = sink == NEVER ? 0 : sink == total ? 1 : std::exp(sink - total);
+    double entropy = share > 0 && share < 1 ? -share * (sink - total) : 0, squares = share * share, mass = 0, top = 0;
     int64_t top_key = 0;
     for (int64_t n = 0; n < REGARD_BINS; ++n) g.bins[n] = 0;
     for (int64_t n = 0; n < s.vector_count; ++n) g.along[n] = 0;

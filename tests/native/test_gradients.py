@@ -166,6 +166,18 @@ def test_a_row_that_sees_nothing_has_gradients_of_zero_whatever_flows_into_it(en
     assert not grads[0][:, :, :65].any()
 
 
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN, "reference"])
+@pytest.mark.parametrize("size", [torch.inf, -torch.inf, 88.0, -88.0])
+def test_a_sink_of_any_size_has_the_gradient_of_its_share(engine: str, size: float):
+    """An infinite sink takes all of the softmax, or nothing of it: then nothing flows into it."""
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    sink = torch.tensor([size, 0.5], requires_grad=True)
+    (found,) = torch.autograd.grad(attend(q, k, v, sink=sink, backend=engine).sum(), sink)
+    expected = sink.detach().clamp(-100, 100).double().requires_grad_()
+    (truth,) = torch.autograd.grad(attend(*(t.double() for t in (q, k, v)), sink=expected).sum(), expected)
+    torch.testing.assert_close(found.double(), truth, atol=1e-6, rtol=1e-5)
+
+
 def test_gradients_are_asked_for_by_halves():
     q, k, v, table = (*(torch.randn(1, 2, 9, 8) for _ in range(3)), torch.randn(8, 2))
     table.requires_grad_()

@@ -331,8 +331,7 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     Args:
         delta: [batch, heads, queries], sum(dout * out).
     """
-    column = sink[:, None]
-    share = torch.exp(column - torch.logaddexp(lse, column))
+    share = torch.sigmoid(sink[:, None] - lse)  # of a sink of +inf 1, where its logarithm and lse's would give NaN
     return -torch.where(lse == -torch.inf, 0.0, share * delta).sum(dim=(0, 2))
 
 

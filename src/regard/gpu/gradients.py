@@ -76,7 +76,7 @@ def gradients(
     totals, dsink = _totals(call, i, state.lse), None
     if i.sink is not None:
         own, totals = totals, totals.with_sink(i.sink)
-        share = torch.exp(-totals.above(Totals(i.sink[:, None], None)))
+        share = torch.sigmoid(-own.above(Totals(i.sink[:, None], None)))  # of a sink of +inf 1
         dsink = -(share * delta).masked_fill(state.lse == -torch.inf, 0.0).sum((0, 2))
         dlse = None if dlse is None else dlse * torch.exp(totals.above(own))
     if dlse is not None:
