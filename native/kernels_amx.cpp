@@ -39,39 +39,32 @@ Way way(const regard_call &c) {
 // Gradients of few rows and keys are products of float32.
 bool is_own(const regard_gradient &g) { return g.call.dtype == REGARD_BF16 && !Division(g.call).small; }
 
-int64_t shared(const regard_call &c, const regard_gradient *g) {
-    if (g) return is_own(*g) ? OwnGradients::shared_bytes(*g) : avx512bf16.shared(c, g);
+// own(pass) for a call that is computed here, else borrowed().
+template <typename Work, typename Borrowed>
+int64_t by_way(const regard_call &c, Work own, Borrowed borrowed) {
     switch (way(c)) {
         case Way::tiles:
-            return Own(c).shared();
+            return own(Own(c));
         case Way::chains:
-            return FewRows(c).shared();
+            return own(FewRows(c));
         default:
-            return avx512bf16.shared(c, g);
+            return borrowed();
     }
+}
+
+int64_t shared(const regard_call &c, const regard_gradient *g) {
+    if (g) return is_own(*g) ? OwnGradients::shared_bytes(*g) : avx512bf16.shared(c, g);
+    return by_way(c, [](const auto &pass) { return pass.shared(); }, [&] { return avx512bf16.shared(c, g); });
 }
 
 int64_t scratch(const regard_call &c, const regard_gradient *g) {
     if (g) return is_own(*g) ? Backward<Kind<bf16, Tiled>>::bytes(*g) : avx512bf16.scratch(c, g);
-    switch (way(c)) {
-        case Way::tiles:
-            return Own(c).scratch();
-        case Way::chains:
-            return FewRows(c).scratch();
-        default:
-            return avx512bf16.scratch(c, g);
-    }
+    return by_way(c, [](const auto &pass) { return pass.scratch(); }, [&] { return avx512bf16.scratch(c, g); });
 }
 
 int64_t forward_units(const regard_call &c, int half) {
-    switch (way(c)) {
-        case Way::tiles:
-            return Own(c).units(half);
-        case Way::chains:
-            return FewRows(c).units(half);
-        default:
-            return avx512bf16.forward_units(c, half);
-    }
+    return by_way(
+        c, [&](const auto &pass) { return pass.units(half); }, [&] { return avx512bf16.forward_units(c, half); });
 }
 
 regard_status forward(const regard_call &c, int half, int64_t unit, char *shared, char *scratch) {
