@@ -91,30 +91,43 @@ REGARD_INLINE void tile_product(const char *rows, int64_t row, int64_t next, int
     if constexpr (R > 1 && N > 1) _tile_stored(3, to(1, 1), OUT);
 }
 
-// The same for `tiles` tiles of rows by the vectors `first` to `last` of lanes.
-template <bool add>
+// Sums that were made: rows by vectors of lanes.
+struct Made {
+    int row, rows, first, last;
+};
+struct Ignored {
+    void operator()(const Made &) const {}
+};
+
+// The same for `tiles` tiles of rows by the vectors `first` to `last` of lanes. made(sums) is called for all of them, a
+// few at a time, while the next ones are multiplied.
+template <bool add, typename Use = Ignored>
 REGARD_INLINE void tile_products(const char *rows, int64_t row, int64_t next, int64_t step, int64_t tiles,
-                                 const uint32_t *lanes, int64_t steps, float *out, int first, int last, Ahead *ahead) {
-    int64_t r = 0;
-    for (; r < tiles; r += 2, rows += 2 * next, out += 2 * SIDE * LANES)
+                                 const uint32_t *lanes, int64_t steps, float *out, int first, int last, Ahead *ahead,
+                                 Use made = {}) {
+    Made before{};
+    for (int r = 0; r < tiles; r += 2, rows += 2 * next, out += 2 * SIDE * LANES)
         for (int v = first; v < last; v += 2) {
             if (ahead) ahead->ask<false>();
             const uint32_t *const by = lanes + v * SIDE;
             float *const to = out + v * SIDE;
-            const bool two = v + 1 < last;
-            if (r + 1 < tiles && two) tile_product<2, 2, add>(rows, row, next, step, by, steps, to);
-            else if (r + 1 < tiles) tile_product<2, 1, add>(rows, row, next, step, by, steps, to);
-            else if (two) tile_product<1, 2, add>(rows, row, next, step, by, steps, to);
+            const bool high = r + 1 < tiles, wide = v + 1 < last;
+            if (high && wide) tile_product<2, 2, add>(rows, row, next, step, by, steps, to);
+            else if (high) tile_product<2, 1, add>(rows, row, next, step, by, steps, to);
+            else if (wide) tile_product<1, 2, add>(rows, row, next, step, by, steps, to);
             else tile_product<1, 1, add>(rows, row, next, step, by, steps, to);
+            if (before.rows) made(before);
+            before = {r * SIDE, high ? 2 * SIDE : SIDE, v, wide ? v + 2 : v + 1};
         }
+    if (before.rows) made(before);
 }
 
-// out[r][lanes] = rows . lanes for `count` rows of `units` pairs, a multiple of 16.
-template <bool add = false>
+// out[r][lanes] = rows . lanes for `count` rows of `units` pairs, a multiple of 16; made: as above.
+template <bool add = false, typename Use = Ignored>
 inline void tiles_across(const char *rows, int64_t stride, int64_t count, const uint32_t *lanes, int64_t units,
-                         float *out, int first, int last, Ahead *ahead = nullptr) {
+                         float *out, int first, int last, Ahead *ahead = nullptr, Use made = {}) {
     const int64_t whole = count / SIDE, rest = count % SIDE, steps = units / SIDE;
-    tile_products<add>(rows, stride, SIDE * stride, 64, whole, lanes, steps, out, first, last, ahead);
+    tile_products<add>(rows, stride, SIDE * stride, 64, whole, lanes, steps, out, first, last, ahead, made);
     if (!rest) return;
     // the last rows, of a tile that memory does not have
     rows += whole * SIDE * stride, out += whole * SIDE * LANES;
@@ -128,6 +141,7 @@ inline void tiles_across(const char *rows, int64_t stride, int64_t count, const 
     }
     for (int64_t r = 0; r < rest; ++r)
         for (int v = first; v < last; ++v) store(out + r * LANES + v * SIDE, load(sums + r * LANES + v * SIDE));
+    made(Made{int(whole * SIDE), int(rest), first, last});
 }
 
 // Does `rounds` rounds of products of four tiles that stay where they are, and returns the FLOPs: what kernels are
@@ -225,4 +239,24 @@ inline void tiles_down(const char *turned, int64_t dim, int64_t groups, const ui
 }  // namespace REGARD_ISA
 }  // namespace regard
 
+#else
+
+#include "tile.h"
+
 #endif
+
+namespace regard {
+namespace REGARD_ISA {
+
+// Called now and then between products in tiles, while vectors are computed with: a product that nobody needs, of tiles
+// that hold operands. The unit for tiles goes to sleep when it had nothing to do for 1,500 to 2,300 cycles, and waking
+// it takes 1,300. For 280 cycles after a product vectors of 512 bits are half as fast. (Intel Xeon: native/README.md.)
+template <typename K>
+REGARD_INLINE void stay_awake() {
+#if defined(REGARD_TILES)
+    if constexpr (K::tiled) _tile_dpbf16ps(5, 6, 7);
+#endif
+}
+
+}  // namespace REGARD_ISA
+}  // namespace regard

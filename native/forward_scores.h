@@ -83,6 +83,7 @@ struct Scores {
         alignas(64) static const T nothing[LANES] = {};
         if (!scoring.whole) return {};
         if (c.bias || (c.distance && (!lanes.one_head() || lanes.count % W))) {
+            stay_awake<K>();
             bias_by_query(c, lanes, block.first, tokens, added);
             return {added, LANES, scoring.scale};
         }
@@ -98,8 +99,11 @@ struct Scores {
         T *out = scores + p.low * LANES;
 #if defined(REGARD_TILES)
         if constexpr (K::tiled) {
-            tiles_across(rows, stride, p.high - p.low, queries, units, out, p.first, p.last, ahead);
-            return settle(p, adds, top);
+            const int count = p.high - p.low;
+            const bool whole = scoring.whole && !scoring.capped;
+            if (!whole && !top) return tiles_across(rows, stride, count, queries, units, out, p.first, p.last, ahead);
+            return tiles_across(rows, stride, count, queries, units, out, p.first, p.last, ahead,
+                                [&](const Made &made) { settle(p.low, made, whole, adds, top); });
         }
 #endif
         if (scoring.whole && !scoring.capped)
@@ -128,20 +132,29 @@ struct Scores {
                                                    i + part < units ? nullptr : top, {}, ahead);
     }
 
-    // Products become whole scores, unless they are still to be capped, and their largest are noted.
-    void settle(const Piece &p, const Adds<T> &adds, T *top) {
-        const bool whole = scoring.whole && !scoring.capped;
-        for (int v = p.first; v < p.last && (whole || top); ++v) {
-            V most = top ? load(top + v * W) : V{};
-            for (int j = p.low; j < p.high; ++j) {
+#if defined(REGARD_TILES)
+    // Products become whole scores, if they are to, and their largest are noted, if they are final.
+    void settle(int low, const Made &made, bool whole, const Adds<T> &adds, T *top) {
+        constexpr int CHAINS = 4;  // of maxima, so that none waits for the one before
+        const int first = low + made.row, last = first + made.rows;
+        for (int v = made.first; v < made.last; ++v) {
+            V most[CHAINS];
+            for (V &some : most) some = top ? load(top + v * W) : V{};
+            const auto settle_one = [&](int j, V &some) __attribute__((always_inline)) {
                 T *at = scores + j * LANES + v * W;
                 V s = load(at);
                 if (whole) store(at, s = fma(s, broadcast(adds.scale), load(adds.from + j * adds.row + v * W)));
-                most = larger(s, most);
-            }
-            if (top) store(top + v * W, most);
+                some = larger(s, some);
+            };
+            int j = first;
+            for (; j + CHAINS <= last; j += CHAINS)
+#pragma GCC unroll 4
+                for (int i = 0; i < CHAINS; ++i) settle_one(j + i, most[i]);
+            for (; j < last; ++j) settle_one(j, most[0]);
+            if (top) store(top + v * W, larger(larger(most[0], most[1]), larger(most[2], most[3])));
         }
     }
+#endif
 
     // Hidden scores become -inf.
     void hide(const Piece &p, const uint64_t *bits, T *top) {
@@ -160,6 +173,7 @@ struct Scores {
     // Products become capped scores, hidden ones -inf.
     void cap(const Piece &p, const uint64_t *bits, const Adds<T> &adds, T *top) {
         for (int v = p.first; v < p.last; ++v) {
+            stay_awake<K>();
             V most = load(top + v * W);
             for (int j = p.low; j < p.high; ++j) {
                 T *at = scores + j * LANES + v * W;

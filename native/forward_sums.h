@@ -65,13 +65,15 @@ struct Sums {
     // The maximum moved where it must be; shift: what is taken from scores. (Not fma(score, factor, -shift * factor):
     // that rounds the second product, by more than the exponent of any weight where scores are large.)
     void raise(const T *most, T *shift, int vectors) {
+        bool rescaled = false;
         for (int v = 0; v < vectors; ++v) {
             const V found = load(most + v * W), old = load(top + v * W);
             const IntVec<T> higher = (found - old) * factor > T(8);
             const V now = any<T>(higher) ? (higher ? found : old) : old;
             store(shift + v * W, now == T(NEVER) ? V{} : now);
-            if (any<T>(higher)) rescale(v, higher, now);
+            if (any<T>(higher)) rescale(v, higher, now), rescaled = true;
         }
+        if (rescaled) stay_awake<K>();
     }
 
     // These, and those of other keys.

@@ -22,9 +22,11 @@ struct Weights {
     // Weights in place of scores, and their sum: 16 keys as a tree, these one after the other.
     void weigh(const Piece &p, const T *shift, T *total) {
         int j = p.low;
-        for (; j + 16 <= p.high; j += 16)
+        for (; j + 16 <= p.high; j += 16) {
+            if ((j - p.low) % 48 == 32) stay_awake<K>();
             for (int v = p.first; v < p.last; ++v)
                 store(total + v * W, load(total + v * W) + sixteen<0, 16>(j, v, load(shift + v * W)));
+        }
         for (int v = p.first; v < p.last && j < p.high; ++v)
             store(total + v * W, load(total + v * W) + sixteen_at_most(j, p.high, v, load(shift + v * W)));
         if constexpr (K::tiled)  // 32 weights are multiplied at once

@@ -82,7 +82,8 @@ struct ForwardPass {
         const int64_t of_key = (c.qk_dim + c.v_dim) * int64_t(sizeof(typename K::Stored));
         if (few || Forward<K>::bytes(c, TILES) + 2 * BLOCK * of_key > caches().second) return 1;
         const bool converted = keys_of(c) || values_of(c) || (K::pairs ? !pairs : !K::in_place);
-        const bool streams = c.keys * of_key > caches().second && nearby() < caches().second;
+        const int64_t room = K::tiled ? caches().second / 2 : caches().second;  // tiles also write what they transpose
+        const bool streams = c.keys * of_key > room && nearby() < caches().second;
         return converted || streams ? TILES : 1;
     }
 
