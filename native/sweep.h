@@ -372,7 +372,7 @@ struct Sweep {
                 mass += lane->bins[bin][i];
             }
             const double own = sink ? double(sink[lanes.head]) : -double(INFINITE);  // the sink's score
-            const double x = own == -double(INFINITE) ? own : own - lane->total[i], share = ::exp(x);
+            const double x = own - own == 0 ? own - lane->total[i] : own > 0 ? 0 : own, share = ::exp(x);
             const double entropy = -LN2 * lane->entropies[i] - (share > 0 ? share * x : 0);
             static_cast<T *>(s.mass)[row] = T(mass);
             static_cast<T *>(s.entropy)[row] = T(entropy <= 0 ? 0 : entropy);  // of one key: 0 but for rounding

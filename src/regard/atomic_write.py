@@ -35,6 +35,10 @@ def atomic_write(target: Path) -> Generator[Path]:
     try:
         yield part
         part.replace(target)
+    except OSError as error:
+        if str(error.filename) == str(part):  # a name that the user knows
+            error.filename = str(target)
+        raise
     finally:
         part.unlink(missing_ok=True)
 

@@ -240,6 +240,13 @@ def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path):
     assert {*tmp_path.iterdir()} == {tmp_path / "a+b.json", running, *others}
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder in which nobody can write")
+def test_an_error_names_the_file_asked_for():
+    with pytest.raises(FileNotFoundError) as raised:
+        write_whole(Path("/proc/report.json"), b"{}")
+    assert raised.value.filename == "/proc/report.json"
+
+
 def test_stdout_is_no_file():
     assert outputs.output_files(("--json", "-", "JSON"), ("--csv", None, "table"), ("--html", "x", "page")) == [
         ("--html", "x", "page")

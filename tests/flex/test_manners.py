@@ -86,6 +86,7 @@ def test_autocast_is_followed():
     q, k, v = tensors()
     with torch.autocast("cpu", torch.bfloat16):
         assert flex_attention(q, k, v).dtype == torch.bfloat16
+        assert flex_attention(q.double(), k.double(), v.double()).dtype == torch.float64  # as torch's own
 
 
 def test_a_bias_of_every_pair_is_computed_in_pieces(monkeypatch: pytest.MonkeyPatch):

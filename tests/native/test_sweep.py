@@ -93,6 +93,16 @@ def test_bins_end_where_distances_double(engine: str):
     assert (found.bins[0, 0, 0] * keys).round()[:12].tolist() == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 477, 0]
 
 
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
+def test_an_infinite_sink_takes_all_or_nothing(engine: str):
+    q, k, sink = torch.randn(1, 3, 40, 8), torch.randn(1, 3, 40, 8), torch.tensor([torch.inf, -torch.inf, 0.5])
+    weights = weights_of(q, k, mask=Causal(), sink=sink)
+    found = by_native.swept(weights, None, None, isa=(ISAS | {PLAIN: PLAIN_LOOPS})[engine])
+    same(found, by_torch.swept(weights, None, None), 1e-6)
+    assert torch.equal(found.squares[:, 0], torch.ones(1, 40))
+    assert torch.equal(weights.sink_share[:, :2], torch.tensor([1.0, 0.0])[None, :, None].expand(1, 2, 40))
+
+
 @pytest.mark.parametrize("engine", LEAST_AND_BEST)
 @pytest.mark.parametrize("sink", [None, 499.0])
 def test_large_scores_cost_no_digits(engine: str, sink: float | None):

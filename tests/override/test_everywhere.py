@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,29 @@ def in_float64(module: nn.Module, x: Tensor) -> Tensor:
     return copy.deepcopy(module).double()(x if not x.is_floating_point() else x.double())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "gradients"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gives_torchs_results(name: str, how: str):
     gives_torchs_results(name, how)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "name",
     [name if name in COMPILED else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS],
 )
 def test_a_compiled_program_gives_torchs_results(name: str):
     gives_torchs_results(name, "compiled")
+
+
+@pytest.fixture
+def one_thread() -> Generator[None]:
+    """With more threads the calls of these programs are small, and run by torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def gives_torchs_results(name: str, how: str) -> None:

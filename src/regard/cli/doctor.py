@@ -57,11 +57,15 @@ def _lines(title: str, contents: list[str]) -> list[str]:
     return [f"{title if i == 0 else '':{WIDTH}}{content}".rstrip() for i, content in enumerate(contents)]
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _versions(found: dict[str, Any]) -> list[str]:
     versions, machine, torch = found["versions"], found["machine"], found.get("torch", {})
     tested = f", tested with {', '.join(torch['tested'])}" if torch else ""
     memory = f", {machine['memory'] / 2**30:.0f} GiB" if machine["memory"] else ""
-    threads = f", {torch['threads']} threads of torch" if torch else ""
+    threads = f", {_counted(torch['threads'], 'thread')} of torch" if torch else ""
     cuda = f", CUDA {torch['cuda']}" if torch.get("cuda") else ""
     return [
         *_lines("regard", [versions["regard"], versions["folder"], versions["install"]]),
@@ -69,7 +73,9 @@ def _versions(found: dict[str, Any]) -> list[str]:
         *_lines("python", [f"{versions['python']}, {versions['executable']}"]),
         *_lines("numpy", [versions["numpy"] or "not installed"]),
         *_lines("system", [versions["system"]]),
-        *_lines("machine", [f"{machine['processor']}, {machine['processors']} processors{memory}{threads}"]),
+        *_lines(
+            "machine", [f"{machine['processor']}, {_counted(machine['processors'], 'processor')}{memory}{threads}"]
+        ),
         *_lines("GPU", torch.get("gpus", [])),
     ]
 

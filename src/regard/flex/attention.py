@@ -68,7 +68,8 @@ def flex_attention(
         )  # fmt: skip
     check_call(query, key, value, block_mask, enable_gqa, return_lse, kernel_options, return_aux)
     if torch.is_autocast_enabled("cpu"):
-        query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     if key.shape[0] != query.shape[0]:
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
     if key.dtype != query.dtype or value.dtype != query.dtype:  # keys and values of a narrower type

@@ -51,7 +51,9 @@ def machine(device: torch.device) -> str:
     if device.type != "cpu":
         return str(device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return f"{processor()}, {torch.get_num_threads()} threads" + (f", {memory / 2**30:.0f} GiB" if memory else "")
+    threads = torch.get_num_threads()
+    known = f", {memory / 2**30:.0f} GiB" if memory else ""
+    return f"{processor()}, {threads} thread{'s' * (threads != 1)}{known}"
 
 
 def versions() -> dict[str, str]:

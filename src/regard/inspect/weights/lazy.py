@@ -223,7 +223,9 @@ class Weights(CallScores):
         """
         if self.sink is None:
             return torch.zeros_like(self.total)
-        return (self.sink.to(self.dtype)[None, :, None] - self.total).exp()
+        sink = self.sink.to(self.dtype)[None, :, None]
+        gap = torch.where(sink.isinf(), 0, sink - self.total)  # infinite numbers have no difference
+        return torch.where(sink.isinf(), (sink > 0).to(self.dtype), gap.exp())
 
     @cached_property
     def visible(self) -> Tensor:
