@@ -87,7 +87,7 @@ def test_an_error_is_shown_as_python_shows_it(folder: Path):
 def test_its_attention_is_regards_and_the_report_says_so(folder: Path, how: tuple[str, ...]):
     done = python(folder, "-m", "regard", "--report", *how)
     assert done.returncode == 0, done.stderr
-    assert "1 calls of attention, 1 run by regard" in done.stderr
+    assert "1 call of attention, 1 run by regard" in done.stderr
 
 
 @pytest.mark.parametrize(

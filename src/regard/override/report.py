@@ -185,11 +185,13 @@ def text(rows: Sequence[Row], most: int = 20) -> str:
         if row.form.why is not None:
             theirs[row.form.why] = theirs.get(row.form.why, 0) + row.calls
     run, passed = sum(row.calls for row in ours), sum(theirs.values())
-    lines = [f"regard.everywhere: {run + passed:,} calls of attention, {run:,} run by regard, {passed:,} by torch"]
+    both = f"{run + passed:,} call{'s' * (run + passed != 1)} of attention"
+    lines = [f"regard.everywhere: {both}, {run:,} run by regard, {passed:,} by torch"]
     if ours:
         lines.append(f"  {'run by regard':60} {'calls':>8} {'regard ms':>10} {'torch ms':>10}")
         lines += [_line(row) for row in ours[:most]]
-        lines += [f"  and {len(ours) - most} other forms"] if len(ours) > most else []
+        if len(ours) > most:
+            lines.append(f"  and {len(ours) - most} other form{'s' * (len(ours) - most != 1)}")
     if theirs:
         lines.append(f"  {'passed on to torch':60} {'calls':>8}")
         lines += [f"  {why:60} {calls:8,}" for why, calls in theirs.items()]
