@@ -100,7 +100,7 @@ struct Ignored {
 };
 
 // The same for `tiles` tiles of rows by the vectors `first` to `last` of lanes. made(sums) is called for all of them, a
-// few at a time, while the next ones are multiplied.
+// few at a time; but for the last, while the next ones are multiplied.
 template <bool add, typename Use = Ignored>
 REGARD_INLINE void tile_products(const char *rows, int64_t row, int64_t next, int64_t step, int64_t tiles,
                                  const uint32_t *lanes, int64_t steps, float *out, int first, int last, Ahead *ahead,
@@ -248,9 +248,10 @@ inline void tiles_down(const char *turned, int64_t dim, int64_t groups, const ui
 namespace regard {
 namespace REGARD_ISA {
 
-// Called now and then between products in tiles, while vectors are computed with: a product that nobody needs, of tiles
-// that hold operands. The unit for tiles goes to sleep when it had nothing to do for 1,500 to 2,300 cycles, and waking
-// it takes 1,300. For 280 cycles after a product vectors of 512 bits are half as fast. (Intel Xeon: native/README.md.)
+// Called now and then between products in tiles, while vectors are computed with: a product that nobody needs, into
+// tile 5, which each product of rows loads before it uses it. The unit for tiles goes to sleep when it had nothing to
+// do for 1,600 to 2,400 cycles, and waking it takes 1,100 to 1,500. For 280 cycles after a product vectors of 512 bits
+// are half as fast. (Intel Xeon: native/README.md.)
 template <typename K>
 REGARD_INLINE void stay_awake() {
 #if defined(REGARD_TILES)

@@ -23,7 +23,7 @@ struct Weights {
     void weigh(const Piece &p, const T *shift, T *total) {
         int j = p.low;
         for (; j + 16 <= p.high; j += 16) {
-            if ((j - p.low) % 48 == 32) stay_awake<K>();
+            if ((j - p.low) % 48 == 32) stay_awake<K>();  // in 128 keys twice: more and fewer take longer
             for (int v = p.first; v < p.last; ++v)
                 store(total + v * W, load(total + v * W) + sixteen<0, 16>(j, v, load(shift + v * W)));
         }

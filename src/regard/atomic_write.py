@@ -36,11 +36,12 @@ def atomic_write(target: Path) -> Generator[Path]:
         yield part
         part.replace(target)
     except OSError as error:
-        if str(error.filename) == str(part):  # a name that the user knows
-            error.filename = str(target)
-        raise
+        if str(error.filename) != str(part):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from None  # its user did not name the part
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # the first error counts, and a part that is left goes with the next writing
+            part.unlink()
 
 
 def write_whole(path: Path, content: bytes) -> int:

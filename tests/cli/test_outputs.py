@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.atomic_write import write_whole
+from regard.atomic_write import atomic_write, write_whole
 from regard.cli import outputs
 from regard.cli.main import main
 from regard.cli.outputs import SIGNATURES, as_json
@@ -240,11 +240,16 @@ def test_what_a_killed_process_left_of_a_file_is_removed_by_the_next(tmp_path):
     assert {*tmp_path.iterdir()} == {tmp_path / "a+b.json", running, *others}
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder in which nobody can write")
-def test_an_error_names_the_file_asked_for():
-    with pytest.raises(FileNotFoundError) as raised:
-        write_whole(Path("/proc/report.json"), b"{}")
-    assert raised.value.filename == "/proc/report.json"
+def test_an_error_names_the_file_asked_for(tmp_path: Path):
+    """Also where the temporary file, which has a longer name, can be neither made nor removed, or not be renamed."""
+    long, folder = tmp_path / ("x" * 250), tmp_path / "folder"
+    with pytest.raises(OSError, match="name too long") as raised:
+        write_whole(long, b"{}")
+    assert raised.value.filename == str(long)
+    with pytest.raises(OSError, match=r"folder'$"), atomic_write(folder) as part:  # noqa: PT012
+        part.write_bytes(b"{}")
+        folder.mkdir()
+    assert [*tmp_path.iterdir()] == [folder]
 
 
 def test_stdout_is_no_file():

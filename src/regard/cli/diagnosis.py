@@ -162,8 +162,8 @@ def _torch(problems: list[str]) -> dict[str, Any]:
     threads, processors = torch.get_num_threads(), _machine()["processors"]
     if threads > processors:
         problems.append(
-            f"torch uses {threads} threads on {processors} processors, which is slower than one each: set "
-            f"OMP_NUM_THREADS={processors}."
+            f"torch uses {threads} threads on {processors} processor{'s' * (processors != 1)}, which is slower than "
+            f"one each: set OMP_NUM_THREADS={processors}."
         )
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"tested": list(TESTED.values()), "threads": threads, "cuda": torch.version.cuda, "gpus": gpus}

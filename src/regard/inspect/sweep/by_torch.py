@@ -23,7 +23,7 @@ class Sweep:
     """The results of `sweep`. Rows are queries, p_i the position of row i, A[i, j] the weight of key j in row i.
 
     A learned sink counts as one more key in `entropy` and `squares`, and nowhere else. A fully masked row is 0
-    everywhere (with a sink, which then has all of its mass, 1 in `squares`).
+    everywhere (with a sink above -inf, which then has all of its mass, 1 in `squares`).
 
     Attributes:
         entropy: -sum_j A[i, j] ln A[i, j], nats; [batch, heads, queries].

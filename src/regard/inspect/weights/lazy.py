@@ -219,7 +219,7 @@ class Weights(CallScores):
     def sink_share(self) -> Tensor:
         """The share of the learned sink in each row, [batch, heads, queries]; 0 in a call without one.
 
-        The weights of a row and this share sum to 1, except in a fully masked row in a call without a sink.
+        The weights of a row and this share sum to 1, except in a fully masked row without a sink, or with one of -inf.
         """
         if self.sink is None:
             return torch.zeros_like(self.total)
