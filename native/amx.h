@@ -10,9 +10,9 @@
 // from a multiple of 32 on, and what is hidden among these has a weight of 0.
 #pragma once
 
-#if defined(__AMX_BF16__)
-
 #include "tile.h"
+
+#if defined(__AMX_BF16__)
 
 namespace regard {
 namespace REGARD_ISA {
@@ -238,10 +238,6 @@ inline void tiles_down(const char *turned, int64_t dim, int64_t groups, const ui
 
 }  // namespace REGARD_ISA
 }  // namespace regard
-
-#else
-
-#include "tile.h"
 
 #endif
 

@@ -372,6 +372,7 @@ struct Sweep {
                 mass += lane->bins[bin][i];
             }
             const double own = sink ? double(sink[lanes.head]) : -double(INFINITE);  // the sink's score
+            // an infinite one takes all or nothing: it has no difference from an infinite total
             const double x = own - own == 0 ? own - lane->total[i] : own > 0 ? 0 : own, share = ::exp(x);
             const double entropy = -LN2 * lane->entropies[i] - (share > 0 ? share * x : 0);
             static_cast<T *>(s.mass)[row] = T(mass);

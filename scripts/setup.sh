@@ -66,11 +66,12 @@ PYTHON
 }
 
 # In .venv/build what was compiled stays, so an install for other Python files alone compiles nothing. (An isolated build
-# would: scikit-build-core starts anew where it is found at another path.) Of other sources ninja compiles what depends on
-# them. What another compiler made is removed: CMake would go on with the compiler that it found first.
+# would: scikit-build-core starts anew where it is found at another path.) What other sources or another compiler made
+# there is removed: CMake would go on with the compiler that it found first, and Ninja passes over a source that is older
+# than what was compiled, as a copied one may be.
 install_regard() {
     local compiled
-    compiled="${REGARD_ISAS:-best} $root $(recipe)"
+    compiled="${REGARD_ISAS:-best} $root $(fingerprint)"
     rm -f "$venv/ready/absence" "$venv"/ready/installing_regard_*
     [ "$(cat "$venv/ready/compiled" 2>/dev/null)" = "$compiled" ] || rm -rf "$venv/build" "$venv/ready/compiled"
     pip_install --no-deps --no-build-isolation --config-settings "build-dir=$venv/build" --editable "$root" || return
@@ -130,13 +131,10 @@ pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check "$
 # there are. (Python files are used where they are; see has_installed_files.)
 fingerprint() {
     cd "$root" || return
-    { recipe && cat native/*.h native/*.cpp; } | cksum
-}
-
-# What sources are compiled by: with another one, all are compiled anew.
-recipe() {
-    cd "$root" || return
-    { cat pyproject.toml CMakeLists.txt native/exports.map && { command -v "${CXX:-c++}" g++ clang++ || true; }; } | cksum
+    {
+        cat pyproject.toml CMakeLists.txt native/exports.map native/*.h native/*.cpp &&
+            { command -v "${CXX:-c++}" g++ clang++ || true; }
+    } | cksum
 }
 
 make_venv() {

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 import regard
 from regard import ProblemError, RefusalError, native, observe_calls
 from regard.override import decide, mask_content, switch
+from tests.native.test_same_bits import threads
 from tests.override.programs import PROGRAMS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="without the compiled library torch runs every call")
@@ -62,29 +63,20 @@ def in_float64(module: nn.Module, x: Tensor) -> Tensor:
     return copy.deepcopy(module).double()(x if not x.is_floating_point() else x.double())
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "gradients"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gives_torchs_results(name: str, how: str):
-    gives_torchs_results(name, how)
+    with threads(1):  # with more the calls of these programs are small, and run by torch
+        gives_torchs_results(name, how)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "name",
     [name if name in COMPILED else pytest.param(name, marks=pytest.mark.exhaustive) for name in PROGRAMS],
 )
 def test_a_compiled_program_gives_torchs_results(name: str):
-    gives_torchs_results(name, "compiled")
-
-
-@pytest.fixture
-def one_thread() -> Generator[None]:
-    """With more threads the calls of these programs are small, and run by torch."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        gives_torchs_results(name, "compiled")
 
 
 def gives_torchs_results(name: str, how: str) -> None:

@@ -1,12 +1,13 @@
 """`flex_attention` with torch's signature, on regard's kernels."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from regard.attention import cast_by_autocast
 from regard.describe.mask import CallSizes, Mask
 from regard.flex.call import Result, compute
 from regard.flex.check import check_call
@@ -67,9 +68,7 @@ def flex_attention(
             return_aux=return_aux,
         )  # fmt: skip
     check_call(query, key, value, block_mask, enable_gqa, return_lse, kernel_options, return_aux)
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    query, key, value = cast("tuple[Tensor, Tensor, Tensor]", cast_by_autocast(query, key, value))
     if key.shape[0] != query.shape[0]:
         key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
     if key.dtype != query.dtype or value.dtype != query.dtype:  # keys and values of a narrower type
