@@ -85,9 +85,11 @@ class PretendedGpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if (known := _PROPERTIES.get(func)) is not None:
             return known(self.device if self.is_on_gpu(args[0]) else CPU)
+        kwargs = dict(kwargs or {})
+        if func in _OF_THE_HOST:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         there = [self.is_on_gpu(t) for t in tensors]
@@ -167,6 +169,16 @@ _PROPERTIES: dict[Any, Callable[[torch.device], Any]] = {
     _getter("is_mps"): lambda device: device.type == "mps",
     _getter("is_xpu"): lambda device: device.type == "xpu",
 }
+
+
+_OF_THE_HOST: set[Any] = {
+    *map(_getter, ("dtype", "is_leaf", "is_meta", "is_nested", "is_quantized", "is_sparse", "layout", "ndim",
+                   "requires_grad", "shape")),
+    Tensor.data_ptr, Tensor.dim, Tensor.element_size, Tensor.is_complex, Tensor.is_contiguous,
+    Tensor.is_floating_point, Tensor.is_neg, Tensor.numel, Tensor.size, Tensor.storage_offset, Tensor.stride,
+    Tensor.untyped_storage,
+}  # fmt: skip
+"""What looks at no element and returns no tensor: most of what Triton's interpreter calls."""
 
 
 def _without_device(

@@ -38,6 +38,7 @@ def test_names_are_unique_and_every_part_is_of_the_whole():
     assert wanted(["triton bfloat16"], (0, 1), whole[-2].name)[0].name == whole[-1].name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_at_once(tmp_path: Path):
     file = tmp_path / "found.json"
@@ -55,7 +56,7 @@ LONG = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
-        "triton float32 alibi, slopes of the call",
+        pytest.param("triton float32 alibi, slopes of the call", marks=LONG),
         "sdpa float32 multi-head",
         pytest.param("decode masks on the device: prefix-LM float32", marks=LONG),
         "decode latent int8 float32",

@@ -37,7 +37,7 @@ def test_a_large_cache_asks_for_huge_pages(layout: Paged | None):
     assert has_advice(memory)
 
 
-@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("by_token", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_large_outputs_and_gradients_ask_for_huge_pages(by_token: bool):
     """33 MiB, which glibc takes from the system for each call, so that no earlier advice is seen."""
     q, k, v = (torch.randn(1, 2, 16900, 256) for _ in range(3))

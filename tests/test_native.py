@@ -258,6 +258,7 @@ def test_with_the_library_nothing_warns(monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_library
+@pytest.mark.exhaustive
 def test_an_instruction_set_that_is_pinned_is_used_by_calls():
     text = "import torch, regard; q = torch.randn(1, 1, 5, 8); print(regard.attend(q, q, q, backend='native').sum())"
 

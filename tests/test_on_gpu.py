@@ -117,7 +117,7 @@ def test_a_call_on_a_gpu_reads_nothing_of_it_and_a_repeated_call_copies_nothing(
     assert events(gpu) == []
 
 
-@pytest.mark.parametrize("name", ["window, sinks", "biases"])
+@pytest.mark.parametrize("name", [pytest.param("window, sinks", marks=pytest.mark.exhaustive), "biases"])
 def test_a_backward_pass_on_a_gpu_reads_nothing_and_copies_nothing(name: str, gpu: PretendedGpu):
     arguments = CALLS[name](gpu)
     q, k, v = made(gpu, 1, 4, 40, 16).requires_grad_(), made(gpu, 1, 2, 40, 16), made(gpu, 1, 2, 40, 16)
@@ -168,7 +168,9 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("of a capacity", "int8") else name
+        name
+        if name in ("contiguous", "evicting", "pages of int4")
+        else pytest.param(name, marks=pytest.mark.exhaustive)
         for name in CACHES
     ],
 )
@@ -249,6 +251,7 @@ def test_a_module_reads_nothing_and_copies_the_frequencies_of_rope_once(gpu: Pre
     assert events(gpu) == []
 
 
+@pytest.mark.exhaustive  # in the default run a padded batch of the model decodes
 @torch.no_grad()
 @pytest.mark.parametrize("steps", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
@@ -332,6 +335,7 @@ MASKS = {
 }
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("stored", ["tensors", "pages", "rotated int8"])
 @pytest.mark.parametrize("name", MASKS)
 def test_one_query_under_a_mask_tensor_of_keys_reads_nothing_of_it(name: str, stored: str, gpu: PretendedGpu):

@@ -55,6 +55,7 @@ WHOLE = {
     "tests/benchmarks/test_gpu_kernels.py",
     "tests/examples/test_ring.py",
     "tests/fresh/test_memory_of_forgetting.py",
+    "tests/fresh/test_shapes.py",
     "tests/inspect/surveying/test_smollm2.py",
     "tests/parallel/test_network.py",
 }
@@ -113,6 +114,7 @@ def test_the_default_run_has_tests_of_every_file(request: pytest.FixtureRequest)
     assert {name for name, is_kept in selection.files.items() if not is_kept} <= WHOLE
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("skip", ["pytest.skip('no tea')", "pytest.skip('no tea', allow_module_level=True)", "pass"])
 @pytest.mark.parametrize("options", [[], ["--no-skips"]])
 def test_no_skips_fails_where_a_test_or_a_whole_file_is_skipped(

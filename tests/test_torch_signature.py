@@ -161,6 +161,7 @@ def test_torchs_own_causal_mask_at_the_upper_left_needs_no_sizes():
         assert torch.allclose(scaled_dot_product_attention(q, k, k, bias), causal, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_torchs_module_of_causal_masks_is_not_imported_for_those_who_do_not():
     program = (
         "import sys, torch\n"

@@ -73,6 +73,7 @@ def is_right(case: Case, state: State) -> bool:
     return worst(state.out, out) < 5e-6 and worst(state.lse, lse) < 5e-6
 
 
+@pytest.mark.exhaustive
 def test_64_lengths_have_one_graph(counting: Counting):
     for n in range(17, 81):
         case = call(n, n + n % 7, batch=1, mask=Causal() & Window(9), bias=Alibi(4), softcap=3.0)

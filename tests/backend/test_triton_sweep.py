@@ -56,7 +56,7 @@ def test_the_sums_under_a_random_mask_are_those_of_the_definition(mask: Mask):
         {},
         {"mask": Causal() & Window(90), "softcap": 2.0, "sink": torch.linspace(-1, 3, 4), "bias": Alibi(4)},
         {"mask": KeyLengths(torch.tensor([211, 0])), "bias": TensorBias(torch.linspace(-2, 2, 211).expand(150, 211))},
-        {"mask": Causal() & Documents(torch.arange(211) // 67)},
+        pytest.param({"mask": Causal() & Documents(torch.arange(211) // 67)}, marks=pytest.mark.exhaustive),
     ],
     ids=["no mask", "window, softcap, sink, alibi", "lengths, bias tensor", "documents"],
 )

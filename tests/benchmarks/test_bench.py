@@ -52,7 +52,15 @@ def test_what_is_quoted_of_others_belongs_to_a_case():
     assert {dtype for _, dtype in peers.BEST} == set(report.TYPES)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.case.queries <= 512], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.exhaustive if row.case.batch > 1 else ())
+        for row in ROWS
+        if row.case.queries <= 512
+    ],
+    ids=lambda row: row.name,
+)
 def test_a_case_is_the_same_to_torch(row):
     case = replace(row.case, cold=False)
     words = case.options(torch.float32)

@@ -274,6 +274,7 @@ def small(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_it_writes_its_part_and_the_picture(small):
     assert caches.main(["--seconds", "0.001", "--threads", "1", "--write", str(small)]) == 0
     page = (small / "caches.md").read_text()

@@ -91,7 +91,7 @@ def test_every_library_is_timed_in_every_round():
     [
         pytest.param("causal, 2,048, d 64", marks=LONG),
         pytest.param("ALiBi, 16,384", marks=LONG),
-        "causal, sinks learned",
+        pytest.param("causal, sinks learned", marks=LONG),
         "int8, 64",
     ],
 )
@@ -159,6 +159,7 @@ def test_without_a_gpu_one_line_says_so(capsys):
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_whole_way_on_a_cpu(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'regard[gpu]'")
     monkeypatch.setattr(

@@ -96,7 +96,7 @@ def test_it_is_the_paper_s_definition_over_hundreds_of_steps(name: str | None, f
     "codec",
     [
         Int4(16, 0),
-        Int8(16, 5, rotate=True),
+        pytest.param(Int8(16, 5, rotate=True), marks=pytest.mark.exhaustive),
         *(pytest.param(codec, marks=pytest.mark.exhaustive) for codec in (Int8(16, 5), Fp8(16, 16))),
     ],
     ids=repr,
@@ -142,7 +142,9 @@ def test_what_is_kept_is_the_same_however_the_tokens_came():
 
 
 @pytest.mark.parametrize(
-    "codec", [pytest.param(None, marks=pytest.mark.exhaustive), torch.bfloat16, Int8(16, 3)], ids=repr
+    "codec",
+    [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, torch.bfloat16)), Int8(16, 3)],
+    ids=repr,
 )
 def test_memory_stays_the_same_over_a_long_stream(codec: Codec | torch.dtype | None):
     cache, held = KVCache(Rolling(29, 4, Rope(DIM)), codec), set[int]()

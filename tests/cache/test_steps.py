@@ -37,7 +37,10 @@ CACHES: dict[str, tuple[dict[str, Any], int | None]] = {
     "pages of int4": ({"layout": Paged(32), "codec": Int4(group=32, residual=0, sinks=0, rotate=True)}, 80),
 }
 
-LIKE_OTHERS = ("as bf16", "rolling", "int8", "int8 by token", "int4", "rolling int8")
+LIKE_OTHERS = (
+    "as bf16", "rolling", "rolling without sinks", "int8", "int8 by token", "rotated fp8", "int4", "rolling int8",
+    "pages of int8",
+)  # fmt: skip
 """What these do at a step, another one does as well."""
 
 
@@ -81,7 +84,8 @@ def tokens(gpu: PretendedGpu, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["contiguous", "int8", pytest.param("rolling, rotated sinks", marks=pytest.mark.exhaustive)]
+    "name",
+    ["int8", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("contiguous", "rolling, rotated sinks"))],
 )
 def test_a_step_can_be_repeated_at_its_position(name: str, gpu: PretendedGpu):
     options, capacity = CACHES[name]

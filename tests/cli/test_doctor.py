@@ -143,6 +143,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.exhaustive
 def test_it_takes_less_than_3_s_of_a_processor_and_imports_no_integration():
     names = ["transformers", "rich", "matplotlib", "onnx", "jax"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

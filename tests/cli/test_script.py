@@ -56,7 +56,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("package/sees.py", "a", "--b", "-m", "c.py"),
         pytest.param(("./package/../package/sees.py", "exit"), marks=LONG),
         pytest.param(("package/sees.py", "raise"), marks=LONG),
-        ("-m", "package", "a", "--html", "x"),
+        pytest.param(("-m", "package", "a", "--html", "x"), marks=LONG),
         pytest.param(("-m", "package.module", "raise"), marks=LONG),
         pytest.param(("package/beside.py",), marks=LONG),
     ],

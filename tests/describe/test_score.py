@@ -157,7 +157,7 @@ def test_a_score_works_under_torch_func(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", some_for_all("dot", "bilinear per head", "additive per head", "laplacian", "epanechnikov")
+    "name", some_for_all("dot", "bilinear per head", "additive per head", "gaussian", "laplacian", "epanechnikov")
 )
 def test_a_score_compiles_to_one_graph_with_gradients_of_its_weights(name: str):
     q, k, v = (t.detach().float().requires_grad_() for t in small())

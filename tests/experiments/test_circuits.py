@@ -11,6 +11,7 @@ from regard.inspect.intervene.rows import divergence
 from regard.nn import Decoder
 
 
+@pytest.mark.exhaustive
 def test_the_log_residual_of_attention_alone_triples_per_layer(load):
     digits, error = load("rank_collapse")["with_digits"](0, 5)
     falls = [after - before for before, after in pairwise(digits)]

@@ -74,6 +74,7 @@ SCORE_MODS: dict[str, Any] = {
 
 LIKE_OTHERS = (
     "none", "causal", "alibi", "softcap", "a learned scale", "a table", "an outer product", "squared",
+    "a factor per query", "no term",
 )  # fmt: skip
 """What is compiled as the others are; each takes a second."""
 
@@ -133,8 +134,8 @@ def test_a_score_mod_is_compiled(name: str):
 
 
 @pytest.mark.exhaustive(per="test")
-@pytest.mark.parametrize("name", ["documents", "no term", *(pytest.param(n, marks=LONG) for n in MASKS_LIKE_OTHERS)])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", ["documents", *(pytest.param(n, marks=LONG) for n in ("no term", *MASKS_LIKE_OTHERS))])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=LONG), True])
 def test_a_block_mask_of_inside_or_outside_is_compiled(name: str, inside: bool):
     outer, learned = blocks(MASK_MODS[name]), Learned()
 

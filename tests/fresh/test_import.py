@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from typing import Any
 
+import pytest
+
 PROBE = """
 import json, sys, time
 start = time.perf_counter()
@@ -53,6 +55,7 @@ def test_importing_regard_prints_nothing_and_warns_of_nothing():
     assert first().stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_without_transformers_regard_integrate_says_what_to_install():
     ran = subprocess.run(
         [

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 HOOK = "--jaxtyping-packages=regard.attend,regard.state,beartype.beartype"
 WRONG = """
@@ -15,6 +17,7 @@ def test_wrong():
 """
 
 
+@pytest.mark.exhaustive
 def test_the_shapes_in_the_types_are_true_and_one_that_is_not_is_found(tmp_path: Path):
     wrong = tmp_path / "test_wrong.py"
     wrong.write_text(WRONG)

@@ -116,12 +116,10 @@ def weights(layer, number, n, causal=True):
 
 def picture(layer, number, n, pooled, causal=True) -> Picture:
     """As `survey` makes it: sides of at most n / pooled cells, each the mean of its pairs."""
-    of_pairs, size = weights(layer, number, n, causal), -(-n // pooled)
-    cells = [
-        np.array_split(rows, range(pooled, n, pooled), axis=1)
-        for rows in np.array_split(of_pairs, range(pooled, n, pooled))
-    ]
-    means, largest = (np.array([[by(cell) for cell in row] for row in cells]) for by in (np.mean, np.max))
+    of_pairs, starts = weights(layer, number, n, causal), range(0, n, pooled)
+    sums, largest = (by.reduceat(by.reduceat(of_pairs, starts, 0), starts, 1) for by in (np.add, np.maximum))
+    size, sides = len(starts), np.diff([*starts, n])
+    means = sums / np.outer(sides, sides)
     return Picture(layer, number, size, pooled, coded(means), coded(largest) if pooled > 1 else None)
 
 

@@ -293,6 +293,7 @@ def smollm2() -> tuple[Any, Any, str]:
 
 
 @pytest.mark.model
+@pytest.mark.exhaustive
 def test_smollm2_knows_the_capital_of_france(smollm2: tuple[Any, Any, str]):
     made, tokenizer, label = smollm2
     assert label == "SmolLM2-135M-Instruct"
@@ -311,6 +312,7 @@ ISHMAEL = (
 
 
 @pytest.mark.model
+@pytest.mark.exhaustive
 def test_smollm2_reads_moby_dick(smollm2: tuple[Any, Any, str]):
     """4.613 nats a token; 5.259 with the rows of q and k in the order of the file, where RoPE turns the wrong pairs."""
     made, tokenizer, _ = smollm2
@@ -320,6 +322,7 @@ def test_smollm2_reads_moby_dick(smollm2: tuple[Any, Any, str]):
 
 
 @pytest.mark.model
+@pytest.mark.exhaustive
 def test_smollm2_gives_the_logits_of_eager(smollm2: tuple[Any, Any, str]):
     """Largest difference measured: 5e-5, at logits of up to 29; stock sdpa is as far from eager."""
     made, tokenizer, _ = smollm2

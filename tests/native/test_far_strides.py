@@ -31,7 +31,7 @@ def far(hole: Tensor, near: Tensor, strides: tuple[int, ...], first: int) -> Ten
 
 
 @pytest.mark.exhaustive(per="test")
-@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, PLAIN])
+@pytest.mark.parametrize("engine", [*LEAST_AND_BEST, pytest.param(PLAIN, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("queries", [3, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tensors_whose_parts_lie_far_apart(engine: str, queries: int, dtype: torch.dtype, hole: Tensor):

@@ -215,6 +215,7 @@ def test_neither_rows_beside_nor_threads_change_a_bit(engine: str, codec: Codec)
 
 
 @for_all
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("window", [9, 40, 130, 333])
 def test_what_a_window_hides_from_one_row_changes_no_bit_of_another(engine: str, codec: Codec, window: int) -> None:
     call = made(codec, 576, queries=4)
@@ -282,6 +283,7 @@ def test_a_query_that_is_not_finite_gives_nan(engine: str, codec: Codec, spoil: 
 
 
 @for_all
+@pytest.mark.exhaustive(per="engine")
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_numbers_of_any_size_keep_their_precision(engine: str, codec: Codec, size: float) -> None:
     call = made(codec, 96)

@@ -92,6 +92,7 @@ def _with_its_scale(found: compiled.Found, right: compiled.Found) -> Tensor:
     return found.carry.matrix * (found.carry.top.double() - right.carry.top).exp()[..., None, None]
 
 
+@pytest.mark.exhaustive(per="isa")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rule", [None, "decay", "gated", "delta", "gated delta"])
 @pytest.mark.parametrize("features", [Elu1(), Favor(16, features=67)])
@@ -164,6 +165,7 @@ def test_the_library_and_the_form_in_pytorch_agree(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(a.state.S, b.state.S, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive(per="isa")
 @pytest.mark.parametrize("isa", [PLAIN, *ISAS])
 @pytest.mark.parametrize("rule", [None, Decay(0.9)])
 @pytest.mark.parametrize("size", [0.5, 3.0])
@@ -213,6 +215,7 @@ def test_weak_gates_are_as_strong_after_many_tokens_as_each_says(isa: int, log: 
     torch.testing.assert_close(found.carry.matrix[0, 0].double(), right, rtol=1e-4, atol=0)
 
 
+@pytest.mark.exhaustive(per="isa")
 @pytest.mark.parametrize("isa", [PLAIN, *ISAS])
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("log", [None, 0.0, math.log(1e-6), -math.inf])

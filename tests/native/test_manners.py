@@ -112,6 +112,7 @@ def alone() -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_large_call_needs_little_memory_beside_its_tensors():
     """16,384 tokens: the scores of a head would take 1 GiB. Measured in a process of its own."""
     assert int(alone()[0]) * 1024 < 64 << 20

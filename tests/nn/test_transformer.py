@@ -99,6 +99,7 @@ def test_every_kind_of_position_trains_and_reaches_every_parameter(position: str
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_decoder_learns_to_copy():
     """A row of tokens, a mark, and the row again: what follows the mark can be known only by looking back."""
 

@@ -293,19 +293,25 @@ def test_dropout_draws_what_it_draws_without_regard():
     assert torch.equal(*found)
 
 
-def test_vmap_and_forward_mode_are_torchs():
+@pytest.mark.parametrize(
+    "forward", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["vmap", "forward mode"]
+)
+def test_vmap_and_forward_mode_are_torchs(forward: bool):
     q = of_size(3, 2, 64, 256, 16)
 
     def attend(x: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(x, x, x)
 
+    def run() -> Tensor:
+        return torch.func.jvp(attend, (q,), (q,))[1] if forward else torch.vmap(attend)(q)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own forward-mode tables use what torch deprecates
-        theirs = torch.vmap(attend)(q), torch.func.jvp(attend, (q,), (q,))[1]
+        theirs = run()
         with regard.everywhere():
-            ours = torch.vmap(attend)(q), torch.func.jvp(attend, (q,), (q,))[1]
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            ours = run()
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 8, 16), (2, 8, 1, 64), (8, 16), (2, 8, 16), (0, 2, 8, 16)], ids=str)
@@ -541,6 +547,7 @@ def test_a_known_small_call_with_keys_of_another_device_is_refused_as_by_torch()
                 F.scaled_dot_product_attention(q, keys, values)
 
 
+@pytest.mark.exhaustive(per="how")
 @pytest.mark.parametrize("tokens", [(4, 7), (100, 256)], ids=["small", "large"])
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right], ids=["upper left", "lower right"])

@@ -67,5 +67,6 @@ def test_what_means_something_else_for_a_part_of_a_sequence_is_refused_by_name(r
             assert part in text
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_is_sharded_uncompiled(ranks: Workers) -> None:
     ranks.run(model_cases.compiled_model)

@@ -26,6 +26,7 @@ def test_masks_and_biases_of_heads(pair: Workers, name: str):
     check(pair, layouts(2)[name], some(), cases.ulysses, **more)
 
 
+@pytest.mark.exhaustive(per="test")
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (4,)])
 @pytest.mark.parametrize("name", layouts(4))
 def test_a_ring_of_ranks_that_share_heads(four: Workers, name: str, shape: tuple[int, ...]):

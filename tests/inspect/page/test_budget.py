@@ -33,7 +33,7 @@ def test_all_goes_in_where_there_is_room(made):
     assert there["left_out"] == {"close_ups": 0, "largest": False}
 
 
-@pytest.mark.parametrize("part", [0.9, 0.6])
+@pytest.mark.parametrize("part", [pytest.param(0.9, marks=pytest.mark.exhaustive), 0.6])
 def test_close_ups_are_left_out_from_the_least_remarkable_on(made, part):
     whole, _ = told(made, 15e6)
     size, there = told(made, part * whole)
@@ -103,6 +103,7 @@ def test_thirty_layers_of_nine_heads_over_1024_tokens_stay_below_15_megabytes(la
     assert len(there["close_ups"]) > 0
 
 
+@pytest.mark.exhaustive
 def test_the_first_picture_of_270_heads_comes_before_the_rest_and_soon(opened, large):
     tab = opened(large)
     marks = tab.evaluate("performance.getEntriesByType('mark').map(({ name, startTime }) => [name, startTime])")

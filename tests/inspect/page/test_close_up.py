@@ -41,6 +41,7 @@ def aim(tab, q, k):
     return x, y
 
 
+@pytest.mark.exhaustive
 def test_at_8192_tokens_a_single_weight_is_what_python_computes(opened, long):
     tab = opened(long, state="head=0.0")
     for q, k in ((7500, 7490), (7500, 3012), (200, 100)):
@@ -55,6 +56,7 @@ def test_at_8192_tokens_a_single_weight_is_what_python_computes(opened, long):
     assert swatch(tab) == under(tab, x, y)
 
 
+@pytest.mark.exhaustive
 def test_at_8192_tokens_one_zooms_from_all_to_single_weights_and_back(opened, long):
     tab = settled(opened(long, state="head=0.0"))
     assert "43 × 43 tokens" in tab.inner_text("#pair")
@@ -97,7 +99,7 @@ def test_a_token_pinned_at_8192_tokens_says_which_single_tokens_it_looks_at(open
     assert "tokens 3\u202f000 to 5\u202f999" in tab.inner_text("#text-pages")
 
 
-@pytest.mark.parametrize("by", ["mean", "max"])
+@pytest.mark.parametrize("by", [pytest.param("mean", marks=pytest.mark.exhaustive), "max"])
 def test_cells_between_are_the_share_or_the_greatest_weight_of_theirs(opened, middling, by):
     tab = settled(opened(middling, state=f"head=0.0&by={by}"))
     tab.focus("#matrix")
@@ -165,6 +167,7 @@ def test_dragging_pans_and_does_not_pin(opened, middling):
     assert after[1] > before[1]
 
 
+@pytest.mark.exhaustive
 def test_the_address_keeps_the_place_and_the_zoom(opened, middling):
     tab = settled(opened(middling, state="head=0.0"))
     tab.click("#zoom-in")

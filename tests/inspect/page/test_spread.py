@@ -48,7 +48,7 @@ def test_keys_walk_from_head_to_head_by_value(opened):
     assert tab.inner_text("#focus-title") == "Layer 1 · head 3"
 
 
-@pytest.mark.parametrize("state", ["where=sink&least=0.5", "kind=sink"])
+@pytest.mark.parametrize("state", ["where=sink&least=0.5", pytest.param("kind=sink", marks=pytest.mark.exhaustive)])
 def test_heads_that_the_filter_holds_back_cannot_be_walked_to(opened, state):
     tab = opened(state=state)
     strip(tab, "sink").locator("canvas").focus()
