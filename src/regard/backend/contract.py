@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -38,8 +38,10 @@ class ResumableKernel(Kernel, Protocol):
         ...
 
 
-Run: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor | None]
-"""The output of a call, from q, k, v, the number of keys and the offset; None where their strides need another way."""
+Run: TypeAlias = Callable[[Tensor, Any, Any, int, int | None], Tensor | None]
+"""The output of a call, from q, k, v, the number of keys and the offset; None where their strides need another way.
+
+k and v are tensors, or both are stored (`StoredTensor`), as in the call that is repeated."""
 
 Bound: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The output of a call, [batch, queries, heads, v_dim] and contiguous, from q, k and v alone."""

@@ -11,7 +11,7 @@ or on the chunk of a prompt that it came in.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,10 +30,11 @@ from regard.backend.native_inputs import (
     WORKSPACE,
     Inputs,
     inputs_of,
+    opened_over,
     tensor_fields,
     write_inputs,
 )
-from regard.backend.native_repeated import Like, repeated
+from regard.backend.native_repeated import Like, repeated, repeated_stored
 from regard.backend.native_tiles import ALL, FARTHEST, QUERIES, Tiles, fixed_tiles, tiles_of
 from regard.errors import RefusalError
 from regard.huge_pages import advise_huge_pages, allocator_like
@@ -135,9 +136,13 @@ class _Kernel:
     def repeated(self, operands: Operands) -> Repeated | None:
         p, queries = self.problem, operands.q.shape[2]  # not those of the problem, which serves all lengths
         tiles = ALL if operands.mask is None and queries <= QUERIES else fixed_tiles(operands)
-        if p.grad or p.dropout or p.sink or p.bias or p.storage or not tiles or not tiles.number:
+        if p.grad or p.dropout or p.sink or p.bias or not tiles or not tiles.number:
+            return None
+        if (p.storage is None) != (operands.stored is None):
             return None
         by_head, by_token = (self._make_like(queries, by_token) for by_token in (False, True))
+        if operands.stored is not None:
+            return repeated_stored(self.attend, partial(opened_over, self.entry, self.packed), tiles, by_head, by_token)
         return repeated(self.attend, self.form, tiles, by_head, by_token)
 
     def compute(

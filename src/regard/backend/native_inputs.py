@@ -79,11 +79,20 @@ def write_inputs(struct: Any, i: Inputs, seed: int) -> object:
         struct[DISTANCE] = (i.distance.data_ptr(), _strides(i.distance)[0])
     if i.bias is not None:
         struct[BIAS] = (i.bias.data_ptr(), native_calls.DTYPES[i.bias.dtype], *_strides(i.bias))
-    if i.stored is None:
-        return None
-    k, v = listed(i.stored[0]), listed(i.stored[1])
-    struct[PARTS] = (k.address, v.address, k.number, v.number)
-    return k, v
+    return None if i.stored is None else write_parts(struct, *i.stored)
+
+
+def write_parts(struct: Any, k: StoredTensor, v: StoredTensor) -> object:
+    """Write stored keys and values into an opened struct; returns what must stay in memory until it was run."""
+    keys, values = listed(k), listed(v)
+    struct[PARTS] = (keys[0], values[0], keys[1], values[1])
+    return keys, values
+
+
+def opened_over(entry: native_calls.Entry, packed: bytes, k: StoredTensor, v: StoredTensor) -> tuple[Any, object]:
+    """A struct opened for one call over stored keys and values, and what must stay in memory until it was run."""
+    struct = entry.opened(packed)
+    return struct, write_parts(struct, k, v)
 
 
 def tensor_fields(t: Tensor) -> tuple[int, int, int, int]:

@@ -4,14 +4,16 @@ Each decode step makes two such arrays, so a part is one row of integers and no 
 """
 
 from array import array
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from regard import native_calls
 from regard.storage.codec import TILE
-from regard.storage.stored import Part, StoredTensor
+from regard.storage.stored import FixedParts, Part, StoredTensor
+
+_FIELDS = len(native_calls.PART)
 
 
 class Listed(NamedTuple):
@@ -23,55 +25,95 @@ class Listed(NamedTuple):
     kept: list[Tensor]  # contiguous copies of tensors that the library cannot read in place
 
 
+class _Known(NamedTuple):
+    """What is known of the parts that handles of many steps begin with (`FixedParts`)."""
+
+    memory: "array[int]"  # of structs, to be copied
+    end: int  # tokens
+    tensors: list[Tensor]  # that it has addresses of
+    addresses: list[int]  # that they had
+
+
 def listed(stored: StoredTensor) -> Listed:
     """The parts as an array of structs, without empty parts."""
-    memory = array("q")
     kept: list[Tensor] = []
-    end, ends, count = 0, None, 0
-    for part in stored.parts:
-        if part.row_ends is not None:
-            ends = _as_int64(part.row_ends, kept)
-        elif ends is not None:  # after a part with different ends per row, all parts have them
-            ends = ends + part.tokens
-            kept.append(ends)
-        end += part.tokens
-        if part.tokens:
-            memory.extend(_fields(part, end, ends, kept))
-            count += 1
-    if not count:  # one empty part, so that the library reads no tensor instead
+    known = None if stored.fixed is None else _known(stored.fixed)
+    if known is None:
+        memory = _structs(stored.parts, array("q"), 0, kept)
+    else:
+        memory = _structs(stored.parts[len(cast(FixedParts, stored.fixed).parts) :], known[0][:], known[1], kept)
+    if not memory:  # one empty part, so that the library reads no tensor instead
         memory.extend((native_calls.DTYPES[stored.dtype], 0, 0, 0, 1, *(0 for _ in native_calls.PART[5:])))
-    return Listed(memory.buffer_info()[0], count or 1, memory, kept)
+    return Listed(memory.buffer_info()[0], len(memory) // _FIELDS, memory, kept)
+
+
+def _known(fixed: FixedParts) -> _Known | None:
+    """What is known of fixed parts; None where rows differ, or where the library reads copies of tensors."""
+    known: _Known | None = fixed.known
+    if known is not None and [t.data_ptr() for t in known[2]] == known[3]:
+        return known
+    kept: list[Tensor] = []
+    if any(part.row_ends is not None for part in fixed.parts):
+        return None
+    memory = _structs(fixed.parts, array("q"), 0, kept)
+    if kept:
+        return None
+    tensors = [t for part in fixed.parts for t in (part.data, part.scale, part.zero_point, part.table) if t is not None]
+    end, addresses = sum(part.tokens for part in fixed.parts), [t.data_ptr() for t in tensors]
+    fixed.known = known = _Known(memory, end, tensors, addresses)
+    return known
+
+
+def _structs(parts: tuple[Part, ...], memory: "array[int]", end: int, kept: list[Tensor]) -> "array[int]":
+    """The array, with the structs of these parts after those of earlier parts of `end` tokens."""
+    ends = None
+    for part in parts:
+        tokens, row_ends = part.tokens, part.row_ends
+        if row_ends is not None:
+            ends = _as_int64(row_ends, kept)
+        elif ends is not None:  # after a part with different ends per row, all parts have them
+            ends = ends + tokens
+            kept.append(ends)
+        end += tokens
+        if tokens:
+            memory.extend(_fields(part, end, ends, kept))
+    return memory
 
 
 def _fields(part: Part, end: int, ends: Tensor | None, kept: list[Tensor]) -> tuple[int, ...]:
     """The fields of a part, in the order of `native_calls.PART`."""
-    table = None if part.table is None else _as_int64(part.table, kept)
-    data = part.data
-    if part.kind == "plain":
-        if data.dtype not in native_calls.DTYPES or (data.stride(3) != 1 and data.shape[3] > 1):
-            data = data.to(data.dtype if data.dtype in native_calls.DTYPES else torch.float32).contiguous()
+    _, data, kind, first_slot, table, _, scale, _, tiled, per_token, group = part
+    strides, (pages, _, page, *_) = data.stride(), data.shape
+    if kind == "plain":
+        form = native_calls.DTYPES.get(data.dtype)
+        if form is None or (strides[3] != 1 and data.shape[3] > 1):
+            data = data.to(data.dtype if form is not None else torch.float32).contiguous()
+            form, strides = native_calls.DTYPES[data.dtype], data.stride()
             kept.append(data)
-        form, tokens = native_calls.DTYPES[data.dtype], data.shape[2]
     else:
-        form, tokens = native_calls.FORMS[part.kind], data.shape[2] * (TILE if part.tiled else 1)
-        is_contiguous = data.stride(4) == 1 and data.stride(3) == TILE if part.tiled else data.stride(3) == 1
-        if not is_contiguous:
+        form, page = native_calls.FORMS[kind], page * (TILE if tiled else 1)
+        if not (strides[4] == 1 and strides[3] == TILE if tiled else strides[3] == 1):
             data = data.contiguous()
+            strides = data.stride()
             kept.append(data)
-    strides = data.stride()
+    if table is None:
+        of_table = 0, 0, 0
+    else:
+        table = _as_int64(table, kept)
+        of_table = table.data_ptr(), table.shape[1], table.stride(0)
     return (
-        form, end, 0 if ends is None else ends.data_ptr(), part.first_slot, tokens, data.shape[0],
-        *((0, 0, 0) if table is None else (table.data_ptr(), table.shape[1], table.stride(0))),
-        data.data_ptr(), strides[0], strides[1], strides[2], part.tiled, part.per_token, part.group or 1,
-        *_scales(part, kept),
+        form, end, 0 if ends is None else ends.data_ptr(), first_slot, page, pages, *of_table,
+        data.data_ptr(), strides[0], strides[1], strides[2], tiled, per_token, group or 1,
+        *(_NO_SCALES if scale is None else _scales(part, scale, kept)),
     )  # fmt: skip
 
 
-def _scales(part: Part, kept: list[Tensor]) -> tuple[int, ...]:
+_NO_SCALES = 0, 0, 0, 0, 0
+
+
+def _scales(part: Part, scale: Tensor, kept: list[Tensor]) -> tuple[int, ...]:
     """Addresses of the scales and zero points, and their strides."""
-    scale, zero_point = part.scale, part.zero_point
-    if scale is None:
-        return 0, 0, 0, 0, 0
+    zero_point = part.zero_point
     same_layout = zero_point is None or zero_point.stride() == scale.stride()
     if scale.stride(-1) != 1 or not same_layout or scale.dtype != torch.bfloat16:
         scale = scale.bfloat16().contiguous()

@@ -1,7 +1,7 @@
 """Calls of `native` that are repeated: addresses and strides go from the tensors straight into the struct."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from regard.backend.contract import Bind, Bound, Repeated, Run
 from regard.backend.native_tiles import Tiles
 from regard.native_calls import Attend, pack_packed, packed_operands
+from regard.storage.stored import StoredTensor
 
 
 class Like(NamedTuple):
@@ -33,6 +34,15 @@ class Like(NamedTuple):
 def repeated(attend: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) -> Repeated:
     """What runs calls of one struct and one number of queries, without a log-sum-exp."""
     return Repeated(_run(attend, form, tiles, by_head, by_token), _bind(attend, form, tiles, by_token))
+
+
+OpenedOver: TypeAlias = Callable[[StoredTensor, StoredTensor], tuple[Any, object]]
+"""A struct of one call over stored keys and values, and what must stay in memory until it was run."""
+
+
+def repeated_stored(attend: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by_token: Like) -> Repeated:
+    """The same over stored keys and values, whose parts are written into a struct for each call."""
+    return Repeated(_run_stored(attend, opened, tiles, by_head, by_token), _bind_nothing)
 
 
 def _run(run: Attend, form: Any, tiles: Tiles, by_head: Like, by_token: Like) -> Run:
@@ -96,3 +106,39 @@ def _bind(run: Attend, form: Any, tiles: Tiles, by_token: Like) -> Bind:
         return bound
 
     return bind
+
+
+def _run_stored(run: Attend, opened: OpenedOver, tiles: Tiles, by_head: Like, by_token: Like) -> Run:
+    """What reads the strides of the queries and the parts of keys and values in each call.
+
+    Nothing reads k and v as tensors where there are parts: they are one element, as in other calls.
+    """
+    intervals, number, maps, _, memory = tiles
+    queries, threads, attend = by_head.queries, torch.get_num_threads, run.__call__
+    element = by_head.out.data_ptr()
+
+    def again(
+        q: Tensor, k: StoredTensor, v: StoredTensor, keys: int, offset: int | None, kept: object = memory
+    ) -> Tensor | None:
+        try:
+            (qb, qh, qt, qd), at_q = q.stride(), q.data_ptr()
+        except RuntimeError:  # a layout without strides
+            return None
+        if qd != 1:
+            return None
+        is_by_token = qh < qt and queries > 1
+        _, _, like, (ob, oh, ot), _, empty_like = by_token if is_by_token else by_head
+        form, parts = opened(k, v)
+        out = empty_like(like)
+        attend(form, (
+            at_q, qb, qh, qt, element, 0, 0, 0, element, 0, 0, 0, out.data_ptr(), ob, oh, ot, 0, threads(),
+            queries, keys, intervals, number, keys - queries if offset is None else offset, maps,
+        ))  # fmt: skip
+        del parts  # they were needed until now
+        return out.transpose(1, 2) if is_by_token else out
+
+    return again
+
+
+def _bind_nothing(q: Tensor, k: Any, v: Any, keys: int, offset: int | None) -> None:
+    """Each call has parts of its own."""

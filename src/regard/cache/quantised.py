@@ -28,7 +28,7 @@ from regard.cache.store import (
 )  # fmt: skip
 from regard.errors import ProblemError
 from regard.storage.codec import Codec, Codes
-from regard.storage.stored import Contiguous, Part, StoredTensor
+from regard.storage.stored import Contiguous, FixedParts, Part, StoredTensor
 
 
 class _Memory:
@@ -40,7 +40,7 @@ class _Memory:
             allocate((form.batch, form.kv_heads, n, dim), form.dtype, form.device) for n in slots
         )  # fmt: skip
         self.codes = CodedSlots(codec, form, dim, tiled=tiled)
-        self.fixed_parts: tuple[Part, ...] = ()
+        self.fixed_parts: FixedParts | tuple[()] = ()
         """The parts before the tail: they change only when sinks or codes change."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class QuantisedStore:
         self._ranges: tuple[SlotRange, ...] = ()
         self._coded = 0  # tokens in all ranges
         self._before: _Snapshot | None = None
-        self._are_parts_valid = True
+        self._are_parts_valid = False
         if layout.capacity is not None:
             self.reserve(max(layout.capacity - self._sink_capacity - codec.residual, 0))
 
@@ -264,13 +264,16 @@ class QuantisedStore:
         if not self._are_parts_valid:
             self._update_parts()
         form, tokens, left = self.form, self.tokens, self._end - self._begin
+        batch, heads, _, _, dtype, _ = form
         handles: list[StoredTensor] = []
         for m in self._memories:
-            parts = m.fixed_parts
+            fixed = m.fixed_parts
+            assert fixed
+            parts = fixed.parts
             if left or not parts:
                 parts = (*parts, Part(left, m.tail, "plain", self._begin))
-            shape = (form.batch, form.kv_heads, tokens, m.dim)
-            handles.append(StoredTensor(parts, shape, form.dtype, None, self.codec.rotate))
+            shape = (batch, heads, tokens, m.dim)
+            handles.append(StoredTensor(parts, shape, dtype, None, self.codec.rotate, fixed=fixed))
         if len(handles) == 1:  # latents, or values without channels
             shape = (form.batch, form.kv_heads, tokens, 0)
             return handles[0], handles[0] if form.v_dim is None else allocate(shape, form.dtype, form.device)
@@ -279,7 +282,7 @@ class QuantisedStore:
     def _update_parts(self) -> None:
         for m in self._memories:
             sinks = (Part(self._sinks, m.sinks),) if self._sinks else ()
-            m.fixed_parts = (*sinks, *(m.codes.part(*slots) for slots in self._ranges))
+            m.fixed_parts = FixedParts((*sinks, *[m.codes.part(*slots) for slots in self._ranges]))
         self._are_parts_valid = True
 
     def _round_up(self, tokens: int) -> int:

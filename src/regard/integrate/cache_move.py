@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import RefusalError
+from regard.storage.stored import FixedParts
 
 
 def move(kept: object, device: torch.device | str, *, copy: bool = False) -> None:
@@ -64,6 +65,9 @@ class _Move:
             return self.tensor(value)
         if isinstance(value, torch.device):
             return self.device
+        if isinstance(value, FixedParts):
+            parts = self.moved(value.parts)
+            return value if parts is value.parts else FixedParts(parts)
         if isinstance(value, tuple):
             parts = [self.moved(part) for part in cast("tuple[Any, ...]", value)]
             if all(new is old for new, old in zip(parts, value, strict=True)):

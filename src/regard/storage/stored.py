@@ -12,7 +12,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -104,6 +104,16 @@ class Latent(Layout):
         whole_field(self, "rank", "dimensions", least=1)
 
 
+_NAMES = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
+"""Of the types that most parts have."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
 class Part(NamedTuple):
     """Consecutive tokens in one encoding.
 
@@ -144,7 +154,7 @@ class Part(NamedTuple):
     @property
     def encoding(self) -> str:
         """Element type or codec, and pages: "float32", "int8 in pages of 64"."""
-        kind = str(self.data.dtype).removeprefix("torch.") if self.kind == "plain" else self.kind
+        kind = _name(self.data.dtype) if self.kind == "plain" else self.kind
         return f"{kind} in pages of {self.page}" if self.table is not None else kind
 
     def pages(self, row: int) -> Tensor:
@@ -163,6 +173,32 @@ class Part(NamedTuple):
         if self.tiled:
             return decode_tiled(codes, self.kind, dim=dim, per_token=self.per_token, group=self.group)
         return decode_rows(codes, self.kind, dim=dim, group=self.group)
+
+
+class FixedParts:
+    """The first parts of handles of many steps: what follows from these parts alone is found once.
+
+    Args:
+        parts: consecutive parts, in token order.
+
+    Attributes:
+        known: what a backend found, for itself; it may refer to the tensors of the parts and to no others.
+    """
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.parts, self.known = parts, cast(Any, None)
+        self._encodings: tuple[str, ...] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a copy nothing is known, as its tensors are others."""
+        return FixedParts, (self.parts,)
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """The encodings of the parts."""
+        if self._encodings is None:
+            self._encodings = tuple([part.encoding for part in self.parts])
+        return self._encodings
 
 
 _NO_TENSOR = "it is a handle of stored keys or values, for attend to read in place; its dense() is a plain tensor."
@@ -190,6 +226,7 @@ class StoredTensor:
             read on the host where a call needs them there, once.
         rotated: whether channels were rotated by `hadamard` before storage.
         is_ring: whether tokens are in another order than their positions; for one query that sees them all.
+        fixed: what `parts` begins with, where other handles do so too.
 
     >>> part = Part(5, torch.arange(24.0).view(2, 1, 3, 4), table=torch.tensor([[1, 0]]))
     >>> stored = StoredTensor((part,), (1, 1, 5, 4), torch.float32)
@@ -199,7 +236,10 @@ class StoredTensor:
     tensor([12., 16., 20.,  0.,  4.])
     """
 
-    __slots__ = ("__dict__", "_read_ends", "_read_lengths", "dtype", "is_ring", "lengths", "parts", "rotated", "shape")
+    __slots__ = (
+        *("__dict__", "_encodings", "_read_ends", "_read_lengths", "dtype", "fixed", "is_ring", "lengths", "parts"),
+        *("rotated", "shape"),
+    )
 
     def __init__(
         self,
@@ -209,12 +249,15 @@ class StoredTensor:
         lengths: Tensor | None = None,
         rotated: bool = False,
         is_ring: bool = False,
+        fixed: FixedParts | None = None,
     ) -> None:
         self.parts, self.dtype, self.lengths, self.rotated, self.is_ring = parts, dtype, lengths, rotated, is_ring
-        self.shape = torch.Size(shape)
+        self.shape, self.fixed = torch.Size(shape), fixed
+        self._encodings: tuple[str, ...] | None = None
         # On a CPU at once, so that what torch traces finds numbers; a GPU is not waited for before they are needed.
         self._read_lengths = None if lengths is None or not lengths.is_cpu else tuple(lengths.tolist())
-        self._read_ends = _row_ends(parts) if all(part.data.is_cpu for part in parts) else None
+        unread = [part for part in parts if part.row_ends is not None and not part.data.is_cpu]
+        self._read_ends = None if unread else _row_ends(parts)
 
     @property
     def row_lengths(self) -> tuple[int, ...] | None:
@@ -258,11 +301,15 @@ class StoredTensor:
         share = 1.0 if self.row_lengths is None else sum(self.row_lengths) / max(1, batch * tokens)
         return round(total * share) if heads else 0
 
-    @cached_property
+    @property
     def encodings(self) -> tuple[str, ...]:
         """The encodings of the parts; handles with equal encodings differ in sizes and contents only."""
-        rows = ("rows of their own lengths",) if self.lengths is not None else ()
-        return (*(part.encoding for part in self.parts), *(("rotated",) if self.rotated else ()), *rows)
+        if self._encodings is None:
+            first = () if self.fixed is None else self.fixed.encodings
+            rows = ("rows of their own lengths",) if self.lengths is not None else ()
+            others = [part.encoding for part in self.parts[len(first) :]]
+            self._encodings = (*first, *others, *(("rotated",) if self.rotated else ()), *rows)
+        return self._encodings
 
     @cached_property
     def placeholder(self) -> Tensor:
