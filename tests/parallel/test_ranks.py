@@ -1,14 +1,17 @@
 """A rank that ends, hangs or calls something else ends the others by an error that says so, within the timeout."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from regard import Causal, Window
 from regard.parallel import Layout, RankError
+from regard.parallel.ranks import Message, Ranks
 from tests.parallel import cases
 from tests.parallel.comparing import N, some
 from tests.parallel.workers import Workers, workers
@@ -99,3 +102,24 @@ def test_a_wrong_argument_on_one_rank_is_told_on_every_rank(trio: Workers):
     found = trio.failing(cases.ring_with, {}, change=change, shards=Layout.zigzag(N, 3), **more)
     for error, _ in found:
         assert "q has 18 tokens on rank 1 of the group, and layout gives it 0 of 53" in str(error)
+
+
+def test_a_transfer_that_does_not_start_blames_the_rank_at_its_other_end_alone(monkeypatch: pytest.MonkeyPatch):
+    """Others may wait for this rank, and say that they are alive only when their time is over."""
+    blamed: list[tuple[int, ...]] = []
+
+    def closed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def fail(_: Ranks, peers: Iterable[int], error: RuntimeError) -> None:
+        blamed.append(tuple(peers))
+        raise error
+
+    monkeypatch.setattr(dist, "isend", closed)
+    monkeypatch.setattr(dist, "irecv", lambda *_, **__: object())
+    monkeypatch.setattr(Ranks, "_fail", fail)
+    ranks = Ranks.alone(1.0, "ring_attend")
+    ranks.group = cast(Any, None)
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks.start([Message(torch.zeros(1), 2, 0, False), Message(torch.zeros(1), 1, 1, True)])
+    assert blamed == [(1,)]

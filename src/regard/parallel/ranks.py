@@ -152,6 +152,8 @@ class Ranks:
         messages = sorted((m for m in messages if m.tensor.numel()), key=lambda m: m.tag)
         if not messages:
             return Pending([], [])
+        if messages[0].tensor.is_cpu:
+            return Pending([(self._started(m), (m.peer,)) for m in messages], [m.tensor for m in messages])
         ops = [
             dist.P2POp(
                 dist.isend if m.is_sent else dist.irecv, m.tensor, group=self.group, group_peer=m.peer, tag=m.tag
@@ -166,6 +168,16 @@ class Ranks:
         if len(works) == len(messages):
             return Pending([(w, (m.peer,)) for w, m in zip(works, messages, strict=True)], [m.tensor for m in messages])
         return Pending([(w, peers) for w in works], [m.tensor for m in messages])  # NCCL: one for the whole batch
+
+    def _started(self, message: Message) -> dist.Work:
+        """One transfer: if it fails, the rank at its other end is to blame, and no rank of another transfer."""
+        tensor, peer, tag, is_sent = message
+        try:
+            if is_sent:
+                return cast(dist.Work, dist.isend(tensor, group=self.group, tag=tag, group_dst=peer))
+            return cast(dist.Work, dist.irecv(tensor, group=self.group, tag=tag, group_src=peer))
+        except RuntimeError as error:
+            self._fail((peer,), error)
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Pending:
         """Start to send a part of `sent` to each rank, and to receive a part of `received` from each."""
@@ -205,7 +217,7 @@ class Ranks:
         others = [rank for rank in range(self.size) if rank != self.rank]
         suspects, grace = (others, self.timeout) if timed_out else (list(peers), GRACE)
         missing = self._missing({rank: f"regard/alive/{rank}" for rank in suspects}, grace)
-        what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, its connection is closed"
+        what = f"did not answer within {self.timeout:g} s" if timed_out else "ended, and the connection is closed"
         if missing:
             self._lose(missing, what, error)
         if self._missing({0: "regard/lost"}, 0.0 if timed_out else self.timeout):
@@ -219,8 +231,10 @@ class Ranks:
         first = self._ask(lambda store: store.compare_set("regard/lost", "", json.dumps([list(ranks), what])))
         ranks, what = cast("tuple[list[int], str]", json.loads(first))
         names = " and ".join(self._name(rank) for rank in ranks)
+        of_all = f"{names} of {dist.get_world_size()}"
+        who = f"rank {of_all} is lost: it" if len(ranks) == 1 else f"ranks {of_all} are lost: they"
         self.known.lost = RankError(
-            f"{self.function}: rank {names} of {dist.get_world_size()} is lost: it {what}. This process (rank "
+            f"{self.function}: {who} {what}. This process (rank "
             f"{dist.get_rank()}) cannot use the group any more: start all ranks again.",
             tuple(dist.get_global_rank(self.group, rank) for rank in ranks),
         )
