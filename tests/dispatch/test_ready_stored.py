@@ -13,8 +13,14 @@ from torch import Tensor
 from regard import Causal, ProblemError, RefusalError, attend
 from regard.cache import Fp8, Int4, Int8, KVCache, Latent, Paged, PagePool, Rolling
 from regard.calls import observe_calls
-from regard.dispatch import ready
+from regard.dispatch import plan_cache, ready
 from regard.storage.stored import StoredTensor
+
+
+@pytest.fixture(autouse=True)
+def new_plans() -> None:
+    plan_cache.forget()
+
 
 INT4 = Int4(group=16, residual=32)
 
@@ -141,9 +147,13 @@ def test_calls_that_need_more_than_the_kernel_go_the_long_way() -> None:
     assert torch.equal(found, plain)
     assert attend(q.clone().requires_grad_(), k, v).requires_grad
     assert _run(q.double(), k, v) is None
+    assert isinstance(k, StoredTensor)
     assert isinstance(v, StoredTensor)
     assert _run(q, k, v.dense()) is None
     assert torch.allclose(attend(q, k, v.dense()), plain, atol=1e-6)
+    for keys, values in ((k.to(torch.bfloat16), v.to(torch.bfloat16)), (k, v.to(torch.bfloat16))):
+        with pytest.raises(ProblemError):
+            attend(q, keys, values)
     with pytest.raises(ProblemError):
         attend(q[:1], k, v)
     with pytest.raises(ProblemError):
