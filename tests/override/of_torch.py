@@ -20,7 +20,7 @@ def qkv(*sizes: int, **options: Any) -> list[Tensor]:
 
 
 def reasons(run: Callable[[], object]) -> list[str | None]:
-    """Why torch ran each form of the calls that `run` makes; None for those that regard ran."""
+    """For each attention call in `run`: why torch computed it, or None where regard did."""
     with regard.everywhere() as caught:
         run()
     return [row.form.why for row in caught.rows for _ in range(row.calls)]

@@ -40,12 +40,12 @@ class _Memory:
             allocate((form.batch, form.kv_heads, n, dim), form.dtype, form.device) for n in slots
         )  # fmt: skip
         self.codes = CodedSlots(codec, form, dim, tiled=tiled)
-        self.fixed_parts: FixedParts | tuple[()] = ()
+        self.fixed_parts = FixedParts(())
         """The parts before the tail: they change only when sinks or codes change."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the parts, which refer to the same memory and are made again."""
-        return self.__dict__ | {"fixed_parts": ()}
+        return self.__dict__ | {"fixed_parts": FixedParts(())}
 
     def oldest(self, begin: int, end: int, x: Tensor, skip: int, tokens: int) -> Tensor:
         """The first `tokens` tokens of the tail, slots begin .. end - 1, followed by x from token `skip` on."""
@@ -90,7 +90,7 @@ class QuantisedStore:
         self._ranges: tuple[SlotRange, ...] = ()
         self._coded = 0  # tokens in all ranges
         self._before: _Snapshot | None = None
-        self._are_parts_valid = False
+        self._are_parts_valid = True
         if layout.capacity is not None:
             self.reserve(max(layout.capacity - self._sink_capacity - codec.residual, 0))
 
@@ -268,7 +268,6 @@ class QuantisedStore:
         handles: list[StoredTensor] = []
         for m in self._memories:
             fixed = m.fixed_parts
-            assert fixed
             parts = fixed.parts
             if left or not parts:
                 parts = (*parts, Part(left, m.tail, "plain", self._begin))
