@@ -12,12 +12,20 @@ enum class Asks {
     far,   // all of them into the second level, 16 KiB ahead
 };
 
+// What is streamed (decode_stream.h), and how.
+struct Streams {
+    Asks floats, pairs, apart;  // float32; bf16 multiplied in pairs; either, in pages that do not follow each other
+    bool few, few_pairs;        // whether one and two rows are, of any type but pairs, and of pairs
+    bool pages;                 // whether pages are
+};
+
 // Bytes of data that a core has of each level.
 struct Caches {
     int64_t first, second;
     int64_t near;          // what operands of 512-bit products may take before products wait for them
     bool asks_into_first;  // whether lists of lines (source.h) are asked for into the first
-    Asks asks;
+    bool holds_far;        // whether the second holds lines that are asked for far ahead, of whatever is read
+    Streams streams;
 };
 
 // Those of this machine, read once; or what the environment variable REGARD_CACHES says, "32768,1048576" for example,

@@ -168,7 +168,7 @@ struct Decode {
     // All keys in one loop, so that memory is read as one stream; then each block's weights and values.
     regard_status stream(const Lanes &lanes, int64_t first, Sixteens &keys, Sixteens &values, const Part &into,
                          const Lanes *next, int64_t next_first) {
-        const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width};
+        const DecodeStream<K> span{c.qk_dim, units, c.v_dim, width, keys.in_one && values.in_one};
         take_queries(lanes);
         memset(into.out, 0, size_t(rows_of_sums(lanes) * width) * sizeof(T));
         const char *later[Sixteens::AFTER];

@@ -1,20 +1,20 @@
-// Whole spans for up to four rows (on Zen 4 three or four; on AMX up to 16), where keys and values are contiguous or,
-// on Zen 5, in pages of whole sixteens: all keys, then block after block of values, at the speed at which memory is
-// read. For vectors of 16 words (AVX-512).
+// Whole spans for up to four rows (on AMX up to 16), where keys and values are contiguous or, on AMD's cores, in pages
+// of whole sixteens: all keys, then block after block of values, at the speed at which memory is read. For vectors of
+// 16 words (AVX-512).
 //
-// What decides on Zen 4 is which lines are on their way. 16 keys at a time are transposed in registers, and for each
-// vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are on their way while
-// the products of one are made, as many as there are places for. With 32 keys at a time there are more, those that find
-// no place are dropped, and it takes twice as long; into the second cache, 1.8 times. Values are read in the order of
-// memory, all dims of a token at once, which the machine's own prefetching follows; for that the 32 sums of four rows
-// of 128 dims take all registers. From memory both loops take as long as reads alone, and from the second cache they
-// are 1.2 to 3 times as fast.
+// What decides is which lines are on their way. 16 keys at a time are transposed in registers, and on Zen 4, in
+// float32, for each vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are
+// on their way while the products of one are made, as many as there are places for. With 32 keys at a time there are
+// more, those that find no place are dropped, and it takes twice as long. Values are read in the order of memory, all
+// dims of a token at once, which the machine's own prefetching follows; for that the 32 sums of four rows of 128 dims
+// take all registers. From memory both loops take as long as reads alone, and from the second cache they are 1.2 to 3
+// times as fast.
 //
-// Which lines are asked for follows the machine (`Asks` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
+// Which lines are asked for follows the machine (`Streams` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
-// it, lines behind these into the second cache; pages are read so as well. Where that holds lines that are asked for
-// far ahead, keys and values are asked for into it, each line once, 16 KiB ahead, and the next 16 keys into the first
-// cache. One and two rows are streamed there as well; on Intel not those of bf16 in pairs.
+// it, lines behind these into the second cache. On Intel's cores with 2 MiB, and on Zen 4 in pairs of bf16 and in pages
+// that are apart, which the machine's own prefetching cannot follow, keys and values are asked for into the second
+// cache, each line once, 16 KiB ahead, and the next 16 keys into the first.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (decode_tiles.h).
 #pragma once
@@ -42,7 +42,8 @@ struct DecodeStream {
     static_assert((AT_MOST - 1) * OF_ROW < BLOCK * 4 * W * int64_t(sizeof(S)) || !known);
 
     const int64_t key_dim, units, v_dim, width;
-    const Asks asks = caches().asks;
+    const bool in_one;  // whether keys and values of the span are contiguous
+    const Asks asks = in_one ? of_type() : caches().streams.apart;
     // How far ahead lines are asked for: in times 16 tokens, and bytes besides.
     struct Distance {
         int sixteens;
@@ -50,17 +51,15 @@ struct DecodeStream {
     };
     const Distance of_keys = distance(key_dim, asks), of_values = distance(v_dim, asks);
 
-    // Whether tokens may be in pages of whole sixteens. Measured on Zen 5 only, so not on AMX.
-    static bool reads_pages() { return known && caches().asks == Asks::all; }
+    // Whether tokens may be in pages of whole sixteens.
+    static bool reads_pages() { return known && caches().streams.pages; }
 
-    // In tiles as many rows as there are; else up to four, whose values can be read in the order of memory. Loops of
-    // one or two have fewer instructions for a line, so on Zen 4 more lines are on their way than there are places for:
-    // with one row, pages of 4 KiB and float32 it took 1.0 to 1.4 times as long as DecodeScores and DecodeValues.
-    // Elsewhere one or two rows in pairs of bf16 take 1.02 to 1.04 times as long, but on Zen 5 0.91 to 0.98.
+    // In tiles as many rows as there are; else up to four, whose values can be read in the order of memory. One or two
+    // rows in pairs of bf16 take 1.02 to 1.04 times as long as by DecodeScores and DecodeValues on Intel, on AMD's
+    // cores 0.70 to 1.01.
     static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
         if (K::tiled) return key_dim % 32 == 0 && (v_dim == 4 * W || v_dim == 8 * W);
-        const Asks asks = caches().asks;
-        const bool few = asks == Asks::all || (asks == Asks::far && !K::pairs);
+        const bool few = K::pairs ? caches().streams.few_pairs : caches().streams.few;
         return known && rows <= 4 && (rows > 2 || few) && (v_dim == 4 * W || v_dim == 8 * W);
     }
 
@@ -95,23 +94,25 @@ struct DecodeStream {
     // lines, or they would find no place. `has_next`: keys of a next span are known, of which only these and what `add`
     // asks for come in time.
     void ask(const Sixteens &values, int64_t first, int r, bool has_next) const {
-        if (asks == Asks::all) {
-            const int64_t at = AHEAD + r * OF_ROW, sixteens = at >> __builtin_ctzll(uint64_t(values.bytes));
-            return ask_all(values.at[first / EACH + sixteens] + (at & (values.bytes - 1)), OF_ROW);  // a power of 2
-        }
+        if (asks == Asks::all) return ask_all(values, first / EACH, AHEAD + r * OF_ROW, OF_ROW);
         if (!has_next || r) return;
         const int64_t share = (asks == Asks::far ? FAR : AHEAD) / (SPAN / BLOCK);
-        ask_all(values.at[Sixteens::COUNT] + first / BLOCK * share, share);
+        ask_all(values, Sixteens::COUNT, first / BLOCK * share, share);
     }
 
   private:
+    static Asks of_type() { return K::pairs ? caches().streams.pairs : caches().streams.floats; }
+
     static Distance distance(int64_t dim, Asks asks) {
         const int64_t bytes = asks == Asks::far ? FAR : AHEAD, each = EACH * dim * int64_t(sizeof(S));
         if (bytes >= Sixteens::AFTER * each) return {Sixteens::AFTER, 0};
         return {int(bytes / each), bytes % each};
     }
 
-    static void ask_all(const char *from, int64_t bytes) {
+    // `bytes` from a distance behind the n-th sixteen on.
+    static void ask_all(const Sixteens &of, int64_t n, int64_t behind, int64_t bytes) {
+        n += behind >> __builtin_ctzll(uint64_t(of.bytes));  // a power of 2
+        const char *const from = of.at[n] + (behind & (of.bytes - 1));
         for (int64_t i = 0; i < bytes; i += Lines::LINE) __builtin_prefetch(from + i, 0, 2);
     }
 
@@ -129,13 +130,12 @@ struct DecodeStream {
 
     template <typename Work>
     REGARD_INLINE void by_rows(int rows, Work work) const {
-        if (asks == Asks::all) few_rows<Asks::all>(rows, work);
-        else if (asks == Asks::far) few_rows<Asks::far>(rows, work);
-        else if (rows == 3) work(Way<3, Asks::keys>{});
-        else work(Way<4, Asks::keys>{});
+        if (asks == Asks::all) rows_by<Asks::all>(rows, work);
+        else if (asks == Asks::far) rows_by<Asks::far>(rows, work);
+        else rows_by<Asks::keys>(rows, work);
     }
     template <Asks asks, typename Work>
-    static REGARD_INLINE void few_rows(int rows, Work work) {
+    static REGARD_INLINE void rows_by(int rows, Work work) {
         if (rows == 1) work(Way<1, asks>{});
         else if (rows == 2) work(Way<2, asks>{});
         else if (rows == 3) work(Way<3, asks>{});

@@ -17,6 +17,7 @@ torch=2.13.0
 # compiled.
 make_ready() {
     local extra
+    wait_for_others
     [ -x "$venv/bin/pip" ] || step "making .venv" "" make_venv
     step "installing torch $torch" "$torch" pip_install "torch==$torch"
     for extra in dependencies models cli "$@"; do
@@ -31,6 +32,27 @@ make_ready() {
     has_installed_files || rm -f "$venv"/ready/installing_regard_*
     step "installing regard, compiled for $REGARD_ISAS" "$root $(fingerprint)" install_regard
     say_slow
+    exec 9<&-
+}
+
+# wait_for_others: until no other process makes .venv ready. The lock is of the folder, by descriptor 9: it ends with this
+# process, however that ends. Nothing is locked without `python3`, or where it has no flock (Windows).
+wait_for_others() {
+    command -v "${PYTHON:-python3}" >/dev/null || return 0
+    exec 9<"$root"
+    "${PYTHON:-python3}" - <<'PYTHON' || true
+import sys
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:
+    sys.exit()
+try:
+    flock(9, LOCK_EX | LOCK_NB)
+except OSError:
+    print("waiting for another process that makes .venv ready ...", file=sys.stderr)
+    flock(9, LOCK_EX)
+PYTHON
 }
 
 # install_packages EXTRA: what pyproject.toml lists for an extra, as dependencies, or for the build.

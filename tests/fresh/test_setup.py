@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_a_step_that_fails_shows_its_output_stops_and_is_tried_again(bash, tmp_p
     assert failed.stdout == ""
     bash("step 'making tea' green bash -c 'echo run >>runs'")
     assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_two_commands_do_not_make_it_ready_at_once(bash, tmp_path: Path):
+    line = "root=$venv; wait_for_others; echo first >>runs; sleep 0.5; echo last >>runs"
+    with ThreadPoolExecutor(2) as threads:
+        said = sorted(done.stderr for done in threads.map(bash, [line, line]))
+    assert said == ["", "waiting for another process that makes .venv ready ...\n"]
+    assert (tmp_path / "runs").read_text() == "first\nlast\n" * 2
 
 
 def test_a_python_that_is_too_old_is_refused_in_words(bash):
