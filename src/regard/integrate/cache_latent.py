@@ -25,8 +25,10 @@ class LatentLayer(StoredLayer):
     def _sources(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return Latents(*found), Latents(*found)
 
-    def _lazy(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
-        return _lazy_halves(Latents(*found), self._note_use)
+    def _as_read(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+        if self._is_read_by_regard():
+            return _lazy_halves(Latents(*found), self._note_use)
+        return self._dense(found)
 
     def _dense(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         return _halves(dense(found[0]), found[1].shape[3])

@@ -64,7 +64,7 @@ class StoredLayer(CacheLayerMixin):
         if self._like is None:
             k, v = (t.new_empty((*t.shape[:2], 0, t.shape[3])) for t in (key_states, value_states))
             self._like, self.batch_size = (k, v), key_states.shape[0]
-        return self._lazy(found) if self._is_read_by_regard() else self._dense(found)
+        return self._as_read(found)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that the next update returns, position of the first of them)."""
@@ -164,10 +164,13 @@ class StoredLayer(CacheLayerMixin):
         """What the attention function reads."""
         return found
 
-    def _lazy(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
-        """Tensors as they are, and stored tensors as lazy ones."""
-        if not any(isinstance(t, StoredTensor) for t in found):
+    def _as_read(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+        """Tensors as they are; what is stored otherwise as lazy tensors for regard, and decoded for others."""
+        if type(found[0]) is Tensor and type(found[1]) is Tensor:  # in every step: who reads takes longer to find out
             return found
+        return self._lazy(found) if self._is_read_by_regard() else self._dense(found)
+
+    def _lazy(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         k, v = (LazyTensor(t, t.shape, t, functools.partial(dense, t), self._note_use) for t in found)
         return k, v
 
