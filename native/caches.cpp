@@ -61,16 +61,17 @@ bool second_is_near() { return kind() == Kind::zen4; }
 // second need as well, and of lines that are asked for a block ahead, 64 KiB, few are still there.
 bool asks_into_first() { return kind() == Kind::zen5 || kind() == Kind::arm; }
 
-bool holds_far(int64_t second) { return kind() == Kind::intel && second >= int64_t(2) << 20; }
+bool has_far_second(int64_t second) { return kind() == Kind::intel && second >= int64_t(2) << 20; }
 
 // Zen 5: with one row `all` takes 0.91 to 0.97 of the time of `keys`, with four 0.90 to 0.97. Zen 4: `far` takes 0.83
-// to 1.00 of it with pairs and 1.02 to 1.12 with float32, and of the time block by block 0.65 to 0.87 with pages that
-// are apart; one and two rows as streams 0.70 to 1.01. Intel's cores with 2 MiB: on a Xeon with AMX `far` takes 0.87 to
-// 0.96, pages are not measured. Nor is any of this on other Intel cores, with 1.25 MiB and less.
+// to 1.1 of the time of `keys` with pairs, 1.02 to 1.12 with float32, and 0.71 to 0.88 of the time block by block with
+// pages that are apart; one and two rows as streams take 0.73 to 1.0 of that time. Intel's cores with 2 MiB: on a Xeon
+// with AMX `far` takes 0.87 to 0.96; pages are not measured there, and nothing on other Intel cores, with 1.25 MiB and
+// less.
 Streams streams(int64_t second) {
     if (kind() == Kind::zen5) return {Asks::all, Asks::all, Asks::all, true, true, true};
     if (kind() == Kind::zen4) return {Asks::keys, Asks::far, Asks::far, true, true, true};
-    if (holds_far(second)) return {Asks::far, Asks::far, Asks::far, true, false, false};
+    if (has_far_second(second)) return {Asks::far, Asks::far, Asks::far, true, false, false};
     return {Asks::keys, Asks::keys, Asks::keys, false, false, false};
 }
 
@@ -91,7 +92,7 @@ Caches found() {
     if (sizes.second < sizes.first) sizes.second = int64_t(512) << 10;
     sizes.near = !is_pinned && second_is_near() ? sizes.second : sizes.first;
     sizes.asks_into_first = asks_into_first();
-    sizes.holds_far = holds_far(sizes.second);
+    sizes.lists_each = has_far_second(sizes.second);
     sizes.streams = streams(sizes.second);
     return sizes;
 }

@@ -14,7 +14,7 @@ enum class Asks {
 
 // What is streamed (decode_stream.h), and how.
 struct Streams {
-    Asks floats, pairs, apart;  // float32; bf16 multiplied in pairs; either, in pages that do not follow each other
+    Asks floats, pairs, apart;  // all but pairs; bf16 in pairs; either, in pages that do not follow each other
     bool few, few_pairs;        // whether one and two rows are, of any type but pairs, and of pairs
     bool pages;                 // whether pages are
 };
@@ -24,7 +24,7 @@ struct Caches {
     int64_t first, second;
     int64_t near;          // what operands of 512-bit products may take before products wait for them
     bool asks_into_first;  // whether lists of lines (source.h) are asked for into the first
-    bool holds_far;        // whether the second holds lines that are asked for far ahead, of whatever is read
+    bool lists_each;       // whether these have each line also of rows that are read in order (AVX-512)
     Streams streams;
 };
 

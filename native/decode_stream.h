@@ -2,19 +2,19 @@
 // of whole sixteens: all keys, then block after block of values, at the speed at which memory is read. For vectors of
 // 16 words (AVX-512).
 //
-// What decides is which lines are on their way. 16 keys at a time are transposed in registers, and on Zen 4, in
-// float32, for each vector of words the line 8 KiB further on is prefetched into the first cache: so some 20 lines are
-// on their way while the products of one are made, as many as there are places for. With 32 keys at a time there are
-// more, those that find no place are dropped, and it takes twice as long. Values are read in the order of memory, all
-// dims of a token at once, which the machine's own prefetching follows; for that the 32 sums of four rows of 128 dims
-// take all registers. From memory both loops take as long as reads alone, and from the second cache they are 1.2 to 3
-// times as fast.
+// What decides is which lines are on their way. 16 keys at a time are transposed in registers, and for each vector of
+// words the line 8 KiB further on is prefetched into the first cache (on Zen 4 contiguous float32): so some 20 lines
+// are on their way while the products of one are made, as many as there are places for. With 32 keys at a time there
+// are more, those that find no place are dropped, and it takes twice as long. Values are read in the order of memory,
+// all dims of a token at once, which the machine's own prefetching follows; for that the 32 sums of four rows of 128
+// dims take all registers. From memory both loops take as long as reads alone, and from the second cache they are 1.2
+// to 3 times as fast.
 //
 // Which lines are asked for follows the machine (`Streams` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
 // it, lines behind these into the second cache. On Intel's cores with 2 MiB, and on Zen 4 in pairs of bf16 and in pages
 // that are apart, which the machine's own prefetching cannot follow, keys and values are asked for into the second
-// cache, each line once, 16 KiB ahead, and the next 16 keys into the first.
+// cache, 16 KiB ahead, and the next 16 keys into the first.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (decode_tiles.h).
 #pragma once
@@ -49,14 +49,14 @@ struct DecodeStream {
         int sixteens;
         int64_t bytes;
     };
-    const Distance of_keys = distance(key_dim, asks), of_values = distance(v_dim, asks);
+    const Distance of_keys = distance(key_dim), of_values = distance(v_dim);
 
     // Whether tokens may be in pages of whole sixteens.
     static bool reads_pages() { return known && caches().streams.pages; }
 
     // In tiles as many rows as there are; else up to four, whose values can be read in the order of memory. One or two
     // rows in pairs of bf16 take 1.02 to 1.04 times as long as by DecodeScores and DecodeValues on Intel, on AMD's
-    // cores 0.70 to 1.01.
+    // cores 0.73 to 1.0.
     static bool serves(int rows, int64_t key_dim, int64_t v_dim) {
         if (K::tiled) return key_dim % 32 == 0 && (v_dim == 4 * W || v_dim == 8 * W);
         const bool few = K::pairs ? caches().streams.few_pairs : caches().streams.few;
@@ -103,9 +103,11 @@ struct DecodeStream {
   private:
     static Asks of_type() { return K::pairs ? caches().streams.pairs : caches().streams.floats; }
 
-    static Distance distance(int64_t dim, Asks asks) {
+    // Whole sixteens where these are apart: behind one is what nobody reads.
+    Distance distance(int64_t dim) const {
         const int64_t bytes = asks == Asks::far ? FAR : AHEAD, each = EACH * dim * int64_t(sizeof(S));
         if (bytes >= Sixteens::AFTER * each) return {Sixteens::AFTER, 0};
+        if (!in_one) return {int(most(bytes / each, int64_t(1))), 0};
         return {int(bytes / each), bytes % each};
     }
 

@@ -129,8 +129,8 @@ struct Source {
     // lines that are asked for far ahead, every one does better on AVX-512: 0.85 to 0.94 with one row (caches.h), on
     // AVX2 1.0 to 1.03.
     static int step_of_lines(bool in_order) {
-        const bool holds_far = VECTOR_BYTES == 64 && caches().holds_far;
-        return in_order && !caches().asks_into_first && !holds_far ? Lines::SPARSE : Lines::LINE;
+        const bool each = caches().asks_into_first || (VECTOR_BYTES == 64 && caches().lists_each);
+        return in_order && !each ? Lines::SPARSE : Lines::LINE;
     }
     void list(const Stretch &stretch, Lines &lines, bool in_order = false) const {
         const int step = step_of_lines(in_order);

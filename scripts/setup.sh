@@ -35,8 +35,9 @@ make_ready() {
     exec 9<&-
 }
 
-# wait_for_others: until no other process makes .venv ready. The lock is of the folder, by descriptor 9: it ends with this
-# process, however that ends. Nothing is locked without `python3`, or where it has no flock (Windows).
+# wait_for_others: until no other process makes .venv ready. The lock is of the folder, by descriptor 9: it ends when that
+# is closed, at the latest with this process and what it started. Nothing is locked without `python3`, or where there is
+# no flock (Windows, some file systems).
 wait_for_others() {
     command -v "${PYTHON:-python3}" >/dev/null || return 0
     exec 9<"$root"
@@ -49,9 +50,11 @@ except ImportError:
     sys.exit()
 try:
     flock(9, LOCK_EX | LOCK_NB)
-except OSError:
+except BlockingIOError:
     print("waiting for another process that makes .venv ready ...", file=sys.stderr)
     flock(9, LOCK_EX)
+except OSError:  # of a file system without locks
+    pass
 PYTHON
 }
 

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,12 +45,17 @@ def test_a_step_that_fails_shows_its_output_stops_and_is_tried_again(bash, tmp_p
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
-def test_two_commands_do_not_make_it_ready_at_once(bash, tmp_path: Path):
-    line = "root=$venv; wait_for_others; echo first >>runs; sleep 0.5; echo last >>runs"
-    with ThreadPoolExecutor(2) as threads:
-        said = sorted(done.stderr for done in threads.map(bash, [line, line]))
-    assert said == ["", "waiting for another process that makes .venv ready ...\n"]
-    assert (tmp_path / "runs").read_text() == "first\nlast\n" * 2
+def test_two_commands_do_not_make_it_ready_at_once(tmp_path: Path):
+    line = f'. "{SETUP}"; root="{tmp_path}"; PYTHON="{sys.executable}"; wait_for_others; echo ready; read -r || true'
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(["bash", "-c", line], text=True, **pipes) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "ready\n"
+        with subprocess.Popen(["bash", "-c", line], text=True, **pipes) as second:
+            assert second.stderr is not None
+            assert second.stderr.readline() == "waiting for another process that makes .venv ready ...\n"
+            assert first.communicate("done\n") == ("", "")
+            assert second.communicate("done\n") == ("ready\n", "")
 
 
 def test_a_python_that_is_too_old_is_refused_in_words(bash):

@@ -166,8 +166,8 @@ class StoredLayer(CacheLayerMixin):
 
     def _as_read(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
         """Tensors as they are; what is stored otherwise as lazy tensors for regard, and decoded for others."""
-        if type(found[0]) is Tensor and type(found[1]) is Tensor:  # in every step: who reads takes longer to find out
-            return found
+        if not (isinstance(found[0], StoredTensor) or isinstance(found[1], StoredTensor)):
+            return found  # in every step: to find out who reads takes longer
         return self._lazy(found) if self._is_read_by_regard() else self._dense(found)
 
     def _lazy(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
