@@ -4,16 +4,16 @@
 //
 // What decides is which lines are on their way. 16 keys at a time are transposed in registers, and for each vector of
 // words the line 8 KiB further on is prefetched into the first cache (on Zen 4 contiguous float32): so some 20 lines
-// are on their way while the products of one are made, as many as there are places for. With 32 keys at a time there
-// are more, those that find no place are dropped, and it takes twice as long. Values are read in the order of memory,
-// all dims of a token at once, which the machine's own prefetching follows; for that the 32 sums of four rows of 128
-// dims take all registers. From memory both loops take as long as reads alone, and from the second cache they are 1.2
-// to 3 times as fast.
+// are on their way while the products of one are made, close to the 24 outstanding misses that a core can have. With 32
+// keys at a time there are more prefetches than that, the core drops some of them, and the loop takes twice as long.
+// Values are read in the order of memory, all dims of a token at once, which the hardware prefetcher follows; for that
+// the 32 sums of four rows of 128 dims take all registers. From memory both loops take as long as reads alone, and from
+// the second cache they are 1.2 to 3 times as fast.
 //
 // Which lines are asked for follows the machine (`Streams` of caches.h). On Zen 5 values are asked for like keys, 8 KiB
 // ahead, from the end of a span's values on those keys that come next, and while weights are made, which would stop
 // it, lines behind these into the second cache. On Intel's cores with 2 MiB, and on Zen 4 in pairs of bf16 and in pages
-// that are apart, which the machine's own prefetching cannot follow, keys and values are asked for into the second
+// that are apart, which the hardware prefetcher cannot follow, keys and values are asked for into the second
 // cache, 16 KiB ahead, and the next 16 keys into the first.
 //
 // On AMX up to four rows of bf16 make their sums by chains (chains.h), and up to 16 by tiles (decode_tiles.h).

@@ -171,6 +171,7 @@ class StoredLayer(CacheLayerMixin):
         return self._lazy(found) if self._is_read_by_regard() else self._dense(found)
 
     def _lazy(self, found: tuple[CachedTensor, CachedTensor]) -> tuple[Any, Any]:
+        """Lazy tensors, whose source the attention function reads in place."""
         k, v = (LazyTensor(t, t.shape, t, functools.partial(dense, t), self._note_use) for t in found)
         return k, v
 
