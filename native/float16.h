@@ -147,11 +147,22 @@ REGARD_INLINE F load_wide(const f16 *p) {
     return out;
 #endif
 }
+// The nearest that bf16 holds; NaN stays NaN.
+REGARD_INLINE F as_bf16(F x) {
+    const U bits = U(x), even = (bits >> 16) & 1;
+    const U near = (bits + 0x7fff + even) & 0xffff0000u, nan = (bits & 0xffff0000u) | 0x400000u;
+    return x == x ? F(near) : F(nan);
+}
 REGARD_INLINE void store_narrow(float *p, F v) { store(p, v); }
 REGARD_INLINE void store_narrow(double *p, D v) { store(p, v); }
 REGARD_INLINE void store_narrow(bf16 *p, F v) {
 #if defined(__AVX512BF16__)
     *(__m256i_u *)p = (__m256i)_mm512_cvtneps_pbh(v);
+#elif defined(__AVX512F__)
+    *(__m256i_u *)p = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)as_bf16(v), 16));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_srli_epi32((__m256i)as_bf16(v), 16);
+    *(__m128i_u *)p = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
     for (int i = 0; i < Vec<float>::lanes; ++i) p[i] = narrow<bf16>(v[i]);
 #endif
@@ -170,9 +181,7 @@ REGARD_INLINE void store_narrow(f16 *p, F v) {
 template <typename S>
 REGARD_INLINE F as_stored(F x) {
     if constexpr (is_same<S, bf16>) {
-        const U bits = U(x), even = (bits >> 16) & 1;
-        const U near = (bits + 0x7fff + even) & 0xffff0000u, nan = (bits & 0xffff0000u) | 0x400000u;
-        return x == x ? F(near) : F(nan);
+        return as_bf16(x);
     } else if constexpr (is_same<S, f16>) {
         f16 narrower[Vec<float>::lanes];
         store_narrow(narrower, x);
