@@ -1,5 +1,4 @@
-// Scores of a few rows of bf16 with tiles of codes that are multiplied as they are: int8 and int4 as integers
-// (fixed.h), e4m3 as bf16 where these are multiplied in pairs.
+// Scores of a few rows of bf16 with tiles of codes that are multiplied as integers (fixed.h): int8 and int4.
 //
 // A key's number is code * scale + low, with one scale for each channel of a group of tokens; so the scales go to the
 // queries, once for each group, and lanes are the tokens of a tile:
@@ -16,19 +15,30 @@
 namespace regard {
 namespace REGARD_ISA {
 
-// A tile of 16 tokens, and their scales: of channels, or of tokens.
+// A tile of W tokens, and their scales: of channels, or of tokens. Of 16 tokens each channel has a byte, or a half.
 struct CodedTile {
     const uint8_t *codes;
     const bf16 *scale, *low;  // null low: nothing is added
     bool per_token;
 };
 
+#if !defined(__AVX512F__)
+// As many numbers as a vector has lanes, or fewer and zeros.
+REGARD_INLINE F some(const float *from, int64_t count) {
+    constexpr int W = Vec<float>::lanes;
+    if (count >= W) return load(from);
+    F x{};
+    for (int64_t i = 0; i < count; ++i) x[i] = from[i];
+    return x;
+}
+#endif
+
 // Unit: what queries are of, pairs of bf16 or float.
 template <typename Unit>
 class CodedScores {
   public:
-    static constexpr int SOME = 32;                    // channels
-    static constexpr int64_t DIMS = int64_t(1) << 15;  // at most
+    static constexpr int SOME = 32, W = Vec<float>::lanes;  // channels
+    static constexpr int64_t DIMS = int64_t(1) << 15;       // at most
 
     static int64_t bytes(int64_t dim) { return up(dim, SOME) / SOME * 4 * (64 + 2 * 64); }
 
@@ -68,12 +78,13 @@ class CodedScores {
   private:
     const int64_t dim, units, blocks;
     const Unit *const queries;
-    int8_t *bytes_;                           // [4][blocks][64]
-    float *numbers_;                          // [blocks][2][4][16]
+    int8_t *bytes_;                           // [4][blocks][64], on AVX2 32 words
+    float *numbers_;                          // [blocks][2][4][16], on AVX2 [4][32 blocks]
     bool written_ = false, nibbles_ = false;  // for these scales
     const bf16 *scale_ = nullptr;
     Fixed fixed_{};
 
+#if defined(__AVX512BW__)
     // bf16 scales widened: even ones, then odd ones. Null: all 1.
     REGARD_INLINE void widened(const bf16 *from, int64_t d, F &even, F &odd) const {
         if (!from) {
@@ -196,152 +207,92 @@ class CodedScores {
                 for (int g = 0; g < G; ++g) add_products(sum[s][g], some[g], q + s * blocks * 64 + half * 8);
         }
     }
-};
-
-#if defined(REGARD_PAIRS)
-// The same with tiles of e4m3, multiplied as pairs of bf16: codes are bf16 as they are, and queries times scales are
-// rounded to it.
-class Fp8Scores {
-  public:
-    static constexpr int SOME = 32, FOUR = 64;  // channels; bytes of four
-
-    static int64_t bytes(int64_t dim) { return 4 * up(dim, SOME) * (4 + 2); }
-
-    // queries [rows][units], from the first row of four.
-    Fp8Scores(int64_t d, const uint32_t *q, int64_t of_row, char *scratch)
-        : dim(d), units(of_row), channels(up(d, SOME)), queries(q) {
-        numbers_ = reinterpret_cast<float *>(scratch);
-        pairs_ = reinterpret_cast<uint32_t *>(numbers_ + 4 * channels);
-    }
-
-    // Products with G tiles of one group: x[row][tile].
-    template <int R, int G>
-    void meet(const CodedTile (&tile)[G], F (&x)[R][G], Lines &lines) {
-        const CodedTile &first = tile[0];
-        const bf16 *const mine = first.per_token ? nullptr : first.scale;
-        if (!widened_) widen_queries<R>();
-        if (!written_ || mine != scale_) {
-            if (first.per_token || first.low) write<R, true>(mine, first.per_token ? nullptr : first.low);
-            else write<R, false>(mine, nullptr);
-            written_ = true, scale_ = mine;
-        }
-        multiply<R, G>(tile, x, lines);
-        for (int g = 0; g < G; ++g) {
-            const F scale = first.per_token ? load_wide(tile[g].scale) : F{};
-            const F low = first.per_token && first.low ? load_wide(tile[g].low) : F{};
-#pragma GCC unroll 4
-            for (int s = 0; s < R; ++s) {
-                const F added = broadcast(added_[s]);
-                x[s][g] = first.per_token ? fma(x[s][g], scale, first.low ? added * low : F{}) : x[s][g] + added;
-            }
-        }
-    }
-
-    // How often `meet` asks for lines.
-    static int64_t asks(int64_t dim) { return (dim + 4) / 8; }
-
-  private:
-    const int64_t dim, units, channels;
-    const uint32_t *const queries;
-    float *numbers_;                          // queries [4][channels]
-    uint32_t *pairs_;                         // times scales [4][channels / 2]
-    bool widened_ = false, written_ = false;  // for these scales
-    const bf16 *scale_ = nullptr;
-    float added_[4] = {};  // to sums
-
-    // Channels c to c + 16, 0 beyond the last; null: all 1.
-    REGARD_INLINE F widened(const bf16 *from, int64_t c) const {
-        if (!from) return broadcast(1.0f);
-        const int64_t left = dim - c;
-        const __mmask16 real = left >= 16 ? 0xffff : left > 0 ? __mmask16((1u << left) - 1) : __mmask16(0);
-        return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(real, from + c)), 16);
-    }
-
-    template <int R>
-    void widen_queries() {
-        for (int s = 0; s < R; ++s)
-            for (int64_t c = 0; c < channels; c += 16)
-                store(numbers_ + s * channels + c, widened(reinterpret_cast<const bf16 *>(queries + s * units), c));
-        widened_ = true;
-    }
-
-    // R rows times the scales, and what lows add.
-    template <int R, bool has_low>
+#else
+    // R rows times the scales, in fixed point.
+    template <int R, bool, bool has_low>
     __attribute__((noinline)) void write(const bf16 *scale, const bf16 *low) {
-        F added[R] = {};
-        __m512i most{};
-        for (int64_t c = 0; c < channels; c += SOME) {
-            const F by[2] = {widened(scale, c), widened(scale, c + 16)};
-            const F with[2] = {has_low ? widened(low, c) : F{}, has_low ? widened(low, c + 16) : F{}};
+        const int64_t channels = SOME * blocks;
+        I most[4] = {};
+        F added[4] = {};
+        for (int64_t d = 0; d < channels; d += W) {
+            const F by = scale ? widened(scale + d, dim - d) : broadcast(1.0f);
+            const F with = !has_low ? F{} : low ? widened(low + d, dim - d) : broadcast(1.0f);
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s) {
-                const F x = load(numbers_ + s * channels + c), y = load(numbers_ + s * channels + c + 16);
-                if (has_low) added[s] = fma(y, with[1], fma(x, with[0], added[s]));
-                const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(y * by[1], x * by[0]);
-                _mm512_storeu_si512(pairs_ + (s * channels + c) / 2, words);
-                most = _mm512_max_epu16(most, _mm512_add_epi16(words, words));  // without signs
+                const F q = some(queries + s * units + d, dim - d), x = q * by;
+                if (has_low) added[s] = fma(q, with, added[s]);
+                store(numbers_ + s * channels + d, x);
+                most[s] = larger_size(most[s], x);
             }
         }
-        for (int s = 0; s < R; ++s) added_[s] = has_low ? _mm512_reduce_add_ps(added[s]) : 0;
-        if (__builtin_expect(_mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(short(0xff00))) != 0, 0)) cut<R>(scale);
+        take_sizes(most, fixed_);
+        take_added(added, fixed_);  // zeros where this part has no lows, as the one before may have some
+        int16_t *const words = reinterpret_cast<int16_t *>(bytes_);
+        for (int s = 0; s < R; ++s)
+            for (int64_t d = s * channels; d < (s + 1) * channels; d += 2 * W)
+                _mm256_storeu_si256((__m256i *)(words + d),
+                                    in_steps(load(numbers_ + d), load(numbers_ + d + W), broadcast(fixed_.steps[s])));
     }
 
-    // The same products, within bf16: one beyond would be inf, and inf times the code 0 of another key NaN. What is not
-    // finite itself stays so.
-    template <int R>
-    __attribute__((noinline)) void cut(const bf16 *scale) {
-        for (int64_t i = 0; i < R * channels; i += 16) {
-            const F x = load(numbers_ + i), by = widened(scale, i % channels);
-            store_narrow(reinterpret_cast<bf16 *>(pairs_) + i, within_bf16(x * by) + (x * 0 + by * 0));
-        }
-    }
-
-    template <int R, int G>
+    template <int R, int G, bool nibbles>
     REGARD_INLINE void multiply(const CodedTile (&tile)[G], F (&x)[R][G], Lines &lines) const {
-        F sum[2][R][G] = {};  // of even and of odd pairs, or each would wait for the one before
+        constexpr int at_once = nibbles ? 8 : 4;  // channels, in a line of 16 tokens
+        const int16_t *q = reinterpret_cast<const int16_t *>(bytes_);
         const uint8_t *at[G];
         for (int g = 0; g < G; ++g) at[g] = tile[g].codes;
+        I sum[R][G] = {};
+        F before[R][G] = {};  // sums of earlier channels, where one of 32 bits cannot have all
         Lines::Place place = lines.place();
-        const uint32_t *q = pairs_;
-        for (int64_t d = 0; d + 4 <= dim; d += 4, q += 2) {
-            step<R, G>(at, q, sum);
-            if (d % 8 == 0) lines.ask(place);
-            for (int g = 0; g < G; ++g) at[g] += FOUR;
+        int64_t d = 0;
+        while (dim - d >= at_once) {
+            for (const int64_t end = d + least(dim - d, EXACT); d + at_once <= end; d += at_once) {
+                lines.ask(place);
+#pragma GCC unroll 4
+                for (int n = 0; n < at_once; n += 2, q += 2) step<R, G, nibbles>(at, q, sum);
+            }
+            if (__builtin_expect(d < dim, 0)) flush(sum, before);
         }
         lines.back(place);
-        if (dim % 4) {
-            alignas(64) uint8_t rest[G][FOUR];
-            for (int g = 0; g < G; ++g) {
-                _mm512_store_si512(rest[g], _mm512_maskz_loadu_epi8(~uint64_t(0) >> (64 - dim % 4 * 16), at[g]));
-                at[g] = rest[g];
+        for (; d + 2 <= dim; d += 2, q += 2) step<R, G, nibbles>(at, q, sum);
+        if (d < dim) step<R, G, nibbles, true>(at, q, sum);
+        flush(sum, before);
+#pragma GCC unroll 4
+        for (int s = 0; s < R; ++s)
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) x[s][g] = before[s][g];
+    }
+
+    template <int R, int G>
+    static REGARD_INLINE void flush(I (&sum)[R][G], F (&before)[R][G]) {
+#pragma GCC unroll 4
+        for (int s = 0; s < R; ++s)
+#pragma GCC unroll 2
+            for (int g = 0; g < G; ++g) before[s][g] += numbers(sum[s][g]), sum[s][g] = I{};
+    }
+
+    // Two channels, or the last one.
+    template <int R, int G, bool nibbles, bool last = false>
+    REGARD_INLINE void step(const uint8_t *(&at)[G], const int16_t *q, I (&sum)[R][G]) const {
+        __m256i x[G];
+#pragma GCC unroll 2
+        for (int g = 0; g < G; ++g) {
+            const __m128i a = _mm_loadl_epi64((const __m128i *)at[g]);
+            if constexpr (nibbles) {
+                const __m256i both = _mm256_cvtepu8_epi32(a);
+                x[g] = _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi32(both, 12)), _mm256_set1_epi16(15));
+            } else {
+                const __m128i b = last ? _mm_setzero_si128() : _mm_loadl_epi64((const __m128i *)(at[g] + TOKENS));
+                x[g] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
             }
-            step<R, G>(at, q, sum);
+            at[g] += nibbles ? TOKENS : 2 * TOKENS;
         }
 #pragma GCC unroll 4
         for (int s = 0; s < R; ++s)
 #pragma GCC unroll 2
-            for (int g = 0; g < G; ++g) x[s][g] = sum[0][s][g] + sum[1][s][g];
+            for (int g = 0; g < G; ++g) sum[s][g] = add_products(sum[s][g], x[g], q + s * blocks * SOME);
     }
-
-    // Four channels.
-    template <int R, int G>
-    REGARD_INLINE void step(const uint8_t *const (&at)[G], const uint32_t *q, F (&sum)[2][R][G]) const {
-        U x[2][G];
-#pragma GCC unroll 2
-        for (int g = 0; g < G; ++g)
-            Fp8::as_bf16(_mm512_permutexvar_epi8(_mm512_load_si512(FP8_PAIRS.from), _mm512_loadu_si512(at[g])), x[0][g],
-                         x[1][g]);
-#pragma GCC unroll 4
-        for (int s = 0; s < R; ++s)
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) {
-                const U one = broadcast_pair(q[s * channels / 2 + i]);
-#pragma GCC unroll 2
-                for (int g = 0; g < G; ++g) sum[i][s][g] = dot_pairs(x[i][g], one, sum[i][s][g]);
-            }
-    }
-};
 #endif
+};
 
 }  // namespace REGARD_ISA
 }  // namespace regard

@@ -11,85 +11,29 @@
 // it exactly, for two tokens side by side; weights times scales are rounded to bf16.
 #pragma once
 
-#include "fixed.h"
-#include "scores.h"
+#include "coded_segment.h"
 
-#if defined(REGARD_INTEGERS)
+#if defined(__AVX512BW__)
 namespace regard {
 namespace REGARD_ISA {
 
-// Tokens of a block, counted in it.
-struct Segment {
-    const regard_part *part;
-    int low, high;
-};
-
-class CodedValues {
+class CodedValues : public CodedSegment {
   public:
-    static constexpr int STRETCH = 32, FEW_ROWS = 16, COLUMN = 16, AT_ONCE = 4;  // bytes of a column; columns
-    static constexpr int GROUPS_OF_TOKENS = int(BLOCK) / 16, FOURS = int(BLOCK) / 4;
-
-    static int64_t bytes(int64_t dim) {
-        const int64_t groups = up(dim, 16) / 16;
-        return AT_ONCE * BLOCK * 16 + groups * (2 * BLOCK * 4 + FEW_ROWS * FOURS * 8) + 4 * BLOCK * 4 +
-               up(groups * PASSES * int64_t(sizeof(Fixed)), 64);
-    }
+    static int64_t bytes(int64_t dim) { return CodedSegment::bytes(dim) + AT_ONCE * BLOCK * 16; }
 
     // weights [16][128], out [16][width].
     CodedValues(int64_t v_dim, int64_t of_row, const float *w, float *to, char *scratch)
-        : dim(v_dim), width(of_row), weights(w), out(to) {
-        const int64_t most = up(dim, 16) / 16;
-        transposed_ = reinterpret_cast<uint8_t *>(scratch);
-        scale_ = reinterpret_cast<float *>(transposed_ + AT_ONCE * BLOCK * 16);
-        low_ = scale_ + most * BLOCK;
-        products_ = low_ + most * BLOCK;
-        bytes_ = reinterpret_cast<int8_t *>(products_ + 4 * BLOCK);
-        fixed_ = reinterpret_cast<Fixed *>(bytes_ + most * FEW_ROWS * FOURS * 8);
-    }
-
-    // Whether values of a part can be read so: a vector of dims has one scale.
-    static bool fits(const regard_part *p, int64_t dim) {
-        if (!p || (p->form != REGARD_INT8 && p->form != REGARD_INT4 && !(PAIRS && p->form == REGARD_FP8))) return false;
-        return !p->tiled && dim % 16 == 0 && (p->group % 16 == 0 || p->group >= dim);
-    }
-
-    // The segments among the tokens of a stretch, in the block at `first`; at most 4. Tokens beyond all parts, which
-    // read as 0, may follow them.
-    static int segments(const Stretch &stretch, int64_t first, int64_t dim, Segment (&found)[4]) {
-        const regard_part *of[4] = {};
-        bool fit[4] = {};
-        int until[4] = {}, count = 0;
-        for (int i = 0; i < stretch.count; ++i) {
-            const Run &run = stretch.run[i];
-            const int low = int(run.first - first), high = low + int(run.count);
-            for (int s = low / STRETCH; s * STRETCH < high; ++s) {
-                const int begin = most(low, s * STRETCH), end = least(high, (s + 1) * STRETCH);
-                if (begin == s * STRETCH) of[s] = run.part, fit[s] = fits(run.part, dim);
-                else if (run.part && run.part != of[s]) fit[s] = false;
-                if (run.part) until[s] = end;
-            }
-        }
-        for (int s = 0; s < 4; ++s) {
-            if (!fit[s]) continue;
-            if (count && found[count - 1].part == of[s] && found[count - 1].high == s * STRETCH)
-                found[count - 1].high = until[s];
-            else found[count++] = {of[s], s * STRETCH, until[s]};
-        }
-        return count;
-    }
+        : CodedSegment(v_dim, of_row, w, to, scratch + AT_ONCE * BLOCK * 16),
+          transposed_(reinterpret_cast<uint8_t *>(scratch)) {}
 
     // Adds a segment, `listed` groups of 16 tokens of it. kept(row, token): 16 tokens that are not hidden from a row.
     template <typename Kept>
     void add(const Segment &segment, const Stretch &stretch, int64_t head, int64_t first, uint32_t listed, int rows,
              const Kept &kept, Lines &lines) {
-        part = segment.part;
+        if (!begin(segment, stretch, head, first, listed)) return;
         nibbles = part->form == REGARD_INT4, floats = part->form == REGARD_FP8;
-        group = part->group, groups = (dim + group - 1) / group;
-        find(segment, stretch, head, first, listed);
-        if (!count) return;
         if (write_rows<false>(rows)) {  // some scale is not finite, perhaps of hidden tokens
-            for (int i = 0; i < rows; ++i)
-                for (int j = 0; j < count; ++j) kept_[i][j] = uint16_t(kept(i, at_[j]));
+            find_kept(rows, kept);
             write_rows<true>(rows);
         }
 #if defined(REGARD_PAIRS)
@@ -100,10 +44,7 @@ class CodedValues {
         for (int64_t c = 0; c < columns; c += AT_ONCE) {
             const int some = least(AT_ONCE, columns - c);
             turn(c, some);
-            int pass = 0, r = 0;
-            for (; r + 4 <= rows; r += 4) mix<4>(c, some, r, pass++, lines);
-            if (r + 2 <= rows) mix<2>(c, some, r, pass++, lines), r += 2;
-            if (r < rows) mix<1>(c, some, r, pass++, lines);
+            passes(rows, [&](auto few, int r, int pass) { mix<few.count>(c, some, r, pass, lines); });
         }
     }
 
@@ -117,82 +58,13 @@ class CodedValues {
     }
 
   private:
-    static constexpr int PASSES = FEW_ROWS / 4 + 2;
-#if defined(REGARD_PAIRS)
-    static constexpr bool PAIRS = true;  // of bf16 are multiplied: codes of e4m3 as well
-#else
-    static constexpr bool PAIRS = false;
-#endif
+    static constexpr int COLUMN = 16, AT_ONCE = 4, FOURS = int(BLOCK) / 4;  // bytes of a column; columns; of a row
 
-    const int64_t dim, width;
-    const float *const weights;
-    float *const out;
-    uint8_t *transposed_;  // [4 columns][fours of tokens][64]
-    float *scale_, *low_;  // [groups of dims][128]
-    float *products_;      // [4][128]
-    int8_t *bytes_;        // [groups of dims][16][fours of tokens][8]; for int8 and e4m3 [..][..][pairs][2 words]
-    Fixed *fixed_;         // [passes][groups of dims]
-    const regard_part *part = nullptr;
+    uint8_t *const transposed_;            // [4 columns][fours of tokens][64]
     bool nibbles = false, floats = false;  // codes of 4 bits; of e4m3
-    int64_t group = 0, groups = 0;
-    int count = 0;              // groups of 16 tokens that are listed
-    int at_[GROUPS_OF_TOKENS];  // their places
-    const uint8_t *row_[BLOCK];
-    uint16_t kept_[FEW_ROWS][GROUPS_OF_TOKENS];  // if some scale is not finite
 
-    // ---- codes and scales ------------------------------------------------------------------------------------------
-
-    void find(const Segment &segment, const Stretch &stretch, int64_t head, int64_t first, uint32_t listed) {
-        count = 0;
-        const Run *run = stretch.run;
-        for (int j = segment.low; j < segment.high; j += 16) {
-            if (!(listed >> j / 16 & 1)) continue;
-            at_[count] = j;
-            const int end = least(segment.high, j + 16), place = count * 16;
-            for (int i = j; i < end;) {
-                while (run->first + run->count <= first + i) ++run;
-                const int64_t slot = run->slot + first + i - run->first;
-                const int some = least(end - i, run->first + run->count - first - i);
-                take(run->page, head, slot, some, place + i - j);
-                i += some;
-            }
-            for (int i = end; i < j + 16; ++i) {
-                row_[place + i - j] = row_[place];
-                for (int64_t g = 0; g < groups; ++g)
-                    scale_[g * BLOCK + place + i - j] = low_[g * BLOCK + place + i - j] = 0;
-            }
-            ++count;
-        }
-        for (int i = count * 16; count % 2 && i < count * 16 + 16; ++i)
-            row_[i] = row_[0];  // those of weights that are 0
-    }
-
-    void take(int64_t page, int64_t head, int64_t slot, int some, int place) {
-        const uint8_t *codes = codes_of(*part, page, head, slot);
-        for (int i = 0; i < some; ++i) row_[place + i] = codes + i * part->data_step;
-        spread(scales_of(*part, part->scale, page, head, slot), some, scale_ + place);
-        if (part->low) spread(scales_of(*part, part->low, page, head, slot), some, low_ + place);
-    }
-
-    // Scales [tokens][groups], widened, as [groups][tokens].
-    void spread(const bf16 *from, int some, float *to) const {
-        const int64_t step = part->scale_step;
-        if (some == 16 && step == 1 && groups == 1) return store(to, load_wide(from));
-        if (some == 16 && step == 2 && groups == 2) return apart(_mm512_loadu_si512(from), to);
-        if (some == 16 && step == 4 && groups == 4) {
-            const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-            const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-            const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
-            apart(_mm512_permutex2var_epi32(a, even, b), to);
-            return apart(_mm512_permutex2var_epi32(a, odd, b), to + 2 * BLOCK);
-        }
-        for (int i = 0; i < some; ++i)
-            for (int64_t g = 0; g < groups; ++g) to[g * BLOCK + i] = widen(from[i * step + g]);
-    }
-    static void apart(__m512i pairs, float *to) {
-        store(to, (F)_mm512_slli_epi32(pairs, 16));
-        store(to + BLOCK, (F)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
-    }
+    // Weights from row r on with the scales of group g, FOURS * 8 bytes each.
+    const int8_t *bytes(int r, int64_t g) const { return reinterpret_cast<const int8_t *>(words(r, g)); }
 
     // Columns of all tokens, four rows in a vector: [column][four][16 bytes][4 tokens].
     void turn(int64_t column, int some) const {
@@ -220,24 +92,10 @@ class CodedValues {
     // All rows; whether some number was not finite. `masked`: without tokens that are hidden.
     template <bool masked>
     bool write_rows(int rows) {
-        bool wild = false;
-        int pass = 0, r = 0;
-        for (; r + 4 <= rows; r += 4) wild |= write<4, masked>(r, pass++);
-        if (r + 2 <= rows) wild |= write<2, masked>(r, pass++), r += 2;
-        if (r < rows) wild |= write<1, masked>(r, pass++);
-        return wild;
-    }
-
-    template <int R, bool masked>
-    bool write(int r, int pass) {
-        bool wild = false;
-        for (int64_t g = 0; g < groups; ++g) {
-            Fixed &fixed = fixed_[pass * groups + g];
-            if (part->low) write_one<R, masked, true>(r, g, fixed);
-            else write_one<R, masked, false>(r, g, fixed);
-            for (int s = 0; s < R; ++s) wild |= !(fixed.unit[s] * 0 + fixed.added[s] * 0 == 0);
-        }
-        return wild;
+        return write_all(rows, [&](auto some, int r, int64_t g, Fixed &fixed) {
+            if (part->low) write_one<some.count, masked, true>(r, g, fixed);
+            else write_one<some.count, masked, false>(r, g, fixed);
+        });
     }
 
     template <int R, bool masked, bool has_low>
@@ -271,7 +129,7 @@ class CodedValues {
         }
         take_sizes(most, fixed);
         for (int s = 0; n % 2 && s < R; ++s) store(products_ + s * BLOCK + n * 16, F{});
-        int8_t *to = bytes_ + (g * FEW_ROWS + r) * FOURS * 8;
+        int8_t *to = reinterpret_cast<int8_t *>(words(r, g));
         const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
         for (int i = 0; i < n; i += 2, to += 64)
 #pragma GCC unroll 4
@@ -293,7 +151,7 @@ class CodedValues {
         F added[4] = {};
         __m512i most{};
         const float *const scale = scale_ + g * BLOCK, *const low = low_ + g * BLOCK, *const w = weights + r * BLOCK;
-        bf16 *const to = reinterpret_cast<bf16 *>(bytes_ + (g * FEW_ROWS + r) * FOURS * 8);
+        bf16 *const to = reinterpret_cast<bf16 *>(words(r, g));
         for (int i = 0; i < count; ++i) {
             const F by = load(scale + i * 16), with = has_low ? load(low + i * 16) : F{};
 #pragma GCC unroll 4
@@ -322,10 +180,9 @@ class CodedValues {
         const auto hidden = [&](int r, int i, int t) {  // token t of a group from row r
             return at_[i] + t >= segment.high || !(kept(r, at_[i]) >> t & 1);
         };
-        int pass = 0, r = 0;
-        for (; r + 4 <= rows; r += 4) mix_scaled<4, 4>(r, pass++, hidden, lines);
-        if (r + 2 <= rows) mix_scaled<2, 8>(r, pass++, hidden, lines), r += 2;
-        if (r < rows) mix_scaled<1, 8>(r, pass++, hidden, lines);
+        passes(rows, [&](auto some, int r, int pass) {
+            mix_scaled<some.count, some.count == 4 ? 4 : 8>(r, pass, hidden, lines);
+        });
     }
 
     template <int R, int N, typename Hidden>
@@ -344,7 +201,7 @@ class CodedValues {
     template <int R, int N, typename Hidden>
     __attribute__((noinline)) void mix_pairs(int64_t d, int dims, int r, const Fixed &fixed, const Hidden &hidden,
                                              Lines &lines) const {
-        const int8_t *const w = bytes_ + (d / group * FEW_ROWS + r) * FOURS * 8;
+        const int8_t *const w = bytes(r, d / group);
         F sum[R][N];
         Lines::Place place = lines.place();
         sum_pairs(row_, d, dims, w, sum, [&] { lines.ask(place); });
@@ -443,10 +300,7 @@ class CodedValues {
         for (int64_t d = 0; d < dim;) {
             const int64_t end = (d / group + 1) * group;
             const int dims = least(64, (end < dim ? end : dim) - d);
-            int pass = 0, r = 0;
-            for (; r + 4 <= rows; r += 4) mix_dims<4>(d, dims, r, pass++, lines);
-            if (r + 2 <= rows) mix_dims<2>(d, dims, r, pass++, lines), r += 2;
-            if (r < rows) mix_dims<1>(d, dims, r, pass++, lines);
+            passes(rows, [&](auto some, int r, int pass) { mix_dims<some.count>(d, dims, r, pass, lines); });
             d += dims;
         }
     }
@@ -458,7 +312,7 @@ class CodedValues {
     template <int R>
     __attribute__((noinline)) void mix_dims(int64_t d, int dims, int r, int pass, Lines &lines) const {
         const Fixed &fixed = fixed_[pass * groups + d / group];
-        const int8_t *w = bytes_ + (d / group * FEW_ROWS + r) * FOURS * 8;
+        const int8_t *w = bytes(r, d / group);
         const uint32_t real = dims == 64 ? 0xffffffff : (1u << dims / 2) - 1;
         const __mmask32 second = 0xaaaaaaaa;
         const __m512i too_large = _mm512_set1_epi16(128);
@@ -532,7 +386,7 @@ class CodedValues {
     template <int R, int N, bool upper = false>
     REGARD_INLINE void mix_vectors(const uint8_t *codes, int64_t d, int64_t g, int r, int pass, Lines &lines) const {
         const Fixed &fixed = fixed_[pass * groups + g];
-        const int8_t *w = bytes_ + (g * FEW_ROWS + r) * FOURS * 8;
+        const int8_t *w = bytes(r, g);
         Sum sum[R][N];
         start_sums<R, N, false>(fixed, sum);
         Lines::Place place = lines.place();

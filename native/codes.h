@@ -64,9 +64,9 @@ REGARD_INLINE F numbers(I x) {
 
 // What is read of a code, times `unit`, a power of 2 that the scale is multiplied with, is its value.
 // Each has `tile`: dim d of W tokens of a tile, whose bytes begin at `codes`; `row`: dims d to d + W of one token; and
-// `rows`: N such vectors, of which the first begins at a multiple of N * W. `fours`: four dims at once are had for
-// less, by `tiles`; `twos`: so are vectors side by side, by `some`. Codes of a byte; `Code::at` reads W of them, and
-// `Code::some` N times as many.
+// `rows`: N such vectors, of which the first begins at a multiple of N * W; `turned`: N from adjacent bytes, one each.
+// `fours`: four dims at once are had for less, by `tiles`; `twos`: so are vectors side by side, by `some`. Codes of a
+// byte; `Code::at` reads W of them, and `Code::some` N times as many.
 template <typename Code>
 struct OfBytes {
     static constexpr bool nibbles = false, fours = false, twos = false;
@@ -76,6 +76,10 @@ struct OfBytes {
     template <int N>
     static REGARD_INLINE void rows(const uint8_t *codes, int64_t d, F (&x)[N]) {
         Code::some(codes + d, x);
+    }
+    template <int N>
+    static REGARD_INLINE void turned(const uint8_t *codes, F (&x)[N]) {
+        Code::some(codes, x);
     }
     template <int N>
     static REGARD_INLINE void some(const uint8_t *p, F (&x)[N]) {
@@ -300,6 +304,37 @@ struct Fp8 : OfBytes<Fp8> {
 #endif
 };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same where no code is NaN.
+struct FiniteFp8 : OfBytes<FiniteFp8> {
+    static constexpr float unit = Fp8::unit;
+    static REGARD_INLINE F at(const uint8_t *p) {
+        const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
+        return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(short(0xbfff))));
+    }
+};
+
+// Looks for NaN among codes: as bytes with a sign 127 is the largest, and as those without one 255 is.
+class NanCodes {
+  public:
+    // Among 32, 16 or 8 of them.
+    REGARD_INLINE void look32(const uint8_t *p) { look(_mm256_loadu_si256((const __m256i *)p)); }
+    REGARD_INLINE void look16(const uint8_t *p) { look(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p))); }
+    REGARD_INLINE void look8(const uint8_t *p) { look(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)p))); }
+    REGARD_INLINE bool found() const {
+        const __m256i plus = _mm256_cmpeq_epi8(with_sign_, _mm256_set1_epi8(127));
+        return _mm256_movemask_epi8(_mm256_or_si256(plus, _mm256_cmpeq_epi8(without_, _mm256_set1_epi8(-1))));
+    }
+
+  private:
+    __m256i with_sign_ = _mm256_setzero_si256(), without_ = _mm256_setzero_si256();
+
+    REGARD_INLINE void look(__m256i x) {
+        with_sign_ = _mm256_max_epi8(with_sign_, x), without_ = _mm256_max_epu8(without_, x);
+    }
+};
+#endif
+
 struct Int4 {
     static constexpr bool nibbles = true, fours = false, twos = false;
     static constexpr float unit = 1;
@@ -317,6 +352,11 @@ struct Int4 {
 #else
         return numbers(x >> 4);
 #endif
+    }
+    template <int N>
+    static REGARD_INLINE void turned(const uint8_t *codes, F (&x)[N]) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) x[n] = numbers(widen_bytes(codes + n * Vec<float>::lanes));
     }
     static REGARD_INLINE F tile(const uint8_t *codes, int64_t d) {
         const I x = widen_bytes(codes + d / 2 * TOKENS);

@@ -6,7 +6,7 @@
 // than four rows are made in tiles (decode_tiles.h).
 #pragma once
 
-#include "coded_scores.h"
+#include "fp8_scores.h"
 #include "decode_keys.h"
 #include "decode_tiles.h"
 #include "scores.h"
@@ -40,7 +40,7 @@ struct DecodeScores {
     // Where what Fp8Scores needs begins, behind that of CodedScores.
     static int64_t fp8_at(int64_t dim) { return Source<K>::bytes(dim, BLOCK) + CodedScores<Unit>::bytes(dim); }
     static int64_t fp8_bytes([[maybe_unused]] int64_t dim) {
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_FP8_SCORES)
         return Fp8Scores::bytes(dim);
 #else
         return 0;
@@ -144,9 +144,13 @@ struct DecodeScores {
 #endif
         return true;
     }
-    // Whether its codes are multiplied as they are: as integers, or e4m3 as bf16.
+    // Whether its codes meet queries that are times their scales: as integers, or e4m3 (fp8_scores.h).
     bool as_coded(const Run &run) const {
-        return K::integers && is_tiled(run) && (K::pairs || run.part->form != REGARD_FP8);
+#if defined(REGARD_FP8_SCORES)
+        return K::integers && is_tiled(run);
+#else
+        return K::integers && is_tiled(run) && run.part->form != REGARD_FP8;
+#endif
     }
 
     // Elements of a narrower type, which are widened as they are loaded.
@@ -532,7 +536,7 @@ struct DecodeScores {
     // ---- tiles of codes that are multiplied as they are ------------------------------------------------------------
 
     int64_t asks_of_tiles(int64_t form) const {
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_FP8_SCORES)
         if (form == REGARD_FP8) return Fp8Scores::asks(dim);
 #endif
         return CodedScores<Unit>::asks(dim, form == REGARD_INT4);
@@ -548,14 +552,15 @@ struct DecodeScores {
     template <int R>
     __attribute__((noinline)) void coded(const Found &found, int r, Lines &lines) {
         CodedScores<Unit> products(dim, queries + r * units, units, scratch + Source<K>::bytes(dim, BLOCK));
-#if defined(REGARD_PAIRS)
-        Fp8Scores floats(dim, reinterpret_cast<const uint32_t *>(queries) + r * units, units, scratch + fp8_at(dim));
+#if defined(REGARD_FP8_SCORES)
+        Fp8Scores floats(dim, reinterpret_cast<const Fp8Scores::Unit *>(queries) + r * units, units,
+                         scratch + fp8_at(dim));
 #endif
         for (int i = found.coded; i < found.count;) {
             const Keys *const keys = found.keys + i;
             const bool two = is_pair(found, i);
             switch (keys->form) {
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_FP8_SCORES)
                 case REGARD_FP8:
                     if (two) coded_set<R, 2>(keys, r, [&](auto &tile, auto &sum) { floats.meet(tile, sum, lines); });
                     else coded_set<R, 1>(keys, r, [&](auto &tile, auto &sum) { floats.meet(tile, sum, lines); });

@@ -3,10 +3,10 @@
 // x0 c0 + x1 c1 + ... with codes c needs no code as a float: the values x are stored as whole multiples of 1/32639
 // of the largest of them. With VNNI they are cut into two bytes with signs, 256 h + l, and an instruction multiplies 64
 // codes with 64 bytes and adds the products by fours. Without it they stay words of 16 bits, codes become such words,
-// and an instruction multiplies 32 of them and adds the products by twos: as many products, and a sum for each besides
-// (Skylake-X; on Zen 4 products of integers, additions and shuffles have pipes of their own). Integers are exact, so a
-// sum has the same bits in whatever order it is made; what is lost is at most half a step of each number, 2^-16 of the
-// largest, where bf16 loses 2^-9 of each.
+// and an instruction multiplies 32 of them (AVX2: 16) and adds the products by twos: as many products, and a sum for
+// each besides (Skylake-X; on Zen 4 products of integers, additions and shuffles have pipes of their own). Integers are
+// exact, so a sum has the same bits in whatever order it is made; what is lost is at most half a step of each number,
+// 2^-16 of the largest, where bf16 loses 2^-9 of each.
 //
 // Rows come in fours, whose sums share shuffles. NaN or infinity among the values makes each of their sums NaN.
 #pragma once
@@ -29,37 +29,52 @@ struct Fixed {
 
 // Sums are of a type that says 32 bits: GCC copies registers to and fro around __m512i.
 
-// Of each row the lanes as one: lane i of each quarter is row i's.
+// Of each row the lanes as one: lane i of the result is row i's.
 template <typename V, typename Op>
-REGARD_INLINE __m512i merged(const V (&rows)[4], Op op) {
+REGARD_INLINE __m128i merged(const V (&rows)[4], Op op) {
+#if defined(__AVX512F__)
     const __m512i x[4] = {(__m512i)rows[0], (__m512i)rows[1], (__m512i)rows[2], (__m512i)rows[3]};
-    const __m512i ab = op(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
-    const __m512i cd = op(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-    __m512i all = op(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    all = op(all, _mm512_shuffle_i32x4(all, all, 0x4e));
-    return op(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+    const V ab = op((V)_mm512_unpacklo_epi32(x[0], x[1]), (V)_mm512_unpackhi_epi32(x[0], x[1]));
+    const V cd = op((V)_mm512_unpacklo_epi32(x[2], x[3]), (V)_mm512_unpackhi_epi32(x[2], x[3]));
+    const __m512i a = (__m512i)ab, c = (__m512i)cd;
+    __m512i all = (__m512i)op((V)_mm512_unpacklo_epi64(a, c), (V)_mm512_unpackhi_epi64(a, c));
+    all = (__m512i)op((V)all, (V)_mm512_shuffle_i32x4(all, all, 0x4e));
+    return _mm512_castsi512_si128((__m512i)op((V)all, (V)_mm512_shuffle_i32x4(all, all, 0xb1)));
+#else
+    const __m256i x[4] = {(__m256i)rows[0], (__m256i)rows[1], (__m256i)rows[2], (__m256i)rows[3]};
+    const V ab = op((V)_mm256_unpacklo_epi32(x[0], x[1]), (V)_mm256_unpackhi_epi32(x[0], x[1]));
+    const V cd = op((V)_mm256_unpacklo_epi32(x[2], x[3]), (V)_mm256_unpackhi_epi32(x[2], x[3]));
+    const __m256i a = (__m256i)ab, c = (__m256i)cd;
+    const __m256i all = (__m256i)op((V)_mm256_unpacklo_epi64(a, c), (V)_mm256_unpackhi_epi64(a, c));
+    return _mm256_castsi256_si128((__m256i)op((V)all, (V)_mm256_permute2x128_si256(all, all, 1)));
+#endif
 }
 
+REGARD_INLINE I larger_int(I a, I b) {
+#if defined(__AVX512F__)
+    return (I)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    return (I)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#endif
+}
 // The magnitudes as integers, in which NaN is larger than infinity.
-REGARD_INLINE I larger_size(I most, F x) { return (I)_mm512_max_epi32((__m512i)most, (__m512i)((I)x & 0x7fffffff)); }
+REGARD_INLINE I larger_size(I most, F x) { return larger_int(most, (I)x & 0x7fffffff); }
 
 REGARD_INLINE void take_sizes(const I (&most)[4], Fixed &fixed) {
-    const __m512i sizes = merged(most, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
     const __m128 least = _mm_set1_ps(SMALLEST), steps = _mm_set1_ps(STEPS), unit = _mm_set1_ps(1 / STEPS);
-    const __m128 size = (__m128)_mm_max_epi32(_mm512_castsi512_si128(sizes), (__m128i)least);
+    const __m128 size = (__m128)_mm_max_epi32(merged(most, larger_int), (__m128i)least);
     _mm_store_ps(fixed.steps, steps / size);
     _mm_store_ps(fixed.unit, unit * size);
 }
 
 REGARD_INLINE void take_added(const F (&added)[4], Fixed &fixed) {
-    const __m512i all = merged(added, [](__m512i a, __m512i b) { return (__m512i)((__m512)a + (__m512)b); });
-    _mm_store_ps(fixed.added, (__m128)_mm512_castsi512_si128(all));
+    _mm_store_ps(fixed.added, (__m128)merged(added, [](F a, F b) { return a + b; }));
 }
 
+#if defined(__AVX512BW__)
 // From the sums of rows: 128 of them less, as 256 high + low.
 REGARD_INLINE void take_sums(const I (&sums)[4], Fixed &fixed) {
-    const __m512i all = merged(sums, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
-    const __m128i sum = _mm512_castsi512_si128(all), zero = _mm_setzero_si128();
+    const __m128i sum = merged(sums, [](I a, I b) { return a + b; }), zero = _mm_setzero_si128();
     _mm_store_si128((__m128i *)fixed.high, _mm_sub_epi32(zero, _mm_srai_epi32(sum, 1)));
     _mm_store_si128((__m128i *)fixed.low,
                     _mm_sub_epi32(zero, _mm_slli_epi32(_mm_and_si128(sum, _mm_set1_epi32(1)), 7)));
@@ -139,20 +154,6 @@ REGARD_INLINE I add_pairs(I sums, __m512i x, __m512i y) {
 // The sums of neighbours, added to others.
 REGARD_INLINE I add_steps(I sums, __m512i x) { return add_pairs(sums, x, _mm512_set1_epi16(1)); }
 
-// Bytes [4][16] as [16][4].
-REGARD_INLINE __m512i transposed(__m512i x) {
-#if defined(__AVX512VBMI__)
-    const __m512i first = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
-                                           0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
-                                           0x33231303, 0x32221202, 0x31211101, 0x30201000);
-    return _mm512_permutexvar_epi8(first, x);
-#else  // fours of bytes to their quarter, and there each byte to its place
-    const __m512i fours = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m128i bytes = _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(fours, x), _mm512_broadcast_i32x4(bytes));
-#endif
-}
-
 // Four codes in each lane, as products want them: of bytes with signs, or of the lower or upper halves of bytes.
 #if defined(__AVX512VNNI__)
 constexpr bool UNSIGNED = true;              // whether bytes are multiplied as codes from 0 to 255
@@ -198,6 +199,27 @@ REGARD_INLINE void add_products(Sum &sum, const FourCodes &codes, const int8_t *
     memcpy(&odd, steps + 4, 4);
     sum.all += (I)_mm512_madd_epi16(codes.even, _mm512_set1_epi32(even));
     sum.all += (I)_mm512_madd_epi16(codes.odd, _mm512_set1_epi32(odd));
+}
+#endif
+
+#else
+// ---- AVX2: codes as words, and products of 16 of them ---------------------------------------------------------------
+
+constexpr int64_t EXACT = 512;  // products of a sum that fits 32 bits
+
+// 16 values in steps, 16 bits each, in order.
+REGARD_INLINE __m256i in_steps(F first, F second, F steps) {
+    const F whole = broadcast(0x1.8p23f);  // the nearest integer is in the lowest bits
+    const I a = (I)fma(first, steps, whole) - (I)whole, b = (I)fma(second, steps, whole) - (I)whole;
+    const __m256i words = _mm256_packs_epi32((__m256i)a, (__m256i)b);
+    return _mm256_permute4x64_epi64(words, 0xd8);
+}
+
+// Sums with products of codes and a pair of steps added.
+REGARD_INLINE I add_products(I sums, __m256i codes, const int16_t *steps) {
+    int32_t pair;
+    memcpy(&pair, steps, 4);
+    return sums + (I)_mm256_madd_epi16(codes, _mm256_set1_epi32(pair));
 }
 #endif
 

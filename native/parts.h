@@ -176,31 +176,54 @@ REGARD_INLINE F widened(const bf16 *from, int64_t count) {
     return x;
 }
 
-// Tiles: vectors of tokens, W dims of them transposed at a time. Scales of tokens meet them before, those of channels
-// after.
+// Dims d to d + 16 of a tile, as a byte each: [tokens][16], at `turned_at`. Those beyond the last are 0.
+template <typename Code>
+REGARD_INLINE void turn_dims(const uint8_t *codes, int64_t d, int64_t dim, uint8_t *to) {
+    if (!Code::nibbles && d + TOKENS <= dim) return turn_bytes(codes + d * TOKENS, to);
+    alignas(64) uint8_t rows[TOKENS * TOKENS];
+    if (d + TOKENS > dim) memset(rows, 0, sizeof rows);
+    for (int i = 0; i < TOKENS && d + i < dim; i += 1 + Code::nibbles) {
+        const uint8_t *const from = codes + (Code::nibbles ? (d + i) / 2 : d + i) * TOKENS;
+        uint8_t *const row = rows + i * TOKENS;
+        for (int t = 0; t < TOKENS; ++t) row[t] = Code::nibbles ? from[t] & 15 : from[t];
+        for (int t = 0; Code::nibbles && t < TOKENS; ++t) row[TOKENS + t] = from[t] >> 4;
+    }
+    turn_bytes(rows, to);
+}
+
+// Tiles: 16 tokens in a vector of bytes for each dim. 16 dims at a time are turned, as bytes.
 template <typename S, typename Code>
 void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
-    constexpr int W = Vec<float>::lanes;
+    constexpr int W = Vec<float>::lanes, N = int(TOKENS) / W;
     const regard_part &p = *run.part;
     const int64_t end = run.slot + run.count;
-    for (int64_t slot = run.slot / W * W; slot < end; slot += W) {
-        const uint8_t *codes = codes_of(p, run.page, head, slot) + slot % TOKENS;
+    for (int64_t slot = run.slot / TOKENS * TOKENS; slot < end; slot += TOKENS) {
+        const uint8_t *codes = codes_of(p, run.page, head, slot);
         const bf16 *scale = scales_of(p, p.scale, run.page, head, slot);
         const bf16 *low = scales_of(p, p.low, run.page, head, slot);
-        F by = widened(scale, p.per_token ? W : 0) * Code::unit, with = widened(low, p.per_token ? W : 0);
-        for (int64_t d = 0; d < dim; d += W) {
-            F block[W];
-            for (int i = 0; i < W; ++i) {
-                block[i] = d + i < dim ? Code::tile(codes, d + i) : F{};
-                if (p.per_token) block[i] = fma(block[i], by, with);
+        const int first = int(slot < run.slot ? run.slot - slot : 0),
+                  last = int(end - slot < TOKENS ? end - slot : TOKENS);
+        for (int64_t d = 0; d < dim; d += TOKENS) {
+            alignas(64) uint8_t turned[TOKENS * TOKENS];
+            turn_dims<Code>(codes, d, dim, turned);
+            F by[N], with[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                const int64_t at = d + n * W, count = dim - at;
+                by[n] = widened(p.per_token ? nullptr : scale + at, count) * Code::unit;
+                with[n] = widened(low && !p.per_token ? low + at : nullptr, count);
             }
-            transpose<float>(block);
-            if (!p.per_token)
-                by = widened(scale + d, dim - d) * Code::unit, with = widened(low ? low + d : nullptr, dim - d);
-            for (int i = 0; i < W; ++i) {
-                if (slot + i < run.slot || slot + i >= end) continue;
+            for (int i = first; i < last; ++i) {
+                F x[N];
+                Code::turned(turned + turned_at(i), x);
                 S *const row = to + (slot + i - run.slot) * dim + d;
-                put(row, p.per_token ? block[i] : fma(block[i], by, with), dim - d);
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) {
+                    if (p.per_token)
+                        by[n] = broadcast(widen(scale[i]) * Code::unit),
+                        with[n] = broadcast(low ? widen(low[i]) : 0.0f);
+                    put(row + n * W, fma(x[n], by[n], with[n]), dim - d - n * W);
+                }
             }
         }
     }

@@ -37,8 +37,8 @@ constexpr int VECTOR_BYTES = 16;
 #if defined(__AMX_BF16__)
 #define REGARD_TILES 1  // bf16 products by AMX (amx.h)
 #endif
-#if defined(__AVX512BW__)
-#define REGARD_INTEGERS 1  // products of integers of 8 or 16 bits
+#if defined(__AVX2__)
+#define REGARD_INTEGERS 1  // products of integers of 8 or 16 bits (fixed.h)
 #endif
 
 template <typename A, typename B>

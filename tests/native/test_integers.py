@@ -1,6 +1,7 @@
 """Few rows of bf16 against codes that are multiplied as they are, and here is that in plain.
 
-int8 and int4 meet queries and weights in fixed point (native/fixed.h), fp8 as bf16 on machines with such products.
+int8 and int4 meet queries and weights in fixed point (native/fixed.h), fp8 as bf16 on machines with such products. Where
+it is decoded, here are its codes of NaN.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from regard import Causal, Window, attend, attend_state
 from regard.cache import Codec, Fp8, Int4, Int8, StoredTensor
 from regard.storage.codec import Codes, decode_rows, decode_tiled
 from regard.storage.stored import Part
-from tests.native.engines import INTEGERS, PAIRS
+from tests.native.engines import ALL, INTEGERS, PAIRS
 from tests.native.test_same_bits import threads
 from tests.stored import coded
 
@@ -269,6 +270,19 @@ def test_a_hidden_code_that_is_nan_never_shows(engine: str, rows: int, groups: i
     expected = attend(call.q, call.k, call.v, mask=mask, backend=engine)
     assert torch.equal(found[:, :, 1:], expected[:, :, 1:])
     assert torch.equal(found[:, :, 0, 4:], expected[:, :, 0, 4:])
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize(("token", "code"), [(514, 127), (521, 255)], ids=["lower half", "upper half"])
+def test_a_code_of_a_key_that_is_nan_reaches_only_rows_that_see_it(engine: str, token: int, code: int) -> None:
+    call = made(Fp8(), 576, queries=3)
+    mask = Causal() & Window(574 - token)  # the first row sees it, the others do not
+    part = call.k.parts[0]
+    codes = part.data.clone()
+    codes[:, :, token // 16, 3, token % 16] = code
+    found = attend(call.q, stored(part._replace(data=codes), call.keys), call.v, mask=mask, backend=engine)
+    assert bool(found[:, :, 0].isnan().all())
+    assert torch.equal(found[:, :, 1:], attend(call.q, call.k, call.v, mask=mask, backend=engine)[:, :, 1:])
 
 
 @for_all
