@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, Gemma4TextConfig, LlamaConfig, MambaConfig, MiniMaxConfig, MiniMaxForCausalLM
+from transformers import (
+    CompileConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 import regard.integrate
 from regard import ProblemError, RefusalError
@@ -18,7 +27,7 @@ from regard.integrate.transformers import use_regard
 from regard.storage.codec import Int4, Int8
 from regard.storage.stored import Contiguous, Latent, Layout, Paged, Rolling
 from tests.integrate.writing import on_regard, prompt, written
-from tests.integrate.zoo import model, padding, tokens, with_cache
+from tests.integrate.zoo import VOCABULARY, model, padding, tokens, with_cache
 
 INT8 = Int8(group=16, residual=0, sinks=0)
 
@@ -283,6 +292,25 @@ def test_after_a_reset_it_starts_anew(name: str, words: dict[str, Any]):
     again = written(m, prompt(), cache)
     assert again[0] == first[0]
     assert torch.equal(again[1], first[1])
+
+
+def test_after_a_reset_layers_of_linear_attention_take_a_batch_of_another_size():
+    torch.manual_seed(3)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 16)
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads"), 2)
+    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_key_value_heads": 1, "head_dim": 8}
+    config = Qwen3NextConfig(
+        **sizes, **heads, vocab_size=VOCABULARY, num_hidden_layers=4, num_experts=2, num_experts_per_tok=1,
+        shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    m = use_regard(Qwen3NextForCausalLM(config).eval())
+    cache = regard_cache(m)
+    written(m, prompt(1), cache)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    found, expected = written(m, prompt(3), cache), written(m, prompt(3), regard_cache(m))
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
 
 
 def test_its_sizes_are_those_that_transformers_asks_for():

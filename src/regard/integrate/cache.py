@@ -125,10 +125,7 @@ class RegardCache(DynamicCache):
         self._is_offloaded, self._active = offload, -1
         self.kinds, details = get_layer_types_and_kwargs(decoder.config)
         resolved = options_for(decoder, options, self.kinds)
-        layers = [self._layer(i, resolved, self.kinds[i], details[i]) for i in range(len(self.kinds))]
-        for index, layer in enumerate(layers):
-            layer.made_for = index  # a model that runs layers again appends copies of theirs (Dory)
-            layer.is_shared = bool(getattr(decoder.config, "num_kv_shared_layers", None))
+        layers = [self._new(i, resolved, self.kinds[i], details[i]) for i in range(len(self.kinds))]
         for layer in [x for x in layers if isinstance(x, EvictingLayer) and x.kv.evict is not None][-1:]:
             layer.is_last = True
         Cache.__init__(self, layers=layers)  # DynamicCache's own would make its layers
@@ -204,6 +201,18 @@ class RegardCache(DynamicCache):
                 layer.prepare_pass()
         return super().get_mask_sizes(query_length, layer_idx)
 
+    def reset(self) -> None:
+        """Forget all tokens. The next text may be a batch of another size, unless memory has a fixed size."""
+        kinds, details = get_layer_types_and_kwargs(self.decoder.config)
+        for index, layer in enumerate(self.layers):
+            if self.options.capacity is None and not isinstance(layer, StoredLayer):
+                # transformers' own: a reset keeps the shapes of its states
+                number = cast(Any, layer).made_for
+                self.layers[index] = self._new(number, self.options, kinds[number], details[number])
+            else:
+                layer.reset()
+        self.ids = None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens in all layers; their count is a negative number.
 
@@ -242,6 +251,13 @@ class RegardCache(DynamicCache):
         return f"RegardCache({self.decoder.name}, {self.options}: {len(self.layers)} layers, {self.bytes:,} bytes)"
 
     __str__ = __repr__
+
+    def _new(self, index: int, options: CacheOptions, kind: str, details: dict[str, Any]) -> Any:
+        """The cache of a layer, marked as that layer's."""
+        layer = self._layer(index, options, kind, details)
+        layer.made_for = index  # a model that runs layers again appends copies of theirs (Dory)
+        layer.is_shared = bool(getattr(self.decoder.config, "num_kv_shared_layers", None))
+        return layer
 
     def _layer(self, index: int, options: CacheOptions, kind: str, details: dict[str, Any]) -> Any:
         """The cache of a layer of a kind, as transformers names it.
