@@ -110,15 +110,22 @@ struct Forward {
         return {Sums<K>(at, c.v_dim, scores.factor), reinterpret_cast<int64_t *>(at + part_bytes(c) - 64)};
     }
 
-    // Rows against one span.
-    regard_status run_span(const Strip &strip, int64_t number, const Part &into, const After *after) {
-        Blocks blocks[TILES] = {{c.by_query, strip.row[0], c.keys, number * SPAN, (number + 1) * SPAN},
-                                {c.by_query, strip.row[0], c.keys, 0, 0}};
-        enter(tiles[0], strip.lanes[0], blocks[0].next());
-        tiles[0].span = into.sums;
-        if (blocks[0].next()) sum(blocks, after);
-        *into.some = !tiles[0].fresh;
-        return blocks[0].bad() ? REGARD_BAD_SCHEDULE : REGARD_DONE;
+    // Rows against one span: a part of each tile, side by side in memory.
+    regard_status run_span(const Strip &strip, int64_t number, char *parts, const After *after) {
+        const int64_t first = number * SPAN, end = first + SPAN;
+        Blocks blocks[TILES] = {{c.by_query, strip.row[0], c.keys, first, end},
+                                {c.by_query, strip.row[strip.count - 1], c.keys, first, strip.count > 1 ? end : first}};
+        Part into[TILES];
+        for (int i = 0; i < strip.count; ++i) {
+            enter(tiles[i], strip.lanes[i], blocks[i].next());
+            into[i] = part(parts + i * part_bytes(c));
+            tiles[i].span = into[i].sums;
+        }
+        if (first_of(blocks) != NONE) sum(blocks, after);
+        for (int i = 0; i < strip.count; ++i) *into[i].some = !tiles[i].fresh;
+        for (const Blocks &some : blocks)
+            if (some.bad()) return REGARD_BAD_SCHEDULE;
+        return REGARD_DONE;
     }
 
     // All spans merged in order; they are `stride` bytes apart.

@@ -1,10 +1,10 @@
 // A forward pass, cut into units that any thread may do in any order.
 //
-// Many queries: a unit is a tile of 64 of one head, or two of them, against all keys. Few: heads of a group share a
-// unit, as lanes (forward.h) or, up to 16, as rows (decode.h); then keys are cut into spans as well, so that all
-// threads have work, and the second half merges them. How a pass is cut follows from its shape and from the caches, and
-// only whether two tiles share a unit from the number of threads; whichever way a row is computed, it gets the same
-// bits.
+// Many queries: a unit is a tile of 64 of one head, or two of them, against all keys. Up to 64: heads of a group share
+// a unit, as lanes of a tile or as two tiles (forward.h) or, up to 16, as rows (decode.h); then keys are cut into spans
+// as well, so that all threads have work, and the second half merges them. How a pass is cut follows from its shape and
+// from the caches, and only whether two tiles share a unit from the number of threads; whichever way a row is computed,
+// it gets the same bits.
 #pragma once
 
 #include "decode.h"
@@ -15,45 +15,50 @@ namespace REGARD_ISA {
 
 struct Cut {
     const regard_call &c;
-    int64_t group, at_once, parts;         // heads of a key head; of a unit; units that a group makes
+    int64_t group, at_once;                // heads of a key head; of a tile
     bool rows;                             // few enough queries for decode.h
     int64_t spans;                         // that keys are cut into
-    int64_t tiles, strips;                 // of a unit, which go through keys together; units that a head's tiles make
+    int64_t line, lines;                   // tiles that may share units: a head's, or one of each head; such of a group
+    int64_t tiles, strips;                 // of a unit, which go through keys together; units of a line
     int64_t units;                         // in which all queries are
     static constexpr int64_t ENOUGH = 16;  // units for a thread, so that none waits long for the last
 
-    // tiles_at_most: of a head, that had better share a unit.
+    // tiles_at_most: that had better share a unit.
     explicit Cut(const regard_call &call, int64_t tiles_at_most = 1)
         : c(call), group(c.heads / (c.kv_heads ? c.kv_heads : 1)) {
         const int64_t together = c.maps_head > 1 ? 1 : group;  // heads with one mask
         rows = together * c.queries <= FEW;
         at_once =
             c.queries && LANES / c.queries > 1 ? (together < LANES / c.queries ? together : LANES / c.queries) : 1;
-        parts = (group + at_once - 1) / at_once;
         spans = c.by_query.rows == 1 ? (c.keys + SPAN - 1) / SPAN : 1;
         spans = spans ? spans : 1;
-        const int64_t all = c.heads ? c.batch * c.kv_heads * parts * c.by_query.rows : 0;
-        tiles = c.by_query.rows > 1 && at_once == 1 && all >= ENOUGH * tiles_at_most * c.threads ? tiles_at_most : 1;
-        strips = (c.by_query.rows + tiles - 1) / tiles;
-        units = all / (c.by_query.rows ? c.by_query.rows : 1) * strips;
+        const int64_t parts = (group + at_once - 1) / at_once;
+        line = of_heads() ? parts : c.by_query.rows, lines = of_heads() ? 1 : parts;
+        const int64_t all = c.heads ? c.batch * c.kv_heads * lines : 0;
+        tiles = !rows && line > 1 && all * line * spans >= ENOUGH * tiles_at_most * c.threads ? tiles_at_most : 1;
+        strips = (line + tiles - 1) / tiles;
+        units = all * strips;
     }
+
+    bool of_heads() const { return c.by_query.rows == 1; }
 
     // A unit's first tile, of a head's from its last on, which under a causal mask is the longest.
     int64_t tile(int64_t unit) const { return (strips - 1 - unit % strips) * tiles; }
-    int64_t key_head(int64_t unit) const { return unit / strips / parts; }  // counted through the batch
+    int64_t key_head(int64_t unit) const { return unit / strips / lines; }  // counted through the batch
 
     // Of a unit's tile `number`.
     Lanes lanes(int64_t unit, int64_t number = 0) const {
-        const int64_t part = unit / strips % parts, kv = key_head(unit), first = (tile(unit) + number) * TILE;
+        const int64_t at = tile(unit) + number, of = unit / strips % lines, kv = key_head(unit);
+        const int64_t part = of_heads() ? at : of, first = of_heads() ? 0 : at * TILE;
         const int64_t heads = group - part * at_once < at_once ? group - part * at_once : at_once;
         const int64_t queries = c.queries - first < TILE ? c.queries - first : TILE;
         return {kv / c.kv_heads, kv % c.kv_heads * group + part * at_once, first, at_once > 1 ? c.queries : TILE,
                 int(heads * queries)};
     }
 
-    int64_t row(const Lanes &lanes, int64_t tile) const {
+    int64_t row(const Lanes &lanes) const {
         const int64_t map = (c.maps_batch > 1 ? lanes.batch : 0) * c.maps_head + (c.maps_head > 1 ? lanes.head : 0);
-        return map * c.by_query.rows + tile;
+        return map * c.by_query.rows + lanes.first / TILE;
     }
 };
 
@@ -99,7 +104,7 @@ struct ForwardPass {
         return Forward<K>::part_bytes(c);
     }
 
-    int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * part_bytes() : pairs; }
+    int64_t shared() const { return cut.spans > 1 ? cut.units * cut.spans * cut.tiles * part_bytes() : pairs; }
     int64_t scratch() const {
         if (cut.rows) return Rows::bytes(c);
         return Forward<K>::bytes(c, cut.tiles);
@@ -126,10 +131,9 @@ struct ForwardPass {
                 return Forward<K>(c, values, scratch, cut.tiles).run(strip(unit), more ? &after : nullptr);
             }
         const Lanes lanes = cut.lanes(unit);
-        const int64_t row = cut.row(lanes, cut.tile(unit));
         Rows rows(c, scratch);
         char *part = scratch + Rows::bytes(c) - Rows::part_bytes(c);
-        if (regard_status bad = rows.run(lanes, row, 0, Rows::part(c, part))) return bad;
+        if (regard_status bad = rows.run(lanes, cut.row(lanes), 0, Rows::part(c, part))) return bad;
         rows.finish(lanes, part, 0, 1);
         return REGARD_DONE;
     }
@@ -144,11 +148,10 @@ struct ForwardPass {
     // The tiles of a unit.
     Strip strip(int64_t unit) const {
         Strip found;
-        const int64_t first = cut.tile(unit);
-        found.count = least(cut.tiles, c.by_query.rows - first);
+        found.count = least(cut.tiles, cut.line - cut.tile(unit));
         for (int i = 0; i < found.count; ++i) {
             found.lanes[i] = cut.lanes(unit, i);
-            found.row[i] = cut.row(found.lanes[i], first + i);
+            found.row[i] = cut.row(found.lanes[i]);
         }
         return found;
     }
@@ -170,31 +173,35 @@ struct ForwardPass {
     regard_status span(int64_t unit, char *shared, char *scratch) const {
         const Lanes lanes = cut.lanes(unit / cut.spans);
         const int64_t number = unit % cut.spans;
-        char *part = shared + unit * part_bytes();
+        char *part = shared + unit * cut.tiles * part_bytes();
         if (few || cut.rows) {
             const int64_t after = unit + c.threads;  // probably this thread's
             const bool more = after < cut.units * cut.spans;
             const Lanes next = cut.lanes(more ? after / cut.spans : 0);
             return Rows(c, scratch)
-                .run(lanes, cut.row(lanes, 0), number, Rows::part(c, part), more ? &next : nullptr, after % cut.spans);
+                .run(lanes, cut.row(lanes), number, Rows::part(c, part), more ? &next : nullptr, after % cut.spans);
         }
         if constexpr (!few) {
             typename Forward<K>::After after;
-            Forward<K> forward(c, nullptr, scratch);
-            return forward.run_span(strip(unit / cut.spans), number, forward.part(part),
+            Forward<K> forward(c, nullptr, scratch, cut.tiles);
+            return forward.run_span(strip(unit / cut.spans), number, part,
                                     follows(unit + c.threads, after) ? &after : nullptr);
         }
         return REGARD_DONE;
     }
 
     regard_status merge(int64_t unit, char *shared, char *scratch) const {
-        char *parts = shared + unit * cut.spans * part_bytes();
+        char *parts = shared + unit * cut.spans * cut.tiles * part_bytes();
         if (cut.rows) {
             Rows(c, scratch).finish(cut.lanes(unit), parts, part_bytes(), cut.spans);
             return REGARD_DONE;
         }
-        if constexpr (!few)
-            Forward<K>(c, nullptr, scratch).finish_spans(cut.lanes(unit), parts, part_bytes(), cut.spans);
+        if constexpr (!few) {
+            const Strip whole = strip(unit);
+            Forward<K> forward(c, nullptr, scratch, cut.tiles);
+            for (int i = 0; i < whole.count; ++i)
+                forward.finish_spans(whole.lanes[i], parts + i * part_bytes(), cut.tiles * part_bytes(), cut.spans);
+        }
         return REGARD_DONE;
     }
 };

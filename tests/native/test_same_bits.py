@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, Window, attend, attend_state
+from regard import Alibi, Causal, Documents, KeyLengths, Mask, Prefix, TensorBias, Window, attend, attend_state
 from regard.cache import PagePool
 from tests.native.engines import LEAST_AND_BEST
 
@@ -52,6 +52,26 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
         part = attend_state(q[:, :, first:last], k[:, :, :last], v[:, :, :last], offset=first, **words)
         assert torch.equal(part.out, whole.out[:, :, first:last])
         assert torch.equal(part.lse, whole.lse[:, :, first:last])
+
+
+@pytest.mark.exhaustive(per="engine dtype")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("queries", [20, 40, 64])
+def test_heads_that_read_keys_together_have_the_bits_of_each_alone(
+    engine: str, dtype: torch.dtype, mask: str, queries: int
+):
+    batch, heads, kv_heads = 4, 12, 2  # enough work for two tiles in a unit
+    q = 2 * torch.randn(batch, heads, queries, 48).to(dtype)
+    k, v = (torch.randn(batch, kv_heads, KEYS, dim).to(dtype) for dim in (48, 40))
+    bias = torch.randn(1, heads, queries, KEYS) if queries == 40 else None
+    words = {"mask": MASKS[mask], "offset": KEYS - queries, "backend": engine}
+    with threads(1):
+        whole = attend_state(q, k, v, bias=None if bias is None else TensorBias(bias), **words)
+    for b, h in [(0, 0), (1, 5), (2, 6), (3, 10), (3, 11)]:
+        kv, own = h // (heads // kv_heads), None if bias is None else TensorBias(bias[:, h : h + 1])
+        one = attend_state(q[b, None, h, None], k[b, None, kv, None], v[b, None, kv, None], bias=own, **words)
+        assert torch.equal(one.out[0, 0], whole.out[b, h])
+        assert torch.equal(one.lse[0, 0], whole.lse[b, h])
 
 
 @pytest.mark.exhaustive(per="engine")
