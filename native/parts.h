@@ -182,11 +182,12 @@ REGARD_INLINE void turn_dims(const uint8_t *codes, int64_t d, int64_t dim, uint8
     if (!Code::nibbles && d + TOKENS <= dim) return turn_bytes(codes + d * TOKENS, to);
     alignas(64) uint8_t rows[TOKENS * TOKENS];
     if (d + TOKENS > dim) memset(rows, 0, sizeof rows);
-    for (int i = 0; i < TOKENS && d + i < dim; i += 1 + Code::nibbles) {
-        const uint8_t *const from = codes + (Code::nibbles ? (d + i) / 2 : d + i) * TOKENS;
-        uint8_t *const row = rows + i * TOKENS;
-        for (int t = 0; t < TOKENS; ++t) row[t] = Code::nibbles ? from[t] & 15 : from[t];
-        for (int t = 0; Code::nibbles && t < TOKENS; ++t) row[TOKENS + t] = from[t] >> 4;
+    typedef uint8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
+    for (int64_t i = 0; i < TOKENS && d + i < dim; i += 1 + Code::nibbles) {
+        const Sixteen x = *reinterpret_cast<const Sixteen *>(codes + (Code::nibbles ? (d + i) / 2 : d + i) * TOKENS);
+        Sixteen *const row = reinterpret_cast<Sixteen *>(rows + i * TOKENS);
+        row[0] = Code::nibbles ? Sixteen(x & 15) : x;
+        if constexpr (Code::nibbles) row[1] = x >> 4;
     }
     turn_bytes(rows, to);
 }
