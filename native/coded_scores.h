@@ -24,7 +24,7 @@ struct CodedTile {
 
 #if !defined(__AVX512F__)
 // As many numbers as a vector has lanes, or fewer and zeros.
-REGARD_INLINE F some(const float *from, int64_t count) {
+REGARD_INLINE F load_some(const float *from, int64_t count) {
     constexpr int W = Vec<float>::lanes;
     if (count >= W) return load(from);
     F x{};
@@ -219,7 +219,7 @@ class CodedScores {
             const F with = !has_low ? F{} : low ? widened(low + d, dim - d) : broadcast(1.0f);
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s) {
-                const F q = some(queries + s * units + d, dim - d), x = q * by;
+                const F q = load_some(queries + s * units + d, dim - d), x = q * by;
                 if (has_low) added[s] = fma(q, with, added[s]);
                 store(numbers_ + s * channels + d, x);
                 most[s] = larger_size(most[s], x);

@@ -32,9 +32,9 @@ class CodedValues : public CodedSegment {
 
     // How often `add` asks for lines, for a number of groups of tokens of a part.
     static int64_t asks(const regard_part &p, int64_t groups_of_tokens, int64_t dim, int rows) {
-        const int64_t times = rows / 4 + (rows % 4 + 1) / 2, dims = p.form == REGARD_INT4 ? 32 : 16;
-        return times * ((dim + dims - 1) / dims) * groups_of_tokens * (16 / TOKENS_OF_ASK) *
-               (p.form == REGARD_INT4 ? 2 : 1);
+        const bool nibbles = p.form == REGARD_INT4, apart = nibbles && p.group < dim && p.group % 32;
+        const int64_t times = (rows / 4 + (rows % 4 + 1) / 2) * (1 + apart), dims = nibbles ? 32 : 16;
+        return times * ((dim + dims - 1) / dims) * groups_of_tokens * (16 / TOKENS_OF_ASK) * (nibbles ? 2 : 1);
     }
 
   private:

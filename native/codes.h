@@ -306,8 +306,7 @@ struct Fp8 : OfBytes<Fp8> {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // The same where no code is NaN.
-struct FiniteFp8 : OfBytes<FiniteFp8> {
-    static constexpr float unit = Fp8::unit;
+struct FiniteFp8 {
     static REGARD_INLINE F at(const uint8_t *p) {
         const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
         return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(short(0xbfff))));
@@ -319,8 +318,8 @@ class NanCodes {
   public:
     // Among 32, 16 or 8 of them.
     REGARD_INLINE void look32(const uint8_t *p) { look(_mm256_loadu_si256((const __m256i *)p)); }
-    REGARD_INLINE void look16(const uint8_t *p) { look(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p))); }
-    REGARD_INLINE void look8(const uint8_t *p) { look(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)p))); }
+    REGARD_INLINE void look16(const uint8_t *p) { look(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)p))); }
+    REGARD_INLINE void look8(const uint8_t *p) { look(_mm256_zextsi128_si256(_mm_loadl_epi64((const __m128i *)p))); }
     REGARD_INLINE bool found() const {
         const __m256i plus = _mm256_cmpeq_epi8(with_sign_, _mm256_set1_epi8(127));
         return _mm256_movemask_epi8(_mm256_or_si256(plus, _mm256_cmpeq_epi8(without_, _mm256_set1_epi8(-1))));

@@ -64,7 +64,7 @@ REGARD_INLINE void take_sizes(const I (&most)[4], Fixed &fixed) {
     const __m128 least = _mm_set1_ps(SMALLEST), steps = _mm_set1_ps(STEPS), unit = _mm_set1_ps(1 / STEPS);
     const __m128 size = (__m128)_mm_max_epi32(merged(most, larger_int), (__m128i)least);
     _mm_store_ps(fixed.steps, steps / size);
-    _mm_store_ps(fixed.unit, unit * size);
+    _mm_store_ps(fixed.unit, unit * size + size * _mm_setzero_ps());  // NaN where it is infinite
 }
 
 REGARD_INLINE void take_added(const F (&added)[4], Fixed &fixed) {

@@ -65,7 +65,7 @@ struct Forward {
         }
     }
 
-    // Rows that share keys and values: tiles of one head, one after the other.
+    // Rows that share keys and values: tiles of one head, one after the other, or of heads of a group.
     struct Strip {
         int count;
         Lanes lanes[TILES];

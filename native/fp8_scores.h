@@ -5,11 +5,27 @@
 
 #include "coded_scores.h"
 
-#if defined(REGARD_PAIRS)
+#if defined(REGARD_PAIRS) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define REGARD_FP8_SCORES 1
 namespace regard {
 namespace REGARD_ISA {
 
+// Products with tiles as scores: scales of tokens, and what lows add to the sums of rows.
+template <int R, int G>
+REGARD_INLINE void finish_scores(const CodedTile (&tile)[G], const float (&added)[4], F (&x)[R][G]) {
+    const CodedTile &first = tile[0];
+    for (int g = 0; g < G; ++g) {
+        const F scale = first.per_token ? load_wide(tile[g].scale) : F{};
+        const F low = first.per_token && first.low ? load_wide(tile[g].low) : F{};
+#pragma GCC unroll 4
+        for (int s = 0; s < R; ++s) {
+            const F more = broadcast(added[s]);
+            x[s][g] = first.per_token ? fma(x[s][g], scale, first.low ? more * low : F{}) : x[s][g] + more;
+        }
+    }
+}
+
+#if defined(REGARD_PAIRS)
 class Fp8Scores {
   public:
     using Unit = uint32_t;
@@ -36,15 +52,7 @@ class Fp8Scores {
             written_ = true, scale_ = mine;
         }
         multiply<R, G>(tile, x, lines);
-        for (int g = 0; g < G; ++g) {
-            const F scale = first.per_token ? load_wide(tile[g].scale) : F{};
-            const F low = first.per_token && first.low ? load_wide(tile[g].low) : F{};
-#pragma GCC unroll 4
-            for (int s = 0; s < R; ++s) {
-                const F added = broadcast(added_[s]);
-                x[s][g] = first.per_token ? fma(x[s][g], scale, first.low ? added * low : F{}) : x[s][g] + added;
-            }
-        }
+        finish_scores(tile, added_, x);
     }
 
     // How often `meet` asks for lines.
@@ -152,13 +160,7 @@ class Fp8Scores {
     }
 };
 
-}  // namespace REGARD_ISA
-}  // namespace regard
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-#define REGARD_FP8_SCORES 1
-namespace regard {
-namespace REGARD_ISA {
-
+#else
 class Fp8Scores {
   public:
     using Unit = float;
@@ -180,15 +182,7 @@ class Fp8Scores {
         }
         if (__builtin_expect(has_nan(tile), 0)) multiply<R, G, true>(tile, x, lines);
         else multiply<R, G, false>(tile, x, lines);
-        for (int g = 0; g < G; ++g) {
-            const F scale = first.per_token ? load_wide(tile[g].scale) : F{};
-            const F low = first.per_token && first.low ? load_wide(tile[g].low) : F{};
-#pragma GCC unroll 4
-            for (int s = 0; s < R; ++s) {
-                const F added = broadcast(added_[s]);
-                x[s][g] = first.per_token ? fma(x[s][g], scale, first.low ? added * low : F{}) : x[s][g] + added;
-            }
-        }
+        finish_scores(tile, added_, x);
     }
 
     // How often `meet` asks for lines.
@@ -204,19 +198,19 @@ class Fp8Scores {
     const bf16 *scale_ = nullptr;
     float added_[4] = {};  // to sums
 
-    // R rows times the scales (null: 1), and what lows add to them, or, with `sums`, what a low of 1 would.
+    // R rows times the scales (null: 1), and, if they are asked for, what lows (null: 1) add to them.
     template <int R>
-    __attribute__((noinline)) void write(const bf16 *scale, const bf16 *low, bool sums) {
+    __attribute__((noinline)) void write(const bf16 *scale, const bf16 *low, bool lows) {
         F added[R] = {}, wild{};
         for (int64_t c = 0; c < dim; c += W) {
             const F by = scale ? widened(scale + c, dim - c) * Fp8::unit : broadcast(Fp8::unit);
             const F with = low ? widened(low + c, dim - c) : broadcast(1.0f);
 #pragma GCC unroll 4
             for (int s = 0; s < R; ++s) {
-                const F q = some(queries + s * units + c, dim - c), product = q * by;
+                const F q = load_some(queries + s * units + c, dim - c), product = q * by;
                 store(scaled_ + s * channels + c, product);
                 wild = fma(product, F{}, wild);
-                if (sums) added[s] = fma(q, with, added[s]);
+                if (lows) added[s] = fma(q, with, added[s]);
             }
         }
         for (int s = 0; s < R; ++s) {
@@ -234,7 +228,7 @@ class Fp8Scores {
         for (int s = 0; s < R; ++s)
             for (int64_t c = 0; c < dim; c += W) {
                 const F by = scale ? widened(scale + c, dim - c) * Fp8::unit : broadcast(Fp8::unit);
-                const F q = some(queries + s * units + c, dim - c);
+                const F q = load_some(queries + s * units + c, dim - c);
                 const F within = larger(low_end, -larger(low_end, -(q * by)));
                 store(scaled_ + s * channels + c, within + (q * 0 + by * 0));
             }
@@ -289,6 +283,7 @@ class Fp8Scores {
         }
     }
 };
+#endif
 
 }  // namespace REGARD_ISA
 }  // namespace regard

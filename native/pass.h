@@ -42,7 +42,7 @@ struct Cut {
 
     bool of_heads() const { return c.by_query.rows == 1; }
 
-    // A unit's first tile, of a head's from its last on, which under a causal mask is the longest.
+    // A unit's first tile, of a line from its last on: under a causal mask a head's last tile is the longest.
     int64_t tile(int64_t unit) const { return (strips - 1 - unit % strips) * tiles; }
     int64_t key_head(int64_t unit) const { return unit / strips / lines; }  // counted through the batch
 

@@ -306,8 +306,10 @@ def test_after_a_reset_layers_of_linear_attention_take_a_batch_of_another_size()
     m = use_regard(Qwen3NextForCausalLM(config).eval())
     cache = regard_cache(m)
     written(m, prompt(1), cache)
+    cache.activate_past_recording()
     cache.reset()
     assert int(cache.get_seq_length()) == 0
+    assert all(cache.is_recording_past(index) for index in range(3))
     found, expected = written(m, prompt(3), cache), written(m, prompt(3), regard_cache(m))
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])

@@ -181,6 +181,20 @@ def test_outputs_are_those_of_the_plain_form(engine: str, codec: Codec) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7, atol=1e-4)
 
 
+@for_all
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_query_gives_nan_where_all_codes_of_a_channel_have_one_sign(
+    engine: str, codec: Codec, sign: int
+) -> None:
+    call = made(codec, 96)
+    keys = sign * (1 + call.keys.abs())
+    q = call.q.clone()
+    q[0, 1, 0, 5] = sign * torch.inf
+    found = attend_state(q, stored(coded(keys, codec, keys=True), keys), call.v, backend=engine)
+    assert bool(found.out[0, 1].isnan().all())
+    assert bool(found.lse[0, 1].isnan().all())
+
+
 # ---- what it is for ----
 
 

@@ -60,14 +60,14 @@ def test_a_prompt_in_chunks_is_the_prompt(engine: str, dtype: torch.dtype, mask:
 def test_heads_that_read_keys_together_have_the_bits_of_each_alone(
     engine: str, dtype: torch.dtype, mask: str, queries: int
 ):
-    batch, heads, kv_heads = 4, 12, 2  # enough work for two tiles in a unit
+    batch, heads, kv_heads = 4, 10, 2  # enough work for two tiles in a unit, of the last heads of a group one
     q = 2 * torch.randn(batch, heads, queries, 48).to(dtype)
     k, v = (torch.randn(batch, kv_heads, KEYS, dim).to(dtype) for dim in (48, 40))
     bias = torch.randn(1, heads, queries, KEYS) if queries == 40 else None
     words = {"mask": MASKS[mask], "offset": KEYS - queries, "backend": engine}
     with threads(1):
         whole = attend_state(q, k, v, bias=None if bias is None else TensorBias(bias), **words)
-    for b, h in [(0, 0), (1, 5), (2, 6), (3, 10), (3, 11)]:
+    for b, h in [(0, 0), (1, 4), (2, 5), (3, 8), (3, 9)]:
         kv, own = h // (heads // kv_heads), None if bias is None else TensorBias(bias[:, h : h + 1])
         one = attend_state(q[b, None, h, None], k[b, None, kv, None], v[b, None, kv, None], bias=own, **words)
         assert torch.equal(one.out[0, 0], whole.out[b, h])

@@ -203,14 +203,16 @@ class RegardCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens. The next text may be a batch of another size, unless memory has a fixed size."""
-        kinds, details = get_layer_types_and_kwargs(self.decoder.config)
-        for index, layer in enumerate(self.layers):
-            if self.options.capacity is None and not isinstance(layer, StoredLayer):
-                # transformers' own: a reset keeps the shapes of its states
-                number = cast(Any, layer).made_for
-                self.layers[index] = self._new(number, self.options, kinds[number], details[number])
-            else:
+        details = get_layer_types_and_kwargs(self.decoder.config)[1]
+        for index, layer in enumerate(cast("list[Any]", self.layers)):
+            if isinstance(layer, StoredLayer) or self.options.capacity is not None:
                 layer.reset()
+                continue
+            # one of transformers, whose own reset keeps the shapes of its states; no option is about it
+            number = layer.made_for
+            self.layers[index] = new = self._new(number, self.options, self.kinds[number], details[number])
+            if getattr(layer, "record_past", False):
+                new.activate_past_recording()
         self.ids = None
 
     def crop(self, tokens_to_remove: int) -> None:
