@@ -1,7 +1,7 @@
 """Few rows of bf16 against codes that are multiplied as they are, and here is that in plain.
 
-int8 and int4 meet queries and weights in fixed point (native/fixed.h), fp8 as bf16 on machines with such products. Where
-it is decoded, here are its codes of NaN.
+int8 and int4 meet queries and weights in fixed point (native/fixed.h), fp8 as bf16 on machines with such products.
+Codes of NaN are tried where fp8 is decoded, too.
 """
 
 from collections.abc import Callable
