@@ -176,7 +176,7 @@ REGARD_INLINE F widened(const bf16 *from, int64_t count) {
     return x;
 }
 
-// Dims d to d + 16 of a tile, as a byte each: [tokens][16], at `turned_at`. Those beyond the last are 0.
+// Dims d to d + 16 of a tile transposed: a byte each, [tokens][16], at `turned_at`. Those beyond the last are 0.
 template <typename Code>
 REGARD_INLINE void turn_dims(const uint8_t *codes, int64_t d, int64_t dim, uint8_t *to) {
     if (!Code::nibbles && d + TOKENS <= dim) return turn_bytes(codes + d * TOKENS, to);
@@ -192,7 +192,7 @@ REGARD_INLINE void turn_dims(const uint8_t *codes, int64_t d, int64_t dim, uint8
     turn_bytes(rows, to);
 }
 
-// Tiles: 16 tokens in a vector of bytes for each dim. 16 dims at a time are turned, as bytes.
+// Tiles store the codes of 16 tokens side by side for each dim. Blocks of 16 dims are transposed, as bytes.
 template <typename S, typename Code>
 void tile_rows(const Run &run, int64_t head, int64_t dim, S *to) {
     constexpr int W = Vec<float>::lanes, N = int(TOKENS) / W;

@@ -119,7 +119,7 @@ REGARD_INLINE __m512i transposed(__m512i x) {
 }
 #endif
 
-// Bytes [16][16], turned: row i of the result is at `turned_at(i)`.
+// Bytes [16][16] transposed: row i of the result is at `turned_at(i)`.
 #if defined(__AVX512BW__)
 constexpr int turned_at(int i) { return i % 4 * 64 + i / 4 * 16; }
 REGARD_INLINE void turn_bytes(const uint8_t *from, uint8_t *to) {
