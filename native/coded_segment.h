@@ -1,5 +1,10 @@
-// Tokens of one part within a block whose codes are multiplied as they are, with few rows of weights (coded_values.h,
-// coded_words.h): where they are stored, their scales, and which rows are written together.
+// Tokens of one part within a block whose codes are multiplied without being decoded, with few rows of weights: int8
+// and int4 as integers (fixed.h; coded_values.h, coded_words.h), e4m3 as bf16 where these are multiplied in pairs
+// (fp8_values.h). Here: where tokens are stored, their scales, and which rows are written together.
+//
+// The scales go to the weights: out += sum_t (p_t scale_t) code_t + sum_t p_t low_t for each group of dims. Weights are
+// written relative to the largest of a segment: the tokens of one part within a block, in whole stretches of 32. So
+// which are written together follows from positions; tokens that are not listed, or hidden, weigh nothing.
 #pragma once
 
 #include "fixed.h"
@@ -113,28 +118,31 @@ class CodedSegment {
         if (r < rows) each(Together<1>{}, r, pass);
     }
 
-    // All rows; whether some number was not finite.
-    template <typename Write>
-    REGARD_INLINE bool write_all(int rows, Write write) {
+    // The weights of all rows; where some scale is not finite, perhaps of hidden tokens, once more without those.
+    template <typename Values, typename Kept>
+    void write_weights(Values &values, int rows, const Kept &kept) {
+        if (!write_rows<false>(values, rows)) return;
+        for (int i = 0; i < rows; ++i)
+            for (int j = 0; j < count; ++j) kept_[i][j] = uint16_t(kept(i, at_[j]));
+        write_rows<true>(values, rows);
+    }
+
+  private:
+    // All rows; whether some number was not finite. `masked`: without tokens that are hidden.
+    template <bool masked, typename Values>
+    bool write_rows(Values &values, int rows) {
         bool wild = false;
         passes(rows, [&](auto some, int r, int pass) {
             for (int64_t g = 0; g < groups; ++g) {
                 Fixed &fixed = fixed_[pass * groups + g];
-                write(some, r, g, fixed);
+                if (part->low) values.template write_group<some.count, masked, true>(r, g, fixed);
+                else values.template write_group<some.count, masked, false>(r, g, fixed);
                 for (int s = 0; s < some.count; ++s) wild |= !(fixed.unit[s] * 0 + fixed.added[s] * 0 == 0);
             }
         });
         return wild;
     }
 
-    // kept(row, token): 16 tokens that are not hidden from a row.
-    template <typename Kept>
-    void find_kept(int rows, const Kept &kept) {
-        for (int i = 0; i < rows; ++i)
-            for (int j = 0; j < count; ++j) kept_[i][j] = uint16_t(kept(i, at_[j]));
-    }
-
-  private:
     void find(const Segment &segment, const Stretch &stretch, int64_t head, int64_t first, uint32_t listed) {
         count = 0;
         const Run *run = stretch.run;

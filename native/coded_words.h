@@ -1,5 +1,5 @@
-// Outputs of a few rows of bf16 from values in int8 and int4 on AVX2, as in coded_values.h: the scales go to the
-// weights, which are words in fixed point (fixed.h).
+// Outputs of a few rows of bf16 from values in int8 and int4 on AVX2: as coded_segment.h says, with weights that are
+// words in fixed point (fixed.h).
 //
 // A lane is two words, of a dim of two tokens side by side: they are interleaved as bytes, widened, and meet pairs of
 // weights.
@@ -20,10 +20,7 @@ class CodedValues : public CodedSegment {
     void add(const Segment &segment, const Stretch &stretch, int64_t head, int64_t first, uint32_t listed, int rows,
              const Kept &kept, Lines &lines) {
         if (!begin(segment, stretch, head, first, listed)) return;
-        if (write_rows<false>(rows)) {  // some scale is not finite, perhaps of hidden tokens
-            find_kept(rows, kept);
-            write_rows<true>(rows);
-        }
+        write_weights(*this, rows, kept);
         passes(rows, [&](auto some, int r, int pass) {
             if (part->form == REGARD_INT4) mix_halves<some.count>(r, pass, lines);
             else mix_bytes<some.count>(r, pass, lines);
@@ -40,16 +37,9 @@ class CodedValues : public CodedSegment {
   private:
     static constexpr int W = Vec<float>::lanes, TOKENS_OF_ASK = 4;
 
-    // ---- weights ---------------------------------------------------------------------------------------------------
+    friend CodedSegment;
 
-    // All rows; whether some number was not finite. `masked`: without tokens that are hidden.
-    template <bool masked>
-    bool write_rows(int rows) {
-        return write_all(rows, [&](auto some, int r, int64_t g, Fixed &fixed) {
-            if (part->low) write_group<some.count, masked, true>(r, g, fixed);
-            else write_group<some.count, masked, false>(r, g, fixed);
-        });
-    }
+    // ---- weights ---------------------------------------------------------------------------------------------------
 
     // R rows of weights times the scales of a group of dims, in fixed point.
     template <int R, bool masked, bool has_low>

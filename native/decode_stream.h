@@ -20,6 +20,7 @@
 #pragma once
 
 #include "caches.h"
+#include "decode_sums.h"
 #include "decode_values.h"
 #include "sixteens.h"
 

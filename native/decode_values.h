@@ -1,14 +1,12 @@
 // The outputs of a few rows: weights times the values of a block, lanes are dims.
 //
 // 32 tokens at a time for all dims, so that lines are read nearly in order; of these the output of R rows and N vectors
-// of dims is in registers; on AMX as chains (chains.h), of more than four rows in tiles (decode_tiles.h). Values of the
-// call's type and codes in rows are read in place; others, and tokens of unlike parts side by side, are written down as
-// rows first.
+// of dims is in registers; on AMX as chains (chains.h), of more than four rows in tiles (decode_tiles.h).
+// found_values.h says where they are read.
 #pragma once
 
-#include "coded_values.h"
-#include "coded_words.h"
 #include "decode_scores.h"
+#include "found_values.h"
 
 namespace regard {
 namespace REGARD_ISA {
@@ -21,32 +19,23 @@ struct DecodeValues {
     using Unit = typename K::Unit;
     using S = typename K::Stored;
     static constexpr int W = K::W;
-    static constexpr int SOME = 32;  // tokens
+    using Found = FoundValues<K>;
 
-    const int64_t dim, width;          // of a value; of an output, whole vectors
-    const Unit *const weights;         // [16][128 / pair]
-    char *const scratch;               // rows of a block, for those that no other way is known for
-    float *const scales, *const lows;  // [32][groups of dims]
+    const int64_t dim, width;   // of a value; of an output, whole vectors
+    const Unit *const weights;  // [16][128 / pair]
+    char *const scratch;
 
-    static int64_t groups(int64_t dim) { return (dim + 15) / 16; }
     static int64_t bytes(int64_t dim) {
 #if defined(REGARD_INTEGERS)
-        if (K::integers) return coded_at(dim) + CodedValues::bytes(dim);
+        if (K::integers) return coded_at(dim) + DecodeSegments::bytes(dim);
 #endif
         return coded_at(dim) + (K::tiled ? 2 * up(dim, 16) * 64 : 0);
     }
-    // Where what CodedValues needs begins.
-    static int64_t coded_at(int64_t dim) {
-        return Source<K>::bytes(dim, BLOCK) + 2 * up(SOME * groups(dim) * int64_t(sizeof(float)), 64);
-    }
+    // Where what DecodeSegments needs begins.
+    static int64_t coded_at(int64_t dim) { return Found::bytes(dim); }
 
     DecodeValues(int64_t v_dim, int64_t whole, const Unit *w, char *at)
-        : dim(v_dim),
-          width(whole),
-          weights(w),
-          scratch(at),
-          scales(reinterpret_cast<float *>(at + Source<K>::bytes(v_dim, BLOCK))),
-          lows(scales + up(SOME * groups(v_dim), 16)) {}
+        : dim(v_dim), width(whole), weights(w), scratch(at) {}
 
     // out [rows][width] += weights x values of the tokens low to high of the block at `first`.
     void add(const Source<K> &values, const Stretch &stretch, int64_t first, int low, int high, int rows, T *out,
@@ -54,8 +43,9 @@ struct DecodeValues {
         int run = 0;
         for (int j = low, end; j < high; j = end) {
             while (stretch.run[run].first + stretch.run[run].count <= first + j) ++run;
-            end = least(until_other(stretch, run, first), least(j + SOME, high));
-            const Found found = find(values, stretch, run, first, j, end);
+            end = least(Found::until_other(stretch, run, first), least(j + Found::MOST, high));
+            Found found(dim, scratch);
+            found.find(values, stretch, run, first, j, end);
 #if defined(REGARD_TILES)
             if constexpr (K::tiled) {
                 mix_tiles(found, j, end, out, lines);
@@ -109,13 +99,6 @@ struct DecodeValues {
         return dim / (N * W) + four + (left - four * 4 * W + W - 1) / W;
     }
 
-    // Rows of 32 tokens, or of their codes, and the dims that share a scale of those.
-    struct Found {
-        int64_t form, group = 0, groups = 0, step = 0;  // step: from row to row; 0: not the same
-        bool has_low = false;
-        const char *row[SOME];
-    };
-
     // The groups that vectors of dims are of.
     template <int N>
     using Of = int64_t[N];
@@ -135,97 +118,6 @@ struct DecodeValues {
     // Bytes of a row that are skipped for a dim by those who call `wide`.
     template <typename Form>
     static constexpr int64_t skip = is_code<Form> ? 0 : int64_t(sizeof(Form));
-
-    // Whether its rows can be read in place: a vector of dims has one scale.
-    bool in_place(const Run &run) const {
-        if (!run.part) return false;
-        const regard_part &p = *run.part;
-        if (p.form == K::form) return true;
-        if (p.form <= REGARD_F16) return is_same<S, float> && p.form >= REGARD_BF16;
-        if (K::pairs || K::chained || (K::integers && p.form != REGARD_FP8 && is_segment(p))) return false;
-        return sizeof(T) == 4 && !p.tiled && dim % W == 0 && (p.group % 16 == 0 || p.group >= dim);
-    }
-
-    // Whether values of a part are multiplied as integers, but for tokens beside those of other parts.
-    bool is_segment([[maybe_unused]] const regard_part &p) const {
-#if defined(REGARD_INTEGERS)
-        return CodedValues::fits(&p, dim);
-#else
-        return false;
-#endif
-    }
-
-    // Where a part ends, so that tokens beside one another change no bit; a pair of tokens may be of two.
-    int until_other(const Stretch &stretch, int run, int64_t first) const {
-        if (K::pairs || K::by_32) return int(BLOCK);
-        const regard_part *const part = stretch.run[run].part;
-        while (run < stretch.count && stretch.run[run].part == part) ++run;
-        return run < stretch.count ? int(stretch.run[run].first - first) : int(BLOCK);
-    }
-
-    Found find(const Source<K> &values, const Stretch &stretch, int from, int64_t first, int low, int high) const {
-        Found found;
-        const Run &run = stretch.run[from];
-        bool alike = in_place(run);
-        int to = from;
-        for (; to < stretch.count && stretch.run[to].first < first + high; ++to)
-            alike &= stretch.run[to].part == run.part;
-        found.form = alike ? run.part->form : int64_t(K::form);
-        if (alike && found.form > REGARD_F16)
-            found.group = run.part->group, found.groups = (dim + found.group - 1) / found.group,
-            found.has_low = run.part->low;
-        for (int i = from; i < to; ++i) {
-            Run part = stretch.run[i];
-            const int64_t before = first + low - part.first, end = first + high - part.first;
-            if (end < part.count) part.count = end;
-            if (before > 0) part.first += before, part.slot += before, part.count -= before;
-            take(values, part, int(part.first - first - low), alike, found);
-        }
-        const int last = high - low - 1;  // see mix_dims
-        found.step = last ? found.row[1] - found.row[0] : 64;
-        for (int j = 2; j <= last; ++j)
-            if (found.row[j] - found.row[j - 1] != found.step) found.step = 0;
-        return found;
-    }
-
-    // The tokens of a run, which begin at place j.
-    void take(const Source<K> &values, const Run &run, int j, bool in_place, Found &found) const {
-        const char **row = found.row + j;
-        if (!in_place) {
-            S *rows = reinterpret_cast<S *>(scratch) + j * dim;
-            decode(run, values.head, dim, rows);
-            for (int i = 0; i < run.count; ++i) row[i] = reinterpret_cast<const char *>(rows + i * dim);
-            return;
-        }
-        const regard_part &p = *run.part;
-        if (p.form <= REGARD_F16) {
-            const char *at = values.row(run, 0);
-            const int64_t step = p.data_step * Source<K>::bytes_of(p.form);
-            for (int i = 0; i < run.count; ++i) row[i] = at + i * step;
-            return;
-        }
-        const uint8_t *at = codes_of(p, run.page, values.head, run.slot);
-        for (int i = 0; i < run.count; ++i) row[i] = reinterpret_cast<const char *>(at + i * p.data_step);
-        widen_scales(p, scales_of(p, p.scale, run.page, values.head, run.slot), found.groups, run.count,
-                     p.form == REGARD_FP8 ? Fp8::unit : 1, scales + j * found.groups);
-        widen_scales(p, scales_of(p, p.low, run.page, values.head, run.slot), found.groups, run.count, 1,
-                     lows + j * found.groups);
-    }
-
-    static void widen_scales(const regard_part &p, const bf16 *from, int64_t groups, int64_t tokens, float unit,
-                             float *to) {
-        constexpr int lanes = Vec<float>::lanes;
-        if (!from) {
-            for (int64_t i = 0; i < tokens * groups; ++i) to[i] = 0;
-        } else if (p.scale_step == groups) {
-            int64_t i = 0;
-            for (; i + lanes <= tokens * groups; i += lanes) store(to + i, load_wide(from + i) * unit);
-            for (; i < tokens * groups; ++i) to[i] = widen(from[i]) * unit;
-        } else {
-            for (int64_t j = 0; j < tokens; ++j)
-                for (int64_t i = 0; i < groups; ++i) to[j * groups + i] = widen(from[j * p.scale_step + i]) * unit;
-        }
-    }
 
     template <typename Form>
     void mix_by(const Found &found, int low, int high, int rows, T *out, Lines &lines) const {
@@ -262,11 +154,11 @@ struct DecodeValues {
         const Weights mine = {weights + r * (BLOCK / P::pair) + low / P::pair, BLOCK / P::pair};
         if constexpr (can_scale_weights<Form>)
             if (found.groups == 1 && !found.has_low) {
-                alignas(64) float scaled[R * SOME];
+                alignas(64) float scaled[R * Found::MOST];
                 for (int j = 0; j < high - low; j += W)
                     for (int i = 0; i < R; ++i)
-                        store(scaled + i * SOME + j, load(mine.first + i * BLOCK + j) * load(scales + j));
-                return mix_with<R, N, Form, true>(found, low, high, r, {scaled, SOME}, out, lines);
+                        store(scaled + i * Found::MOST + j, load(mine.first + i * BLOCK + j) * load(found.scales + j));
+                return mix_with<R, N, Form, true>(found, low, high, r, {scaled, Found::MOST}, out, lines);
             }
         mix_with<R, N, Form, false>(found, low, high, r, mine, out, lines);
     }
@@ -427,7 +319,7 @@ struct DecodeValues {
                 }
             }
         } else {
-            const float *scale = scales + j * found.groups, *low = lows + j * found.groups;
+            const float *scale = found.scales + j * found.groups, *low = found.lows + j * found.groups;
             Form::rows(reinterpret_cast<const uint8_t *>(row), d, x);
             if (found.groups == 1) {
                 const F by = broadcast(*scale), with = broadcast(*low);

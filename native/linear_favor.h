@@ -18,13 +18,13 @@ constexpr float FAVOR_SPREAD = 40;  // SPREAD of float32 in src/regard/describe/
 // last. to: [blocks][64 rows][64], zeros up to a whole vector.
 inline void map_favor(const float *x, int64_t stride, int64_t dim, int64_t count, const float *vectors,
                       int64_t features, float *to, float *tops) {
-    constexpr int W = Vec<float>::lanes, BLOCK = LANES * LANES;
+    constexpr int W = Vec<float>::lanes, SQUARE = LANES * LANES;
     for (int64_t f = 0; f < features; f += LANES) {
         const int64_t some = features - f < LANES ? features - f : LANES;
         multiply<Fused<float>, Along::across>(reinterpret_cast<const char *>(x), stride * 4, count, vectors + f * dim,
                                               dim, to + f * LANES, 0, int((some + W - 1) / W));
     }
-    const auto at = [&](int64_t row, int64_t f) { return to + f / LANES * BLOCK + row * LANES + f % LANES; };
+    const auto at = [&](int64_t row, int64_t f) { return to + f / LANES * SQUARE + row * LANES + f % LANES; };
     const auto bits = [&](int64_t f) { return features - f >= W ? ~uint64_t(0) : (uint64_t(1) << (features - f)) - 1; };
     const float less = float(__builtin_log(double(features)) / 2);
     for (int64_t i = 0; i < count; i += W) {

@@ -100,7 +100,7 @@ struct ForwardPass {
         return (tokens + together - 1) / together * Tokens<K>::unit_bytes(c.v_dim);
     }
     int64_t part_bytes() const {
-        if (cut.rows) return Rows::part_bytes(c);
+        if (cut.rows) return Rows::Sums::bytes(c);
         return Forward<K>::part_bytes(c);
     }
 
@@ -132,8 +132,8 @@ struct ForwardPass {
             }
         const Lanes lanes = cut.lanes(unit);
         Rows rows(c, scratch);
-        char *part = scratch + Rows::bytes(c) - Rows::part_bytes(c);
-        if (regard_status bad = rows.run(lanes, cut.row(lanes), 0, Rows::part(c, part))) return bad;
+        char *part = scratch + Rows::bytes(c) - Rows::Sums::bytes(c);
+        if (regard_status bad = rows.run(lanes, cut.row(lanes), 0, Rows::Sums::at(c, part))) return bad;
         rows.finish(lanes, part, 0, 1);
         return REGARD_DONE;
     }
@@ -179,7 +179,7 @@ struct ForwardPass {
             const bool more = after < cut.units * cut.spans;
             const Lanes next = cut.lanes(more ? after / cut.spans : 0);
             return Rows(c, scratch)
-                .run(lanes, cut.row(lanes), number, Rows::part(c, part), more ? &next : nullptr, after % cut.spans);
+                .run(lanes, cut.row(lanes), number, Rows::Sums::at(c, part), more ? &next : nullptr, after % cut.spans);
         }
         if constexpr (!few) {
             typename Forward<K>::After after;
