@@ -111,9 +111,16 @@ struct DecodeSoftmax {
         if (c.dropout > 0)
             for (int j = p.low; j < p.high; j += 16) drop(lanes, first, r, j);
         if constexpr (K::tiled) clear_weights(r, p.high);
+        return count > of_block / 2 ? add_sums<of_block>(tree, count, total)
+                                    : add_sums<of_block / 2>(tree, count, total);
+    }
+
+    // Adds the sums of each 16 keys, of `count` vectors, at most n.
+    template <int n>
+    static REGARD_INLINE T add_sums(V *tree, int count, T total) {
         const int groups = count * W / 16;
-        while (count < of_block) tree[count++] = V{};
-        add_neighbours<of_block, 16>(tree);
+        while (count < n) tree[count++] = V{};
+        add_neighbours<n, 16>(tree);
         for (int i = 0; i < groups; ++i) total += tree[i / W][i % W];
         return total;
     }

@@ -45,8 +45,8 @@ struct DecodeMerge {
 
     // All spans of some rows merged in order, and the result written. `parts` are `stride` bytes apart.
     void finish(const Lanes &lanes, char *parts, int64_t stride, int64_t spans) const {
-        alignas(64) T top[LANES], total[LANES], share[LANES], lse[LANES];
-        for (int i = 0; i < LANES; ++i) top[i] = Sums::NEVER, total[i] = 0;
+        alignas(64) T top[FEW], total[FEW], share[FEW], lse[FEW];
+        for (int i = 0; i < FEW; ++i) top[i] = Sums::NEVER, total[i] = 0;
         const Sums whole = Sums::at(c, parts);
         for (int r = 0; r < lanes.count; ++r) {
             bool first = true;
@@ -58,7 +58,7 @@ struct DecodeMerge {
                 first = false;
             }
         }
-        for (int v = 0; v < FEW; v += W) finished<T>(load(top + v), load(total + v), unit, lse + v, share + v);
+        for (int v = 0; v < lanes.count; v += W) finished<T>(load(top + v), load(total + v), unit, lse + v, share + v);
         for (int r = 0; r < lanes.count; ++r) write(lanes, r, whole.out + r * width, lse[r], share[r]);
     }
 

@@ -146,10 +146,10 @@ struct Source {
 
   private:
     static regard_part whole(const regard_tensor &t) {
-        regard_part p{};
-        p.form = K::form, p.end = p.page = INT64_MAX / 2, p.data = t.data;
-        p.data_page = t.batch, p.data_head = t.head, p.data_step = t.token;
-        return p;
+        constexpr int64_t all = INT64_MAX / 2;
+        // field by field: to clear them first is `rep stos`, some 30 cycles
+        return {K::form, all,     nullptr, 0, all, 0,       nullptr, 0, 0, t.data, t.batch,
+                t.head,  t.token, 0,       0, 0,   nullptr, nullptr, 0, 0, 0};
     }
 
     void list_codes(const Run &run, Lines &lines) const {
