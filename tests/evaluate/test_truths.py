@@ -109,6 +109,41 @@ def test_the_perplexity_of_a_uniform_model_is_its_vocabulary(name, options, book
     assert "256.00 (256.00 to 256.00)" in results.table()
 
 
+def certain(tokens):
+    """A model that predicts the text `aaa...` for 100 tokens of context, and nothing after these."""
+    logits = torch.zeros(*tokens.shape, BYTES)
+    logits[:, :100, ord("a")] = 99.0
+    return logits
+
+
+def rows_of(results):
+    """The perplexity of each row of the table by its first and last token."""
+    rows = re.findall(r"^([\d,]+) to ([\d,]+) .*?([\d.]+) \([^)]*\)$", results.table(), re.MULTILINE)
+    return {(int(first.replace(",", "")), int(last.replace(",", ""))): float(value) for first, last, value in rows}
+
+
+@pytest.mark.parametrize(
+    "options", [{"trained": 100}, {"trained": 100, "multiples": (1, 2, 3)}, {"trained": 33, "multiples": (3, 7)}]
+)
+def test_each_row_of_lengths_has_its_own_tokens_and_no_others(options, tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 9999)
+    results = evaluate(task_of("extrapolation", haystack=str(tmp_path / "a.txt"), samples=2, **options), certain)
+    found = rows_of(results)
+    assert len(found) == 2 * len(options.get("multiples", (1, 2, 4, 8)))
+    for (first, last), perplexity in found.items():
+        unknown = max(0, last - max(first - 1, 100))
+        assert perplexity == pytest.approx(BYTES ** (unknown / (last - first + 1)), abs=0.006)
+
+
+def test_each_part_of_a_stream_has_its_own_tokens_and_no_others(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 9999)
+    found = rows_of(evaluate(task_of("stream", haystack=str(tmp_path / "a.txt"), lengths=(202,), samples=2), certain))
+    assert len(found) == 9
+    for (first, last), perplexity in found.items():
+        unknown = max(0, last - max(first - 1, 100))
+        assert perplexity == pytest.approx(BYTES ** (unknown / (last - first + 1)), abs=0.006)
+
+
 def test_sliding_windows_score_each_token_once(book):
     results = evaluate(task_of("perplexity", context=97, stride=41, lengths=(1009,), haystack=book), uniform)
     spans = [(record["cell"]["start"], sum(record["counts"])) for record in results.records]

@@ -222,6 +222,8 @@ def losses(model: Model, passage: Passage) -> Answer:
             target = torch.tensor(expected)
             found.append(F.cross_entropy(logits.double(), target, reduction="none"))
         start = stop
-    parts = torch.cat(found).split(passage.bucket)
+    scored = torch.cat(found)
+    edges = sorted({*range(0, len(scored), passage.bucket), *(at for at in passage.cuts if 0 < at < len(scored))})
+    parts = scored.tensor_split(edges[1:])
     means, counts = [finite(float(part.mean())) for part in parts], [len(part) for part in parts]
     return {"first": passage.first, "losses": means, "counts": counts}

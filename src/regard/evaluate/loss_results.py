@@ -46,8 +46,17 @@ def spans(settings: dict[str, Any], records: Sequence[Record]) -> list[Span]:
         trained = records[0]["cell"]["trained"]
         rows = [Span(f"{k}x", 1, k * trained + 1) for k in settings["multiples"]]
         return rows + [Span(f"{k}x, last half", k * trained // 2 + 1, k * trained + 1) for k in settings["multiples"]]
-    edges = [start + round(i * (end - start) / SPANS) for i in range(SPANS + 1)]
+    edges = [start, *(start + cut for cut in parts_of(end - start)), end]
     return [Span("", a, b) for a, b in itertools.pairwise(edges) if b > a] + [Span("all", start, end)]
+
+
+def parts_of(tokens: int) -> list[int]:
+    """Where a text is cut into `SPANS` parts, as equal as they can be.
+
+    >>> parts_of(1000)
+    [125, 250, 375, 500, 625, 750, 875]
+    """
+    return [round(i * tokens / SPANS) for i in range(1, SPANS)]
 
 
 def _range(records: Sequence[Record]) -> tuple[int, int]:

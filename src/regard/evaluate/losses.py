@@ -13,6 +13,7 @@ import torch
 from regard.errors import ProblemError
 from regard.evaluate.corpus import spread
 from regard.evaluate.haystack import MOBY_DICK, read
+from regard.evaluate.loss_results import parts_of
 from regard.evaluate.models import Model
 from regard.evaluate.task import Cell, Passage
 
@@ -58,8 +59,10 @@ class Extrapolation(_Placed):
             raise ProblemError("the length of training is unknown: give --trained, such as 512.")
         length = trained * max(self.multiples)
         bucket = max(1, min(trained // 8, length // BUCKETS) or 1)
+        cuts = tuple(at for k in self.multiples for at in (k * trained // 2, k * trained))
         for i, tokens in enumerate(passages(model, self.haystack, self.samples, length + 1)):
-            yield Passage(f"{length}/{i}", {"length": length, "trained": trained}, tokens, bucket=bucket)
+            cell: Cell = {"length": length, "trained": trained}
+            yield Passage(f"{length}/{i}", cell, tokens, bucket=bucket, cuts=cuts)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Perplexity(_Placed):
                 begin = max(0, end - context)
                 part = tokens[begin : end + 1]
                 cell: Cell = {"context": context, "length": length, "start": scored}
-                yield Passage(f"{length}/{number}", cell, part, scored - begin, min(stride, max(1, length // BUCKETS)))
+                bucket, cuts = min(stride, max(1, length // BUCKETS)), tuple(1 + at - scored for at in parts_of(length))
+                yield Passage(f"{length}/{number}", cell, part, scored - begin, bucket, cuts)
                 scored = end + 1
 
 
@@ -138,9 +142,10 @@ class Stream(_Placed):
     def examples(self, model: Model) -> Iterator[Passage]:
         """Passages by length."""
         for length in self.lengths:
-            bucket = max(1, length // BUCKETS)
+            bucket, cuts = max(1, length // BUCKETS), tuple(parts_of(length))
             for i, tokens in enumerate(passages(model, self.haystack, self.samples, length + 1)):
-                yield Passage(f"{length}/{i}", {"length": length}, tokens, bucket=bucket, is_stream=True)
+                cell: Cell = {"length": length}
+                yield Passage(f"{length}/{i}", cell, tokens, bucket=bucket, cuts=cuts, is_stream=True)
 
 
 def passages(model: Model, text: str, count: int, tokens: int) -> list[tuple[int, ...]]:

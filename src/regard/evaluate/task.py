@@ -61,7 +61,8 @@ class Passage:
         cell: where it belongs in the results.
         tokens: the text; each is predicted from those before it.
         first: the first token that is scored, from 1.
-        bucket: scored tokens of each mean that is recorded.
+        bucket: scored tokens of each mean that is recorded, at most.
+        cuts: scored tokens, counted from 0, with which a new mean begins besides, such as the edges of what is shown.
         is_stream: whether a cache that evicts does so all the time, and not after the whole text only.
     """
 
@@ -70,6 +71,7 @@ class Passage:
     tokens: tuple[int, ...]
     first: int = 1
     bucket: int = 64
+    cuts: tuple[int, ...] = ()
     is_stream: bool = False
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Causal, Documents, KeyLengths, MaskFunction, Prefix, Window
+from regard import Causal, Documents, KeyLengths, MaskFunction, Prefix, TensorMask, Window
 from regard.describe.mask import CallSizes
 from regard.inspect.weights.lazy import Weights
 from regard.inspect.weights.spans import count_visible, visible_runs
@@ -63,3 +63,11 @@ def test_pairs_are_looked_at_only_along_the_border():
     looked_at.clear()
     assert int(count_visible(long(Causal() & (border | Causal())), 128).sum()) == 1024 * 1025 // 2
     assert 0 < sum(looked_at) < everything / 7
+
+
+@pytest.mark.parametrize("keep", [torch.ones(2, 1, 1, 129), torch.ones(1, 1, 129, 129), torch.ones(1, 3, 1, 1)])
+def test_rows_that_bounds_decide_are_counted_beside_others(keep):
+    mask = Causal() & TensorMask(keep.bool())
+    q = torch.zeros(2, 3, 129, 1)  # the last row sees all keys: nothing of it is evaluated, and of the others is
+    counts = count_visible(Weights(q, q, q[..., 0], mask.bind(CallSizes(2, 3, 129, 129, 0))), chunk=32)
+    assert (counts == torch.arange(1, 130)).all()

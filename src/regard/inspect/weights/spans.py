@@ -46,8 +46,10 @@ def count_visible(call: CallScores, chunk: int) -> Tensor:
     queries, keys = call.shape[2:]
     if call.mask is None or not queries:
         return torch.full((1, 1, queries), keys, device=call.q.device)
-    spans = (slice(start, min(start + ROWS, queries)) for start in range(0, queries, ROWS))
-    return torch.cat([_count(call, call.mask, span, chunk) for span in spans], dim=-1)
+    spans = [slice(start, min(start + ROWS, queries)) for start in range(0, queries, ROWS)]
+    counts = [_count(call, call.mask, span, chunk) for span in spans]
+    sizes = torch.broadcast_shapes(*(count.shape[:2] for count in counts))  # equal for all heads where bounds decide
+    return torch.cat([count.expand(*sizes, -1) for count in counts], dim=-1)
 
 
 def kept_columns(call: CallScores, row: slice, chunk: int) -> tuple[Bools, Ints]:
